@@ -1,0 +1,123 @@
+"""Attention as a commutative monoid: attention over disjoint sets of keys merges exactly."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.tree import value
+
+QUERY_TILE, KEY_TILE = 128, 512  # of the blocked prefill sweep: a tile of scores stays in cache
+
+
+@value
+class Partial:
+    """Un-normalised attention of queries over some keys: o = acc / l, log-sum-exp = m + log l.
+
+    acc f32[B,H,G,T,D], m f32[B,H,G,T] (-inf: no key seen), l f32[B,H,G,T].
+    """
+
+    acc: Array
+    m: Array
+    l: Array  # noqa: E741
+
+    @property
+    def lse(self) -> Array:
+        return self.m + jnp.log(jnp.maximum(self.l, 1e-37))
+
+    def finish(self) -> Array:
+        """f32[B,H,G,T,D]; a query that saw no key gives 0."""
+        return self.acc / jnp.maximum(self.l, 1e-37)[..., None]
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys; associative and commutative.
+
+    >>> import jax.numpy as jnp
+    >>> one = Partial(acc=jnp.ones((1, 1, 1, 1, 2)), m=jnp.zeros((1, 1, 1, 1)), l=jnp.ones((1, 1, 1, 1)))
+    >>> merge(one, one).finish().ravel().tolist()
+    [1.0, 1.0]
+    """
+    m = jnp.maximum(a.m, b.m)
+    at = jnp.where(m == -jnp.inf, 0, m)
+    fa, fb = jnp.exp(a.m - at), jnp.exp(b.m - at)
+    return Partial(acc=a.acc * fa[..., None] + b.acc * fb[..., None], m=m, l=a.l * fa + b.l * fb)
+
+
+def merge_all(parts: list[Partial]) -> Partial:
+    return reduce(merge, parts)
+
+
+def nothing(q: Array) -> Partial:
+    """The neutral element for queries f[B,H,G,T,D]."""
+    zero = jnp.zeros(q.shape[:-1], jnp.float32)
+    return Partial(acc=jnp.zeros(q.shape, jnp.float32), m=zero - jnp.inf, l=zero)
+
+
+def softmax_parts(logits: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """Weights p f32[...,S], m and l of scaled logits f32[...,S]; where mask is False the logit is never used.
+
+    The mask selects, it does not add: a NaN in a dead slot stays out.
+    """
+    logits = jnp.where(mask, logits, -jnp.inf)
+    m = logits.max(-1)
+    p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m)[..., None])
+    return p, m, p.sum(-1)
+
+
+def visible(q_pos: Array, k_pos: Array, window: int | None) -> Array:
+    """bool[B,Hs,T,S]: live keys k_pos i32[B,Hs,S] that queries at q_pos i32[B,T] may see."""
+    q, k = q_pos[:, None, :, None], k_pos[:, :, None, :]
+    see = (k >= 0) & (k <= q)
+    return see if window is None else see & (q - k < window)
+
+
+def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:
+    """q [B,H,G,T,D] over k, v [B,H,S,D] where mask bool[B,Hs,T,S]; one tile, no loop."""
+    logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * scale
+    p, m, l = softmax_parts(logits, mask[:, :, None])  # noqa: E741
+    acc = jnp.einsum("bhgts,bhsd->bhgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return Partial(acc=acc, m=m, l=l)
+
+
+def attend_causal(
+    q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, scale: float, window: int | None
+) -> Partial:
+    """Queries [B,H,G,T,D] over a window [B,H,S,D] whose last T entries are their own keys; positions rise with index.
+
+    Query tile by query tile, key tile by key tile: the score matrix [T,S] never exists, and the half of it that lies
+    in the future is not computed.
+    """
+    t, s = q.shape[3], k.shape[2]
+    if t * s <= QUERY_TILE * KEY_TILE:
+        return attend(q, k, v, visible(q_pos, k_pos[:, None], window), scale)
+    tq, tk = min(QUERY_TILE, t), min(KEY_TILE, s)
+
+    def rows(i: Array) -> Partial:
+        # Tiles at the end are moved back to stay inside; rows that are computed twice are equal.
+        start = jnp.minimum(i * tq, t - tq)
+        qt = jax.lax.dynamic_slice_in_dim(q, start, tq, 3)
+        pt = jax.lax.dynamic_slice_in_dim(q_pos, start, tq, 1)
+
+        def keys(j: Array, part: Partial) -> Partial:
+            begin = jnp.minimum(j * tk, s - tk)
+            kt, vt = (jax.lax.dynamic_slice_in_dim(x, begin, tk, 2) for x in (k, v))
+            kp = jax.lax.dynamic_slice_in_dim(k_pos, begin, tk, 1)
+            fresh = begin + jnp.arange(tk) >= j * tk
+            mask = visible(pt, jnp.where(fresh, kp, -1)[:, None], window)
+            return merge(part, attend(qt, kt, vt, mask, scale))
+
+        last = start + tq + (s - t)  # keys up to the tile's newest query
+        return jax.lax.fori_loop(0, (last + tk - 1) // tk, keys, nothing(qt))
+
+    tiles = -(-t // tq)
+    parts = jax.lax.map(rows, jnp.arange(tiles))
+    starts = [min(i * tq, t - tq) for i in range(tiles)]
+
+    def join(x: Array) -> Array:  # [tiles, B,H,G,tq,...] -> [B,H,G,T,...]; the moved tile gives only its new rows
+        return jnp.concatenate([x[i, :, :, :, i * tq - starts[i] :] for i in range(tiles)], 3)
+
+    return jax.tree.map(join, parts)

@@ -1,0 +1,182 @@
+"""The values that flow through a decode loop: frozen pytrees, every leaf (rows, heads, slots)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Code, Codec, Columns
+from jkv.tree import static, value
+
+if TYPE_CHECKING:
+    from jkv.config import LayerConfig, TierConfig
+    from jkv.models import ModelConfig
+
+
+def take(x: Array, index: Array) -> Array:
+    """x [B,Hx,S,...] at index i32[B,Hi,m] -> [B,H,m,...]; a head axis of 1 serves all heads."""
+    heads = max(x.shape[1], index.shape[1])
+    x = jnp.broadcast_to(x, (x.shape[0], heads, *x.shape[2:]))
+    index = jnp.broadcast_to(index, (index.shape[0], heads, index.shape[2]))
+    return jax.vmap(jax.vmap(lambda a, i: a.at[i].get(mode="clip")))(x, index)
+
+
+def put(x: Array, index: Array, new: Array) -> Array:
+    """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
+    index = jnp.broadcast_to(index, (*x.shape[:2], index.shape[2]))
+    new = jnp.broadcast_to(new, (*x.shape[:2], *new.shape[2:])).astype(x.dtype)
+    return jax.vmap(jax.vmap(lambda a, i, n: a.at[i].set(n, mode="drop")))(x, index, new)
+
+
+@value
+class Window:
+    """Exact tokens in order of index: the recent window, or the recent window and what is being prefilled.
+
+    k, v [B,H,W,D]; pos i32[B,W], -1 dead; columns f32[B,H,W].
+    """
+
+    k: Array
+    v: Array
+    pos: Array
+    columns: Columns
+
+
+@value
+class Queries:
+    """What scores need of queries: q f32[B,H,G,N,D] rotated, pos i32[B,N] (-1 dead), lse f32[B,H,G,N]."""
+
+    q: Array
+    pos: Array
+    lse: Array
+
+    def newest(self, n: int) -> Queries:
+        total = self.pos.shape[1]
+        cut = total - min(n, total)
+        return Queries(q=self.q[:, :, :, cut:], pos=self.pos[:, cut:], lse=self.lse[:, :, :, cut:])
+
+
+@value
+class Tier:
+    """Encoded tokens in a fixed number of slots, in no particular order.
+
+    k, v: Code of C slots; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at i32[B,Hs,C] where keys act, or None: at
+    pos; summary: the selector's index of the units, or None.
+    """
+
+    k: Code
+    v: Code
+    pos: Array
+    columns: Columns
+    at: Array | None
+    summary: Any
+
+
+@value
+class LayerCache:
+    """One layer: the recent window (capacity R), the queries that its score keeps, and the tiers."""
+
+    recent: Window
+    queries: Queries | None
+    tiers: tuple[Tier, ...]
+
+
+@value
+class Cache:
+    """What a model remembers of its rows.
+
+    layers; seen, prompt i32[B] tokens; fill i32[] entries used in every recent window; plan: the config of each
+    layer; model. A value: nothing changes it, every function returns a new one.
+    """
+
+    layers: tuple[LayerCache, ...]
+    seen: Array
+    prompt: Array
+    fill: Array
+    plan: tuple[LayerConfig, ...]
+    model: ModelConfig = static()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array of the layers, metadata included."""
+        return tree_bytes(self.layers)
+
+    @property
+    def rows(self) -> int:
+        return self.seen.shape[0]
+
+    def kept(self) -> Array:
+        """i32[L,B,H]: tokens held per layer, row and kv head, recent window included."""
+        return jnp.stack([layer_kept(layer) for layer in self.layers])
+
+    def fork(self, n: int) -> Cache:
+        """n copies of every row, next to each other: the start of n continuations."""
+        if n < 1:
+            raise ValueError(f"fork: n={n}; ask for at least one copy")
+        layers, seen, prompt = jax.tree.map(lambda x: jnp.repeat(x, n, 0), (self.layers, self.seen, self.prompt))
+        return Cache(layers=layers, seen=seen, prompt=prompt, fill=self.fill, plan=self.plan, model=self.model)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays (or shapes) in a pytree."""
+    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def layer_kept(layer: LayerCache) -> Array:
+    """i32[B,H] tokens of one layer."""
+    b, h = layer.recent.k.shape[:2]
+    total = jnp.broadcast_to((layer.recent.pos >= 0).sum(-1)[:, None], (b, h))
+    for tier in layer.tiers:
+        total = total + (tier.pos >= 0).sum(-1)
+    return total
+
+
+def map_codec(fn: Any, *args: Any) -> Any:
+    """Apply a function of one row and one head to arrays [B,H,...]."""
+    return jax.vmap(jax.vmap(fn))(*args)
+
+
+def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
+    one = codec.empty(slots, dim, dtype)
+    return jax.tree.map(lambda x: jnp.zeros((rows, heads, *x.shape), x.dtype), one)
+
+
+def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
+    """A tier with no live slot."""
+    heads, dim, c = model.heads, model.head_dim, tier.capacity
+    hs = 1 if plan.uniform else heads
+    summary = None
+    if tier.select is not None:
+        unit = jax.eval_shape(tier.select.summarize, jax.ShapeDtypeStruct((tier.select.unit, dim), jnp.float32))
+        shape = (rows, heads, c // tier.select.unit)
+        summary = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), unit)
+    return Tier(
+        k=empty_code(tier.k, rows, heads, c, dim, dtype),
+        v=empty_code(tier.v, rows, heads, c, dim, dtype),
+        pos=jnp.full((rows, hs, c), -1, jnp.int32),
+        columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
+        at=jnp.zeros((rows, hs, c), jnp.int32) if tier.at == "rank" else None,
+        summary=summary,
+    )
+
+
+def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> LayerCache:
+    """A layer that has seen nothing."""
+    h, g, d, r, n = model.heads, model.groups, model.head_dim, plan.room, plan.queries
+    recent = Window(
+        k=jnp.zeros((rows, h, r, d), dtype),
+        v=jnp.zeros((rows, h, r, d), dtype),
+        pos=jnp.full((rows, r), -1, jnp.int32),
+        columns={name: jnp.zeros((rows, h, r), jnp.float32) for name in plan.columns},
+    )
+    queries = None
+    if n:
+        queries = Queries(
+            q=jnp.zeros((rows, h, g, n, d), dtype),
+            pos=jnp.full((rows, n), -1, jnp.int32),
+            lse=jnp.zeros((rows, h, g, n), jnp.float32),
+        )
+    tiers = tuple(empty_tier(tier, plan, rows, model, dtype) for tier in plan.tiers)
+    return LayerCache(recent=recent, queries=queries, tiers=tiers)

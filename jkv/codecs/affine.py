@@ -1,0 +1,114 @@
+"""Uniform integers: x ~ code * scale + low."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Code, Codec
+from jkv.tree import part
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """uint8[..., D] below 2**bits -> uint8[..., D * bits / 8]; channel j lies at byte j % (D * bits / 8).
+
+    Channels of one byte are D * bits / 8 apart, so that unpacking is shifts and one concatenation: no interleaving.
+    """
+    parts = jnp.split(codes, 8 // bits, axis=-1)
+    out = parts[0]
+    for i, x in enumerate(parts[1:], 1):
+        out = out | (x << (i * bits))
+    return out
+
+
+def unpack(packed: Array, bits: int) -> Array:
+    """The inverse of `pack`."""
+    mask = (1 << bits) - 1
+    return jnp.concatenate([(packed >> (i * bits)) & mask for i in range(8 // bits)], -1)
+
+
+@part
+class Affine(Codec):
+    """Integers of 2, 4 or 8 bits in groups: code = round((x - low) / scale), scale = (max - min) / (2**bits - 1).
+
+    axis "token": a group is `group` channels (0: all) of one token, scale and low live in the slot (grain 1).
+    axis "channel": a group is `group` tokens of one channel, coded, moved and dropped together (grain = group).
+    A constant group has scale 0 and decodes to its value. Scales are stored as `scale_dtype`; codes are rounded
+    against the stored scale. Source: KIVI (2402.02750) for both axes.
+    """
+
+    bits: int = 8
+    axis: Literal["token", "channel"] = "token"
+    group: int = 0
+    scale_dtype: str = "float16"
+    rope: Literal["before", "after"] = "before"
+
+    @property
+    def grain(self) -> int:  # type: ignore[override]
+        return self.group if self.axis == "channel" else 1
+
+    def check(self, model: Any) -> None:
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"affine codec: bits={self.bits}; 2, 4 or 8 can be packed into bytes")
+        if self.axis == "channel" and self.group < 1:
+            raise ValueError("affine codec per channel needs group= tokens that share a scale, such as group=32")
+        if self.axis == "token" and self.group and model.head_dim % min(self.group, model.head_dim):
+            raise ValueError(
+                f"affine codec: group={self.group} does not divide head_dim={model.head_dim}; take a divisor, or 0"
+            )
+        if model.head_dim % (8 // self.bits):
+            raise ValueError(
+                f"affine codec: head_dim={model.head_dim} is no multiple of {8 // self.bits} codes a byte; use bits=8"
+            )
+
+    def _grouped(self, x: Array) -> tuple[Array, int]:
+        """x [n,D] with its groups on one axis of their own, and that axis."""
+        n, d = x.shape
+        if self.axis == "channel":
+            return x.reshape(n // self.group, self.group, d), 1
+        return x.reshape(n, -1, min(self.group or d, d)), 2
+
+    def encode(self, x: Array) -> Code:
+        y, axis = self._grouped(x.astype(jnp.float32))
+        dtype = jnp.dtype(self.scale_dtype)
+        low = y.min(axis).astype(dtype)
+        step = ((y.max(axis) - low.astype(jnp.float32)) / (2**self.bits - 1)).astype(dtype)
+        wide = jnp.expand_dims(step.astype(jnp.float32), axis)
+        code = (y - jnp.expand_dims(low.astype(jnp.float32), axis)) / jnp.where(wide > 0, wide, 1)
+        code = jnp.clip(jnp.round(code), 0, 2**self.bits - 1).astype(jnp.uint8).reshape(x.shape)
+        packed = code if self.bits == 8 else pack(code, self.bits)
+        if self.axis == "channel":
+            return Code(slots=packed, grains=(step, low))
+        return Code(slots=(packed, step, low))
+
+    def _read(self, code: Code) -> tuple[Array, Array, Array, int]:
+        """Codes with their groups on an axis, step and low f32 ready to broadcast, and that axis."""
+        packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
+        raw = packed if self.bits == 8 else unpack(packed, self.bits)
+        y, axis = self._grouped(raw.astype(jnp.float32))
+        return y, jnp.expand_dims(step.astype(jnp.float32), axis), jnp.expand_dims(low.astype(jnp.float32), axis), axis
+
+    def decode(self, code: Code) -> Array:
+        y, step, low, _ = self._read(code)
+        n = code.slots.shape[0] if self.axis == "channel" else code.slots[0].shape[0]
+        return (y * step + low).reshape(n, -1)
+
+    def logits(self, ask: Array, tile: Code) -> Array:
+        y, step, low, _ = self._read(tile)
+        if self.axis == "channel":  # the scales of a grain fold into the query, once per grain
+            inner = jnp.einsum("qd,jd,jgd->qjg", ask, step[:, 0], y) + jnp.einsum("qd,jd->qj", ask, low[:, 0])[..., None]
+            return inner.reshape(ask.shape[0], -1)
+        q = ask.reshape(ask.shape[0], *y.shape[1:])
+        dots = jnp.einsum("qjd,njd->qnj", q, y)
+        return jnp.einsum("qnj,nj->qn", dots, step[..., 0]) + jnp.einsum("qj,nj->qn", q.sum(-1), low[..., 0])
+
+    def mix(self, w: Array, tile: Code) -> Array:
+        y, step, low, _ = self._read(tile)
+        if self.axis == "channel":
+            g = w.reshape(w.shape[0], *y.shape[:2])
+            return jnp.einsum("qjg,jgd,jd->qd", g, y, step[:, 0]) + jnp.einsum("qj,jd->qd", g.sum(-1), low[:, 0])
+        scaled = jnp.einsum("qn,nj->qnj", w, step[..., 0])
+        out = jnp.einsum("qnj,njd->qjd", scaled, y) + jnp.einsum("qn,nj->qj", w, low[..., 0])[..., None]
+        return out.reshape(w.shape[0], -1)

@@ -1,0 +1,33 @@
+"""Keys and values as they are."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Code, Codec
+from jkv.tree import part
+
+
+@part
+class Dense(Codec):
+    """Floats of the cache's own dtype: exact."""
+
+    rope: Literal["before", "after"] = "before"
+    rewritable = True
+    tiled = False
+
+    def encode(self, x: Array) -> Code:
+        return Code(slots=x)
+
+    def decode(self, code: Code) -> Array:
+        return code.slots.astype(jnp.float32)
+
+    def logits(self, ask: Array, tile: Code) -> Array:
+        return jnp.einsum("qd,nd->qn", ask.astype(tile.slots.dtype), tile.slots, preferred_element_type=jnp.float32)
+
+    def mix(self, w: Array, tile: Code) -> Array:
+        x: Any = tile.slots
+        return jnp.einsum("qn,nd->qd", w.astype(x.dtype), x, preferred_element_type=jnp.float32)

@@ -1,0 +1,173 @@
+"""What to keep and how: one CacheConfig, resolved to one LayerConfig a layer before anything is built."""
+
+from __future__ import annotations
+
+from math import ceil, lcm
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jkv.budgets import All
+from jkv.codecs import Dense
+from jkv.protocols import Budget, Codec, Merge, Score, Selector
+from jkv.scores.position import Newest
+from jkv.tree import part
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+
+
+@part
+class TierSpec:
+    """One tier of every layer, first choice first.
+
+    size: slots (int), a share of what the budget leaves (float), or None: the rest. at: keys act at their own
+    position ("pos") or at their rank among the kept ("rank", needs codecs that store keys un-rotated).
+    """
+
+    k: Codec = Dense()
+    v: Codec = Dense()
+    size: int | float | None = None
+    at: Literal["pos", "rank"] = "pos"
+
+
+@part
+class CacheConfig:
+    """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
+
+    score: who is important; tiers: how bytes are kept; budget: how many tokens; merge: what the evicted leave;
+    select: what a step reads; recent: newest tokens, always exact; block: a flush every so many steps; chunk: prompt
+    tokens prefilled at a time (0: all); append: generated tokens are kept on top of the budget; spared: layers that
+    read and keep everything; name: the text it was made from.
+    """
+
+    score: Score = Newest()
+    tiers: tuple[TierSpec, ...] = (TierSpec(),)
+    budget: Budget = All()
+    merge: Merge | None = None
+    select: Selector | None = None
+    recent: int = 16
+    block: int = 16
+    chunk: int = 0
+    append: bool = False
+    dense_layers: tuple[int, ...] = ()
+    claim: str = "exact"
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or repr(self)
+
+
+@part
+class TierConfig:
+    """A tier of one layer: its slots, its share of what is stored, and how it is coded and read."""
+
+    capacity: int
+    share: float | None
+    k: Codec
+    v: Codec
+    at: Literal["pos", "rank"]
+    select: Selector | None
+    unit: int
+    evicts: bool
+
+
+@part
+class LayerConfig:
+    """The config of one layer, every number known.
+
+    stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
+    """
+
+    score: Score
+    tiers: tuple[TierConfig, ...]
+    budget: Budget
+    merge: Merge | None
+    recent: int
+    block: int
+    unit: int
+    capacity: int
+    window: int | None
+    append: bool
+
+    @property
+    def stay(self) -> int:
+        return self.recent + self.unit - 1
+
+    @property
+    def room(self) -> int:
+        return self.stay + self.block
+
+    @property
+    def queries(self) -> int:
+        """Queries in the buffer: those kept over a flush, then one a step."""
+        needs = self.needs
+        return needs.queries + self.block if needs.queries or needs.new else 0
+
+    @property
+    def needs(self) -> Any:
+        return self.score.needs | self.merge.needs if self.merge else self.score.needs
+
+    @property
+    def uniform(self) -> bool:
+        return self.score.uniform
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        x = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32)
+        return tuple(sorted(jax.eval_shape(self.score.birth, x, x)))
+
+
+def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
+    """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` are generated."""
+    return tuple(_layer(config, model, i, longest, new) for i in range(model.layers))
+
+
+def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
+    select = None if i in config.dense_layers else config.select
+    wanted = config.budget.capacity(model, i, longest) + (new if config.append else 0)
+    window = model.windows[i]
+    if window is not None:
+        wanted = min(wanted, window)  # older tokens are invisible to every later query
+    capacity = min(wanted, longest)
+    unit = lcm(*(c.grain for s in config.tiers for c in (s.k, s.v)), config.select.unit if config.select else 1)
+    sizes = _sizes(config, max(capacity - config.recent, 0), unit)
+    tiers = tuple(
+        TierConfig(
+            capacity=size,
+            share=s.size if isinstance(s.size, float) else None,
+            k=s.k,
+            v=s.v,
+            at=s.at,
+            select=select,
+            unit=unit,
+            evicts=capacity < longest or len(sizes) > 1,
+        )
+        for s, size in zip(config.tiers, sizes, strict=True)
+        if size
+    )
+    return LayerConfig(
+        score=config.score,
+        tiers=tiers,
+        budget=config.budget,
+        merge=config.merge,
+        recent=config.recent,
+        block=ceil(config.block / unit) * unit,
+        unit=unit,
+        capacity=capacity,
+        window=window,
+        append=config.append,
+    )
+
+
+def _sizes(config: CacheConfig, total: int, unit: int) -> list[int]:
+    """Slots of each tier in whole units: fixed sizes, then shares of what they leave, then the rest."""
+    fixed = sum(s.size for s in config.tiers if isinstance(s.size, int))
+    rest = max(total - fixed, 0)
+    shared = sum(int(s.size * rest) for s in config.tiers if isinstance(s.size, float))
+    out = []
+    for spec in config.tiers:
+        size = spec.size if spec.size is not None else rest - shared
+        out.append(ceil((int(size * rest) if isinstance(size, float) else size) / unit) * unit)
+    return out

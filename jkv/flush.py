@@ -1,0 +1,314 @@
+"""The one transition: the window's oldest tokens meet the tiers, the best stay, the newcomers are encoded.
+
+1 pack     per row, live entries by age: newcomers (whole units), then those that stay exact
+2 observe  columns of all tokens from the new queries
+3 rank     f32[B,Hs,S]; dead is -inf whatever the score says
+4 cascade  per tier: the i-th best newcomer takes the i-th worst slot if it is strictly better; the losers are the
+           next tier's newcomers; survivors do not move and are never encoded again
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.cache import LayerCache, Queries, Tier, Window, map_codec, put, take
+from jkv.config import LayerConfig, TierConfig
+from jkv.evidence import Evidence
+from jkv.protocols import Columns
+from jkv.tree import value
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+    from jkv.rope import Rope
+
+
+@value
+class Newcomers:
+    """Tokens at the door of a tier: k, v [B,H,n,D], pos i32[B,Hs,n] (-1 dead), rank f32[B,Hs,n], columns f32[B,H,n],
+    index i32[B,Hs,n] into S."""
+
+    k: Array
+    v: Array
+    pos: Array
+    rank: Array
+    columns: Columns
+    index: Array
+
+
+def flush(
+    layer: LayerCache,
+    window: Window,
+    queries: tuple[Queries | None, Queries | None],
+    seen: Array,
+    generated: Array,
+    fill: Array | int,
+    due: Array | bool,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+    fresh: bool = False,
+) -> LayerCache:
+    """The layer after its window has flushed; where not `due` nothing moves but the window is packed.
+
+    window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty.
+    """
+    total = window.pos.shape[1]
+    order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
+    live = (window.pos >= 0).sum(1)
+    leaving = jnp.where(due, jnp.maximum(live - plan.recent, 0) // plan.unit * plan.unit, 0)
+    most = max(total - plan.recent, 0) // plan.unit * plan.unit
+    packed = _gather(window, order)
+    limit = _limit(plan, seen, generated)
+    ev = _evidence(layer, packed, leaving, queries, seen, limit, plan, rope, model, fresh)
+    ev = replace(ev, columns=plan.score.observe(ev))
+    tiers = layer.tiers
+    if tiers and most:
+        tiers = _cascade(tiers, ev, leaving, most, plan, rope)
+    tiers = _act(tiers, live - leaving, seen)
+    columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
+    recent = _stayers(packed, columns, live, leaving, jnp.where(due, plan.stay, fill), plan)
+    return LayerCache(recent=recent, queries=layer.queries, tiers=tiers)
+
+
+def _gather(window: Window, order: Array) -> Window:
+    index = order[:, None]
+    return Window(
+        k=take(window.k, index),
+        v=take(window.v, index),
+        pos=jnp.take_along_axis(window.pos, order, 1),
+        columns={name: take(x, index) for name, x in window.columns.items()},
+    )
+
+
+def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
+    """i32[B]: tokens that all tiers together may hold."""
+    most = plan.budget.limit(plan.capacity, seen) + (generated if plan.append else 0)
+    return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
+
+
+def _evidence(layer, packed, leaving, queries, seen, limit, plan, rope, model, fresh) -> Evidence:
+    b, h, w, _ = packed.k.shape
+    tiers = () if fresh else layer.tiers
+    columns = {
+        name: jnp.concatenate([*(t.columns[name] for t in tiers), packed.columns[name]], -1) for name in packed.columns
+    }
+    newcomers = jnp.broadcast_to((jnp.arange(w) < leaving[:, None])[:, None], (b, h, w))
+    pos = [jnp.broadcast_to(t.pos, (b, h, t.pos.shape[2])) for t in tiers]
+    return Evidence(
+        pos=jnp.concatenate([*pos, jnp.broadcast_to(packed.pos[:, None], (b, h, w))], -1),
+        may_go=jnp.concatenate([*(jnp.ones(p.shape, bool) for p in pos), newcomers], -1),
+        columns=columns,
+        window=packed,
+        tiers=tiers,
+        kept=queries[0],
+        new=queries[1],
+        seen=seen,
+        limit=limit,
+        plan=plan,
+        rope=rope,
+        scale=model.scale,
+    )
+
+
+def _ranks(ev: Evidence, plan: LayerConfig) -> Array:
+    """f32[B,Hs,S]; dead beats protected, and so does a token that no later query of a local layer can see."""
+    rank = plan.score.rank(ev)
+    pos = ev.pos[:, : rank.shape[1]]
+    gone = pos < 0
+    if plan.window is not None:
+        gone = gone | (pos <= ev.seen[:, None, None] - plan.window)
+    return jnp.where(gone, -jnp.inf, rank)
+
+
+def _cascade(
+    tiers: tuple[Tier, ...], ev: Evidence, leaving: Array, most: int, plan: LayerConfig, rope: Rope
+) -> tuple[Tier, ...]:
+    simple = len(tiers) == 1 and not plan.tiers[0].evicts
+    heads = 1 if plan.uniform else ev.pos.shape[1]
+    rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else _ranks(ev, plan)
+    fresh = not ev.tiers
+    inside = slice(ev.slots, ev.slots + most)
+    alive = (jnp.arange(most) < leaving[:, None])[:, None]
+    new = Newcomers(
+        k=ev.window.k[:, :, :most],
+        v=ev.window.v[:, :, :most],
+        pos=jnp.where(alive, ev.pos[:, :heads, inside], -1),
+        rank=jnp.where(alive, jnp.broadcast_to(rank[:, :, inside], (rank.shape[0], heads, most)), -jnp.inf),
+        columns={name: x[:, :, inside] for name, x in ev.columns.items()},
+        index=jnp.broadcast_to(ev.slots + jnp.arange(most), (rank.shape[0], heads, most)),
+    )
+    out, start, left = [], 0, ev.limit
+    for tier, config in zip(tiers, plan.tiers, strict=True):
+        c = config.capacity
+        of_slots = jnp.full((rank.shape[0], heads, c), -jnp.inf)
+        if not fresh:
+            of_slots = jnp.broadcast_to(rank[:, :, start : start + c], of_slots.shape)
+            tier = _update_columns(tier, ev.columns, start)
+        limit = jnp.minimum(_share(config, ev, plan), left)
+        slot, token = _contest(of_slots, tier.pos, new, limit, config)
+        last = config is plan.tiers[-1]
+        losers = None if last else _losers(tier, new, slot, token, of_slots, start, config, rope)
+        out.append(_admit(tier, new, slot, token, config, rope))
+        new = losers
+        start, left = start + c, left - limit
+    return tuple(out)
+
+
+def _update_columns(tier: Tier, columns: Columns, start: int) -> Tier:
+    c = tier.pos.shape[2]
+    return replace(tier, columns={name: x[:, :, start : start + c] for name, x in columns.items()})
+
+
+def _share(config: TierConfig, ev: Evidence, plan: LayerConfig) -> Array:
+    """i32[B]: slots of a tier in use: its share of what is stored now, or all it has."""
+    if config.share is None:
+        return jnp.full_like(ev.limit, config.capacity)
+    stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.recent, 0))
+    return jnp.minimum(jnp.ceil(config.share * stored).astype(jnp.int32), config.capacity)
+
+
+def _grains(rank: Array, g: int) -> Array:
+    """f32[..., n] -> f32[..., n/g]: mean of a unit's ranks; one protected token protects, one dead token kills."""
+    if g == 1:
+        return rank
+    x = rank.reshape(*rank.shape[:-1], -1, g)
+    mean = jnp.where(jnp.isfinite(x), x, 0).mean(-1)
+    mean = jnp.where((x == jnp.inf).any(-1), jnp.inf, mean)
+    return jnp.where((x == -jnp.inf).all(-1), -jnp.inf, mean)
+
+
+def _contest(slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, config: TierConfig) -> tuple[Array, Array]:
+    """Which unit of slots i32[B,Hs,m] takes which tokens i32[B,Hs,m*unit]; a slot of C / unit or more: none.
+
+    Newcomers in order of rank are cut into units; the i-th best unit meets the i-th worst unit of slots. Both the
+    admitted tokens and their slots are then put in order, so that a unit holds neighbours in time.
+    """
+    u, units = config.unit, config.capacity // config.unit
+    n = new.rank.shape[2]
+    m = min(n, config.capacity) // u
+    b, hs = slot_rank.shape[:2]
+    dead = (slot_pos < 0).reshape(b, hs, units, u).all(-1)
+    room = limit[:, None, None] // u - (units - dead.sum(-1, keepdims=True))
+    shut = dead & (jnp.cumsum(dead, -1) > room)
+    if config.evicts:
+        merit = jnp.where(shut, jnp.inf, jnp.where(dead, -jnp.inf, _grains(slot_rank, u)))
+        newest = -slot_pos.reshape(b, hs, units, u).max(-1)  # among equals the newest goes first
+        index = jnp.broadcast_to(jnp.arange(units), merit.shape)
+        merit, _, worst = jax.lax.sort((merit, newest, index), num_keys=2)
+        merit, worst = merit[..., :m], worst[..., :m]
+        by_rank = jnp.argsort(-new.rank, axis=-1, stable=True)  # the older of equals first
+    else:
+        used = units - dead.sum(-1, keepdims=True)
+        worst = used + jnp.arange(m)
+        merit = jnp.full(worst.shape, -jnp.inf)
+        by_rank = jnp.argsort(new.pos < 0, axis=-1, stable=True)
+    by_rank = by_rank[..., : m * u]
+    value_of = _grains(jnp.take_along_axis(new.rank, by_rank, -1), u)
+    whole = (jnp.take_along_axis(new.pos, by_rank, -1) >= 0).reshape(b, hs, m, u).all(-1)
+    win = whole & (value_of > merit)
+    slot = jnp.sort(jnp.where(win, worst, units), -1)
+    token = jnp.sort(jnp.where(jnp.repeat(win, u, -1), by_rank, n), -1)
+    return slot, token
+
+
+def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierConfig, rope: Rope) -> Tier:
+    """Encode the admitted tokens, once, and write them in place."""
+    u = config.unit
+    place = (slot[..., None] * u + jnp.arange(u)).reshape(*slot.shape[:2], -1)
+    pos = take(new.pos, token)
+    k, v = take(new.k, token), take(new.v, token)
+    rotated = _frame(config, k, pos, rope)
+
+    def write(old: Any, fresh: Any, grain_of: int) -> Any:
+        def one(x: Array, y: Array) -> Array:
+            grain = grain_of // x.shape[2]
+            return put(x, place[:, :, ::grain] // grain, y)
+
+        return jax.tree.map(one, old, fresh)
+
+    summary = tier.summary
+    if config.select is not None:
+        keys = rotated.astype(jnp.float32)
+        keys = keys.reshape(*keys.shape[:2], -1, u, keys.shape[-1])
+        keys = keys.reshape(*keys.shape[:2], -1, config.select.unit, keys.shape[-1])
+        made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
+        at = place[:, :, :: config.select.unit] // config.select.unit
+        summary = jax.tree.map(lambda x, y: put(x, at, y), summary, made)
+    return Tier(
+        k=write(tier.k, map_codec(config.k.encode, rotated), config.capacity),
+        v=write(tier.v, map_codec(config.v.encode, v), config.capacity),
+        pos=put(tier.pos, place, pos),
+        columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},
+        at=tier.at,
+        summary=summary,
+    )
+
+
+def _frame(config: TierConfig, k: Array, pos: Array, rope: Rope) -> Array:
+    """Keys in the frame that the tier's codec stores; windows hold rotated keys."""
+    return k if config.k.rope == "before" else rope.rotate(k, pos, inverse=True)
+
+
+def _losers(
+    tier: Tier, new: Newcomers, slot: Array, token: Array, slot_rank: Array, start: int, config: TierConfig, rope: Rope
+) -> Newcomers:
+    """The next tier's newcomers: those not admitted, and in the place of each that was, the slot's old content."""
+    u = config.unit
+    place = (slot[..., None] * u + jnp.arange(u)).reshape(*slot.shape[:2], -1)
+
+    def old(code: Any, codec: Any) -> Array:
+        def gather(x: Array) -> Array:
+            grain = config.capacity // x.shape[2]
+            return take(x, place[:, :, ::grain] // grain)
+
+        return map_codec(codec.decode, jax.tree.map(gather, code))
+
+    k = old(tier.k, config.k).astype(new.k.dtype)
+    if config.k.rope == "after":
+        k = rope.rotate(k, take(tier.pos, place))
+    return Newcomers(
+        k=put(new.k, token, k),
+        v=put(new.v, token, old(tier.v, config.v)),
+        pos=put(new.pos, token, take(tier.pos, place)),
+        rank=put(new.rank, token, take(slot_rank, place)),
+        columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},
+        index=put(new.index, token, start + place),
+    )
+
+
+def _act(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ...]:
+    """Where keys act in a cache of relative positions: rank among the kept + (seen - kept).
+
+    The newest kept token then acts at seen - 1, its true position, so queries and the recent window need no shift.
+    """
+    if all(t.at is None for t in tiers):
+        return tiers
+    pos = jnp.concatenate([t.pos for t in tiers], -1)
+    late = jnp.iinfo(jnp.int32).max
+    rank = jnp.argsort(jnp.argsort(jnp.where(pos < 0, late, pos), -1), -1)
+    kept = (pos >= 0).sum(-1, keepdims=True) + staying[:, None, None]
+    at = rank + (seen[:, None, None] - kept)
+    cuts = [sum(t.pos.shape[2] for t in tiers[: i + 1]) for i in range(len(tiers) - 1)]
+    return tuple(
+        t if t.at is None else replace(t, at=a.astype(jnp.int32))
+        for t, a in zip(tiers, jnp.split(at, cuts, -1), strict=True)
+    )
+
+
+def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, fill: Array, plan: LayerConfig) -> Window:
+    """The newest entries at the right end of `fill` places of a new recent window; the rest is dead."""
+    slot = jnp.arange(plan.room)
+    index = live[:, None] - fill + slot  # of the packed window
+    alive = (index >= leaving[:, None]) & (slot < fill)
+    at = jnp.clip(index, 0, packed.pos.shape[1] - 1)
+    return Window(
+        k=take(packed.k, at[:, None]),
+        v=take(packed.v, at[:, None]),
+        pos=jnp.where(alive, jnp.take_along_axis(packed.pos, at, 1), -1),
+        columns={name: take(x, at[:, None]) for name, x in columns.items()},
+    )

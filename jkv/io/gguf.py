@@ -1,0 +1,227 @@
+"""Reading GGUF files: the container, checked in full before any of its numbers is trusted."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv.io.errors import FormatError
+
+_AGAIN = "download or convert it again"
+# Value types of the metadata by number; 8 is a string, 9 an array.
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor: its quantisation by name, its shape (rows first, as numpy has it) and its bytes in the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class File:
+    """A memory-mapped GGUF file: metadata (strings, numbers, lists of strings, number arrays) and tensors by name."""
+
+    path: Path
+    meta: dict[str, Any]
+    tensors: dict[str, Tensor]
+    data: mmap.mmap
+
+    def array(self, name: str) -> np.ndarray:
+        """Tensor `name`, dequantised to float32 unless it is stored as float16 or bfloat16."""
+        return dequantize(self.tensors[name], self.data)
+
+
+class _Cursor:
+    """Reads the header in order; every length is held against the bytes that are left before it is used."""
+
+    def __init__(self, data: mmap.mmap, path: Path):
+        self.data, self.path, self.pos = data, path, 0
+
+    def fail(self, cause: str, way_out: str = _AGAIN) -> FormatError:
+        return FormatError(self.path, cause, way_out)
+
+    def take(self, count: int, what: str) -> int:
+        """Skips `count` bytes and returns where they start."""
+        start = self.pos
+        if count > len(self.data) - start:
+            left = len(self.data) - start
+            raise self.fail(
+                f"{what} needs {count:,} bytes at byte {start:,} but {left:,} are left (truncated or corrupt)"
+            )
+        self.pos += count
+        return start
+
+    def number(self, code: str, what: str) -> int:
+        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code), what))[0]
+
+    def string(self, what: str) -> str:
+        length = self.number("Q", f"the length of {what}")
+        start = self.take(length, what)
+        try:
+            return self.data[start : start + length].decode()
+        except UnicodeDecodeError as error:
+            raise self.fail(f"{what} is not UTF-8 (corrupt)") from error
+
+    def count(self, least: int, what: str) -> int:
+        """A count of things of at least `least` bytes each: more than fit in the file is a lie."""
+        number = self.number("Q", f"the number of {what}")
+        if number * least > len(self.data) - self.pos:
+            raise self.fail(f"it claims {number:,} {what}, more than fit in {len(self.data):,} bytes (corrupt)")
+        return number
+
+    def value(self, key: str) -> Any:
+        kind = self.number("I", f"the type of {key}")
+        if kind == _STRING:
+            return self.string(key)
+        if kind == _ARRAY:
+            return self.array(key)
+        if kind not in _SCALARS:
+            raise self.fail(f"{key} has the unknown value type {kind} (corrupt, or newer than this reader)")
+        dtype = np.dtype(_SCALARS[kind])
+        return np.frombuffer(self.data, dtype, 1, self.take(dtype.itemsize, key))[0].item()
+
+    def array(self, key: str) -> list[str] | np.ndarray:
+        kind = self.number("I", f"the element type of {key}")
+        if kind == _STRING:
+            return [self.string(key) for _ in range(self.count(8, f"strings in {key}"))]
+        if kind not in _SCALARS:
+            raise self.fail(f"{key} is an array of the unknown or nested type {kind}")
+        dtype = np.dtype(_SCALARS[kind])
+        count = self.count(dtype.itemsize, f"numbers in {key}")
+        # A copy, so that what comes of it outlives the file.
+        return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize, key)).copy()
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            if not path.is_file():
+                raise FormatError(path, "it is not a regular file", "give the path of a .gguf file")
+            if not path.stat().st_size:
+                raise FormatError(path, "the file is empty", _AGAIN)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise FormatError(
+            path, f"it cannot be read ({error.strerror})", "check the path and its permissions"
+        ) from error
+
+
+def open_file(path: str | Path) -> File:
+    """The header of the GGUF file at `path`; raises FormatError if any part of it is wrong or not supported."""
+    path = Path(path)
+    cursor = _Cursor(_map(path), path)
+    if cursor.data[:4] != b"GGUF":
+        raise cursor.fail("it does not begin with GGUF, so it is no GGUF file", "give a .gguf file")
+    cursor.take(4, "the magic")
+    version = cursor.number("I", "the version")
+    if version not in (2, 3):
+        raise cursor.fail(f"it has GGUF version {version} but 2 and 3 can be read", "convert it with current tools")
+    # A tensor takes at least 24 bytes (name length, dimensions, type, offset), a key 12 (length, type, value).
+    n_tensors = cursor.count(24, "tensors")
+    n_keys = cursor.count(12, "metadata keys")
+    meta: dict[str, Any] = {}
+    for _ in range(n_keys):
+        key = cursor.string("a metadata key")
+        if key in meta:
+            raise cursor.fail(f"metadata key {key!r} comes twice (corrupt)")
+        meta[key] = cursor.value(key)
+    infos = [_tensor(cursor) for _ in range(n_tensors)]
+    align = meta.get("general.alignment", 32)
+    if not isinstance(align, int) or align < 1 or align & (align - 1):
+        raise cursor.fail(f"general.alignment is {align!r}, which is no power of two (corrupt)")
+    base = -(-cursor.pos // align) * align
+    return File(path, meta, _place(cursor, infos, base, align), cursor.data)
+
+
+def _tensor(cursor: _Cursor) -> Tensor:
+    """One tensor's entry, with its offset still counted from the start of the data."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    name = cursor.string("a tensor's name")
+    n_dims = cursor.number("I", f"the dimensions of {name!r}")
+    if not 1 <= n_dims <= _MAX_DIMS:
+        raise cursor.fail(f"tensor {name!r} claims {n_dims:,} dimensions but 1 to {_MAX_DIMS} are possible (corrupt)")
+    # The file has the fastest dimension first, numpy last.
+    shape = tuple(cursor.number("Q", f"the shape of {name!r}") for _ in range(n_dims))[::-1]
+    number = cursor.number("I", f"the type of {name!r}")
+    offset = cursor.number("Q", f"the offset of {name!r}")
+    kind = next((k for k in GGMLQuantizationType if k == number), None)
+    if kind is None or kind.name not in _TYPES:
+        label = kind.name if kind is not None else f"number {number}"
+        raise cursor.fail(f"tensor {name!r} has type {label}", f"quantise the model to one of {', '.join(_TYPES)}")
+    block, size = GGML_QUANT_SIZES[kind]
+    if min(shape) < 1 or shape[-1] % block:
+        raise cursor.fail(f"tensor {name!r} of type {kind.name} has the impossible shape {shape} (corrupt)")
+    return Tensor(name, kind.name, shape, offset, prod(shape) // block * size)
+
+
+def _place(cursor: _Cursor, infos: list[Tensor], base: int, align: int) -> dict[str, Tensor]:
+    """The tensors by name with absolute offsets, once each is known to lie alone and within the file."""
+    tensors: dict[str, Tensor] = {}
+    size = len(cursor.data)
+    end, last = base, ""
+    for info in sorted(infos, key=lambda t: t.offset):
+        start = base + info.offset
+        if info.name in tensors:
+            raise cursor.fail(f"tensor {info.name!r} comes twice (corrupt)")
+        if info.offset % align:
+            raise cursor.fail(f"tensor {info.name!r} is not aligned to {align} bytes (corrupt)")
+        if start + info.nbytes > size:
+            raise cursor.fail(
+                f"tensor {info.name!r} ends at byte {start + info.nbytes:,} but the file has {size:,} (truncated)"
+            )
+        # Tensors that share bytes would let a small file ask for any amount of memory.
+        if start < end:
+            raise cursor.fail(f"tensors {last!r} and {info.name!r} overlap (corrupt)")
+        end, last = start + info.nbytes, info.name
+        tensors[info.name] = Tensor(info.name, info.type, info.shape, start, info.nbytes)
+    return tensors
+
+
+def dequantize(tensor: Tensor, data: mmap.mmap | bytes) -> np.ndarray:
+    """The values of `tensor` out of the file's bytes: float16 and bfloat16 as they are, all else as float32."""
+    import ml_dtypes
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize as unpack
+
+    raw = np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
+    plain: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    if tensor.type in plain:
+        return raw.view(plain[tensor.type]).reshape(tensor.shape)
+    rows = raw.reshape(*tensor.shape[:-1], -1)
+    # Scales in a hostile or broken file can be infinite: the values then are too, which is no error here.
+    with np.errstate(all="ignore"):
+        return unpack(rows, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
+
+
+def thunk(file: File, name: str, change: Callable[[np.ndarray], np.ndarray] | None = None) -> Callable[[], np.ndarray]:
+    """A function that reads tensor `name` when called, passed through `change` if there is one."""
+    return lambda: file.array(name) if change is None else change(file.array(name))

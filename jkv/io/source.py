@@ -1,0 +1,36 @@
+"""What every reader produces: a model that is described but not yet loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jkv.io.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk: Hugging Face style config, tensors by Hugging Face name (read when called), tokenizer."""
+
+    config: dict[str, Any]
+    tensors: Mapping[str, Callable[[], np.ndarray]]
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: dict[str, Any],
+        tensors: Mapping[str, Callable[[], np.ndarray]],
+        tokenizer: Tokenizer | None,
+    ) -> Source:
+        """A Source whose config names the begin and end ids that the tokenizer knows, if there is one.
+
+        >>> Source.of({"eos_token_id": 2}, {}, None).config
+        {'eos_token_id': 2}
+        """
+        if tokenizer is not None:
+            config = config | {"eos_token_id": list(tokenizer.eos_ids), "bos_token_id": tokenizer.bos_id}
+        return cls(config, tensors, tokenizer)

@@ -1,0 +1,155 @@
+"""Text to token ids and back, with chat templates that cannot escape their sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# A UTF-8 character is at most four bytes, so at most four tokens; twice that is never a character still arriving.
+_MAX_HELD = 8
+# The longest text or number a template may make by multiplying: far above any prompt, far below memory.
+_MAX_PRODUCT = 1 << 20
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the model's begin/end ids and chat template; compares and hashes by identity."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        add_bos: bool = False,
+        template: str | None = None,
+    ):
+        self.core = core
+        self.bos_id = bos_id
+        # The first is the one that templates mean; ends of any kind stop a generation.
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.add_bos = add_bos and bos_id is not None
+        self.template = template
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self.core.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, after the begin token if the model wants one and `text` has none yet."""
+        ids = self.core.encode(text, add_special_tokens=False).ids
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids without the special tokens; raises ValueError for ids that are negative or too large."""
+        plain = [int(i) for i in ids]
+        if plain and not (min(plain) >= 0 and max(plain) < 1 << 32):
+            raise ValueError(
+                f"token ids run from {min(plain)} to {max(plain)}; they must be in 0..{self.vocab_size - 1}"
+            )
+        return self.core.decode(plain, skip_special_tokens=True)
+
+    def stream(self) -> Stream:
+        """A decoder for tokens that arrive one at a time."""
+        return Stream(self)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The prompt text for `messages` (each with "role" and "content"); raises ValueError if the template fails."""
+        if self.template is None:
+            raise ValueError("this model has no chat template; use plain text, or an instruction-tuned model")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ValueError(f'a chat message is {message!r}; it must be a mapping with "role" and "content"')
+        names = {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self._text(self.bos_id),
+            "eos_token": self._text(self.eos_ids[0] if self.eos_ids else None),
+            "tools": None,
+            "documents": None,
+        }
+        return render(self.template, names)
+
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self.core.id_to_token(token) or ""
+
+
+class Stream:
+    """Decodes tokens as they arrive and never returns half a UTF-8 character.
+
+    The text of a token can depend on the one before it (a leading space, a character begun), so the tokens of the
+    last piece are decoded again with the new ones, and only what they add is returned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is still incomplete."""
+        self._held.append(int(token))
+        text = self._added()
+        if len(self._held) < _MAX_HELD and (not text or text.endswith("\ufffd")):
+            return ""
+        self._context, self._held = self._held, []
+        return text
+
+    def finish(self) -> str:
+        """The rest, where a character that never became complete shows as U+FFFD."""
+        text = self._added()
+        self._context, self._held = [], []
+        return text
+
+    def _added(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._held)[len(before) :]
+
+
+def _environment() -> Any:
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Also refuses products that would eat the memory, which the sandbox itself lets through."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or not all(isinstance(value, int | float | str) for value in (left, right)):
+                raise SecurityError(f"operator {operator} is not allowed on these values")
+            size = [len(value) if isinstance(value, str) else abs(value) for value in (left, right)]
+            if size[0] * size[1] > _MAX_PRODUCT:
+                raise SecurityError("a product is too large")
+            return super().call_binop(context, operator, left, right)
+
+    def raise_exception(message: str) -> None:
+        raise ValueError(message)
+
+    # Templates come as Hugging Face writes them: these two trims and loop controls are part of that dialect.
+    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.globals["raise_exception"] = raise_exception
+    # Jinja's own tojson escapes HTML, which a model must not see.
+    env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return env
+
+
+def render(template: str, names: Mapping[str, Any]) -> str:
+    """`template` (Jinja) rendered in a sandbox; raises ValueError for errors in it and for attempts to leave it.
+
+    >>> render("{% for m in messages %}<{{ m.role }}>{% endfor %}", {"messages": [{"role": "user"}]})
+    '<user>'
+    """
+    try:
+        return _environment().from_string(template).render(names)
+    except Exception as error:  # A template is a program from a stranger: it can raise anything.
+        raise ValueError(
+            f"the model's chat template failed: {type(error).__name__}: {error}; "
+            "check the messages' roles and order, or use plain text"
+        ) from error

@@ -1,0 +1,250 @@
+"""Prefill, extend, step and decode: pure functions over a Cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.attend import attend, attend_causal, merge_all, visible
+from jkv.cache import Cache, LayerCache, Queries, Window, empty_layer
+from jkv.config import CacheConfig, LayerConfig, resolve
+from jkv.flush import flush
+from jkv.models import ModelConfig, Params, family
+from jkv.sampling import Sampling, sample
+from jkv.tiers import attend_tier
+from jkv.tree import value
+
+
+def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
+    """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them generated."""
+    plan = resolve(config, model, longest, new)
+    zero = jnp.zeros(rows, jnp.int32)
+    layers = tuple(empty_layer(p, rows, model, dtype) for p in plan)
+    return Cache(layers=layers, seen=zero, prompt=zero, fill=jnp.int32(plan[0].stay), plan=plan, model=model)
+
+
+def positions(ids: Array, seen: Array) -> Array:
+    """i32[B,T] positions of right-aligned tokens; ids are -1 in the padding, and so are positions."""
+    live = ids >= 0
+    return jnp.where(live, seen[:, None] + jnp.cumsum(live, 1) - 1, -1).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("fresh",))
+def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tuple[Cache, Array]:
+    """The cache after tokens i32[B,T] (right-aligned, -1 is padding), and the logits f32[B,V] of the newest.
+
+    Every layer flushes as soon as its attention is done, so only one layer's dense keys and values exist at a time.
+    `fresh`: the cache is known to be empty.
+    """
+    model = cache.model
+    net = family(model)
+    pos = positions(ids, cache.seen)
+    added = (ids >= 0).sum(1).astype(jnp.int32)
+    seen, generated = cache.seen + added, cache.seen - cache.prompt
+
+    def run(i: int, new: Any) -> tuple[Array, LayerCache]:
+        plan, layer, rope = cache.plan[i], cache.layers[i], model.ropes[i]
+        dtype = layer.recent.k.dtype
+        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
+        window = Window(k=k, v=v, pos=pos, columns=plan.score.birth(k, v))
+        if not fresh:
+            window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1 if a.ndim == 2 else 2), layer.recent, window)
+        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window)
+        if not fresh:
+            past = [
+                attend_tier(q, pos, t, replace(c, select=None), rope, model.scale, plan.window)
+                for t, c in zip(layer.tiers, plan.tiers, strict=True)
+            ]
+            part = merge_all([part, *past])
+        asked, kept = _ask(layer, plan, Queries(q=q, pos=pos, lse=part.lse))
+        layer = flush(replace(layer, queries=kept), window, asked, seen, generated, 0, True, plan, rope, model, fresh)
+        return part.finish(), layer
+
+    x = net.embed(params, jnp.maximum(ids, 0))
+    layers = []
+    for i in range(model.layers):
+        x, layer = net.layer(params, i, x, pos, run)
+        layers.append(layer)
+    logits = net.head(params, x[:, -1:])[:, 0]
+    fill = jnp.int32(cache.plan[0].stay)
+    return replace(cache, layers=tuple(layers), seen=seen, prompt=cache.prompt + added, fill=fill), logits
+
+
+def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:
+    """(kept, new) queries as the score needs them, and the layer's buffer after this flush."""
+    if not plan.queries:
+        return (None, None), None
+    assert layer.queries is not None
+    n = plan.needs.queries
+    old = jax.tree.map(lambda x: x, layer.queries.newest(layer.queries.pos.shape[1]))
+    held = Queries(q=old.q[:, :, :, :n], pos=old.pos[:, :n], lse=old.lse[:, :, :, :n])
+    both = _join(held, new).newest(n)
+    buffer = jax.tree.map(jnp.zeros_like, layer.queries)
+    buffer = replace(buffer, pos=buffer.pos - 1)
+    return (both if n else None, new if plan.needs.new else None), _write_queries(buffer, both, 0)
+
+
+def _join(a: Queries, b: Queries) -> Queries:
+    return Queries(
+        q=jnp.concatenate([a.q, b.q], 3),
+        pos=jnp.concatenate([a.pos, b.pos], 1),
+        lse=jnp.concatenate([a.lse, b.lse], 3),
+    )
+
+
+def _write_queries(buffer: Queries, new: Queries, at: Array | int) -> Queries:
+    at = jnp.int32(at)
+    return Queries(
+        q=jax.lax.dynamic_update_slice_in_dim(buffer.q, new.q.astype(buffer.q.dtype), at, 3),
+        pos=jax.lax.dynamic_update_slice_in_dim(buffer.pos, new.pos, at, 1),
+        lse=jax.lax.dynamic_update_slice_in_dim(buffer.lse, new.lse, at, 3),
+    )
+
+
+@value
+class Moving:
+    """What one decode step changes: recent windows, kept queries, seen, fill. The tiers are constants to it."""
+
+    recent: tuple[Window, ...]
+    queries: tuple[Queries | None, ...]
+    seen: Array
+    fill: Array
+
+
+def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: Array) -> tuple[Moving, Array]:
+    """One token i32[B] per row that is alive: the moving part after it, and logits f32[B,V]."""
+    model = cache.model
+    net = family(model)
+    pos = jnp.where(alive, moving.seen, -1)[:, None]
+
+    def run(i: int, new: Any) -> tuple[Array, tuple[Window, Queries | None]]:
+        plan, layer, rope, recent = cache.plan[i], cache.layers[i], model.ropes[i], moving.recent[i]
+        dtype = recent.k.dtype
+        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
+        one = Window(k=k, v=v, pos=pos, columns=plan.score.birth(k, v))
+        recent = jax.tree.map(
+            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, moving.fill, 1 if a.ndim == 2 else 2), recent, one
+        )
+        parts = [attend(q, recent.k, recent.v, visible(pos, recent.pos[:, None], plan.window), model.scale)]
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
+        part, queries = merge_all(parts), moving.queries[i]
+        if queries is not None:
+            step = moving.fill - plan.stay
+            queries = _write_queries(queries, Queries(q=q, pos=pos, lse=part.lse), plan.needs.queries + step)
+        return part.finish(), (recent, queries)
+
+    x = net.embed(params, token[:, None])
+    recents, asked = [], []
+    for i in range(model.layers):
+        x, (recent, queries) = net.layer(params, i, x, pos, run)
+        recents.append(recent)
+        asked.append(queries)
+    seen = moving.seen + alive
+    moved = Moving(recent=tuple(recents), queries=tuple(asked), seen=seen, fill=moving.fill + 1)
+    return moved, net.head(params, x)[:, 0]
+
+
+def _split(cache: Cache) -> Moving:
+    return Moving(
+        recent=tuple(x.recent for x in cache.layers),
+        queries=tuple(x.queries for x in cache.layers),
+        seen=cache.seen,
+        fill=cache.fill,
+    )
+
+
+def _join_cache(cache: Cache, moving: Moving) -> Cache:
+    layers = tuple(
+        replace(layer, recent=r, queries=q)
+        for layer, r, q in zip(cache.layers, moving.recent, moving.queries, strict=True)
+    )
+    return replace(cache, layers=layers, seen=moving.seen, fill=moving.fill)
+
+
+def settle(cache: Cache) -> Cache:
+    """Flush if the recent windows are full; otherwise nothing changes."""
+    plan = cache.plan[0]
+    due = cache.fill >= plan.room
+    generated = cache.seen - cache.prompt
+    layers = []
+    for i, (p, layer) in enumerate(zip(cache.plan, cache.layers, strict=True)):
+        asked, n = (None, None), p.needs.queries
+        queries = layer.queries
+        if queries is not None:
+            new = Queries(q=queries.q[:, :, :, n:], pos=queries.pos[:, n:], lse=queries.lse[:, :, :, n:])
+            new = replace(new, pos=jnp.where(due, new.pos, -1))  # a query is observed once
+            asked = (queries.newest(n) if n else None, new if p.needs.new else None)
+            rolled = jax.tree.map(jnp.zeros_like, queries)
+            rolled = replace(rolled, pos=rolled.pos - 1)
+            rolled = _write_queries(rolled, queries.newest(n), 0) if n else rolled
+            queries = jax.tree.map(lambda a, b: jnp.where(due, a, b), rolled, queries)
+        layer = replace(layer, queries=queries)
+        rope = cache.model.ropes[i]
+        layers.append(flush(layer, layer.recent, asked, cache.seen, generated, cache.fill, due, p, rope, cache.model))
+    return replace(cache, layers=tuple(layers), fill=jnp.where(due, plan.stay, cache.fill))
+
+
+@value
+class Decoding:
+    """The state of a decode loop.
+
+    cache; logits f32[B,V] of the newest token; alive bool[B]; used bool[B,V] tokens seen (for the penalty) or None;
+    out i32[B,M] generated tokens, -1 after the end of a row; count i32[] columns of `out` in use.
+    """
+
+    cache: Cache
+    logits: Array
+    alive: Array
+    used: Array | None
+    out: Array
+    count: Array
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
+    """Generate until `out` has `stop` columns or no row is alive, on the device: flush, then up to `block` steps."""
+
+    def more(state: Decoding) -> Array:
+        return (state.count < stop) & state.alive.any()
+
+    def block(state: Decoding) -> Decoding:
+        cache = settle(state.cache)
+        room = cache.plan[0].room
+
+        def going(carry: Any) -> Array:
+            moving, _, alive, _, _, count = carry
+            return (moving.fill < room) & (count < stop) & alive.any()
+
+        def one(carry: Any) -> Any:
+            moving, logits, alive, used, out, count = carry
+            token = sample(logits, sampling, moving.seen, used)
+            out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(alive, token, -1)[:, None], count, 1)
+            if used is not None:
+                used = used.at[jnp.arange(token.shape[0]), token].max(alive)
+            moving, logits = _advance(params, cache, moving, token, alive)
+            alive = alive & ~(token[:, None] == sampling.stop_ids).any(-1)
+            return moving, logits, alive, used, out, count + 1
+
+        carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count)
+        moving, logits, alive, used, out, count = jax.lax.while_loop(going, one, carry)
+        return Decoding(
+            cache=_join_cache(cache, moving), logits=logits, alive=alive, used=used, out=out, count=count
+        )
+
+    return jax.lax.while_loop(more, block, state)
+
+
+@jax.jit
+def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
+    """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
+    cache = settle(cache)
+    moving, logits = _advance(params, cache, _split(cache), jnp.maximum(token, 0), token >= 0)
+    return _join_cache(cache, moving), logits

@@ -1,0 +1,241 @@
+"""The catalogue: a paper is a row, a row fills some axes of a CacheConfig, rows compose by `|`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jkv.budgets import All, Keep, Pyramid, Tokens
+from jkv.codecs import Affine, Dense
+from jkv.config import CacheConfig, TierSpec
+from jkv.protocols import Budget, Score
+from jkv.scores.attention import Accumulated, WindowMass
+from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
+from jkv.scores.position import Newest, Pool, Protect
+from jkv.selectors.quest import PageBound
+
+Axes = dict[str, Any]  # field of CacheConfig -> value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method of the catalogue: `make(**arguments)` gives the axes that it fills."""
+
+    name: str
+    paper: str
+    claim: str
+    make: Callable[..., Axes]
+
+    @property
+    def about(self) -> str:
+        return (inspect.getdoc(self.make) or "").split("\n")[0]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that its defaults fill."""
+        needed = {n: 64 for n in ("budget",) if n in inspect.signature(self.make).parameters}
+        return tuple(k for k in self.make(**needed) if k in AXES)
+
+
+AXES = ("score", "tiers", "budget", "merge", "select", "recent", "block", "append")
+CATALOGUE: dict[str, Row] = {}
+
+
+def row(paper: str, claim: str) -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+    def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
+        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, claim=claim, make=make)
+        return make
+
+    return add
+
+
+def size(budget: int | None, keep: float | None, bytes: str | int | None = None) -> Budget:
+    """The budget that a method was given, in exactly one of its three forms."""
+    given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
+    if len(given) != 1:
+        raise ValueError(f"give exactly one of budget= (tokens) and keep= (fraction kept); got {given or 'neither'}")
+    if budget is not None:
+        if not isinstance(budget, int) or budget < 1:
+            raise ValueError(f"budget={budget}: a number of tokens, 1 or more, that are kept")
+        return Tokens(tokens=budget)
+    assert keep is not None
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
+    return Keep(keep=float(keep))
+
+
+@row("-", "exact")
+def full() -> Axes:
+    """Every token, as it is."""
+    return dict(score=Newest(), budget=All(), tiers=(TierSpec(),))
+
+
+@row("2309.17453", "lagged by block - 1")
+def streaming(*, budget: int | None = None, keep: float | None = None, sinks: int = 4, relative: bool = True) -> Axes:
+    """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
+    first = TierSpec(k=Dense(rope="after" if relative else "before"), size=sinks, at="rank" if relative else "pos")
+    return dict(
+        score=Protect(score=Newest(), sinks=sinks),
+        budget=size(budget, keep),
+        tiers=(first, TierSpec()) if relative and sinks else (TierSpec(),),
+    )
+
+
+@row("2306.14048", "mass exact, decision lagged by block - 1")
+def h2o(*, budget: int | None = None, keep: float | None = None, newest: float = 0.5) -> Axes:
+    """H2O: heavy hitters of accumulated attention, and the newest `newest` share of the budget."""
+    held = size(budget, keep)
+    recent = int(newest * held.tokens) if isinstance(held, Tokens) else 0
+    return dict(score=Protect(score=Accumulated(), newest=recent), budget=held)
+
+
+@row("2404.14469", "exact in one piece; while generating, the last queries at each flush decide")
+def snapkv(
+    *, budget: int | None = None, keep: float | None = None, window: int = 32, pool: int = 5, kind: str = "avg"
+) -> Axes:
+    """SnapKV: attention from the last `window` queries, pooled over neighbours."""
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool, kind=kind), budget=size(budget, keep), recent=window
+    )
+
+
+@row("2401.06104", "prefill exact; while generating, the last query of each block decides")
+def tova(*, budget: int | None = None, keep: float | None = None) -> Axes:
+    """TOVA: attention from the last query, one set of tokens for all heads."""
+    return dict(score=WindowMass(queries=1, all_heads=True), budget=size(budget, keep), recent=0)
+
+
+@row("2504.15364", "exact for its block form, with chunk = block")
+def keydiff(*, budget: int | None = None, keep: float | None = None) -> Axes:
+    """KeyDiff: keys unlike the mean direction of the kept keys."""
+    return dict(score=KeyOutlier(), budget=size(budget, keep), recent=0)
+
+
+@row("2406.11430", "exact in one piece; decision lagged by block - 1")
+def knorm(*, budget: int | None = None, keep: float | None = None) -> Axes:
+    """Keys of small norm stay."""
+    return dict(score=KeyNorm(), budget=size(budget, keep))
+
+
+@row("2406.02069", "as snapkv")
+def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -> Axes:
+    """PyramidKV: SnapKV's score, more tokens in the lower layers; `budget` is the mean."""
+    size(budget, None)
+    if budget <= window:
+        raise ValueError(f"pyramidkv: budget={budget} must exceed its observation window of {window} tokens")
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool),
+        budget=Pyramid(tokens=budget, window=window, beta=beta),
+        recent=window,
+    )
+
+
+@row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries")
+def expected_attention(*, budget: int | None = None, keep: float | None = None, future: int = 512, sinks: int = 4) -> Axes:
+    """ExpectedAttention: attention that the mean future query is expected to pay, times value norms."""
+    return dict(score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size(budget, keep))
+
+
+@row("2402.02750", "approximation: integers; the tail is exact")
+def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
+    """KIVI: keys per channel in groups of tokens, values per token in groups of channels; one tail for both."""
+    k, v = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
+    return dict(tiers=(TierSpec(k=k, v=v),), recent=recent, block=group)
+
+
+@row("-", "approximation: 8-bit integers; the tail is exact")
+def int8() -> Axes:
+    """Eight bits a number, one scale a token and head."""
+    return dict(tiers=(TierSpec(k=Affine(bits=8), v=Affine(bits=8)),))
+
+
+@row("-", "approximation: 4-bit integers; the tail is exact")
+def int4(*, group: int = 32) -> Axes:
+    """Four bits a number, one scale a token and group of channels."""
+    return dict(tiers=(TierSpec(k=Affine(bits=4, group=group), v=Affine(bits=4, group=group)),))
+
+
+@row("2406.10774", "approximation: reads the pages of highest bound")
+def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
+    """Quest: a step reads the pages whose key bounds promise most; the first layers read all."""
+    return dict(select=PageBound(unit=page, pages=pages), dense_layers=tuple(range(dense_layers)))
+
+
+@row("-", "changes nothing but the budget")
+def append() -> Axes:
+    """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
+    return dict(append=True)
+
+
+def parse(text: str) -> CacheConfig:
+    """CacheConfig of a composition such as "snapkv(budget=512) | int4"; `str` of it is a normal form of the text.
+
+    Raises ValueError for an unknown method or argument (with the nearest known one), for arguments that are not
+    literals, and for two methods that fill the same axis.
+
+    >>> str(parse("snapkv( budget=512 )|int4"))
+    'snapkv(budget=512) | int4'
+    """
+    axes: Axes = {}
+    owner: dict[str, str] = {}
+    names, claims = [], []
+    for stage in text.split("|"):
+        name, arguments = _read(stage.strip(), text)
+        entry = CATALOGUE[name]
+        try:
+            filled = entry.make(**arguments)
+        except TypeError as e:
+            raise ValueError(_argument_error(entry, arguments, str(e))) from None
+        for axis, value in filled.items():
+            if axis in owner and axis in ("score", "budget", "tiers", "merge", "select") and name != "full":
+                if owner[axis] != "full":
+                    raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
+            owner[axis] = name
+            axes[axis] = max(axes.get(axis, 0), value) if axis in ("recent", "block") else value
+        names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
+        claims.append(entry.claim)
+    return CacheConfig(**axes, claim="; ".join(dict.fromkeys(claims)), name=" | ".join(names))
+
+
+def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Name and literal keyword arguments of one stage."""
+    try:
+        node = ast.parse(stage, mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)") from None
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
+        raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)")
+    if call.func.id not in CATALOGUE:
+        near = difflib.get_close_matches(call.func.id, CATALOGUE, 1)
+        raise ValueError(
+            f"unknown method {call.func.id!r}" + (f": did you mean {near[0]!r}?" if near else "; see `jkv methods`")
+        )
+    try:
+        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except ValueError:
+        raise ValueError(f"arguments in {stage!r} must be plain numbers, strings or True/False") from None
+
+
+def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
+    known = list(inspect.signature(entry.make).parameters)
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"
+            return f"{entry.name} has no argument {name!r}: {hint}"
+    return f"{entry.name}: {fallback}"
+
+
+def config(what: str | CacheConfig | Score | None) -> CacheConfig:
+    """A CacheConfig from text, from a CacheConfig, or from nothing: the full cache."""
+    if what is None:
+        return parse("full")
+    return parse(what) if isinstance(what, str) else what  # type: ignore[return-value]
+
+
+assert set(AXES) <= {f.name for f in fields(CacheConfig)}

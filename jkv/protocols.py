@@ -1,0 +1,145 @@
+"""What a method is made of. Read this first: a paper is a choice of these, and a row of `jkv.methods`.
+
+B rows, T new tokens, H kv heads, Hs = H (a selection per head) or 1 (one for all heads), G query heads per kv head,
+N queries, D head dim, n slots of a tile, g grain, W window entries, C slots of a tier,
+S tokens known at a flush: every slot of every tier, then the window, oldest first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+from jax import Array
+
+from jkv.tree import value
+
+if TYPE_CHECKING:
+    from jkv.evidence import Evidence
+    from jkv.models import ModelConfig
+    from jkv.rope import Rope
+
+Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
+Queries = int | Literal["new", "all"]  # the last n; those since the last flush; also every query of a prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a method asks of the runtime; what nobody asks for is not computed."""
+
+    queries: int = 0  # kept after a flush: the newest n
+    new: bool = False  # the queries since the last flush
+    whole_prompt: bool = False  # wants all queries of a prompt: refuses chunk=
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            queries=max(self.queries, other.queries),
+            new=self.new or other.new,
+            whole_prompt=self.whole_prompt or other.whole_prompt,
+        )
+
+
+class Score:
+    """Who stays. Only `rank` must be written."""
+
+    needs: Needs = Needs()
+    uniform: bool = False  # one set of tokens for all kv heads
+
+    def birth(self, k: Array, v: Array) -> Columns:
+        """Columns of new tokens from their keys and values [B,H,T,D]."""
+        return {}
+
+    def observe(self, ev: Evidence) -> Columns:
+        """Columns f32[B,H,S] after the new queries; every query is observed once."""
+        return ev.columns
+
+    def rank(self, ev: Evidence) -> Array:
+        """f32[B,Hs,S]: the highest stay; +inf is protected, -inf leaves. Among equals the older stays."""
+        raise NotImplementedError
+
+
+class Budget:
+    """How many tokens. Shapes are host integers; how much of a shape is used may depend on the row."""
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        """Tokens that the layer may hold, recent window included, for rows of at most `longest` tokens."""
+        raise NotImplementedError
+
+    def limit(self, capacity: int, seen: Array) -> Array:
+        """i32[B] of that capacity in use, for rows that have seen i32[B] tokens."""
+        raise NotImplementedError
+
+
+@value
+class Code:
+    """Encoded keys or values. Every leaf starts (rows, heads, slots) or (rows, heads, slots / grain)."""
+
+    slots: Any
+    grains: Any = ()
+
+
+class Codec:
+    """How bytes are kept, for one row and one head: the runtime maps over both.
+
+    Law: logits(query(q), c) == q . decode(c), and output(mix(w, c), sum(w)) == w @ decode(c).
+    """
+
+    grain: int = 1  # tokens that are coded, moved and dropped together
+    rope: Literal["before", "after"] = "before"  # keys stored rotated, or un-rotated and rotated at read
+    rewritable: bool = False  # a merge may change a stored slot
+    tiled: bool = True  # logits and mix make temporaries of a tile's size
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError naming the two parts that cannot work together, and what would."""
+
+    def empty(self, n: int, dim: int, dtype: Any) -> Code:
+        """Storage for n slots; its shapes are the byte formula."""
+        x = jax.ShapeDtypeStruct((n, dim), dtype)
+        return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), jax.eval_shape(self.encode, x))
+
+    def encode(self, x: Array) -> Code:
+        """x f[n,D], n a multiple of the grain."""
+        raise NotImplementedError
+
+    def decode(self, code: Code) -> Array:
+        """f32[n,D]."""
+        raise NotImplementedError
+
+    def query(self, q: Array) -> Any:
+        """q f32[N,D]; once per step, whatever does not depend on a tile."""
+        return q
+
+    def logits(self, ask: Any, tile: Code) -> Array:
+        """f32[N,n], unscaled."""
+        raise NotImplementedError
+
+    def mix(self, w: Array, tile: Code) -> Array:
+        """w f32[N,n] -> f32[N,D], summed in code space."""
+        raise NotImplementedError
+
+
+class Merge:
+    """What the evicted leave behind: a share in a survivor."""
+
+    needs: Needs = Needs()
+
+    def assign(self, ev: Evidence, kept: Array) -> tuple[Array, Array]:
+        """Survivor i32[B,H,S] (an index in S, -1 none) and weight f32[B,H,S] of every token, given bool[B,H,S]."""
+        raise NotImplementedError
+
+
+class Selector:
+    """What a step reads of a tier, in units of `unit` slots that enter and leave the tier together."""
+
+    unit: int = 1
+
+    def summarize(self, k: Array) -> Any:
+        """Leaves [...] for one unit of rotated keys f32[unit,D]; written when the unit is written."""
+        raise NotImplementedError
+
+    def pick(self, q: Array, summary: Any, live: Array) -> Array:
+        """Units i32[B,H,U] to read, -1 none, for rotated q f32[B,H,G,T,D] and live bool[B,H,units]."""
+        raise NotImplementedError
+
+

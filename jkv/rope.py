@@ -1,0 +1,49 @@
+"""Rotary position embedding from two small exact tables."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+COARSE = 256  # position = COARSE * a + b: angles of a and of b come from float64 tables
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotate the halves of a head: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), angle = pos * inv_freq.
+
+    `inv_freq` has D/2 entries (fewer: only the first 2 * len(inv_freq) channels turn), `scale` multiplies cos and
+    sin (yarn), `longest` is the largest position plus one. Angles stay exact for any position: the rotation is the
+    complex product of two tables made in float64, instead of one float32 angle.
+
+    >>> import jax.numpy as jnp
+    >>> rope = Rope(inv_freq=(1.0, 0.1), longest=512)
+    >>> rope.rotate(jnp.ones((3, 4)), jnp.array([0, 1, 300])).shape
+    (3, 4)
+    """
+
+    inv_freq: tuple[float, ...]
+    longest: int
+    scale: float = 1.0
+
+    def tables(self, pos: Array) -> tuple[Array, Array]:
+        """cos, sin f32[..., D/2] of int positions; negative (dead) positions act as 0."""
+        freq = np.asarray(self.inv_freq, np.float64)
+        fine = np.arange(COARSE)[:, None] * freq
+        coarse = np.arange(-(-self.longest // COARSE))[:, None] * COARSE * freq
+        p = jnp.maximum(pos, 0)
+        a, b = p // COARSE, p % COARSE
+        ca, sa = (jnp.asarray(f(coarse), jnp.float32)[a] for f in (np.cos, np.sin))
+        cb, sb = (jnp.asarray(f(fine) * self.scale, jnp.float32)[b] for f in (np.cos, np.sin))
+        return ca * cb - sa * sb, sa * cb + ca * sb
+
+    def rotate(self, x: Array, pos: Array, inverse: bool = False) -> Array:
+        """x [..., D] at pos [...] (broadcast against x without its last axis), computed in float32, dtype kept."""
+        cos, sin = self.tables(pos)
+        sin = -sin if inverse else sin
+        half = len(self.inv_freq)
+        turn, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+        x1, x2 = turn[..., :half], turn[..., half:]
+        out = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
+        return jnp.concatenate([out, rest], -1) if rest.shape[-1] else out

@@ -1,0 +1,93 @@
+"""Scores of position, and the wrappers that work on any score."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Columns, Needs, Score
+from jkv.tree import leaf, part
+
+if TYPE_CHECKING:
+    from jkv.evidence import Evidence
+
+
+@part
+class Newest(Score):
+    """The newest stay: rank = position."""
+
+    uniform = True
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.pos[:, :1].astype(jnp.float32)
+
+
+@part
+class Protect(Score):
+    """The first `sinks` tokens and the `newest` ones are never evicted; the rest is ranked by `score`."""
+
+    score: Score = leaf()
+    sinks: int = 0
+    newest: int = 0
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return self.score.needs
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return self.score.uniform
+
+    def birth(self, k: Array, v: Array) -> Columns:
+        return self.score.birth(k, v)
+
+    def observe(self, ev: Evidence) -> Columns:
+        return self.score.observe(ev)
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        pos = ev.pos[:, : rank.shape[1]]
+        safe = (pos < self.sinks) | (pos >= ev.seen[:, None, None] - self.newest)
+        return jnp.where(safe, jnp.inf, rank)
+
+
+@part
+class Pool(Score):
+    """Neighbours in time share their ranks: a sliding mean or maximum of odd width over the tokens that may go.
+
+    The mean divides by `width` at the borders too, as the reference implementations do. Source: SnapKV (2404.14469).
+    """
+
+    score: Score = leaf()
+    width: int = 5
+    kind: str = "avg"
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return self.score.needs
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return self.score.uniform
+
+    def birth(self, k: Array, v: Array) -> Columns:
+        return self.score.birth(k, v)
+
+    def observe(self, ev: Evidence) -> Columns:
+        return self.score.observe(ev)
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        heads = rank.shape[1]
+        order = ev.chronological()[:, :heads]
+        may_go = (ev.may_go & ev.live)[:, :heads]
+        empty = 0.0 if self.kind == "avg" else -jnp.inf
+        x = jnp.take_along_axis(jnp.where(may_go, rank, empty), order, -1)
+        half, n = self.width // 2, x.shape[-1]
+        padded = jnp.pad(x, ((0, 0), (0, 0), (half, half)), constant_values=empty)
+        shifted = jnp.stack([padded[..., i : i + n] for i in range(self.width)])
+        pooled = shifted.sum(0) / self.width if self.kind == "avg" else shifted.max(0)
+        back = jnp.argsort(order, -1)
+        return jnp.where(may_go, jnp.take_along_axis(pooled, back, -1), rank)

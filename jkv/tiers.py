@@ -1,0 +1,150 @@
+"""Reading a tier: codes are contracted tile by tile, never decoded to a dense copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.attend import Partial, merge, nothing, softmax_parts, visible
+from jkv.cache import Tier, map_codec, take
+from jkv.config import TierConfig
+from jkv.protocols import Code, Codec
+from jkv.rope import Rope
+
+TILE = 512  # slots of a coded tier that are read at a time
+
+
+def cut(tree: Any, start: Array | int, n: int, slots: int) -> Any:
+    """n slots from `start` of every leaf [B,H,slots or slots / grain,...]."""
+
+    def one(x: Array) -> Array:
+        grain = slots // x.shape[2]
+        return jax.lax.dynamic_slice_in_dim(x, start // grain, n // grain, 2)
+
+    return jax.tree.map(one, tree)
+
+
+def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, tile: int) -> Any:
+    """Fold body(start, fresh bool[tile], state) over tiles; the last tile is moved back to stay inside.
+
+    `fresh` is False for the slots of a moved tile that were read before.
+    """
+    if slots <= tile:
+        return body(jnp.int32(0), jnp.ones(slots, bool), init)
+
+    def step(i: Array, state: Any) -> Any:
+        start = jnp.minimum(i * tile, slots - tile)
+        return body(start, start + jnp.arange(tile) >= i * tile, state)
+
+    return jax.lax.fori_loop(0, -(-slots // tile), step, init)
+
+
+def tile_size(codec: Codec, slots: int, queries: int, unit: int) -> int:
+    """One tile for a tier that is contracted without temporaries; else TILE, in whole units."""
+    if queries == 1 and not codec.tiled:
+        return slots
+    return min(slots, max(TILE // unit, 1) * unit)
+
+
+def flat(x: Array) -> Array:
+    """[B,H,G,T,...] -> [B,H,G*T,...]."""
+    b, h, g, t, *rest = x.shape
+    return x.reshape(b, h, g * t, *rest)
+
+
+def key_logits(codec: Codec, ask: Any, q: Array, code: Code, at: Array, rope: Rope) -> Array:
+    """f32[B,H,N,n]: rotated queries q [B,H,N,D] against the coded keys of a tile that act at i32[B,Hs,n]."""
+    if codec.rope == "before":
+        return map_codec(codec.logits, ask, code)
+    keys = rope.rotate(map_codec(codec.decode, code), at)
+    return jnp.einsum("bhnd,bhsd->bhns", q.astype(jnp.float32), keys)
+
+
+def attend_tier(
+    q: Array, q_pos: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
+) -> Partial:
+    """Rotated queries [B,H,G,T,D] at i32[B,T] over the tier, or over the units that its selector picks."""
+    at = tier.pos if tier.at is None else tier.at
+    k, v, pos, slots = tier.k, tier.v, tier.pos, config.capacity
+    if config.select is not None:
+        k, v, pos, at, slots = picked(q, tier, at, config)
+    b, h, g, t, d = q.shape
+    ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
+
+    def body(start: Array, fresh: Array, part: Partial) -> Partial:
+        n = fresh.shape[0]
+        kt, vt = cut(k, start, n, slots), cut(v, start, n, slots)
+        pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
+        logits = key_logits(config.k, ask, flat(q), kt, att, rope).reshape(b, h, g, t, n) * scale
+        mask = visible(q_pos, jnp.where(fresh, pt, -1), window)[:, :, None]
+        p, m, l = softmax_parts(logits, mask)  # noqa: E741
+        acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
+        return merge(part, Partial(acc=acc, m=m, l=l))
+
+    tile = tile_size(config.k, slots, t, config.unit)
+    return over_tiles(body, nothing(q), slots, tile)
+
+
+def picked(q: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Code, Code, Array, Array, int]:
+    """Codes, positions and places of the units that the selector picks, and how many slots they are."""
+    select = config.select
+    assert select is not None
+    u, (b, h) = select.unit, q.shape[:2]
+    pos = jnp.broadcast_to(tier.pos, (b, h, config.capacity))
+    live = (pos.reshape(b, h, -1, u) >= 0).any(-1)
+    units = select.pick(q, tier.summary, live)
+    index = (units[..., None] * u + jnp.arange(u)).reshape(b, h, -1)
+
+    def gather(x: Array) -> Array:
+        grain = config.capacity // x.shape[2]
+        return take(x, index[:, :, ::grain] // grain)
+
+    dead = (index < 0) | (take(pos, index) < 0)
+    k, v = jax.tree.map(gather, (tier.k, tier.v))
+    return k, v, jnp.where(dead, -1, take(pos, index)), take(at, index), index.shape[2]
+
+
+def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
+    """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
+    at = tier.pos if tier.at is None else tier.at
+    b, h, n, _ = x.shape
+    x = x.astype(jnp.float32)
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
+    turned = of == "k" and codec.rope == "after"
+    ask = None if turned else map_codec(codec.query, x)
+
+    def body(start: Array, fresh: Array, out: Array) -> Array:
+        size = fresh.shape[0]
+        part = cut(code, start, size, config.capacity)
+        places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
+        dots = key_logits(codec, ask, x, part, places, rope) if turned else map_codec(codec.logits, ask, part)
+        return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
+
+    tile = tile_size(codec, config.capacity, n, config.unit)
+    return over_tiles(body, jnp.zeros((b, h, n, config.capacity), jnp.float32), config.capacity, tile)
+
+
+def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
+    """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
+    at = tier.pos if tier.at is None else tier.at
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
+    live = (tier.pos >= 0)[:, :, None]
+
+    def body(start: Array, fresh: Array, out: Array) -> Array:
+        size = fresh.shape[0]
+        part = cut(code, start, size, config.capacity)
+        wt = jax.lax.dynamic_slice_in_dim(w, start, size, 3) * fresh
+        alive = jax.lax.dynamic_slice_in_dim(live, start, size, 3)
+        x = map_codec(codec.decode, part)
+        if of == "k" and codec.rope == "after":
+            x = rope.rotate(x, jax.lax.dynamic_slice_in_dim(at, start, size, 2))
+        x = jnp.where(alive[:, :, 0, :, None], x, 0)
+        return out + jnp.einsum("bhns,bhsd->bhnd", wt, x)
+
+    tile = min(config.capacity, max(TILE // config.unit, 1) * config.unit)
+    d = jax.eval_shape(lambda c: map_codec(codec.decode, c), code).shape[-1]
+    return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), config.capacity, tile)

@@ -1,0 +1,120 @@
+"""Model families as pure functions that know nothing of caches."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from . import gemma3, llama, mistral, params, qwen2, qwen3
+from .config import ModelConfig
+from .llama import Projected, linear
+from .params import Params, Tensors
+
+__all__ = [
+    "FAMILIES",
+    "TINY",
+    "ModelConfig",
+    "Params",
+    "Projected",
+    "build",
+    "family",
+    "forward",
+    "linear",
+    "random",
+    "read_config",
+]
+
+# the smallest config that says everything: for examples and tests
+TINY = dict(
+    model_type="llama",
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
+
+FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma3_text": gemma3}
+
+
+def family(config: ModelConfig) -> ModuleType:
+    """The module with `embed`, `project`, `layer` and `head` of a model.
+
+    >>> family(random(TINY).config) is FAMILIES["llama"]
+    True
+    """
+    return FAMILIES[config.family]
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a Hugging Face config dict; ValueError names a field or a family that is not supported.
+
+    >>> read_config({"model_type": "mamba"})
+    Traceback (most recent call last):
+    ValueError: model_type 'mamba' is not supported: use one of gemma3_text, llama, mistral, qwen2, qwen3
+    """
+    kind = hf.get("model_type")
+    if kind == "gemma3":
+        raise ValueError("model_type 'gemma3' has an image tower: give its text_config (model_type 'gemma3_text')")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type {kind!r} is not supported: use one of {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[kind].config(hf)
+
+
+def build(config: Mapping[str, Any], tensors: Tensors, dtype: Any) -> Params:
+    """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
+
+    Each thunk is called once and its array dropped. ValueError lists missing and unused tensors, wrong shapes, NaNs.
+
+    >>> build(TINY, {}, jnp.float32)
+    Traceback (most recent call last):
+    ValueError: the checkpoint does not fit the config of this llama model: 21 tensors missing: \
+model.embed_tokens.weight, model.norm.weight, lm_head.weight, model.layers.0.input_layernorm.weight, \
+model.layers.0.self_attn.q_proj.weight and 16 more
+    """
+    c = read_config(config)
+    return params.assemble(c, FAMILIES[c.family].TENSORS, tensors, dtype)
+
+
+def random(config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32) -> Params:
+    """Params of seeded numpy noise: the same numbers on every machine, for benchmarks and tests of shapes.
+
+    >>> random(TINY).head.shape
+    (100, 32)
+    """
+    c = config if isinstance(config, ModelConfig) else read_config(config)
+    table = FAMILIES[c.family].TENSORS
+    return params.assemble(c, table, params.seeded(c, table, seed), dtype)
+
+
+def forward(p: Params, ids: Array, pos: Array) -> Array:
+    """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
+
+    The oracle of the tests: softmax(scale q.k) v in float32 over all visible keys, no cache.
+
+    >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
+    (1, 3, 100)
+    """
+    c, m = p.config, family(p.config)
+    gap = pos[:, :, None] - pos[:, None, :]  # [B, T, S]
+    alive = (gap >= 0) & (pos[:, None, :] >= 0)
+
+    def attend(i: int, a: Projected) -> tuple[Array, None]:
+        q = c.ropes[i].rotate(a.q, pos[:, None, None, :]).astype(jnp.float32)
+        k = c.ropes[i].rotate(a.k, pos[:, None, :]).astype(jnp.float32)
+        window = c.windows[i]
+        see = alive if window is None else alive & (gap < window)
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * c.scale
+        # a finite floor: a pad sees nothing, and its row must not become NaN
+        weights = jax.nn.softmax(jnp.where(see[:, None, None], logits, -1e30), axis=-1)
+        return jnp.einsum("bhgts,bhsd->bhgtd", weights, a.v.astype(jnp.float32)), None
+
+    x = m.embed(p, ids)
+    for i in range(c.layers):
+        x, _ = m.layer(p, i, x, pos, attend)
+    return m.head(p, x)

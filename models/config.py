@@ -1,0 +1,280 @@
+"""What a model is, as one hashable value, and how it is read from a Hugging Face config dict."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jkv.rope import Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Every number that changes the function, none that does not. Static under jit.
+
+    A layer has `heads` key/value heads (H) of `head_dim` channels (D), each read by `groups` query heads (G). Layer i
+    turns queries and keys with `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i]
+    (None: every p <= t). Logits of attention are `scale * q.k`.
+
+    >>> from jkv.models import llama
+    >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
+    ...                       num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    ...                       max_position_embeddings=512))
+    >>> c.heads, c.groups, c.head_dim, c.windows
+    (2, 2, 8, (None, None))
+    """
+
+    family: str
+    layers: int
+    heads: int
+    groups: int
+    head_dim: int
+    width: int
+    hidden: int
+    vocab: int
+    context: int
+    eps: float
+    act: str
+    scale: float
+    ropes: tuple[Rope, ...]
+    windows: tuple[int | None, ...]
+    tied: bool
+    embed_scale: float | None = None
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+
+    def __hash__(self) -> int:
+        # jit hashes its static arguments at every call; all layers' ropes would cost more than the lookup
+        return hash((self.family, self.layers, self.heads, self.width, self.vocab))
+
+
+# Fields that cannot change the logits of a forward pass: training, bookkeeping, defaults of sampling, labels.
+HARMLESS = frozenset(
+    """_attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures
+    attention_dropout auto_map bad_words_ids begin_suppress_tokens cache_implementation chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder is_llama_config label2id
+    length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+    top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache""".split()
+)
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+_UNSET: Any = object()
+
+
+class Fields:
+    """Takes fields out of a config dict and remembers which were read, so that none is overlooked."""
+
+    def __init__(self, hf: Mapping[str, Any], family: str, where: str = "") -> None:
+        self.rest, self.family, self.where = dict(hf), family, where
+
+    def refuse(self, name: str, got: Any, way_out: str) -> ValueError:
+        return ValueError(f"config field {self.where + name!r} = {got!r} is not supported for {self.family}: {way_out}")
+
+    def take(self, name: str, default: Any = _UNSET) -> Any:
+        """The field's value; null counts as absent; ValueError where it is absent and has no default."""
+        got = self.rest.pop(name, None)
+        if got is None and default is _UNSET:
+            raise ValueError(f"config field {self.where + name!r} is missing, and {self.family} has no default for it")
+        return default if got is None else got
+
+    def number(self, name: str, default: Any = _UNSET, kind: Callable[[Any], Any] = int) -> Any:
+        """A positive number."""
+        got = self.take(name, default)
+        if got is None:
+            return None
+        if isinstance(got, bool) or not isinstance(got, int | float) or not 0 < got < math.inf or kind(got) != got:
+            raise self.refuse(name, got, f"it must be a positive {kind.__name__}")
+        return kind(got)
+
+    def only(self, name: str, *allowed: Any, way_out: str) -> None:
+        """The field may be absent, null or one of `allowed`: everything else would change the function."""
+        got = self.take(name, None)
+        if got is not None and got not in allowed:
+            raise self.refuse(name, got, way_out)
+
+    def done(self) -> None:
+        """ValueError where a field was left that no one read."""
+        if left := {k: v for k, v in self.rest.items() if v is not None and k not in HARMLESS}:
+            name, got = next(iter(left.items()))
+            more = f" (also unread: {', '.join(list(left)[1:6])})" if len(left) > 1 else ""
+            raise self.refuse(
+                name,
+                got,
+                "nothing here reads it, so it might change the model's function silently. If it cannot, delete it from "
+                f"the dict or add it to HARMLESS in models/config.py{more}",
+            )
+
+
+def read(
+    hf: Mapping[str, Any],
+    family: str,
+    *,
+    tied: bool = False,
+    head_dim: int | None = None,
+    bias: tuple[Any, ...] = (False,),
+    windows: Callable[[Fields, int], tuple[int | None, ...]] | None = None,
+    ropes: "Callable[[Fields, int, int, tuple[int | None, ...]], tuple[tuple[Rope, ...], int]] | None" = None,
+    extra: Callable[[Fields, int], dict[str, Any]] | None = None,
+    act: str = "hidden_act",
+) -> ModelConfig:
+    """ModelConfig of a config dict: the fields that all families share; the arguments say where a family differs.
+
+    `tied` and `head_dim` are the family's defaults, `bias` the values of `attention_bias` that it implements, `windows`
+    and `ropes` read one entry a layer, `extra(fields, width)` reads the family's own fields and `act` names the
+    activation's field. ValueError names the field, its value and the way out for every field that is missing, unknown
+    or unsupported.
+    """
+    if hf.get("model_type") not in (None, family):
+        raise ValueError(f"config has model_type {hf['model_type']!r}, but it was given to the family {family!r}")
+    f = Fields(hf, family)
+    width, count, layers = (f.number(n) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    # null means multi-head in every family; only in llama (version 1) does a missing field mean that too
+    heads = f.number("num_key_value_heads", count if family == "llama" or "num_key_value_heads" in hf else _UNSET)
+    if count % heads:
+        raise f.refuse("num_key_value_heads", heads, f"it must divide num_attention_heads = {count}")
+    dim = f.number("head_dim", head_dim or width // count)
+    if dim % 2:
+        raise f.refuse("head_dim", dim, "rotary embedding turns pairs of channels, so it must be even")
+    for name in ("mlp_bias", "rope_interleaved", "use_mrope"):
+        f.only(name, False, way_out="only false is implemented")
+    f.only("attention_bias", *bias, way_out=f"only {bias[0]!r} is implemented (biases on q, k, v exist in qwen2)")
+    f.only("partial_rotary_factor", 1, way_out="only 1.0 is implemented: all channels of a head turn")
+    f.only("quantization_config", way_out="load the unquantized checkpoint, or a GGUF file of the same model")
+    name = f.take(act, "gelu_pytorch_tanh" if act == "hidden_activation" else "silu")
+    if name not in ACTIVATIONS:
+        raise f.refuse(act, name, f"use one of {sorted(ACTIVATIONS)}")
+    context = f.number("max_position_embeddings")
+    seen = windows(f, layers) if windows else (None,) * layers
+    turns, context = (ropes or one_rope)(f, dim, context, seen)
+    eos = f.take("eos_token_id", ())
+    out = ModelConfig(
+        family=family,
+        layers=layers,
+        heads=heads,
+        groups=count // heads,
+        head_dim=dim,
+        width=width,
+        hidden=f.number("intermediate_size"),
+        vocab=f.number("vocab_size"),
+        context=context,
+        eps=f.number("rms_norm_eps", 1e-6, float),
+        act=ACTIVATIONS[name],
+        ropes=turns,
+        windows=seen,
+        tied=bool(f.take("tie_word_embeddings", tied)),
+        eos=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        bos=f.take("bos_token_id", None),
+        **({"scale": dim**-0.5} | (extra(f, width) if extra else {})),
+    )
+    f.done()
+    return out
+
+
+def sliding_window(f: Fields) -> int | None:
+    """The window in tokens: null means none, but a missing field means 4096 to transformers."""
+    return f.number("sliding_window", None if "sliding_window" in f.rest else 4096)
+
+
+def by_layer_type(f: Fields, layers: int, window: int | None, default: list[str]) -> tuple[int | None, ...]:
+    """windows from `layer_types` (or from `default` where the config has none)."""
+    kinds = f.take("layer_types", default)
+    if len(kinds) != layers:
+        raise f.refuse("layer_types", kinds, f"it needs num_hidden_layers = {layers} entries")
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise f.refuse("layer_types", sorted(unknown), "only full_attention and sliding_attention are implemented")
+    if "sliding_attention" in kinds and window is None:
+        raise f.refuse("layer_types", kinds, "sliding layers need sliding_window (and use_sliding_window true)")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def one_rope(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) -> tuple[tuple[Rope, ...], int]:
+    """The same rope in every layer, and the context that it reaches."""
+    theta = f.number("rope_theta", 10000.0, float)
+    old, new = f.take("rope_scaling", {}), f.take("rope_parameters", {})
+    if old and new:
+        raise f.refuse("rope_scaling", old, "rope_parameters says the same in newer configs: keep one of the two")
+    turn = rope({"rope_theta": theta} | old | new, f.family, dim, context)
+    return (turn,) * len(windows), turn.longest
+
+
+def rope(given: Mapping[str, Any], family: str, dim: int, context: int) -> Rope:
+    """Rope of a `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` dict; ValueError names the field.
+
+    Frequencies are theta^(-2i/D), then `linear` divides by the factor, `llama3` divides the slow ones, `yarn` blends
+    both by a ramp and scales cos and sin. Float64 throughout.
+
+    >>> rope({"rope_theta": 100.0, "rope_type": "linear", "factor": 2.0}, "llama", 4, 128).inv_freq
+    (0.5, 0.05)
+    """
+    f = Fields(given, family, where="rope_parameters.")
+    kind = f.take("type", "default")
+    kind = f.take("rope_type", kind)
+    theta = f.number("rope_theta", kind=float)
+    f.only("partial_rotary_factor", 1, way_out="only 1.0 is implemented: all channels of a head turn")
+    base = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    scale = 1.0
+    if kind == "default":
+        freqs = base
+        f.take("factor", None)  # transformers ignores it for this type
+    elif kind == "linear":
+        factor = f.number("factor", kind=float)
+        freqs = [x / factor for x in base]
+    elif kind == "llama3":
+        freqs = _llama3(f, base, context)
+    elif kind == "yarn":
+        freqs, scale, context = _yarn(f, base, theta, context)
+    else:
+        raise f.refuse(
+            "rope_type",
+            kind,
+            "only default, linear, llama3 and yarn are implemented. dynamic and longrope change the frequencies with "
+            "the length of the text, which keys already in a cache cannot follow: use default up to the original "
+            "context, or yarn with the same factor",
+        )
+    f.done()
+    return Rope(inv_freq=tuple(freqs), longest=context, scale=scale)
+
+
+def _llama3(f: Fields, base: list[float], context: int) -> list[float]:
+    factor, low, high = (f.number(n, kind=float) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+    old = f.number("original_max_position_embeddings", context)
+
+    def stretch(freq: float) -> float:
+        turns = old * freq / (2 * math.pi)  # full turns within the original context
+        keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+        return (1 - keep) * freq / factor + keep * freq
+
+    return [stretch(freq) for freq in base]
+
+
+def _yarn(f: Fields, base: list[float], theta: float, context: int) -> tuple[list[float], float, int]:
+    old = f.number("original_max_position_embeddings", context)
+    factor = f.number("factor", context / old, float)
+    fast, slow = f.number("beta_fast", 32.0, float), f.number("beta_slow", 1.0, float)
+    mscale, mscale_all = f.take("mscale", None), f.take("mscale_all_dim", None)
+    dim = 2 * len(base)
+
+    def channel(turns: float) -> float:
+        return dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    def gain(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low, high = channel(fast), channel(slow)
+    if f.take("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 * (low == high)
+    ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(len(base))]
+    both = mscale and mscale_all
+    scale = f.number("attention_factor", gain(mscale) / gain(mscale_all) if both else gain(1.0), float)
+    freqs = [x / factor * r + x * (1 - r) for x, r in zip(base, ramp, strict=True)]
+    # Configs in use keep the original max_position_embeddings beside a yarn factor: the model reaches old * factor
+    return freqs, scale, max(context, round(old * factor))

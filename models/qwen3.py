@@ -1,0 +1,39 @@
+"""Qwen3: Llama with an RMS norm on the channels of every query and key head."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax import Array
+
+from .config import ModelConfig, read
+from .llama import TENSORS as LLAMA
+from .llama import Attend, Projected, block, embed, head, linear, rms, split
+from .params import Params
+from .qwen2 import windows
+
+__all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
+
+TENSORS = LLAMA | {"q_norm": ("self_attn.q_norm.weight",), "k_norm": ("self_attn.k_norm.weight",)}
+
+
+def config(hf: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a config dict with model_type qwen3; ValueError names a field that is not supported."""
+    return read(hf, "qwen3", windows=windows, head_dim=128)
+
+
+def normed(params: Params, i: int, x: Array, norm: Callable[[Array, Array, float], Array]) -> Projected:
+    """Queries, keys and values of x [B, T, E], with `norm` on x and on every query and key head."""
+    w, c = params.layers[i], params.config
+    x = norm(w["norm1"], x, c.eps)
+    q, k, v = split(c, linear(w["qkv"], x))
+    return Projected(x=x, q=norm(w["q_norm"], q, c.eps), k=norm(w["k_norm"], k, c.eps), v=v)
+
+
+def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
+    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]; q and k are normed."""
+    return normed(params, i, x, rms)
+
+
+def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
+    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    return block(params, i, x, project(params, i, x, pos), attend)

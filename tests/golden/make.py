@@ -1,0 +1,140 @@
+"""Records what transformers computes for tiny models of every family: run it with torch and transformers installed.
+
+    python tests/golden/make.py
+
+One `<case>.npz` a case lands beside this file: the config, a ragged left-padded batch, its logits, 64 greedy tokens a
+row and the versions that made them. Weights are not stored: both sides draw them from the same numpy generator.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv import models
+from jkv.models import params
+
+HERE = Path(__file__).parent
+LENGTHS, NEW = (24, 13, 5), 64  # prompt tokens of each row, then greedy tokens
+
+BASE: dict[str, Any] = dict(
+    vocab_size=160,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+GEMMA: dict[str, Any] = BASE | dict(
+    model_type="gemma3_text",
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=8,
+    query_pre_attn_scalar=20,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": BASE | dict(model_type="llama", rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+    "llama-tied": BASE | dict(model_type="llama", tie_word_embeddings=True, rope_theta=1e5, num_key_value_heads=4),
+    "llama-llama3": BASE | dict(model_type="llama", rope_theta=1e4, rope_scaling=LLAMA3),
+    "llama-linear": BASE | dict(model_type="llama", rope_theta=1e4, rope_scaling=dict(type="linear", factor=4.0)),
+    "mistral": BASE | dict(model_type="mistral", sliding_window=8, rope_theta=1e4),
+    "qwen2": BASE | dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1e4, rope_scaling=YARN),
+    "qwen2-window": BASE
+    | dict(model_type="qwen2", rope_theta=1e4, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen3": BASE
+    | dict(
+        model_type="qwen3",
+        rope_parameters=YARN
+        | dict(rope_type="yarn", rope_theta=1e4, attention_factor=1.3, beta_fast=16.0, beta_slow=2.0, truncate=False),
+    ),
+    "gemma3": GEMMA | dict(sliding_window_pattern=2, rope_scaling=dict(rope_type="linear", factor=8.0)),
+    "gemma3-types": GEMMA
+    | dict(layer_types=["full_attention", "sliding_attention", "sliding_attention"], tie_word_embeddings=False),
+}
+
+
+def weights(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """The case's weights by name, as a checkpoint would hold them."""
+    c = models.read_config(hf)
+    return {n: draw() for n, draw in params.seeded(c, models.FAMILIES[c.family].TENSORS, seed).items()}
+
+
+def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random ids and positions i32[B, T] of rows that end together: pads come first, at position -1."""
+    wide = max(LENGTHS)
+    ids = np.random.default_rng([seed, 1]).integers(1, hf["vocab_size"], (len(LENGTHS), wide), np.int32)
+    pos = np.stack([np.arange(wide, dtype=np.int32) - (wide - n) for n in LENGTHS])
+    return np.where(pos < 0, 0, ids).astype(np.int32), np.maximum(pos, -1).astype(np.int32)
+
+
+def torch_model(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str = "float32") -> Any:
+    """The same model in transformers; raises if a name or a shape differs."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoConfig.for_model(**json.loads(json.dumps(hf)))
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=getattr(torch, dtype))
+    # tied weights appear twice in a state dict
+    both = tensors if "lm_head.weight" in tensors else tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    model.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in both.items()}, strict=True)
+    return model.eval()
+
+
+def torch_logits(model: Any, ids: np.ndarray, pos: np.ndarray) -> np.ndarray:
+    """Logits f32[B, T, V], 0 at pads."""
+    import torch
+
+    mask, at = torch.from_numpy(pos >= 0).long(), torch.from_numpy(np.maximum(pos, 0)).long()
+    with torch.no_grad():
+        out = model(torch.from_numpy(ids).long(), attention_mask=mask, position_ids=at, use_cache=False)
+    return np.where(pos[..., None] >= 0, out.logits.float().numpy(), 0).astype(np.float32)
+
+
+def extend(ids: np.ndarray, pos: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The batch with one more token a row."""
+    return np.concatenate([ids, token[:, None]], 1), np.concatenate([pos, pos[:, -1:] + 1], 1)
+
+
+def record(name: str, seed: int = 0) -> dict[str, Any]:
+    """What transformers says of a case: prompt logits, greedy tokens i32[B, NEW], logits of the last position."""
+    import torch
+    import transformers
+
+    hf = CASES[name]
+    model = torch_model(hf, weights(hf, seed))
+    ids, pos = batch(hf, seed)
+    first = logits = torch_logits(model, ids, pos)
+    for _ in range(NEW):  # no cache: every step is the whole function of all tokens
+        ids, pos = extend(ids, pos, logits[:, -1].argmax(-1).astype(np.int32))
+        logits = torch_logits(model, ids, pos)
+    return dict(
+        config=json.dumps(hf),
+        seed=seed,
+        versions=json.dumps({m.__name__: str(m.__version__) for m in (np, torch, transformers)}),
+        ids=ids,
+        pos=pos,
+        prompt=first,
+        last=logits[:, -1],
+    )
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        np.savez_compressed(HERE / f"{case}.npz", **record(case))
+        print(case, (HERE / f"{case}.npz").stat().st_size, "bytes")

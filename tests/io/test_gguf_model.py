@@ -1,0 +1,147 @@
+"""From GGUF to a model: names, numbers and what the converter rearranged."""
+
+import dataclasses
+
+import ggufs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv import models
+from jkv.io.errors import FormatError
+from jkv.io.gguf_model import read_gguf
+
+HF = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_tensors_come_back_as_before_conversion(tmp_path, arch):
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch))
+    original = ggufs.weights(arch)
+    for short in ("token_embd", "output_norm"):
+        np.testing.assert_allclose(source.tensors[f"{HF[short]}.weight"](), original[f"{short}.weight"], atol=1e-6)
+    for short in ("attn_q", "attn_k", "attn_v", "ffn_down"):
+        got = source.tensors[f"model.layers.1.{HF[short]}.weight"]()
+        np.testing.assert_array_equal(got, original[f"blk.1.{short}.weight"])
+    norm = "pre_feedforward_layernorm" if arch == "gemma3" else "post_attention_layernorm"
+    got = source.tensors[f"model.layers.0.{norm}.weight"]()
+    np.testing.assert_allclose(got, original["blk.0.ffn_norm.weight"], atol=1e-6)
+    assert len(source.tensors) == len(original)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_each_architecture_builds_and_runs(tmp_path, arch):
+    extra = {"gemma3.attention.sliding_window": 16} if arch == "gemma3" else {}
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, extra))
+    params = models.build(source.config, source.tensors, jnp.float32)
+    logits = models.forward(params, jnp.ones((1, 5), int), jnp.arange(5)[None])
+    assert logits.shape == (1, 5, ggufs.VOCAB) and bool(jnp.isfinite(logits).all())
+    assert params.config.eos == (2, 0) and params.config.bos == 1
+
+
+def test_a_tokenizer_is_static_in_the_parameters(tmp_path):
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf"))
+    params = models.build(source.config, source.tensors, jnp.float32)
+    params = dataclasses.replace(params, tokenizer=source.tokenizer)
+    again = jax.tree.map(lambda x: x, params)
+    assert again.tokenizer is source.tokenizer and hash(source.tokenizer)
+    jax.jit(lambda p: p.norm)(params)
+
+
+def test_biases_are_turned_with_their_rows(tmp_path):
+    bias = np.arange(ggufs.HEADS * ggufs.DIM, dtype=np.float32)
+    extra = {"blk.0.attn_q.bias": ggufs.permute(bias, ggufs.HEADS)}
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "llama", tensors=extra))
+    np.testing.assert_array_equal(source.tensors["model.layers.0.self_attn.q_proj.bias"](), bias)
+    assert source.config["attention_bias"]
+
+
+def test_config_is_what_the_file_says(tmp_path):
+    config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "qwen3", {"qwen3.rope.freq_base": 5e5})).config
+    assert config["model_type"] == "qwen3" and config["rope_theta"] == 5e5
+    assert config["hidden_size"] == ggufs.WIDTH and config["num_hidden_layers"] == ggufs.LAYERS
+    assert config["vocab_size"] == ggufs.VOCAB and config["head_dim"] == ggufs.DIM
+    assert config["tie_word_embeddings"] and config["eos_token_id"] == [2, 0]
+
+
+def test_an_output_of_its_own_unties(tmp_path):
+    head = np.full((ggufs.VOCAB, ggufs.WIDTH), 0.5, np.float32)
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", tensors={"output.weight": head}))
+    assert not source.config["tie_word_embeddings"]
+    np.testing.assert_array_equal(source.tensors["lm_head.weight"](), head)
+
+
+def test_gemma_constants(tmp_path):
+    extra = {"gemma3.attention.sliding_window": 512, "gemma3.rope.scaling.type": "linear"}
+    extra |= {"gemma3.rope.scaling.factor": 8.0}
+    config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "gemma3", extra)).config
+    assert config["query_pre_attn_scalar"] == ggufs.DIM and config["sliding_window"] == 512
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert config["rope_local_base_freq"] == 1e4
+
+
+def llama3_table(theta, dim, factor=32.0, old=8192):
+    """The table as the paper's formula gives it, one frequency at a time."""
+    table = []
+    for i in range(dim // 2):
+        wavelength = 2 * np.pi * theta ** (2 * i / dim)
+        if wavelength < old / 4:
+            table.append(1.0)
+        elif wavelength > old:
+            table.append(factor)
+        else:
+            smooth = (old / wavelength - 1) / 3
+            table.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(table, np.float32)
+
+
+def test_llama3_scaling_is_read_from_its_table(tmp_path):
+    meta = {"llama.rope.freq_base": 500000.0, "llama.attention.key_length": 8}
+    table = llama3_table(500000.0, 8)
+    config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", meta=meta, tensors={"rope_freqs.weight": table})).config
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    other = llama3_table(500000.0, 8, old=2048 * 64)
+    with pytest.raises(FormatError, match="not a Llama 3 table"):
+        read_gguf(ggufs.tiny(tmp_path / "n.gguf", meta=meta, tensors={"rope_freqs.weight": other}))
+
+
+REFUSED = {
+    "layers": ({"llama.block_count": 2**32 - 1}, {}, "claims 4,294,967,295 layers"),
+    "heads 0": ({"llama.attention.head_count": 0}, {}, "head_count is 0"),
+    "heads text": ({"llama.attention.head_count": "4"}, {}, "not a positive number"),
+    "no width": ({"llama.embedding_length": None}, {}, "embedding_length is None"),
+    "heads odd": ({"llama.attention.head_count": 3}, {}, "3 heads cannot share"),
+    "experts": ({"llama.expert_count": 8}, {}, "mixture of experts"),
+    "partial rotation": ({"llama.rope.dimension_count": 4}, {}, "rotated"),
+    "scaling": ({"llama.rope.scaling.type": "longrope"}, {}, "longrope"),
+    "unknown tensor": ({}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "attn_sinks"),
+    "flat embedding": ({}, {"token_embd.weight": np.ones(64, np.float32)}, "two-dimensional"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_would_run_wrongly_are_refused(tmp_path, case):
+    meta, tensors, cause = REFUSED[case]
+    path = ggufs.tiny(tmp_path / "m.gguf", meta=meta, tensors=tensors)
+    with pytest.raises(FormatError, match=cause) as caught:
+        read_gguf(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_unknown_architecture_names_the_known_ones(tmp_path):
+    with pytest.raises(FormatError, match="'mamba'.*llama, qwen2, qwen3, gemma3"):
+        read_gguf(ggufs.write(tmp_path / "m.gguf", {"a": np.ones(3, np.float32)}, {}, "mamba"))

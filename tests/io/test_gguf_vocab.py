@@ -1,0 +1,116 @@
+"""Tokenizers rebuilt from GGUF metadata."""
+
+import ggufs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jkv.io.errors import FormatError
+from jkv.io.gguf import open_file
+from jkv.io.gguf_vocab import build_tokenizer
+
+
+def build(tmp_path, meta):
+    entries = {key: value for key, value in meta.items() if value is not None}
+    return build_tokenizer(open_file(ggufs.write(tmp_path / "t.gguf", {"a": np.ones(3, np.float32)}, entries)))
+
+
+def tokens(tokenizer, text):
+    return [tokenizer.core.id_to_token(i) for i in tokenizer.encode(text)]
+
+
+def test_smollm_takes_digits_one_by_one(tmp_path):
+    smollm = build(tmp_path, ggufs.bpe("smollm"))
+    assert tokens(smollm, "hello world 12") == ["hello", "Ġw", "o", "r", "l", "d", "Ġ", "1", "2"]
+    gpt2 = build(tmp_path, ggufs.bpe("default"))
+    assert tokens(gpt2, "hello 12") == ["hello", "Ġ", "12"]
+
+
+@pytest.mark.parametrize(
+    "pre, words",
+    [("llama-bpe", ["123", "45", " he", "'LL", " go"]), ("qwen2", ["1", "2", "3", "4", "5", " he", "'LL", " go"])],
+)
+def test_words_are_cut_as_the_family_does(tmp_path, pre, words):
+    core = build(tmp_path, ggufs.bpe(pre)).core
+    cut = [piece.replace("Ġ", " ") for piece, _ in core.pre_tokenizer.pre_tokenize_str("12345 he'LL go")]
+    assert cut == words
+
+
+@pytest.mark.parametrize("pre", ["smollm", "default", "llama-bpe", "qwen2"])
+def test_special_tokens_and_round_trip(tmp_path, pre):
+    tokenizer = build(tmp_path, ggufs.bpe(pre))
+    ids = tokenizer.encode("<|im_start|>hello\n<|im_end|>")
+    assert ids[0] == 1 and ids[-1] == 2 and tokenizer.decode(ids) == "hello\n"
+    assert tokenizer.eos_ids == (2, 0) and tokenizer.bos_id == 1
+    for text in ("", " ", "  a\n\n b\t", "naïve Ünïcødé 漢字 🎉", "x" * 1000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_begin_token_is_added_once(tmp_path):
+    plain = ggufs.bpe("llama-bpe")
+    assert build(tmp_path, plain).encode("he")[0] != 1
+    for value in (True, None):  # Files of Llama 3 often leave the key out.
+        tokenizer = build(tmp_path, plain | {"tokenizer.ggml.add_bos_token": value})
+        assert tokenizer.encode("he")[0] == 1
+        assert tokenizer.encode("<|im_start|>he").count(1) == 1
+
+
+PIECES = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
+PIECES += ["▁", "h", "e", "l", "o", "▁h", "el", "lo", "ell", "▁hello", "▁he", "llo", "ello"]
+
+
+def spm(**changes):
+    scores = [0.0] * 259 + [-float(i) for i in range(len(PIECES) - 259)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": PIECES,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(PIECES) - 259),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    } | changes
+
+
+def test_sentencepiece_merges_the_best_score_first(tmp_path):
+    tokenizer = build(tmp_path, spm())
+    # "▁h" has the best score of all joins, then "el", then "lo".
+    assert tokens(tokenizer, "hello") == ["<s>", "▁hello"]
+    assert tokens(tokenizer, "hellhe") == ["<s>", "▁h", "el", "l", "h", "e"]
+    assert tokenizer.decode(tokenizer.encode("hello hello")) == "hello hello"
+
+
+@given(st.text(max_size=30))
+def test_sentencepiece_falls_back_to_bytes(spm_tokenizer, text):
+    if "\x00" not in text:
+        assert spm_tokenizer.decode(spm_tokenizer.encode(text)) == text
+
+
+@pytest.fixture(scope="module")
+def spm_tokenizer(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("spm"), spm())
+
+
+REFUSED = {
+    "pre": (ggufs.bpe("tekken"), "'tekken' is unknown"),
+    "model": (ggufs.bpe() | {"tokenizer.ggml.model": "bert"}, "'bert'"),
+    "no merges": (ggufs.bpe() | {"tokenizer.ggml.merges": None}, "merges is missing"),
+    "merge of one": (ggufs.bpe() | {"tokenizer.ggml.merges": ["he"]}, "not of two tokens"),
+    "merge of strangers": (ggufs.bpe() | {"tokenizer.ggml.merges": ["a b"]}, "not of two tokens"),
+    "tokens twice": (ggufs.bpe() | {"tokenizer.ggml.tokens": ["a", "a"]}, "distinct"),
+    "types": (ggufs.bpe() | {"tokenizer.ggml.token_type": [1]}, "token_type"),
+    "eos": (ggufs.bpe() | {"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id"),
+    "scores": (spm() | {"tokenizer.ggml.scores": [0.0]}, "scores"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_broken_tokenizers_are_refused(tmp_path, case):
+    meta, cause = REFUSED[case]
+    with pytest.raises(FormatError, match=cause):
+        build(tmp_path, meta)
+
+
+def test_no_tokenizer_is_none(tmp_path):
+    assert build(tmp_path, {}) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 @part
 class All(Budget):
     """Every token."""
+
+    bounded = False
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return longest
@@ -37,6 +41,43 @@ class Tokens(Budget):
 
     def limit(self, capacity: int, seen: Array) -> Array:
         return jnp.full_like(seen, capacity)
+
+
+@part
+class Bytes(Budget):
+    """As many tokens as fit into so many bytes, everything counted; the same in every layer and head."""
+
+    bytes: int
+
+    def fit(self, cost: Callable[[Budget], int], longest: int) -> Budget:
+        """`Tokens` of the largest number whose cache is no larger; ValueError if not even one fits."""
+        low, high = 0, longest
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if cost(Tokens(tokens=middle)) <= self.bytes else (low, middle - 1)
+        if low < 1:
+            raise ValueError(
+                f"bytes={self.bytes}: a cache of one token takes {cost(Tokens(tokens=1))} bytes here; "
+                "give more bytes, fewer rows, or a smaller recent= and block="
+            )
+        return Tokens(tokens=low)
+
+
+def read_bytes(text: str | int) -> int:
+    """Bytes of "2GiB", "300 MB", "4096" or 4096; ValueError for anything else.
+
+    >>> read_bytes("2GiB"), read_bytes("1.5 kB")
+    (2147483648, 1500)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?)(i?)B?\s*", str(text))
+    try:
+        number = float(match[1]) if match else -1.0
+    except ValueError:
+        number = -1.0
+    if match is None or number <= 0:
+        raise ValueError(f"bytes={text!r}: give a number with a unit, such as bytes='2GiB' or bytes='300MB'")
+    power = "kMGT".find(match[2].replace("K", "k")) + 1 if match[2] else 0
+    return int(number * (1024 if match[3] else 1000) ** power)
 
 
 @part

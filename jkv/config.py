@@ -58,6 +58,11 @@ class CacheConfig:
     def __str__(self) -> str:
         return self.name or repr(self)
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether texts may be longer than the model's context: keys act at places within a bounded cache."""
+        return self.budget.bounded and any(tier.at == "rank" for tier in self.tiers)
+
 
 @part
 class TierConfig:
@@ -88,6 +93,7 @@ class LayerConfig:
     block: int
     unit: int
     capacity: int
+    longest: int
     window: int | None
     append: bool
 
@@ -156,6 +162,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         block=ceil(config.block / unit) * unit,
         unit=unit,
         capacity=capacity,
+        longest=longest,
         window=window,
         append=config.append,
     )

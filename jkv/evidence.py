@@ -83,7 +83,8 @@ class Evidence:
         query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once.
         """
         parts = [
-            self._fold_tier(step, queries, tier, config) for tier, config in zip(self.tiers, self.plan.tiers, strict=False)
+            self._fold_tier(step, queries, tier, config)
+            for tier, config in zip(self.tiers, self.plan.tiers, strict=False)
         ]
         k, pos = self.window.k, self.pos[:, :, self.slots :]
         parts.append(self._sweep(step, queries, k.shape[2], lambda s, n: (_cut(k, s, n), _cut(pos, s, n))))

@@ -97,7 +97,7 @@ def _evidence(layer, packed, leaving, queries, seen, limit, plan, rope, model, f
     columns = {
         name: jnp.concatenate([*(t.columns[name] for t in tiers), packed.columns[name]], -1) for name in packed.columns
     }
-    newcomers = jnp.broadcast_to((jnp.arange(w) < leaving[:, None])[:, None], (b, h, w))
+    newcomers = jnp.broadcast_to((jnp.arange(w)[None] < leaving[:, None])[:, None], (b, h, w))
     pos = [jnp.broadcast_to(t.pos, (b, h, t.pos.shape[2])) for t in tiers]
     return Evidence(
         pos=jnp.concatenate([*pos, jnp.broadcast_to(packed.pos[:, None], (b, h, w))], -1),
@@ -133,7 +133,7 @@ def _cascade(
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else _ranks(ev, plan)
     fresh = not ev.tiers
     inside = slice(ev.slots, ev.slots + most)
-    alive = (jnp.arange(most) < leaving[:, None])[:, None]
+    alive = (jnp.arange(most)[None] < leaving[:, None])[:, None]
     new = Newcomers(
         k=ev.window.k[:, :, :most],
         v=ev.window.v[:, :, :most],
@@ -182,7 +182,9 @@ def _grains(rank: Array, g: int) -> Array:
     return jnp.where((x == -jnp.inf).all(-1), -jnp.inf, mean)
 
 
-def _contest(slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, config: TierConfig) -> tuple[Array, Array]:
+def _contest(
+    slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, config: TierConfig
+) -> tuple[Array, Array]:
     """Which unit of slots i32[B,Hs,m] takes which tokens i32[B,Hs,m*unit]; a slot of C / unit or more: none.
 
     Newcomers in order of rank are cut into units; the i-th best unit meets the i-th worst unit of slots. Both the
@@ -204,7 +206,7 @@ def _contest(slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, co
         by_rank = jnp.argsort(-new.rank, axis=-1, stable=True)  # the older of equals first
     else:
         used = units - dead.sum(-1, keepdims=True)
-        worst = used + jnp.arange(m)
+        worst = used + jnp.arange(m)[None, None]
         merit = jnp.full(worst.shape, -jnp.inf)
         by_rank = jnp.argsort(new.pos < 0, axis=-1, stable=True)
     by_rank = by_rank[..., : m * u]
@@ -219,7 +221,7 @@ def _contest(slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, co
 def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierConfig, rope: Rope) -> Tier:
     """Encode the admitted tokens, once, and write them in place."""
     u = config.unit
-    place = (slot[..., None] * u + jnp.arange(u)).reshape(*slot.shape[:2], -1)
+    place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
     pos = take(new.pos, token)
     k, v = take(new.k, token), take(new.v, token)
     rotated = _frame(config, k, pos, rope)
@@ -259,7 +261,7 @@ def _losers(
 ) -> Newcomers:
     """The next tier's newcomers: those not admitted, and in the place of each that was, the slot's old content."""
     u = config.unit
-    place = (slot[..., None] * u + jnp.arange(u)).reshape(*slot.shape[:2], -1)
+    place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
 
     def old(code: Any, codec: Any) -> Array:
         def gather(x: Array) -> Array:
@@ -302,7 +304,7 @@ def _act(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ..
 
 def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, fill: Array, plan: LayerConfig) -> Window:
     """The newest entries at the right end of `fill` places of a new recent window; the rest is dead."""
-    slot = jnp.arange(plan.room)
+    slot = jnp.arange(plan.room)[None]
     index = live[:, None] - fill + slot  # of the packed window
     alive = (index >= leaving[:, None]) & (slot < fill)
     at = jnp.clip(index, 0, packed.pos.shape[1] - 1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import attend, attend_causal, merge_all, visible
-from jkv.cache import Cache, LayerCache, Queries, Window, empty_layer
+from jkv.cache import Cache, LayerCache, Queries, Window, empty_layer, tree_bytes
 from jkv.config import CacheConfig, LayerConfig, resolve
 from jkv.flush import flush
 from jkv.models import ModelConfig, Params, family
@@ -22,10 +22,19 @@ from jkv.tree import value
 
 def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
     """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them generated."""
-    plan = resolve(config, model, longest, new)
+    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
+    config = replace(config, budget=config.budget.fit(cost, longest))
+    plan, layers = _layers(config, model, rows, longest, new, dtype)
     zero = jnp.zeros(rows, jnp.int32)
-    layers = tuple(empty_layer(p, rows, model, dtype) for p in plan)
+    layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
     return Cache(layers=layers, seen=zero, prompt=zero, fill=jnp.int32(plan[0].stay), plan=plan, model=model)
+
+
+def _layers(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
+    """The plan of each layer and the shapes of its cache."""
+    plan = resolve(config, model, longest, new)
+    shapes = {p: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for p in set(plan)}
+    return plan, tuple(shapes[p] for p in plan)
 
 
 def positions(ids: Array, seen: Array) -> Array:
@@ -147,7 +156,7 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         x, (recent, queries) = net.layer(params, i, x, pos, run)
         recents.append(recent)
         asked.append(queries)
-    seen = moving.seen + alive
+    seen = moving.seen + alive.astype(jnp.int32)
     moved = Moving(recent=tuple(recents), queries=tuple(asked), seen=seen, fill=moving.fill + 1)
     return moved, net.head(params, x)[:, 0]
 
@@ -197,7 +206,8 @@ class Decoding:
     """The state of a decode loop.
 
     cache; logits f32[B,V] of the newest token; alive bool[B]; used bool[B,V] tokens seen (for the penalty) or None;
-    out i32[B,M] generated tokens, -1 after the end of a row; count i32[] columns of `out` in use.
+    out i32[B,M] generated tokens, -1 after the end of a row; count i32[] columns of `out` in use; trace f32[B,M,V]
+    the logits that each token was drawn from, or None; forced i32[B,M]: tokens to take instead of drawing, or None.
     """
 
     cache: Cache
@@ -206,6 +216,8 @@ class Decoding:
     used: Array | None
     out: Array
     count: Array
+    trace: Array | None = None
+    forced: Array | None = None
 
 
 @partial(jax.jit, donate_argnames=("state",))
@@ -220,24 +232,27 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
         room = cache.plan[0].room
 
         def going(carry: Any) -> Array:
-            moving, _, alive, _, _, count = carry
+            moving, _, alive, _, _, count, _ = carry
             return (moving.fill < room) & (count < stop) & alive.any()
 
         def one(carry: Any) -> Any:
-            moving, logits, alive, used, out, count = carry
+            moving, logits, alive, used, out, count, trace = carry
             token = sample(logits, sampling, moving.seen, used)
+            if state.forced is not None:
+                token = jax.lax.dynamic_slice_in_dim(state.forced, count, 1, 1)[:, 0]
+            if trace is not None:
+                trace = jax.lax.dynamic_update_slice_in_dim(trace, logits[:, None], count, 1)
             out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(alive, token, -1)[:, None], count, 1)
             if used is not None:
                 used = used.at[jnp.arange(token.shape[0]), token].max(alive)
             moving, logits = _advance(params, cache, moving, token, alive)
             alive = alive & ~(token[:, None] == sampling.stop_ids).any(-1)
-            return moving, logits, alive, used, out, count + 1
+            return moving, logits, alive, used, out, count + 1, trace
 
-        carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count)
-        moving, logits, alive, used, out, count = jax.lax.while_loop(going, one, carry)
-        return Decoding(
-            cache=_join_cache(cache, moving), logits=logits, alive=alive, used=used, out=out, count=count
-        )
+        carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
+        moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
+        cache = _join_cache(cache, moving)
+        return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
 
     return jax.lax.while_loop(more, block, state)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jkv.budgets import All, Keep, Pyramid, Tokens
+from jkv.budgets import All, Bytes, Keep, Pyramid, Tokens, read_bytes
 from jkv.codecs import Affine, Dense
 from jkv.config import CacheConfig, TierSpec
 from jkv.protocols import Budget, Score
@@ -42,6 +42,7 @@ class Row:
 
 
 AXES = ("score", "tiers", "budget", "merge", "select", "recent", "block", "append")
+SCHEDULE = ("recent", "block")  # arguments that every method takes
 CATALOGUE: dict[str, Row] = {}
 
 
@@ -53,11 +54,15 @@ def row(paper: str, claim: str) -> Callable[[Callable[..., Axes]], Callable[...,
     return add
 
 
-def size(budget: int | None, keep: float | None, bytes: str | int | None = None) -> Budget:
+def size(budget: int | None, keep: float | None, bytes: Any) -> Budget:
     """The budget that a method was given, in exactly one of its three forms."""
     given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
     if len(given) != 1:
-        raise ValueError(f"give exactly one of budget= (tokens) and keep= (fraction kept); got {given or 'neither'}")
+        raise ValueError(
+            f"give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); got {given or 'none'}"
+        )
+    if bytes is not None:
+        return Bytes(bytes=read_bytes(bytes))
     if budget is not None:
         if not isinstance(budget, int) or budget < 1:
             raise ValueError(f"budget={budget}: a number of tokens, 1 or more, that are kept")
@@ -75,56 +80,66 @@ def full() -> Axes:
 
 
 @row("2309.17453", "lagged by block - 1")
-def streaming(*, budget: int | None = None, keep: float | None = None, sinks: int = 4, relative: bool = True) -> Axes:
+def streaming(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, relative: bool = True
+) -> Axes:
     """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
     first = TierSpec(k=Dense(rope="after" if relative else "before"), size=sinks, at="rank" if relative else "pos")
     return dict(
         score=Protect(score=Newest(), sinks=sinks),
-        budget=size(budget, keep),
+        budget=size(budget, keep, bytes),
         tiers=(first, TierSpec()) if relative and sinks else (TierSpec(),),
     )
 
 
 @row("2306.14048", "mass exact, decision lagged by block - 1")
-def h2o(*, budget: int | None = None, keep: float | None = None, newest: float = 0.5) -> Axes:
+def h2o(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, newest: float = 0.5) -> Axes:
     """H2O: heavy hitters of accumulated attention, and the newest `newest` share of the budget."""
-    held = size(budget, keep)
+    held = size(budget, keep, bytes)
     recent = int(newest * held.tokens) if isinstance(held, Tokens) else 0
     return dict(score=Protect(score=Accumulated(), newest=recent), budget=held)
 
 
 @row("2404.14469", "exact in one piece; while generating, the last queries at each flush decide")
 def snapkv(
-    *, budget: int | None = None, keep: float | None = None, window: int = 32, pool: int = 5, kind: str = "avg"
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int = 32,
+    pool: int = 5,
+    kind: str = "avg",
 ) -> Axes:
     """SnapKV: attention from the last `window` queries, pooled over neighbours."""
     return dict(
-        score=Pool(score=WindowMass(queries=window), width=pool, kind=kind), budget=size(budget, keep), recent=window
+        score=Pool(score=WindowMass(queries=window), width=pool, kind=kind),
+        budget=size(budget, keep, bytes),
+        recent=window,
     )
 
 
 @row("2401.06104", "prefill exact; while generating, the last query of each block decides")
-def tova(*, budget: int | None = None, keep: float | None = None) -> Axes:
+def tova(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """TOVA: attention from the last query, one set of tokens for all heads."""
-    return dict(score=WindowMass(queries=1, all_heads=True), budget=size(budget, keep), recent=0)
+    return dict(score=WindowMass(queries=1, all_heads=True), budget=size(budget, keep, bytes), recent=0)
 
 
 @row("2504.15364", "exact for its block form, with chunk = block")
-def keydiff(*, budget: int | None = None, keep: float | None = None) -> Axes:
+def keydiff(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """KeyDiff: keys unlike the mean direction of the kept keys."""
-    return dict(score=KeyOutlier(), budget=size(budget, keep), recent=0)
+    return dict(score=KeyOutlier(), budget=size(budget, keep, bytes), recent=0)
 
 
 @row("2406.11430", "exact in one piece; decision lagged by block - 1")
-def knorm(*, budget: int | None = None, keep: float | None = None) -> Axes:
+def knorm(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """Keys of small norm stay."""
-    return dict(score=KeyNorm(), budget=size(budget, keep))
+    return dict(score=KeyNorm(), budget=size(budget, keep, bytes))
 
 
 @row("2406.02069", "as snapkv")
 def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -> Axes:
     """PyramidKV: SnapKV's score, more tokens in the lower layers; `budget` is the mean."""
-    size(budget, None)
+    size(budget, None, None)
     if budget <= window:
         raise ValueError(f"pyramidkv: budget={budget} must exceed its observation window of {window} tokens")
     return dict(
@@ -135,9 +150,13 @@ def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -
 
 
 @row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries")
-def expected_attention(*, budget: int | None = None, keep: float | None = None, future: int = 512, sinks: int = 4) -> Axes:
+def expected_attention(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, future: int = 512, sinks: int = 4
+) -> Axes:
     """ExpectedAttention: attention that the mean future query is expected to pay, times value norms."""
-    return dict(score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size(budget, keep))
+    return dict(
+        score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size(budget, keep, bytes)
+    )
 
 
 @row("2402.02750", "approximation: integers; the tail is exact")
@@ -186,8 +205,10 @@ def parse(text: str) -> CacheConfig:
     for stage in text.split("|"):
         name, arguments = _read(stage.strip(), text)
         entry = CATALOGUE[name]
+        own = inspect.signature(entry.make).parameters
+        schedule = {k: v for k, v in arguments.items() if k in SCHEDULE and k not in own}
         try:
-            filled = entry.make(**arguments)
+            filled = entry.make(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
         for axis, value in filled.items():
@@ -195,7 +216,7 @@ def parse(text: str) -> CacheConfig:
                 if owner[axis] != "full":
                     raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
             owner[axis] = name
-            axes[axis] = max(axes.get(axis, 0), value) if axis in ("recent", "block") else value
+            axes[axis] = max(axes.get(axis, 0), value) if axis in SCHEDULE and axis not in schedule else value
         names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
         claims.append(entry.claim)
     return CacheConfig(**axes, claim="; ".join(dict.fromkeys(claims)), name=" | ".join(names))
@@ -222,7 +243,7 @@ def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
-    known = list(inspect.signature(entry.make).parameters)
+    known = [*inspect.signature(entry.make).parameters, *SCHEDULE]
     for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

@@ -7,6 +7,7 @@ S tokens known at a flush: every slot of every tier, then the window, oldest fir
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,6 @@ from jkv.tree import value
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
     from jkv.models import ModelConfig
-    from jkv.rope import Rope
 
 Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
 Queries = int | Literal["new", "all"]  # the last n; those since the last flush; also every query of a prompt
@@ -61,6 +61,12 @@ class Score:
 
 class Budget:
     """How many tokens. Shapes are host integers; how much of a shape is used may depend on the row."""
+
+    bounded: bool = True  # fewer tokens than the model's context can be asked for
+
+    def fit(self, cost: Callable[[Budget], int], longest: int) -> Budget:
+        """This budget in tokens, once `cost` in bytes of a cache of at most `longest` tokens can be asked."""
+        return self
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         """Tokens that the layer may hold, recent window included, for rows of at most `longest` tokens."""
@@ -141,5 +147,3 @@ class Selector:
     def pick(self, q: Array, summary: Any, live: Array) -> Array:
         """Units i32[B,H,U] to read, -1 none, for rotated q f32[B,H,G,T,D] and live bool[B,H,units]."""
         raise NotImplementedError
-
-

@@ -97,7 +97,7 @@ def picked(q: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Code, C
     pos = jnp.broadcast_to(tier.pos, (b, h, config.capacity))
     live = (pos.reshape(b, h, -1, u) >= 0).any(-1)
     units = select.pick(q, tier.summary, live)
-    index = (units[..., None] * u + jnp.arange(u)).reshape(b, h, -1)
+    index = (units[..., None] * u + jnp.arange(u)[None, None, None]).reshape(b, h, -1)
 
     def gather(x: Array) -> Array:
         grain = config.capacity // x.shape[2]
@@ -137,7 +137,7 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     def body(start: Array, fresh: Array, out: Array) -> Array:
         size = fresh.shape[0]
         part = cut(code, start, size, config.capacity)
-        wt = jax.lax.dynamic_slice_in_dim(w, start, size, 3) * fresh
+        wt = jax.lax.dynamic_slice_in_dim(w, start, size, 3) * fresh[None, None, None].astype(w.dtype)
         alive = jax.lax.dynamic_slice_in_dim(live, start, size, 3)
         x = map_codec(codec.decode, part)
         if of == "k" and codec.rope == "after":

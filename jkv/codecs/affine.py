@@ -98,7 +98,9 @@ class Affine(Codec):
     def logits(self, ask: Array, tile: Code) -> Array:
         y, step, low, _ = self._read(tile)
         if self.axis == "channel":  # the scales of a grain fold into the query, once per grain
-            inner = jnp.einsum("qd,jd,jgd->qjg", ask, step[:, 0], y) + jnp.einsum("qd,jd->qj", ask, low[:, 0])[..., None]
+            inner = (
+                jnp.einsum("qd,jd,jgd->qjg", ask, step[:, 0], y) + jnp.einsum("qd,jd->qj", ask, low[:, 0])[..., None]
+            )
             return inner.reshape(ask.shape[0], -1)
         q = ask.reshape(ask.shape[0], *y.shape[1:])
         dots = jnp.einsum("qjd,njd->qnj", q, y)

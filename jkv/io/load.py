@@ -27,6 +27,7 @@ def load(what: str | Path, dtype: str = "float32") -> Params:
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     import jax.numpy as jnp
+
     from jkv.models import build
 
     source = read(what)

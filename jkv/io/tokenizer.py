@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _MAX_HELD = 8
 # The longest text or number a template may make by multiplying: far above any prompt, far below memory.
 _MAX_PRODUCT = 1 << 20
+# The most numbers that all the ranges of one template may give: nested loops over them end in time.
+_MAX_STEPS = 100_000
 
 
 class Tokenizer:
@@ -132,9 +134,19 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise ValueError(message)
 
+    steps = 0
+
+    def bounded_range(*bounds: int) -> range:
+        nonlocal steps
+        numbers = range(*bounds)
+        steps += len(numbers)
+        if steps > _MAX_STEPS:
+            raise SecurityError("its loops are too long")
+        return numbers
+
     # Templates come as Hugging Face writes them: these two trims and loop controls are part of that dialect.
     env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.globals["raise_exception"] = raise_exception
+    env.globals |= {"raise_exception": raise_exception, "range": bounded_range}
     # Jinja's own tojson escapes HTML, which a model must not see.
     env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     return env

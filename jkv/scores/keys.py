@@ -94,7 +94,7 @@ class Expected(Score):
 
     def _mean_rotation(self, ev: Evidence):
         """x f32[B,H,G,N,D] -> the mean of its rotations to the next `future` positions."""
-        ahead = ev.seen[:, None] + jnp.arange(self.future)
+        ahead = ev.seen[:, None] + jnp.arange(self.future)[None]
         cos, sin = (t.mean(1)[:, None, None, None] for t in ev.rope.tables(ahead))
         half = len(ev.rope.inv_freq)
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from jkv import models
-from jkv.models import params
 
 HERE = Path(__file__).parent
 LENGTHS, NEW = (24, 13, 5), 64  # prompt tokens of each row, then greedy tokens
@@ -61,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(
         model_type="qwen3",
         rope_parameters=YARN
-        | dict(rope_type="yarn", rope_theta=1e4, attention_factor=1.3, beta_fast=16.0, beta_slow=2.0, truncate=False),
+        | dict(rope_type="yarn", rope_theta=1e4, attention_factor=1.3, beta_fast=2.0, beta_slow=0.1, truncate=False),
     ),
     "gemma3": GEMMA | dict(sliding_window_pattern=2, rope_scaling=dict(rope_type="linear", factor=8.0)),
     "gemma3-types": GEMMA
@@ -72,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
 def weights(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """The case's weights by name, as a checkpoint would hold them."""
     c = models.read_config(hf)
-    return {n: draw() for n, draw in params.seeded(c, models.FAMILIES[c.family].TENSORS, seed).items()}
+    return {n: draw() for n, draw in models.params.seeded(c, models.FAMILIES[c.family].TENSORS, seed).items()}
 
 
 def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +90,9 @@ def torch_model(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str =
     made = AutoConfig.for_model(**json.loads(json.dumps(hf)))
     model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=getattr(torch, dtype))
     # tied weights appear twice in a state dict
-    both = tensors if "lm_head.weight" in tensors else tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    both = (
+        tensors if "lm_head.weight" in tensors else tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    )
     model.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in both.items()}, strict=True)
     return model.eval()
 

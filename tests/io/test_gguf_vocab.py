@@ -77,13 +77,13 @@ def test_sentencepiece_merges_the_best_score_first(tmp_path):
     tokenizer = build(tmp_path, spm())
     # "▁h" has the best score of all joins, then "el", then "lo".
     assert tokens(tokenizer, "hello") == ["<s>", "▁hello"]
-    assert tokens(tokenizer, "hellhe") == ["<s>", "▁h", "el", "l", "h", "e"]
+    assert tokens(tokenizer, "hellhe") == ["<s>", "▁h", "ell", "h", "e"]
     assert tokenizer.decode(tokenizer.encode("hello hello")) == "hello hello"
 
 
 @given(st.text(max_size=30))
 def test_sentencepiece_falls_back_to_bytes(spm_tokenizer, text):
-    if "\x00" not in text:
+    if not any(special in text for special in ("<unk>", "<s>", "</s>")):
         assert spm_tokenizer.decode(spm_tokenizer.encode(text)) == text
 
 

@@ -10,6 +10,9 @@ from jkv.io.gguf import open_file
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.tokenizer import Tokenizer, render
 
+# Special tokens written out are special, so they do not come back.
+TEXT = st.text(max_size=40).filter(lambda text: not any(special in text for special in ggufs.SPECIAL))
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
@@ -22,12 +25,12 @@ def streamed(tokenizer, ids):
     return [stream.push(i) for i in ids] + [stream.finish()]
 
 
-@given(st.text(max_size=40))
+@given(TEXT)
 def test_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@given(st.text(max_size=40))
+@given(TEXT)
 def test_stream_gives_the_text_and_no_half_characters(tokenizer, text):
     pieces = streamed(tokenizer, tokenizer.encode(text))
     assert "".join(pieces) == text
@@ -109,6 +112,7 @@ FAILING = [
     "{% import 'os' as os %}",
     "{% for i in range(10 ** 9) %}{% endfor %}",
     "{% for i in range(1000000000) %}{% endfor %}",
+    "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}",
     "{{ 'x' * 10000000000 }}",
     "{{ [0] * 10000000000 }}",
     "{{ 9 ** 9 ** 9 }}",

@@ -23,7 +23,9 @@ forward = jax.jit(models.forward)
 def both(hf, dtype, seed=7):
     tensors, (ids, pos) = weights(hf, seed), batch(hf, seed)
     ours = models.build(hf, {n: (lambda a=a: a) for n, a in tensors.items()}, getattr(jnp, dtype))
-    return np.asarray(forward(ours, ids, pos))[pos >= 0], torch_logits(torch_model(hf, tensors, dtype), ids, pos)[pos >= 0]
+    return np.asarray(forward(ours, ids, pos))[pos >= 0], torch_logits(torch_model(hf, tensors, dtype), ids, pos)[
+        pos >= 0
+    ]
 
 
 @pytest.mark.filterwarnings("default")  # of torch and transformers, not ours

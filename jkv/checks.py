@@ -1,0 +1,50 @@
+"""What cannot work is refused when it is asked for, with the two parts named and what would work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jkv.config import CacheConfig
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+
+
+def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
+    """Raise ValueError if the config cannot work with the model, or with a prefill in chunks of `chunk` tokens."""
+    if config.block < 1:
+        raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
+    if config.recent < 0:
+        raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
+    if chunk < 0:
+        raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
+    if chunk and (config.score.needs.whole_prompt or (config.merge and config.merge.needs.whole_prompt)):
+        raise ValueError(
+            f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
+            "(chunk=0), or take a score of the last queries such as snapkv"
+        )
+    for tier in config.tiers:
+        for codec in (tier.k, tier.v):
+            codec.check(model)
+        if tier.at == "rank" and tier.k.rope != "after":
+            raise ValueError(
+                f"{config}: relative positions need keys stored un-rotated, and {type(tier.k).__name__} stores them "
+                "rotated; set rope='after' on the codec or at='pos' on the tier"
+            )
+    _check_budget(config, model)
+
+
+def _check_budget(config: CacheConfig, model: ModelConfig) -> None:
+    least = config.recent + sum(t.size for t in config.tiers if isinstance(t.size, int)) + 1
+    for layer in range(model.layers):
+        room = config.budget.capacity(model, layer, model.context)
+        if config.budget.bounded and room < least:
+            raise ValueError(
+                f"{config}: layer {layer} would hold {room} tokens, fewer than the {least} that recent={config.recent} "
+                "and the fixed tiers need; raise the budget or lower recent="
+            )
+        if room > model.context:
+            raise ValueError(
+                f"{config}: layer {layer} would hold {room} tokens, more than the model's context of {model.context}; "
+                "lower the budget, or use full"
+            )

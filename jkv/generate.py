@@ -1,0 +1,419 @@
+"""The public functions: prefill, extend, generate, stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv import sampling as draw
+from jkv.cache import Cache, tree_bytes
+from jkv.checks import check
+from jkv.compiled import compiled, use_disk_cache
+from jkv.config import CacheConfig
+from jkv.loop import Decoding, absorb, empty, run_blocks
+from jkv.methods import config as read_config
+from jkv.models import Params
+from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens
+
+Prompt = str | Sequence[Any] | np.ndarray | Array
+ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, unless told otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was generated: text and tokens (lists of them for several rows), the cache, the next logits, the receipt."""
+
+    text: str | list[str]
+    tokens: list[int] | list[list[int]]
+    cache: Cache
+    logits: Array
+    report: Report
+
+
+def bucket(n: int) -> int:
+    """The padded length for n tokens: few distinct lengths, so few programs; at most a quarter is padding.
+
+    >>> [bucket(n) for n in (1, 65, 512, 700)]
+    [64, 80, 512, 768]
+    """
+    if n <= 64:
+        return 64
+    step = 1 << max(n.bit_length() - 3, 4)
+    return -(-n // step) * step
+
+
+def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
+    """Token ids per row, and whether the prompt was a single row.
+
+    A prompt is a text, a list of texts, chat messages ({"role", "content"}), token ids, or a list of token ids. Raises
+    ValueError for an empty prompt, ids outside the vocabulary, and text without a tokenizer.
+    """
+    if isinstance(prompt, np.ndarray | jax.Array):
+        prompt = np.asarray(prompt).tolist()
+    if not isinstance(prompt, str) and len(prompt) == 0:
+        raise ValueError("the prompt is empty: give text, chat messages or token ids")
+    single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
+    rows = [prompt] if single else list(prompt)
+    out = [_row(params, row) for row in rows]
+    for i, ids in enumerate(out):
+        if not ids:
+            raise ValueError(f"prompt {i} is empty: give text, chat messages or token ids")
+        if min(ids) < 0 or max(ids) >= params.config.vocab:
+            raise ValueError(
+                f"prompt {i} has token ids from {min(ids)} to {max(ids)}; the model knows 0 to {params.config.vocab - 1}"
+            )
+    return out, single
+
+
+def _row(params: Params, row: Any) -> list[int]:
+    is_text = isinstance(row, str)
+    if not is_text and all(isinstance(x, int) for x in row):
+        return list(row)
+    if params.tokenizer is None:
+        raise ValueError("this model was built without a tokenizer: give token ids")
+    return params.tokenizer.encode(row if is_text else params.tokenizer.chat(row))
+
+
+def pad(rows: list[list[int]], length: int) -> Array:
+    """i32[B,length], right-aligned, -1 in the padding."""
+    out = np.full((len(rows), length), -1, np.int32)
+    for i, ids in enumerate(rows):
+        out[i, length - len(ids) :] = ids
+    return jnp.asarray(out)
+
+
+def prefill(
+    params: Params, config: str | CacheConfig | None, prompt: Prompt, *, room: int = ROOM, chunk: int | None = None
+) -> tuple[Cache, Array]:
+    """The cache after a prompt, and the logits f32[B,V] of what comes next.
+
+    room: tokens that may be added later; chunk: prompt tokens at a time, so that memory is the budget and a chunk
+    whatever the prompt's length. Raises ValueError for what cannot work, with the way out.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> cache, logits = prefill(params, "snapkv(budget=40, window=8)", [[5, 6, 7] * 40])
+    >>> cache.kept().max().item(), logits.shape
+    (40, (1, 100))
+    """
+    rows, _ = encode(params, prompt)
+    cache, logits, _ = _prefill(params, read_config(config), rows, room, chunk)
+    return cache, logits
+
+
+@dataclass
+class Cost:
+    """Seconds spent compiling and running, and the largest temporaries of a program."""
+
+    compiling: float = 0.0
+    running: float = 0.0
+
+    def run(self, function: Any, *args: Any, **static: Any) -> Any:
+        program, seconds = compiled(function, *args, **static)
+        self.compiling += seconds
+        start = time.perf_counter()
+        out = jax.block_until_ready(program(*args))
+        self.running += time.perf_counter() - start
+        return out
+
+
+def _prefill(
+    params: Params, config: CacheConfig, rows: list[list[int]], room: int, chunk: int | None
+) -> tuple[Cache, Array, Cost]:
+    use_disk_cache()
+    model, longest = params.config, max(map(len, rows))
+    chunk = config.chunk if chunk is None else chunk
+    check(config, model, chunk)
+    _check_length(config, model, longest, room)
+    if config.unlimited and longest + room > model.context:
+        ropes = tuple(replace(r, longest=longest + room) for r in model.ropes)
+        params = replace(params, config=replace(model, ropes=ropes))
+    whole = not chunk or chunk >= longest
+    length = bucket(longest) if whole else -(-longest // chunk) * chunk
+    cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
+    cost, ids = Cost(), pad(rows, length)
+    if whole:
+        cache, logits = cost.run(absorb, params, cache, ids, fresh=True)
+        return cache, logits, cost
+    logits = None
+    for i in range(0, length, chunk):
+        cache, logits = cost.run(absorb, params, cache, ids[:, i : i + chunk])
+    assert logits is not None
+    return cache, logits, cost
+
+
+def _check_length(config: CacheConfig, model: Any, prompt: int, new: int) -> None:
+    if prompt + new > model.context and not config.unlimited:
+        raise ValueError(
+            f"the prompt has {prompt} tokens and {new} more are asked for, {prompt + new} in all; the model's context "
+            f"is {model.context}. Shorten one of them, or use a cache of relative positions such as streaming(budget=512)"
+        )
+
+
+def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
+    """The cache after more text, and the logits f32[B,V] of what comes next; the given cache stays as it was.
+
+    Raises ValueError if the cache has no room for it, or if its rows are not the prompt's.
+    """
+    rows, _ = encode(params, prompt)
+    return _extend(params, cache, rows, 0)[:2]
+
+
+def _extend(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tuple[Cache, Array, Cost]:
+    if len(rows) != cache.rows:
+        raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
+    longest = int(cache.seen.max()) + max(map(len, rows)) + new
+    plan = cache.plan[0]
+    if plan.tiers and not plan.tiers[0].evicts and longest > plan.longest:
+        raise ValueError(
+            f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
+        )
+    cost = Cost()
+    params = replace(params, config=cache.model)
+    cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))))
+    return cache, logits, cost
+
+
+def generate(
+    params: Params,
+    cache: str | CacheConfig | Cache | None,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str] = (),
+    stop_ids: Sequence[int] | None = None,
+    chunk: int | None = None,
+    compare: bool = False,
+) -> Result:
+    """Text after a prompt, through a compressed cache.
+
+    cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to go
+    on from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
+    depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. stop: texts that
+    end a row (left out of it); stop_ids: tokens that do (default: the model's). compare: also run the full cache on
+    the generated tokens and report KL and first divergence.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> out = jkv.generate(params, "streaming(budget=32, recent=8)", [3, 1, 4] * 40, max_new_tokens=8)
+    >>> len(out.tokens), out.report.ratio > 2
+    (8, True)
+    """
+    run = _Run(
+        params,
+        cache,
+        prompt,
+        max_new_tokens,
+        dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty),
+        seed,
+        tuple(stop),
+        stop_ids,
+        chunk,
+    )
+    for _ in run.blocks(live=bool(stop)):
+        pass
+    return run.result(compare)
+
+
+def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prompt, **options: Any) -> Iterator[str]:
+    """The text of one row, piece by piece as it is generated; takes the options of `generate`.
+
+    The generator's return value is the Result: `result = yield from stream(...)`.
+    """
+    compare = options.pop("compare", False)
+    options = {"max_new_tokens": 128, "seed": 0, "stop": (), "stop_ids": None, "chunk": None} | options
+    named = {k: options.pop(k) for k in ("max_new_tokens", "seed", "stop", "stop_ids", "chunk")}
+    run = _Run(
+        params, cache, prompt, named["max_new_tokens"], options, named["seed"], tuple(named["stop"]),
+        named["stop_ids"], named["chunk"],
+    )  # fmt: skip
+    if len(run.rows) != 1 or params.tokenizer is None:
+        raise ValueError("stream takes one prompt and a model with a tokenizer; use generate for several rows or ids")
+    text, done = params.tokenizer.stream(), 0
+    held = ""
+    for tokens in run.blocks(live=True):
+        held += "".join(text.push(t) for t in tokens[0][done:])
+        done = len(tokens[0])
+        held, piece = _hold(held, run.stop)
+        if piece:
+            yield piece
+    rest = _cut(held + text.finish(), run.stop)
+    if rest:
+        yield rest
+    return run.result(compare)  # noqa: B901
+
+
+def _hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
+    """(held back, printable): what could still become a stop text is held back."""
+    keep = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    if any(s in text for s in stop):
+        return text, ""
+    return text[len(text) - keep :], text[: len(text) - keep]
+
+
+def _cut(text: str, stop: tuple[str, ...]) -> str:
+    """The text before the first stop text."""
+    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+
+
+class _Run:
+    """One generation: prefill at construction, then blocks, then the result."""
+
+    def __init__(
+        self,
+        params: Params,
+        cache: str | CacheConfig | Cache | None,
+        prompt: Prompt,
+        new: int,
+        settings: dict[str, float],
+        seed: int | Sequence[int],
+        stop: tuple[str, ...],
+        stop_ids: Sequence[int] | None,
+        chunk: int | None,
+    ) -> None:
+        if new < 1:
+            raise ValueError(f"max_new_tokens={new}: ask for at least one")
+        if stop and params.tokenizer is None:
+            raise ValueError("stop texts need a tokenizer: use stop_ids")
+        self.rows, self.single = encode(params, prompt)
+        b = len(self.rows)
+        seeds = tuple(seed + i for i in range(b)) if isinstance(seed, int) else tuple(seed)
+        if len(seeds) != b:
+            raise ValueError(f"seed has {len(seeds)} numbers for {b} rows: give one a row, or a single number")
+        ids = params.config.eos if stop_ids is None else tuple(stop_ids)
+        if stop_ids is None and params.tokenizer is not None:
+            ids = tuple(dict.fromkeys((*ids, *params.tokenizer.eos_ids)))
+        self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)  # type: ignore[arg-type]
+        self.stop, self.new, self.chunk, self.given = stop, new, chunk, cache
+        room = -(-new // 64) * 64
+        if isinstance(cache, Cache):
+            self.name, self.bounded, self.claim = "continued", False, "as the cache given"
+            self.cache, logits, self.prefill_cost = _extend(params, cache, self.rows, new)
+        else:
+            config = read_config(cache)
+            self.name, self.bounded, self.claim = str(config), config.budget.bounded, config.claim
+            _check_length(config, params.config, max(map(len, self.rows)), new)
+            if not config.unlimited:
+                room = min(room, params.config.context - max(map(len, self.rows)))
+            self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, room, chunk)
+        self.params = replace(params, config=self.cache.model)
+        self.predicted = tree_bytes(jax.eval_shape(lambda: self.cache.layers))
+        used = None
+        if settings.get("repetition_penalty", 1.0) != 1.0:
+            table = np.zeros((b, params.config.vocab), bool)
+            for i, row in enumerate(self.rows):
+                table[i, row] = True
+            used = jnp.asarray(table)
+        self.start = (self.cache, logits)
+        self.state = Decoding(
+            cache=jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache,
+            logits=logits,
+            alive=jnp.ones(b, bool),
+            used=used,
+            out=jnp.full((b, -(-new // 64) * 64), -1, jnp.int32),
+            count=jnp.int32(0),
+        )
+        self.cost, self.temporary = Cost(), 0
+
+    def blocks(self, live: bool) -> Iterator[list[list[int]]]:
+        """Tokens so far, row by row: after every block if live (the device is one block ahead), else once at the end."""
+        stop = jnp.int32(self.new)
+        program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
+        self.temporary = program.temporary
+        start = time.perf_counter()
+        size = self.cache.plan[0].block if live else self.new
+        done = 0
+        while done < self.new:
+            done = min(done + size, self.new)
+            self.state = program(self.params, self.state, self.sampling, jnp.int32(done))
+            tokens = self._tokens()
+            yield tokens
+            if not bool(self.state.alive.any()):
+                break
+            if self.stop:
+                self._end_rows(tokens)
+        jax.block_until_ready(self.state.out)
+        self.cost.running = time.perf_counter() - start
+
+    def _end_rows(self, tokens: list[list[int]]) -> None:
+        text = [self.params.tokenizer.decode(t) for t in tokens]
+        over = jnp.asarray([any(s in t for s in self.stop) for t in text])
+        self.state = replace(self.state, alive=self.state.alive & ~over)
+
+    def _tokens(self) -> list[list[int]]:
+        return [[int(t) for t in row if t >= 0] for row in np.asarray(self.state.out)]
+
+    def result(self, compare: bool) -> Result:
+        state, tokens = self.state, self._tokens()
+        check_compressed(state.cache, self.bounded, self.name)
+        kl, divergence = self._fidelity() if compare else (None, None)
+        prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
+        report = Report(
+            config=self.name,
+            exactness=self.claim,
+            rows=len(self.rows),
+            tokens_prompt=prompt,
+            tokens_new=new,
+            tokens_kept=kept_tokens(state.cache),
+            bytes_full=full_bytes(state.cache),
+            bytes_kept=state.cache.nbytes,
+            bytes_predicted=self.predicted,
+            bytes_temporary=self.temporary,
+            prefill_tokens_per_s=prompt / max(self.prefill_cost.running, 1e-9),
+            decode_tokens_per_s=new / max(self.cost.running, 1e-9),
+            compile_s=self.prefill_cost.compiling + self.cost.compiling,
+            kernels="xla",
+            kl=kl,
+            divergence=divergence,
+        )
+        text = [""] * len(tokens)
+        if self.params.tokenizer is not None:
+            text = [_cut(self.params.tokenizer.decode(t), self.stop) for t in tokens]
+        one = self.single
+        return Result(
+            text=text[0] if one else text,
+            tokens=tokens[0] if one else tokens,
+            cache=state.cache,
+            logits=state.logits,
+            report=report,
+        )
+
+    def _fidelity(self) -> tuple[float, int]:
+        """KL and first divergence: both caches take the generated tokens again, and their logits are compared."""
+        if isinstance(self.given, Cache):
+            raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
+        tokens = np.asarray(self.state.out)
+        full = read_config(None)
+        own = self._follow(*_prefill(self.params, read_config(self.given), self.rows, self.new, self.chunk)[:2])
+        exact = self._follow(*_prefill(self.params, full, self.rows, self.new, 0)[:2])
+        return fidelity(exact, own, tokens[:, : self.new])
+
+    def _follow(self, cache: Cache, logits: Array) -> Array:
+        b, m = self.state.out.shape
+        state = Decoding(
+            cache=cache,
+            logits=logits,
+            alive=jnp.ones(b, bool),
+            used=None,
+            out=jnp.full((b, m), -1, jnp.int32),
+            count=jnp.int32(0),
+            trace=jnp.zeros((b, m, logits.shape[1]), jnp.float32),
+            forced=jnp.asarray(self.state.out),
+        )
+        program, _ = compiled(run_blocks, self.params, state, self.sampling, jnp.int32(0))
+        done = program(self.params, state, self.sampling, jnp.int32(self.new))
+        assert done.trace is not None
+        return done.trace[:, : self.new]

@@ -1,0 +1,98 @@
+"""Receipts: what a cache held, what it cost, and how exact it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.cache import Cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one generation cost.
+
+    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the same tokens uncompressed, `bytes_predicted`
+    from the config before anything ran, `bytes_temporary` of the decode loop by the compiler. tokens_kept: per layer
+    and head, mean over rows. kl: mean KL(full || compressed) in nats over the generated tokens; divergence: index of
+    the first token that the full cache would have chosen otherwise (-1: none); both None if not asked for.
+    """
+
+    config: str
+    exactness: str
+    rows: int
+    tokens_prompt: int
+    tokens_new: int
+    tokens_kept: list[list[float]]
+    bytes_full: int
+    bytes_kept: int
+    bytes_predicted: int
+    bytes_temporary: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    compile_s: float
+    kernels: str
+    kl: float | None = None
+    divergence: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the full cache."""
+        return self.bytes_full / max(self.bytes_kept, 1)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        kept = np.mean(self.tokens_kept)
+        seen = (self.tokens_prompt + self.tokens_new) / self.rows
+        lines = [
+            f"cache        {self.config}",
+            f"exactness    {self.exactness}",
+            f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full: {self.ratio:.1f}x smaller",
+            f"tokens       {kept:.0f} kept of {seen:.0f} seen, per layer and head",
+            f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
+            f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels}",
+        ]
+        if self.kl is not None:
+            where = "none" if self.divergence == -1 else f"at token {self.divergence}"
+            lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
+        return "\n".join(lines)
+
+
+def full_bytes(cache: Cache) -> int:
+    """Bytes of keys and values of every token seen, in the dtype of the recent window, without padding."""
+    k = cache.layers[0].recent.k
+    return int(cache.seen.sum()) * cache.model.layers * 2 * cache.model.heads * cache.model.head_dim * k.dtype.itemsize
+
+
+def kept_tokens(cache: Cache) -> list[list[float]]:
+    """Tokens per layer and head, mean over the rows."""
+    return np.asarray(cache.kept(), np.float32).mean(1).round(1).tolist()
+
+
+def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
+    """Raise RuntimeError if a budget was asked for, was exceeded by the context, and nothing was left out."""
+    if not bounded:
+        return
+    longest = int(cache.seen.max())
+    slack = cache.plan[0].block + cache.plan[0].unit - 1
+    least = min(plan.capacity for plan in cache.plan)
+    if longest > least + slack and int(cache.kept().min(axis=(0, 2)).max()) >= longest:
+        raise RuntimeError(
+            f"{config} should hold {least} tokens, but all {longest} are still there: nothing was evicted"
+        )
+
+
+def fidelity(full: jnp.ndarray, own: jnp.ndarray, tokens: np.ndarray) -> tuple[float, int]:
+    """Mean KL(full || own) in nats and first divergence, from logits f32[B,N,V] at the same tokens i32[B,N] (-1: none)."""
+    p = full - jnp.log(jnp.exp(full - full.max(-1, keepdims=True)).sum(-1, keepdims=True)) - full.max(-1, keepdims=True)
+    q = own - jnp.log(jnp.exp(own - own.max(-1, keepdims=True)).sum(-1, keepdims=True)) - own.max(-1, keepdims=True)
+    kl = np.asarray((jnp.exp(p) * (p - q)).sum(-1))
+    live = tokens >= 0
+    other = np.asarray(full.argmax(-1) != own.argmax(-1)) & live
+    first = np.where(other.any(1), other.argmax(1), tokens.shape[1]).min()
+    return float(kl[live].mean()), -1 if first == tokens.shape[1] else int(first)

@@ -1,0 +1,15 @@
+"""Settings of every test: small programs compile fast, nothing is promoted silently, no compiled program is reused."""
+
+import os
+
+# Tiny models spend their time in LLVM. What XLA does before it (fusion, copies, buffers) is the same without.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_enable_compilation_cache", False)

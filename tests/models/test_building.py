@@ -1,0 +1,113 @@
+"""Building Params from named tensors: every tensor once, and everything that is wrong in one message."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from make import CASES, weights
+
+from jkv import models
+
+
+def thunks(tensors):
+    return {n: (lambda a=a: a) for n, a in tensors.items()}
+
+
+@pytest.fixture
+def tensors():
+    return weights(CASES["llama"], 0)
+
+
+def test_products_of_one_input_are_stacked_in_order(tensors):
+    p = models.build(CASES["llama"], thunks(tensors), jnp.float32)
+    q, k, v = (tensors[f"model.layers.1.self_attn.{n}_proj.weight"] for n in "qkv")
+    np.testing.assert_array_equal(p.layers[1]["qkv"], np.concatenate([q, k, v]))
+    gate, up = (tensors[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up"))
+    np.testing.assert_array_equal(p.layers[1]["gate_up"], np.concatenate([gate, up]))
+    total = sum(a.size for a in tensors.values())
+    assert sum(a.size for a in jax.tree.leaves(p)) == total
+
+
+def test_each_tensor_is_taken_once_and_copied(tensors):
+    taken = []
+
+    def lazy(name):
+        def take():
+            taken.append(name)
+            return tensors[name]
+
+        return take
+
+    # an array that starts at a multiple of 64 bytes is one that jax would share instead of copying
+    name, plain = "model.embed_tokens.weight", tensors["model.embed_tokens.weight"]
+    room = np.empty(plain.size + 16, np.float32)
+    tensors[name] = room[-room.ctypes.data // 4 % 16 :][: plain.size].reshape(plain.shape)
+    tensors[name][:] = plain
+    assert tensors[name].ctypes.data % 64 == 0
+    p = models.build(CASES["llama"], {n: lazy(n) for n in tensors}, jnp.float32)
+    assert sorted(taken) == sorted(tensors)
+    before = np.array(p.embed)
+    tensors[name][:] = 7
+    np.testing.assert_array_equal(p.embed, before)
+
+
+def test_dtype_is_the_one_asked_for(tensors):
+    half = {n: a.astype(ml_dtypes.bfloat16) for n, a in tensors.items()}
+    for dtype in (jnp.bfloat16, jnp.float32):
+        p = models.build(CASES["llama"], thunks(half), dtype)
+        assert {a.dtype for a in jax.tree.leaves(p)} == {jnp.dtype(dtype)}
+        np.testing.assert_array_equal(np.asarray(p.norm, np.float32), half["model.norm.weight"].astype(np.float32))
+
+
+def test_missing_and_unused_tensors_are_named_together(tensors):
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
+    with pytest.raises(ValueError, match="1 tensors missing: model.norm.weight; 1 tensors unused: .*q_proj.bias"):
+        models.build(CASES["llama"], thunks(tensors), jnp.float32)
+
+
+def test_a_long_list_is_cut(tensors):
+    with pytest.raises(ValueError, match="30 tensors missing: model.embed_tokens.weight.* and 25 more$"):
+        models.build(CASES["llama"], {}, jnp.float32)
+    assert len(tensors) == 30
+
+
+def test_every_bad_tensor_is_named_in_one_error(tensors):
+    tensors["model.norm.weight"] = np.zeros(47, np.float32)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = np.nan
+    tensors["model.layers.2.self_attn.k_proj.weight"] = np.full((32, 48), np.inf, ml_dtypes.bfloat16)
+    with pytest.raises(ValueError) as e:
+        models.build(CASES["llama"], thunks(tensors), jnp.float32)
+    for say in (
+        "model.norm.weight has shape (47,), the config needs (48,)",
+        "model.layers.0.mlp.up_proj.weight holds NaN or infinity",
+        "model.layers.2.self_attn.k_proj.weight holds NaN or infinity",
+    ):
+        assert say in str(e.value)
+
+
+def test_a_transposed_tensor_is_not_taken(tensors):
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name].T
+    with pytest.raises(ValueError, match=r"down_proj.weight has shape \(80, 48\), the config needs \(48, 80\)"):
+        models.build(CASES["llama"], thunks(tensors), jnp.float32)
+
+
+def test_known_spare_tensors_are_left_alone():
+    def never():
+        raise AssertionError("a spare tensor was read")
+
+    tensors = thunks(weights(CASES["llama-tied"], 0))
+    spare = {"lm_head.weight": never, "model.layers.0.self_attn.rotary_emb.inv_freq": never}
+    assert models.build(CASES["llama-tied"], tensors | spare, jnp.float32).head is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_is_seeded(case):
+    one, same, other = (models.random(CASES[case], seed=s) for s in (3, 3, 4))
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), one, other)))
+    assert 0.5 < np.std(one.layers[0]["qkv"]) * one.config.width**0.5 < 2
+    half = models.random(one.config, seed=3, dtype=jnp.bfloat16)
+    assert half.embed.dtype == jnp.bfloat16

@@ -1,0 +1,249 @@
+"""What the tests of the runtime share: a tiny llama, ragged prompts, the catalogue's compositions and their runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv.models as models
+from jkv import loop, methods
+from jkv.cache import Cache
+
+PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
+MODEL = PARAMS.config
+H, G, D, L = MODEL.heads, MODEL.groups, MODEL.head_dim, MODEL.layers
+LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
+LONGEST = max(LENGTHS) + STEPS
+BUDGET, EVERYTHING = 48, 4000
+
+_rng = np.random.default_rng(0)
+PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
+for _row, _n in enumerate(LENGTHS):
+    PROMPT[_row, PROMPT.shape[1] - _n :] = _rng.integers(0, MODEL.vocab, _n)
+FORCED = _rng.integers(0, MODEL.vocab, (2, STEPS)).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Bytes of one token and kv head in a tier: keys and values, group metadata included."""
+
+    k: float = 4.0 * D
+    v: float = 4.0 * D
+    lossy: bool = False
+
+
+DENSE = Slot()
+INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # float16 scale and low
+INT4 = Slot(k=D / 2 + 4, v=D / 2 + 4, lossy=True)  # D = 16 is one group
+KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A composition and what its bytes are made of; `text` has {b} for the budget."""
+
+    text: str
+    slot: Slot = DENSE
+    budget: bool = True
+    recent: int = 16
+    unit: int = 1
+    columns: int = 0
+    queries: int = 0  # that the buffer holds
+    uniform: bool = False
+    ranked: int = 0  # slots that remember where they act
+    page: int = 0
+    reads_all: bool = True
+
+    @property
+    def tight(self) -> str:
+        return self.text.format(b=BUDGET, p=3)
+
+    @property
+    def wide(self) -> str:
+        return self.text.format(b=EVERYTHING, p=64)
+
+    def __str__(self) -> str:
+        return self.tight
+
+
+KIVI_TEXT = "kivi(recent=0, group=16)"
+CASES: dict[str, tuple[Case, ...]] = {
+    "full": (Case("full", budget=False, uniform=True),),
+    "streaming": (
+        Case("streaming(budget={b})", uniform=True, ranked=4),
+        Case("streaming(budget={b}, relative=False)", uniform=True),
+    ),
+    "h2o": (
+        Case("h2o(budget={b})", columns=1, queries=16),
+        Case("h2o(budget={b}) | int8", slot=INT8, columns=1, queries=16),
+    ),
+    "snapkv": (
+        Case("snapkv(budget={b}, window=8)", recent=8, queries=24),
+        Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=16, queries=24),
+    ),
+    "tova": (Case("tova(budget={b})", recent=0, queries=17, uniform=True),),
+    "keydiff": (Case("keydiff(budget={b})", recent=0, columns=1),),
+    "knorm": (
+        Case("knorm(budget={b})", columns=1),
+        Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),
+    ),
+    "pyramidkv": (Case("pyramidkv(budget={b}, window=8)", recent=8, queries=24),),
+    "expected_attention": (Case("expected_attention(budget={b})", columns=1, queries=80),),
+    "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),
+    "int8": (Case("int8", slot=INT8, budget=False, uniform=True),),
+    "int4": (Case("int4", slot=INT4, budget=False, uniform=True),),
+    "quest": (
+        Case("quest(pages={p}, page=8, dense_layers=1)", budget=False, unit=8, uniform=True, page=8, reads_all=False),
+    ),
+    "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
+}
+ALL = [case for cases in CASES.values() for case in cases]
+
+
+def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS) -> Cache:
+    return loop.empty(methods.parse(text), MODEL, rows, longest, new, jnp.float32)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Caches and logits after the prompt and after every forced token."""
+
+    caches: list[Cache]
+    logits: list[np.ndarray]
+
+
+def run(text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None) -> Run:
+    state, logits = loop.absorb(PARAMS, empty(text, prompt.shape[0]), jnp.asarray(prompt), fresh=True)
+    caches, out = [state], [np.asarray(logits)]
+    for i in range(forced.shape[1]):
+        if poison is not None and i % 10 == 0:
+            state = poison(state)
+        state, logits = loop.step(PARAMS, state, jnp.asarray(forced[:, i]))
+        caches.append(state)
+        out.append(np.asarray(logits))
+    return Run(caches, out)
+
+
+@cache
+def shared(text: str) -> Run:
+    return run(text)
+
+
+def flushed(caches: list[Cache]) -> list[int]:
+    """Indices of caches whose first new token came right after a flush."""
+    fill = [int(c.fill) for c in caches]
+    return [i for i in range(1, len(fill)) if fill[i] <= fill[i - 1]]
+
+
+def held(tree: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """bool[B,H,LONGEST]: positions in the tiers, and positions in the recent window."""
+    part = tree.layers[layer]
+    coded = np.zeros((tree.rows, H, LONGEST + 1), bool)
+    exact = np.zeros_like(coded)
+    rows, heads = np.arange(tree.rows)[:, None, None], np.arange(H)[None, :, None]
+    for tier in part.tiers:
+        pos = np.broadcast_to(np.asarray(tier.pos), (tree.rows, H, tier.pos.shape[2]))
+        coded[rows, heads, pos] = True  # -1 is the last place, cut off below
+    exact[rows, heads, np.asarray(part.recent.pos)[:, None]] = True
+    return coded[..., :-1], exact[..., :-1]
+
+
+# ---------------------------------------------------------------- a dense model that is told which tokens to see
+
+
+def _net() -> Any:
+    return models.family(MODEL)
+
+
+@jax.jit
+def dense_prompt(ids: jax.Array) -> tuple[jax.Array, list[Any]]:
+    """Logits [B,T,V] and, per layer, q [B,H,G,T,D], k, v [B,H,T,D] rotated, p [B,H,G,T,T] of plain attention."""
+    pos = loop.positions(ids, jnp.zeros(ids.shape[0], jnp.int32))
+    see = (pos[:, None, :] <= pos[:, :, None]) & (pos[:, None, :] >= 0)
+    taps = []
+
+    def attend(i: int, a: Any) -> tuple[jax.Array, None]:
+        q, k = MODEL.ropes[i].rotate(a.q, pos[:, None, None]), MODEL.ropes[i].rotate(a.k, pos[:, None])
+        p = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale
+        p = jax.nn.softmax(jnp.where(see[:, None, None], p, -1e30), -1) * (pos >= 0)[:, None, None, :, None]
+        taps.append((q, k, a.v, p))
+        return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v), None
+
+    x = _net().embed(PARAMS, jnp.maximum(ids, 0))
+    for i in range(L):
+        x, _ = _net().layer(PARAMS, i, x, pos, attend)
+    return _net().head(PARAMS, x), taps
+
+
+@jax.jit
+def dense_step(token: jax.Array, pos: jax.Array, ks: list[Any], vs: list[Any], sees: list[Any]) -> tuple[Any, ...]:
+    """Logits [B,V] and new q, k, v, p per layer; ks, vs [B,H,LONGEST,D] in order of position, sees bool[B,H,LONGEST]."""
+    taps = []
+
+    def attend(i: int, a: Any) -> tuple[jax.Array, None]:
+        q, k = MODEL.ropes[i].rotate(a.q, pos[:, None, None, None]), MODEL.ropes[i].rotate(a.k, pos[:, None, None])
+        at = (jnp.arange(LONGEST) == pos[:, None])[:, None, :, None]
+        keys, values = jnp.where(at, k, ks[i]), jnp.where(at, a.v, vs[i])
+        see = sees[i] | at[..., 0]
+        p = jnp.einsum("bhgtd,bhsd->bhgts", q, keys) * MODEL.scale
+        p = jax.nn.softmax(jnp.where(see[:, :, None, None], p, -jnp.inf), -1)
+        taps.append((q, k, a.v, p))
+        return jnp.einsum("bhgts,bhsd->bhgtd", p, values), None
+
+    x = _net().embed(PARAMS, token[:, None])
+    for i in range(L):
+        x, _ = _net().layer(PARAMS, i, x, pos[:, None], attend)
+    return _net().head(PARAMS, x)[:, 0], taps
+
+
+@partial(jax.jit, static_argnames=("codec", "grain"))
+def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
+    """decode(encode(x)) of x [B,H,LONGEST,D]; groups of tokens are counted from position 0."""
+    n = x.shape[2]
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -n % grain), (0, 0)))
+    return jax.vmap(jax.vmap(lambda y: codec.decode(codec.encode(y))))(padded)[:, :, :n]
+
+
+class Replay:
+    """The dense model over exactly those tokens, coded or exact, that a cache says it holds."""
+
+    def __init__(self, plan: Any):
+        self.plan = plan
+        logits, taps = dense_prompt(jnp.asarray(PROMPT))
+        self.logits = np.asarray(logits[:, -1])
+        self.k, self.v = ([self._by_position(np.asarray(t[j])) for t in taps] for j in (1, 2))
+        self.seen = np.array(LENGTHS, np.int32)
+        self.taps: list[Any] = []
+
+    def _by_position(self, x: np.ndarray) -> np.ndarray:
+        out = np.zeros((2, H, LONGEST, D), np.float32)
+        for row, n in enumerate(LENGTHS):
+            out[row, :, :n] = x[row, :, x.shape[2] - n :]
+        return out
+
+    def step(self, token: np.ndarray, after: Cache) -> np.ndarray:
+        ks, vs, sees = [], [], []
+        for i in range(L):
+            coded, exact = held(after, i)
+            tier = self.plan[i].tiers[0] if self.plan[i].tiers else None
+            k, v = jnp.asarray(self.k[i]), jnp.asarray(self.v[i])
+            if tier is not None:
+                pick = jnp.asarray(coded)[..., None]
+                k = jnp.where(pick, round_trip(tier.k, k, tier.k.grain), k)
+                v = jnp.where(pick, round_trip(tier.v, v, tier.v.grain), v)
+            ks.append(k)
+            vs.append(v)
+            sees.append(jnp.asarray(coded | exact))
+        logits, taps = dense_step(jnp.asarray(token), jnp.asarray(self.seen), ks, vs, sees)
+        self.taps = taps
+        for i, (_, k, v, _) in enumerate(taps):
+            for row in range(2):
+                self.k[i][row, :, self.seen[row]] = np.asarray(k)[row, :, 0]
+                self.v[i][row, :, self.seen[row]] = np.asarray(v)[row, :, 0]
+        self.seen = self.seen + 1
+        return np.asarray(logits)

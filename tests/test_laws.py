@@ -1,0 +1,309 @@
+"""Laws that every composition obeys, whatever its method. A row of the catalogue without a composition fails."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rig
+from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L
+
+from jkv import loop, models, sampling
+from jkv.budgets import pyramid
+from jkv.methods import CATALOGUE
+
+every = pytest.mark.parametrize("case", ALL, ids=str)
+compressed = pytest.mark.parametrize("case", [c for c in ALL if c.budget], ids=str)
+TOLERANCE = 1e-4  # float32 logits of size 1, sums of at most 142 terms in another order
+
+
+def test_every_method_has_a_composition():
+    assert set(CATALOGUE) == set(CASES)
+
+
+# ------------------------------------------------------------------------------------------------------- 1 neutral
+
+
+@every
+def test_a_cache_that_holds_everything_changes_nothing(case: Case):
+    got = rig.shared(case.wide)
+    if case.slot.lossy:
+        expected = replayed(case.wide)
+    else:
+        ids = np.concatenate([PROMPT, FORCED], 1)
+        pos = loop.positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32))
+        expected = np.asarray(models.forward(PARAMS, jnp.asarray(ids), pos)).transpose(1, 0, 2)[PROMPT.shape[1] - 1 :]
+    for i, (logits, after) in enumerate(zip(got.logits, got.caches, strict=True)):
+        assert np.array_equal(np.asarray(after.kept())[:, :, 0], np.tile(np.asarray(after.seen), (L, 1))), i
+        np.testing.assert_allclose(logits, expected[i], atol=TOLERANCE, rtol=0)
+
+
+def replayed(text: str) -> list[np.ndarray]:
+    """Logits of a dense model whose tokens are decode(encode(x)) from the step on at which the cache encodes them."""
+    caches = rig.shared(text).caches
+    replay = rig.Replay(caches[0].plan)
+    return [replay.logits, *(replay.step(FORCED[:, i], caches[i + 1]) for i in range(STEPS))]
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.budget and not c.ranked], ids=str)
+def test_attention_is_over_the_tokens_that_are_held(case: Case):
+    for got, expected in zip(rig.shared(case.tight).logits, replayed(case.tight), strict=True):
+        np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
+
+
+# -------------------------------------------------------------------------------------------------------- 2 poison
+
+
+def poison(cache):
+    """Dead slots with NaN keys, columns and queries, and huge values; integers 255."""
+
+    def fill(x, live, number):
+        bad = jnp.asarray(255 if x.dtype == jnp.uint8 else number, x.dtype)
+        grain = live.shape[2] // x.shape[2]
+        alive = live.reshape(*live.shape[:2], -1, grain).any(-1)
+        return jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, bad)
+
+    def of(store, live):
+        huge = 6e4 if any(x.dtype == jnp.float16 for x in jax.tree.leaves(store.v)) else 3e38
+        return dict(
+            k=jax.tree.map(lambda x: fill(x, live, np.nan), store.k),
+            v=jax.tree.map(lambda x: fill(x, live, huge), store.v),
+            columns={name: fill(x, live, np.nan) for name, x in store.columns.items()},
+        )
+
+    layers = []
+    for layer in cache.layers:
+        tiers = [loop.replace(t, **of(t, t.pos >= 0)) for t in layer.tiers]
+        recent = loop.replace(layer.recent, **of(layer.recent, layer.recent.pos[:, None] >= 0))
+        queries = layer.queries
+        if queries is not None:
+            live = (queries.pos >= 0)[:, None, None]
+            queries = loop.replace(
+                queries,
+                q=jnp.where(live[..., None], queries.q, jnp.nan),
+                lse=jnp.where(live, queries.lse, jnp.nan),
+            )
+        layers.append(loop.replace(layer, recent=recent, tiers=tuple(tiers), queries=queries))
+    return loop.replace(cache, layers=tuple(layers))
+
+
+@every
+def test_dead_slots_are_never_read(case: Case):
+    clean, bad = rig.shared(case.tight), rig.run(case.tight, poison=poison)
+    np.testing.assert_array_equal(np.stack(bad.logits), np.stack(clean.logits))
+
+
+# --------------------------------------------------------------------------------------------- 3 alone = in a batch
+
+
+@every
+def test_a_row_does_not_see_its_neighbours(case: Case):
+    together = rig.shared(case.tight)
+    nobody = np.full_like(PROMPT[:1], -1), np.full_like(FORCED[:1], -1)
+    prompt, forced = np.concatenate([nobody[0], PROMPT[:1]]), np.concatenate([nobody[1], FORCED[:1]])
+    apart = rig.run(case.tight, prompt, forced)  # row 0, moved to row 1, beside a row that has no token
+    for a, b in zip(apart.logits, together.logits, strict=True):
+        np.testing.assert_allclose(a[1], b[0], atol=1e-5, rtol=0)
+    for layer in range(L):
+        a, b = (np.stack(rig.held(r.caches[-1], layer)) for r in (apart, together))
+        np.testing.assert_array_equal(a[:, 1], b[:, 0])
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=48, window=8) | int4", f"knorm(budget=48) | {rig.KIVI_TEXT}"])
+def test_pads_change_nothing(text: str):
+    together = rig.shared(text)
+    alone = rig.run(text, PROMPT[1:, -LENGTHS[1] :], FORCED[1:])
+    for a, b in zip(alone.logits, together.logits, strict=True):
+        np.testing.assert_allclose(a[0], b[1], atol=TOLERANCE, rtol=0)
+
+
+# --------------------------------------------------------------------------------------------------- 4 one compile
+
+
+@every
+def test_one_program_serves_all_blocks_and_all_calls(case: Case):
+    rig.shared(case.tight)
+    programs = (loop.absorb, loop.step)
+    before = [f._cache_size() for f in programs]
+    rig.run(case.tight, (PROMPT + 1) % 50, (FORCED + 1) % 50)
+    assert [f._cache_size() for f in programs] == before
+
+
+@pytest.mark.parametrize("text", ["full", "streaming(budget=48)", "snapkv(budget=48, window=8) | int4"])
+def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(text: str):
+    sizes = []
+    for _ in range(2):
+        start = rig.shared(text)
+        state = decoding(start.caches[0], start.logits[0])
+        state = loop.run_blocks(PARAMS, state, greedy(), jnp.int32(STEPS))
+        sizes.append(loop.run_blocks._cache_size())
+    assert sizes[0] == sizes[1]
+    again = rig.run(text, forced=np.asarray(state.out))
+    np.testing.assert_array_equal(np.stack(again.logits[:-1]).argmax(-1).T, state.out)
+    np.testing.assert_allclose(again.logits[-1], state.logits, atol=TOLERANCE, rtol=0)
+
+
+def greedy():
+    return sampling.make(2, 100, seeds=(0, 1), stop_ids=())
+
+
+def decoding(cache, logits):
+    return loop.Decoding(
+        cache=jax.tree.map(jnp.copy, cache),  # the loop takes its argument over
+        logits=jnp.asarray(logits),
+        alive=jnp.ones(2, bool),
+        used=None,
+        out=jnp.full((2, STEPS), -1, jnp.int32),
+        count=jnp.int32(0),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- 5 bytes
+
+
+def predicted(case: Case, longest: int) -> int:
+    """Bytes of the tight cache for two rows, from the numbers of the case alone."""
+    room = case.recent + case.unit - 1 + 16
+    total = 0
+    for layer in range(L):
+        capacity = longest
+        if case.budget:
+            capacity = BUDGET + (STEPS if "append" in case.text else 0)
+        if "pyramid" in case.text:
+            capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
+        capacity = min(capacity, longest)
+        slots = ceil((capacity - case.recent) / case.unit) * case.unit
+        total += room * (H * 2 * D * 4 + 4 + H * 4 * case.columns)
+        total += case.queries * (H * G * D * 4 + 4 + H * G * 4)
+        total += round(slots * H * (case.slot.k + case.slot.v)) + slots * H * 4 * case.columns
+        total += (slots + case.ranked) * (1 if case.uniform else H) * 4
+        if case.page and layer:
+            total += slots // case.page * H * 2 * D * 4
+    return 2 * total
+
+
+@every
+def test_bytes_are_those_of_the_formula(case: Case):
+    assert rig.shared(case.tight).caches[0].nbytes == predicted(case, LONGEST)
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.budget or c.slot.lossy], ids=str)
+def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
+    size = rig.empty(case.tight, longest=1000).nbytes
+    assert size == predicted(case, 1000)
+    assert size < 2 * L * 1000 * H * 2 * D * 4 * (0.25 if case.budget else 0.5)
+
+
+# ------------------------------------------------------------------------------------------------------ 6 survivors
+
+
+def codes(cache) -> dict[tuple[int, ...], bytes]:
+    """Bytes of every token in the tiers by (layer, row, head, position)."""
+    out = {}
+    for i, layer in enumerate(cache.layers):
+        for n, tier in enumerate(layer.tiers):
+            slots = tier.pos.shape[2]
+            leaves = [np.asarray(x) for x in jax.tree.leaves((tier.k, tier.v))]
+            pos = np.broadcast_to(np.asarray(tier.pos), (2, H, slots))
+            for b, h, c in zip(*np.nonzero(pos >= 0), strict=True):
+                parts = [x[b, h, c * x.shape[2] // slots].tobytes() for x in leaves]
+                out[i, b, h, pos[b, h, c]] = b"".join(parts) + bytes([n])
+    return out
+
+
+@every
+def test_survivors_are_never_coded_again(case: Case):
+    caches = rig.shared(case.tight).caches
+    flushes = rig.flushed(caches)
+    assert len(flushes) >= 3
+    before = codes(caches[0])
+    for i in flushes:
+        after = codes(caches[i])
+        stay = before.keys() & after.keys()
+        assert stay and after.keys() - before.keys(), "a flush keeps some tokens and admits others"
+        assert all(before[key] == after[key] for key in stay)
+        before = after
+
+
+# --------------------------------------------------------------------------------------------------------- 7 chunks
+
+
+def chunked(text: str, size: int):
+    """Prompt 0 in chunks; the cache and the logits of its last token."""
+    cache, ids = rig.empty(text), jnp.asarray(PROMPT)[:1].repeat(2, 0)
+    for start in range(0, ids.shape[1], size):
+        cache, logits = loop.absorb(PARAMS, cache, ids[:, start : start + size])
+    return cache, logits
+
+
+def test_a_prompt_in_pieces_is_the_prompt():
+    text = "full"
+    whole = rig.shared(text)
+    pieces, logits = chunked(text, 30)
+    np.testing.assert_allclose(logits[0], whole.logits[0][0], atol=TOLERANCE, rtol=0)
+    single = rig.empty(text)
+    for token in PROMPT[0]:
+        single, one = loop.step(PARAMS, single, jnp.full(2, token))
+    np.testing.assert_allclose(one[0], whole.logits[0][0], atol=TOLERANCE, rtol=0)
+    for layer in range(L):
+        sets = [np.logical_or(*rig.held(c, layer))[0] for c in (whole.caches[0], pieces, single)]
+        np.testing.assert_array_equal(sets[0], sets[1])
+        np.testing.assert_array_equal(sets[0], sets[2])
+
+
+@pytest.mark.parametrize("text", ["int8", "int4", rig.KIVI_TEXT, "knorm(budget=48)", "streaming(budget=48)"])
+def test_the_first_layer_holds_the_same_codes_whatever_the_pieces(text: str):
+    # Its keys depend on the tokens alone, and the ranks of these methods do not change with time.
+    whole, pieces = rig.shared(text).caches[0], chunked(text, 30)[0]
+    a, b = ({k: v for k, v in codes(c).items() if k[:2] == (0, 0)} for c in (whole, pieces))
+    assert a.keys() == b.keys()
+    for coded in ("int8", "int4", rig.KIVI_TEXT):
+        if text == coded:
+            same = np.mean([a[key] == b[key] for key in a])
+            assert same > 0.95  # a key at a rounding boundary may fall on either side
+
+
+# --------------------------------------------------------------------------------------------------------- 8 values
+
+
+@pytest.mark.parametrize("text", ["full", "h2o(budget=48) | int8", f"knorm(budget=48) | {rig.KIVI_TEXT}"])
+def test_a_cache_is_a_value(text: str):
+    whole = rig.shared(text)
+    start = whole.caches[20]
+    frozen = [np.array(x) for x in jax.tree.leaves(start)]
+    for _ in range(2):  # the same cache, continued twice
+        cache = start
+        for i in range(20, 40):
+            cache, logits = loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
+        np.testing.assert_array_equal(logits, whole.logits[40])
+    loop.absorb(PARAMS, start, jnp.asarray(FORCED[:, :30]))
+    assert all(np.array_equal(a, b) for a, b in zip(frozen, jax.tree.leaves(start), strict=True))
+    forked = start.fork(2)
+    for i in range(20, 40):
+        forked, logits = loop.step(PARAMS, forked, jnp.asarray(FORCED[[0, 0, 1, 1], i]))
+    np.testing.assert_allclose(logits, whole.logits[40][[0, 0, 1, 1]], atol=TOLERANCE, rtol=0)
+
+
+# --------------------------------------------------------------------------------------------------------- 9 budget
+
+
+@compressed
+def test_the_budget_is_what_is_kept(case: Case):
+    caches = rig.shared(case.tight).caches
+    budget = np.full((L, 1, 1), BUDGET)
+    if "pyramid" in case.text:
+        budget[:, 0, 0] = np.array(pyramid(BUDGET - case.recent, L, 20)) + case.recent
+        assert budget.mean() == BUDGET
+    flushes = {0, *rig.flushed(caches)}
+    for i, cache in enumerate(caches):
+        more = i if "append" in case.text else 0
+        kept, fed = np.asarray(cache.kept()), np.asarray(cache.seen)[None, :, None]
+        at_flush = i in flushes
+        # right after a flush: the budget, tokens that do not fill a unit yet, and the token that came since
+        bound = budget + more + case.unit - 1 + ((i > 0) if at_flush else 16)
+        assert (kept <= np.minimum(bound, fed)).all(), i
+        if at_flush and case.unit == 1 and not more:
+            assert (kept == np.minimum(bound, fed)).all(), i

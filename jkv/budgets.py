@@ -90,7 +90,7 @@ class Keep(Budget):
         return ceil(self.keep * longest)
 
     def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.floor(self.keep * seen).astype(jnp.int32)
+        return jnp.floor(self.keep * seen.astype(jnp.float32)).astype(jnp.int32)
 
 
 def pyramid(mean: int, layers: int, beta: int) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,8 +14,8 @@ from jkv.protocols import Code, Codec, Columns
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
-    from jkv.config import LayerConfig, TierConfig
-    from jkv.models import ModelConfig
+    from jkv.config import CacheConfig, LayerConfig, TierConfig
+    from jkv.models import ModelConfig, Params
 
 
 def take(x: Array, index: Array) -> Array:
@@ -88,7 +90,8 @@ class Cache:
     """What a model remembers of its rows.
 
     layers; seen, prompt i32[B] tokens; fill i32[] entries used in every recent window; plan: the config of each
-    layer; model. A value: nothing changes it, every function returns a new one.
+    layer; model; name: the config's text; new: generated tokens it was made for. A value: nothing changes it, every
+    function returns a new one.
     """
 
     layers: tuple[LayerCache, ...]
@@ -97,6 +100,8 @@ class Cache:
     fill: Array
     plan: tuple[LayerConfig, ...]
     model: ModelConfig = static()
+    name: str = static(default="")
+    new: int = static(default=0)
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +121,48 @@ class Cache:
         if n < 1:
             raise ValueError(f"fork: n={n}; ask for at least one copy")
         layers, seen, prompt = jax.tree.map(lambda x: jnp.repeat(x, n, 0), (self.layers, self.seen, self.prompt))
-        return Cache(layers=layers, seen=seen, prompt=prompt, fill=self.fill, plan=self.plan, model=self.model)
+        return replace(self, layers=layers, seen=seen, prompt=prompt)
+
+    def rollback(self, n: int) -> Cache:
+        """The cache without the newest n tokens of every row.
+
+        Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it.
+        """
+        since = int(self.fill) - self.plan[0].stay
+        if not 0 <= n <= since:
+            raise ValueError(
+                f"rollback({n}): {since} tokens were added since the last flush; a cache is a value, so keep the older "
+                "one and go on from it"
+            )
+        seen = self.seen - n
+
+        def cut(layer: LayerCache) -> LayerCache:
+            recent, queries = layer.recent, layer.queries
+            recent = replace(recent, pos=jnp.where(recent.pos < seen[:, None], recent.pos, -1))
+            if queries is not None:
+                queries = replace(queries, pos=jnp.where(queries.pos < seen[:, None], queries.pos, -1))
+            return replace(layer, recent=recent, queries=queries)
+
+        layers = tuple(cut(layer) for layer in self.layers)
+        return replace(self, layers=layers, seen=seen, fill=self.fill - n if self._dense_tail(n) else self.fill)
+
+    def _dense_tail(self, n: int) -> bool:
+        """Whether the newest n places of every recent window hold the newest n tokens: no row paused meanwhile."""
+        fill = int(self.fill)
+        return bool((self.layers[0].recent.pos[:, fill - n : fill] >= self.seen[:, None] - n).all())
+
+    def save(self, path: str | Path, params: Params) -> None:
+        """Write the cache to one file that only this model can load; see `Cache.load`."""
+        from jkv.io import cache_file
+
+        cache_file.save(self, path, params)
+
+    @staticmethod
+    def load(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
+        """The cache that `save` wrote; raises FormatError for a damaged file or another model's."""
+        from jkv.io import cache_file
+
+        return cache_file.load(path, params, config)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -38,6 +38,6 @@ def compiled(function: Any, *args: Any, **static: Any) -> tuple[Compiled, float]
 
 def use_disk_cache() -> None:
     """Keep compiled programs on disk between runs, where the user has not chosen a folder."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         root = Path(os.environ.get("JKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jkv")
         jax.config.update("jax_compilation_cache_dir", str(root.expanduser() / "programs"))

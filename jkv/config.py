@@ -95,7 +95,7 @@ class LayerConfig:
     capacity: int
     longest: int
     window: int | None
-    append: bool
+    append: int
 
     @property
     def stay(self) -> int:
@@ -132,7 +132,8 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
     select = None if i in config.dense_layers else config.select
-    wanted = config.budget.capacity(model, i, longest) + (new if config.append else 0)
+    held = config.budget.capacity(model, i, longest)
+    wanted = held + (new if config.append else 0)
     window = model.windows[i]
     if window is not None:
         wanted = min(wanted, window)  # older tokens are invisible to every later query
@@ -164,7 +165,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         capacity=capacity,
         longest=longest,
         window=window,
-        append=config.append,
+        append=capacity - min(held, capacity),
     )
 
 

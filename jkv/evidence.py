@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
-from jkv.cache import Queries, Tier, Window
+from jkv.cache import Queries, Tier, Window, map_codec
 from jkv.protocols import Columns
-from jkv.tiers import flat, tier_dot, tier_mix
+from jkv.tiers import cut, flat, key_logits, over_tiles, tier_dot, tier_mix
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ class Evidence:
             out = out + tier_mix(w[..., start : start + c.capacity], t, c, self.rope, of)
             start += c.capacity
         exact = self.window.k if of == "k" else self.window.v
-        return out + jnp.einsum("bhns,bhsd->bhnd", w[..., start:], exact.astype(jnp.float32))
+        exact = jnp.where((self.window.pos >= 0)[:, None, :, None], exact.astype(jnp.float32), 0)
+        return out + jnp.einsum("bhns,bhsd->bhnd", w[..., start:], exact)
 
     def fold(self, step: Callable[[Array, Array, Array, Array], Array], queries: Queries) -> Array:
         """Sum over query tiles of step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) f32[B,H,s].
@@ -91,12 +92,23 @@ class Evidence:
         return jnp.concatenate(parts, -1)
 
     def _fold_tier(self, step: Any, queries: Queries, tier: Tier, config: Any) -> Array:
-        def one(q: Array, q_pos: Array, lse: Array) -> Array:
-            logits = tier_dot(flat(q), tier, config, self.rope, "k") * self.scale
-            logits = logits.reshape(*q.shape[:4], config.capacity)
-            return step(*_probabilities(logits, lse, q_pos, tier.pos, self.plan.window), jnp.arange(config.capacity))
+        at, c = tier.pos if tier.at is None else tier.at, config.capacity
 
-        return _over_queries(one, queries)
+        def keys(start: Array, fresh: Array, out: Array) -> Array:
+            n = fresh.shape[0]
+            code, places, pos = cut(tier.k, start, n, c), _cut(at, start, n), _cut(tier.pos, start, n)
+
+            def one(q: Array, q_pos: Array, lse: Array) -> Array:
+                ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
+                logits = key_logits(config.k, ask, flat(q), code, places, self.rope) * self.scale
+                logits = logits.reshape(*q.shape[:4], n)
+                return step(*_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n))
+
+            return jax.lax.dynamic_update_slice_in_dim(out, _over_queries(one, queries), start, 2)
+
+        b, h = queries.q.shape[:2]
+        tile = min(c, max(KEYS // config.unit, 1) * config.unit)
+        return over_tiles(keys, jnp.zeros((b, h, c), jnp.float32), c, tile)
 
     def _sweep(self, step: Any, queries: Queries, total: int, read: Any) -> Array:
         tile = min(KEYS, total)

@@ -5,11 +5,13 @@
 3 rank     f32[B,Hs,S]; dead is -inf whatever the score says
 4 cascade  per tier: the i-th best newcomer takes the i-th worst slot if it is strictly better; the losers are the
            next tier's newcomers; survivors do not move and are never encoded again
+5 merge    the last tier's losers leave shares in survivors, newcomers among them before they are encoded
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +21,8 @@ from jax import Array
 from jkv.cache import LayerCache, Queries, Tier, Window, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence
-from jkv.protocols import Columns
+from jkv.merges import shares
+from jkv.protocols import Code, Codec, Columns, Merge
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -87,7 +90,10 @@ def _gather(window: Window, order: Array) -> Window:
 
 def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
     """i32[B]: tokens that all tiers together may hold."""
-    most = plan.budget.limit(plan.capacity, seen) + (generated if plan.append else 0)
+    if plan.append:
+        most = plan.budget.limit(plan.capacity - plan.append, seen - generated) + generated
+    else:
+        most = plan.budget.limit(plan.capacity, seen)
     return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
 
 
@@ -142,7 +148,7 @@ def _cascade(
         columns={name: x[:, :, inside] for name, x in ev.columns.items()},
         index=jnp.broadcast_to(ev.slots + jnp.arange(most), (rank.shape[0], heads, most)),
     )
-    out, start, left = [], 0, ev.limit
+    out, stages, start, left = [], [], 0, ev.limit
     for tier, config in zip(tiers, plan.tiers, strict=True):
         c = config.capacity
         of_slots = jnp.full((rank.shape[0], heads, c), -jnp.inf)
@@ -151,12 +157,82 @@ def _cascade(
             tier = _update_columns(tier, ev.columns, start)
         limit = jnp.minimum(_share(config, ev, plan), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
-        last = config is plan.tiers[-1]
-        losers = None if last else _losers(tier, new, slot, token, of_slots, start, config, rope)
-        out.append(_admit(tier, new, slot, token, config, rope))
-        new = losers
+        stages.append((new, slot, token))
+        out.append(tier)
+        if config is not plan.tiers[-1] or (plan.merge and not simple):
+            new = _losers(tier, new, slot, token, of_slots, start, config, rope)
         start, left = start + c, left - limit
-    return tuple(out)
+    if plan.merge and not simple:
+        out, newcomers = _merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
+        stages = [(x, *at) for x, (_, *at) in zip(newcomers, stages, strict=True)]
+    return tuple(
+        _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
+    )
+
+
+def _merged(
+    merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Newcomers, plan: LayerConfig
+) -> tuple[list[Tier], list[Newcomers]]:
+    """Tiers and newcomers once the evicted have left their shares, newcomers not yet encoded.
+
+    Stored slots take a share only in tiers whose codecs are rewritable and keep rotated keys; in the others the
+    slot's codes stay as they are, and what would have gone there is dropped. Temporaries are of the size of `lost`.
+    """
+    b, h, total = ev.pos.shape
+    index, gone = (jnp.broadcast_to(x, (b, h, x.shape[2])) for x in (lost.index, lost.pos >= 0))
+    kept = ev.live & ~put(jnp.zeros((b, h, total), bool), index, gone)
+    survivor = take(merge.survivor(ev, kept), index)
+    open_to = survivor >= ev.slots
+    into_k, into_v = (take(x, survivor - ev.slots).astype(jnp.float32) for x in (ev.window.k, ev.window.v))
+    at, starts = 0, []
+    for tier, config in zip(ev.tiers, plan.tiers, strict=False):
+        if config.k.rewritable and config.v.rewritable and config.k.rope == "before":
+            inside = (survivor >= at) & (survivor < at + config.capacity)
+            k, v = (map_codec(c.decode, _slots(x, survivor - at)) for c, x in ((config.k, tier.k), (config.v, tier.v)))
+            into_k, into_v = (jnp.where(inside[..., None], x, y) for x, y in ((k, into_k), (v, into_v)))
+            open_to = open_to | inside
+            starts.append(at)
+        else:
+            starts.append(None)
+        at += config.capacity
+    survivor = jnp.where(gone & open_to, survivor, -1)
+    index, k, v = jax.vmap(jax.vmap(lambda *x: shares(merge, *x, none=total)))(survivor, lost.k, lost.v, into_k, into_v)
+    columns = merge.remember(ev)
+    out, start = [], 0
+    for i, (tier, config) in enumerate(zip(tiers, plan.tiers, strict=True)):
+        if ev.tiers:
+            tier = _update_columns(tier, columns, start)
+            if starts[i] is not None:
+                tier = _rewrite(tier, index - start, k, v, config)
+        out.append(tier)
+        start += config.capacity
+    return out, [_with_shares(x, index, k, v, columns, total) for x in stages]
+
+
+def _slots(code: Code, index: Array) -> Code:
+    return jax.tree.map(lambda x: take(x, index), code)
+
+
+def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) -> Tier:
+    """k, v [B,H,m,D] encoded into slots i32[B,H,m]; what is no slot is dropped."""
+    slot = jnp.where(slot < 0, config.capacity, slot)
+
+    def write(old: Code, codec: Codec, x: Array) -> Code:
+        dtype = jax.tree.leaves(old)[0].dtype
+        fresh = map_codec(codec.encode, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
+        return jax.tree.map(lambda a, y: put(a, slot, y), old, fresh)
+
+    return replace(tier, k=write(tier.k, config.k, k), v=write(tier.v, config.v, v))
+
+
+def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Columns, total: int) -> Newcomers:
+    """Newcomers with k, v [B,H,m,D] for those of index i32[B,H,m] in S, and with new columns."""
+    n = new.index.shape[2]
+    own = jnp.broadcast_to(new.index, (*index.shape[:2], n))
+    place = put(jnp.full((*index.shape[:2], total + 1), n), own, jnp.broadcast_to(jnp.arange(n), own.shape))
+    place = take(place, index)
+    columns = {name: take(x, own) for name, x in columns.items()}
+    return replace(new, k=put(new.k, place, k), v=put(new.v, place, v), columns=columns)
 
 
 def _update_columns(tier: Tier, columns: Columns, start: int) -> Tier:
@@ -165,11 +241,15 @@ def _update_columns(tier: Tier, columns: Columns, start: int) -> Tier:
 
 
 def _share(config: TierConfig, ev: Evidence, plan: LayerConfig) -> Array:
-    """i32[B]: slots of a tier in use: its share of what is stored now, or all it has."""
+    """i32[B]: slots of a tier in use: its share, in whole units, of the units stored now; or all it has.
+
+    In integers, so that what the first tier does not take fits into the next: 0.6 of 5 units is 3, never 4.
+    """
     if config.share is None:
         return jnp.full_like(ev.limit, config.capacity)
-    stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.recent, 0))
-    return jnp.minimum(jnp.ceil(config.share * stored).astype(jnp.int32), config.capacity)
+    stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.recent, 0)) // config.unit
+    part = Fraction(config.share).limit_denominator(1000)
+    return jnp.minimum(-(-stored * part.numerator // part.denominator) * config.unit, config.capacity)
 
 
 def _grains(rank: Array, g: int) -> Array:

@@ -222,10 +222,11 @@ def generate(
         tuple(stop),
         stop_ids,
         chunk,
+        compare,
     )
     for _ in run.blocks(live=bool(stop)):
         pass
-    return run.result(compare)
+    return run.result()
 
 
 def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prompt, **options: Any) -> Iterator[str]:
@@ -233,13 +234,9 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
     The generator's return value is the Result: `result = yield from stream(...)`.
     """
-    compare = options.pop("compare", False)
-    options = {"max_new_tokens": 128, "seed": 0, "stop": (), "stop_ids": None, "chunk": None} | options
-    named = {k: options.pop(k) for k in ("max_new_tokens", "seed", "stop", "stop_ids", "chunk")}
-    run = _Run(
-        params, cache, prompt, named["max_new_tokens"], options, named["seed"], tuple(named["stop"]),
-        named["stop_ids"], named["chunk"],
-    )  # fmt: skip
+    defaults: dict[str, Any] = dict(max_new_tokens=128, seed=0, stop=(), stop_ids=None, chunk=None, compare=False)
+    known = {name: options.pop(name, value) for name, value in defaults.items()}
+    run = _Run(params, cache, prompt, known.pop("max_new_tokens"), options, **known)
     if len(run.rows) != 1 or params.tokenizer is None:
         raise ValueError("stream takes one prompt and a model with a tokenizer; use generate for several rows or ids")
     text, done = params.tokenizer.stream(), 0
@@ -253,7 +250,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
     rest = _cut(held + text.finish(), run.stop)
     if rest:
         yield rest
-    return run.result(compare)  # noqa: B901
+    return run.result()  # noqa: B901
 
 
 def _hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
@@ -283,7 +280,10 @@ class _Run:
         stop: tuple[str, ...],
         stop_ids: Sequence[int] | None,
         chunk: int | None,
+        compare: bool,
     ) -> None:
+        if compare and isinstance(cache, Cache):
+            raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
         if new < 1:
             raise ValueError(f"max_new_tokens={new}: ask for at least one")
         if stop and params.tokenizer is None:
@@ -298,7 +298,7 @@ class _Run:
             ids = tuple(dict.fromkeys((*ids, *params.tokenizer.eos_ids)))
         self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)  # type: ignore[arg-type]
         self.stop, self.new, self.chunk, self.given = stop, new, chunk, cache
-        room = -(-new // 64) * 64
+        self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
             self.name, self.bounded, self.claim = "continued", False, "as the cache given"
             self.cache, logits, self.prefill_cost = _extend(params, cache, self.rows, new)
@@ -307,8 +307,8 @@ class _Run:
             self.name, self.bounded, self.claim = str(config), config.budget.bounded, config.claim
             _check_length(config, params.config, max(map(len, self.rows)), new)
             if not config.unlimited:
-                room = min(room, params.config.context - max(map(len, self.rows)))
-            self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, room, chunk)
+                self.room = min(self.room, params.config.context - max(map(len, self.rows)))
+            self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, self.room, chunk)
         self.params = replace(params, config=self.cache.model)
         self.predicted = tree_bytes(jax.eval_shape(lambda: self.cache.layers))
         used = None
@@ -325,6 +325,7 @@ class _Run:
             used=used,
             out=jnp.full((b, -(-new // 64) * 64), -1, jnp.int32),
             count=jnp.int32(0),
+            trace=jnp.zeros((b, -(-new // 64) * 64, params.config.vocab), jnp.float32) if compare else None,
         )
         self.cost, self.temporary = Cost(), 0
 
@@ -356,10 +357,10 @@ class _Run:
     def _tokens(self) -> list[list[int]]:
         return [[int(t) for t in row if t >= 0] for row in np.asarray(self.state.out)]
 
-    def result(self, compare: bool) -> Result:
+    def result(self) -> Result:
         state, tokens = self.state, self._tokens()
         check_compressed(state.cache, self.bounded, self.name)
-        kl, divergence = self._fidelity() if compare else (None, None)
+        kl, divergence = self._fidelity()
         prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
         report = Report(
             config=self.name,
@@ -391,29 +392,24 @@ class _Run:
             report=report,
         )
 
-    def _fidelity(self) -> tuple[float, int]:
-        """KL and first divergence: both caches take the generated tokens again, and their logits are compared."""
-        if isinstance(self.given, Cache):
-            raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
-        tokens = np.asarray(self.state.out)
-        full = read_config(None)
-        own = self._follow(*_prefill(self.params, read_config(self.given), self.rows, self.new, self.chunk)[:2])
-        exact = self._follow(*_prefill(self.params, full, self.rows, self.new, 0)[:2])
-        return fidelity(exact, own, tokens[:, : self.new])
-
-    def _follow(self, cache: Cache, logits: Array) -> Array:
-        b, m = self.state.out.shape
+    def _fidelity(self) -> tuple[float, int] | tuple[None, None]:
+        """KL and first divergence: the full cache takes the generated tokens, and its logits are compared."""
+        if self.state.trace is None:
+            return None, None
+        # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
+        forced = jnp.asarray(self.state.out)
+        cache, logits, _ = _prefill(self.params, read_config(None), self.rows, self.room, 0)
         state = Decoding(
             cache=cache,
             logits=logits,
-            alive=jnp.ones(b, bool),
+            alive=jnp.ones_like(self.state.alive),
             used=None,
-            out=jnp.full((b, m), -1, jnp.int32),
+            out=jnp.full_like(forced, -1),
             count=jnp.int32(0),
-            trace=jnp.zeros((b, m, logits.shape[1]), jnp.float32),
-            forced=jnp.asarray(self.state.out),
+            trace=jnp.zeros_like(self.state.trace),
+            forced=jnp.maximum(forced, 0),
         )
         program, _ = compiled(run_blocks, self.params, state, self.sampling, jnp.int32(0))
-        done = program(self.params, state, self.sampling, jnp.int32(self.new))
-        assert done.trace is not None
-        return done.trace[:, : self.new]
+        full = program(self.params, state, self.sampling, jnp.int32(self.new)).trace
+        n = self.new
+        return fidelity(full[:, :n], self.state.trace[:, :n], np.asarray(forced)[:, :n])

@@ -27,7 +27,16 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
     plan, layers = _layers(config, model, rows, longest, new, dtype)
     zero = jnp.zeros(rows, jnp.int32)
     layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
-    return Cache(layers=layers, seen=zero, prompt=zero, fill=jnp.int32(plan[0].stay), plan=plan, model=model)
+    return Cache(
+        layers=layers,
+        seen=zero,
+        prompt=zero,
+        fill=jnp.int32(plan[0].stay),
+        plan=plan,
+        model=model,
+        name=config.name,
+        new=new,
+    )
 
 
 def _layers(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
@@ -246,7 +255,7 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
             if used is not None:
                 used = used.at[jnp.arange(token.shape[0]), token].max(alive)
             moving, logits = _advance(params, cache, moving, token, alive)
-            alive = alive & ~(token[:, None] == sampling.stop_ids).any(-1)
+            alive = alive & ~(token[:, None] == sampling.stop_ids[None]).any(-1)
             return moving, logits, alive, used, out, count + 1, trace
 
         carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)

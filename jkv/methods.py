@@ -10,11 +10,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jkv.budgets import All, Bytes, Keep, Pyramid, Tokens, read_bytes
-from jkv.codecs import Affine, Dense
+from jkv.codecs import Affine, Dense, Separable
 from jkv.config import CacheConfig, TierSpec
+from jkv.merges import Runs
 from jkv.protocols import Budget, Score
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
+from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
 from jkv.selectors.quest import PageBound
 
@@ -164,6 +166,44 @@ def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
     """KIVI: keys per channel in groups of tokens, values per token in groups of channels; one tail for both."""
     k, v = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
     return dict(tiers=(TierSpec(k=k, v=v),), recent=recent, block=group)
+
+
+@row("2405.14256", "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice")
+def zipcache(
+    *, high: int = 4, low: int = 2, share: float = 0.6, group: int = 20, recent: int = 0, block: int = 100
+) -> Axes:
+    """ZipCache: the salient `share` of the tokens in `high` bits, the others in `low`; 16 bits are the plain floats."""
+
+    def tier(bits: int, size: float | None) -> TierSpec:
+        if bits == 16:
+            return TierSpec(size=size)
+        return TierSpec(
+            k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size
+        )
+
+    if not 0 < share <= 1:
+        raise ValueError(f"zipcache: share={share}: the fraction of tokens in {high} bits, above 0 and at most 1")
+    return dict(
+        score=Sticky(score=Salience()), tiers=(tier(high, float(share)), tier(low, None)), recent=recent, block=block
+    )
+
+
+@row("2407.08454", "reconstruction; lagged by block - 1; into int tiers only newcomers merge")
+def kvmerger(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    sinks: int = 4,
+    width: float = 1.0,
+    threshold: float | None = None,
+) -> Axes:
+    """KVMerger (a reconstruction): runs of similar neighbouring keys melt into their most attended token."""
+    return dict(
+        score=Pivots(sinks=sinks, threshold=threshold),
+        merge=Runs(width=width, sinks=sinks, threshold=threshold),
+        budget=size(budget, keep, bytes),
+    )
 
 
 @row("-", "approximation: 8-bit integers; the tail is exact")

@@ -126,13 +126,27 @@ class Codec:
 
 
 class Merge:
-    """What the evicted leave behind: a share in a survivor."""
+    """What the evicted leave behind: a share in a survivor, x_p <- (x_p + sum g_i x_i) / (1 + sum g_i), for k and v.
+
+    A newcomer takes shares before it is encoded; a stored slot only if its codecs are rewritable.
+    """
 
     needs: Needs = Needs()
 
-    def assign(self, ev: Evidence, kept: Array) -> tuple[Array, Array]:
-        """Survivor i32[B,H,S] (an index in S, -1 none) and weight f32[B,H,S] of every token, given bool[B,H,S]."""
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        """i32[B,H,S]: the kept token (an index in S) that takes each token's share, -1 none; kept bool[B,H,S]."""
         raise NotImplementedError
+
+    def weigh(self, distance: Array, run: Array) -> Array:
+        """g f32[m] of m evicted tokens of one row and head, from squared distances of their keys to their survivors'.
+
+        run i32[m] rises; those of one survivor have one number.
+        """
+        raise NotImplementedError
+
+    def remember(self, ev: Evidence) -> Columns:
+        """Columns f32[B,H,S] of the survivors after the merge."""
+        return ev.columns
 
 
 class Selector:

@@ -44,10 +44,11 @@ def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, 
 
 
 def tile_size(codec: Codec, slots: int, queries: int, unit: int) -> int:
-    """One tile for a tier that is contracted without temporaries; else TILE, in whole units."""
+    """One tile for a tier that is contracted without temporaries; else TILE, fewer for many queries, in whole units."""
     if queries == 1 and not codec.tiled:
         return slots
-    return min(slots, max(TILE // unit, 1) * unit)
+    tile = TILE * 128 // max(queries, 128)
+    return min(slots, max(tile // unit, 1) * unit)
 
 
 def flat(x: Array) -> Array:

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "snapkv": (
         Case("snapkv(budget={b}, window=8)", recent=8, queries=24),
-        Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=16, queries=24),
+        Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=24),
     ),
     "tova": (Case("tova(budget={b})", recent=0, queries=17, uniform=True),),
     "keydiff": (Case("keydiff(budget={b})", recent=0, columns=1),),
@@ -170,7 +170,7 @@ def dense_prompt(ids: jax.Array) -> tuple[jax.Array, list[Any]]:
     def attend(i: int, a: Any) -> tuple[jax.Array, None]:
         q, k = MODEL.ropes[i].rotate(a.q, pos[:, None, None]), MODEL.ropes[i].rotate(a.k, pos[:, None])
         p = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale
-        p = jax.nn.softmax(jnp.where(see[:, None, None], p, -1e30), -1) * (pos >= 0)[:, None, None, :, None]
+        p = jax.nn.softmax(jnp.where(see[:, None, None], p, -1e30), -1) * (pos >= 0)[:, None, None, :, None].astype(jnp.float32)
         taps.append((q, k, a.v, p))
         return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v), None
 
@@ -187,7 +187,7 @@ def dense_step(token: jax.Array, pos: jax.Array, ks: list[Any], vs: list[Any], s
 
     def attend(i: int, a: Any) -> tuple[jax.Array, None]:
         q, k = MODEL.ropes[i].rotate(a.q, pos[:, None, None, None]), MODEL.ropes[i].rotate(a.k, pos[:, None, None])
-        at = (jnp.arange(LONGEST) == pos[:, None])[:, None, :, None]
+        at = (jnp.arange(LONGEST)[None] == pos[:, None])[:, None, :, None]
         keys, values = jnp.where(at, k, ks[i]), jnp.where(at, a.v, vs[i])
         see = sees[i] | at[..., 0]
         p = jnp.einsum("bhgtd,bhsd->bhgts", q, keys) * MODEL.scale

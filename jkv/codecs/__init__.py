@@ -2,5 +2,6 @@
 
 from jkv.codecs.affine import Affine
 from jkv.codecs.dense import Dense
+from jkv.codecs.separable import Separable
 
-__all__ = ["Affine", "Dense"]
+__all__ = ["Affine", "Dense", "Separable"]

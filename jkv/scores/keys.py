@@ -74,7 +74,8 @@ class Expected(Score):
         b, h, g, n, d = asked.q.shape
         use = (asked.pos >= self.sinks).astype(jnp.float32)
         count = jnp.maximum(use.sum(-1), 1)[:, None, None, None]
-        q = ev.rope.rotate(asked.q.astype(jnp.float32), asked.pos[:, None, None], inverse=True)
+        q = jnp.where((asked.pos >= 0)[:, None, None, :, None], asked.q.astype(jnp.float32), 0)
+        q = ev.rope.rotate(q, asked.pos[:, None, None], inverse=True)
         q = q / ev.rope.scale**2
         mu = jnp.einsum("bhgnd,bn->bhgd", q, use) / count
         off = (q - mu[..., None, :]) * use[:, None, None, :, None]

@@ -1,0 +1,34 @@
+PYTHON ?= python3
+BIN := .venv/bin
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test lint bench clean
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "jkv needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -e '.[test]'
+	@touch $@
+
+demo: .venv/installed  ## a real model generates through a compressed cache, and the receipt
+	$(BIN)/python -m jkv.demo
+
+test: .venv/installed  ## the whole suite
+	$(BIN)/jkv fetch smollm2-135m
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed  ## style and types, the types on the package as a user gets it
+	$(BIN)/pip install -q -e '.[lint]'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build
+	$(BIN)/pip install -q --no-deps --target build/types .
+	$(BIN)/pyright build/types/jkv
+
+bench: .venv/installed  ## beside transformers on the same weights
+	$(BIN)/pip install -q -e '.[parity]'
+	$(BIN)/python -m jkv.bench --compare
+
+clean:
+	rm -rf .venv build

@@ -1,0 +1,66 @@
+"""Uniform integers of values whose channels differ in size: x ~ channel scale * (code * step + low)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.codecs.affine import Affine
+from jkv.protocols import Code, Codec
+from jkv.tree import part
+
+
+@part
+class Separable(Codec):
+    """x[t,j] = c[j] * y[t,j], c[j] = sqrt(max over t of |x[t,j]|); y in integers, one step and low a token.
+
+    c is of `group` tokens that are coded, moved and dropped together (grain = group), so that tokens of one head need
+    no scale made before they came. Source: ZipCache (2405.14256), whose c is of the whole prompt.
+    """
+
+    bits: int = 4
+    group: int = 20
+    scale_dtype: str = "float16"
+
+    @property
+    def grain(self) -> int:  # type: ignore[override]
+        return self.group
+
+    @property
+    def inner(self) -> Affine:
+        return Affine(bits=self.bits, scale_dtype=self.scale_dtype)
+
+    def check(self, model: Any) -> None:
+        if self.group < 1:
+            raise ValueError(f"separable codec: group={self.group}; a channel scale needs 1 token or more")
+        self.inner.check(model)
+
+    def encode(self, x: Array) -> Code:
+        y = x.astype(jnp.float32).reshape(-1, self.group, x.shape[1])
+        c = jnp.sqrt(jnp.abs(y).max(1)).astype(jnp.dtype(self.scale_dtype))
+        c = jnp.where(c > 0, c, jnp.ones_like(c))
+        y = (y / c.astype(jnp.float32)[:, None]).reshape(x.shape)
+        return Code(slots=self.inner.encode(y).slots, grains=(c,))
+
+    def _grains(self, code: Code) -> tuple[Code, Array]:
+        """The inner code with its grains on an axis of their own, and c f32[n/g,D]."""
+        slots = jax.tree.map(lambda a: a.reshape(-1, self.group, *a.shape[1:]), code.slots)
+        return Code(slots=slots), code.grains[0].astype(jnp.float32)
+
+    def decode(self, code: Code) -> Array:
+        inner, c = self._grains(code)
+        y = jax.vmap(self.inner.decode)(inner) * c[:, None]
+        return y.reshape(-1, c.shape[1])
+
+    def logits(self, ask: Array, tile: Code) -> Array:
+        inner, c = self._grains(tile)
+        dots = jax.vmap(lambda t, s: self.inner.logits(ask * s[None], t))(inner, c)  # [n/g,N,g]
+        return jnp.swapaxes(dots, 0, 1).reshape(ask.shape[0], -1)
+
+    def mix(self, w: Array, tile: Code) -> Array:
+        inner, c = self._grains(tile)
+        by_grain = jnp.swapaxes(w.reshape(w.shape[0], -1, self.group), 0, 1)
+        return jnp.einsum("jqd,jd->qd", jax.vmap(self.inner.mix)(by_grain, inner), c)

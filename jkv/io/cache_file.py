@@ -1,0 +1,78 @@
+"""A compressed cache on disk: codes as they are, tied to the model and the config that made them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.io import checkpoint
+from jkv.io.errors import FormatError
+
+if TYPE_CHECKING:
+    from jkv.cache import Cache
+    from jkv.config import CacheConfig
+    from jkv.models import Params
+
+
+def fingerprint(params: Params) -> str:
+    """Hex digest of a model: its config, and a slice of every layer's weights."""
+    digest = hashlib.sha256(repr(params.config).encode())
+    for x in (params.norm, *(layer["qkv"][:1] for layer in params.layers)):
+        digest.update(np.asarray(x, np.float32).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def save(cache: Cache, path: str | Path, params: Params) -> None:
+    """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
+    leaves = jax.tree_util.tree_leaves_with_path((cache.layers, cache.seen, cache.prompt, cache.fill))
+    meta = {
+        "model": fingerprint(params),
+        "config": cache.name,
+        "rows": cache.rows,
+        "longest": cache.plan[0].longest,
+        "new": cache.new,
+        "dtype": cache.layers[0].recent.k.dtype.name,
+    }
+    checkpoint.write(path, {jax.tree_util.keystr(where): x for where, x in leaves}, meta)
+
+
+def load(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
+    """The cache in a file written by `save` with the same model; config: needed only for one that has no text form.
+
+    Raises FormatError for a file that is damaged, of another model (with both fingerprints) or of another shape.
+    """
+    from jkv.loop import empty
+    from jkv.methods import parse
+
+    arrays, meta = checkpoint.read(path)
+    own = fingerprint(params)
+    if meta.get("model") != own:
+        cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
+        raise FormatError(Path(path), cause, "load the model that the cache was made with")
+    again = "prefill the prompt again"
+    try:
+        config = config or parse(meta["config"])
+        rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
+        model = params.config
+        if config.unlimited and longest > model.context:
+            model = replace(model, ropes=tuple(replace(r, longest=longest) for r in model.ropes))
+        shape = jax.eval_shape(lambda: empty(config, model, rows, longest, new, dtype))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(Path(path), f"its description cannot be used ({error})", again) from error
+    found, tree = jax.tree_util.tree_flatten_with_path((shape.layers, shape.seen, shape.prompt, shape.fill))
+    leaves: list[Any] = []
+    for where, want in found:
+        name = jax.tree_util.keystr(where)
+        x = arrays.get(name)
+        if x is None or x.shape != want.shape or x.dtype != want.dtype:
+            got = "missing" if x is None else f"{x.dtype}{list(x.shape)}"
+            raise FormatError(Path(path), f"array {name} is {got}, not {want.dtype}{list(want.shape)}", again)
+        leaves.append(jnp.asarray(x))
+    layers, seen, prompt, fill = jax.tree_util.tree_unflatten(tree, leaves)
+    return replace(shape, layers=layers, seen=seen, prompt=prompt, fill=fill)

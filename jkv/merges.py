@@ -1,0 +1,74 @@
+"""What the evicted leave behind: a share in a survivor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Columns, Merge
+from jkv.scores.mixed import pivots, runs, unsorted
+from jkv.tree import part
+
+if TYPE_CHECKING:
+    from jkv.evidence import Evidence
+
+
+@part
+class Runs(Merge):
+    """The evicted members of a run go into its kept pivot with Gaussian weights: a reconstruction of KVMerger.
+
+    g_i = exp(-|k_i - k_p|^2 / (2 sigma^2)), g_p = 1, weights g / sum g, for keys and values; sigma = `width` times the
+    root mean square of the run's distances to its pivot. Rotated keys are mixed as they are. Runs are those of the
+    score `Pivots` with the same settings. Source: KVMerger (2407.08454).
+    """
+
+    width: float = 1.0
+    sinks: int = 4
+    threshold: float | None = None
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        order, run, goes = runs(ev, self.sinks, self.threshold)
+        stays = jnp.take_along_axis(kept, order, -1)
+        weight = jnp.take_along_axis(ev.columns["mass"], order, -1)
+        best = jnp.take_along_axis(pivots(weight, run, goes & stays), run, -1)
+        n = run.shape[-1]
+        target = jnp.take_along_axis(order, jnp.minimum(best, n - 1), -1)
+        return unsorted(order, jnp.where(goes & ~stays & (best < n), target, -1))
+
+    def weigh(self, distance: Array, run: Array) -> Array:
+        n = distance.shape[0]
+        total, count = (jax.ops.segment_sum(x, run, n) for x in (distance, jnp.ones_like(distance)))
+        variance = self.width**2 * total / jnp.maximum(count, 1)
+        return jnp.exp(-distance / jnp.maximum(2 * variance[run], 1e-30))
+
+    def remember(self, ev: Evidence) -> Columns:
+        """A run's members take the similarity of its first one: that of its border with the run before."""
+        order, run, _ = runs(ev, self.sinks, self.threshold)
+        similar = jnp.take_along_axis(ev.columns["similar"], order, -1)
+        opens = jnp.concatenate([jnp.ones_like(run[..., :1], bool), run[..., 1:] != run[..., :-1]], -1)
+        first = jax.lax.cummax(jnp.where(opens, jnp.arange(run.shape[-1]), 0), axis=2)
+        return {**ev.columns, "similar": unsorted(order, jnp.take_along_axis(similar, first, -1))}
+
+
+def shares(merge: Merge, survivor: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
+    """What survivors become, for one row and head: (index i32[m], `none` where there is none, k, v f32[m,D]).
+
+    survivor i32[m] (-1 none) of m evicted tokens k, v [m,D]; into_k, into_v [m,D] are those survivors. Sums over
+    segments of the evicted, sorted by survivor; nothing has the size of a tier.
+    """
+    m = survivor.shape[0]
+    s = jnp.where(survivor >= 0, survivor, none)
+    order = jnp.argsort(s, stable=True)
+    s = s[order]
+    ok = (s < none)[:, None]
+    k, v, into_k, into_v = (jnp.where(ok, x[order].astype(jnp.float32), 0) for x in (k, v, into_k, into_v))
+    run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), s[1:] != s[:-1]]).astype(jnp.int32))
+    g = jnp.where(ok[:, 0], merge.weigh(jnp.square(k - into_k).sum(-1), run), 0)
+    first = jnp.minimum(jax.ops.segment_min(jnp.arange(m), run, m), m - 1)
+    total = 1 + jax.ops.segment_sum(g, run, m)[:, None]
+    merged = [(p[first] + jax.ops.segment_sum(g[:, None] * x, run, m)) / total for x, p in ((k, into_k), (v, into_v))]
+    used = jnp.arange(m) <= run[-1]
+    return jnp.where(used, s[first], none), *merged

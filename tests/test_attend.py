@@ -1,0 +1,74 @@
+"""Attention over parts: the merge is exact, whatever the parts and their order."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv import attend as A
+
+rng = np.random.default_rng(0)
+B, H, G, T, S, D = 2, 2, 2, 3, 24, 16
+
+
+def draw(*shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+Q, K, V = draw(B, H, G, T, D), draw(B, H, S, D), draw(B, H, S, D)
+MASK = rng.random((B, H, T, S)) < 0.7
+SCALE = 0.25
+
+
+def softmax64(q, k, v, mask) -> np.ndarray:
+    logits = np.einsum("bhgtd,bhsd->bhgts", q.astype(np.float64), k.astype(np.float64)) * SCALE
+    p = np.where(mask[:, :, None], np.exp(logits), 0)
+    return np.einsum("bhgts,bhsd->bhgtd", p / np.maximum(p.sum(-1, keepdims=True), 1e-300), v.astype(np.float64))
+
+
+def over(start: int, stop: int, mask: np.ndarray = MASK) -> A.Partial:
+    cut = slice(start, stop)
+    return A.attend(Q, jnp.asarray(K[:, :, cut]), jnp.asarray(V[:, :, cut]), jnp.asarray(mask[..., cut]), SCALE)
+
+
+def same(a: A.Partial, b: A.Partial) -> None:
+    for x, y in ((a.finish(), b.finish()), (a.lse, b.lse)):
+        np.testing.assert_allclose(x, y, atol=2e-6, rtol=2e-6)  # a few float32 roundings of numbers of size 1
+
+
+def test_merge_is_attention_over_the_union_in_any_order():
+    a, b, c = over(0, 5), over(5, 16), over(16, 24)
+    whole = over(0, S)
+    same(A.merge(a, b), A.merge(b, a))
+    same(A.merge(A.merge(a, b), c), A.merge(a, A.merge(b, c)))
+    same(A.merge_all([c, a, b]), whole)
+    np.testing.assert_allclose(whole.finish(), softmax64(Q, K, V, MASK), atol=2e-6)
+
+
+def test_no_key_is_the_neutral_element_and_gives_zero():
+    a, none = over(0, S), A.nothing(jnp.asarray(Q))
+    same(A.merge(a, none), a)
+    same(A.merge(none, a), a)
+    assert not np.asarray(A.merge(none, none).finish()).any()
+    assert not np.asarray(over(0, S, np.zeros_like(MASK)).finish()).any()
+
+
+def test_huge_logits_do_not_overflow():
+    far = A.attend(Q * 1e4, jnp.asarray(K[:, :, :4]), jnp.asarray(V[:, :, :4]), jnp.ones((B, H, T, 4), bool), SCALE)
+    assert np.isfinite(np.asarray(A.merge(far, over(4, S)).finish())).all()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("t, s", [(200, 1100), (129, 513), (40, 40)])
+def test_the_blocked_prefill_is_plain_causal_attention(t: int, s: int, window: int | None):
+    q, k, v = draw(1, 1, 2, t, D), draw(1, 1, s, D), draw(1, 1, s, D)
+    k_pos = np.concatenate([np.full(7, -1), np.arange(s - 7)])[None].astype(np.int32)
+    q_pos = k_pos[:, -t:]
+    got = A.attend_causal(*map(jnp.asarray, (q, k, v, q_pos, k_pos)), SCALE, window)
+    gap = q_pos[0][:, None] - k_pos[0][None]
+    mask = (gap >= 0) & (k_pos[0] >= 0)[None] & (gap < (window or s))
+    live = q_pos[0] >= 0
+    np.testing.assert_allclose(
+        got.finish()[:, :, :, live], softmax64(q, k, v, mask[None, None])[:, :, :, live], atol=5e-6
+    )

@@ -1,0 +1,100 @@
+"""Codecs: contraction in code space is contraction with what decodes, and the error is what the step allows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jkv.codecs import Affine, Dense
+from jkv.codecs.affine import pack, unpack
+
+CODECS = [
+    Dense(),
+    Affine(bits=8),
+    Affine(bits=4, group=8),
+    Affine(bits=2, group=4),
+    Affine(bits=2, axis="channel", group=8),
+    Affine(bits=8, axis="channel", group=4),
+]
+codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda c: f"{type(c).__name__}-{c.__dict__}")
+AFFINE = [c for c in CODECS if isinstance(c, Affine)]
+
+
+def draw(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@codecs
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([1e-3, 1.0, 100.0]), queries=st.sampled_from([1, 3]))
+def test_logits_and_mix_are_contractions_with_the_decoded(codec, seed: int, size: float, queries: int):
+    x, q, w = draw(seed, 16, 16) * size, draw(seed + 1, queries, 16), np.abs(draw(seed + 2, queries, 16))
+    code = codec.encode(jnp.asarray(x))
+    plain = np.asarray(codec.decode(code), np.float64)
+    scale = np.abs(x).max() * 16
+    close = dict(atol=scale * 16 * 2**-23, rtol=0)  # sums of 16 terms of at most max|x| * max|q|, in float32
+    np.testing.assert_allclose(codec.logits(codec.query(jnp.asarray(q)), code), q @ plain.T, **close)
+    np.testing.assert_allclose(codec.mix(jnp.asarray(w), code), w @ plain, **close)
+
+
+def groups(codec: Affine, x: np.ndarray) -> np.ndarray:
+    """x [n,D] as [..., members of a group]."""
+    if codec.axis == "channel":
+        return np.moveaxis(x.reshape(-1, codec.group, x.shape[1]), 1, -1)
+    return x.reshape(x.shape[0], -1, codec.group or x.shape[1])
+
+
+@pytest.mark.parametrize("codec", AFFINE, ids=str)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), offset=st.sampled_from([0.0, 5.0]))
+def test_the_error_is_half_a_step(codec, seed: int, offset: float):
+    x = draw(seed, 16, 16) + np.float32(offset)
+    got = groups(codec, np.asarray(codec.decode(codec.encode(jnp.asarray(x)))))
+    y = groups(codec, x)
+    top, levels = np.abs(y).max(-1, keepdims=True), 2**codec.bits - 1
+    half = 2.0**-11  # float16 rounds the step and the lowest value by at most half of 2**-10
+    step = (y.max(-1, keepdims=True) - y.min(-1, keepdims=True) + top * half) / levels * (1 + half)
+    # low rounded up clips the smallest, and a step rounded down clips the largest: each by its own rounding
+    assert (np.abs(got - y) <= step / 2 + top * half + step * levels * half + 1e-6 * top).all()
+
+
+@pytest.mark.parametrize("codec", [Affine(bits=2, group=4), Affine(bits=2, axis="channel", group=4)], ids=str)
+def test_four_levels_are_exact_at_two_bits(codec):
+    x = np.tile(np.arange(4, dtype=np.float32), (4, 4))
+    x = x if codec.axis == "token" else np.repeat(x[0, :4, None], 16, 1)
+    np.testing.assert_array_equal(codec.decode(codec.encode(jnp.asarray(x))), x)
+
+
+@pytest.mark.parametrize("codec", AFFINE, ids=str)
+def test_constants_are_exact(codec):
+    x = jnp.full((16, 16), -2.5)
+    np.testing.assert_array_equal(codec.decode(codec.encode(x)), x)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_packing_round_trips(bits: int):
+    codes = np.random.default_rng(0).integers(0, 2**bits, (5, 16)).astype(np.uint8)
+    packed = pack(jnp.asarray(codes), bits)
+    assert packed.shape == (5, 16 * bits // 8) and packed.dtype == jnp.uint8
+    np.testing.assert_array_equal(unpack(packed, bits), codes)
+
+
+@codecs
+def test_the_leaves_follow_the_slots(codec):
+    empty = codec.empty(16, 16, jnp.float32)
+    full = codec.encode(jnp.zeros((16, 16)))
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(empty)] == [(x.shape, x.dtype) for x in jax.tree.leaves(full)]
+    assert all(x.shape[0] == 16 for x in jax.tree.leaves(full.slots))
+    assert all(x.shape[0] == 16 // codec.grain for x in jax.tree.leaves(full.grains))
+
+
+@pytest.mark.parametrize("codec", [Affine(bits=2, axis="channel", group=8), Affine(bits=4, group=8)], ids=str)
+def test_codes_do_not_depend_on_later_tokens(codec):
+    x = draw(0, 32, 16)
+    longer, shorter = codec.encode(jnp.asarray(x)), codec.encode(jnp.asarray(x[:16]))
+    for a, b in zip(jax.tree.leaves(longer), jax.tree.leaves(shorter), strict=True):
+        np.testing.assert_array_equal(a[: b.shape[0]], b)

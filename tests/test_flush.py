@@ -1,0 +1,50 @@
+"""The flush: rows that pause, ties, whole units, and budgets that follow the row."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rig
+from test_laws import poison
+
+PAUSES = np.array(rig.FORCED)
+PAUSES[0, 5:9] = PAUSES[1, 20:30] = -1
+
+
+@pytest.mark.parametrize("text", ["keydiff(budget=48)", "expected_attention(budget=48)", "h2o(budget=48) | int8"])
+def test_a_pause_leaves_dead_entries_that_nobody_reads(text: str):
+    clean, bad = rig.run(text, forced=PAUSES), rig.run(text, forced=PAUSES, poison=poison)
+    live = PAUSES.T >= 0
+    np.testing.assert_array_equal(np.stack(bad.logits)[1:][live], np.stack(clean.logits)[1:][live])
+    np.testing.assert_array_equal(bad.caches[-1].kept(), clean.caches[-1].kept())
+
+
+def test_a_pause_changes_no_token_of_the_full_cache():
+    paused = rig.run("full", forced=PAUSES)
+    for row in range(2):
+        live = np.flatnonzero(PAUSES[row] >= 0)
+        alone = rig.run("full", forced=np.where(np.arange(52) < len(live), PAUSES[:, np.resize(live, 52)], -1))
+        for i, step in enumerate(live):
+            np.testing.assert_allclose(paused.logits[step + 1][row], alone.logits[i + 1][row], atol=1e-4)
+
+
+def test_a_fraction_follows_the_row():
+    kept = np.asarray(rig.run("knorm(keep=0.5)", forced=rig.FORCED[:, :1]).caches[0].kept())
+    np.testing.assert_array_equal(kept[0], [[45, 45], [36, 36]])  # floor of half of 90 and of 73
+
+
+def test_units_hold_neighbours_in_time():
+    cache = rig.shared(f"knorm(budget=48) | {rig.KIVI_TEXT}").caches[-1]
+    pos = np.asarray(cache.layers[0].tiers[0].pos)
+    units = pos.reshape(*pos.shape[:2], -1, 16)
+    full = units[(units >= 0).all(-1)]
+    assert len(full) and (np.diff(full) > 0).all()
+    assert ((units >= 0).all(-1) | (units < 0).all(-1)).all(), "a unit is all live or all dead"
+
+
+def test_among_equals_the_older_stays():
+    prompt = jnp.full((2, 90), 7)  # one token over and over: all norms equal
+    cache = rig.run("knorm(budget=48)", np.asarray(prompt), rig.FORCED[:, :1]).caches[0]
+    coded, exact = rig.held(cache, 0)
+    assert exact[0, 0].sum() == 16 and coded[0, 0].sum() == 32

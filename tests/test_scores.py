@@ -1,0 +1,173 @@
+"""The numeric examples of the methods' specs, on evidence made by hand: one window, no tier."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.budgets import pyramid
+from jkv.cache import Queries, Window
+from jkv.evidence import Evidence
+from jkv.rope import Rope
+from jkv.scores.attention import Accumulated, WindowMass
+from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
+from jkv.scores.position import Newest, Pool, Protect
+from jkv.selectors.quest import PageBound
+
+PLAIN = Rope(inv_freq=(0.0,), longest=512)  # turns nothing
+
+
+def evidence(k, v=None, q=None, score=None, rope=PLAIN, lse=0.0, q_pos=None, stay=0) -> Evidence:
+    """Of keys [S,D], values [S,D] and queries [G,N,D] (already rotated) of the last N tokens, for one kv head."""
+    k = jnp.asarray(k, jnp.float32)[None, None]
+    v = k if v is None else jnp.asarray(v, jnp.float32)[None, None]
+    s = k.shape[2]
+    pos = jnp.arange(s, dtype=jnp.int32)[None]
+    asked = None
+    if q is not None:
+        q = jnp.asarray(q, jnp.float32)[None, None]
+        n = q.shape[3]
+        at = pos[:, -n:] if q_pos is None else jnp.asarray(q_pos, jnp.int32)[None]
+        asked = Queries(q=q, pos=at, lse=jnp.full(q.shape[:-1], lse))
+    return Evidence(
+        pos=pos[:, None],
+        may_go=(pos < s - stay)[:, None],
+        columns=score.birth(k, v) if score else {},
+        window=Window(k=k, v=v, pos=pos, columns={}),
+        tiers=(),
+        kept=asked,
+        new=asked,
+        seen=jnp.full(1, s, jnp.int32),
+        limit=jnp.full(1, s, jnp.int32),
+        plan=SimpleNamespace(tiers=(), window=None),  # type: ignore[arg-type]
+        rope=rope,
+        scale=1.0,
+    )
+
+
+def attending(rows) -> np.ndarray:
+    """Queries [1,N,S] whose probabilities over unit keys are the rows, with lse = 0."""
+    return np.log(np.maximum(np.array(rows, np.float64), 1e-30))[None]
+
+
+def test_accumulated_attention_is_the_column_sum():
+    rows = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]]
+    score = Accumulated()
+    ev = evidence(np.eye(4), q=attending(rows), score=score)
+    np.testing.assert_allclose(score.observe(ev)["mass"][0, 0], [1.8, 1.3, 0.5, 0.4], atol=1e-6)
+
+
+def test_accumulated_attention_sums_over_the_group_and_window_mass_averages():
+    both = np.concatenate([attending([[0.3, 0.7]]), attending([[0.1, 0.9]])])
+    ev = evidence(np.eye(2), q=both, score=Accumulated())
+    np.testing.assert_allclose(Accumulated().observe(ev)["mass"][0, 0], [0.4, 1.6], atol=1e-6)
+    np.testing.assert_allclose(WindowMass(queries=1).rank(ev)[0, 0], [0.2, 0.8], atol=1e-6)
+
+
+def test_the_last_query_decides():
+    ev = evidence(np.eye(4), q=attending([[0.1, 0.2, 0.3, 0.4]]))
+    np.testing.assert_allclose(WindowMass(queries=1, all_heads=True).rank(ev)[0, 0], [0.1, 0.2, 0.3, 0.4], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, share", [("avg", 1 / 5), ("max", 1)])
+def test_pooling_spreads_over_neighbours(kind: str, share: float):
+    rows = np.zeros((2, 12))
+    rows[:, 5] = 1
+    ev = evidence(np.eye(12), q=attending(rows), stay=2)
+    got = np.asarray(Pool(score=WindowMass(queries=2), width=5, kind=kind).rank(ev))[0, 0]
+    np.testing.assert_allclose(got[3:8], 2 * share, atol=1e-6)
+    np.testing.assert_allclose(got[[0, 1, 2, 8, 9]], 0, atol=1e-6)
+
+
+def test_pooling_divides_by_its_width_at_the_border_and_leaves_out_what_stays():
+    ev = evidence(np.eye(6), q=attending(np.full((1, 6), 1 / 6)), stay=1)
+    got = np.asarray(Pool(score=WindowMass(queries=1), width=3).rank(ev))[0, 0]
+    np.testing.assert_allclose(got, np.array([2, 3, 3, 3, 2, 3]) / 18, atol=1e-6)
+
+
+def test_keys_like_the_mean_direction_go_first():
+    score = KeyOutlier()
+    keys = np.array([[1, 0], [1, 0.1], [0, 1]])
+    got = -score.rank(evidence(keys, score=score))[0, 0]
+    np.testing.assert_allclose(got, [0.8758, 0.9195, 0.4827], atol=1e-4)
+    scaled = evidence(keys * [[3], [0.5], [7]], score=score)
+    np.testing.assert_allclose(-score.rank(scaled)[0, 0], got, atol=1e-6)
+
+
+def test_a_doubled_key_goes_first():
+    k = np.random.default_rng(0).standard_normal((8, 4))
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    k[3] *= 2
+    rank = KeyNorm().rank(evidence(k, score=KeyNorm()))[0, 0]
+    assert rank.argmin() == 3
+    np.testing.assert_allclose(rank, -np.linalg.norm(k, axis=1), rtol=1e-6)
+
+
+def test_sinks_and_newest_are_protected():
+    rank = Protect(score=Newest(), sinks=2, newest=3).rank(evidence(np.eye(8)))[0, 0]
+    np.testing.assert_array_equal(np.isinf(rank), [1, 1, 0, 0, 0, 1, 1, 1])
+
+
+ROPE = Rope(inv_freq=(1.0, 0.3), longest=512)
+RNG = np.random.default_rng(1)
+KEYS, VALUES = RNG.standard_normal((10, 4)), RNG.standard_normal((10, 4))
+
+
+def expected(queries: np.ndarray, future: int) -> np.ndarray:
+    """Ranks for un-rotated queries [G,N,4] of the last N tokens."""
+    score = Expected(future=future, sinks=0, queries=queries.shape[1])
+    at = np.arange(10 - queries.shape[1], 10)
+    q = ROPE.rotate(jnp.asarray(queries, jnp.float32), jnp.asarray(at)[None])
+    return np.asarray(score.rank(evidence(KEYS, VALUES, q, score, ROPE, q_pos=at)))[0, 0]
+
+
+def test_without_spread_the_expected_attention_is_that_of_the_mean_query():
+    mean = RNG.standard_normal((2, 1, 4))
+    q = np.asarray(ROPE.rotate(jnp.asarray(mean, jnp.float32), jnp.full((1, 1), 10)))
+    p = np.asarray(jax.nn.softmax(jnp.asarray(q[:, 0] @ KEYS.T.astype(np.float32)), -1)).mean(0)
+    got = expected(np.repeat(mean, 5, 1), future=1)
+    np.testing.assert_allclose(got, p * np.linalg.norm(VALUES, axis=1), rtol=1e-5)
+
+
+def test_expected_attention_is_the_mean_over_gaussian_queries():
+    queries = 0.5 * RNG.standard_normal((1, 6, 4))
+    mu, cov = queries[0].mean(0), np.cov(queries[0].T, bias=True)
+    ahead = 4
+    draws = RNG.multivariate_normal(mu, cov, 200_000).astype(np.float32)
+    cos, sin = (np.asarray(t).mean(0) for t in ROPE.tables(jnp.arange(10, 10 + ahead)))
+    a, b = draws[:, :2], draws[:, 2:]
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
+    mass = np.exp(turned @ KEYS.T).mean(0)  # E exp(q . k), before the softmax
+    got = expected(queries, future=ahead) / np.linalg.norm(VALUES, axis=1)
+    np.testing.assert_allclose(got, mass / mass.sum(), rtol=0.03)  # 200,000 draws: about 1 per cent each
+
+
+def test_the_pyramid_of_the_paper():
+    got = pyramid(120, 32, 20)
+    assert got[0] == 234 and sum(got) == 32 * 120 and list(got) == sorted(got, reverse=True)
+
+
+def test_page_bounds_are_those_of_the_example():
+    select = PageBound(unit=2, pages=1)
+    pages = jnp.asarray([[(1, 0), (0, 1)], [(-2, 3), (1, -1)]], jnp.float32)
+    summary = jax.tree.map(lambda x: x[None, None], jax.vmap(select.summarize)(pages))
+    q = jnp.asarray([1.0, -1.0]).reshape(1, 1, 1, 1, 2)
+    both = jnp.ones((1, 1, 2), bool)
+    assert select.pick(q, summary, both).tolist() == [[[1]]]
+    assert select.pick(q, summary, both & jnp.asarray([[[True, False]]])).tolist() == [[[0]]]
+    assert select.pick(q, summary, jnp.zeros_like(both)).tolist() == [[[-1]]]
+
+
+def test_page_bounds_bound():
+    rng = np.random.default_rng(2)
+    k, q = rng.standard_normal((6, 4, 8)).astype(np.float32), rng.standard_normal((3, 8)).astype(np.float32)
+    low, high = jax.vmap(PageBound(unit=4).summarize)(jnp.asarray(k))
+    bound = np.maximum(q[:, None] * np.asarray(high), q[:, None] * np.asarray(low)).sum(-1)
+    assert (bound >= np.einsum("nd,psd->nps", q, k).max(-1) - 1e-5).all()
+    live = jnp.ones((1, 1, 6), bool)
+    got = PageBound(unit=4, pages=6).pick(jnp.asarray(q)[None, None, :, None], (low[None, None], high[None, None]), live)
+    np.testing.assert_array_equal(got[0, 0], np.argsort(-bound.max(0)))

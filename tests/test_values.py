@@ -1,0 +1,102 @@
+"""Caches as values: forked, saved, rolled back, extended, and refused where that cannot be."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.io.errors import FormatError
+
+TEXTS = [
+    "full",
+    "snapkv(budget=40, window=8) | int4",
+    "h2o(budget=40)",
+    "streaming(budget=40)",
+    "kivi(recent=0, group=8)",
+]
+PROMPT = [[(7 * i) % 97 for i in range(60)], [(11 * i) % 89 for i in range(45)]]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jkv.models.random(dict(jkv.models.TINY, hidden_size=64), 0, jnp.float32)
+
+
+def steps(params, cache, token, n):
+    """n greedy tokens, one step at a time."""
+    out = []
+    for _ in range(n):
+        cache, logits = jkv.step(params, cache, token)
+        token = logits.argmax(-1).astype(jnp.int32)
+        out.append(np.asarray(token))
+    return cache, np.stack(out, 1)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_saved_cache_goes_on_alike(params, text, tmp_path):
+    cache, logits = jkv.prefill(params, text, PROMPT)
+    token = logits.argmax(-1).astype(jnp.int32)
+    cache, _ = steps(params, cache, token, 5)
+    cache.save(tmp_path / "cache.jkv", params)
+    loaded = jkv.Cache.load(tmp_path / "cache.jkv", params)
+    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    np.testing.assert_array_equal(steps(params, cache, token, 24)[1], steps(params, loaded, token, 24)[1])
+
+
+def test_cache_of_another_model_is_refused(params, tmp_path):
+    cache, _ = jkv.prefill(params, "full", PROMPT)
+    cache.save(tmp_path / "c", params)
+    other = dataclasses.replace(params, norm=params.norm + 1)
+    with pytest.raises(FormatError, match="belongs to the model .* and this one is"):
+        jkv.Cache.load(tmp_path / "c", other)
+
+
+def test_truncated_cache_is_refused(params, tmp_path):
+    cache, _ = jkv.prefill(params, "full", PROMPT)
+    cache.save(tmp_path / "c", params)
+    data = (tmp_path / "c").read_bytes()
+    (tmp_path / "c").write_bytes(data[: len(data) // 2])
+    with pytest.raises(FormatError, match="truncated"):
+        jkv.Cache.load(tmp_path / "c", params)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_rollback_is_exact_since_the_last_flush(params, text):
+    cache, logits = jkv.prefill(params, text, PROMPT)
+    token = logits.argmax(-1).astype(jnp.int32)
+    cache, _ = steps(params, cache, token, 3)
+    longer, _ = steps(params, cache, token, 4)
+    _, want = steps(params, cache, token, 30)
+    _, got = steps(params, longer.rollback(4), token, 30)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_rollback_past_a_flush_is_refused(params):
+    cache, logits = jkv.prefill(params, "h2o(budget=40)", PROMPT)
+    with pytest.raises(ValueError, match="keep the older"):
+        cache.rollback(1)
+
+
+def test_forks_of_a_row_repeat_it(params):
+    cache, logits = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
+    token = logits.argmax(-1).astype(jnp.int32)
+    _, one = steps(params, cache, token, 20)
+    _, two = steps(params, cache.fork(2), jnp.repeat(token, 2), 20)
+    np.testing.assert_array_equal(np.repeat(one, 2, 0), two)
+
+
+def test_extend_is_prefill_of_the_whole(params):
+    cache, _ = jkv.prefill(params, "full", PROMPT, room=128)
+    more = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    _, logits = jkv.extend(params, cache, more)
+    whole, want = jkv.prefill(params, "full", [a + b for a, b in zip(PROMPT, more, strict=True)], room=128)
+    np.testing.assert_allclose(logits, want, atol=1e-5)
+
+
+def test_extend_beyond_the_room_is_refused(params):
+    cache, _ = jkv.prefill(params, "full", PROMPT, room=16)
+    with pytest.raises(ValueError, match="larger room="):
+        jkv.extend(params, cache, [[1] * 100, [1] * 100])

@@ -280,6 +280,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--threads", type=int, default=2, help="cores that the process may use")
     p.add_argument("--method", default="streaming(budget=256)", help="of --flat")
     p.add_argument("--marks", type=numbers, default=(1024, 8192, 32768), help="of --flat: tokens generated")
+    p.add_argument("--over", type=int, default=128, help="of --flat: tokens timed before each mark, in blocks of 16")
     p.add_argument("--out", type=Path, default=Path("results"), help="folder of the JSON files")
     return p.parse_args(argv)
 
@@ -301,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         Console(width=120).print(table(result))
         save("compare", result, args)
     if args.flat:
-        save("flat", flat(args.model, args.method, args.marks, 128), args)
+        save("flat", flat(args.model, args.method, args.marks, args.over), args)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,9 @@ class Bytes(Budget):
             )
         return Tokens(tokens=low)
 
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        return longest  # until `fit` has said how many
+
 
 def read_bytes(text: str | int) -> int:
     """Bytes of "2GiB", "300 MB", "4096" or 4096; ValueError for anything else.

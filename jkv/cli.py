@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -135,7 +135,7 @@ def status(what: str) -> Iterator[None]:
         yield
 
 
-def show(pieces: Generator[str, None, Any]) -> Any:
+def show(pieces: Iterator[str]) -> Any:
     """Prints pieces of text to stdout as they come; the generator's return value."""
     try:
         with status("compiling and reading the prompt"):
@@ -190,7 +190,7 @@ def generate(
         report = asdict(out.report) | {"ratio": out.report.ratio}
         print(json.dumps({"text": out.text, "tokens": out.tokens, "report": report}))
         return
-    out = show(jkv.stream(params, cache, asked, **options))  # type: ignore[arg-type]
+    out = show(jkv.stream(params, cache, asked, **options))
     print(f"\n{out.report}", file=sys.stderr)
 
 
@@ -278,9 +278,14 @@ def _sizes(codes: int, scales: int, metadata: int) -> str:
     return " + ".join(f"{n / 1024:,.1f}" for n in (codes, scales, metadata))
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:  # rich would exit with 1 here
+        raise BrokenPipeError
+
+
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDE)
+    console = _Console()
+    return console if console.is_terminal else _Console(width=WIDE)
 
 
 @app.command()

@@ -83,7 +83,7 @@ def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array
     ranked = jnp.take_along_axis(logits, order, -1) / s.temperature[:, None]
     prob = jax.nn.softmax(ranked, -1)
     before = jnp.cumsum(prob, -1) - prob  # mass of the better ones: the first always stays
-    keep = (jnp.arange(logits.shape[1]) < s.top_k[:, None]) & (before < s.top_p[:, None])
+    keep = (jnp.arange(logits.shape[1])[None] < s.top_k[:, None]) & (before < s.top_p[:, None])
     keep = keep & (prob >= s.min_p[:, None] * prob[:, :1])
     keys = jax.vmap(jax.random.fold_in)(s.keys, seen)
     choice = jax.vmap(jax.random.categorical)(keys, jnp.where(keep, ranked, -jnp.inf))

@@ -170,7 +170,9 @@ def dense_prompt(ids: jax.Array) -> tuple[jax.Array, list[Any]]:
     def attend(i: int, a: Any) -> tuple[jax.Array, None]:
         q, k = MODEL.ropes[i].rotate(a.q, pos[:, None, None]), MODEL.ropes[i].rotate(a.k, pos[:, None])
         p = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale
-        p = jax.nn.softmax(jnp.where(see[:, None, None], p, -1e30), -1) * (pos >= 0)[:, None, None, :, None].astype(jnp.float32)
+        p = jax.nn.softmax(jnp.where(see[:, None, None], p, -1e30), -1) * (pos >= 0)[:, None, None, :, None].astype(
+            jnp.float32
+        )
         taps.append((q, k, a.v, p))
         return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v), None
 
@@ -182,7 +184,7 @@ def dense_prompt(ids: jax.Array) -> tuple[jax.Array, list[Any]]:
 
 @jax.jit
 def dense_step(token: jax.Array, pos: jax.Array, ks: list[Any], vs: list[Any], sees: list[Any]) -> tuple[Any, ...]:
-    """Logits [B,V] and new q, k, v, p per layer; ks, vs [B,H,LONGEST,D] in order of position, sees bool[B,H,LONGEST]."""
+    """Logits [B,V] and new q, k, v, p per layer; ks, vs [B,H,LONGEST,D] by position, sees bool[B,H,LONGEST]."""
     taps = []
 
     def attend(i: int, a: Any) -> tuple[jax.Array, None]:

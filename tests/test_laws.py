@@ -48,7 +48,7 @@ def replayed(text: str) -> list[np.ndarray]:
     return [replay.logits, *(replay.step(FORCED[:, i], caches[i + 1]) for i in range(STEPS))]
 
 
-@pytest.mark.parametrize("case", [c for c in ALL if c.budget and not c.ranked], ids=str)
+@pytest.mark.parametrize("case", [c for c in ALL if c.budget and not c.ranked and not c.slot.lossy], ids=str)
 def test_attention_is_over_the_tokens_that_are_held(case: Case):
     for got, expected in zip(rig.shared(case.tight).logits, replayed(case.tight), strict=True):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)

@@ -188,9 +188,7 @@ def test_the_summary_bounds_the_keys_of_its_page():
 
 
 def test_reading_few_pages_is_an_approximation_and_reading_all_is_not():
-    few, full = (
-        np.stack(rig.shared(t).logits) for t in ("quest(pages=3, page=8, dense_layers=1)", "full")
-    )
+    few, full = (np.stack(rig.shared(t).logits) for t in ("quest(pages=3, page=8, dense_layers=1)", "full"))
     every = np.stack(rig.shared("quest(pages=64, page=8, dense_layers=1)").logits)
     np.testing.assert_allclose(every, full, atol=1e-4)
     assert np.abs(few - full).max() > 1e-3
@@ -206,6 +204,10 @@ def test_the_same_prefix_has_the_same_codes():
         np.testing.assert_array_equal(a.tiers[0].pos[:, :, :48], np.tile(np.arange(48), (2, 1, 1)))
         np.testing.assert_array_equal(b.tiers[0].pos[:, :, :48], np.tile(np.arange(48), (2, 1, 1)))
         for x, y in ((a.tiers[0].k, b.tiers[0].k), (a.tiers[0].v, b.tiers[0].v)):
-            assert np.mean(np.asarray(x.slots if not isinstance(x.slots, tuple) else x.slots[0])[:, :, :48] == np.asarray(
-                y.slots if not isinstance(y.slots, tuple) else y.slots[0]
-            )[:, :, :48]) > 0.99
+            assert (
+                np.mean(
+                    np.asarray(x.slots if not isinstance(x.slots, tuple) else x.slots[0])[:, :, :48]
+                    == np.asarray(y.slots if not isinstance(y.slots, tuple) else y.slots[0])[:, :, :48]
+                )
+                > 0.99
+            )

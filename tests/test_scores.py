@@ -169,5 +169,7 @@ def test_page_bounds_bound():
     bound = np.maximum(q[:, None] * np.asarray(high), q[:, None] * np.asarray(low)).sum(-1)
     assert (bound >= np.einsum("nd,psd->nps", q, k).max(-1) - 1e-5).all()
     live = jnp.ones((1, 1, 6), bool)
-    got = PageBound(unit=4, pages=6).pick(jnp.asarray(q)[None, None, :, None], (low[None, None], high[None, None]), live)
+    got = PageBound(unit=4, pages=6).pick(
+        jnp.asarray(q)[None, None, :, None], (low[None, None], high[None, None]), live
+    )
     np.testing.assert_array_equal(got[0, 0], np.argsort(-bound.max(0)))

@@ -1,0 +1,145 @@
+"""The public functions: prompts of every kind, sampling, stops, receipts, and what they refuse."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.generate import bucket, encode
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jkv.models.random(dict(jkv.models.TINY, hidden_size=64), 0, jnp.float32)
+
+
+PROMPTS = [[(7 * i) % 97 for i in range(70)], [(11 * i) % 89 for i in range(41)]]
+SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+
+
+def greedy(params, ids, n):
+    """n tokens by running the whole model again for each: the truth that no cache has touched."""
+    length = bucket(len(ids) + n)
+    row = np.full((1, length), -1, np.int32)
+    for _ in range(n):
+        row[0, length - len(ids) :] = ids
+        pos = jnp.asarray(np.where(row >= 0, np.cumsum(row >= 0, 1) - 1, -1))
+        logits = jkv.models.forward(params, jnp.asarray(np.maximum(row, 0)), pos)
+        ids = [*ids, int(logits[0, -1].argmax())]
+    return ids[-n:]
+
+
+def test_full_cache_gives_the_models_own_tokens(params):
+    out = jkv.generate(params, None, PROMPTS[0], max_new_tokens=20, stop_ids=())
+    assert out.tokens == greedy(params, PROMPTS[0], 20)
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_row_does_not_depend_on_its_batch(params, settings):
+    both = jkv.generate(params, "h2o(budget=48)", PROMPTS, max_new_tokens=24, stop_ids=(), seed=[5, 9], **settings)
+    for row, seed in enumerate([5, 9]):
+        one = jkv.generate(
+            params, "h2o(budget=48)", [PROMPTS[row]], max_new_tokens=24, stop_ids=(), seed=[seed], **settings
+        )
+        assert both.tokens[row] == one.tokens[0]
+
+
+def test_seeds_change_what_is_drawn(params):
+    draws = {
+        tuple(jkv.generate(params, None, PROMPTS[0], max_new_tokens=12, stop_ids=(), temperature=1.5, seed=s).tokens)
+        for s in range(3)
+    }
+    assert len(draws) > 1
+
+
+def test_a_stop_token_ends_its_row_alone(params):
+    free = jkv.generate(params, None, PROMPTS, max_new_tokens=20, stop_ids=(), temperature=1.5)
+    stop = next(t for t in free.tokens[0] if t not in free.tokens[1])
+    out = jkv.generate(params, None, PROMPTS, max_new_tokens=20, stop_ids=(stop,), temperature=1.5)
+    assert out.tokens[0] == free.tokens[0][: free.tokens[0].index(stop) + 1]
+    assert out.tokens[1] == free.tokens[1]
+
+
+def test_chunks_prefill_the_same_cache(params):
+    whole, want = jkv.prefill(params, "full", PROMPTS, room=64)
+    parts, got = jkv.prefill(params, "full", PROMPTS, room=64, chunk=16)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert (parts.seen == whole.seen).all()
+
+
+def test_going_on_from_a_cache_leaves_it_as_it_was(params):
+    cache, _ = jkv.prefill(params, "h2o(budget=48)", [PROMPTS[0]], room=128)
+    first = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
+    again = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
+    assert first.tokens == again.tokens
+    assert int(cache.seen[0]) == 70
+
+
+def test_receipt_counts_what_is_there(params):
+    out = jkv.generate(params, "snapkv(budget=40, window=8)", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True)
+    report = out.report
+    assert report.bytes_kept == out.cache.nbytes == report.bytes_predicted
+    assert report.bytes_full == 86 * 2 * 2 * 2 * 16 * 4  # tokens, layers, sides, heads, channels, bytes
+    assert max(map(max, report.tokens_kept)) <= 40 + 16
+    assert report.kl is not None and report.kl > 0
+    exact = jkv.generate(params, "full", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True).report
+    assert exact.kl == pytest.approx(0, abs=1e-6) and exact.divergence == -1
+
+
+def test_bytes_budget_is_a_ceiling(params):
+    cache, _ = jkv.prefill(params, "knorm(bytes='60kB')", [PROMPTS[0] * 4], room=32)
+    larger, _ = jkv.prefill(params, "knorm(bytes='80kB')", [PROMPTS[0] * 4], room=32)
+    assert 50_000 < cache.nbytes <= 60_000 < larger.nbytes <= 80_000
+
+
+def test_append_keeps_generated_tokens_on_top(params):
+    text = "snapkv(budget=40, window=8)"
+    bounded = jkv.generate(params, text, PROMPTS[0], max_new_tokens=40, stop_ids=())
+    grown = jkv.generate(params, text + " | append", PROMPTS[0], max_new_tokens=40, stop_ids=())
+    assert bounded.cache.kept().max() <= 40 + 16
+    assert grown.cache.kept().min() == 40 + 40
+
+
+def test_streaming_goes_past_the_context(params):
+    out = jkv.generate(params, "streaming(budget=40)", PROMPTS[0], max_new_tokens=600, stop_ids=())
+    assert len(out.tokens) == 600 > params.config.context
+    assert np.isfinite(np.asarray(out.logits)).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ("", "without a tokenizer"),
+        ([[]], "prompt 0 is empty"),
+        ([[1, 100]], "the model knows 0 to 99"),
+        ([-1, 2], "the model knows 0 to 99"),
+    ],
+)
+def test_prompts_that_cannot_be(params, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        encode(params, prompt)
+
+
+@pytest.mark.parametrize(
+    ("cache", "options", "message"),
+    [
+        (None, dict(max_new_tokens=0), "at least one"),
+        (None, dict(max_new_tokens=500), "the model's context is 512"),
+        (None, dict(temperature=-1.0), "temperature=-1.0"),
+        (None, dict(top_p=0.0), "top_p=0.0"),
+        (None, dict(seed=[1, 2]), "2 numbers for 1 rows"),
+        ("h2o(budget=0)", {}, "budget=0"),
+        ("h2o(budget=-3)", {}, "budget=-3"),
+        ("h2o(budget=10)", {}, "fewer than the 17"),
+        ("h2o(budget=4096)", {}, "more than the model's context of 512"),
+        ("h2o(keep=1.5)", {}, "keep=1.5"),
+        ("h2o(bytes='many')", {}, "bytes='many'"),
+        ("knorm(bytes='1kB')", {}, "a cache of one token takes"),
+        ("h2o(budget=40)", dict(chunk=16), "prefill in one piece"),
+        ("full", dict(chunk=-1), "chunk=-1"),
+    ],
+)
+def test_settings_that_cannot_be(params, cache, options, message):
+    with pytest.raises(ValueError, match=message):
+        jkv.generate(params, cache, PROMPTS[0], **options)

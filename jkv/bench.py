@@ -1,7 +1,7 @@
 """How fast this machine runs: jkv beside transformers with the same weights, and against what the memory allows.
 
-`python -m jkv.bench --compare` needs torch and transformers, `--flat` does not. A trial of one engine is always followed
-by a trial of the other, so that a noisy neighbour slows both; the table gives medians.
+`python -m jkv.bench --compare` needs torch and transformers, `--flat` does not. A trial of one engine is always
+followed by a trial of the other, so that a noisy neighbour slows both; the table gives medians.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def alternate(a: Trial, b: Trial, rounds: int) -> tuple[list[float], list[float]
     >>> alternate(lambda: 1.0, lambda: 2.0, 2)
     ([1.0, 1.0], [2.0, 2.0])
     """
-    a(), b()
+    for warm in (a, b):
+        warm()
     times = [(a(), b()) for _ in range(rounds)]
     return [x for x, _ in times], [y for _, y in times]
 

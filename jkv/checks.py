@@ -23,12 +23,15 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
+    if config.codec != CacheConfig().codec and all(t.k and t.v for t in config.tiers):
+        raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
     for tier in config.tiers:
-        for codec in (tier.k, tier.v):
-            codec.check(model)
-        if tier.at == "rank" and tier.k.rope != "after":
+        keys, values = config.codecs(tier)
+        keys.check(model)
+        values.check(model)
+        if tier.at == "rank" and keys.rope != "after":
             raise ValueError(
-                f"{config}: relative positions need keys stored un-rotated, and {type(tier.k).__name__} stores them "
+                f"{config}: relative positions need keys stored un-rotated, and {type(keys).__name__} stores them "
                 "rotated; set rope='after' on the codec or at='pos' on the tier"
             )
     _check_budget(config, model)

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 class TierSpec:
     """One tier of every layer, first choice first.
 
-    size: slots (int), a share of what the budget leaves (float), or None: the rest. at: keys act at their own
-    position ("pos") or at their rank among the kept ("rank", needs codecs that store keys un-rotated).
+    k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
+    None: the rest. at: keys act at their own position ("pos") or at their rank among the kept ("rank", needs a codec
+    that stores keys un-rotated).
     """
 
-    k: Codec = Dense()
-    v: Codec = Dense()
+    k: Codec | None = None
+    v: Codec | None = None
     size: int | float | None = None
     at: Literal["pos", "rank"] = "pos"
 
@@ -36,13 +37,14 @@ class TierSpec:
 class CacheConfig:
     """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
 
-    score: who is important; tiers: how bytes are kept; budget: how many tokens; merge: what the evicted leave;
+    score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens; merge: what the evicted leave;
     select: what a step reads; recent: newest tokens, always exact; block: a flush every so many steps; chunk: prompt
-    tokens prefilled at a time (0: all); append: generated tokens are kept on top of the budget; spared: layers that
-    read and keep everything; name: the text it was made from.
+    tokens prefilled at a time (0: all); append: generated tokens are kept on top of the budget; dense_layers: layers
+    that read everything; name: the text it was made from.
     """
 
     score: Score = Newest()
+    codec: tuple[Codec, Codec] = (Dense(), Dense())
     tiers: tuple[TierSpec, ...] = (TierSpec(),)
     budget: Budget = All()
     merge: Merge | None = None
@@ -57,6 +59,10 @@ class CacheConfig:
 
     def __str__(self) -> str:
         return self.name or repr(self)
+
+    def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
+        """How a tier keeps its keys and its values."""
+        return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
     def unlimited(self) -> bool:
@@ -138,14 +144,14 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     if window is not None:
         wanted = min(wanted, window)  # older tokens are invisible to every later query
     capacity = min(wanted, longest)
-    unit = lcm(*(c.grain for s in config.tiers for c in (s.k, s.v)), config.select.unit if config.select else 1)
+    unit = lcm(*(c.grain for s in config.tiers for c in config.codecs(s)), config.select.unit if config.select else 1)
     sizes = _sizes(config, max(capacity - config.recent, 0), unit)
     tiers = tuple(
         TierConfig(
             capacity=size,
             share=s.size if isinstance(s.size, float) else None,
-            k=s.k,
-            v=s.v,
+            k=config.codecs(s)[0],
+            v=config.codecs(s)[1],
             at=s.at,
             select=select,
             unit=unit,

@@ -1,6 +1,6 @@
 """A two-minute demonstration: one long prompt through a compressed cache, beside the full one.
 
-Run it: python -m jkv.demo
+Run it: python -m jkv.demo (the text comes first; the comparison takes about a minute more)
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -73,6 +74,20 @@ nothing. A student was learning irregular verbs under her breath. Two brothers w
 with a magnet in every piece, and they had agreed that whoever lost would carry both of the suitcases. Towards four in
 the morning the train stopped for a long time at a station without a name, somebody walked along it tapping the wheels
 with a hammer, and listening to each of them like a doctor, and then it went on towards the mountains.
+
+The library at the end of the tram line lends out more than books. Behind the desk there are shelves of cake tins in
+the shapes of animals, a pair of binoculars, three accordions, a sewing machine and a tent for six. Each thing has a
+card in a paper pocket, stamped with the date on which it is due. The fines are small, and nobody can remember that
+one was ever paid, since the librarian prefers to be told what was done with the thing instead. She has heard about a
+birthday with a cake like a hedgehog, about an owl that was seen from the roof of the hospital, and about a family of
+six who slept in the tent for one hour, in the rain, and then walked home laughing.
+
+Salt was once made on this coast by letting the sea into wide shallow pans at the spring tide and waiting for the sun.
+In a good summer a crust formed within nine days. Women raked it into heaps, carried it in baskets to the sheds, and
+let it drain until the autumn, when the boats came. In a wet summer there was no salt at all and the pans were used
+for keeping eels. The last of them was abandoned when the railway brought cheap rock salt from the mines inland, and
+what remains are rectangles of paler grass, which can be seen best from the hill in the evening, when the light comes
+in low from the side.
 """
 
 
@@ -129,5 +144,5 @@ if __name__ == "__main__":
     try:
         with one_line():
             main()
-    except Exception as end:  # typer.Exit outside of a typer app
-        sys.exit(getattr(end, "exit_code", 1))
+    except typer.Exit as end:
+        sys.exit(end.exit_code)

@@ -164,7 +164,7 @@ def _cascade(
         start, left = start + c, left - limit
     if plan.merge and not simple:
         out, newcomers = _merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
-        stages = [(x, *at) for x, (_, *at) in zip(newcomers, stages, strict=True)]
+        stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
     return tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
@@ -229,7 +229,7 @@ def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Colu
     """Newcomers with k, v [B,H,m,D] for those of index i32[B,H,m] in S, and with new columns."""
     n = new.index.shape[2]
     own = jnp.broadcast_to(new.index, (*index.shape[:2], n))
-    place = put(jnp.full((*index.shape[:2], total + 1), n), own, jnp.broadcast_to(jnp.arange(n), own.shape))
+    place = put(jnp.full((*index.shape[:2], total + 1), n), own, jnp.broadcast_to(jnp.arange(n)[None, None], own.shape))
     place = take(place, index)
     columns = {name: take(x, own) for name, x in columns.items()}
     return replace(new, k=put(new.k, place, k), v=put(new.v, place, v), columns=columns)

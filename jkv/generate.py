@@ -67,7 +67,8 @@ def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
             raise ValueError(f"prompt {i} is empty: give text, chat messages or token ids")
         if min(ids) < 0 or max(ids) >= params.config.vocab:
             raise ValueError(
-                f"prompt {i} has token ids from {min(ids)} to {max(ids)}; the model knows 0 to {params.config.vocab - 1}"
+                f"prompt {i} has token ids from {min(ids)} to {max(ids)}; "
+                f"the model knows 0 to {params.config.vocab - 1}"
             )
     return out, single
 
@@ -153,7 +154,7 @@ def _check_length(config: CacheConfig, model: Any, prompt: int, new: int) -> Non
     if prompt + new > model.context and not config.unlimited:
         raise ValueError(
             f"the prompt has {prompt} tokens and {new} more are asked for, {prompt + new} in all; the model's context "
-            f"is {model.context}. Shorten one of them, or use a cache of relative positions such as streaming(budget=512)"
+            f"is {model.context}. Shorten one of them, or use relative positions, as streaming(budget=512) does"
         )
 
 
@@ -330,7 +331,7 @@ class _Run:
         self.cost, self.temporary = Cost(), 0
 
     def blocks(self, live: bool) -> Iterator[list[list[int]]]:
-        """Tokens so far, row by row: after every block if live (the device is one block ahead), else once at the end."""
+        """Tokens so far, row by row: after every block if live, else once at the end."""
         stop = jnp.int32(self.new)
         program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
         self.temporary = program.temporary

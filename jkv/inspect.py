@@ -203,7 +203,7 @@ def _draw(cache: Cache) -> Figure:
     kept = np.asarray(cache.kept(), np.float32).mean(1)
     heads = kept.shape[1]
     fig = Figure(figsize=(12.5, min(max(3.4 + 0.15 * layers, 4.6), 12)), layout="constrained")
-    wide = min(1.4 + 0.28 * heads, 5)
+    wide = min(2 + 0.28 * heads, 5)
     grid = fig.add_gridspec(2, 2, width_ratios=(wide, 11 - wide), height_ratios=(4.5, 1))
     fig.suptitle(
         f"{cache.model.family}, {layers} layers: {kept.mean():,.0f} of {seen:,} tokens kept per head, "
@@ -219,7 +219,7 @@ def _draw(cache: Cache) -> Figure:
     if heads <= 8 and layers <= 48:
         for (y, x), n in np.ndenumerate(kept):
             left.text(x, y, f"{n:.0f}", ha="center", va="center", fontsize=7, color="k" if n > 0.6 * seen else "w")
-    fig.colorbar(image, ax=left, location="bottom", label="tokens (right end: all seen)")
+    fig.colorbar(image, ax=left, label="tokens (top: all that were seen)", pad=0.04)
 
     # an average, not a sample, of neighbours: a position that is kept alone never vanishes from the picture
     n = min(seen, COLUMNS)

@@ -49,7 +49,7 @@ class Runs(Merge):
         order, run, _ = runs(ev, self.sinks, self.threshold)
         similar = jnp.take_along_axis(ev.columns["similar"], order, -1)
         opens = jnp.concatenate([jnp.ones_like(run[..., :1], bool), run[..., 1:] != run[..., :-1]], -1)
-        first = jax.lax.cummax(jnp.where(opens, jnp.arange(run.shape[-1]), 0), axis=2)
+        first = jax.lax.cummax(jnp.where(opens, jnp.arange(run.shape[-1])[None, None], 0), axis=2)
         return {**ev.columns, "similar": unsorted(order, jnp.take_along_axis(similar, first, -1))}
 
 

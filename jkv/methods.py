@@ -43,7 +43,7 @@ class Row:
         return tuple(k for k in self.make(**needed) if k in AXES)
 
 
-AXES = ("score", "tiers", "budget", "merge", "select", "recent", "block", "append")
+AXES = ("score", "codec", "tiers", "budget", "merge", "select", "recent", "block", "append")
 SCHEDULE = ("recent", "block")  # arguments that every method takes
 CATALOGUE: dict[str, Row] = {}
 
@@ -61,7 +61,8 @@ def size(budget: int | None, keep: float | None, bytes: Any) -> Budget:
     given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
     if len(given) != 1:
         raise ValueError(
-            f"give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); got {given or 'none'}"
+            "give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); "
+            f"got {given or 'none'}"
         )
     if bytes is not None:
         return Bytes(bytes=read_bytes(bytes))
@@ -78,7 +79,7 @@ def size(budget: int | None, keep: float | None, bytes: Any) -> Budget:
 @row("-", "exact")
 def full() -> Axes:
     """Every token, as it is."""
-    return dict(score=Newest(), budget=All(), tiers=(TierSpec(),))
+    return dict(score=Newest(), budget=All())
 
 
 @row("2309.17453", "lagged by block - 1")
@@ -86,7 +87,7 @@ def streaming(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, relative: bool = True
 ) -> Axes:
     """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
-    first = TierSpec(k=Dense(rope="after" if relative else "before"), size=sinks, at="rank" if relative else "pos")
+    first = TierSpec(k=Dense(rope="after"), v=Dense(), size=sinks, at="rank")
     return dict(
         score=Protect(score=Newest(), sinks=sinks),
         budget=size(budget, keep, bytes),
@@ -97,9 +98,9 @@ def streaming(
 @row("2306.14048", "mass exact, decision lagged by block - 1")
 def h2o(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, newest: float = 0.5) -> Axes:
     """H2O: heavy hitters of accumulated attention, and the newest `newest` share of the budget."""
-    held = size(budget, keep, bytes)
-    recent = int(newest * held.tokens) if isinstance(held, Tokens) else 0
-    return dict(score=Protect(score=Accumulated(), newest=recent), budget=held)
+    if not 0 <= newest < 1:
+        raise ValueError(f"h2o: newest={newest}: the share of the budget for the newest tokens, from 0 to below 1")
+    return dict(score=Protect(score=Accumulated(), share=float(newest)), budget=size(budget, keep, bytes))
 
 
 @row("2404.14469", "exact in one piece; while generating, the last queries at each flush decide")
@@ -165,7 +166,7 @@ def expected_attention(
 def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
     """KIVI: keys per channel in groups of tokens, values per token in groups of channels; one tail for both."""
     k, v = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
-    return dict(tiers=(TierSpec(k=k, v=v),), recent=recent, block=group)
+    return dict(codec=(k, v), recent=recent, block=group)
 
 
 @row("2405.14256", "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice")
@@ -176,7 +177,7 @@ def zipcache(
 
     def tier(bits: int, size: float | None) -> TierSpec:
         if bits == 16:
-            return TierSpec(size=size)
+            return TierSpec(k=Dense(), v=Dense(), size=size)
         return TierSpec(
             k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size
         )
@@ -209,13 +210,13 @@ def kvmerger(
 @row("-", "approximation: 8-bit integers; the tail is exact")
 def int8() -> Axes:
     """Eight bits a number, one scale a token and head."""
-    return dict(tiers=(TierSpec(k=Affine(bits=8), v=Affine(bits=8)),))
+    return dict(codec=(Affine(bits=8), Affine(bits=8)))
 
 
 @row("-", "approximation: 4-bit integers; the tail is exact")
 def int4(*, group: int = 32) -> Axes:
     """Four bits a number, one scale a token and group of channels."""
-    return dict(tiers=(TierSpec(k=Affine(bits=4, group=group), v=Affine(bits=4, group=group)),))
+    return dict(codec=(Affine(bits=4, group=group), Affine(bits=4, group=group)))
 
 
 @row("2406.10774", "approximation: reads the pages of highest bound")
@@ -252,7 +253,7 @@ def parse(text: str) -> CacheConfig:
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
         for axis, value in filled.items():
-            if axis in owner and axis in ("score", "budget", "tiers", "merge", "select") and name != "full":
+            if axis in owner and axis in ("score", "budget", "codec", "tiers", "merge", "select") and name != "full":
                 if owner[axis] != "full":
                     raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
             owner[axis] = name

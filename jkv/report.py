@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jkv.cache import Cache
 
@@ -87,10 +89,12 @@ def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
         )
 
 
-def fidelity(full: jnp.ndarray, own: jnp.ndarray, tokens: np.ndarray) -> tuple[float, int]:
-    """Mean KL(full || own) in nats and first divergence, from logits f32[B,N,V] at the same tokens i32[B,N] (-1: none)."""
-    p = full - jnp.log(jnp.exp(full - full.max(-1, keepdims=True)).sum(-1, keepdims=True)) - full.max(-1, keepdims=True)
-    q = own - jnp.log(jnp.exp(own - own.max(-1, keepdims=True)).sum(-1, keepdims=True)) - own.max(-1, keepdims=True)
+def fidelity(full: Array, own: Array, tokens: np.ndarray) -> tuple[float, int]:
+    """Mean KL(full || own) in nats and first divergence, from logits f32[B,N,V] at the same tokens i32[B,N].
+
+    Tokens of -1 do not count; a divergence of -1: there is none.
+    """
+    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
     kl = np.asarray((jnp.exp(p) * (p - q)).sum(-1))
     live = tokens >= 0
     other = np.asarray(full.argmax(-1) != own.argmax(-1)) & live

@@ -11,7 +11,17 @@ from jkv import inspect
 
 PARAMS = jkv.models.random(jkv.models.TINY)
 IDS = [5, 6, 7, 8, 9] * 24
-COMPOSITIONS = ("full", "snapkv(budget=40, window=8) | int8", "kivi(bits=2, group=8)", "streaming(budget=40)", "quest")
+COMPOSITIONS = (
+    "full",
+    "snapkv(budget=40, window=8) | int8",
+    "kivi(bits=2, group=8)",
+    "streaming(budget=40)",
+    "quest(dense_layers=0)",
+)
+
+
+def _image(fig, title):
+    return next(ax for ax in fig.axes if ax.get_title() == title).images[0]
 
 
 @pytest.fixture(scope="module", params=COMPOSITIONS)
@@ -57,14 +67,11 @@ def test_streaming_keeps_the_first_and_the_newest():
 
 def test_a_picture_shows_what_is_kept(tmp_path, cache):
     fig = inspect._draw(cache)
-    counts, places = fig.axes[0].images[0], fig.axes[1].images[0]
+    counts, places = _image(fig, "Tokens kept"), _image(fig, "Which positions are kept")
     np.testing.assert_allclose(counts.get_array(), np.asarray(cache.kept()).mean(1))
     np.testing.assert_allclose(places.get_array(), inspect.held(cache), rtol=1e-6)
     inspect.plot(cache, tmp_path / "kept.svg")
-    assert (
-        b"Which positions are kept" in (tmp_path / "kept.svg").read_bytes()
-        or (tmp_path / "kept.svg").stat().st_size > 10_000
-    )
+    assert b"<svg" in (tmp_path / "kept.svg").read_bytes()
 
 
 def test_a_lone_position_of_a_long_text_is_not_lost(cache):
@@ -75,7 +82,7 @@ def test_a_lone_position_of_a_long_text_is_not_lost(cache):
         layers=(replace(layer, recent=replace(layer.recent, pos=pos), tiers=()),) * 2,
         seen=jnp.full_like(cache.seen, 9000),
     )
-    shown = inspect._draw(long).axes[1].images[0].get_array()
+    shown = _image(inspect._draw(long), "Which positions are kept").get_array()
     assert shown.shape == (2, inspect.COLUMNS)
     assert (shown[0] > 0).sum() == 1 and shown[0].argmax() == 777
 

@@ -40,7 +40,7 @@ def test_text_round_trips(text):
         ("snapkv(budget=print(1))", "plain numbers"),
         ("snapkv(budget='9')", "budget=9"),
         ("snapkv(budget=512) | h2o(budget=512)", "snapkv and h2o both fill the axis 'score'"),
-        ("int8 | int4", "int8 and int4 both fill the axis 'tiers'"),
+        ("int8 | int4", "int8 and int4 both fill the axis 'codec'"),
         ("__import__('os').system('id')", "cannot read"),
     ],
 )

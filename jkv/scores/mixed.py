@@ -87,11 +87,12 @@ class Salience(Score):
         if ev.tiers and total <= ev.plan.block:
             return chosen(ev.new, (pos >= 0) & (pos == newest), 1)
         n = (pos >= 0).sum(1, keepdims=True)
-        end = jnp.ceil(self.last * n).astype(jnp.int32)
+        end = jnp.ceil(self.last * n.astype(jnp.float32)).astype(jnp.int32)
         recent = (pos >= 0) & (pos > newest - end)
         key = jnp.where((pos >= 0) & ~recent, hashed(pos, self.seed) >> 1, jnp.uint32(0xFFFFFFFF))
         place = jnp.argsort(jnp.argsort(key, axis=1, stable=True), axis=1)
-        drawn = (place < jnp.floor(self.sampled * n)) & (pos >= 0) & ~recent
+        share = jnp.floor(self.sampled * n.astype(jnp.float32)).astype(jnp.int32)
+        drawn = (place < share) & (pos >= 0) & ~recent
         most = min(total, ceil(self.last * total) + ceil(self.sampled * total) + 1)
         return chosen(ev.new, recent | drawn, most)
 
@@ -155,7 +156,7 @@ def pivots(weight: Array, run: Array, may: Array) -> Array:
     n = run.shape[-1]
     weight = jnp.where(may, weight, -jnp.inf)
     best = jnp.take_along_axis(segments(jax.ops.segment_max, weight, run), run, -1)
-    index = jnp.where(may & (weight == best), jnp.arange(n), n)
+    index = jnp.where(may & (weight == best), jnp.arange(n)[None, None], n)
     return jnp.minimum(segments(jax.ops.segment_min, index, run), n)
 
 
@@ -190,5 +191,5 @@ class Pivots(Score):
         order, run, goes = runs(ev, self.sinks, self.threshold)
         weight = jnp.take_along_axis(ev.columns["mass"], order, -1)
         best = jnp.take_along_axis(pivots(weight, run, goes), run, -1)
-        rank = unsorted(order, jnp.where(best == jnp.arange(run.shape[-1]), 1 + weight, 0))
+        rank = unsorted(order, jnp.where(best == jnp.arange(run.shape[-1])[None, None], 1 + weight, 0))
         return jnp.where(ev.pos < self.sinks, jnp.inf, rank)

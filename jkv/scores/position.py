@@ -26,11 +26,15 @@ class Newest(Score):
 
 @part
 class Protect(Score):
-    """The first `sinks` tokens and the `newest` ones are never evicted; the rest is ranked by `score`."""
+    """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
+
+    The newest are `newest` tokens, and a `share` of what the row may hold.
+    """
 
     score: Score = leaf()
     sinks: int = 0
     newest: int = 0
+    share: float = 0.0
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
@@ -49,7 +53,8 @@ class Protect(Score):
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         pos = ev.pos[:, : rank.shape[1]]
-        safe = (pos < self.sinks) | (pos >= ev.seen[:, None, None] - self.newest)
+        held = jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
+        safe = (pos < self.sinks) | (pos >= (ev.seen - self.newest - held)[:, None, None])
         return jnp.where(safe, jnp.inf, rank)
 
 

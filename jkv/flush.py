@@ -180,6 +180,7 @@ def _merged(
     """
     b, h, total = ev.pos.shape
     index, gone = (jnp.broadcast_to(x, (b, h, x.shape[2])) for x in (lost.index, lost.pos >= 0))
+    index = jnp.where(gone, index, total)  # at a first flush S has no slots, and the dead no place in it
     kept = ev.live & ~put(jnp.zeros((b, h, total), bool), index, gone)
     survivor = take(merge.survivor(ev, kept), index)
     open_to = survivor >= ev.slots
@@ -228,7 +229,7 @@ def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) ->
 def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Columns, total: int) -> Newcomers:
     """Newcomers with k, v [B,H,m,D] for those of index i32[B,H,m] in S, and with new columns."""
     n = new.index.shape[2]
-    own = jnp.broadcast_to(new.index, (*index.shape[:2], n))
+    own = jnp.broadcast_to(jnp.where(new.pos >= 0, new.index, total + 1), (*index.shape[:2], n))
     place = put(jnp.full((*index.shape[:2], total + 1), n), own, jnp.broadcast_to(jnp.arange(n)[None, None], own.shape))
     place = take(place, index)
     columns = {name: take(x, own) for name, x in columns.items()}

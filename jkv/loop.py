@@ -192,8 +192,14 @@ def settle(cache: Cache) -> Cache:
     plan = cache.plan[0]
     due = cache.fill >= plan.room
     generated = cache.seen - cache.prompt
-    layers = []
+    layers, done = [], jnp.int32(0)
     for i, (p, layer) in enumerate(zip(cache.plan, cache.layers, strict=True)):
+        # One layer after the other: nothing else would keep the scratch of all flushes from existing at once.
+        # (XLA drops optimization_barrier before it schedules for CPU, so the order is a dependency: `done` is never -2.)
+        after = done > -2
+        layer = replace(layer, recent=replace(layer.recent, pos=jnp.where(after, layer.recent.pos, -1)))
+        if layer.queries is not None:
+            layer = replace(layer, queries=replace(layer.queries, q=jnp.where(after, layer.queries.q, 0)))
         asked, n = (None, None), p.needs.queries
         queries = layer.queries
         if queries is not None:
@@ -207,6 +213,7 @@ def settle(cache: Cache) -> Cache:
         layer = replace(layer, queries=queries)
         rope = cache.model.ropes[i]
         layers.append(flush(layer, layer.recent, asked, cache.seen, generated, cache.fill, due, p, rope, cache.model))
+        done = layers[-1].tiers[-1].pos.ravel()[0] if layers[-1].tiers else done
     return replace(cache, layers=tuple(layers), fill=jnp.where(due, plan.stay, cache.fill))
 
 

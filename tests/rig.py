@@ -58,6 +58,7 @@ class Case:
     ranked: int = 0  # slots that remember where they act
     page: int = 0
     reads_all: bool = True
+    merges: bool = False
 
     @property
     def tight(self) -> str:
@@ -100,6 +101,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "quest": (
         Case("quest(pages={p}, page=8, dense_layers=1)", budget=False, unit=8, uniform=True, page=8, reads_all=False),
     ),
+    "zipcache": (  # the lossy forms are in test_mixed.py
+        Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=16),
+    ),
+    "kvmerger": (Case("kvmerger(budget={b})", columns=2, queries=16, merges=True),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

@@ -113,8 +113,8 @@ class Transformers:
     """The same trials with transformers on torch CPU; its own attention and cache, its own defaults."""
 
     def __init__(self, name: str, threads: int) -> None:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import torch  # pyright: ignore[reportMissingImports]  an extra
+        from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]  an extra
 
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -134,7 +134,7 @@ class Transformers:
             return self.model(x, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
 
     def cache(self) -> Any:
-        from transformers import DynamicCache
+        from transformers import DynamicCache  # pyright: ignore[reportMissingImports]  an extra
 
         return DynamicCache(config=self.model.config)
 

@@ -37,10 +37,10 @@ class TierSpec:
 class CacheConfig:
     """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
 
-    score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens; merge: what the evicted leave;
-    select: what a step reads; recent: newest tokens, always exact; block: a flush every so many steps; chunk: prompt
-    tokens prefilled at a time (0: all); append: generated tokens are kept on top of the budget; dense_layers: layers
-    that read everything; name: the text it was made from.
+    score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
+    merge: what the evicted leave; select: what a step reads; recent: newest tokens, always exact; block: a flush every
+    so many steps; chunk: prompt tokens prefilled at a time (0: all); append: generated tokens are kept on top of the
+    budget; dense_layers: layers that read everything; name: the text it was made from.
     """
 
     score: Score = Newest()

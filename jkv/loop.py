@@ -195,7 +195,7 @@ def settle(cache: Cache) -> Cache:
     layers, done = [], jnp.int32(0)
     for i, (p, layer) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         # One layer after the other: nothing else would keep the scratch of all flushes from existing at once.
-        # (XLA drops optimization_barrier before it schedules for CPU, so the order is a dependency: `done` is never -2.)
+        # XLA for CPU drops optimization_barrier before it schedules, so this is a dependency: `done` is never -2.
         after = done > -2
         layer = replace(layer, recent=replace(layer.recent, pos=jnp.where(after, layer.recent.pos, -1)))
         if layer.queries is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-_PROGRAMS: dict[Any, Compiled] = {}
+PROGRAMS: dict[Any, Compiled] = {}
 
 
 class Compiled:
@@ -30,10 +30,10 @@ def compiled(function: Any, *args: Any, **static: Any) -> tuple[Compiled, float]
     """The program of a jitted function for arguments of these shapes, and the seconds that compiling took just now."""
     leaves, tree = jax.tree.flatten(args)
     key = (function, tree, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
-    if key in _PROGRAMS:
-        return _PROGRAMS[key], 0.0
-    _PROGRAMS[key] = Compiled(function, args, static)
-    return _PROGRAMS[key], _PROGRAMS[key].seconds
+    if key in PROGRAMS:
+        return PROGRAMS[key], 0.0
+    PROGRAMS[key] = Compiled(function, args, static)
+    return PROGRAMS[key], PROGRAMS[key].seconds
 
 
 def use_disk_cache() -> None:

@@ -9,7 +9,18 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Drop a module's compiled programs: some thousand of them exhaust a process's memory maps, and XLA then crashes."""
+    yield
+    from jkv import compiled
+
+    compiled.PROGRAMS.clear()
+    jax.clear_caches()

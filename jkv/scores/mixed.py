@@ -13,31 +13,16 @@ from jkv.cache import Queries
 from jkv.protocols import Columns, Needs, Score
 from jkv.scores.attention import Accumulated, mass
 from jkv.scores.keys import norms
-from jkv.tree import leaf, part
+from jkv.scores.position import Wrapper
+from jkv.tree import part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
 
 
 @part
-class Sticky(Score):
+class Sticky(Wrapper):
     """A token of the first tier stays in it, and is never coded again; the others are ranked by `score`."""
-
-    score: Score = leaf()
-
-    @property
-    def needs(self) -> Needs:  # type: ignore[override]
-        return self.score.needs
-
-    @property
-    def uniform(self) -> bool:  # type: ignore[override]
-        return self.score.uniform
-
-    def birth(self, k: Array, v: Array) -> Columns:
-        return self.score.birth(k, v)
-
-    def observe(self, ev: Evidence) -> Columns:
-        return self.score.observe(ev)
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)

@@ -25,63 +25,56 @@ class Newest(Score):
 
 
 @part
-class Protect(Score):
+class Wrapper(Score):
+    """A score made of another one, whose needs and columns are its own."""
+
+    score: Score = leaf()
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return self.score.needs
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return self.score.uniform
+
+    def birth(self, k: Array, v: Array) -> Columns:
+        return self.score.birth(k, v)
+
+    def observe(self, ev: Evidence) -> Columns:
+        return self.score.observe(ev)
+
+
+@part
+class Protect(Wrapper):
     """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
 
     The newest are `newest` tokens, and a `share` of what the row may hold.
     """
 
-    score: Score = leaf()
     sinks: int = 0
     newest: int = 0
     share: float = 0.0
 
-    @property
-    def needs(self) -> Needs:  # type: ignore[override]
-        return self.score.needs
-
-    @property
-    def uniform(self) -> bool:  # type: ignore[override]
-        return self.score.uniform
-
-    def birth(self, k: Array, v: Array) -> Columns:
-        return self.score.birth(k, v)
-
-    def observe(self, ev: Evidence) -> Columns:
-        return self.score.observe(ev)
-
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         pos = ev.pos[:, : rank.shape[1]]
-        held = jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
-        safe = (pos < self.sinks) | (pos >= (ev.seen - self.newest - held)[:, None, None])
+        first = ev.seen - self.newest
+        if self.share:
+            first = first - jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
+        safe = (pos < self.sinks) | (pos >= first[:, None, None])
         return jnp.where(safe, jnp.inf, rank)
 
 
 @part
-class Pool(Score):
+class Pool(Wrapper):
     """Neighbours in time share their ranks: a sliding mean or maximum of odd width over the tokens that may go.
 
     The mean divides by `width` at the borders too, as the reference implementations do. Source: SnapKV (2404.14469).
     """
 
-    score: Score = leaf()
     width: int = 5
     kind: str = "avg"
-
-    @property
-    def needs(self) -> Needs:  # type: ignore[override]
-        return self.score.needs
-
-    @property
-    def uniform(self) -> bool:  # type: ignore[override]
-        return self.score.uniform
-
-    def birth(self, k: Array, v: Array) -> Columns:
-        return self.score.birth(k, v)
-
-    def observe(self, ev: Evidence) -> Columns:
-        return self.score.observe(ev)
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)

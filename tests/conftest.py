@@ -18,7 +18,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Drop a module's compiled programs: some thousand of them exhaust a process's memory maps, and XLA then crashes."""
+    """Drop a module's compiled programs: some thousand of them exhaust the memory maps, and XLA then crashes."""
     yield
     from jkv import compiled
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from jkv.tree import value
 
-QUERY_TILE, KEY_TILE = 128, 512  # of the blocked prefill sweep: a tile of scores stays in cache
+QUERY_TILE, KEY_TILE = 256, 512  # of the blocked prefill sweep: a tile of scores stays in cache
 
 
 @value
@@ -95,23 +95,27 @@ def attend_causal(
     if t * s <= QUERY_TILE * KEY_TILE:
         return attend(q, k, v, visible(q_pos, k_pos[:, None], window), scale)
     tq, tk = min(QUERY_TILE, t), min(KEY_TILE, s)
+    reach = s if window is None else window
 
     def rows(i: Array) -> Partial:
         # Tiles at the end are moved back to stay inside; rows that are computed twice are equal.
         start = jnp.minimum(i * tq, t - tq)
         qt = jax.lax.dynamic_slice_in_dim(q, start, tq, 3)
         pt = jax.lax.dynamic_slice_in_dim(q_pos, start, tq, 1)
+        oldest = jnp.where(pt >= 0, pt, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
+        first = jnp.argmax(((k_pos >= 0) & (k_pos > oldest - reach)).any(0))  # the keys before it concern no query
+        last = start + tq + (s - t)  # keys up to the tile's newest query
 
         def keys(j: Array, part: Partial) -> Partial:
-            begin = jnp.minimum(j * tk, s - tk)
-            kt, vt = (jax.lax.dynamic_slice_in_dim(x, begin, tk, 2) for x in (k, v))
-            kp = jax.lax.dynamic_slice_in_dim(k_pos, begin, tk, 1)
-            fresh = begin + jnp.arange(tk) >= j * tk
-            mask = visible(pt, jnp.where(fresh, kp, -1)[:, None], window)
+            begin = first + j * tk
+            at = jnp.minimum(begin, s - tk)
+            kt, vt = (jax.lax.dynamic_slice_in_dim(x, at, tk, 2) for x in (k, v))
+            kp = jax.lax.dynamic_slice_in_dim(k_pos, at, tk, 1)
+            again = at + jnp.arange(tk) < begin
+            mask = visible(pt, jnp.where(again[None], -1, kp)[:, None], window)
             return merge(part, attend(qt, kt, vt, mask, scale))
 
-        last = start + tq + (s - t)  # keys up to the tile's newest query
-        return jax.lax.fori_loop(0, (last + tk - 1) // tk, keys, nothing(qt))
+        return jax.lax.fori_loop(0, -((first - last) // tk), keys, nothing(qt))
 
     tiles = -(-t // tq)
     parts = jax.lax.map(rows, jnp.arange(tiles))

@@ -68,19 +68,22 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
     def run(i: int, new: Any) -> tuple[Array, LayerCache]:
         plan, layer, rope = cache.plan[i], cache.layers[i], model.ropes[i]
         dtype = layer.recent.k.dtype
-        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        # Of the last layer only the newest row's output is used: only it and the queries that the score asks for run.
+        rows = ids.shape[1] if i < model.layers - 1 or plan.needs.new else max(1, plan.needs.queries)
+        q_pos = pos[:, -rows:]
+        q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
         k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
         window = Window(k=k, v=v, pos=pos, columns=plan.score.birth(k, v))
         if not fresh:
             window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1 if a.ndim == 2 else 2), layer.recent, window)
-        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window)
+        part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window)
         if not fresh:
             past = [
-                attend_tier(q, pos, t, replace(c, select=None), rope, model.scale, plan.window)
+                attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
             part = merge_all([part, *past])
-        asked, kept = _ask(layer, plan, Queries(q=q, pos=pos, lse=part.lse))
+        asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
         layer = flush(replace(layer, queries=kept), window, asked, seen, generated, 0, True, plan, rope, model, fresh)
         return part.finish(), layer
 

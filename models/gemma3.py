@@ -12,7 +12,7 @@ from jkv.rope import Rope
 
 from .config import Fields, ModelConfig, by_layer_type, read, rope, sliding_window
 from .llama import TENSORS as LLAMA
-from .llama import Attend, Projected, along, mlp, out, unembed
+from .llama import Attend, Projected, along, mlp, newest, out, unembed
 from .params import Params
 from .qwen3 import normed
 
@@ -83,12 +83,13 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Layer i of x [B, T, E] at pos i32[B, T] -> [B, n, E] and aux, where the caller's attend(i, projected) returns
+    (o [B, H, G, n, D], aux) for the newest n rows."""
     w, c = params.layers[i], params.config
     p = project(params, i, x, pos)
     with jax.named_scope("attend"):
         o, aux = attend(i, p)
-    x = x + rms(w["post1"], out(w, o.astype(x.dtype)), c.eps)
+    x = newest(x, o) + rms(w["post1"], out(w, o.astype(x.dtype)), c.eps)
     with jax.named_scope("mlp"):
         return x + rms(w["post2"], mlp(w, rms(w["norm2"], x, c.eps), c.act), c.eps), aux
 

@@ -35,7 +35,7 @@ class Projected:
     v: Array  # [B, H, T, D]
 
 
-Attend = Callable[[int, Projected], tuple[Array, Any]]  # -> o [B, H, G, T, D] and whatever the caller wants back
+Attend = Callable[[int, Projected], tuple[Array, Any]]  # -> o [B, H, G, n, D] of the newest n rows, and an extra
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -103,18 +103,24 @@ def mlp(w: Mapping[str, Array], x: Array, act: str) -> Array:
     return linear(w["down"], ACTS[act](gate) * up)
 
 
+def newest(x: Array, o: Array) -> Array:
+    """The rows of x [B, T, E] that attention gave an answer for, o [B, H, G, n, D]: the newest n go on."""
+    return x[:, x.shape[1] - o.shape[3] :]
+
+
 def block(params: Params, i: int, x: Array, p: Projected, attend: Attend) -> tuple[Array, Any]:
     """The rest of a layer, once its queries, keys and values are known: [B, T, E] and what `attend` returned."""
     w, c = params.layers[i], params.config
     with jax.named_scope("attend"):
         o, aux = attend(i, p)
-    x = x + out(w, o.astype(x.dtype))
+    x = newest(x, o) + out(w, o.astype(x.dtype))
     with jax.named_scope("mlp"):
         return x + mlp(w, rms(w["norm2"], x, c.eps), c.act), aux
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Layer i of x [B, T, E] at pos i32[B, T] -> [B, n, E] and aux, where the caller's attend(i, projected) returns
+    (o [B, H, G, n, D], aux) for the newest n rows."""
     return block(params, i, x, project(params, i, x, pos), attend)
 
 

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 MODEL = "smollm2-135m"
 CACHE = "snapkv(budget=512) | int4"
 WIDE = 160  # columns of a table that goes to a file or a pipe
+UsageError: Any = typer.BadParameter.__base__  # click's or, in a newer typer, its own, which exports the subclass alone
 
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
     """Turns what a user can cause into one line on stderr and exit code 1; JKV_DEBUG=1 shows the traceback instead.
 
+    The exit code of options and arguments that cannot be read is 2.
     A reader that leaves (`| head`) and Ctrl-C end the program without a word, with the codes of their signals.
     """
     try:
@@ -44,6 +46,10 @@ def one_line() -> Iterator[None]:
         with contextlib.suppress(OSError, ValueError):  # or the interpreter would flush, and fail, once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "jkv"
+        print(f"error: {error.format_message().rstrip('.')} (see {command} --help)", file=sys.stderr)
+        raise typer.Exit(2) from None
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         if os.environ.get("JKV_DEBUG") == "1":
             raise
@@ -63,7 +69,11 @@ def _said(error: BaseException) -> str:
 
 
 class Group(TyperGroup):
-    """All commands, each within `one_line`."""
+    """All commands, each within `one_line`; without a command, the help."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with one_line():
+            return super().make_context(info_name, args or ["--help"], parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         with one_line():
@@ -72,7 +82,6 @@ class Group(TyperGroup):
 
 app = typer.Typer(
     cls=Group,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Language-model inference in JAX through compressed KV caches.",

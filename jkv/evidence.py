@@ -12,7 +12,7 @@ from jax import Array
 from jkv.attend import visible
 from jkv.cache import Queries, Tier, Window, map_codec
 from jkv.protocols import Columns
-from jkv.tiers import cut, flat, key_logits, over_tiles, tier_dot, tier_mix
+from jkv.tiers import cut, flat, key_logits, over_tiles, tier_dot, tier_mix, tile_size
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Evidence:
             return jax.lax.dynamic_update_slice_in_dim(out, _over_queries(one, queries), start, 2)
 
         b, h = queries.q.shape[:2]
-        tile = min(c, max(KEYS // config.unit, 1) * config.unit)
+        tile = tile_size(True, c, QUERIES, config.unit)
         return over_tiles(keys, jnp.zeros((b, h, c), jnp.float32), c, tile)
 
     def _sweep(self, step: Any, queries: Queries, total: int, read: Any) -> Array:

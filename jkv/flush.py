@@ -49,21 +49,19 @@ def flush(
     queries: tuple[Queries | None, Queries | None],
     seen: Array,
     generated: Array,
-    fill: Array | int,
-    due: Array | bool,
     plan: LayerConfig,
     rope: Rope,
     model: ModelConfig,
     fresh: bool = False,
 ) -> LayerCache:
-    """The layer after its window has flushed; where not `due` nothing moves but the window is packed.
+    """The layer after its window has flushed.
 
     window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty.
     """
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
     live = (window.pos >= 0).sum(1)
-    leaving = jnp.where(due, jnp.maximum(live - plan.recent, 0) // plan.unit * plan.unit, 0)
+    leaving = jnp.maximum(live - plan.recent, 0) // plan.unit * plan.unit
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, seen, generated)
@@ -74,7 +72,7 @@ def flush(
         tiers = _cascade(tiers, ev, leaving, most, plan, rope)
     tiers = _act(tiers, live - leaving, seen)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
-    recent = _stayers(packed, columns, live, leaving, jnp.where(due, plan.stay, fill), plan)
+    recent = _stayers(packed, columns, live, leaving, plan)
     return LayerCache(recent=recent, queries=layer.queries, tiers=tiers)
 
 
@@ -383,11 +381,11 @@ def _act(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ..
     )
 
 
-def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, fill: Array, plan: LayerConfig) -> Window:
-    """The newest entries at the right end of `fill` places of a new recent window; the rest is dead."""
+def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, plan: LayerConfig) -> Window:
+    """The newest entries at the right end of the first `stay` places of a new recent window; the rest is dead."""
     slot = jnp.arange(plan.room)[None]
-    index = live[:, None] - fill + slot  # of the packed window
-    alive = (index >= leaving[:, None]) & (slot < fill)
+    index = live[:, None] - plan.stay + slot  # of the packed window
+    alive = (index >= leaving[:, None]) & (slot < plan.stay)
     at = jnp.clip(index, 0, packed.pos.shape[1] - 1)
     return Window(
         k=take(packed.k, at[:, None]),

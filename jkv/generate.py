@@ -23,7 +23,7 @@ from jkv.models import Params
 from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens
 
 Prompt = str | Sequence[Any] | np.ndarray | Array
-ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, unless told otherwise
+ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,18 @@ def pad(rows: list[list[int]], length: int) -> Array:
 
 
 def prefill(
-    params: Params, config: str | CacheConfig | None, prompt: Prompt, *, room: int = ROOM, chunk: int | None = None
+    params: Params,
+    config: str | CacheConfig | None,
+    prompt: Prompt,
+    *,
+    room: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[Cache, Array]:
     """The cache after a prompt, and the logits f32[B,V] of what comes next.
 
-    room: tokens that may be added later; chunk: prompt tokens at a time, so that memory is the budget and a chunk
-    whatever the prompt's length. Raises ValueError for what cannot work, with the way out.
+    room: tokens that may be added later (default: 256, or what the model's context leaves of them); chunk: prompt
+    tokens at a time, so that memory is the budget and a chunk whatever the prompt's length. Raises ValueError for what
+    cannot work, with the way out.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -105,7 +111,11 @@ def prefill(
     (40, (1, 100))
     """
     rows, _ = encode(params, prompt)
-    cache, logits, _ = _prefill(params, read_config(config), rows, room, chunk)
+    plan = read_config(config)
+    if room is None:
+        left = params.config.context - max(map(len, rows))
+        room = ROOM if plan.unlimited else max(0, min(ROOM, left))
+    cache, logits, _ = _prefill(params, plan, rows, room, chunk)
     return cache, logits
 
 
@@ -267,6 +277,11 @@ def _cut(text: str, stop: tuple[str, ...]) -> str:
     return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
 
+def _tokens(out: Array) -> list[list[int]]:
+    """The tokens of each row, without the -1 after its end."""
+    return [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
+
+
 class _Run:
     """One generation: prefill at construction, then blocks, then the result."""
 
@@ -331,22 +346,30 @@ class _Run:
         self.cost, self.temporary = Cost(), 0
 
     def blocks(self, live: bool) -> Iterator[list[list[int]]]:
-        """Tokens so far, row by row: after every block if live, else once at the end."""
+        """Tokens so far, row by row: after every block if live, else once at the end.
+
+        The device runs one block ahead of the reader, unless a stop text in what is read may end a row.
+        """
         stop = jnp.int32(self.new)
         program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
         self.temporary = program.temporary
         start = time.perf_counter()
         size = self.cache.plan[0].block if live else self.new
-        done = 0
-        while done < self.new:
-            done = min(done + size, self.new)
+        unread: list[tuple[Array, Array]] = []
+        for done in (*range(size, self.new, size), self.new):
             self.state = program(self.params, self.state, self.sampling, jnp.int32(done))
-            tokens = self._tokens()
+            unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next call takes the state
+            if len(unread) == 1 and not self.stop:
+                continue
+            out, alive = unread.pop(0)
+            tokens = _tokens(out)
             yield tokens
-            if not bool(self.state.alive.any()):
+            if not bool(alive.any()):
                 break
             if self.stop:
                 self._end_rows(tokens)
+        for out, _ in unread:
+            yield _tokens(out)
         jax.block_until_ready(self.state.out)
         self.cost.running = time.perf_counter() - start
 
@@ -355,11 +378,8 @@ class _Run:
         over = jnp.asarray([any(s in t for s in self.stop) for t in text])
         self.state = replace(self.state, alive=self.state.alive & ~over)
 
-    def _tokens(self) -> list[list[int]]:
-        return [[int(t) for t in row if t >= 0] for row in np.asarray(self.state.out)]
-
     def result(self) -> Result:
-        state, tokens = self.state, self._tokens()
+        state, tokens = self.state, _tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
         kl, divergence = self._fidelity()
         prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))

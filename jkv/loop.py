@@ -84,7 +84,7 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
             ]
             part = merge_all([part, *past])
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
-        layer = flush(replace(layer, queries=kept), window, asked, seen, generated, 0, True, plan, rope, model, fresh)
+        layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh)
         return part.finish(), layer
 
     x = net.embed(params, jnp.maximum(ids, 0))
@@ -192,32 +192,31 @@ def _join_cache(cache: Cache, moving: Moving) -> Cache:
 
 def settle(cache: Cache) -> Cache:
     """Flush if the recent windows are full; otherwise nothing changes."""
-    plan = cache.plan[0]
-    due = cache.fill >= plan.room
+    due = cache.fill >= cache.plan[0].room
     generated = cache.seen - cache.prompt
-    layers, done = [], jnp.int32(0)
-    for i, (p, layer) in enumerate(zip(cache.plan, cache.layers, strict=True)):
-        # One layer after the other: nothing else would keep the scratch of all flushes from existing at once.
-        # XLA for CPU drops optimization_barrier before it schedules, so this is a dependency: `done` is never -2.
-        after = done > -2
-        layer = replace(layer, recent=replace(layer.recent, pos=jnp.where(after, layer.recent.pos, -1)))
-        if layer.queries is not None:
-            layer = replace(layer, queries=replace(layer.queries, q=jnp.where(after, layer.queries.q, 0)))
-        asked, n = (None, None), p.needs.queries
-        queries = layer.queries
+
+    def settled(i: int, layer: LayerCache) -> LayerCache:
+        plan, queries, asked = cache.plan[i], layer.queries, (None, None)
         if queries is not None:
+            n = plan.needs.queries
             new = Queries(q=queries.q[:, :, :, n:], pos=queries.pos[:, n:], lse=queries.lse[:, :, :, n:])
-            new = replace(new, pos=jnp.where(due, new.pos, -1))  # a query is observed once
-            asked = (queries.newest(n) if n else None, new if p.needs.new else None)
-            rolled = jax.tree.map(jnp.zeros_like, queries)
-            rolled = replace(rolled, pos=rolled.pos - 1)
-            rolled = _write_queries(rolled, queries.newest(n), 0) if n else rolled
-            queries = jax.tree.map(lambda a, b: jnp.where(due, a, b), rolled, queries)
-        layer = replace(layer, queries=queries)
-        rope = cache.model.ropes[i]
-        layers.append(flush(layer, layer.recent, asked, cache.seen, generated, cache.fill, due, p, rope, cache.model))
-        done = layers[-1].tiers[-1].pos.ravel()[0] if layers[-1].tiers else done
-    return replace(cache, layers=tuple(layers), fill=jnp.where(due, plan.stay, cache.fill))
+            asked = (queries.newest(n) if n else None, new if plan.needs.new else None)
+            layer = replace(layer, queries=_roll(queries, n))
+        return flush(layer, layer.recent, asked, cache.seen, generated, plan, cache.model.ropes[i], cache.model)
+
+    # A loop of one turn or none: the tiers stay where they are, and a layer's scratch is gone before the next begins.
+    layers = tuple(
+        jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, i=i: settled(i, x), layer)
+        for i, layer in enumerate(cache.layers)
+    )
+    return replace(cache, layers=layers, fill=jnp.where(due, cache.plan[0].stay, cache.fill))
+
+
+def _roll(queries: Queries, n: int) -> Queries:
+    """A buffer that begins with the newest n queries; the rest is dead."""
+    empty = jax.tree.map(jnp.zeros_like, queries)
+    empty = replace(empty, pos=empty.pos - 1)
+    return _write_queries(empty, queries.newest(n), 0) if n else empty
 
 
 @value

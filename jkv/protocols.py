@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jkv.tree import value
@@ -88,13 +89,14 @@ class Code:
 class Codec:
     """How bytes are kept, for one row and one head: the runtime maps over both.
 
-    Law: logits(query(q), c) == q . decode(c), and output(mix(w, c), sum(w)) == w @ decode(c).
+    Law: logits(query(q), c) == q . decode(c) and mix(w, c) == w @ decode(c). A codec that can contract codes without
+    decoding them writes these three itself; what is decoded otherwise is one tile.
     """
 
     grain: int = 1  # tokens that are coded, moved and dropped together
     rope: Literal["before", "after"] = "before"  # keys stored rotated, or un-rotated and rotated at read
     rewritable: bool = False  # a merge may change a stored slot
-    tiled: bool = True  # logits and mix make temporaries of a tile's size
+    tiled: bool = True  # logits and mix decode a tile
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError naming the two parts that cannot work together, and what would."""
@@ -102,7 +104,7 @@ class Codec:
     def empty(self, n: int, dim: int, dtype: Any) -> Code:
         """Storage for n slots; its shapes are the byte formula."""
         x = jax.ShapeDtypeStruct((n, dim), dtype)
-        return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), jax.eval_shape(self.encode, x))
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(self.encode, x))
 
     def encode(self, x: Array) -> Code:
         """x f[n,D], n a multiple of the grain."""
@@ -118,11 +120,11 @@ class Codec:
 
     def logits(self, ask: Any, tile: Code) -> Array:
         """f32[N,n], unscaled."""
-        raise NotImplementedError
+        return jnp.einsum("qd,nd->qn", ask, self.decode(tile))
 
     def mix(self, w: Array, tile: Code) -> Array:
-        """w f32[N,n] -> f32[N,D], summed in code space."""
-        raise NotImplementedError
+        """w f32[N,n] -> f32[N,D]."""
+        return jnp.einsum("qn,nd->qd", w, self.decode(tile))
 
 
 class Merge:

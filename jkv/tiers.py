@@ -43,12 +43,16 @@ def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, 
     return jax.lax.fori_loop(0, -(-slots // tile), step, init)
 
 
-def tile_size(codec: Codec, slots: int, queries: int, unit: int) -> int:
-    """One tile for a tier that is contracted without temporaries; else TILE, fewer for many queries, in whole units."""
-    if queries == 1 and not codec.tiled:
+def tile_size(tiled: bool, slots: int, queries: int, unit: int) -> int:
+    """Slots of a tile, in whole units: all that a codec contracts as they are; else TILE, or fewer for many queries.
+
+    What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
+    layers before the first layer runs, and even before the decode loop, as its constants.
+    """
+    if queries == 1 and not tiled:
         return slots
-    tile = TILE * 128 // max(queries, 128)
-    return min(slots, max(tile // unit, 1) * unit)
+    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if tiled else slots)
+    return min(slots, max(-(-tile // unit), 1) * unit)
 
 
 def flat(x: Array) -> Array:
@@ -86,7 +90,7 @@ def attend_tier(
         acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
         return merge(part, Partial(acc=acc, m=m, l=l))
 
-    tile = tile_size(config.k, slots, t, config.unit)
+    tile = tile_size(config.k.tiled or config.v.tiled, slots, t, config.unit)
     return over_tiles(body, nothing(q), slots, tile)
 
 
@@ -125,7 +129,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
         dots = key_logits(codec, ask, x, part, places, rope) if turned else map_codec(codec.logits, ask, part)
         return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
 
-    tile = tile_size(codec, config.capacity, n, config.unit)
+    tile = tile_size(codec.tiled, config.capacity, n, config.unit)
     return over_tiles(body, jnp.zeros((b, h, n, config.capacity), jnp.float32), config.capacity, tile)
 
 
@@ -146,6 +150,6 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
         x = jnp.where(alive[:, :, 0, :, None], x, 0)
         return out + jnp.einsum("bhns,bhsd->bhnd", wt, x)
 
-    tile = min(config.capacity, max(TILE // config.unit, 1) * config.unit)
+    tile = tile_size(True, config.capacity, w.shape[2], config.unit)
     d = jax.eval_shape(lambda c: map_codec(codec.decode, c), code).shape[-1]
     return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), config.capacity, tile)

@@ -45,5 +45,5 @@ def test_flat_writes_json_with_the_machine(tmp_path, monkeypatch):
     got = json.loads((tmp_path / "flat.json").read_text())
     first, last = got["lines"]
     assert (first["tokens"], last["tokens"]) == (160, 200)
-    assert first["nbytes"] == last["nbytes"]
+    assert first["nbytes"] == last["nbytes"] < 200 * 2 * 2 * 2 * 8 * 4 / 2  # half of what the tokens would take
     assert got["machine"]["jax"]

@@ -48,9 +48,9 @@ def generate(*args, cache=CACHE, new=4, stdin=None):
     return call("generate", *args, "--cache", cache, "--max-new-tokens", new, stdin=stdin)
 
 
-def refused(result, *says):
-    """One line, exit code 1, no traceback, the way out named."""
-    assert result.exit_code == 1, (result.exit_code, result.output, result.exception)
+def refused(result, *says, code=1):
+    """One line, the exit code, no traceback, the way out named."""
+    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
     assert isinstance(result.exception, SystemExit)
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
@@ -74,7 +74,7 @@ def test_json_is_one_document(tiny):
     assert result.stderr == ""
     assert len(told["tokens"]) == 4 and told["report"]["config"] == CACHE
     assert told["report"]["tokens_prompt"] == len(TEXT)
-    assert told["report"]["kl"] >= 0 and told["report"]["ratio"] > 1
+    assert told["report"]["kl"] > 0 and told["report"]["ratio"] > 1
 
 
 def test_options_reach_the_runtime(tiny, monkeypatch):
@@ -190,6 +190,25 @@ def test_settings_that_cannot_work(tiny, flags):
 
 
 @pytest.mark.parametrize(
+    "args, says, way_out",
+    [
+        ("--nope", "No such option", "(see jkv --help)"),
+        ("generat", "No such command 'generat'", "(see jkv --help)"),
+        ("generate --nope", "No such option", "(see jkv generate --help)"),
+        ("generate --model", "Option '--model' requires an argument", "--help)"),
+        ("generate --max-new-tokens x", "'--max-new-tokens'", "(see jkv generate --help)"),
+        ("fetch a b", "unexpected extra argument", "(see jkv fetch --help)"),
+    ],
+)
+def test_options_and_arguments_that_cannot_be_read(args, says, way_out):
+    refused(RUNNER.invoke(app, args.split(), prog_name="jkv"), says, way_out, code=2)
+
+
+def test_without_a_command_there_is_help():
+    assert call().stdout == call("--help").stdout != ""
+
+
+@pytest.mark.parametrize(
     "error, says",
     [
         (FetchError("no network;\n\ntry later"), "no network; try later"),
@@ -224,12 +243,13 @@ def test_signals_end_it_without_a_word(monkeypatch, error, code):
     assert (result.exit_code, result.output) == (code, "")
 
 
-def test_a_reader_that_leaves(tmp_path):
+@pytest.mark.parametrize("args", [["methods"], ["methods", "--json"]], ids=["table", "json"])
+def test_a_reader_that_leaves(args):
     """A real pipe, closed at the other end before the first byte."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "jkv.cli", "methods"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120
+        [sys.executable, "-m", "jkv.cli", *args], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")

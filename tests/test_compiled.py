@@ -62,10 +62,7 @@ def test_nothing_of_a_tiers_size_is_made(text: str):
     assert not [(shape, op) for shape, op in made if shape in large]
 
 
-POOLED = pytest.mark.xfail(strict=True, reason="ranks and pooling of a flush take 6.0 MB beside 35.8 MB of codes")
-
-
-@pytest.mark.parametrize("text", [pytest.param(t, marks=POOLED if t.startswith("snapkv") else ()) for t in TEXTS])
+@pytest.mark.parametrize("text", TEXTS)
 def test_temporaries_are_under_a_tenth_of_the_cache(text: str):
     program, empty = compiled_loop(text)
     assert program.memory_analysis().temp_size_in_bytes < tree_bytes(empty.layers) / 10

@@ -8,6 +8,12 @@ import pytest
 import rig
 from test_laws import poison
 
+from jkv import loop
+from jkv.budgets import Tokens
+from jkv.config import CacheConfig
+from jkv.protocols import Score
+from jkv.tree import part
+
 PAUSES = np.array(rig.FORCED)
 PAUSES[0, 5:9] = PAUSES[1, 20:30] = -1
 
@@ -43,8 +49,22 @@ def test_units_hold_neighbours_in_time():
     assert ((units >= 0).all(-1) | (units < 0).all(-1)).all(), "a unit is all live or all dead"
 
 
+@part
+class Late(Score):
+    """All tokens are equal, but for those after the hundredth."""
+
+    def rank(self, ev):
+        return (ev.pos >= 100).astype(jnp.float32)
+
+
 def test_among_equals_the_older_stays():
-    prompt = jnp.full((2, 90), 7)  # one token over and over: all norms equal
-    cache = rig.run("knorm(budget=48)", np.asarray(prompt), rig.FORCED[:, :1]).caches[0]
-    coded, exact = rig.held(cache, 0)
-    assert exact[0, 0].sum() == 16 and coded[0, 0].sum() == 32
+    config = CacheConfig(score=Late(), budget=Tokens(tokens=48))
+    cache = loop.empty(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    cache, _ = loop.absorb(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
+    coded = [rig.held(cache, 0)[0][0, 0]]
+    for i in range(33):
+        cache, _ = loop.step(rig.PARAMS, cache, jnp.asarray(rig.FORCED[:, i]))
+        coded.append(rig.held(cache, 0)[0][0, 0])
+    for i in (0, 17):  # the prompt's flush, and one whose newcomers are no better
+        np.testing.assert_array_equal(np.flatnonzero(coded[i]), np.arange(32))
+    np.testing.assert_array_equal(np.flatnonzero(coded[33]), [*range(26), *range(100, 106)])

@@ -1,10 +1,15 @@
 """The public functions: prompts of every kind, sampling, stops, receipts, and what they refuse."""
 
+import sys
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jkv
+from jkv import compiled, loop
 from jkv.generate import bucket, encode
 
 
@@ -67,12 +72,93 @@ def test_chunks_prefill_the_same_cache(params):
     assert (parts.seen == whole.seen).all()
 
 
+@pytest.mark.parametrize("tokens, room", [(100, 256), (500, 12), (512, 0)])
+def test_room_is_what_the_context_leaves(params, tokens, room):
+    cache, logits = jkv.prefill(params, None, [1] * tokens)
+    assert cache.new == room and np.isfinite(np.asarray(logits)).all()
+
+
+def test_relative_positions_have_room_past_the_context(params):
+    assert jkv.prefill(params, "streaming(budget=40)", [1] * 500)[0].new == 256
+
+
+def test_a_prompt_longer_than_the_context_is_refused(params):
+    with pytest.raises(ValueError, match="513 in all; the model's context is 512"):
+        jkv.prefill(params, None, [1] * 513)
+
+
 def test_going_on_from_a_cache_leaves_it_as_it_was(params):
     cache, _ = jkv.prefill(params, "h2o(budget=48)", [PROMPTS[0]], room=128)
     first = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
     again = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
     assert first.tokens == again.tokens
     assert int(cache.seen[0]) == 70
+
+
+class Letters:
+    """A tokenizer: token t is the letter a + t % 26."""
+
+    eos_ids = ()
+
+    def decode(self, ids):
+        return "".join(map(self.push, ids))
+
+    def stream(self):
+        return self
+
+    def push(self, token):
+        return chr(97 + token % 26)
+
+    def finish(self):
+        return ""
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many tokens each call of the decode loop was asked for in all."""
+    asked = []
+
+    class Program:
+        def __init__(self, program):
+            self.program, self.temporary = program, program.temporary
+
+        def __call__(self, *args):
+            asked.append(int(args[-1]))
+            return self.program(*args)
+
+    def counted(*args, **static):
+        program, seconds = compiled.compiled(*args, **static)
+        return Program(program) if args[0] is loop.run_blocks else program, seconds
+
+    monkeypatch.setattr(sys.modules["jkv.generate"], "compiled", counted)
+    return asked
+
+
+@pytest.mark.parametrize("end", ["length", "stop text", "stop token"])
+def test_stream_gives_what_generate_does(params, calls, end):
+    params = replace(params, tokenizer=Letters())
+    options: dict = dict(max_new_tokens=60, stop_ids=(), temperature=1.5)
+    free = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options)
+    if end == "stop text":
+        options["stop"] = (free.text[20:23],)
+    if end == "stop token":
+        options["stop_ids"] = (free.tokens[20],)
+    want = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options)
+    calls.clear()
+    pieces, stream, blocks = [], jkv.stream(params, "h2o(budget=48)", PROMPTS[0], **options), []
+    try:
+        while True:
+            pieces.append(next(stream))
+            blocks.append(len(calls))
+    except StopIteration as over:
+        got = over.value
+    assert "".join(pieces) == got.text == want.text and got.tokens == want.tokens
+    assert (want.tokens == free.tokens) == (end == "length")
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), got.cache, want.cache)))
+    times = dict(prefill_tokens_per_s=0, decode_tokens_per_s=0, compile_s=0)
+    assert replace(got.report, **times) == replace(want.report, **times)
+    # a block ahead of the reader, where no text can end a row
+    assert calls[:2] == [16, 32] and blocks[0] == (1 if end == "stop text" else 2)
 
 
 def test_receipt_counts_what_is_there(params):
@@ -103,7 +189,28 @@ def test_append_keeps_generated_tokens_on_top(params):
 def test_streaming_goes_past_the_context(params):
     out = jkv.generate(params, "streaming(budget=40)", PROMPTS[0], max_new_tokens=600, stop_ids=())
     assert len(out.tokens) == 600 > params.config.context
-    assert np.isfinite(np.asarray(out.logits)).all()
+    longer = jkv.models.random(dict(jkv.models.TINY, hidden_size=64, max_position_embeddings=1024), 0, jnp.float32)
+    want = jkv.generate(longer, "streaming(budget=40)", PROMPTS[0], max_new_tokens=600, stop_ids=())
+    assert out.tokens == want.tokens
+    np.testing.assert_allclose(out.logits, want.logits, atol=1e-5)
+
+
+def test_the_program_used_longest_ago_is_let_go(monkeypatch):
+    def alive():
+        return len(jax.devices()[0].client.live_executables())
+
+    def run(n):
+        program, seconds = compiled.compiled(double, np.ones(n, np.float32))
+        return np.asarray(program(np.ones(n, np.float32))).sum() == 2 * n and seconds > 0
+
+    double = jax.jit(lambda x: 2 * x)
+    monkeypatch.setattr(compiled, "LIMIT", 2)
+    monkeypatch.setattr(compiled, "PROGRAMS", {})
+    assert run(1) and run(2)
+    before = alive()
+    assert not run(1) and run(3)  # 2 makes room
+    assert alive() == before
+    assert not run(1) and not run(3) and run(2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ PARAMS = jkv.models.random(jkv.models.TINY)
 IDS = [5, 6, 7, 8, 9] * 24
 COMPOSITIONS = (
     "full",
-    "snapkv(budget=40, window=8) | int8",
+    "h2o(budget=40) | int8",
     "kivi(bits=2, group=8)",
     "streaming(budget=40)",
     "quest(dense_layers=0)",

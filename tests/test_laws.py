@@ -48,7 +48,9 @@ def replayed(text: str) -> list[np.ndarray]:
     return [replay.logits, *(replay.step(FORCED[:, i], caches[i + 1]) for i in range(STEPS))]
 
 
-@pytest.mark.parametrize("case", [c for c in ALL if c.budget and not (c.ranked or c.slot.lossy or c.merges)], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in ALL if c.budget and not (c.ranked or c.merges or (c.slot.lossy and c.unit > 1))], ids=str
+)
 def test_attention_is_over_the_tokens_that_are_held(case: Case):
     for got, expected in zip(rig.shared(case.tight).logits, replayed(case.tight), strict=True):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
@@ -58,7 +60,7 @@ def test_attention_is_over_the_tokens_that_are_held(case: Case):
 
 
 def poison(cache):
-    """Dead slots with NaN keys, columns and queries, and huge values; integers 255."""
+    """Dead slots with NaN keys, columns, summaries and queries, and huge values; integers 255."""
 
     def fill(x, live, number):
         bad = jnp.asarray(255 if x.dtype == jnp.uint8 else number, x.dtype)
@@ -66,17 +68,19 @@ def poison(cache):
         alive = live.reshape(*live.shape[:2], -1, grain).any(-1)
         return jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, bad)
 
+    def all_of(tree, live, number):
+        return jax.tree.map(lambda x: fill(x, live, number), tree)
+
     def of(store, live):
         huge = 6e4 if any(x.dtype == jnp.float16 for x in jax.tree.leaves(store.v)) else 3e38
-        return dict(
-            k=jax.tree.map(lambda x: fill(x, live, np.nan), store.k),
-            v=jax.tree.map(lambda x: fill(x, live, huge), store.v),
-            columns={name: fill(x, live, np.nan) for name, x in store.columns.items()},
-        )
+        bad = dict(k=np.nan, v=huge, columns=np.nan)
+        return {name: all_of(getattr(store, name), live, x) for name, x in bad.items()}
 
     layers = []
     for layer in cache.layers:
-        tiers = [loop.replace(t, **of(t, t.pos >= 0)) for t in layer.tiers]
+        tiers = [
+            loop.replace(t, **of(t, t.pos >= 0), summary=all_of(t.summary, t.pos >= 0, np.nan)) for t in layer.tiers
+        ]
         recent = loop.replace(layer.recent, **of(layer.recent, layer.recent.pos[:, None] >= 0))
         queries = layer.queries
         if queries is not None:
@@ -94,6 +98,9 @@ def poison(cache):
 def test_dead_slots_are_never_read(case: Case):
     clean, bad = rig.shared(case.tight), rig.run(case.tight, poison=poison)
     np.testing.assert_array_equal(np.stack(bad.logits), np.stack(clean.logits))
+    short = np.where(np.arange(PROMPT.shape[1]) < 60, -1, PROMPT)  # fills no budget
+    clean, bad = rig.run(case.tight, short), rig.run(case.tight, short, poison=poison)
+    np.testing.assert_array_equal(np.stack(bad.logits), np.stack(clean.logits))
 
 
 # --------------------------------------------------------------------------------------------- 3 alone = in a batch
@@ -103,13 +110,13 @@ def test_dead_slots_are_never_read(case: Case):
 def test_a_row_does_not_see_its_neighbours(case: Case):
     together = rig.shared(case.tight)
     nobody = np.full_like(PROMPT[:1], -1), np.full_like(FORCED[:1], -1)
-    prompt, forced = np.concatenate([nobody[0], PROMPT[:1]]), np.concatenate([nobody[1], FORCED[:1]])
-    apart = rig.run(case.tight, prompt, forced)  # row 0, moved to row 1, beside a row that has no token
+    prompt, forced = np.concatenate([PROMPT[1:], nobody[0]]), np.concatenate([FORCED[1:], nobody[1]])
+    apart = rig.run(case.tight, prompt, forced)  # row 1, the shorter, moved to row 0, beside a row that has no token
     for a, b in zip(apart.logits, together.logits, strict=True):
-        np.testing.assert_allclose(a[1], b[0], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(a[0], b[1], atol=1e-5, rtol=0)
     for layer in range(L):
         a, b = (np.stack(rig.held(r.caches[-1], layer)) for r in (apart, together))
-        np.testing.assert_array_equal(a[:, 1], b[:, 0])
+        np.testing.assert_array_equal(a[:, 0], b[:, 1])
 
 
 @pytest.mark.parametrize("text", ["snapkv(budget=48, window=8) | int4", f"knorm(budget=48) | {rig.KIVI_TEXT}"])
@@ -127,6 +134,8 @@ def test_pads_change_nothing(text: str):
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
     rig.shared(case.tight)
     programs = (loop.absorb, loop.step)
+    kinds = {(jax.tree.structure(c), *map(jax.typeof, jax.tree.leaves(c))) for c in rig.shared(case.tight).caches}
+    assert len(kinds) == 1
     before = [f._cache_size() for f in programs]
     rig.run(case.tight, (PROMPT + 1) % 50, (FORCED + 1) % 50)
     assert [f._cache_size() for f in programs] == before

@@ -45,3 +45,4 @@ def test_penalty_divides_positive_and_multiplies_negative():
     assert sample(logits, s, zero, jnp.array([[True, False, False, False]])).item() == 1
     assert sample(logits - 2.0, s, zero, jnp.array([[True, True, False, False]])).item() == 0  # 0 stays 0
     assert sample(logits - 3.0, s, zero, jnp.array([[True, True, True, False]])).item() == 0
+    assert sample(logits - 3.0, s, zero, jnp.array([[True, False, False, False]])).item() == 1

@@ -43,6 +43,7 @@ def test_saved_cache_goes_on_alike(params, text, tmp_path):
     cache.save(tmp_path / "cache.jkv", params)
     loaded = jkv.Cache.load(tmp_path / "cache.jkv", params)
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(cache), strict=True))
     np.testing.assert_array_equal(steps(params, cache, token, 24)[1], steps(params, loaded, token, 24)[1])
 
 

@@ -83,34 +83,8 @@ class Affine(Codec):
             return Code(slots=packed, grains=(step, low))
         return Code(slots=(packed, step, low))
 
-    def _read(self, code: Code) -> tuple[Array, Array, Array, int]:
-        """Codes with their groups on an axis, step and low f32 ready to broadcast, and that axis."""
-        packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
-        raw = packed if self.bits == 8 else unpack(packed, self.bits)
-        y, axis = self._grouped(raw.astype(jnp.float32))
-        return y, jnp.expand_dims(step.astype(jnp.float32), axis), jnp.expand_dims(low.astype(jnp.float32), axis), axis
-
     def decode(self, code: Code) -> Array:
-        y, step, low, _ = self._read(code)
-        n = code.slots.shape[0] if self.axis == "channel" else code.slots[0].shape[0]
-        return (y * step + low).reshape(n, -1)
-
-    def logits(self, ask: Array, tile: Code) -> Array:
-        y, step, low, _ = self._read(tile)
-        if self.axis == "channel":  # the scales of a grain fold into the query, once per grain
-            inner = (
-                jnp.einsum("qd,jd,jgd->qjg", ask, step[:, 0], y) + jnp.einsum("qd,jd->qj", ask, low[:, 0])[..., None]
-            )
-            return inner.reshape(ask.shape[0], -1)
-        q = ask.reshape(ask.shape[0], *y.shape[1:])
-        dots = jnp.einsum("qjd,njd->qnj", q, y)
-        return jnp.einsum("qnj,nj->qn", dots, step[..., 0]) + jnp.einsum("qj,nj->qn", q.sum(-1), low[..., 0])
-
-    def mix(self, w: Array, tile: Code) -> Array:
-        y, step, low, _ = self._read(tile)
-        if self.axis == "channel":
-            g = w.reshape(w.shape[0], *y.shape[:2])
-            return jnp.einsum("qjg,jgd,jd->qd", g, y, step[:, 0]) + jnp.einsum("qj,jd->qd", g.sum(-1), low[:, 0])
-        scaled = jnp.einsum("qn,nj->qnj", w, step[..., 0])
-        out = jnp.einsum("qnj,njd->qjd", scaled, y) + jnp.einsum("qn,nj->qj", w, low[..., 0])[..., None]
-        return out.reshape(w.shape[0], -1)
+        packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
+        y, axis = self._grouped((packed if self.bits == 8 else unpack(packed, self.bits)).astype(jnp.float32))
+        step, low = (jnp.expand_dims(x.astype(jnp.float32), axis) for x in (step, low))
+        return (y * step + low).reshape(packed.shape[0], -1)

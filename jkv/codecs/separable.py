@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -45,22 +44,7 @@ class Separable(Codec):
         y = (y / c.astype(jnp.float32)[:, None]).reshape(x.shape)
         return Code(slots=self.inner.encode(y).slots, grains=(c,))
 
-    def _grains(self, code: Code) -> tuple[Code, Array]:
-        """The inner code with its grains on an axis of their own, and c f32[n/g,D]."""
-        slots = jax.tree.map(lambda a: a.reshape(-1, self.group, *a.shape[1:]), code.slots)
-        return Code(slots=slots), code.grains[0].astype(jnp.float32)
-
     def decode(self, code: Code) -> Array:
-        inner, c = self._grains(code)
-        y = jax.vmap(self.inner.decode)(inner) * c[:, None]
-        return y.reshape(-1, c.shape[1])
-
-    def logits(self, ask: Array, tile: Code) -> Array:
-        inner, c = self._grains(tile)
-        dots = jax.vmap(lambda t, s: self.inner.logits(ask * s[None], t))(inner, c)  # [n/g,N,g]
-        return jnp.swapaxes(dots, 0, 1).reshape(ask.shape[0], -1)
-
-    def mix(self, w: Array, tile: Code) -> Array:
-        inner, c = self._grains(tile)
-        by_grain = jnp.swapaxes(w.reshape(w.shape[0], -1, self.group), 0, 1)
-        return jnp.einsum("jqd,jd->qd", jax.vmap(self.inner.mix)(by_grain, inner), c)
+        y = self.inner.decode(Code(slots=code.slots))
+        c = code.grains[0].astype(jnp.float32)
+        return (y.reshape(-1, self.group, y.shape[1]) * c[:, None]).reshape(y.shape)

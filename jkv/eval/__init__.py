@@ -1,0 +1,1 @@
+"""Evaluation: texts, tasks and scores that need no network and no model."""

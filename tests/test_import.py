@@ -1,0 +1,48 @@
+"""The package is light to import, and its names mean the same in whatever order its modules are imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jkv
+
+HELP = (
+    "import sys, jkv.cli; sys.argv = ['jkv', '--help']\ntry: jkv.cli.main()\nexcept SystemExit as e: assert not e.code"
+)
+
+
+def fresh(code):
+    """Runs code in a new interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("code", ["import jkv; dir(jkv)", HELP], ids=["import", "help"])
+def test_jax_is_not_imported_before_it_is_needed(code):
+    fresh(f"{code}\nimport sys; assert 'jax' not in sys.modules")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import jkv",
+        "import jkv, jkv.generate",
+        "import jkv; jkv.generate; import jkv.generate",
+        "from jkv.generate import bucket; import jkv",
+        "import jkv; jkv.step; from jkv import models, inspect, methods",
+    ],
+)
+def test_generate_is_the_function(code):
+    fresh(f"{code}\nimport types; assert isinstance(jkv.generate, types.FunctionType), jkv.generate")
+
+
+def test_submodules_need_no_import_of_their_own():
+    fresh("import jkv; jkv.models.random(jkv.models.TINY); jkv.methods.parse('full')")
+
+
+def test_every_name_is_there():
+    assert {*jkv._HOMES, "models"} == set(jkv.__all__) <= set(dir(jkv))
+    assert all(hasattr(jkv, name) for name in jkv.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = jkv.nothing

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-# Programs kept. Prompts of all padded lengths up to 8192 tokens need 58, two each. A process that keeps thousands runs
-# out of memory maps, and XLA then crashes.
-LIMIT = 64
+# Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU; a process that keeps thousands of small ones runs
+# out of memory maps, and XLA then crashes. A prompt length and a cache need two.
+LIMIT = 16
 PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
 
 
@@ -49,6 +49,13 @@ def compiled(function: Any, *args: Any, **static: Any) -> tuple[Compiled, float]
         del PROGRAMS[oldest]
         oldest[0].clear_cache()  # jax holds its programs too; what is in PROGRAMS survives this
     return program, seconds
+
+
+def forget() -> None:
+    """Drop all programs, such as those of a cache that will not be used again; the disk keeps them."""
+    for function in {key[0] for key in PROGRAMS}:
+        function.clear_cache()
+    PROGRAMS.clear()
 
 
 def use_disk_cache() -> None:

@@ -1,0 +1,129 @@
+"""The dense model beside a compressed one: the attention that is lost, and what each layer's compression costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.attend import attend, attend_causal, visible
+from jkv.cache import Cache, map_codec
+from jkv.models import Params, family
+from jkv.tree import value
+
+
+@value
+class Stored:
+    """A layer's cache by position: k (rotated), v f32[B,H,S,D] as decoded, here bool[B,H,S]."""
+
+    k: Array
+    v: Array
+    here: Array
+
+
+@jax.jit
+def divergence(full: Array, own: Array) -> tuple[Array, Array]:
+    """KL(full || own) in nats and whether both prefer the same token, f32[B,n] and bool[B,n], of logits [B,n,V]."""
+    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
+    return (jnp.exp(p) * (p - q)).sum(-1), full.argmax(-1) == own.argmax(-1)
+
+
+def plain(params: Params) -> Params:
+    """Without its tokenizer, which compares by identity and would compile anew."""
+    return replace(params, tokenizer=None)
+
+
+@jax.jit
+def stored(cache: Cache) -> list[Stored]:
+    """Every layer of a cache that keeps true positions, by position; S is the longest text that it was made for."""
+    out = []
+    for plan, layer, rope in zip(cache.plan, cache.layers, cache.model.ropes, strict=True):
+        b, h, _, d = layer.recent.k.shape
+        k = v = jnp.zeros((b, h, plan.longest + 1, d))
+        here = jnp.zeros((b, h, plan.longest + 1), bool)
+        parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            key = map_codec(config.k.decode, tier.k)
+            key = rope.rotate(key, tier.pos) if config.k.rope == "after" else key
+            parts.append((key, map_codec(config.v.decode, tier.v), tier.pos))
+        for key, val, pos in parts:
+            at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))
+            write = jax.vmap(jax.vmap(lambda x, i, y: x.at[i].set(y.astype(x.dtype))))
+            k, v = write(k, at, key), write(v, at, val)
+            here = write(here, at, jnp.ones(at.shape, bool))
+        out.append(Stored(k=k[:, :, :-1], v=v[:, :, :-1], here=here[:, :, :-1]))
+    return out
+
+
+@partial(jax.jit, static_argnames=("prefix",))
+def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: int) -> tuple[Array, Array]:
+    """Logits f32[B,N,V] of the tokens of i32[B,T] from `prefix` on, and the attention kept, f32[L,B,H].
+
+    In layers with which bool[L], queries from `prefix` on see of the prefix what `held` has, as it has it. Kept: the
+    share of those queries' attention to the prefix that is on tokens which are held, had they seen all of them.
+    """
+    model, total = params.config, ids.shape[1]
+    net, pos = family(model), jnp.broadcast_to(jnp.arange(total)[None], ids.shape)
+    kept = []
+
+    def attend_layer(i: int, a: Any) -> tuple[Array, None]:
+        rope, window = model.ropes[i], model.windows[i]
+        q = rope.rotate(a.q, pos[:, None, None]).astype(jnp.float32)
+        k, v = rope.rotate(a.k, pos[:, None]).astype(jnp.float32), a.v.astype(jnp.float32)
+        o = attend_causal(q, k, v, pos, pos, model.scale, window).finish()
+        late = q[:, :, :, prefix:]
+        see = visible(pos[:, prefix:], pos[:, None], window)
+        here = jnp.pad(held[i].here[:, :, :prefix], ((0, 0), (0, 0), (0, total - prefix)), constant_values=True)
+        p = jnp.einsum("bhgtd,bhsd->bhgts", late, k) * model.scale
+        p = jax.nn.softmax(jnp.where(see[:, :, None], p, -jnp.inf), -1)[..., :prefix]
+        kept.append((p * here[:, :, None, None, :prefix].astype(p.dtype)).sum((2, 3, 4)) / p.sum((2, 3, 4)))
+        old = here[:, :, :prefix, None]
+        k, v = (
+            x.at[:, :, :prefix].set(jnp.where(old, y[:, :, :prefix], x[:, :, :prefix]))
+            for x, y in ((k, held[i].k), (v, held[i].v))
+        )
+        other = attend(late, k, v, see & here[:, :, None], model.scale).finish()
+        return o.at[:, :, :, prefix:].set(jnp.where(which[i], other, o[:, :, :, prefix:])), None
+
+    x = net.embed(params, ids)
+    for i in range(model.layers):
+        x, _ = net.layer(params, i, x, pos, attend_layer)
+    return net.head(params, x[:, prefix - 1 : -1]), jnp.stack(kept)
+
+
+def mass(params: Params, cache: Cache, ids: np.ndarray) -> np.ndarray:
+    """f32[L,B,H]: what the rest of i32[B,T] pays to the tokens that the cache holds, of what it pays to all it saw."""
+    which = jnp.zeros(params.config.layers, bool)
+    return np.asarray(dense(plain(params), jnp.asarray(ids), stored(cache), which, int(cache.seen.max()))[1])
+
+
+def sweep(params: Params, cache: Cache, ids: np.ndarray, progress: Callable[[], None]) -> list[float]:
+    """Mean KL in nats to the full model over the rest of i32[B,T], for each layer if it alone is compressed."""
+    rows, layers, prefix = jnp.asarray(ids), params.config.layers, int(cache.seen.max())
+    params, held = plain(params), stored(cache)
+    full, _ = dense(params, rows, held, jnp.zeros(layers, bool), prefix)
+    out = []
+    for i in range(layers):
+        one, _ = dense(params, rows, held, jnp.arange(layers) == i, prefix)
+        out.append(float(divergence(full, one)[0].mean()))
+        progress()
+    return out
+
+
+def to_spare(costs: Sequence[float]) -> list[int]:
+    """The few layers that cost most: half of all KL, but a quarter of the layers at most.
+
+    >>> to_spare([0.1, 3.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    [1]
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    chosen: list[int] = []
+    while len(chosen) < len(costs) // 4 and sum(costs[i] for i in chosen) < sum(costs) / 2:
+        chosen.append(order[len(chosen)])
+    return sorted(chosen)

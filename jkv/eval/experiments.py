@@ -1,0 +1,221 @@
+"""The experiments of `jkv eval`: what is measured of each cache, row by row, into a file that can be gone on with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv.compiled import forget
+from jkv.eval import corpora, measure, niah, shared, tasks
+from jkv.eval.results import Results, digest, versions
+from jkv.eval.tasks import Example
+from jkv.io.cache_file import fingerprint
+from jkv.methods import CATALOGUE, parse
+from jkv.models import Params
+
+KEEPS = (0.5, 0.25, 0.125)
+Say = Callable[[str], None]  # takes what was just measured
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every experiment needs: a model, the caches as text, how many at a time, where results go."""
+
+    name: str
+    params: Params
+    caches: Sequence[str]
+    batch: int
+    path: Path | None
+    seed: int = 0
+
+    def results(self, command: str, prompts: Sequence[str | bytes], **how: Any) -> Results:
+        """The file, with all that its numbers depend on; see `results.Results`."""
+        tokenizer = self.params.tokenizer
+        meta = {
+            "command": command,
+            "model": self.name,
+            "fingerprint": fingerprint(self.params),
+            "dtype": str(self.params.embed.dtype),
+            "seed": self.seed,
+            "prompts": digest(prompts),
+            "template": None if tokenizer is None or not tokenizer.template else digest([tokenizer.template]),
+            "stop_ids": [] if tokenizer is None else list(tokenizer.eos_ids),
+            "versions": versions(),
+            **how,
+        }
+        return Results(self.path, meta)
+
+    def each(
+        self, found: Results, say: Say, rows: Sequence[dict[str, Any]], run: Callable[..., dict[str, Any]]
+    ) -> None:
+        """Measures what is missing: a row for every cache and every key of `rows`."""
+        for cache in self.caches:
+            config = parse(cache)
+            for key in rows:
+                if found.find(cache=cache, **key) is None:
+                    found.add({"cache": cache, **key, **run(config, key)})
+                say(f"{cache} {key['task']}")
+            forget()
+
+
+def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
+    """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
+
+    "append" is no method by itself and is left out; quest keeps everything and reads the fraction.
+
+    >>> [x for x in catalogue(1024, keeps=(0.25,)) if "snapkv" in x]
+    ['snapkv(budget=256)', 'snapkv(budget=256) | int8', 'snapkv(budget=256) | int4']
+    """
+    out = []
+    for row in CATALOGUE.values():
+        takes = inspect.signature(row.make).parameters
+        if "budget" in takes:
+            out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
+        elif "pages" in takes:
+            out += [f"{row.name}(pages={int(keep * length) // takes['page'].default})" for keep in keeps]
+        elif "append" not in row.axes:
+            out.append(row.name)
+    return out + [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
+
+
+def texts(
+    params: Params, corpus: str, file: Path | None, tokens: Path | None, prefix: int, rest: int, samples: int, seed: int
+) -> tuple[np.ndarray, str]:
+    """Token ids i32[samples, prefix + rest] of a corpus, a text file or an .npz, and what to call their source."""
+    if prefix < 1 or rest < 1 or samples < 1:
+        raise ValueError(f"prefix={prefix}, continue={rest}, samples={samples}: each must be 1 or more")
+    if prefix + rest > params.config.context:
+        raise ValueError(
+            f"prefix and continuation are {prefix + rest} tokens, and the model's context is {params.config.context}: "
+            "make one of them shorter"
+        )
+    if tokens is not None:
+        return corpora.tokens(tokens, params.config.vocab, prefix + rest)[:samples], tokens.name
+    if params.tokenizer is None:
+        raise ValueError("this model has no tokenizer: give --tokens FILE.npz")
+    ids = params.tokenizer.encode(corpora.text(str(file) if file else corpus))
+    return corpora.windows(ids, prefix + rest, samples, seed), file.name if file else corpus
+
+
+def perplexity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool, say: Say) -> Results:
+    """One row a cache: perplexity of what follows a compressed prefix."""
+    how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "frozen": frozen}
+    found = s.results("ppl", [ids.tobytes()], source=source, **how)
+    about = measure.Texts(ids, prefix, frozen, s.batch)
+    s.each(found, say, [{"task": f"ppl/{source}"}], lambda config, _: measure.perplexity(s.params, config, about))
+    return found
+
+
+def fidelity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool, layers: bool, say: Say) -> Results:
+    """One row a cache: how far its next-token distributions are from the full cache's."""
+    how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "frozen": frozen}
+    found = s.results("fidelity", [ids.tobytes()], source=source, layers=layers, **how)
+    key = {"task": f"fidelity/{source}"}
+    if all(found.find(cache=cache, **key) for cache in s.caches):
+        return found
+    beside = measure.Fidelity(s.params, measure.Texts(ids, prefix, frozen, s.batch))
+    s.each(found, say, [key], lambda config, _: beside(config, layers))
+    return found
+
+
+def count(params: Params, turns: int = 1) -> Callable[[str], int]:
+    """Tokens of a text, with what the chat template adds to so many questions."""
+    tokenizer = params.tokenizer
+    if tokenizer is None:
+        raise ValueError("tasks need a tokenizer: this model was built without one")
+    extra = turns * measure.overhead(params)
+    return lambda text: len(tokenizer.encode(text)) + extra
+
+
+def _rows(made: dict[str, list[Example]], seen: Sequence[bool]) -> list[dict[str, Any]]:
+    return [{"task": name, "question": "seen" if x else "unseen"} for name in made for x in seen]
+
+
+def _asked(
+    s: Setting, found: Results, made: dict[str, list[Example]], rule: Any, say: Say, seen: Sequence[bool]
+) -> Any:
+    """Asks the questions of each task, `rule` is (tokens to answer, score) by the task's name in `made`."""
+    prompts = {name: [measure.cut(s.params, e) for e in examples] for name, examples in made.items()}
+
+    def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
+        new, score = rule(key["task"])
+        aware = key["question"] == "seen"
+        answers, cost = measure.answer(s.params, config, prompts[key["task"]], new, aware, s.batch)
+        got = [score(text, e.answers) for text, e in zip(answers, made[key["task"]], strict=True)]
+        said = [text.strip()[:120] for text in answers]
+        return {"score": round(float(np.mean(got)), 4), "samples": len(got), **vars(cost), "said": said}
+
+    s.each(found, say, _rows(made, seen), run)
+    return found
+
+
+def ruler(s: Setting, names: Sequence[str], length: int, samples: int, seen: Sequence[bool], say: Say) -> Results:
+    """One row a cache, task and way of asking."""
+    counted = count(s.params)
+    made = {
+        f"{tasks.find(tasks.TASKS, n).suite}/{n}": tasks.examples(n, length, samples, s.seed, counted) for n in names
+    }
+    prompts = [e.prompt for examples in made.values() for e in examples]
+    found = s.results("ruler", prompts, length=length, samples=samples)
+    rule = lambda task: (tasks.TASKS[task.split("/")[1]].new, tasks.TASKS[task.split("/")[1]].score)  # noqa: E731
+    return _asked(s, found, made, rule, say, seen)
+
+
+def needle(
+    s: Setting, lengths: Sequence[int], depths: Sequence[float], samples: int, seen: Sequence[bool], say: Say
+) -> Results:
+    """One row a cache, length and depth: the needle in a haystack."""
+    counted = count(s.params)
+    made = {
+        f"niah/{n}/{depth:.2f}": tasks.draw(
+            f"niah {n} {depth}",
+            lambda rng, n, c, depth=depth: niah.needle(rng, n, depth, c),
+            n,
+            samples,
+            s.seed,
+            counted,
+        )
+        for n in lengths
+        for depth in depths
+    }
+    prompts = [e.prompt for examples in made.values() for e in examples]
+    found = s.results("niah", prompts, lengths=list(lengths), depths=list(depths), samples=samples)
+    row = tasks.TASKS["niah"]
+    return _asked(s, found, made, lambda _: (row.new, row.score), say, seen)
+
+
+def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes: Sequence[str], say: Say) -> Results:
+    """One row a cache, session and mode; see `measure.converse`."""
+    counted = count(s.params, shared.TURNS + 1)
+    made = {n: shared.sessions(n, length, samples, s.seed, counted) for n in names}
+    found = s.results("multiturn", [x.text for some in made.values() for x in some], length=length, samples=samples)
+    rows = [
+        {"task": f"multiturn/{n}", "mode": mode, "ability": shared.SESSIONS[n].ability} for n in names for mode in modes
+    ]
+
+    def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
+        task = shared.SESSIONS[key["task"].split("/")[1]]
+        got, honest, cost = [], [], None
+        for session in made[task.name]:
+            *answers, last = (found := measure.converse(s.params, config, session, task.new, key["mode"]))[0]
+            cost = cost or found[1]
+            got.append([task.score(text, e.answers) for text, e in zip(answers, session.turns, strict=True)])
+            honest.append(measure.honest(session, last))
+        assert cost is not None
+        by_turn = np.mean(got, 0)
+        return {
+            "question": "seen" if key["mode"] == "rebuilt" else "unseen",
+            "score": round(float(by_turn.mean()), 4),
+            "by_turn": by_turn.round(4).tolist(),
+            "honest": round(float(np.mean(honest)), 4),
+            "samples": len(got),
+            **vars(cost),
+        }
+
+    s.each(found, say, rows, run)
+    return found

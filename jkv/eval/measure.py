@@ -1,0 +1,303 @@
+"""What a cache costs in quality: a text is continued, or questions are answered, through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.cache import Cache, tree_bytes
+from jkv.compiled import compiled
+from jkv.config import CacheConfig
+from jkv.eval.attention import divergence, mass, plain, sweep, to_spare
+from jkv.eval.shared import Session
+from jkv.eval.tasks import Example, none_named
+from jkv.generate import encode, extend, generate, prefill
+from jkv.loop import Decoding, empty, run_blocks
+from jkv.models import Params
+from jkv.report import full_bytes
+from jkv.sampling import make as sampling
+
+SLICE = 64  # tokens whose logits exist at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a cache held of what it had seen: fraction of tokens, bytes per row, and those of the full cache."""
+
+    kept: float
+    bytes: int
+    bytes_full: int
+
+
+def held(config: CacheConfig, cache: Cache) -> Held:
+    """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow."""
+    seen = np.asarray(cache.seen)
+    kept = np.asarray(cache.kept(), float) / seen[None, :, None]
+    dtype = cache.layers[0].recent.k.dtype
+    made = jax.eval_shape(lambda: empty(config, cache.model, 1, int(seen.max()), 0, dtype).layers)
+    return Held(
+        kept=round(float(kept.mean()), 4), bytes=tree_bytes(made), bytes_full=int(full_bytes(cache) / cache.rows)
+    )
+
+
+@dataclass
+class Follow:
+    """Teacher forcing: every token i32[B,N] goes through the cache, its flushes included.
+
+    Iterating gives f32[B,n,V], the logits that each of the next n tokens was predicted with. Afterwards `cache` is
+    the cache after all of them, and `ms` the milliseconds of each step by slice.
+    """
+
+    params: Params
+    cache: Cache
+    logits: Array
+    tokens: np.ndarray
+
+    def __iter__(self) -> Iterator[Array]:
+        self.ms: list[float] = []
+        params, b = replace(plain(self.params), config=self.cache.model), self.tokens.shape[0]
+        cache = jax.tree.map(jnp.copy, self.cache)  # the loop consumes what it is given
+        settings = sampling(b, params.config.vocab, seeds=(0,) * b, stop_ids=())
+        for start in range(0, self.tokens.shape[1], SLICE):
+            part = self.tokens[:, start : start + SLICE].astype(np.int32)
+            n = part.shape[1]
+            state = Decoding(
+                cache=cache,
+                logits=self.logits,
+                alive=jnp.ones(b, bool),
+                used=None,
+                out=jnp.full((b, SLICE), -1, jnp.int32),
+                count=jnp.int32(0),
+                trace=jnp.zeros((b, SLICE, params.config.vocab), jnp.float32),
+                forced=jnp.asarray(np.pad(part, ((0, 0), (0, SLICE - n)))),
+            )
+            program, _ = compiled(run_blocks, params, state, settings, jnp.int32(n))
+            begin = time.perf_counter()
+            state = jax.block_until_ready(program(params, state, settings, jnp.int32(n)))
+            self.ms.append((time.perf_counter() - begin) / n * 1e3)
+            cache, self.logits = state.cache, state.logits
+            assert state.trace is not None
+            yield state.trace[:, :n]
+        self.cache = cache
+
+
+@jax.jit
+def surprise(logits: Array, tokens: Array) -> Array:
+    """Negative log-likelihood in nats, f32[B,n], of tokens i32[B,n] under logits f32[B,n,V]."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
+
+
+def batches(samples: int, most: int) -> Iterator[tuple[list[int], int]]:
+    """(rows, how many count): batches of one size, the last filled up with rows that were measured before.
+
+    >>> list(batches(3, 2))
+    [([0, 1], 2), ([2, 0], 1)]
+    """
+    size = min(most, samples)
+    for start in range(0, samples, size):
+        rows = list(range(start, min(start + size, samples)))
+        yield rows + [i % samples for i in range(size - len(rows))], len(rows)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids i32[n,T]: the first `prefix` are read and compressed, the others go through the cache one by one.
+
+    frozen: nothing is compressed after the prefix. batch: texts at a time.
+    """
+
+    ids: np.ndarray
+    prefix: int
+    frozen: bool = False
+    batch: int = 4
+
+    def follow(self, params: Params, config: CacheConfig, rows: list[int]) -> Follow:
+        some, room = self.ids[rows], self.ids.shape[1] - self.prefix
+        if self.frozen:  # one flush at the end of the prefix, the next one after the text
+            config = replace(config, block=max(config.block, room))
+        cache, logits = prefill(params, config, some[:, : self.prefix], room=room)
+        return Follow(params, cache, logits, some[:, self.prefix :])
+
+
+def perplexity(params: Params, config: CacheConfig, texts: Texts) -> dict[str, Any]:
+    """Of what follows the prefix: ppl = exp(mean nll in nats); `nll_se`: its standard error over the texts."""
+    by_text, ms, cost = [], [], None
+    for rows, count in batches(len(texts.ids), texts.batch):
+        run = texts.follow(params, config, rows)
+        cost = cost or held(config, run.cache)
+        by_text.append(np.concatenate([_surprise(run, i, part) for i, part in enumerate(run)], 1)[:count].mean(1))
+        ms += run.ms
+    assert cost is not None
+    return {**_ppl(np.concatenate(by_text)), **vars(cost), "ms_token": round(float(np.median(ms)), 2)}
+
+
+def _surprise(run: Follow, i: int, logits: Array) -> np.ndarray:
+    return np.asarray(surprise(logits, jnp.asarray(run.tokens[:, i * SLICE : i * SLICE + logits.shape[1]])))
+
+
+def _ppl(nll: np.ndarray) -> dict[str, float]:
+    return {
+        "ppl": round(float(np.exp(nll.mean())), 4),
+        "nll": round(float(nll.mean()), 5),
+        "nll_se": round(float(nll.std() / np.sqrt(len(nll))), 5),
+    }
+
+
+class Fidelity:
+    """Texts through the full cache, once; then any number of caches beside it.
+
+    The full cache's logits stay in memory: n * N * vocab floats.
+    """
+
+    def __init__(self, params: Params, texts: Texts) -> None:
+        self.params, self.texts = params, texts
+        self.groups = list(batches(len(texts.ids), texts.batch))
+        self.full = [[np.asarray(x) for x in texts.follow(params, CacheConfig(), rows)] for rows, _ in self.groups]
+
+    def __call__(self, config: CacheConfig, layers: bool = False, tick: Callable[[], None] = int) -> dict[str, Any]:
+        """How far a cache is from the full one: KL in nats, top-1 agreement, first divergence; and its perplexity.
+
+        `first`: mean index of the first token that the full cache would have chosen otherwise (N: none); `mass`
+        f32[L][H]: the share of the full model's attention to the prefix that is on tokens which the cache holds.
+        layers: also `by_layer`, the KL if one layer alone is compressed, as the prefix left it, over the first batch,
+        and `spare`, the layers that cost most; `tick` is called after each.
+        """
+        kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], None, []
+        for (rows, count), full in zip(self.groups, self.full, strict=True):
+            run = self.texts.follow(self.params, config, rows)
+            cost = cost or held(config, run.cache)
+            masses.append(mass(self.params, run.cache, self.texts.ids[rows])[:, :count])
+            if layers and not by_layer:
+                by_layer = sweep(self.params, run.cache, self.texts.ids[rows], tick)
+            parts = []
+            for i, own in enumerate(run):
+                parts.append((*divergence(jnp.asarray(full[i]), own), _surprise(run, i, own)))
+            k, s, n = (np.concatenate([np.asarray(x) for x in xs], 1)[:count] for xs in zip(*parts, strict=True))
+            kl, same, nll, ms = [*kl, k], [*same, s], [*nll, n.mean(1)], ms + run.ms
+        k, s = np.concatenate(kl), np.concatenate(same)
+        first = np.where(s.all(1), s.shape[1], s.argmin(1))
+        assert cost is not None
+        return {
+            "kl": round(float(k.mean()), 6),
+            "kl_p99": round(float(np.quantile(k, 0.99)), 5),
+            "agree": round(float(s.mean()), 4),
+            "first": round(float(first.mean()), 1),
+            **_ppl(np.concatenate(nll)),
+            "mass": np.concatenate(masses, 1).mean(1, dtype=float).round(4).tolist(),
+            **({"by_layer": [round(x, 6) for x in by_layer], "spare": to_spare(by_layer)} if layers else {}),
+            **vars(cost),
+            "ms_token": round(float(np.median(ms)), 2),
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+
+
+def said(params: Params, turns: Sequence[Example]) -> str:
+    """A conversation up to the answer's start of its last question, earlier ones with their right answers."""
+    if params.tokenizer is None:
+        raise ValueError("questions need a tokenizer: this model was built without one")
+    if params.tokenizer.template is None:
+        *before, last = turns
+        return turns[0].context + "".join(t.question + t.prefix + t.gold for t in before) + last.question + last.prefix
+    messages = []
+    for i, turn in enumerate(turns):
+        messages.append({"role": "user", "content": (turn.context if i == 0 else "") + turn.question.strip("\n" * i)})
+        if i < len(turns) - 1:
+            messages.append({"role": "assistant", "content": turn.prefix + turn.gold})
+    return params.tokenizer.chat(messages) + turns[-1].prefix
+
+
+def cut(params: Params, example: Example) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt up to the end of its context, and of the rest; the rest begins a token of its own."""
+    text = said(params, [example])
+    end = text.index(example.context) + len(example.context)
+    assert params.tokenizer is not None
+    return params.tokenizer.encode(text[:end]), added(params, text[end:])
+
+
+def added(params: Params, text: str) -> list[int]:
+    """Token ids of text that follows another."""
+    assert params.tokenizer is not None
+    return params.tokenizer.core.encode(text, add_special_tokens=False).ids
+
+
+def overhead(params: Params) -> int:
+    """Tokens that the chat template adds to a question."""
+    empty = Example(context="", question="", prefix="", answers=("",), meta={})
+    return len(encode(params, said(params, [empty]) or " ")[0][0])
+
+
+Prompt = tuple[list[int], list[int]]  # token ids of the context, and of what comes after it
+
+
+def answer(
+    params: Params, config: CacheConfig, prompts: Sequence[Prompt], new: int, seen: bool, batch: int
+) -> tuple[list[str], Held]:
+    """Greedy answers to prompts, and what the cache held.
+
+    seen: the question is part of what is compressed (query-aware); else the context is compressed alone, as for a
+    cache that will serve questions that nobody knows yet, and the question comes after it.
+    """
+    texts: list[str] = []
+    cost = None
+    for rows, count in batches(len(prompts), batch):
+        heads, tails = [prompts[i][0] for i in rows], [prompts[i][1] for i in rows]
+        if seen:
+            out = generate(params, config, [a + b for a, b in zip(heads, tails, strict=True)], max_new_tokens=new)
+            cost = cost or held(config, out.cache)
+        else:
+            cache, _ = prefill(params, config, heads, room=_room(params, heads, new + max(map(len, tails))))
+            cost = cost or held(config, cache)
+            out = generate(params, cache, tails, max_new_tokens=new)
+        texts += out.text[:count]
+    assert cost is not None
+    return texts, cost
+
+
+def _room(params: Params, heads: Sequence[Sequence[int]], n: int) -> int:
+    """Room for n tokens after the heads, in whole steps so that most prompts share their programs."""
+    return max(n, min(-(-n // 128) * 128, params.config.context - max(map(len, heads))))
+
+
+def converse(params: Params, config: CacheConfig, session: Session, new: int, mode: str) -> tuple[list[str], Held]:
+    """Greedy answers to the questions of a session, then to its probe.
+
+    "rebuilt": each question with its context in a prompt of its own, compressed knowing it. "reused": the context is
+    compressed once, before any question, and each is asked from that cache. "turns": one conversation, each question
+    after the right answers to those before it, on one cache that is compressed again and again.
+    """
+    questions = [*session.turns, session.probe]
+    if mode == "rebuilt":
+        texts, cost = [], None
+        for q in questions:
+            text, found = answer(params, config, [cut(params, q)], new, True, 1)
+            texts, cost = texts + text, cost or found
+        assert cost is not None
+        return texts, cost
+    head, first = cut(params, questions[0])
+    if mode == "reused":
+        tails = [first, *(cut(params, q)[1] for q in questions[1:])]
+        cache, _ = prefill(params, config, [head], room=_room(params, [head], new + max(map(len, tails))))
+        return [generate(params, cache, [b], max_new_tokens=new).text[0] for b in tails], held(config, cache)
+    spoken = [said(params, questions[: i + 1]) for i in range(len(questions))]
+    ends = [spoken[0].index(session.context) + len(session.context), *map(len, spoken)]
+    tails = [added(params, text[end:]) for text, end in zip(spoken, ends, strict=False)]
+    cache, _ = prefill(params, config, [head], room=_room(params, [head], new + sum(map(len, tails))))
+    cost, texts = held(config, cache), []
+    for tail in tails:
+        texts.append(generate(params, cache, [tail], max_new_tokens=new).text[0])
+        cache, _ = extend(params, cache, [tail])
+    return texts, cost
+
+
+def honest(session: Session, text: str) -> float:
+    """Whether the answer to the probe makes nothing up."""
+    return none_named(text, session.probe.answers)

@@ -1,0 +1,107 @@
+"""Result files: one JSON document {"meta", "rows"}; a row is written as soon as it is measured, and never lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "tokenizers")
+
+
+def digest(parts: Iterable[str | bytes]) -> str:
+    """Sixteen hex digits of SHA-256: the same prompts have the same digest.
+
+    >>> digest(["a", "b"]) == digest([b"a", b"b"]) != digest(["ab"])
+    True
+    """
+    total = hashlib.sha256()
+    for x in parts:
+        raw = x.encode() if isinstance(x, str) else x
+        total.update(len(raw).to_bytes(8, "big") + raw)
+    return total.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that a number depends on."""
+    found = {p: metadata.version(p) for p in PACKAGES if any(metadata.distributions(name=p))}
+    return {"python": platform.python_version(), **found}
+
+
+class Results:
+    """The rows of one experiment, in a file if there is a path.
+
+    An existing file of the same experiment (equal `meta`) is gone on with: `find` tells what is already measured.
+    Raises ValueError for a file of another experiment or of no experiment, OSError with the way out if it cannot be
+    written; the rows that were there before are then still there.
+    """
+
+    def __init__(self, path: str | Path | None, meta: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path).expanduser()
+        self.meta = json.loads(json.dumps(meta))
+        self.rows: list[dict[str, Any]] = []
+        if self.path is None:
+            return
+        if self.path.exists():
+            old = read(self.path)
+            changed = sorted(k for k in {*old["meta"], *self.meta} if old["meta"].get(k) != self.meta.get(k))
+            if changed:
+                raise ValueError(
+                    f"{self.path} holds another experiment, with other {', '.join(changed)}: give another --json, or "
+                    "delete the file to measure again"
+                )
+            self.rows = old["rows"]
+        else:
+            self._write()  # before the first hour of work, not after it
+
+    def find(self, **key: Any) -> dict[str, Any] | None:
+        """The row that has these values, if it was measured."""
+        return next((row for row in self.rows if all(row.get(k) == v for k, v in key.items())), None)
+
+    def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row, once it is in the file."""
+        self.rows.append(json.loads(json.dumps(row)))
+        if self.path is not None:
+            self._write()
+        return self.rows[-1]
+
+    def _write(self) -> None:
+        assert self.path is not None
+        text = json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(text)
+                os.replace(name, self.path)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            kept = f"; {len(self.rows) - 1} earlier rows are safe in it" if len(self.rows) > 1 else ""
+            raise OSError(
+                f"cannot write {self.path}: {error.strerror}{kept}. Make room or fix the path, then run the same "
+                "command again: it goes on where it stopped"
+            ) from error
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A result file; ValueError says what is wrong with it."""
+    path = Path(path).expanduser()
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; give a file that `jkv eval` wrote") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); give a file that `jkv eval` wrote") from error
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not (isinstance(rows, list) and isinstance(found.get("meta"), dict) and all(isinstance(r, dict) for r in rows)):
+        raise ValueError(f"{path} holds no results: it must be {{'meta': {{...}}, 'rows': [{{...}}]}}")
+    return found

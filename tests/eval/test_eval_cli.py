@@ -1,0 +1,152 @@
+"""The commands: valid files, resumable, and one clear line for what a user can get wrong."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_measure import PARAMS, TINY, byte_tokenizer
+from typer.testing import CliRunner
+
+from jkv import models
+from jkv.cli import app
+from jkv.eval import measure
+from jkv.io import load as loading
+
+RUNNER = CliRunner()
+OWN = "knorm(budget=40)"
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """Any model name loads the tiny model."""
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+
+
+def run(*args, code=0):
+    done = RUNNER.invoke(app, ["eval", *map(str, args)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens.npz"
+    np.savez(path, np.random.default_rng(0).integers(0, 256, (2, 96)).astype(np.int32))
+    return path
+
+
+def ppl(tokens, *more, code=0):
+    return run("ppl", "--tokens", tokens, "--prefix", 64, "--continue", 32, *more, code=code)
+
+
+def test_perplexity_writes_a_row_a_cache(tokens, tmp_path):
+    out = tmp_path / "ppl.json"
+    done = ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out)
+    found = json.loads(out.read_text())
+    assert [r["cache"] for r in found["rows"]] == ["full", OWN]
+    assert {"ppl", "nll", "nll_se", "kept", "bytes", "bytes_full", "ms_token", "task"} <= set(found["rows"][1])
+    assert found["rows"][1]["kept"] == 0.625 and found["rows"][1]["bytes"] < found["rows"][0]["bytes"]
+    assert {"fingerprint", "prompts", "seed", "versions", "template", "stop_ids", "frozen"} <= set(found["meta"])
+    assert OWN in done.stdout and "[2/2]" in done.stderr
+
+
+def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
+    out, real, calls = tmp_path / "ppl.json", measure.perplexity, []
+
+    def measured(params, config, texts):
+        calls.append(str(config))
+        if calls == ["full", OWN]:
+            raise KeyboardInterrupt
+        return real(params, config, texts)
+
+    monkeypatch.setattr(measure, "perplexity", measured)
+    ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out, code=130)
+    assert [r["cache"] for r in json.loads(out.read_text())["rows"]] == ["full"]
+    ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out)
+    assert calls == ["full", OWN, OWN]
+    assert "other samples" not in ppl(tokens, "--cache", "full", "--seed", 1, "--json", out, code=1).stderr
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
+def test_fidelity_by_layer_and_its_pictures(tokens, tmp_path):
+    out = tmp_path / "fid.json"
+    args = ("--tokens", tokens, "--prefix", 64, "--continue", 32, "--cache", OWN, "--layers", "--json", out)
+    assert "spare layers" in run("fidelity", *args).stdout
+    row = json.loads(out.read_text())["rows"][0]
+    assert len(row["by_layer"]) == 2 and np.shape(row["mass"]) == (2, 2) and row["kl"] > 0
+    drawn = run("report", out, "--plots", tmp_path / "plots").stdout
+    assert "layers-knorm" in drawn and len(list((tmp_path / "plots").iterdir())) == 1
+
+
+def test_tasks_of_all_kinds_run(tmp_path):
+    out = {name: tmp_path / f"{name}.json" for name in ("ruler", "niah", "multiturn")}
+    args = ("--cache", OWN, "--samples", 1, "--json")
+    run("ruler", "--tasks", "vt", "--length", 3000, "--question", "both", *args, out["ruler"])
+    run("niah", "--length", 3500, "--depths", 2, "--plot", tmp_path / "plots", *args, out["niah"])
+    run("multiturn", "--tasks", "kv", "--mode", "reused", "--length", 3500, *args, out["multiturn"])
+    rows = {name: json.loads(path.read_text())["rows"] for name, path in out.items()}
+    assert [(r["task"], r["question"]) for r in rows["ruler"]] == [("ruler/vt", "seen"), ("ruler/vt", "unseen")]
+    assert [r["task"] for r in rows["niah"]] == ["niah/3500/0.00", "niah/3500/1.00"]
+    assert len(rows["multiturn"][0]["by_turn"]) == 5 and "honest" in rows["multiturn"][0]
+    assert (tmp_path / "plots" / "niah-knorm-budget-40.png").exists()
+    assert "multiturn reused" in run("report", *out.values()).stdout
+
+
+def saved(path, *arrays, **named):
+    np.savez(path, *arrays, **named)
+    return path
+
+
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        (("ppl", "--corpus", "pydok"), "pydok"),
+        (("ppl", "--text", "nothing.txt"), "nothing.txt"),
+        (("ppl", "--tokens", "nothing.npz"), "nothing.npz"),
+        (("ppl", "--prefix", 4096, "--continue", 256), "the model's context is 4096"),
+        (("ppl", "--continue", 0), "continue=0"),
+        (("ppl", "--cache", "snapcv(budget=4)"), "snapkv"),
+        (("ppl", "--batch", 0, "--prefix", 64), "batch=0"),
+        (("ruler", "--tasks", "niah_singel_1"), "did you mean 'niah_single_1'?"),
+        (("ruler", "--tasks", "vt", "--question", "maybe"), "seen, unseen or both"),
+        (("ruler", "--tasks", "vt", "--length", 60), "tokens are too few"),
+        (("niah", "--depths", 1), "depths=1"),
+        (("multiturn", "--tasks", "multihop"), "did you mean 'multi_hop'?"),
+        (("multiturn", "--mode", "again"), "reused, turns or rebuilt"),
+        (("report", "nothing.json"), "nothing.json: No such file"),
+    ],
+)
+def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(*args, code=1)
+    assert why in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "array, why",
+    [
+        (np.zeros((2, 95), np.int32), "96"),
+        (np.full((2, 96), 256, np.int32), "256"),
+        (np.full((2, 96), -1, np.int32), "-1"),
+        (np.zeros((2, 96)), "int32"),
+        (np.zeros(96, np.int32), "96"),
+    ],
+)
+def test_a_wrong_token_file_is_refused(array, why, tmp_path):
+    done = ppl(saved(tmp_path / "bad.npz", array), "--json", tmp_path / "out.json", code=1)
+    assert why in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "out.json").exists()
+
+
+def test_questions_need_a_tokenizer(monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": models.random(TINY))
+    assert "tokenizer" in run("ruler", code=1).stderr
+    assert "--tokens FILE.npz" in run("ppl", "--prefix", 64, "--continue", 8, code=1).stderr
+
+
+def test_a_model_without_a_template_is_asked_in_plain_text(monkeypatch, tmp_path):
+    bare = replace(PARAMS, tokenizer=byte_tokenizer(None))
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": bare)
+    out = tmp_path / "out.json"
+    run("ruler", "--tasks", "niah_single_1", "--length", 1500, "--samples", 1, "--json", out)
+    assert json.loads(out.read_text())["meta"]["template"] is None

@@ -1,0 +1,203 @@
+"""Measurements against plain attention, and answers through caches that hold everything, and through broken ones."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers.decoders import ByteLevel as Bytes
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from jkv import flush, models
+from jkv.eval import attention, experiments, measure, shared, tasks
+from jkv.eval.measure import Fidelity, Texts
+from jkv.io.load import load
+from jkv.io.tokenizer import Tokenizer
+from jkv.methods import CATALOGUE, parse
+
+TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}<a>"
+
+
+def byte_tokenizer(template=TEMPLATE):
+    core = tokenizers.Tokenizer(BPE({c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Bytes()
+    return Tokenizer(core, template=template)
+
+
+TINY = dict(models.TINY, hidden_size=64, vocab_size=256, max_position_embeddings=4096)
+PARAMS = replace(models.random(TINY), tokenizer=byte_tokenizer())
+IDS = np.random.default_rng(0).integers(0, 256, (3, 200)).astype(np.int32)
+PREFIX = 110
+
+
+def plain(ids):
+    """Logits f32[n,N,V] that plain attention predicts what follows the prefix with."""
+    pos = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+    return np.asarray(models.forward(PARAMS, jnp.asarray(ids), pos))[:, PREFIX - 1 : -1]
+
+
+def nll(logits, ids):
+    wide = logits.astype(np.float64)
+    p = np.exp(wide - wide.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return -np.log(np.take_along_axis(p, ids[:, PREFIX:, None], -1))[..., 0]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_perplexity_of_the_full_cache_is_the_models_own(batch):
+    found = measure.perplexity(PARAMS, parse("full"), Texts(IDS, PREFIX, batch=batch))
+    by_text = nll(plain(IDS), IDS).mean(1)
+    np.testing.assert_allclose(found["nll"], by_text.mean(), atol=2e-5)
+    np.testing.assert_allclose(found["ppl"], np.exp(by_text.mean()), rtol=2e-5)
+    np.testing.assert_allclose(found["nll_se"], by_text.std() / np.sqrt(3), atol=2e-5)
+    assert found["kept"] == 1 and found["bytes_full"] == PREFIX * 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=48, window=8)", "h2o(budget=48) | int8", "kivi(recent=0, group=16)"])
+def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
+    """Two ways to the same numbers: the decode loop, and dense attention over the decoded prefix."""
+    texts = Texts(IDS[:2], PREFIX, frozen=True)
+    run = texts.follow(PARAMS, parse(text), [0, 1])
+    held = attention.stored(run.cache)
+    own = np.concatenate([np.asarray(x) for x in run], 1)
+    every = jnp.ones(PARAMS.config.layers, bool)
+    seen, _ = attention.dense(attention.plain(PARAMS), jnp.asarray(IDS[:2]), held, every, PREFIX)
+    np.testing.assert_allclose(own, seen, atol=2e-4)
+    none, _ = attention.dense(attention.plain(PARAMS), jnp.asarray(IDS[:2]), held, ~every, PREFIX)
+    np.testing.assert_allclose(none, plain(IDS[:2]), atol=2e-4)
+    assert abs(own - plain(IDS[:2])).max() > 1e-2
+
+
+def test_freezing_is_about_what_comes_after_the_prefix():
+    caches = [Texts(IDS[:1], PREFIX, frozen=x).follow(PARAMS, parse("h2o(budget=48)"), [0]) for x in (False, True)]
+    for run in caches:
+        list(run)
+    kept = [int(run.cache.kept().max()) for run in caches]
+    assert kept[0] < 48 + 32 and kept[1] == 48 + IDS.shape[1] - PREFIX
+
+
+def test_attention_kept_is_counted_token_by_token():
+    cache = Texts(IDS[:1], PREFIX).follow(PARAMS, parse("snapkv(budget=48, window=8)"), [0]).cache
+    found = attention.mass(PARAMS, cache, IDS[:1])
+    model, net = PARAMS.config, models.family(PARAMS.config)
+    pos = jnp.arange(200)[None]
+    p = net.project(PARAMS, 0, net.embed(PARAMS, jnp.asarray(IDS[:1])), pos)
+    q = np.asarray(model.ropes[0].rotate(p.q, pos[:, None, None]), np.float64)
+    k = np.asarray(model.ropes[0].rotate(p.k, pos[:, None]), np.float64)
+    kept = [set(np.asarray(cache.layers[0].recent.pos[0]).tolist()) for _ in range(model.heads)]
+    for h in range(model.heads):
+        kept[h] |= set(np.asarray(cache.layers[0].tiers[0].pos[0, h]).tolist())
+        part = whole = 0.0
+        for g in range(model.groups):
+            for t in range(PREFIX, 200):
+                w = np.exp(k[0, h, : t + 1] @ q[0, h, g, t] * model.scale)
+                w /= w.sum()
+                whole += w[:PREFIX].sum()
+                part += sum(w[i] for i in range(PREFIX) if i in kept[h])
+        np.testing.assert_allclose(found[0, 0, h], part / whole, atol=1e-5)
+
+
+def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():
+    beside = Fidelity(PARAMS, Texts(IDS, PREFIX, batch=2))
+    full, own = (beside(parse(x), layers=True) for x in ("full", "snapkv(budget=48, window=8)"))
+    assert abs(full["kl"]) < 1e-6 and full["agree"] == 1 and full["first"] == 90 and full["by_layer"] == [0, 0]
+    assert np.min(full["mass"]) > 0.9999
+    assert own["kl"] > 0.01 and own["agree"] < 1 and own["first"] < 90 and min(own["by_layer"]) > 1e-3
+    assert 0 < np.min(own["mass"]) < np.max(own["mass"]) < 1
+    same = measure.perplexity(PARAMS, parse("snapkv(budget=48, window=8)"), Texts(IDS, PREFIX, batch=2))
+    assert same["ppl"] == own["ppl"]
+
+
+def test_kl_is_the_definition():
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(size=(2, 1, 4, 9)) * 2
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
+    kl, same = attention.divergence(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    np.testing.assert_allclose(kl, (p * np.log(p / q)).sum(-1), atol=1e-5)
+    assert np.asarray(same).tolist() == (a.argmax(-1) == b.argmax(-1)).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+
+
+def session(name="kv", length=3500):
+    return shared.sessions(name, length, 1, 0, lambda text: len(text.encode()))[0]
+
+
+def test_what_is_asked_of_a_full_cache_does_not_depend_on_how():
+    one = session()
+    modes = {m: measure.converse(PARAMS, parse("full"), one, 6, m)[0] for m in ("rebuilt", "reused", "turns")}
+    assert modes["rebuilt"] == modes["reused"] and len(modes["reused"]) == 6
+    assert modes["turns"][0] == modes["reused"][0] and modes["turns"][1:] != modes["reused"][1:]
+    prompts = [measure.cut(PARAMS, q) for q in one.turns]
+    seen, unseen = (measure.answer(PARAMS, parse("full"), prompts, 6, x, 2)[0] for x in (True, False))
+    assert seen == unseen == modes["reused"][:5]
+
+
+def test_a_question_asked_later_is_not_in_a_cache_that_was_compressed_before_it():
+    prompts = [measure.cut(PARAMS, q) for q in session().turns]
+    config = parse("snapkv(budget=64, window=16)")
+    seen, unseen = (measure.answer(PARAMS, config, prompts, 6, x, 5)[0] for x in (True, False))
+    assert seen != unseen
+
+
+def test_a_conversation_is_the_templates_own():
+    a, b = (replace(x, context="CTX" if i == 0 else "") for i, x in enumerate(session().turns[:2]))
+    text = measure.said(PARAMS, [a, b])
+    assert text == f"<u>CTX{a.question}</><a>{a.prefix}{a.gold}</><u>{b.question.strip(chr(10))}</><a>{b.prefix}"
+    bare = replace(PARAMS, tokenizer=byte_tokenizer(None))
+    assert measure.said(bare, [a, b]) == f"CTX{a.question}{a.prefix}{a.gold}{b.question}{b.prefix}"
+    head, tail = measure.cut(PARAMS, a)
+    assert PARAMS.tokenizer.decode(head) == "<u>CTX" and PARAMS.tokenizer.decode(head + tail) == measure.said(
+        PARAMS, [a]
+    )
+
+
+def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
+    setting = experiments.Setting("tiny", PARAMS, ["full"], 2, None)
+    right = {}
+    for name in (t.name for t in tasks.TASKS.values() if t.suite == "ruler"):
+        for e in tasks.examples(name, 4000 - measure.overhead(PARAMS), 2, 0, lambda text: len(text.encode())):
+            head, tail = measure.cut(PARAMS, e)
+            right[tuple(head + tail)] = e.gold
+    for answer, score in ((lambda ids: right[tuple(ids)], 1.0), (lambda ids: "", 0.0)):
+        cache = measure.prefill(PARAMS, "full", [[1] * 40])[0]
+        monkeypatch.setattr(
+            measure,
+            "generate",
+            lambda params, config, rows, max_new_tokens, answer=answer, cache=cache: SimpleNamespace(
+                text=[answer(ids) for ids in rows], cache=cache
+            ),
+        )
+        found = experiments.ruler(
+            setting, [n.name for n in tasks.TASKS.values() if n.suite == "ruler"], 4000, 2, [True], str
+        )
+        assert len(found.rows) == 13 and {r["score"] for r in found.rows} == {score}
+
+
+def test_a_real_model_finds_needles_and_a_broken_cache_loses_them(monkeypatch):
+    params = load("smollm2-135m")
+    setting = experiments.Setting("smollm2-135m", params, ["full", "h2o(budget=320)"], 4, None)
+    whole, own = (r["score"] for r in experiments.ruler(setting, ["niah_single_1"], 400, 4, [True], str).rows)
+    assert whole == 1 and own >= 0.75
+    real = flush._contest
+
+    def newest_of_all(slot_rank, slot_pos, new, limit, config):
+        slot, token = real(slot_rank, slot_pos, new, limit, config)
+        return slot, token[..., ::-1] * 0  # every slot gets the oldest newcomer
+
+    monkeypatch.setattr(flush, "_contest", newest_of_all)
+    jax.clear_caches()
+    setting = replace(setting, caches=["h2o(budget=320)"])
+    assert experiments.ruler(setting, ["niah_single_1"], 400, 4, [True], str).rows[0]["score"] <= 0.25
+    jax.clear_caches()
+
+
+def test_every_method_is_in_the_matrix():
+    named = {parse(x).name.split("(")[0].split(" ")[0] for x in experiments.catalogue(1024)}
+    assert named == set(CATALOGUE) - {"append"}
+    assert experiments.catalogue(1024, keeps=(0.5,)).count("h2o(budget=512)") == 1

@@ -1,0 +1,83 @@
+"""Result files: rows survive whatever ends a run, and a file is of one experiment."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from jkv.eval.results import Results, read
+
+META = {"command": "ppl", "prefix": 64, "list": (1, 2)}
+
+
+def test_rows_are_in_the_file_at_once_and_found_by_the_next_run(tmp_path):
+    path = tmp_path / "new" / "out.json"
+    Results(path, META).add({"cache": "full", "task": "ppl", "ppl": 2.0})
+    again = Results(path, META)
+    assert again.find(cache="full", task="ppl") == {"cache": "full", "task": "ppl", "ppl": 2.0}
+    assert again.find(cache="full", task="other") is None and again.find(cache="int8", task="ppl") is None
+    again.add({"cache": "int8", "task": "ppl", "ppl": 3.0})
+    assert [r["ppl"] for r in read(path)["rows"]] == [2.0, 3.0]
+    assert read(path)["meta"] == {"command": "ppl", "prefix": 64, "list": [1, 2]}
+
+
+def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Results(None, META).add({"cache": "full"}) == {"cache": "full"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_experiment_is_refused_and_named(tmp_path):
+    path = tmp_path / "out.json"
+    Results(path, META).add({"cache": "full"})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"another experiment, with other prefix, seed: give another --json"):
+        Results(path, META | {"prefix": 65, "seed": 1})
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "out.json"
+    found = Results(path, META)
+    found.add({"cache": "full"})
+    before = path.read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match=r"No space left.*1 earlier rows are safe.*run the same command again"):
+        found.add({"cache": "int8"})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_path_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot write .*out\.json"):
+        Results(tmp_path / "file" / "out.json", META)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "is no JSON"),
+        ('{"meta": {}, "rows": [{"cac', "is no JSON"),
+        ("[]", "holds no results"),
+        (json.dumps({"meta": {}}), "holds no results"),
+        (json.dumps({"meta": [], "rows": []}), "holds no results"),
+        (json.dumps({"meta": {}, "rows": [1]}), "holds no results"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_stays(tmp_path, text, why):
+    path = tmp_path / "out.json"
+    path.write_text(text)
+    for open_ in (read, lambda p: Results(p, META)):
+        with pytest.raises(ValueError, match=why):
+            open_(path)
+    assert path.read_text() == text
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.json: No such file"):
+        read(tmp_path / "nothing.json")

@@ -28,7 +28,7 @@ lint: .venv/installed  ## style and types, the types on the package as a user ge
 
 bench: .venv/installed  ## beside transformers on the same weights
 	$(BIN)/pip install -q -e '.[parity]'
-	$(BIN)/python -m jkv.bench --compare
+	$(BIN)/jkv bench compare --json results/compare.json
 
 clean:
 	rm -rf .venv build

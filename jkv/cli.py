@@ -1,4 +1,4 @@
-"""The command line: jkv generate, methods, inspect, fetch. Imports jax only where a command needs it."""
+"""The command line: jkv generate, methods, inspect, fetch, eval, bench, recommend. Imports jax only where needed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
+
+from jkv.bench import cli as bench_cli
+from jkv.eval import cli as eval_cli
 
 if TYPE_CHECKING:
     from jkv.inspect import Summary
@@ -86,6 +89,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Language-model inference in JAX through compressed KV caches.",
 )
+
+app.add_typer(eval_cli.app, name="eval", cls=Group)
+app.add_typer(bench_cli.app, name="bench", cls=Group)
+app.command()(bench_cli.recommend)
 
 Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]

@@ -1,49 +1,476 @@
-"""The benchmark's own arithmetic, and that its trials run; speed itself is not tested."""
+"""The benchmark's own arithmetic, its files and its errors; speed itself is not tested."""
 
+import itertools
 import json
+import os
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from jkv import bench, models
+from jkv import models
+from jkv.bench import cli, compare, engines, growth, measure, recommend, results, shapes, speed
 from jkv.cache import tree_bytes
+from jkv.cli import app
+
+RUNNER = CliRunner()
+TINY = ("--shape", "tiny", "--random-weights")
+L, H, G, D = 2, 2, 2, 8  # layers, kv heads, groups, channels of the tiny model
 
 
 @pytest.fixture(scope="module")
-def engine() -> bench.Jkv:
-    return bench.Jkv(models.random(models.TINY))
+def params():
+    return models.random(models.TINY)
 
 
-def test_trials_run_and_can_be_repeated(engine):
-    ids = np.ones((1, 8), np.int64)
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """A shape for tests, and a machine that copies 1 GB/s: measuring it takes longer than all the rest."""
+    monkeypatch.setitem(shapes.SHAPES, "tiny", models.TINY)
+    monkeypatch.setattr(speed, "copy_rate", lambda: 1e9)
+
+
+def call(*args):
+    return RUNNER.invoke(app, list(map(str, args)), prog_name="jkv")
+
+
+def refused(result, *says, code=1):
+    """One line on stderr and nothing else, no traceback."""
+    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+    assert isinstance(result.exception, SystemExit) and result.stdout == ""
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
+    for text in says:
+        assert text in result.stderr
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_trials_run_and_can_be_repeated(params):
+    ids, engine = np.ones((1, 8), np.int64), engines.Jkv(params)
     for trial in (engine.prefill(ids), engine.decode(ids, 4)):
         assert trial() > 0
         assert trial() > 0  # decoding consumes its state: the second trial needs one of its own
 
 
-def test_two_engines_take_turns():
+def test_engines_take_turns():
     order = []
-    a, b = bench.alternate(lambda: order.append("a") or 1.0, lambda: order.append("b") or 2.0, 2)
+    trials = [lambda: order.append("a") or 1.0, lambda: order.append("b") or 2.0]
+    assert measure.turns(trials, 2) == [[1.0, 1.0], [2.0, 2.0]]
     assert order == list("ababab")
-    assert (a, b) == ([1.0, 1.0], [2.0, 2.0])
 
 
-def test_a_tied_model_reads_its_table_once_and_every_cached_token():
-    untied = models.random(models.TINY)
+def test_percentiles_by_hand():
+    trials = [[float(i) for i in range(1, 51)], [float(i) for i in range(51, 102)]]  # 1 .. 101
+    got = measure.percentiles(trials)
+    assert got == {"ms": (25.5 + 76.0) / 2, "p50": 51.0, "p99": 100.0}
+    assert measure.percentiles([[1.0] * 15 + [9.0]])["p99"] == pytest.approx(1 + 8 * 0.85)  # rank 14.85 of 0 .. 15
+    assert measure.percentiles([[1.0], [2.0], [30.0]])["ms"] == 2.0  # one slow trial moves no median
+
+
+def test_a_tied_model_reads_its_table_once_and_every_cached_token(params):
     tied = models.random(dict(models.TINY, tie_word_embeddings=True))
-    assert bench.step_bytes(untied, 0) == bench.step_bytes(tied, 0)
-    assert bench.step_bytes(tied, 0) == tree_bytes((tied.embed, tied.layers, tied.norm))
-    one = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, channels, bytes
-    assert bench.step_bytes(tied, 10) - bench.step_bytes(tied, 0) == 10 * one
+    assert measure.weight_bytes(params) == measure.weight_bytes(tied)
+    assert measure.weight_bytes(tied) == tree_bytes((tied.embed, tied.layers, tied.norm))
+    assert compare.step_bytes(tied, 10) - compare.step_bytes(tied, 0) == 10 * L * 2 * H * D * 4
 
 
-def test_flat_writes_json_with_the_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "load", lambda name: models.random(models.TINY))
-    bench.main(
-        ["--flat", "--marks", "160,200", "--over", "16", "--method", "streaming(budget=64)", "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    "spec, slots, slot",
+    [
+        ("full", 200 - 16, 2 * H * D * 4 + 4),  # one position serves all heads
+        ("snapkv(budget=48, window=16)", 48 - 16, H * (2 * D * 4 + 4)),
+        ("snapkv(budget=48, window=16) | int8", 48 - 16, H * (2 * (D + 4) + 4)),  # float16 scale and low
+    ],
+)
+def test_bytes_of_a_step_by_hand(params, spec, slots, slot):
+    """Recent window of 16 + 16 tokens, then the tier; columns of scores and kept queries are not read by a step."""
+    cache = engines.Jkv(params, spec, rows=3).empty(200, 20)
+    recent = 32 * (2 * H * D * 4 + 4)
+    assert measure.cache_bytes(cache) == 3 * L * (recent + slots * slot)
+
+
+def test_a_selector_reads_its_index_and_its_picks(params):
+    cache = engines.Jkv(params, "quest(pages=3, page=8, dense_layers=1)").empty(256, 20)
+    token, slots = 2 * H * D * 4, cache.plan[0].tiers[0].capacity
+    recent = sum(p.room for p in cache.plan) * (token + 4)
+    picked = 3 * 8 * (token + H * 4)  # the positions of the picks, head by head
+    index = slots * 4 + slots // 8 * H * 2 * D * 4  # all positions, and bounds of every page
+    assert measure.cache_bytes(cache) == recent + slots * (token + 4) + index + picked
+
+
+def test_a_round_of_decoding_starts_before_a_flush(params):
+    engine = engines.Jkv(params, "snapkv(budget=48, window=16)", 2, 200)
+    ids = np.random.default_rng(0).integers(0, 100, (2, 100))
+    state, program, seconds = engine.full_window(ids, 16)
+    assert int(state.cache.fill) == state.cache.plan[0].room and state.cache.seen.tolist() == [100, 100]
+    assert seconds > 0 and measure.peak_bytes(program) > tree_bytes((params, state.cache))
+    ready = speed.decode(engine, ids, 16)
+    times = ready.trial()
+    assert len(times) == 16 and min(times) > 0 and ready.seconds == 0  # the same program
+    assert ready.trial() and ready.cache.seen.tolist() == [100, 100]
+    flushed = speed.settle(ready.cache)
+    assert int(flushed.fill) == flushed.plan[0].stay
+
+
+def test_a_cache_of_relative_positions_goes_beyond_the_context(params):
+    spec = "streaming(budget=64)"
+    assert engines.Jkv(params, spec, 1, 632).params.config.ropes[0].longest == 632
+    assert engines.Jkv(params, "full", 1, 632).params.config == params.config
+    rows = list(speed.rows("decode", params, [spec], [600], steps=16, rounds=1))
+    assert rows[0]["context"] == 600 > params.config.context
+    with pytest.raises(ValueError, match="--context 600 and 16 new tokens: the model's context is 512"):
+        speed.check(["full"], [600], 16, params.config)
+
+
+def test_rates_follow_from_times(params, monkeypatch):
+    monkeypatch.setattr(speed, "turns", lambda trials, rounds: [[[1.0, 3.0]] * rounds])
+    row = next(speed.rows("decode", params, ["full"], [40], batch=2, steps=2, rounds=3))
+    assert (row["ms"], row["tokens_per_s"]) == (2.0, 1000.0)
+    assert row["read_bytes"] == measure.weight_bytes(params) + 2 * L * 58 * (2 * H * D * 4 + 4)
+    assert row["bandwidth_share"] == pytest.approx(row["read_bytes"] / 2e-3 / 1e9)
+    row = next(speed.rows("prefill", params, ["full"], [40], batch=2, rounds=3))
+    assert row["tokens_per_s"] == 2 * 40 / 2e-3
+    row = next(speed.rows("flush", params, ["full"], [40], rounds=3))
+    assert (row["block"], row["ms_per_token"]) == (16, 2 / 16)
+
+
+def test_the_rate_of_a_copy_counts_both_ways(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))  # a second a copy
+    monkeypatch.setattr(measure.jnp, "ones", lambda n: np.ones(1000, np.float32))
+    assert measure.copy_rate() == 2 * 4000
+
+
+# ---------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("qwen3-8b", 8_190_735_360),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_shapes_have_the_published_numbers_of_parameters(name, parameters):
+    c = models.read_config(shapes.SHAPES[name])
+    sizes = shapes.weights.names(c, models.FAMILIES[c.family].TENSORS).values()
+    assert sum(int(np.prod(s)) for s in sizes) == parameters
+
+
+def test_random_weights_must_fit(monkeypatch):
+    name, source = shapes.subject(None, "tiny", True, 4, 1)
+    need = tree_bytes(models.build(source.config, source.tensors, "float32"))
+    assert name == "tiny, random weights"
+    largest = 4 * 2 * 64 * 32 // 2  # one of the two matrices that gate_up stacks
+    largest = max(largest, 4 * 100 * 32)
+    monkeypatch.setattr(shapes, "available", lambda: need + largest)
+    shapes.noise(models.TINY, 4, 1)
+    for copies, free in ((1, need + largest - 1), (2, need + largest)):
+        monkeypatch.setattr(shapes, "available", lambda free=free: free)
+        with pytest.raises(ValueError, match="GiB are free; use --dtype bfloat16"):
+            shapes.noise(models.TINY, 4, copies)
+    monkeypatch.setattr(shapes, "available", lambda: 1 << 30)
+    refused(
+        call("bench", "decode", "--shape", "llama-3.1-8b", "--random-weights"), "8.03 billion", "31.9 GiB", "1.0 GiB"
     )
-    got = json.loads((tmp_path / "flat.json").read_text())
-    first, last = got["lines"]
-    assert (first["tokens"], last["tokens"]) == (160, 200)
-    assert first["nbytes"] == last["nbytes"] < 200 * 2 * 2 * 2 * 8 * 4 / 2  # half of what the tokens would take
-    assert got["machine"]["jax"]
+
+
+def test_available_memory_is_known_here():
+    assert 1 << 20 < (shapes.available() or 0) < 1 << 50
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_decode_writes_its_rows(tmp_path):
+    out = tmp_path / "new" / "d.json"
+    args = ("--cache", "full", "--cache", "snapkv(budget=32, window=8)", "--context", 40, "--context", 60)
+    result = call("bench", "decode", *TINY, *args, "--steps", 16, "--rounds", 2, "--batch", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    held = json.loads(out.read_text())
+    assert set(held) == {"meta", "rows"}
+    assert {"machine", "versions", "threads", "model", "seed", "date"} <= set(held["meta"])
+    assert held["meta"]["model"] == "tiny, random weights" and held["meta"]["versions"]["jax"]
+    assert held["meta"]["threads"] == len(os.sched_getaffinity(0))
+    found = [(r["context"], r["cache"]) for r in held["rows"]]
+    assert found == [(n, c) for n in (40, 60) for c in ("full", "snapkv(budget=32, window=8)")]
+    for r in held["rows"]:
+        assert 0 < r["p50"] <= r["p99"] and r["bytes"] > 0 and r["peak_bytes"] > r["bytes"] and r["read_bytes"] > 0
+    assert list(tmp_path.rglob("*.tmp")) == []
+    assert "of copy rate" in result.stdout and "token at a time" in result.stdout
+    assert len(result.stderr.splitlines()) == 4  # a line a row
+
+
+@pytest.mark.parametrize("what", ["prefill", "flush"])
+def test_prefill_and_flush(what, tmp_path):
+    result = call(
+        "bench", what, *TINY, "--context", 40, "--cache", "int8", "--rounds", 2, "--json", tmp_path / "x.json"
+    )
+    assert result.exit_code == 0, result.output
+    row = json.loads((tmp_path / "x.json").read_text())["rows"][0]
+    assert row["what"] == what and row["ms"] > 0 and ("ms_per_token" in row) == (what == "flush")
+
+
+def test_growth_draws_and_writes(tmp_path):
+    pytest.importorskip("matplotlib")
+    args = ("--marks", "160,200", "--over", 16, "--cache", "streaming(budget=64)", "--cache", "full")
+    files = ("--json", tmp_path / "g.json", "--plot", tmp_path / "g.png")
+    result = call("bench", "growth", *TINY, *args, *files)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "g.json").read_text())["rows"]
+    assert [(r["cache"], r["tokens"]) for r in rows] == [
+        (c, n) for c in ("streaming(budget=64)", "full") for n in (160, 200)
+    ]
+    assert rows[0]["bytes"] == rows[1]["bytes"] < rows[2]["bytes"] / 2
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth_times_no_token_twice(params):
+    stops, model = [], params.config
+
+    class Counting(engines.Jkv):
+        def run(self, state, stop):
+            stops.append(stop)
+            return super().run(state, stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growth, "Jkv", Counting)
+        list(growth.rows(params, ["streaming(budget=64)"], [33, 65], 32))
+    assert stops == [1, 1, 17, 33, 33, 49, 65]
+    for marks, over in (([32], 32), ([64, 95], 32), ([64], 24), ([100, 50], 16)):
+        with pytest.raises(ValueError, match="--over"):
+            growth.check(["full"], marks, over, model)
+
+
+def test_growth_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
+    refused(call("bench", "growth", *TINY, "--plot", tmp_path / "g.png"), "pip install 'jkv[plot]'")
+
+
+def test_threads_confine_the_process(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
+    taken = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.append(cores))
+    assert cli.use_cores(None) == 3 and taken == []
+    assert cli.use_cores(2) == 2 and taken == [[3, 5]]
+    with pytest.raises(ValueError, match="may use 3 cores"):
+        cli.use_cores(4)
+
+
+DECODE = ("bench", "decode")
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ((*DECODE, "--shape", "lama-3.1-8b", "--random-weights"), "did you mean llama-3.1-8b?"),
+        ((*DECODE, "--shape", "zzz", "--random-weights"), "it is one of llama-3.1-8b"),
+        ((*DECODE, "--shape", "tiny"), "add --random-weights"),
+        ((*DECODE, "--model", "x", *TINY), "give one of them"),
+        ((*DECODE, "--model", "smollm2-135n"), "did you mean smollm2-135m?"),
+        ((*DECODE, *TINY, "--cache", "snapvk(budget=9)"), "did you mean 'snapkv'"),
+        ((*DECODE, *TINY, "--cache", "snapkv(budget=20)", "--context", 40), "raise the budget"),
+        ((*DECODE, *TINY, "--context", 500), "--context 500 and 64 new tokens: the model's context is 512"),
+        (("bench", "prefill", *TINY, "--context", 513), "--context 513: the model's context is 512"),
+        ((*DECODE, *TINY, "--context", 16, "--cache", "full"), "flushes every 16 tokens; give a context above that"),
+        ((*DECODE, *TINY, "--dtype", "int8"), "must be one of float32"),
+        ((*DECODE, *TINY, "--vs", "kvpress"), "the only peer is transformers"),
+        ((*DECODE, *TINY, "--threads", 4096), "this process may use"),
+        (("bench", "growth", *TINY, "--marks", "a,b"), "give numbers of tokens"),
+        (("bench", "growth", *TINY, "--tokens", 100), "no room for the 128 tokens"),
+        (("bench", "growth", *TINY, "--tokens", 600, "--cache", "full"), "600 tokens after 16 of prompt"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(args, says):
+    refused(call(*args), says)
+
+
+def test_options_that_cannot_be_read():
+    refused(call(*DECODE, "--steps", 0), "(see jkv bench decode --help)", code=2)
+    refused(call("bench", "flush", "--steps", 4), "No such option", code=2)  # it would do nothing
+    refused(call("bench", "kernel"), "No such command", code=2)
+    assert call("bench").stdout == call("bench", "--help").stdout != ""
+
+
+def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    refused(call(*DECODE, *TINY, "--vs", "transformers"), "torch and transformers", "pip install 'jkv[parity]'")
+    refused(call("bench", "compare", "--model", "nothing"), "pip install 'jkv[parity]'")
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_wrong_cache_or_path_is_refused_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "subject", lambda *a: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("")
+    refused(call(*DECODE, *TINY, "--cache", "zzz"), "see `jkv methods`")
+    for path, says in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x.json", "check the path")):
+        refused(call(*DECODE, *TINY, "--json", path), says, str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, fails):
+    def full(*args):
+        raise OSError(28, "No space left on device", "a temporary name")
+
+    out = tmp_path / "x.json"
+    results.save(out, {"a": 1}, [])
+    old = out.read_text()
+    monkeypatch.setattr(results.os, fails, full)
+    args = ("--context", 40, "--cache", "full", "--rounds", 1, "--steps", 1, "--json", out)
+    result = call(*DECODE, *TINY, *args)
+    assert result.exit_code == 1 and "tokens/s" in result.stdout  # the table is not lost
+    assert result.stderr.splitlines()[-1].startswith(f"error: {out}: No space left on device")
+    assert out.read_text() == old and list(tmp_path.iterdir()) == [out]
+
+
+# ---------------------------------------------------------------- recommend
+
+
+def test_the_front_by_brute_force():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        found = [(float(q), int(b)) for q, b in rng.integers(0, 6, (rng.integers(1, 12), 2))]
+        beaten = lambda a, b: b[0] >= a[0] and b[1] <= a[1] and b != a  # noqa: E731
+        want = [i for i, a in enumerate(found) if not any(beaten(a, b) for b in found)]
+        assert recommend.pareto(found) == want, found
+
+
+def rows_file(tmp_path, name, rows, **meta):
+    path = tmp_path / name
+    path.write_text(json.dumps({"meta": {"model": "tiny", **meta}, "rows": rows}))
+    return path
+
+
+def row(cache, task, share, **found):
+    return {"cache": cache, "task": task, "bytes": int(1000 * share), "bytes_full": 1000, "kept": share, **found}
+
+
+def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path):
+    ruler = [
+        row("full", "ruler/vt", 1.0, score=1.0, samples=8),
+        row("a", "ruler/vt", 0.5, score=0.9, samples=8),
+        row("b", "ruler/vt", 0.5, score=0.7, samples=8),
+        row("c", "ruler/vt", 0.2, score=0.6, samples=8),
+    ]
+    ppl = [row("a", "ppl/pydoc", 0.5, ppl=9.0), row("c", "ppl/pydoc", 0.2, ppl=8.0)]
+    rows_file(tmp_path, "1.json", ruler, length=1024, dtype="bfloat16")
+    rows_file(tmp_path, "2.json", ppl, samples=4, prefix=512)
+    rows_file(tmp_path, "3.json", [row("d", "ppl/pydoc", 0.1, ppl=1.0)], prefix=512, model="another")
+    rows_file(tmp_path, "4.json", [{"what": "decode", "cache": "a", "ms": 1.0}, row("e", "x", 0.1, score=float("nan"))])
+    full = 100 * L * 2 * H * D  # numbers in the full cache of 100 tokens
+    found = recommend.best([f"{tmp_path}/*.json"], "tiny", full, 4 * full // 2)
+    told = [(c.point.about, c.point.cache, c.nbytes, c.point.samples) for c in found]
+    assert told == [  # of ruler the full cache fits too: it was measured in two bytes a number
+        ("ruler", "full", 2 * full, 8),
+        ("ruler", "a", full, 8),
+        ("ruler", "c", int(0.4 * full), 8),
+        ("ppl/pydoc", "c", int(0.8 * full), 4),
+    ]
+    args = ("recommend", "--model", "tiny", "--context", 100, "--memory", f"{2 * full}B")
+    for files in (["--results", tmp_path / "1.json", tmp_path / "2.json"], ["--results", f"{tmp_path}/*.json"]):
+        result = call(*args, *files)
+        assert result.exit_code == 0, result.output
+        line = next(x for x in result.stdout.splitlines() if x.startswith("| a "))
+        assert "ruler at 1,024" in line and "score 0.9" in line and "1.json: 8 samples" in line
+
+
+def test_tasks_of_a_suite_are_one_point_and_repetitions_are_weighted(tmp_path):
+    rows = [row("a", "ruler/vt", 0.5, score=1.0, samples=3), row("a", "ruler/cwe", 0.3, score=0.0, samples=1)]
+    one, two = (rows_file(tmp_path, f"{i}.json", rows, length=64) for i in (1, 2))
+    other = rows_file(tmp_path, "3.json", rows[:1], length=128)  # longer texts: not the same measurement
+    points = recommend.read([str(one), str(two), str(other)], "tiny")
+    assert [(p.length, p.tasks, p.samples) for p in points] == [
+        (64, ("ruler/cwe", "ruler/vt"), 8),
+        (128, ("ruler/vt",), 3),
+    ]
+    assert points[0].value == 0.75 and points[0].share == pytest.approx(0.45)
+    assert points[0].files == (str(one), str(two))
+
+
+def test_a_cache_that_did_fewer_tasks_is_not_compared(tmp_path):
+    rows = [row("a", t, 0.5, score=0.5, samples=1) for t in ("ruler/vt", "ruler/cwe")]
+    rows.append(row("b", "ruler/vt", 0.4, score=0.9, samples=1))
+    found = recommend.best([str(rows_file(tmp_path, "1.json", rows))], "tiny", 1000, 1 << 20)
+    assert [c.point.cache for c in found] == ["a", "b"]
+
+
+def test_no_evidence_is_said(tmp_path):
+    path = rows_file(tmp_path, "1.json", [row("a", "ppl/x", 0.5, ppl=9.0, samples=2)])
+    args = ("recommend", "--model", "tiny", "--context", 1000)
+    refused(call(*args, "--results", tmp_path / "no*.json"), "there is no evidence", "run jkv eval --model tiny")
+    refused(
+        call(*args, "--memory", "1kB", "--results", path), "none of the 1 measured caches fits", "the smallest takes"
+    )
+    refused(call(*args, "--memory", "lots", "--results", path), "give a number with a unit")
+    refused(call(*args, "--results", tmp_path / "none.json"), "cannot read", "No such file")
+    (tmp_path / "bad.json").write_text("{")
+    refused(call(*args, "--results", tmp_path / "bad.json"), "bad.json is no JSON")
+
+
+# ---------------------------------------------------------------- beside transformers
+
+
+@pytest.fixture
+def torch():
+    pytest.importorskip("transformers")
+    return pytest.importorskip("torch")
+
+
+@pytest.mark.filterwarnings("default")  # of torch and transformers, not ours
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_the_peer_takes_turns_and_its_cache_is_said(torch, what, tmp_path):
+    out, steps = tmp_path / "x.json", ("--steps", 4) if what == "decode" else ()
+    args = ("--context", 40, "--cache", "snapkv(budget=32, window=8)", "--rounds", 2, "--batch", 2, "--json", out)
+    result = call("bench", what, *TINY, *args, *steps, "--vs", "transformers")
+    assert result.exit_code == 0, result.output
+    assert "transformers (full cache) ms" in " ".join(result.stdout.split())
+    row = json.loads(out.read_text())["rows"][0]
+    assert row["peer"]["name"] == "transformers" and row["peer"]["cache"] == "full"
+    assert row["ratio"] == pytest.approx(row["ms"] / row["peer"]["ms"])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_peer_with_other_weights_is_found_out(torch, params):
+    source = shapes.noise(models.TINY, 4, 1)
+    peer = engines.Transformers(source, 1)
+    assert engines.apart(engines.Jkv(params), peer) < 1e-4
+    absorb, lengths = peer.absorb, []
+    peer.absorb = lambda ids, cache: (lengths.append(cache.get_seq_length()), absorb(ids, cache))[1]
+    trial = peer.tokens(np.ones((1, 8), np.int64), 3)
+    assert len(trial()) == len(trial()) == 3
+    assert lengths == [0, 8, 9, 10, 8, 9, 10]  # each round starts after the prompt
+    peer.absorb = absorb
+    with torch.no_grad():
+        peer.model.lm_head.weight.mul_(2)
+    with pytest.raises(ValueError, match="do not run the same model"):
+        engines.apart(engines.Jkv(params), peer)
+
+
+@pytest.mark.filterwarnings("default")
+def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
+    from jkv.io import load
+
+    for name in ("read_rate", "arithmetic"):
+        monkeypatch.setattr(compare, name, lambda: 1e9)
+    monkeypatch.setattr(load, "read", lambda name: shapes.noise(models.TINY, 4, 1))
+    args = ("--context", 40, "--prompt", 30, "--steps", 4, "--rounds", 1, "--json", tmp_path / "c.json")
+    result = call("bench", "compare", *args)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert [(r["what"], r["tokens"]) for r in rows] == [("decode", 40), ("prefill", 30)]
+    assert all(r["ratio"] == r["jkv"] / r["other"] and r["logits_apart"] < 1e-4 for r in rows)
+    assert rows[0]["floor"] == pytest.approx(compare.step_bytes(models.random(models.TINY), 40) / 1e6)
+
+
+@pytest.mark.filterwarnings("default")
+def test_compare_beyond_the_context_is_refused(torch, monkeypatch):
+    from jkv.io import load
+
+    monkeypatch.setattr(load, "read", lambda name: shapes.noise(models.TINY, 4, 1))
+    refused(call("bench", "compare", "--prompt", 30, "--context", 500), "532 tokens are asked for", "context is 512")

@@ -243,13 +243,17 @@ def test_signals_end_it_without_a_word(monkeypatch, error, code):
     assert (result.exit_code, result.output) == (code, "")
 
 
-@pytest.mark.parametrize("args", [["methods"], ["methods", "--json"]], ids=["table", "json"])
+SHORT = "from jkv import cli; from jkv.io import hub; hub.fetch = str; cli.main()"  # still in the buffer at the end
+
+
+@pytest.mark.parametrize("args", [["-m", "jkv.cli", "methods"], ["-c", SHORT, "fetch"]], ids=["long", "short"])
 def test_a_reader_that_leaves(args):
     """A real pipe, closed at the other end before the first byte."""
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "jkv.cli", *args], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120
+        [sys.executable, *args], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, env=env
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")

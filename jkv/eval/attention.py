@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,7 +103,7 @@ def mass(params: Params, cache: Cache, ids: np.ndarray) -> np.ndarray:
     return np.asarray(dense(plain(params), jnp.asarray(ids), stored(cache), which, int(cache.seen.max()))[1])
 
 
-def sweep(params: Params, cache: Cache, ids: np.ndarray, progress: Callable[[], None]) -> list[float]:
+def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:
     """Mean KL in nats to the full model over the rest of i32[B,T], for each layer if it alone is compressed."""
     rows, layers, prefix = jnp.asarray(ids), params.config.layers, int(cache.seen.max())
     params, held = plain(params), stored(cache)
@@ -112,7 +112,6 @@ def sweep(params: Params, cache: Cache, ids: np.ndarray, progress: Callable[[], 
     for i in range(layers):
         one, _ = dense(params, rows, held, jnp.arange(layers) == i, prefix)
         out.append(float(divergence(full, one)[0].mean()))
-        progress()
     return out
 
 

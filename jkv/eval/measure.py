@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,13 +161,13 @@ class Fidelity:
         self.groups = list(batches(len(texts.ids), texts.batch))
         self.full = [[np.asarray(x) for x in texts.follow(params, CacheConfig(), rows)] for rows, _ in self.groups]
 
-    def __call__(self, config: CacheConfig, layers: bool = False, tick: Callable[[], None] = int) -> dict[str, Any]:
+    def __call__(self, config: CacheConfig, layers: bool = False) -> dict[str, Any]:
         """How far a cache is from the full one: KL in nats, top-1 agreement, first divergence; and its perplexity.
 
         `first`: mean index of the first token that the full cache would have chosen otherwise (N: none); `mass`
         f32[L][H]: the share of the full model's attention to the prefix that is on tokens which the cache holds.
         layers: also `by_layer`, the KL if one layer alone is compressed, as the prefix left it, over the first batch,
-        and `spare`, the layers that cost most; `tick` is called after each.
+        and `spare`, the layers that cost most.
         """
         kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], None, []
         for (rows, count), full in zip(self.groups, self.full, strict=True):
@@ -175,7 +175,7 @@ class Fidelity:
             cost = cost or held(config, run.cache)
             masses.append(mass(self.params, run.cache, self.texts.ids[rows])[:, :count])
             if layers and not by_layer:
-                by_layer = sweep(self.params, run.cache, self.texts.ids[rows], tick)
+                by_layer = sweep(self.params, run.cache, self.texts.ids[rows])
             parts = []
             for i, own in enumerate(run):
                 parts.append((*divergence(jnp.asarray(full[i]), own), _surprise(run, i, own)))

@@ -1,0 +1,89 @@
+"""jkv's full cache beside transformers with the same weights, and beside what this machine's memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from jkv.bench.engines import Jkv, Transformers, apart
+from jkv.bench.measure import arithmetic, read_rate, turns, weight_bytes
+from jkv.bench.results import SEED
+from jkv.bench.speed import number
+from jkv.io.source import Source
+from jkv.models import ModelConfig, Params, build
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the comparison, in milliseconds: medians, fastest trials, and what the hardware would need."""
+
+    what: str
+    tokens: int
+    jkv: float
+    other: float
+    jkv_best: float
+    other_best: float
+    floor: float
+
+    @property
+    def ratio(self) -> float:
+        return self.jkv / self.other
+
+
+def step_bytes(params: Params, cached: int) -> int:
+    """Bytes that a float32 step must read: every weight and `cached` tokens of keys and values."""
+    c = params.config
+    return weight_bytes(params) + cached * c.layers * 2 * c.heads * c.head_dim * 4
+
+
+def prompt_operations(params: Params, tokens: int) -> int:
+    """Multiplications and additions of a causal prompt; of the head, only the newest token's row."""
+    c = params.config
+    weights = sum(x.size for x in jax.tree.leaves(params.layers))
+    attention = 4 * c.heads * c.groups * c.head_dim * c.layers * tokens * (tokens + 1) // 2
+    return 2 * weights * tokens + attention + 2 * c.vocab * c.width
+
+
+def check(model: ModelConfig, lengths: Sequence[int], prompts: Sequence[int], steps: int) -> None:
+    """Raise ValueError for lengths beyond the model's context."""
+    longest = max([*(n + steps for n in lengths), *prompts])
+    if longest > model.context:
+        raise ValueError(f"{longest} tokens are asked for and the model's context is {model.context}: give less")
+
+
+def rows(
+    source: Source, lengths: Sequence[int], prompts: Sequence[int], steps: int, rounds: int, threads: int
+) -> Iterator[dict[str, Any]]:
+    """Every line of the comparison, as soon as it is measured, and the best rates of the hardware so far."""
+    params = build(source.config, source.tensors, jnp.float32)
+    engines = Jkv(params), Transformers(source, threads)
+    difference = apart(*engines)
+    rng, best = np.random.default_rng(SEED), (0.0, 0.0)
+    for kind, tokens in [("decode", n) for n in lengths] + [("prefill", n) for n in prompts]:
+        ids = rng.integers(0, params.config.vocab, (1, tokens))
+        trials = [e.decode(ids, steps) if kind == "decode" else e.prefill(ids) for e in engines]
+        a, b = turns(trials, rounds)
+        best = max(best[0], read_rate()), max(best[1], arithmetic())
+        read, compute = best
+        floor = step_bytes(params, tokens) / read if kind == "decode" else prompt_operations(params, tokens) / compute
+        line = Line(kind, tokens, median(a), median(b), min(a), min(b), floor * 1e3)
+        rates = {"logits_apart": difference, "read_bytes_per_s": read, "operations_per_s": compute}
+        yield asdict(line) | {"ratio": line.ratio} | rates
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """The comparison as a table that is markdown too."""
+    out = Table("", "jkv ms", "transformers ms", "ratio", "floor ms", "jkv best", "transformers best", box=box.MARKDOWN)
+    for x in found:
+        numbers = (x["jkv"], x["other"], x["ratio"], x["floor"], x["jkv_best"], x["other_best"])
+        unit = "ms/token at" if x["what"] == "decode" else "ms for"
+        out.add_row(f"{x['what']}, {unit} {x['tokens']}", *map(number, numbers))
+    return out

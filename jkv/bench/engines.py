@@ -1,0 +1,150 @@
+"""Those that take turns: jkv, and transformers with the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv import loop, methods, sampling
+from jkv.bench.measure import clock
+from jkv.compiled import Compiled, compiled
+from jkv.io.load import read
+from jkv.io.source import Source
+from jkv.models import Params
+
+Trial = Callable[[], float]  # runs once -> milliseconds per unit (a token, or a prompt)
+Tokens = Callable[[], list[float]]  # runs once -> milliseconds of each token
+
+
+class Jkv:
+    """Trials of jkv: prompts of tokens i32[rows,n], greedy decoding, the weights' dtype.
+
+    longest: tokens that a row may have; a cache of relative positions goes on beyond the model's context.
+    """
+
+    def __init__(self, params: Params, method: str = "full", rows: int = 1, longest: int = 0) -> None:
+        self.config, c = methods.parse(method), params.config
+        if self.config.unlimited and longest > c.context:
+            c = replace(c, ropes=tuple(replace(r, longest=longest) for r in c.ropes))
+        self.params, self.rows = replace(params, tokenizer=None, config=c), rows
+        self.sampling = sampling.make(rows, c.vocab, seeds=(0,) * rows, stop_ids=())
+
+    def empty(self, longest: int, new: int) -> Any:
+        return loop.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
+
+    def prefill(self, ids: np.ndarray) -> Trial:
+        cache, x = self.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
+        return lambda: clock(lambda: loop.absorb(self.params, cache, x, fresh=True))
+
+    def decoding(self, ids: np.ndarray, new: int) -> loop.Decoding:
+        """The state after the prompt, with room for `new` tokens."""
+        cache = self.empty(ids.shape[1] + new, new)
+        cache, logits = loop.absorb(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)
+        out = jnp.full((self.rows, new), -1, jnp.int32)
+        alive, count = jnp.ones(self.rows, bool), jnp.int32(0)
+        return loop.Decoding(cache=cache, logits=logits, alive=alive, used=None, out=out, count=count)
+
+    def full_window(self, ids: np.ndarray, steps: int) -> tuple[loop.Decoding, Compiled, float]:
+        """The state that has seen as many tokens as `ids`, the last block of them its own; the next step flushes.
+
+        So `steps` tokens from here see the share of flushes that a long answer sees. Also the decode program and the
+        seconds that compiling it took. Raises ValueError for a prompt of no more than a block.
+        """
+        n, c = ids.shape[1], self.params.config
+        block = loop.resolve(self.config, c, n + steps, 1)[0].block
+        if n <= block:
+            raise ValueError(f"--context {n}: {self.config} flushes every {block} tokens; give a context above that")
+        state = self.decoding(ids[:, : n - block], block + steps)
+        stop = jnp.int32(block)
+        program, seconds = compiled(loop.run_blocks, self.params, state, self.sampling, stop)
+        return program(self.params, state, self.sampling, stop), program, seconds
+
+    def run(self, state: loop.Decoding, stop: int) -> loop.Decoding:
+        return loop.run_blocks(self.params, state, self.sampling, jnp.int32(stop))
+
+    def decode(self, ids: np.ndarray, steps: int) -> Trial:
+        start = self.decoding(ids, steps)
+
+        def trial() -> float:
+            state = jax.block_until_ready(jax.tree.map(jnp.copy, start))  # the loop consumes its state
+            return clock(lambda: self.run(state, steps)) / steps
+
+        return trial
+
+
+class Transformers:
+    """The same trials with transformers on torch CPU: its own attention, its own full cache, its own defaults.
+
+    what: the name of a model, or its config and tensors. Raises ValueError if transformers has other tensors.
+    """
+
+    def __init__(self, what: str | Source, threads: int, dtype: str = "float32") -> None:
+        import torch  # pyright: ignore[reportMissingImports]  an extra
+        from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]  an extra
+
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        source = read(what) if isinstance(what, str) else what
+        rest = {key: value for key, value in source.config.items() if key != "model_type"}
+        config = AutoConfig.for_model(source.config["model_type"], **rest)
+        self.torch = torch
+        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        own = self.model.state_dict()
+        missing, unused = own.keys() - source.tensors.keys() - {"lm_head.weight"}, source.tensors.keys() - own.keys()
+        if missing or unused:
+            raise ValueError(f"transformers does not fit this model: missing {missing}, unused {unused}")
+        for key, get in source.tensors.items():
+            own[key].copy_(torch.tensor(np.asarray(get(), np.float32)))
+
+    def absorb(self, ids: Any, cache: Any) -> Any:
+        """Logits [B,1,V] of the newest token; the cache grows in place."""
+        with self.torch.inference_mode():
+            x = self.torch.as_tensor(ids)
+            return self.model(x, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+    def cache(self) -> Any:
+        from transformers import DynamicCache  # pyright: ignore[reportMissingImports]  an extra
+
+        return DynamicCache(config=self.model.config)
+
+    def prefill(self, ids: np.ndarray) -> Trial:
+        return lambda: clock(lambda: self.absorb(ids, self.cache()))
+
+    def tokens(self, ids: np.ndarray, steps: int) -> Tokens:
+        """Trials of `steps` greedy tokens after the prompt, each timed."""
+        cache = self.cache()
+        first = self.absorb(ids, cache)
+
+        def trial() -> list[float]:
+            logits, times = first, []
+            for _ in range(steps):
+                start = time.perf_counter()
+                logits = self.absorb(logits[:, -1].argmax(-1, keepdim=True), cache)
+                times.append((time.perf_counter() - start) * 1e3)
+            cache.crop(-steps)
+            return times
+
+        return trial
+
+    def decode(self, ids: np.ndarray, steps: int) -> Trial:
+        trial = self.tokens(ids, steps)
+        return lambda: sum(trial()) / steps
+
+
+def apart(engine: Jkv, peer: Transformers) -> float:
+    """The largest difference of the logits of one prompt; ValueError if that is too much for the same model."""
+    ids = np.random.default_rng(1).integers(0, engine.params.config.vocab, (engine.rows, 16))
+    cache = engine.empty(32, 16)
+    ours = np.asarray(loop.absorb(engine.params, cache, jnp.asarray(ids, jnp.int32), True)[1], np.float32)
+    theirs = peer.absorb(ids, peer.cache())[:, -1].float().numpy()
+    found = float(abs(ours - theirs).max())
+    # the 16-bit types round every layer: their limit is a share of the largest logit
+    if found > (1e-2 if engine.params.embed.dtype == jnp.float32 else 0.1 * float(abs(theirs).max())):
+        raise ValueError(f"the two engines do not run the same model: logits differ by {found:.3g}")
+    return found

@@ -1,0 +1,191 @@
+"""Caches one by one: milliseconds, bytes, peak memory and compile seconds of decoding, prefill and a flush."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from jkv import checks, loop, methods
+from jkv.bench.engines import Jkv, Transformers
+from jkv.bench.measure import cache_bytes, clock, copy_rate, peak_bytes, percentiles, turns, weight_bytes
+from jkv.bench.results import SEED
+from jkv.cache import Cache
+from jkv.compiled import Compiled, compiled
+from jkv.models import ModelConfig, Params
+
+What = Literal["decode", "prefill", "flush"]
+
+TIMED = {
+    "decode": "a token at a time, as generate runs it (run_blocks), from a full recent window: p99 shows the flush",
+    "prefill": "the whole prompt in one piece",
+    "flush": "one flush of all layers (settle on a full recent window); it comes once every block tokens",
+}
+
+settle = jax.jit(loop.settle, donate_argnums=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A measurement that can be repeated: samples in ms, the program that runs, its compile seconds, the cache."""
+
+    trial: Callable[[], list[float]]
+    program: Compiled
+    seconds: float
+    cache: Cache
+
+
+def decode(engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
+    """Milliseconds of each of `steps` tokens after as many as `ids` has."""
+    start, program, seconds = engine.full_window(ids, steps)
+    stops = [start.count + i + 1 for i in range(steps)]
+
+    def trial() -> list[float]:
+        state, times = jax.block_until_ready(jax.tree.map(jnp.copy, start)), []  # the loop consumes its state
+        for stop in stops:
+            began = time.perf_counter()
+            state = jax.block_until_ready(program(engine.params, state, engine.sampling, stop))
+            times.append((time.perf_counter() - began) * 1e3)
+        return times
+
+    return Ready(trial=trial, program=program, seconds=seconds, cache=start.cache)
+
+
+def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
+    """Milliseconds of the prompt; the cache has room for a block more."""
+    cache, x = engine.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
+    program, seconds = compiled(loop.absorb, engine.params, cache, x, fresh=True)
+    trial = lambda: [clock(lambda: program(engine.params, cache, x))]  # noqa: E731
+    return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
+
+
+def flush(engine: Jkv, ids: np.ndarray) -> Ready:
+    """Milliseconds of the flush that comes after as many tokens as `ids` has."""
+    cache = engine.full_window(ids, 0)[0].cache
+    program, seconds = compiled(settle, cache)
+
+    def trial() -> list[float]:
+        own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))  # the flush consumes it
+        return [clock(lambda: program(own))]
+
+    return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
+
+
+def check(specs: Sequence[str], contexts: Sequence[int], steps: int, model: ModelConfig) -> None:
+    """Raise ValueError for a cache or a context that cannot work with the model, before its weights are there."""
+    for spec in specs:
+        config = methods.parse(spec)
+        checks.check(config, model)
+        for n in contexts:
+            if n + steps > model.context and not config.unlimited:
+                more = f" and {steps} new tokens" if steps else ""
+                raise ValueError(
+                    f"--context {n}{more}: the model's context is {model.context}; "
+                    "give less, or a cache of relative positions such as streaming(budget=512)"
+                )
+
+
+def rows(
+    what: What,
+    params: Params,
+    specs: Sequence[str],
+    contexts: Sequence[int],
+    *,
+    batch: int = 1,
+    steps: int = 0,
+    rounds: int = 5,
+    peer: Transformers | None = None,
+) -> Iterator[dict[str, Any]]:
+    """A row for each context and cache, as soon as it is measured; times in ms, memory in bytes.
+
+    steps: tokens of a round of decoding. ms is the median of the rounds' means; p50 and p99 are of single tokens
+    (prompts, flushes). With a peer, rounds of both take turns; its prompt has the same tokens, and each goes on with
+    its own. The rate of a copy is the best so far in this run. `check` says what can be asked for.
+    """
+    prepare = {"decode": partial(decode, steps=steps), "prefill": prefill, "flush": flush}
+    rng, rate = np.random.default_rng(SEED), 0.0
+    for n in contexts:
+        ids = rng.integers(0, params.config.vocab, (batch, n))
+        theirs = _peer(what, peer, ids, steps)
+        for spec in specs:
+            engine = Jkv(params, spec, batch, n + steps + 16)
+            ready = prepare[what](engine, ids)
+            done = turns([ready.trial, *theirs], rounds)
+            found = percentiles(done[0])
+            row: dict[str, Any] = {"what": what, "cache": str(engine.config), "context": n, "batch": batch, **found}
+            if what != "flush":
+                row["tokens_per_s"] = batch * (n if what == "prefill" else 1) / found["ms"] * 1e3
+            row |= {"bytes": ready.cache.nbytes, "peak_bytes": peak_bytes(ready.program), "compile_s": ready.seconds}
+            if what == "flush":
+                row |= {"block": ready.cache.plan[0].block, "ms_per_token": found["ms"] / ready.cache.plan[0].block}
+            if what == "decode":
+                rate = max(rate, copy_rate())
+                amount = weight_bytes(params) + cache_bytes(ready.cache)
+                share = amount / (found["ms"] / 1e3) / rate
+                row |= {"steps": steps, "read_bytes": amount, "copy_bytes_per_s": rate, "bandwidth_share": share}
+            if peer is not None:
+                other = percentiles(done[1])
+                row |= {"peer": {"name": "transformers", "cache": "full", **other}, "ratio": found["ms"] / other["ms"]}
+            yield row
+
+
+def _peer(what: What, peer: Transformers | None, ids: np.ndarray, steps: int) -> list[Callable[[], list[float]]]:
+    """The peer's trial, if there is a peer."""
+    if peer is None:
+        return []
+    if what == "decode":
+        return [peer.tokens(ids, steps)]
+    whole = peer.prefill(ids)
+    return [lambda: [whole()]]
+
+
+def table(what: What, found: Sequence[dict[str, Any]]) -> Table:
+    """The rows as a table that is markdown too; sizes in MiB."""
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "cache": lambda r: r["cache"],
+        "context": lambda r: f"{r['context']:,}",
+        "ms/token" if what == "decode" else "ms": lambda r: number(r["ms"]),
+        "p50": lambda r: number(r["p50"]),
+        "p99": lambda r: number(r["p99"]),
+    }
+    if what == "flush":
+        cells |= {"block": lambda r: str(r["block"]), "ms/token": lambda r: number(r["ms_per_token"])}
+    else:
+        cells["tokens/s"] = lambda r: f"{r['tokens_per_s']:,.1f}"
+    cells |= {"cache MiB": lambda r: mib(r["bytes"]), "peak MiB": lambda r: mib(r["peak_bytes"])}
+    if what == "decode":
+        cells |= {"read MiB": lambda r: mib(r["read_bytes"]), "of copy rate": lambda r: f"{r['bandwidth_share']:.0%}"}
+    cells["compile s"] = lambda r: f"{r['compile_s']:.1f}"
+    if any("peer" in r for r in found):
+        cells["transformers (full cache) ms"] = lambda r: number(r["peer"]["ms"])
+        cells["ratio"] = lambda r: f"{r['ratio']:.2f}"
+    out = Table(box=box.MARKDOWN, caption=TIMED[what])
+    for name in cells:
+        out.add_column(name, justify="left" if name == "cache" else "right")
+    for r in found:
+        out.add_row(*(show(r) for show in cells.values()))
+    return out
+
+
+def number(x: float) -> str:
+    """
+    >>> number(3.14159), number(31.4159)
+    ('3.14', '31.4')
+    """
+    return f"{x:.2f}" if x < 10 else f"{x:,.1f}"
+
+
+def mib(x: float) -> str:
+    """
+    >>> mib(3 << 19)
+    '1.5'
+    """
+    return f"{x / 2**20:,.1f}"

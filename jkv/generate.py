@@ -333,7 +333,6 @@ class _Run:
             for i, row in enumerate(self.rows):
                 table[i, row] = True
             used = jnp.asarray(table)
-        self.start = (self.cache, logits)
         self.state = Decoding(
             cache=jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache,
             logits=logits,

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -76,13 +75,12 @@ class Results:
         text = json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.replace(name, self.path)
+                fresh.write_text(text)
+                os.replace(fresh, self.path)
             except BaseException:
-                os.unlink(name)
+                fresh.unlink(missing_ok=True)
                 raise
         except OSError as error:
             kept = f"; {len(self.rows) - 1} earlier rows are safe in it" if len(self.rows) > 1 else ""

@@ -181,9 +181,8 @@ def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
 
 def test_a_real_model_finds_needles_and_a_broken_cache_loses_them(monkeypatch):
     params = load("smollm2-135m")
-    setting = experiments.Setting("smollm2-135m", params, ["full", "h2o(budget=320)"], 4, None)
-    whole, own = (r["score"] for r in experiments.ruler(setting, ["niah_single_1"], 400, 4, [True], str).rows)
-    assert whole == 1 and own >= 0.75
+    setting = experiments.Setting("smollm2-135m", params, ["h2o(budget=320)"], 4, None)
+    assert experiments.ruler(setting, ["niah_single_1"], 400, 4, [True], str).rows[0]["score"] >= 0.75
     real = flush._contest
 
     def newest_of_all(slot_rank, slot_pos, new, limit, config):
@@ -192,7 +191,6 @@ def test_a_real_model_finds_needles_and_a_broken_cache_loses_them(monkeypatch):
 
     monkeypatch.setattr(flush, "_contest", newest_of_all)
     jax.clear_caches()
-    setting = replace(setting, caches=["h2o(budget=320)"])
     assert experiments.ruler(setting, ["niah_single_1"], 400, 4, [True], str).rows[0]["score"] <= 0.25
     jax.clear_caches()
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import platform
-import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from jkv.results import beside, versions, write
 
 SEED = 0  # of random weights and of prompts
 _PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "torch", "transformers")
@@ -30,22 +28,11 @@ def hardware(threads: int) -> dict[str, Any]:
     return {"cpu": cpu, "device": jax.devices()[0].device_kind, "threads": threads, "load": load_average}
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
-    found = {p: metadata.version(p) for p in _PACKAGES if any(metadata.distributions(name=p))}
-    return {"python": platform.python_version(), **found}
-
-
-def machine(threads: int) -> dict[str, Any]:
-    """`hardware` and `versions` in one."""
-    return hardware(threads) | versions()
-
-
 def meta(model: str, threads: int, **more: Any) -> dict[str, Any]:
     """What stands above the rows of a file."""
     return {
         "machine": hardware(threads),
-        "versions": versions(),
+        "versions": versions(_PACKAGES),
         "threads": threads,
         "model": model,
         "seed": SEED,
@@ -61,7 +48,7 @@ def check_path(path: Path | None) -> None:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    trial = _beside(path)
+    trial = beside(path)
     try:
         trial.touch()
     except OSError as error:
@@ -71,22 +58,5 @@ def check_path(path: Path | None) -> None:
 
 def save(path: Path | None, about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Write {"meta", "rows"} as JSON, whole or not at all; raises OSError about `path`. None: nothing is written."""
-    if path is None:
-        return
-    text = json.dumps({"meta": about, "rows": list(rows)}, indent=1) + "\n"
-    fresh = _beside(path)
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    if path is not None:
+        write(path, about, rows)

@@ -12,11 +12,12 @@ import numpy as np
 
 from jkv.compiled import forget
 from jkv.eval import corpora, measure, niah, shared, tasks
-from jkv.eval.results import Results, digest, versions
+from jkv.eval.results import PACKAGES, Results, digest
 from jkv.eval.tasks import Example
 from jkv.io.cache_file import fingerprint
 from jkv.methods import CATALOGUE, parse
 from jkv.models import Params
+from jkv.results import versions
 
 KEEPS = (0.5, 0.25, 0.125)
 Say = Callable[[str], None]  # takes what was just measured
@@ -45,7 +46,7 @@ class Setting:
             "prompts": digest(prompts),
             "template": None if tokenizer is None or not tokenizer.template else digest([tokenizer.template]),
             "stop_ids": [] if tokenizer is None else list(tokenizer.eos_ids),
-            "versions": versions(),
+            "versions": versions(PACKAGES),
             **how,
         }
         return Results(self.path, meta)
@@ -137,16 +138,20 @@ def _rows(made: dict[str, list[Example]], seen: Sequence[bool]) -> list[dict[str
 
 
 def _asked(
-    s: Setting, found: Results, made: dict[str, list[Example]], rule: Any, say: Say, seen: Sequence[bool]
-) -> Any:
-    """Asks the questions of each task, `rule` is (tokens to answer, score) by the task's name in `made`."""
+    s: Setting,
+    found: Results,
+    made: dict[str, list[Example]],
+    row: Callable[[str], tasks.Task],
+    say: Say,
+    seen: Sequence[bool],
+) -> Results:
+    """Asks the questions of each task, `row` is its Task by its name in `made`."""
     prompts = {name: [measure.cut(s.params, e) for e in examples] for name, examples in made.items()}
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
-        new, score = rule(key["task"])
-        aware = key["question"] == "seen"
-        answers, cost = measure.answer(s.params, config, prompts[key["task"]], new, aware, s.batch)
-        got = [score(text, e.answers) for text, e in zip(answers, made[key["task"]], strict=True)]
+        task, aware = row(key["task"]), key["question"] == "seen"
+        answers, cost = measure.answer(s.params, config, prompts[key["task"]], task.new, aware, s.batch)
+        got = [task.score(text, e.answers) for text, e in zip(answers, made[key["task"]], strict=True)]
         said = [text.strip()[:120] for text in answers]
         return {"score": round(float(np.mean(got)), 4), "samples": len(got), **vars(cost), "said": said}
 
@@ -162,8 +167,7 @@ def ruler(s: Setting, names: Sequence[str], length: int, samples: int, seen: Seq
     }
     prompts = [e.prompt for examples in made.values() for e in examples]
     found = s.results("ruler", prompts, length=length, samples=samples)
-    rule = lambda task: (tasks.TASKS[task.split("/")[1]].new, tasks.TASKS[task.split("/")[1]].score)  # noqa: E731
-    return _asked(s, found, made, rule, say, seen)
+    return _asked(s, found, made, lambda name: tasks.TASKS[name.split("/")[1]], say, seen)
 
 
 def needle(
@@ -185,8 +189,7 @@ def needle(
     }
     prompts = [e.prompt for examples in made.values() for e in examples]
     found = s.results("niah", prompts, lengths=list(lengths), depths=list(depths), samples=samples)
-    row = tasks.TASKS["niah"]
-    return _asked(s, found, made, lambda _: (row.new, row.score), say, seen)
+    return _asked(s, found, made, lambda _: tasks.TASKS["niah"], say, seen)
 
 
 def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes: Sequence[str], say: Say) -> Results:

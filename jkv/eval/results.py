@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from jkv.results import write
 
 PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "tokenizers")
 
@@ -25,12 +24,6 @@ def digest(parts: Iterable[str | bytes]) -> str:
         raw = x.encode() if isinstance(x, str) else x
         total.update(len(raw).to_bytes(8, "big") + raw)
     return total.hexdigest()[:16]
-
-
-def versions() -> dict[str, str]:
-    """Of Python and the packages that a number depends on."""
-    found = {p: metadata.version(p) for p in PACKAGES if any(metadata.distributions(name=p))}
-    return {"python": platform.python_version(), **found}
 
 
 class Results:
@@ -72,16 +65,9 @@ class Results:
 
     def _write(self) -> None:
         assert self.path is not None
-        text = json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            try:
-                fresh.write_text(text)
-                os.replace(fresh, self.path)
-            except BaseException:
-                fresh.unlink(missing_ok=True)
-                raise
+            write(self.path, self.meta, self.rows)
         except OSError as error:
             kept = f"; {len(self.rows) - 1} earlier rows are safe in it" if len(self.rows) > 1 else ""
             raise OSError(

@@ -1,0 +1,41 @@
+"""What numbers are kept in: one JSON document {"meta", "rows"}, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of Python and of those packages that are installed."""
+    found = {p: metadata.version(p) for p in packages if any(metadata.distributions(name=p))}
+    return {"python": platform.python_version(), **found}
+
+
+def beside(path: Path) -> Path:
+    """A name for a file that will take the place of `path`."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """The document in place of what was there; raises OSError about `path`, and then the old one is still there."""
+    text = json.dumps({"meta": meta, "rows": list(rows)}, indent=1) + "\n"
+    fresh = beside(path)
+    try:
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink()

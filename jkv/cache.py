@@ -54,10 +54,12 @@ class Queries:
     pos: Array
     lse: Array
 
+    def cut(self, start: int, stop: int) -> Queries:
+        return Queries(q=self.q[:, :, :, start:stop], pos=self.pos[:, start:stop], lse=self.lse[:, :, :, start:stop])
+
     def newest(self, n: int) -> Queries:
         total = self.pos.shape[1]
-        cut = total - min(n, total)
-        return Queries(q=self.q[:, :, :, cut:], pos=self.pos[:, cut:], lse=self.lse[:, :, :, cut:])
+        return self.cut(total - min(n, total), total)
 
 
 @value

@@ -103,12 +103,8 @@ def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Quer
         return (None, None), None
     assert layer.queries is not None
     n = plan.needs.queries
-    old = jax.tree.map(lambda x: x, layer.queries.newest(layer.queries.pos.shape[1]))
-    held = Queries(q=old.q[:, :, :, :n], pos=old.pos[:, :n], lse=old.lse[:, :, :, :n])
-    both = _join(held, new).newest(n)
-    buffer = jax.tree.map(jnp.zeros_like, layer.queries)
-    buffer = replace(buffer, pos=buffer.pos - 1)
-    return (both if n else None, new if plan.needs.new else None), _write_queries(buffer, both, 0)
+    both = _join(layer.queries.cut(0, n), new).newest(n)
+    return (both if n else None, new if plan.needs.new else None), _begun(layer.queries, both)
 
 
 def _join(a: Queries, b: Queries) -> Queries:
@@ -199,9 +195,9 @@ def settle(cache: Cache) -> Cache:
         plan, queries, asked = cache.plan[i], layer.queries, (None, None)
         if queries is not None:
             n = plan.needs.queries
-            new = Queries(q=queries.q[:, :, :, n:], pos=queries.pos[:, n:], lse=queries.lse[:, :, :, n:])
-            asked = (queries.newest(n) if n else None, new if plan.needs.new else None)
-            layer = replace(layer, queries=_roll(queries, n))
+            kept, new = queries.newest(n), queries.cut(n, plan.queries)
+            asked = (kept if n else None, new if plan.needs.new else None)
+            layer = replace(layer, queries=_begun(queries, kept))
         return flush(layer, layer.recent, asked, cache.seen, generated, plan, cache.model.ropes[i], cache.model)
 
     # A loop of one turn or none: the tiers stay where they are, and a layer's scratch is gone before the next begins.
@@ -212,11 +208,10 @@ def settle(cache: Cache) -> Cache:
     return replace(cache, layers=layers, fill=jnp.where(due, cache.plan[0].stay, cache.fill))
 
 
-def _roll(queries: Queries, n: int) -> Queries:
-    """A buffer that begins with the newest n queries; the rest is dead."""
-    empty = jax.tree.map(jnp.zeros_like, queries)
-    empty = replace(empty, pos=empty.pos - 1)
-    return _write_queries(empty, queries.newest(n), 0) if n else empty
+def _begun(buffer: Queries, first: Queries) -> Queries:
+    """A buffer that begins with these queries; the rest is dead."""
+    empty = jax.tree.map(jnp.zeros_like, buffer)
+    return _write_queries(replace(empty, pos=empty.pos - 1), first, 0)
 
 
 @value

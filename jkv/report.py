@@ -89,14 +89,20 @@ def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
         )
 
 
+@jax.jit
+def divergence(full: Array, own: Array) -> tuple[Array, Array]:
+    """KL(full || own) in nats and whether both prefer the same token, f32[B,N] and bool[B,N], of logits [B,N,V]."""
+    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
+    return (jnp.exp(p) * (p - q)).sum(-1), full.argmax(-1) == own.argmax(-1)
+
+
 def fidelity(full: Array, own: Array, tokens: np.ndarray) -> tuple[float, int]:
     """Mean KL(full || own) in nats and first divergence, from logits f32[B,N,V] at the same tokens i32[B,N].
 
     Tokens of -1 do not count; a divergence of -1: there is none.
     """
-    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
-    kl = np.asarray((jnp.exp(p) * (p - q)).sum(-1))
+    kl, same = (np.asarray(x) for x in divergence(full, own))
     live = tokens >= 0
-    other = np.asarray(full.argmax(-1) != own.argmax(-1)) & live
+    other = ~same & live
     first = np.where(other.any(1), other.argmax(1), tokens.shape[1]).min()
     return float(kl[live].mean()), -1 if first == tokens.shape[1] else int(first)

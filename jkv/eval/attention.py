@@ -15,6 +15,7 @@ from jax import Array
 from jkv.attend import attend, attend_causal, visible
 from jkv.cache import Cache, map_codec
 from jkv.models import Params, family
+from jkv.report import divergence
 from jkv.tree import value
 
 
@@ -25,13 +26,6 @@ class Stored:
     k: Array
     v: Array
     here: Array
-
-
-@jax.jit
-def divergence(full: Array, own: Array) -> tuple[Array, Array]:
-    """KL(full || own) in nats and whether both prefer the same token, f32[B,n] and bool[B,n], of logits [B,n,V]."""
-    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
-    return (jnp.exp(p) * (p - q)).sum(-1), full.argmax(-1) == own.argmax(-1)
 
 
 def plain(params: Params) -> Params:

@@ -15,13 +15,13 @@ from jax import Array
 from jkv.cache import Cache, tree_bytes
 from jkv.compiled import compiled
 from jkv.config import CacheConfig
-from jkv.eval.attention import divergence, mass, plain, sweep, to_spare
+from jkv.eval.attention import mass, plain, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generate import encode, extend, generate, prefill
 from jkv.loop import Decoding, empty, run_blocks
 from jkv.models import Params
-from jkv.report import full_bytes
+from jkv.report import divergence, full_bytes
 from jkv.sampling import make as sampling
 
 SLICE = 64  # tokens whose logits exist at once

@@ -18,6 +18,7 @@ from jkv.eval.measure import Fidelity, Texts
 from jkv.io.load import load
 from jkv.io.tokenizer import Tokenizer
 from jkv.methods import CATALOGUE, parse
+from jkv.report import divergence
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}<a>"
 
@@ -116,7 +117,7 @@ def test_kl_is_the_definition():
     rng = np.random.default_rng(1)
     a, b = rng.normal(size=(2, 1, 4, 9)) * 2
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
-    kl, same = attention.divergence(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    kl, same = divergence(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
     np.testing.assert_allclose(kl, (p * np.log(p / q)).sum(-1), atol=1e-5)
     assert np.asarray(same).tolist() == (a.argmax(-1) == b.argmax(-1)).tolist()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jkv import kernels
 from jkv.config import CacheConfig
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     """Raise ValueError if the config cannot work with the model, or with a prefill in chunks of `chunk` tokens."""
+    kernels.check(config.kernels)
     if config.block < 1:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
     if config.recent < 0:

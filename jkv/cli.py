@@ -1,4 +1,4 @@
-"""The command line: jkv generate, methods, inspect, fetch, eval, bench, recommend. Imports jax only where needed."""
+"""The command line: jkv generate, methods, inspect, fetch, eval, bench, recommend, plan; jax only where needed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from jkv import console
+from jkv.aot import cli as aot_cli
 from jkv.bench import cli as bench_cli
+from jkv.console import status
 from jkv.eval import cli as eval_cli
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m"
 CACHE = "snapkv(budget=512) | int4"
-WIDE = 160  # columns of a table that goes to a file or a pipe
 UsageError: Any = typer.BadParameter.__base__  # click's or, in a newer typer, its own, which exports the subclass alone
 
 
@@ -93,6 +94,7 @@ app = typer.Typer(
 app.add_typer(eval_cli.app, name="eval", cls=Group)
 app.add_typer(bench_cli.app, name="bench", cls=Group)
 app.command()(bench_cli.recommend)
+app.command()(aot_cli.plan)
 
 Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
@@ -138,17 +140,6 @@ def _open(model: str, cache: str, dtype: str, text: str, chat: bool | None) -> t
             raise ValueError(f"{model} has no tokenizer: give a model folder that has one")
         return params, [{"role": "user", "content": text}]
     return params, text
-
-
-@contextlib.contextmanager
-def status(what: str) -> Iterator[None]:
-    """A spinner on stderr, where that is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(what):
-        yield
 
 
 def show(pieces: Iterator[str]) -> Any:
@@ -226,7 +217,7 @@ def methods(as_json: Json = False) -> None:
         table.add_column(name, no_wrap=name in ("name", "paper"), style="bold cyan" if name == "name" else None)
     for r in CATALOGUE.values():
         table.add_row(r.name, r.paper, ", ".join(r.axes), r.claim, r.about)
-    _console().print(table)
+    console.show(table)
 
 
 @app.command()
@@ -256,7 +247,7 @@ def inspect(
     if as_json:
         print(json.dumps(asdict(found) | {"nbytes": found.nbytes}))
     else:
-        _console().print(_layers(found, cache))
+        console.show(_layers(found, cache))
     if plot is not None:
         inspecting.plot(held, plot)
         print(f"drawn: {plot}", file=sys.stderr)
@@ -292,16 +283,6 @@ def _kib(found: Summary, name: str) -> str:
 
 def _sizes(codes: int, scales: int, metadata: int) -> str:
     return " + ".join(f"{n / 1024:,.1f}" for n in (codes, scales, metadata))
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:  # rich would exit with 1 here
-        raise BrokenPipeError
-
-
-def _console() -> Console:
-    console = _Console()
-    return console if console.is_terminal else _Console(width=WIDE)
 
 
 @app.command()

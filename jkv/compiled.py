@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
+
+from jkv import kernels
+
+ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
 
 # Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU; a process that keeps thousands of small ones runs
 # out of memory maps, and XLA then crashes. A prompt length and a cache need two.
@@ -15,18 +22,48 @@ LIMIT = 16
 PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
 
 
+def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Callable[[Any], Any]:
+    """jax.jit with the options; `compiled` also leaves the layouts of what is ANY to the compiler.
+
+    Kernels want a tier with its tokens last. Were the layouts fixed, a tier would be moved, and held twice, whenever a
+    program begins and ends. Static arguments come last. `function.over(shardings, shardings)` is the same for arguments
+    and results on a mesh.
+    """
+
+    def jitted(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
+        return jax.jit(function, in_shardings=given, out_shardings=returned, **options)
+
+    def anywhere(kind: Any, where: Any) -> Any:
+        return jax.tree.map(partial(Format, Layout.AUTO), where) if kind is ANY else where
+
+    def over(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
+        one = not isinstance(results, tuple)
+        given = tuple(map(anywhere, arguments, given))
+        returned = anywhere(results, returned) if one else tuple(map(anywhere, results, returned))
+        return jitted(function, given, returned)
+
+    def decorate(function: Any) -> Any:
+        out = jax.jit(function, **options)
+        out.free, out.over = jitted(function, arguments, results), partial(over, function)
+        return out
+
+    return decorate
+
+
 class Compiled:
     """One program: call it, or ask what it cost."""
 
-    def __init__(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> None:
+    def __init__(self, function: Any, args: tuple[Any, ...], static: dict[str, Any], free: bool) -> None:
         start = time.perf_counter()
-        self.program = function.lower(*args, **static).compile()
+        lowered = function.free.lower(*args, *static.values()) if free else function.lower(*args, **static)
+        self.program = lowered.compile()
+        self.formats = self.program.input_formats[0] if free else None
         self.seconds = time.perf_counter() - start
         memory = self.program.memory_analysis()
         self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0  # bytes beside in- and outputs
 
     def __call__(self, *args: Any) -> Any:
-        return self.program(*args)
+        return self.program(*args if self.formats is None else jax.device_put(args, self.formats))
 
 
 def compiled(function: Any, *args: Any, **static: Any) -> tuple[Compiled, float]:
@@ -41,7 +78,7 @@ def compiled(function: Any, *args: Any, **static: Any) -> tuple[Compiled, float]
     key = (function, tree, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
     program, seconds = PROGRAMS.pop(key, None), 0.0
     if program is None:
-        program = Compiled(function, args, static)
+        program = Compiled(function, args, static, free=hasattr(function, "free") and kernels.native() != "xla")
         seconds = program.seconds
     PROGRAMS[key] = program
     if len(PROGRAMS) > LIMIT:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jkv import kernels
 from jkv.budgets import All
 from jkv.codecs import Dense
 from jkv.protocols import Budget, Codec, Merge, Score, Selector
@@ -40,7 +41,8 @@ class CacheConfig:
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     merge: what the evicted leave; select: what a step reads; recent: newest tokens, always exact; block: a flush every
     so many steps; chunk: prompt tokens prefilled at a time (0: all); append: generated tokens are kept on top of the
-    budget; dense_layers: layers that read everything; name: the text it was made from.
+    budget; dense_layers: layers that read everything; kernels: "auto", "xla", "tpu" or "gpu"; name: the text it was
+    made from.
     """
 
     score: Score = Newest()
@@ -54,6 +56,7 @@ class CacheConfig:
     chunk: int = 0
     append: bool = False
     dense_layers: tuple[int, ...] = ()
+    kernels: str = "auto"
     claim: str = "exact"
     name: str = ""
 
@@ -82,6 +85,7 @@ class TierConfig:
     select: Selector | None
     unit: int
     evicts: bool
+    kernels: str
 
 
 @part
@@ -148,7 +152,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     sizes = _sizes(config, max(capacity - config.recent, 0), unit)
     tiers = tuple(
         TierConfig(
-            capacity=size,
+            capacity=_whole(size, unit, config.kernels),
             share=s.size if isinstance(s.size, float) else None,
             k=config.codecs(s)[0],
             v=config.codecs(s)[1],
@@ -156,6 +160,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             select=select,
             unit=unit,
             evicts=capacity < longest or len(sizes) > 1,
+            kernels=config.kernels,
         )
         for s, size in zip(config.tiers, sizes, strict=True)
         if size
@@ -173,6 +178,12 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         window=window,
         append=capacity - min(held, capacity),
     )
+
+
+def _whole(slots: int, unit: int, kind: str) -> int:
+    """Slots in whole tiles of the kernels, which read 128 at a time; how many are in use stays the budget's matter."""
+    tile = 1 if kernels.wanted(kind) == "xla" else lcm(unit, kernels.SLOTS)
+    return ceil(slots / tile) * tile
 
 
 def _sizes(config: CacheConfig, total: int, unit: int) -> list[int]:

@@ -23,6 +23,7 @@ from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence
 from jkv.merges import shares
 from jkv.protocols import Code, Codec, Columns, Merge
+from jkv.tiers import write
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -216,12 +217,12 @@ def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) ->
     """k, v [B,H,m,D] encoded into slots i32[B,H,m]; what is no slot is dropped."""
     slot = jnp.where(slot < 0, config.capacity, slot)
 
-    def write(old: Code, codec: Codec, x: Array) -> Code:
+    def stored(old: Code, codec: Codec, x: Array) -> Code:
         dtype = jax.tree.leaves(old)[0].dtype
         fresh = map_codec(codec.encode, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
-        return jax.tree.map(lambda a, y: put(a, slot, y), old, fresh)
+        return jax.tree.map(lambda a, y: write(a, slot, y, config), old, fresh)
 
-    return replace(tier, k=write(tier.k, config.k, k), v=write(tier.v, config.v, v))
+    return replace(tier, k=stored(tier.k, config.k, k), v=stored(tier.v, config.v, v))
 
 
 def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Columns, total: int) -> Newcomers:
@@ -305,10 +306,10 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
     k, v = take(new.k, token), take(new.v, token)
     rotated = _frame(config, k, pos, rope)
 
-    def write(old: Any, fresh: Any, grain_of: int) -> Any:
+    def stored(old: Any, fresh: Any, grain_of: int) -> Any:
         def one(x: Array, y: Array) -> Array:
             grain = grain_of // x.shape[2]
-            return put(x, place[:, :, ::grain] // grain, y)
+            return write(x, place[:, :, ::grain] // grain, y, config)
 
         return jax.tree.map(one, old, fresh)
 
@@ -321,8 +322,8 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         at = place[:, :, :: config.select.unit] // config.select.unit
         summary = jax.tree.map(lambda x, y: put(x, at, y), summary, made)
     return Tier(
-        k=write(tier.k, map_codec(config.k.encode, rotated), config.capacity),
-        v=write(tier.v, map_codec(config.v.encode, v), config.capacity),
+        k=stored(tier.k, map_codec(config.k.encode, rotated), config.capacity),
+        v=stored(tier.v, map_codec(config.v.encode, v), config.capacity),
         pos=put(tier.pos, place, pos),
         columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},
         at=tier.at,

@@ -17,10 +17,10 @@ from jkv.cache import Cache, tree_bytes
 from jkv.checks import check
 from jkv.compiled import compiled, use_disk_cache
 from jkv.config import CacheConfig
-from jkv.loop import Decoding, absorb, empty, run_blocks
+from jkv.loop import Decoding, absorb, absorb_own, empty, run_blocks
 from jkv.methods import config as read_config
 from jkv.models import Params
-from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens
+from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of
 
 Prompt = str | Sequence[Any] | np.ndarray | Array
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
@@ -151,11 +151,11 @@ def _prefill(
     cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
     cost, ids = Cost(), pad(rows, length)
     if whole:
-        cache, logits = cost.run(absorb, params, cache, ids, fresh=True)
+        cache, logits = cost.run(absorb_own, params, cache, ids, fresh=True)
         return cache, logits, cost
     logits = None
     for i in range(0, length, chunk):
-        cache, logits = cost.run(absorb, params, cache, ids[:, i : i + chunk])
+        cache, logits = cost.run(absorb_own, params, cache, ids[:, i : i + chunk])
     assert logits is not None
     return cache, logits, cost
 
@@ -396,7 +396,7 @@ class _Run:
             prefill_tokens_per_s=prompt / max(self.prefill_cost.running, 1e-9),
             decode_tokens_per_s=new / max(self.cost.running, 1e-9),
             compile_s=self.prefill_cost.compiling + self.cost.compiling,
-            kernels="xla",
+            kernels=kernels_of(state.cache),
             kl=kl,
             divergence=divergence,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax import Array
 
 from jkv.attend import attend, attend_causal, merge_all, visible
 from jkv.cache import Cache, LayerCache, Queries, Window, empty_layer, tree_bytes
+from jkv.compiled import ANY, program
 from jkv.config import CacheConfig, LayerConfig, resolve
 from jkv.flush import flush
 from jkv.models import ModelConfig, Params, family
@@ -25,12 +25,11 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
     cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
     config = replace(config, budget=config.budget.fit(cost, longest))
     plan, layers = _layers(config, model, rows, longest, new, dtype)
-    zero = jnp.zeros(rows, jnp.int32)
     layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
     return Cache(
         layers=layers,
-        seen=zero,
-        prompt=zero,
+        seen=jnp.zeros(rows, jnp.int32),
+        prompt=jnp.zeros(rows, jnp.int32),
         fill=jnp.int32(plan[0].stay),
         plan=plan,
         model=model,
@@ -52,7 +51,7 @@ def positions(ids: Array, seen: Array) -> Array:
     return jnp.where(live, seen[:, None] + jnp.cumsum(live, 1) - 1, -1).astype(jnp.int32)
 
 
-@partial(jax.jit, static_argnames=("fresh",))
+@program(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh",))
 def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tuple[Cache, Array]:
     """The cache after tokens i32[B,T] (right-aligned, -1 is padding), and the logits f32[B,V] of the newest.
 
@@ -95,6 +94,12 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
     logits = net.head(params, x[:, -1:])[:, 0]
     fill = jnp.int32(cache.plan[0].stay)
     return replace(cache, layers=tuple(layers), seen=seen, prompt=cache.prompt + added, fill=fill), logits
+
+
+# For a cache that nobody needs any more: the new one takes its memory.
+absorb_own = program(
+    arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh",), donate_argnames=("cache",)
+)(absorb.__wrapped__)
 
 
 def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:
@@ -233,7 +238,7 @@ class Decoding:
     forced: Array | None = None
 
 
-@partial(jax.jit, donate_argnames=("state",))
+@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("state",))
 def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
     """Generate until `out` has `stop` columns or no row is alive, on the device: flush, then up to `block` steps."""
 

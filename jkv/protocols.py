@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.tree import value
+from jkv.tree import static, value
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
@@ -86,6 +86,20 @@ class Code:
     grains: Any = ()
 
 
+@value
+class Linear:
+    """Codes as the kernels read them: x[t,d] = code[t,d] * step[t // a, d // c] + low[t // a, d // c].
+
+    codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first.
+    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats.
+    """
+
+    codes: Array
+    step: Array | None = None
+    low: Array | None = None
+    bits: int = static(default=0)  # of a code; 0: floats
+
+
 class Codec:
     """How bytes are kept, for one row and one head: the runtime maps over both.
 
@@ -113,6 +127,10 @@ class Codec:
     def decode(self, code: Code) -> Array:
         """f32[n,D]."""
         raise NotImplementedError
+
+    def linear(self, code: Code) -> Linear | None:
+        """The same codes as kernels read them (without the axes of rows and heads), or None: no kernel reads them."""
+        return None
 
     def query(self, q: Array) -> Any:
         """q f32[N,D]; once per step, whatever does not depend on a tile."""

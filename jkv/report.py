@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from jkv.cache import Cache
+from jkv.tiers import kernel_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,17 @@ def full_bytes(cache: Cache) -> int:
 def kept_tokens(cache: Cache) -> list[list[float]]:
     """Tokens per layer and head, mean over the rows."""
     return np.asarray(cache.kept(), np.float32).mean(1).round(1).tolist()
+
+
+def kernels_of(cache: Cache) -> str:
+    """What reads the tiers in a decode step: "xla", or how many layers each kernel serves."""
+    queries, dim = cache.model.groups, cache.model.head_dim
+    count = Counter(
+        kernel_of(tier, config, dim, queries)
+        for layer, plan in zip(cache.layers, cache.plan, strict=True)
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True)
+    )
+    return next(iter(count), "xla") if len(count) < 2 else ", ".join(f"{name} {n}" for name, n in count.items())
 
 
 def check_compressed(cache: Cache, bounded: bool, config: str) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv import kernels
 from jkv.attend import Partial, merge, nothing, softmax_parts, visible
-from jkv.cache import Tier, map_codec, take
+from jkv.cache import Tier, map_codec, put, take
 from jkv.config import TierConfig
-from jkv.protocols import Code, Codec
+from jkv.protocols import Code, Codec, Linear
 from jkv.rope import Rope
 
 TILE = 512  # slots of a coded tier that are read at a time
+FEW = 16  # query tokens a row for which there are kernels; more are a prompt's chunk
 
 
 def cut(tree: Any, start: Array | int, n: int, slots: int) -> Any:
@@ -69,6 +73,33 @@ def key_logits(codec: Codec, ask: Any, q: Array, code: Code, at: Array, rope: Ro
     return jnp.einsum("bhnd,bhsd->bhns", q.astype(jnp.float32), keys)
 
 
+def linear(tier: Tier, config: TierConfig) -> tuple[Linear | None, Linear | None]:
+    """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
+    k = map_codec(config.k.linear, tier.k) if config.k.rope == "before" else None
+    return k, map_codec(config.v.linear, tier.v)
+
+
+def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
+    """Which implementation reads the tier for so many queries a kv head."""
+
+    def refusal(module: Any) -> str | None:
+        k, v = jax.eval_shape(partial(linear, config=config), tier)
+        if k is None or v is None:
+            return f"codes of {type(config.k if k is None else config.v).__name__}: they have no linear form"
+        return module.supports(k, v, dim, queries)
+
+    return kernels.choose("decode_attention", config.kernels, refusal)
+
+
+def write(x: Array, index: Array, new: Array, config: TierConfig) -> Array:
+    """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
+    if x.ndim == 4 and kernels.wanted(config.kernels) == "tpu":
+        place = kernels.implementation("place", "tpu")
+        if place.supports(x, index.shape[2]) is None:
+            return kernels.over_mesh(place.place, x, index, new)
+    return put(x, index, new)
+
+
 def attend_tier(
     q: Array, q_pos: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
 ) -> Partial:
@@ -78,6 +109,16 @@ def attend_tier(
     if config.select is not None:
         k, v, pos, at, slots = picked(q, tier, at, config)
     b, h, g, t, d = q.shape
+    tier = replace(tier, k=k, v=v, pos=pos, columns={}, at=None, summary=None)
+    name = kernel_of(tier, config, d, g * t) if t <= FEW else "xla"
+    if name != "xla":
+        first = jnp.zeros_like(q_pos) if window is None else jnp.maximum(q_pos - window + 1, 0)
+        attention = kernels.implementation("decode_attention", name).attention
+
+        def run(q: Array, tier: Tier, *bounds: Array) -> Partial:
+            return attention(q, *linear(tier, config), tier.pos, *bounds, scale)
+
+        return kernels.over_mesh(run, q, tier, first, q_pos)
     ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:

@@ -19,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "Params",
     "Projected",
+    "abstract",
     "build",
     "family",
     "forward",
@@ -90,6 +91,15 @@ def random(config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = 
     c = config if isinstance(config, ModelConfig) else read_config(config)
     table = FAMILIES[c.family].TENSORS
     return params.assemble(c, table, params.seeded(c, table, seed), dtype)
+
+
+def abstract(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+    """Params of shapes alone, for compiling without weights.
+
+    >>> abstract(read_config(TINY)).embed
+    ShapeDtypeStruct(shape=(100, 32), dtype=float32)
+    """
+    return params.abstract(config, FAMILIES[config.family].TENSORS, dtype)
 
 
 def forward(p: Params, ids: Array, pos: Array) -> Array:

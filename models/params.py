@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -106,6 +107,20 @@ def assemble(c: ModelConfig, table: Mapping[str, tuple[str, ...]], tensors: Tens
     head = None if c.tied else stack(("lm_head.weight",), "")
     if wrong:
         raise ValueError("the checkpoint cannot be used: " + "; ".join(wrong[:8]) + _more(wrong, 8))
+    return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)  # type: ignore[arg-type]
+
+
+def abstract(c: ModelConfig, table: Mapping[str, tuple[str, ...]], dtype: Any) -> Params:
+    """Params of shapes alone, for compiling without weights."""
+    known = names(c, table)
+
+    def stack(ends: tuple[str, ...], at: str) -> jax.ShapeDtypeStruct:
+        parts = [known[at + end] for end in ends]
+        return jax.ShapeDtypeStruct((sum(p[0] for p in parts), *parts[0][1:]), dtype)
+
+    layers = tuple({n: stack(t, f"model.layers.{i}.") for n, t in table.items()} for i in range(c.layers))
+    embed, norm = stack(("embed_tokens.weight",), "model."), stack(("norm.weight",), "model.")
+    head = None if c.tied else stack(("lm_head.weight",), "")
     return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)  # type: ignore[arg-type]
 
 

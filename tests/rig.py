@@ -38,7 +38,7 @@ class Slot:
 
 
 DENSE = Slot()
-INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # float16 scale and low
+INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # bfloat16 scale and low
 INT4 = Slot(k=D / 2 + 4, v=D / 2 + 4, lossy=True)  # D = 16 is one group
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
 
@@ -230,11 +230,11 @@ def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarr
     """The cache's own rounding of x where `pick`, once it is seen to be as good as the replay's.
 
     Rounding is not continuous: where x, known to 1e-5, lies in the middle of two codes, either is right and both are
-    as far from x; and where a group's low or step lies in the middle of two float16, all of the group may differ by
+    as far from x; and where a group's low or step lies in the middle of two bfloat16, all of the group may differ by
     their last places. Both are rare. Anywhere else the two must agree.
     """
     apart = np.where(pick, abs(abs(theirs - x) - abs(mine - x)), 0)
-    np.testing.assert_array_less(apart, 3 * np.finfo(np.float16).eps * abs(x).max() + 1e-6)
+    np.testing.assert_array_less(apart, 3 * float(jnp.finfo(jnp.bfloat16).eps) * abs(x).max() + 1e-6)
     assert (pick & (abs(theirs - mine) > 1e-4)).mean() < 0.01
     return np.where(pick, theirs, x)
 

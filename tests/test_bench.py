@@ -1,15 +1,18 @@
 """The benchmark's own arithmetic, its files and its errors; speed itself is not tested."""
 
+import dataclasses
 import itertools
 import json
 import os
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from jkv import models
-from jkv.bench import cli, compare, engines, growth, measure, recommend, results, shapes, speed
+from jkv.bench import cli, compare, engines, growth, kernel, measure, recommend, results, shapes, speed
 from jkv.cache import tree_bytes
 from jkv.cli import app
 
@@ -27,7 +30,8 @@ def params():
 def tiny(monkeypatch):
     """A shape for tests, and a machine that copies 1 GB/s: measuring it takes longer than all the rest."""
     monkeypatch.setitem(shapes.SHAPES, "tiny", models.TINY)
-    monkeypatch.setattr(speed, "copy_rate", lambda: 1e9)
+    for part in (speed, kernel):
+        monkeypatch.setattr(part, "copy_rate", lambda: 1e9)
 
 
 def call(*args):
@@ -261,6 +265,7 @@ def test_threads_confine_the_process(monkeypatch):
 
 
 DECODE = ("bench", "decode")
+KERNEL = ("bench", "kernel", "--shape", "tiny")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +282,15 @@ DECODE = ("bench", "decode")
         (("bench", "prefill", *TINY, "--context", 513), "--context 513: the model's context is 512"),
         ((*DECODE, *TINY, "--context", 16, "--cache", "full"), "flushes every 16 tokens; give a context above that"),
         ((*DECODE, *TINY, "--dtype", "int8"), "must be one of float32"),
-        ((*DECODE, *TINY, "--vs", "kvpress"), "the only peer is transformers"),
+        ((*DECODE, *TINY, "--vs", "vllm"), "the peers are transformers and kvpress"),
+        ((*DECODE, *TINY, "--vs", "sdpa"), "a column of jkv bench kernel"),
+        ((*KERNEL, "--op", "flush"), "--op flush: there is decode_attention"),
+        ((*KERNEL, "--kernels", "tpu"), "this process runs on cpu, which has xla"),
+        ((*KERNEL, "--kernels", "cuda"), "one of auto, xla, tpu, gpu"),
+        ((*KERNEL, "--vs", "cudnn"), "it runs on a GPU, and this is cpu"),
+        ((*KERNEL, "--vs", "flash"), "one of sdpa, cudnn"),
+        ((*KERNEL, "--cache", "int9"), "did you mean 'int"),
+        (("bench", "kernel", "--shape", "qwen3-8c"), "did you mean qwen3-8b?"),
         ((*DECODE, *TINY, "--threads", 4096), "this process may use"),
         (("bench", "growth", *TINY, "--marks", "a,b"), "give numbers of tokens"),
         (("bench", "growth", *TINY, "--tokens", 100), "no room for the 128 tokens"),
@@ -291,7 +304,6 @@ def test_what_cannot_work_is_refused_in_one_line(args, says):
 def test_options_that_cannot_be_read():
     refused(call(*DECODE, "--steps", 0), "(see jkv bench decode --help)", code=2)
     refused(call("bench", "flush", "--steps", 4), "No such option", code=2)  # it would do nothing
-    refused(call("bench", "kernel"), "No such command", code=2)
     assert call("bench").stdout == call("bench", "--help").stdout != ""
 
 
@@ -299,6 +311,91 @@ def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     refused(call(*DECODE, *TINY, "--vs", "transformers"), "torch and transformers", "pip install 'jkv[parity]'")
     refused(call("bench", "compare", "--model", "nothing"), "pip install 'jkv[parity]'")
+    refused(call(*DECODE, *TINY, "--vs", "kvpress"), "torch and transformers and kvpress", "pip install 'kvpress==")
+
+
+@pytest.mark.parametrize(
+    "cache", ["int8", "quest", "kvmerger(budget=32)", "snapkv(budget=32, window=8)", "snapkv(budget=32) | int8"]
+)
+def test_what_only_jkv_has_is_not_compared_with_kvpress(monkeypatch, cache):
+    monkeypatch.setattr(cli, "find_spec", lambda name: name)
+    args = (*DECODE, *TINY, "--cache", cache, "--vs", "kvpress")
+    refused(call(*args), f"it has no {cache}; both have full, and with budget= or keep= alone streaming, knorm, snapkv")
+
+
+# ---------------------------------------------------------------- one operation
+
+
+def test_a_kernel_is_beside_dense_attention(tmp_path):
+    args = ("--cache", "int8", "--cache", "kivi(bits=2)", "--context", 96, "--batch", 2, "--rounds", 2)
+    result = call(*KERNEL, *args, "--json", tmp_path / "k.json")
+    assert result.exit_code == 0, result.output
+    held = json.loads((tmp_path / "k.json").read_text())
+    assert held["meta"]["operation"] == "decode_attention" and held["meta"]["model"] == "tiny"
+    ways = ["xla", "dense float32", "dense bfloat16"]
+    assert [(r["cache"], r["implementation"]) for r in held["rows"]] == [(c, w) for c in args[1:4:2] for w in ways]
+    slots, pos = 2 * H * 96, 4
+    sizes = {"int8": 2 * (D + 4), "kivi(bits=2)": 2 * D // 4 + 4 * D / 32 + 4}  # codes, 2 + 2 bytes of step and low
+    for r in held["rows"]:
+        assert r["p50"] > 0 and r["error"] < (2e-2 if "bfloat16" in r["implementation"] else 1e-5)
+        assert r["bandwidth_share"] == pytest.approx(r["read_bytes"] / (r["ms"] / 1e3) / 1e9)
+        some = {x["implementation"]: x["ms"] for x in held["rows"] if x["cache"] == r["cache"]}
+        assert r["ratio"] == {x: r["ms"] / some[f"dense {x}"] for x in ("float32", "bfloat16")}
+        token = {"xla": sizes[r["cache"]], "dense float32": 8 * D, "dense bfloat16": 4 * D}[r["implementation"]]
+        assert r["read_bytes"] == slots * (token + pos)
+    assert "of copy rate" in result.stdout and len(result.stderr.splitlines()) == 6
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path):
+    right = kernel.attend_tier
+    args = ("--cache", "int8", "--context", 96, "--json", tmp_path / "k.json")
+    for factor in (1.1, float("nan")):
+
+        def wrong(*args, factor=factor):
+            part = right(*args)
+            return dataclasses.replace(part, acc=part.acc.at[0, 0].mul(factor))
+
+        monkeypatch.setattr(kernel, "attend_tier", wrong)
+        refused(call(*KERNEL, *args), "xla gives a wrong result over int8", "it was not timed")
+    assert not (tmp_path / "k.json").exists()
+
+
+def test_each_attention_of_a_trial_waits_for_the_one_before(monkeypatch):
+    """The result is added to the queries, so that no compiler can do them all at once."""
+    monkeypatch.setattr(kernel, "REPEATS", 3)
+    done = []
+
+    def run(q, held):
+        jax.debug.callback(lambda: done.append(1))
+        return q * held
+
+    case = kernel.repeated("x", run, jnp.ones(2), jnp.ones(2))
+    assert case.trial() > 0 and case.nbytes == 8
+    jax.effects_barrier()
+    assert len(done) == 3
+
+
+@pytest.mark.parametrize("way", ["cudnn", "sdpa"])
+def test_what_runs_on_a_gpu_gets_the_tokens_in_its_own_layout(monkeypatch, way):
+    """On a CPU, with what only a GPU has taken away."""
+    model = models.read_config(models.TINY)
+    p = kernel.problem("int8", model, 2, 96, "float32")
+    if way == "sdpa":
+        monkeypatch.setattr(pytest.importorskip("torch").cuda, "synchronize", lambda: None)
+    real = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, implementation, **more: real(*a, **more))
+    case = getattr(kernel, way)(p, model.scale)
+    with jax.numpy_dtype_promotion("standard"):  # which jax's own attention needs off a GPU
+        assert kernel.wrong(case, p.want, "int8") < kernel.CLOSE and case.trial() > 0
+    assert case.nbytes == 2 * 2 * H * 96 * D * 2
+
+
+def test_torch_must_be_there_for_sdpa(monkeypatch):
+    monkeypatch.setattr(kernel.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
+    kernel.check("decode_attention", [], ["cudnn"])
+    with pytest.raises(ValueError, match="torch is missing"):
+        kernel.check("decode_attention", [], ["sdpa"])
 
 
 # ---------------------------------------------------------------- files
@@ -329,16 +426,22 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, fails):
     assert out.read_text() == old and list(tmp_path.iterdir()) == [out]
 
 
+def test_rows_are_in_the_file_and_the_table_when_a_run_is_stopped(tmp_path, monkeypatch):
+    real, out = speed.rows, tmp_path / "x.json"
+
+    def stopped(*args, **more):
+        yield next(real(*args, **more))
+        assert len(json.loads(out.read_text())["rows"]) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(speed, "rows", stopped)
+    args = ("--context", 40, "--context", 60, "--cache", "full", "--rounds", 1, "--steps", 1, "--json", out)
+    result = call(*DECODE, *TINY, *args)
+    assert result.exit_code == 130 and "tokens/s" in result.stdout
+    assert [r["context"] for r in json.loads(out.read_text())["rows"]] == [40]
+
+
 # ---------------------------------------------------------------- recommend
-
-
-def test_the_front_by_brute_force():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        found = [(float(q), int(b)) for q, b in rng.integers(0, 6, (rng.integers(1, 12), 2))]
-        beaten = lambda a, b: b[0] >= a[0] and b[1] <= a[1] and b != a  # noqa: E731
-        want = [i for i, a in enumerate(found) if not any(beaten(a, b) for b in found)]
-        assert recommend.pareto(found) == want, found
 
 
 def rows_file(tmp_path, name, rows, **meta):
@@ -365,7 +468,7 @@ def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path):
     rows_file(tmp_path, "4.json", [{"what": "decode", "cache": "a", "ms": 1.0}, row("e", "x", 0.1, score=float("nan"))])
     full = 100 * L * 2 * H * D  # numbers in the full cache of 100 tokens
     found = recommend.best([f"{tmp_path}/*.json"], "tiny", full, 4 * full // 2)
-    told = [(c.point.about, c.point.cache, c.nbytes, c.point.samples) for c in found]
+    told = [(c.point.task, c.point.cache, c.nbytes, c.point.samples) for c in found]
     assert told == [  # of ruler the full cache fits too: it was measured in two bytes a number
         ("ruler", "full", 2 * full, 8),
         ("ruler", "a", full, 8),
@@ -378,19 +481,6 @@ def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path):
         assert result.exit_code == 0, result.output
         line = next(x for x in result.stdout.splitlines() if x.startswith("| a "))
         assert "ruler at 1,024" in line and "score 0.9" in line and "1.json: 8 samples" in line
-
-
-def test_tasks_of_a_suite_are_one_point_and_repetitions_are_weighted(tmp_path):
-    rows = [row("a", "ruler/vt", 0.5, score=1.0, samples=3), row("a", "ruler/cwe", 0.3, score=0.0, samples=1)]
-    one, two = (rows_file(tmp_path, f"{i}.json", rows, length=64) for i in (1, 2))
-    other = rows_file(tmp_path, "3.json", rows[:1], length=128)  # longer texts: not the same measurement
-    points = recommend.read([str(one), str(two), str(other)], "tiny")
-    assert [(p.length, p.tasks, p.samples) for p in points] == [
-        (64, ("ruler/cwe", "ruler/vt"), 8),
-        (128, ("ruler/vt",), 3),
-    ]
-    assert points[0].value == 0.75 and points[0].share == pytest.approx(0.45)
-    assert points[0].files == (str(one), str(two))
 
 
 def test_a_cache_that_did_fewer_tasks_is_not_compared(tmp_path):
@@ -429,7 +519,7 @@ def test_the_peer_takes_turns_and_its_cache_is_said(torch, what, tmp_path):
     args = ("--context", 40, "--cache", "snapkv(budget=32, window=8)", "--rounds", 2, "--batch", 2, "--json", out)
     result = call("bench", what, *TINY, *args, *steps, "--vs", "transformers")
     assert result.exit_code == 0, result.output
-    assert "transformers (full cache) ms" in " ".join(result.stdout.split())
+    assert "transformers ms" in result.stdout and "(full)" in result.stdout
     row = json.loads(out.read_text())["rows"][0]
     assert row["peer"]["name"] == "transformers" and row["peer"]["cache"] == "full"
     assert row["ratio"] == pytest.approx(row["ms"] / row["peer"]["ms"])
@@ -474,3 +564,42 @@ def test_compare_beyond_the_context_is_refused(torch, monkeypatch):
 
     monkeypatch.setattr(load, "read", lambda name: shapes.noise(models.TINY, 4, 1))
     refused(call("bench", "compare", "--prompt", 30, "--context", 500), "532 tokens are asked for", "context is 512")
+
+
+@pytest.fixture
+def kvpress(torch):
+    return pytest.importorskip("kvpress")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_kvpress_takes_turns_with_the_same_budget(kvpress, what, tmp_path):
+    out, steps = tmp_path / "x.json", ("--steps", 4) if what == "decode" else ()
+    caches = ("--cache", "full", "--cache", "snapkv(budget=40)", "--cache", "h2o(keep=0.5)")
+    args = ("--context", 80, *caches, "--rounds", 2, "--batch", 2, "--json", out)
+    result = call("bench", what, *TINY, *args, *steps, "--vs", "kvpress")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["peer"]["cache"] for r in rows] == ["full", "snapkv, 40 tokens", "h2o, 40 tokens"]
+    assert all(r["ratio"] == pytest.approx(r["ms"] / r["peer"]["ms"]) for r in rows)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("method", ["streaming", "knorm", "snapkv", "keydiff", "tova", "expected_attention", "h2o"])
+def test_what_kvpress_holds_is_the_budget_and_each_token_has_its_place(kvpress, method):
+    peer = engines.Kvpress(shapes.noise(models.TINY, 4, 1), 1)
+    peer.follow(f"{method}(budget=37)", 80)
+    lengths, places, step = [], [], peer.model.forward
+
+    def forward(*args, position_ids=None, past_key_values=None, **more):
+        out = step(*args, position_ids=position_ids, past_key_values=past_key_values, **more)
+        lengths.append([layer.keys.shape[2] for layer in past_key_values.layers])
+        places.append(None if position_ids is None else position_ids.unique().tolist())
+        return out
+
+    peer.model.forward = forward
+    trial = peer.tokens(np.random.default_rng(0).integers(0, 100, (2, 80)), 2)
+    assert len(trial()) == len(trial()) == 2
+    assert lengths == [[37] * L, [38] * L, [39] * L, [38] * L, [39] * L]
+    start = 37 if method == "streaming" else 80  # keys at their rank: so are the new tokens
+    assert places == [None, [start], [start + 1], [start], [start + 1]]

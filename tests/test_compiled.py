@@ -49,7 +49,7 @@ def compiled_loop(text: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_nothing_of_a_tiers_size_is_made(text: str):
     program, empty = compiled_loop(text)
-    names = {"float32": "f32", "float16": "f16", "uint8": "u8"}
+    names = {"float32": "f32", "bfloat16": "bf16", "uint16": "u16", "uint8": "u8"}
     large = {
         f"{names[x.dtype.name]}[{','.join(map(str, x.shape))}]"
         for layer in empty.layers

@@ -62,8 +62,12 @@ def test_attention_is_over_the_tokens_that_are_held(case: Case):
 def poison(cache):
     """Dead slots with NaN keys, columns, summaries and queries, and huge values; integers 255."""
 
+    scales = {jnp.dtype(jnp.uint16): jnp.bfloat16}  # of integers; kept as bits
+
     def fill(x, live, number):
-        bad = jnp.asarray(255 if x.dtype == jnp.uint8 else number, x.dtype)
+        bad = jnp.asarray(255 if x.dtype == jnp.uint8 else number, scales.get(x.dtype, x.dtype))
+        if x.dtype in scales:
+            bad = jax.lax.bitcast_convert_type(bad, x.dtype)
         grain = live.shape[2] // x.shape[2]
         alive = live.reshape(*live.shape[:2], -1, grain).any(-1)
         return jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, bad)
@@ -72,7 +76,7 @@ def poison(cache):
         return jax.tree.map(lambda x: fill(x, live, number), tree)
 
     def of(store, live):
-        huge = 6e4 if any(x.dtype == jnp.float16 for x in jax.tree.leaves(store.v)) else 3e38
+        huge = 1e15 if any(x.dtype == jnp.uint8 for x in jax.tree.leaves(store.v)) else 3e38  # scales multiply
         bad = dict(k=np.nan, v=huge, columns=np.nan)
         return {name: all_of(getattr(store, name), live, x) for name, x in bad.items()}
 

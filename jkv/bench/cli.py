@@ -1,16 +1,18 @@
-"""jkv bench decode, prefill, flush, growth, compare; and jkv recommend. Imports jax only where a command needs it."""
+"""jkv bench decode, prefill, flush, kernel, growth, compare; jkv recommend. Imports jax only where it is needed."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from jkv import console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,8 +20,15 @@ if TYPE_CHECKING:
     from jkv.bench.speed import What
     from jkv.io.source import Source
 
+Row = dict[str, Any]
 CACHES = ("full", "snapkv(budget=512) | int4")
+CODES = ("int8", "int4", "kivi(bits=2)")
+SHARED = ("full", "snapkv(keep=0.25)")  # with kvpress
 CONTEXTS = (512, 2048)
+PEERS = {
+    "transformers": (("torch", "transformers"), "jkv[parity]"),
+    "kvpress": (("torch", "transformers", "kvpress"), "kvpress==0.5.5"),
+}
 
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, also beside others.")
 
@@ -40,7 +49,10 @@ Threads = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Of weights and uncompressed tokens: float32, bfloat16 or float16.")]
 Versus = Annotated[
-    str | None, typer.Option("--vs", help="transformers: take turns with it (on CPU, its full cache; same weights).")
+    str | None,
+    typer.Option(
+        "--vs", help="Take turns on CPU, same weights: transformers (its full cache), or kvpress (same budget)."
+    ),
 ]
 Out = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")]
 
@@ -114,24 +126,62 @@ def _speed(
     vs: str | None,
     out: Path | None,
 ) -> None:
-    specs, contexts = cache or CACHES, context or CONTEXTS
+    specs, contexts = cache or (SHARED if vs == "kvpress" else CACHES), context or CONTEXTS
     cores = _start(specs, threads, dtype, vs, out)
     from jkv import models
     from jkv.bench import engines, results, speed
 
     name, source = _subject(model, shape, random_weights, dtype, vs)
     speed.check(specs, contexts, steps, models.read_config(source.config))
-    with progress(len(specs) * len(contexts)) as track:
-        params = models.build(source.config, source.tensors, dtype)
-        peer = None
+
+    def found() -> Iterator[Row]:
+        params, peer = models.build(source.config, source.tensors, dtype), None
         if vs is not None:
-            peer = engines.Transformers(source, cores, dtype)
+            peer = (engines.Kvpress if vs == "kvpress" else engines.Transformers)(source, cores, dtype)
             engines.apart(engines.Jkv(params), peer)
-        found = speed.rows(what, params, specs, contexts, batch=batch, steps=steps, rounds=rounds, peer=peer)
-        rows = track(found, lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms")
-    _show(speed.table(what, rows))
-    timed = {"timed": speed.TIMED[what], "dtype": dtype, "rounds": rounds}
-    results.save(out, results.meta(name, cores, **timed), rows)
+        return speed.rows(what, params, specs, contexts, batch=batch, steps=steps, rounds=rounds, peer=peer)
+
+    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=rounds)
+    says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
+    _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, out)
+
+
+@app.command()
+def kernel(
+    op: Annotated[str, typer.Option(help="The operation: decode_attention.")] = "decode_attention",
+    shape: Annotated[str, typer.Option(help="Heads as in this model: llama-3.1-8b, qwen3-8b, ...")] = "llama-3.1-8b",
+    cache: Annotated[
+        list[str] | None, typer.Option(help=f"Whose codes; can be repeated. Default: {', '.join(CODES)}")
+    ] = None,
+    context: Context = None,
+    batch: Batch = 1,
+    kernels: Annotated[
+        list[str] | None, typer.Option(help="xla, tpu or gpu; can be repeated. Default: all that run here.")
+    ] = None,
+    vs: Annotated[
+        list[str] | None, typer.Option(help="On a GPU: sdpa (torch's), cudnn (jax's own call); can be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")] = 15,
+    threads: Threads = None,
+    dtype: Dtype = "float32",
+    out: Out = None,
+) -> None:
+    """Milliseconds of one new token's attention over one layer's codes, checked first, beside dense attention."""
+    specs, contexts, versus = cache or CODES, context or CONTEXTS, vs or []
+    cores = _start(specs, threads, dtype, None, out)
+    from jkv import kernels as own
+    from jkv import models
+    from jkv.bench import kernel as alone
+    from jkv.bench import results, shapes
+
+    names = kernels or list(dict.fromkeys(["xla", own.native()]))
+    alone.check(op, names, versus)
+    model = models.read_config(shapes.find(shape))
+    total = len(specs) * len(contexts) * (len(names) + len(alone.DENSE) + len(versus))
+    found = partial(alone.rows, specs, names, versus, model, contexts, batch=batch, dtype=dtype, rounds=rounds)
+    says = lambda r: f"{r['implementation']}, {r['cache']} at {r['context']}: {r['ms']:.3f} ms"  # noqa: E731
+    about = results.meta(shape, cores, operation=op, dtype=dtype, rounds=rounds)
+    _measure(total, found, says, alone.table, about, out)
 
 
 @app.command()
@@ -162,12 +212,10 @@ def growth(
     at = _numbers(marks) if marks is not None else growing.doubling(tokens, over)
     name, source = _subject(model, shape, random_weights, dtype, None)
     growing.check(specs, at, over, models.read_config(source.config))
-    with progress(len(specs) * len(at)) as track:
-        params = models.build(source.config, source.tensors, dtype)
-        found = growing.rows(params, specs, at, over)
-        rows = track(found, lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms")
-    _show(growing.table(rows))
-    results.save(out, results.meta(name, cores, dtype=dtype, over=over), rows)
+    found = lambda: growing.rows(models.build(source.config, source.tensors, dtype), specs, at, over)  # noqa: E731
+    says = lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms"  # noqa: E731
+    about = results.meta(name, cores, dtype=dtype, over=over)
+    rows = _measure(len(specs) * len(at), found, says, growing.table, about, out)
     if plot is not None:
         growing.plot(rows, plot)
         print(f"drawn: {plot}", file=sys.stderr)
@@ -196,13 +244,10 @@ def compare(
 
     lengths, prompts, source = context or [512, 2048, 4096], prompt or [512, 2048], read(model)
     comparing.check(models.read_config(source.config), lengths, prompts, steps)
-    with progress(len(lengths) + len(prompts)) as track:
-        found = comparing.rows(source, lengths, prompts, steps, rounds, cores)
-        rows = track(
-            found, lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"
-        )
-    _show(comparing.table(rows))
-    results.save(out, results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds), rows)
+    found = partial(comparing.rows, source, lengths, prompts, steps, rounds, cores)
+    says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
+    about = results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
+    _measure(len(lengths) + len(prompts), found, says, comparing.table, about, out)
 
 
 def recommend(
@@ -223,7 +268,7 @@ def recommend(
     c = models.read_config(SHAPES[model] if model in SHAPES else read(model).config)
     numbers = context * c.layers * 2 * c.heads * c.head_dim
     patterns = [*(results or ()), *(files or ())] or ["results/*.json"]
-    _show(choosing.table(choosing.best(patterns, model, numbers, limit), context))
+    console.show(choosing.table(choosing.best(patterns, model, numbers, limit), context))
 
 
 # ----------------------------------------------------------------------------------------- what the commands share
@@ -241,7 +286,7 @@ def _start(specs: Iterable[str], threads: int | None, dtype: str, vs: str | None
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if vs is not None:
-        _check_peer(vs)
+        _check_peer(vs, specs)
     results.check_path(out)
     return cores
 
@@ -261,15 +306,24 @@ def use_cores(threads: int | None) -> int:
     return threads
 
 
-def _check_peer(vs: str) -> None:
-    if vs != "transformers":
-        raise ValueError(f"--vs {vs}: the only peer is transformers")
-    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise ValueError(f"beside transformers: {' and '.join(missing)} is missing; run: pip install 'jkv[parity]'")
+def _check_peer(vs: str, specs: Iterable[str]) -> None:
+    if vs in ("sdpa", "cudnn"):
+        raise ValueError(f"--vs {vs}: it is attention alone, on a GPU: a column of jkv bench kernel there")
+    if vs not in PEERS:
+        raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}")
+    packages, install = PEERS[vs]
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; run: pip install '{install}'")
     import jax
 
     if jax.default_backend() != "cpu":
-        raise ValueError("beside transformers: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
+        raise ValueError(f"beside {vs}: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
+    if vs == "kvpress":
+        from jkv import methods
+        from jkv.eval.presses import shared
+
+        for spec in specs:
+            shared(str(methods.parse(spec)), 1)
 
 
 def _subject(
@@ -287,31 +341,25 @@ def _numbers(text: str) -> list[int]:
         raise ValueError(f"--marks {text}: give numbers of tokens with commas between, such as 1024,8192") from None
 
 
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """A function that collects rows, with a bar on stderr; a line a row where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def _measure(
+    total: int,
+    found: Callable[[], Iterator[Row]],
+    says: Callable[[Row], str],
+    table: Callable[[list[Row]], Table],
+    about: Row,
+    out: Path | None,
+) -> list[Row]:
+    """The rows, each in the file as soon as it is there, and the table of those there are, whatever ends it."""
+    from jkv.bench import results
 
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading, compiling", total=total)
-
-        def track(found: Iterable[dict[str, Any]], says: Any) -> list[dict[str, Any]]:
-            rows = []
-            for row in found:
+    rows: list[Row] = []
+    try:
+        with console.progress(total) as say:
+            for row in found():
                 rows.append(row)
-                bar.update(task, advance=1, description=says(row))
-                if not console.is_terminal:
-                    print(says(row), file=sys.stderr, flush=True)
-            return rows
-
-        yield track
-
-
-def _show(table: Table) -> None:
-    from rich.console import Console
-
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(table)
+                say(says(row))
+                results.save(out, about, rows)
+    finally:
+        if rows:
+            console.show(table(rows))
+    return rows

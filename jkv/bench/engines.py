@@ -1,4 +1,4 @@
-"""Those that take turns: jkv, and transformers with the same weights."""
+"""Those that take turns: jkv, and transformers or kvpress with the same weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from jkv import loop, methods, sampling
 from jkv.bench.measure import clock
 from jkv.compiled import Compiled, compiled
+from jkv.eval import presses
 from jkv.io.load import read
 from jkv.io.source import Source
 from jkv.models import Params
@@ -84,6 +85,8 @@ class Transformers:
     what: the name of a model, or its config and tensors. Raises ValueError if transformers has other tensors.
     """
 
+    name = "transformers"
+
     def __init__(self, what: str | Source, threads: int, dtype: str = "float32") -> None:
         import torch  # pyright: ignore[reportMissingImports]  an extra
         from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]  an extra
@@ -108,6 +111,14 @@ class Transformers:
             x = self.torch.as_tensor(ids)
             return self.model(x, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
 
+    def step(self, logits: Any, cache: Any, at: int) -> Any:
+        """`absorb` of the likeliest token, whose position is `at`."""
+        return self.absorb(logits[:, -1].argmax(-1, keepdim=True), cache)
+
+    def follow(self, cache: str, tokens: int) -> str:
+        """Hold after a prompt what this cache of jkv holds, if the peer can; what it is called there."""
+        return "full"
+
     def cache(self) -> Any:
         from transformers import DynamicCache  # pyright: ignore[reportMissingImports]  an extra
 
@@ -123,9 +134,9 @@ class Transformers:
 
         def trial() -> list[float]:
             logits, times = first, []
-            for _ in range(steps):
+            for i in range(steps):
                 start = time.perf_counter()
-                logits = self.absorb(logits[:, -1].argmax(-1, keepdim=True), cache)
+                logits = self.step(logits, cache, ids.shape[1] + i)
                 times.append((time.perf_counter() - start) * 1e3)
             cache.crop(-steps)
             return times
@@ -135,6 +146,43 @@ class Transformers:
     def decode(self, ids: np.ndarray, steps: int) -> Trial:
         trial = self.tokens(ids, steps)
         return lambda: sum(trial()) / steps
+
+
+class Kvpress(Transformers):
+    """transformers, whose cache kvpress compresses after the prompt; generated tokens come on top of it."""
+
+    name = "kvpress"
+
+    def __init__(self, what: str | Source, threads: int, dtype: str = "float32") -> None:
+        import kvpress  # pyright: ignore[reportMissingImports]  an extra
+
+        super().__init__(what, threads, dtype)
+        self.kv, self.press, self.moved = kvpress, None, 0
+        self.usual = self.model.config._attn_implementation
+
+    def follow(self, cache: str, tokens: int) -> str:
+        method, kept = presses.shared(cache, tokens)
+        # Half a token more: kvpress rounds down the share that stays.
+        gone = max(0.0, 1 - (kept + 0.5) / tokens)
+        self.press = None if method == "full" or not gone else presses.PRESSES[method](self.kv, gone, kept)
+        self.moved = tokens - kept if isinstance(self.press, self.kv.KeyRerotationPress) else 0
+        return f"{method}, {kept} tokens" if self.press else "full"
+
+    def absorb(self, ids: Any, cache: Any) -> Any:
+        if self.press is None or cache.get_seq_length():
+            return super().absorb(ids, cache)
+        observes = isinstance(self.press, self.kv.ObservedAttentionPress)  # only eager attention tells its weights
+        self.model.set_attn_implementation("eager" if observes else self.usual)
+        with self.press(self.model):
+            logits = super().absorb(ids, cache)
+        self.model.set_attn_implementation(self.usual)
+        return logits
+
+    def step(self, logits: Any, cache: Any, at: int) -> Any:
+        ids = logits[:, -1].argmax(-1, keepdim=True)
+        with self.torch.inference_mode():
+            places = self.torch.full_like(ids, at - self.moved)  # transformers would count from the cache's length
+            return self.model(ids, past_key_values=cache, position_ids=places, use_cache=True).logits
 
 
 def apart(engine: Jkv, peer: Transformers) -> float:

@@ -104,14 +104,20 @@ def subject(
         return (f"{name}, random weights", noise(source.config, itemsize, copies)) if random_weights else (name, source)
     if model is not None:
         raise ValueError(f"--model {model} and --shape {shape}: give one of them")
+    config = find(shape)
+    if not random_weights:
+        raise ValueError(f"--shape {shape} has no weights of its own: add --random-weights, or use --model")
+    return f"{shape}, random weights", noise(config, itemsize, copies)
+
+
+def find(shape: str) -> dict[str, Any]:
+    """The config of a shape; ValueError for an unknown one, with the nearest."""
     if shape not in SHAPES:
         near = difflib.get_close_matches(shape.lower(), SHAPES, 1, 0.4)
         raise ValueError(
             f"unknown shape {shape!r}: " + (f"did you mean {near[0]}?" if near else f"it is one of {', '.join(SHAPES)}")
         )
-    if not random_weights:
-        raise ValueError(f"--shape {shape} has no weights of its own: add --random-weights, or use --model")
-    return f"{shape}, random weights", noise(SHAPES[shape], itemsize, copies)
+    return SHAPES[shape]
 
 
 def noise(config: Mapping[str, Any], itemsize: int, copies: int) -> Source:

@@ -107,16 +107,18 @@ def rows(
     """A row for each context and cache, as soon as it is measured; times in ms, memory in bytes.
 
     steps: tokens of a round of decoding. ms is the median of the rounds' means; p50 and p99 are of single tokens
-    (prompts, flushes). With a peer, rounds of both take turns; its prompt has the same tokens, and each goes on with
-    its own. The rate of a copy is the best so far in this run. `check` says what can be asked for.
+    (prompts, flushes). With a peer, rounds of both take turns; its prompt has the same tokens, its cache the same
+    budget if it can, and each goes on with its own. The rate of a copy is the best so far in this run. `check` says
+    what can be asked for.
     """
     prepare = {"decode": partial(decode, steps=steps), "prefill": prefill, "flush": flush}
     rng, rate = np.random.default_rng(SEED), 0.0
     for n in contexts:
         ids = rng.integers(0, params.config.vocab, (batch, n))
-        theirs = _peer(what, peer, ids, steps)
         for spec in specs:
             engine = Jkv(params, spec, batch, n + steps + 16)
+            held = peer.follow(str(engine.config), n) if peer is not None else ""
+            theirs = _peer(what, peer, ids, steps)
             ready = prepare[what](engine, ids)
             done = turns([ready.trial, *theirs], rounds)
             found = percentiles(done[0])
@@ -133,7 +135,7 @@ def rows(
                 row |= {"steps": steps, "read_bytes": amount, "copy_bytes_per_s": rate, "bandwidth_share": share}
             if peer is not None:
                 other = percentiles(done[1])
-                row |= {"peer": {"name": "transformers", "cache": "full", **other}, "ratio": found["ms"] / other["ms"]}
+                row |= {"peer": {"name": peer.name, "cache": held, **other}, "ratio": found["ms"] / other["ms"]}
             yield row
 
 
@@ -165,7 +167,7 @@ def table(what: What, found: Sequence[dict[str, Any]]) -> Table:
         cells |= {"read MiB": lambda r: mib(r["read_bytes"]), "of copy rate": lambda r: f"{r['bandwidth_share']:.0%}"}
     cells["compile s"] = lambda r: f"{r['compile_s']:.1f}"
     if any("peer" in r for r in found):
-        cells["transformers (full cache) ms"] = lambda r: number(r["peer"]["ms"])
+        cells[f"{found[0]['peer']['name']} ms"] = lambda r: f"{number(r['peer']['ms'])} ({r['peer']['cache']})"
         cells["ratio"] = lambda r: f"{r['ratio']:.2f}"
     out = Table(box=box.MARKDOWN, caption=TIMED[what])
     for name in cells:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Code, Codec
+from jkv.protocols import Code, Codec, Linear
 from jkv.tree import part
 
 
@@ -29,20 +30,41 @@ def unpack(packed: Array, bits: int) -> Array:
     return jnp.concatenate([(packed >> (i * bits)) & mask for i in range(8 // bits)], -1)
 
 
+def at_most(x: Array, dtype: Any) -> Array:
+    """x f32 rounded down to a narrower dtype.
+
+    >>> float(at_most(jnp.float32(-1.001), jnp.bfloat16))
+    -1.0078125
+    """
+    y = x.astype(dtype)
+    return jnp.where(y.astype(jnp.float32) > x, jax.lax.nextafter(y, jnp.full_like(y, -jnp.inf)), y)
+
+
+def bits_of(x: Array) -> Array:
+    """Floats as unsigned integers: XLA for CPUs would move a bfloat16 array by way of a float32 copy of all of it."""
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def floats(bits: Array, dtype: str) -> Array:
+    """The inverse of `bits_of`."""
+    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+
+
 @part
 class Affine(Codec):
     """Integers of 2, 4 or 8 bits in groups: code = round((x - low) / scale), scale = (max - min) / (2**bits - 1).
 
     axis "token": a group is `group` channels (0: all) of one token, scale and low live in the slot (grain 1).
     axis "channel": a group is `group` tokens of one channel, coded, moved and dropped together (grain = group).
-    A constant group has scale 0 and decodes to its value. Scales are stored as `scale_dtype`; codes are rounded
-    against the stored scale. Source: KIVI (2402.02750) for both axes.
+    Low and scale are kept as the bits of their floats, low rounded down and scale up, and codes are rounded against
+    what is kept: no number is off by more than half a scale. A constant group has scale 0 and decodes to its value, as
+    far as `scale_dtype` can say it. Source: KIVI (2402.02750) for both axes.
     """
 
     bits: int = 8
     axis: Literal["token", "channel"] = "token"
     group: int = 0
-    scale_dtype: str = "float16"
+    scale_dtype: str = "bfloat16"
     rope: Literal["before", "after"] = "before"
 
     @property
@@ -73,18 +95,24 @@ class Affine(Codec):
     def encode(self, x: Array) -> Code:
         y, axis = self._grouped(x.astype(jnp.float32))
         dtype = jnp.dtype(self.scale_dtype)
-        low = y.min(axis).astype(dtype)
-        step = ((y.max(axis) - low.astype(jnp.float32)) / (2**self.bits - 1)).astype(dtype)
+        low = at_most(y.min(axis), dtype)
+        step = -at_most((low.astype(jnp.float32) - y.max(axis)) / (2**self.bits - 1), dtype)
         wide = jnp.expand_dims(step.astype(jnp.float32), axis)
         code = (y - jnp.expand_dims(low.astype(jnp.float32), axis)) / jnp.where(wide > 0, wide, 1)
         code = jnp.clip(jnp.round(code), 0, 2**self.bits - 1).astype(jnp.uint8).reshape(x.shape)
         packed = code if self.bits == 8 else pack(code, self.bits)
+        step, low = bits_of(step), bits_of(low)
         if self.axis == "channel":
             return Code(slots=packed, grains=(step, low))
         return Code(slots=(packed, step, low))
 
     def decode(self, code: Code) -> Array:
+        x = self.linear(code)
+        y, axis = self._grouped((x.codes if self.bits == 8 else unpack(x.codes, self.bits)).astype(jnp.float32))
+        step, low = (jnp.expand_dims(z.astype(jnp.float32), axis) for z in (x.step, x.low))
+        return (y * step + low).reshape(x.codes.shape[0], -1)
+
+    def linear(self, code: Code) -> Linear:
         packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
-        y, axis = self._grouped((packed if self.bits == 8 else unpack(packed, self.bits)).astype(jnp.float32))
-        step, low = (jnp.expand_dims(x.astype(jnp.float32), axis) for x in (step, low))
-        return (y * step + low).reshape(packed.shape[0], -1)
+        step, low = (floats(x, self.scale_dtype) for x in (step, low))
+        return Linear(codes=packed, step=step, low=low, bits=self.bits)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Code, Codec
+from jkv.protocols import Code, Codec, Linear
 from jkv.tree import part
 
 
@@ -24,6 +24,9 @@ class Dense(Codec):
 
     def decode(self, code: Code) -> Array:
         return code.slots.astype(jnp.float32)
+
+    def linear(self, code: Code) -> Linear:
+        return Linear(codes=code.slots)
 
     def logits(self, ask: Array, tile: Code) -> Array:
         return jnp.einsum("qd,nd->qn", ask.astype(tile.slots.dtype), tile.slots, preferred_element_type=jnp.float32)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.codecs.affine import Affine
+from jkv.codecs.affine import Affine, bits_of, floats
 from jkv.protocols import Code, Codec
 from jkv.tree import part
 
@@ -22,7 +22,7 @@ class Separable(Codec):
 
     bits: int = 4
     group: int = 20
-    scale_dtype: str = "float16"
+    scale_dtype: str = "bfloat16"
 
     @property
     def grain(self) -> int:  # type: ignore[override]
@@ -42,9 +42,9 @@ class Separable(Codec):
         c = jnp.sqrt(jnp.abs(y).max(1)).astype(jnp.dtype(self.scale_dtype))
         c = jnp.where(c > 0, c, jnp.ones_like(c))
         y = (y / c.astype(jnp.float32)[:, None]).reshape(x.shape)
-        return Code(slots=self.inner.encode(y).slots, grains=(c,))
+        return Code(slots=self.inner.encode(y).slots, grains=(bits_of(c),))
 
     def decode(self, code: Code) -> Array:
         y = self.inner.decode(Code(slots=code.slots))
-        c = code.grains[0].astype(jnp.float32)
+        c = floats(code.grains[0], self.scale_dtype).astype(jnp.float32)
         return (y.reshape(-1, self.group, y.shape[1]) * c[:, None]).reshape(y.shape)

@@ -21,7 +21,7 @@ from jkv.tree import value
 
 @value
 class Stored:
-    """A layer's cache by position: k (rotated), v f32[B,H,S,D] as decoded, here bool[B,H,S]."""
+    """A layer's cache by position: k (rotated to where it acts), v f32[B,H,S,D] as decoded, here bool[B,H,S]."""
 
     k: Array
     v: Array
@@ -35,7 +35,7 @@ def plain(params: Params) -> Params:
 
 @jax.jit
 def stored(cache: Cache) -> list[Stored]:
-    """Every layer of a cache that keeps true positions, by position; S is the longest text that it was made for."""
+    """Every layer of a cache by position; S is the longest text that it was made for."""
     out = []
     for plan, layer, rope in zip(cache.plan, cache.layers, cache.model.ropes, strict=True):
         b, h, _, d = layer.recent.k.shape
@@ -44,7 +44,7 @@ def stored(cache: Cache) -> list[Stored]:
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             key = map_codec(config.k.decode, tier.k)
-            key = rope.rotate(key, tier.pos) if config.k.rope == "after" else key
+            key = rope.rotate(key, tier.pos if tier.at is None else tier.at) if config.k.rope == "after" else key
             parts.append((key, map_codec(config.v.decode, tier.v), tier.pos))
         for key, val, pos in parts:
             at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))

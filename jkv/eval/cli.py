@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jkv import console
 
 if TYPE_CHECKING:
     from jkv.eval.experiments import Setting
@@ -51,38 +52,21 @@ def _setting(
     return Setting(model, load(model, dtype), list(dict.fromkeys(names)), batch, path, seed)
 
 
-class _Progress:
-    """A bar on stderr, where that is a terminal; else a line for every row."""
-
-    def __init__(self, total: int) -> None:
-        console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.task = self.bar.add_task("compiling", total=total)
-        self.done, self.total, self.plain = 0, total, None if console.is_terminal else console
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return self.say
-
-    def say(self, what: str) -> None:
-        self.done += 1
-        self.bar.update(self.task, advance=1, description=what[:60])
-        if self.plain is not None:
-            self.plain.print(f"[{self.done}/{self.total}] {what}", highlight=False, markup=False, soft_wrap=True)
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.stop()
-
-
 def _show(found: Results) -> None:
+    from jkv.eval.points import points
     from jkv.eval.report import table
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
-    console.print(table(found.rows))
+    console.show(table(points([("", found.meta, found.rows)])))
     if found.path is not None:
-        Console(stderr=True).print(f"written: {found.path}", highlight=False, soft_wrap=True)
+        print(f"written: {found.path}", file=sys.stderr)
+
+
+def _draw(found: list[tuple[str, Any, list[Any]]], folder: Path) -> None:
+    from jkv.eval import report
+    from jkv.eval.points import points
+
+    for path in report.draw([row for *_, rows in found for row in rows], points(found), folder):
+        print(f"drawn: {path}")
 
 
 @app.command()
@@ -107,7 +91,7 @@ def ppl(
 
     s = _setting(model, cache, catalogue, prefix, batch, out, seed, dtype)
     ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, rest, samples, seed)
-    with _Progress(len(s.caches)) as say:
+    with console.progress(len(s.caches)) as say:
         found = experiments.perplexity(s, ids, source, prefix, frozen, say)
     _show(found)
 
@@ -135,7 +119,7 @@ def fidelity(
 
     s = _setting(model, cache, catalogue, prefix, batch, out, seed, dtype)
     ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, rest, samples, seed)
-    with _Progress(len(s.caches)) as say:
+    with console.progress(len(s.caches)) as say:
         found = experiments.fidelity(s, ids, source, prefix, frozen, layers, say)
     _show(found)
     for row in found.rows:
@@ -171,7 +155,7 @@ def ruler(
     for name in names:
         tasks.find(tasks.TASKS, name)
     s, seen = _setting(model, cache, catalogue, length, batch, out, seed, dtype), _asked(question)
-    with _Progress(len(s.caches) * len(names) * len(seen)) as say:
+    with console.progress(len(s.caches) * len(names) * len(seen)) as say:
         found = experiments.ruler(s, names, length, samples, seen, say)
     _show(found)
 
@@ -191,19 +175,18 @@ def niah(
     dtype: Dtype = "float32",
 ) -> None:
     """Needle in a haystack: a grid of lengths and depths, and its heat map."""
-    from jkv.eval import experiments, report
+    from jkv.eval import experiments
 
     if depths < 2:
         raise ValueError(f"depths={depths}: 2 or more, the start and the end are the first two")
     s = _setting(model, cache, False, 1024, batch, out, seed, dtype)
     lengths, places = length or [512, 1024], [i / (depths - 1) for i in range(depths)]
     seen = _asked(question)
-    with _Progress(len(s.caches) * len(lengths) * depths * len(seen)) as say:
+    with console.progress(len(s.caches) * len(lengths) * depths * len(seen)) as say:
         found = experiments.needle(s, lengths, places, samples, seen, say)
     _show(found)
     if plot is not None:
-        for path in report.draw(found.rows, plot):
-            print(f"drawn: {path}")
+        _draw([("", found.meta, found.rows)], plot)
 
 
 @app.command()
@@ -216,6 +199,7 @@ def multiturn(
         list[str] | None, typer.Option(help="reused, turns, rebuilt; can be repeated. Default: all.")
     ] = None,
     samples: Samples = 2,
+    batch: Annotated[int, typer.Option(help="Questions of a session at a time.")] = 6,
     seed: Seed = 0,
     out: Out = None,
     dtype: Dtype = "float32",
@@ -228,26 +212,24 @@ def multiturn(
         tasks.find(shared.SESSIONS, name)
     if unknown := [m for m in modes if m not in ("reused", "turns", "rebuilt")]:
         raise ValueError(f"--mode {unknown[0]}: reused, turns or rebuilt")
-    s = _setting(model, cache, False, length, 1, out, seed, dtype)
-    with _Progress(len(s.caches) * len(names) * len(modes)) as say:
+    s = _setting(model, cache, False, length, batch, out, seed, dtype)
+    with console.progress(len(s.caches) * len(names) * len(modes)) as say:
         found = experiments.multiturn(s, names, length, samples, modes, say)
     _show(found)
 
 
 @app.command()
 def report(
-    files: Annotated[list[Path], typer.Argument(help="Result files of these commands.")],
+    files: Annotated[list[str], typer.Argument(help="Result files of these commands.")],
     plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw quality against bytes and time.")] = None,
 ) -> None:
     """One table of result files, and their pictures."""
-    from jkv.eval import report as reporting
-    from jkv.eval.results import read
+    from jkv.eval.points import load, points
+    from jkv.eval.report import table
 
-    rows = [row for path in files for row in read(path)["rows"] if "cache" in row and "task" in row]
-    if not rows:
+    found = load(files)
+    if not (measured := points(found)):
         raise ValueError("these files have no rows yet: run jkv eval first")
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(reporting.table(rows))
+    console.show(table(measured))
     if plots is not None:
-        for path in reporting.draw(rows, plots):
-            print(f"drawn: {path}")
+        _draw(found, plots)

@@ -205,7 +205,7 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
         task = shared.SESSIONS[key["task"].split("/")[1]]
         got, honest, cost = [], [], None
         for session in made[task.name]:
-            *answers, last = (found := measure.converse(s.params, config, session, task.new, key["mode"]))[0]
+            *answers, last = (found := measure.converse(s.params, config, session, task.new, key["mode"], s.batch))[0]
             cost = cost or found[1]
             got.append([task.score(text, e.answers) for text, e in zip(answers, session.turns, strict=True)])
             honest.append(measure.honest(session, last))

@@ -267,26 +267,28 @@ def _room(params: Params, heads: Sequence[Sequence[int]], n: int) -> int:
     return max(n, min(-(-n // 128) * 128, params.config.context - max(map(len, heads))))
 
 
-def converse(params: Params, config: CacheConfig, session: Session, new: int, mode: str) -> tuple[list[str], Held]:
+def converse(
+    params: Params, config: CacheConfig, session: Session, new: int, mode: str, batch: int
+) -> tuple[list[str], Held]:
     """Greedy answers to the questions of a session, then to its probe.
 
     "rebuilt": each question with its context in a prompt of its own, compressed knowing it. "reused": the context is
     compressed once, before any question, and each is asked from that cache. "turns": one conversation, each question
-    after the right answers to those before it, on one cache that is compressed again and again.
+    after the right answers to those before it, on one cache that is compressed again and again. batch: questions at a
+    time, where they do not follow each other.
     """
     questions = [*session.turns, session.probe]
+    prompts = [cut(params, q) for q in questions]
     if mode == "rebuilt":
-        texts, cost = [], None
-        for q in questions:
-            text, found = answer(params, config, [cut(params, q)], new, True, 1)
-            texts, cost = texts + text, cost or found
-        assert cost is not None
-        return texts, cost
-    head, first = cut(params, questions[0])
+        return answer(params, config, prompts, new, True, batch)
+    head, tails = prompts[0][0], [tail for _, tail in prompts]
     if mode == "reused":
-        tails = [first, *(cut(params, q)[1] for q in questions[1:])]
         cache, _ = prefill(params, config, [head], room=_room(params, [head], new + max(map(len, tails))))
-        return [generate(params, cache, [b], max_new_tokens=new).text[0] for b in tails], held(config, cache)
+        texts = []
+        for rows, count in batches(len(tails), batch):
+            asked = [tails[i] for i in rows]
+            texts += generate(params, cache.fork(len(rows)), asked, max_new_tokens=new).text[:count]
+        return texts, held(config, cache)
     spoken = [said(params, questions[: i + 1]) for i in range(len(questions))]
     ends = [spoken[0].index(session.context) + len(session.context), *map(len, spoken)]
     tails = [added(params, text[end:]) for text, end in zip(spoken, ends, strict=False)]
@@ -299,5 +301,5 @@ def converse(params: Params, config: CacheConfig, session: Session, new: int, mo
 
 
 def honest(session: Session, text: str) -> float:
-    """Whether the answer to the probe makes nothing up."""
+    """Whether the answer to the probe is no value of the context; what is invented altogether is not noticed."""
     return none_named(text, session.probe.answers)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.table import Table
+
+from jkv.eval.points import METRICS, Point, Row, pareto
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Row = dict[str, Any]
-QUALITY = {"ppl": "perplexity", "kl": "KL to the full cache, nats", "score": "score"}  # of a row, the last one first
-LOWER = ("ppl", "kl")  # is better
 
 
 def family(cache: str) -> str:
@@ -27,64 +26,40 @@ def family(cache: str) -> str:
     return out.replace(", )", ")").replace("()", "")
 
 
-def quality(row: Row) -> str:
-    """Which number of a row says how good it is."""
-    return next(name for name in ("score", "kl", "ppl") if name in row)
+def groups(found: Iterable[Point]) -> list[tuple[str, list[Point]]]:
+    """Points that can be compared, and what to call them: as much as tells them from the others."""
+    by_like: dict[Any, list[Point]] = {}
+    for p in found:
+        by_like.setdefault(p.like, []).append(p)
+    firsts = [some[0] for some in by_like.values()]
+    short = [f"{p.task}, {p.asked}" if p.asked else p.task for p in firsts]
+    names = [
+        name if short.count(name) == 1 else f"{name}, {p.model} at {p.size}, {len(p.tasks)} tasks"
+        for name, p in zip(short, firsts, strict=True)
+    ]
+    return list(zip(names, by_like.values(), strict=True))
 
 
-def mean_scores(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one cache and suite ("ruler/vt" is of "ruler") in one: mean score, of the same number of tasks each."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        suite = row["task"].split("/")[0] if "score" in row else row["task"]
-        groups.setdefault((row["cache"], suite, row.get("question", ""), row.get("mode", "")), []).append(row)
-    out = []
-    for (cache, suite, _, mode), some in groups.items():
-        one = dict(some[0], cache=cache, task=f"{suite} {mode}".strip(), tasks=len(some))
-        for name in ("score", "bytes", "bytes_full", "kept", "honest"):
-            if all(name in r for r in some):
-                one[name] = sum(r[name] for r in some) / len(some)
-        out.append(one)
-    return out
-
-
-def pareto(rows: Sequence[Row], cost: str, good: str) -> list[Row]:
-    """Rows that no other row beats: none costs less and is as good, or costs the same and is better.
-
-    >>> rows = [dict(bytes=1, score=0.2), dict(bytes=2, score=0.1), dict(bytes=3, score=0.9)]
-    >>> [r["bytes"] for r in pareto(rows, "bytes", "score")]
-    [1, 3]
-    """
-    sign = 1 if good in LOWER else -1
-    best, out = float("inf"), []
-    for row in sorted(rows, key=lambda r: (r[cost], sign * r[good])):
-        if sign * row[good] < best:
-            best = sign * row[good]
-            out.append(row)
-    return out
-
-
-def table(rows: Sequence[Row]) -> Table:
+def table(found: Sequence[Point]) -> Table:
     """A line a cache and task; it is markdown too. The star marks what nothing else beats at its bytes."""
-    from rich import box
-
-    out = Table("cache", "task", "question", "quality", "kept", "x smaller", "ms/token", box=box.MARKDOWN)
-    made = mean_scores(rows)
-    for task, asked in dict.fromkeys((r["task"], r.get("question", "")) for r in made):
-        some = [r for r in made if (r["task"], r.get("question", "")) == (task, asked)]
-        best = pareto(some, "bytes", quality(some[0]))
-        for r in some:
-            name = quality(r)
-            value = f"{r[name]:.3f}" if name == "score" else f"{name} {r[name]:.4g}"
-            value += f" (ppl {r['ppl']:.4g})" if name == "kl" and "ppl" in r else ""
+    heads = ("cache", "task", "tokens", "asked", "quality", "kept", "x smaller", "ms/token")
+    several = len({p.model for p in found}) > 1
+    out = Table(*heads, *(["model"] if several else []), box=box.MARKDOWN)
+    for _, some in groups(found):
+        best = pareto(some, lambda p: (p.share, p.loss))
+        for p in some:
+            value = f"{p.value:.3f}" if p.metric == "score" else f"{p.metric} {p.value:.4g}"
+            value += "".join(f" ({k} {p.more[k]:.4g})" for k in ("ppl", "honest") if k in p.more)
             out.add_row(
-                r["cache"] + (" *" if r in best else ""),
-                task + (f" ({r['tasks']} tasks)" if r["tasks"] > 1 else ""),
-                asked,
+                p.cache + (" *" if p in best else ""),
+                p.task + (f" ({len(p.tasks)} tasks)" if len(p.tasks) > 1 else ""),
+                p.size,
+                p.asked,
                 value,
-                f"{r['kept']:.3f}",
-                f"{r['bytes_full'] / r['bytes']:.2f}",
-                f"{r['ms_token']:.1f}" if "ms_token" in r else "",
+                f"{p.more['kept']:.3f}" if "kept" in p.more else "",
+                f"{1 / p.share:.2f}",
+                f"{p.more['ms_token']:.1f}" if "ms_token" in p.more else "",
+                *([p.model] if several else []),
             )
     return out
 
@@ -97,37 +72,37 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot(rows: Sequence[Row], cost: str, task: str) -> Figure:
-    """Quality against `cost` ("bytes" or "ms_token") of one task: a line a family, the Pareto front in black."""
-    good = quality(rows[0])
-    figure = _figure(9, 5.5)
+def plot(found: Sequence[Point], cost: str, title: str) -> Figure:
+    """Quality against `cost` ("bytes" or "ms_token"): a line a family of caches, the Pareto front in black."""
+    metric, figure = found[0].metric, _figure(9, 5.5)
     axes = figure.add_subplot()
-    families: dict[str, list[Row]] = {}
-    for row in rows:
-        families.setdefault(family(row["cache"]), []).append(row)
-    x = (lambda r: 100 * r["bytes"] / r["bytes_full"]) if cost == "bytes" else (lambda r: r[cost])
+    families: dict[str, list[Point]] = {}
+    for p in found:
+        families.setdefault(family(p.cache), []).append(p)
+
+    def x(p: Point) -> float:
+        return 100 * p.share if cost == "bytes" else p.more[cost]
+
     markers = "osD^vP*Xph<>"
     for i, (name, some) in enumerate(sorted(families.items())):
         some = sorted(some, key=x)
-        axes.plot([x(r) for r in some], [r[good] for r in some], marker=markers[i % 12], label=name, lw=1, ms=5)
-    front = sorted(pareto(rows, cost, good), key=x)
+        axes.plot([x(p) for p in some], [p.value for p in some], marker=markers[i % 12], label=name, lw=1, ms=5)
+    front = pareto(found, lambda p: (x(p), p.loss))
     axes.plot(
-        [x(r) for r in front], [r[good] for r in front], color="black", lw=2.5, alpha=0.25, zorder=0, label="best"
+        [x(p) for p in front], [p.value for p in front], color="black", lw=2.5, alpha=0.25, zorder=0, label="best"
     )
-    if good == "kl":
+    if metric == "kl":
         axes.set_yscale("symlog", linthresh=1e-3)
     axes.set(
-        xlabel="bytes, % of the full cache" if cost == "bytes" else "ms per token",
-        ylabel=QUALITY[good],
-        title=task,
+        xlabel="bytes, % of the full cache" if cost == "bytes" else "ms per token", ylabel=METRICS[metric], title=title
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def heat(rows: Sequence[Row], cache: str) -> Figure:
-    """Scores of the needle test by depth and length."""
+def heat(rows: Sequence[Row], title: str) -> Figure:
+    """Scores of the needle test of one cache, by depth and length."""
     cells = {tuple(r["task"].split("/")[1:]): r["score"] for r in rows}
     lengths = sorted({n for n, _ in cells}, key=int)
     depths = sorted({d for _, d in cells}, key=float)
@@ -137,7 +112,7 @@ def heat(rows: Sequence[Row], cache: str) -> Figure:
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), lengths)
     axes.set_yticks(range(len(depths)), [f"{float(d):.0%}" for d in depths])
-    axes.set(xlabel="tokens", ylabel="depth of the needle", title=cache)
+    axes.set(xlabel="tokens", ylabel="depth of the needle", title=title)
     figure.colorbar(image, label="score")
     return figure
 
@@ -162,23 +137,21 @@ def layers(row: Row) -> Figure:
     return figure
 
 
-def draw(rows: Sequence[Row], out: Path) -> list[Path]:
-    """All pictures of these rows, as PNG files in a folder."""
+def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
+    """All pictures of these rows and of their points, as PNG files in a folder."""
     out.mkdir(parents=True, exist_ok=True)
     made: list[tuple[str, Figure]] = []
-    needles = [r for r in rows if r["task"].startswith("niah/") and r["task"].count("/") == 2]
-    for cache in dict.fromkeys(r["cache"] for r in needles):
-        made.append((f"niah {cache}", heat([r for r in needles if r["cache"] == cache], cache)))
+    needles: dict[str, list[Row]] = {}
     for row in rows:
+        if str(row.get("task")).startswith("niah/"):
+            needles.setdefault(f"{row['cache']}, question {row['question']}", []).append(row)
         if "by_layer" in row:
             made.append((f"layers {row['cache']}", layers(row)))
-    means = mean_scores(rows)
-    for task, asked in dict.fromkeys((r["task"], r.get("question", "")) for r in means):
-        some = [r for r in means if (r["task"], r.get("question", "")) == (task, asked)]
-        title = f"{task}, question {asked}" if asked else task
+    made += [(f"niah {name}", heat(some, name)) for name, some in needles.items()]
+    for name, some in groups(found):
         for cost in ("bytes", "ms_token"):
-            if len(some) > 1 and all(cost in r for r in some):
-                made.append((f"{title} by {cost}", plot(some, cost, title)))
+            if len(some) > 1 and (cost == "bytes" or all(cost in p.more for p in some)):
+                made.append((f"{name} by {cost}", plot(some, cost, name)))
     paths = []
     for name, figure in made:
         paths.append(out / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".png"))

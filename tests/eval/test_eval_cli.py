@@ -1,6 +1,9 @@
 """The commands: valid files, resumable, and one clear line for what a user can get wrong."""
 
+import errno
 import json
+import os
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -69,6 +72,37 @@ def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
     assert len(json.loads(out.read_text())["rows"]) == 2
 
 
+def test_a_full_disk_keeps_what_was_measured_and_a_rerun_goes_on(tokens, tmp_path, monkeypatch):
+    out, real, calls = tmp_path / "ppl.json", os.replace, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) == 3:  # the empty file, the first cache's row, the second's
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        done = ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out, code=1)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: cannot write {out}: No space left on device; 1 earlier rows are safe")
+    assert "run the same command again" in last and "Traceback" not in done.stderr
+    assert [r["cache"] for r in json.loads(out.read_text())["rows"]] == ["full"]
+    measured, perplexity = [], measure.perplexity
+    monkeypatch.setattr(measure, "perplexity", lambda p, c, t: measured.append(str(c)) or perplexity(p, c, t))
+    ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out)
+    assert measured == [OWN] and len(json.loads(out.read_text())["rows"]) == 2
+
+
+def test_a_missing_dataset_is_one_clear_line(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("wikitext", "scbench"):
+        done = run("ppl", "--corpus", name, "--json", tmp_path / "out.json", code=1)
+        assert "pip install 'jkv[datasets]'" in done.stderr and "pydoc" in done.stderr
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+    assert not list(tmp_path.iterdir())
+
+
 def test_fidelity_by_layer_and_its_pictures(tokens, tmp_path):
     out = tmp_path / "fid.json"
     args = ("--tokens", tokens, "--prefix", 64, "--continue", 32, "--cache", OWN, "--layers", "--json", out)
@@ -89,8 +123,8 @@ def test_tasks_of_all_kinds_run(tmp_path):
     assert [(r["task"], r["question"]) for r in rows["ruler"]] == [("ruler/vt", "seen"), ("ruler/vt", "unseen")]
     assert [r["task"] for r in rows["niah"]] == ["niah/3500/0.00", "niah/3500/1.00"]
     assert len(rows["multiturn"][0]["by_turn"]) == 5 and "honest" in rows["multiturn"][0]
-    assert (tmp_path / "plots" / "niah-knorm-budget-40.png").exists()
-    assert "multiturn reused" in run("report", *out.values()).stdout
+    assert (tmp_path / "plots" / "niah-knorm-budget-40-question-seen.png").exists()
+    assert "unseen reused" in run("report", *out.values()).stdout
 
 
 def saved(path, *arrays, **named):
@@ -115,6 +149,7 @@ def saved(path, *arrays, **named):
         (("multiturn", "--tasks", "multihop"), "did you mean 'multi_hop'?"),
         (("multiturn", "--mode", "again"), "reused, turns or rebuilt"),
         (("report", "nothing.json"), "nothing.json: No such file"),
+        (("report", "*.json"), "no rows yet"),
     ],
 )
 def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):

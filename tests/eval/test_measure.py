@@ -58,7 +58,10 @@ def test_perplexity_of_the_full_cache_is_the_models_own(batch):
     assert found["kept"] == 1 and found["bytes_full"] == PREFIX * 2 * 2 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("text", ["snapkv(budget=48, window=8)", "h2o(budget=48) | int8", "kivi(recent=0, group=16)"])
+@pytest.mark.parametrize(
+    "text",
+    ["snapkv(budget=48, window=8)", "h2o(budget=48) | int8", "kivi(recent=0, group=16)", "streaming(budget=48)"],
+)
 def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
     """Two ways to the same numbers: the decode loop, and dense attention over the decoded prefix."""
     texts = Texts(IDS[:2], PREFIX, frozen=True)
@@ -131,12 +134,14 @@ def session(name="kv", length=3500):
 
 def test_what_is_asked_of_a_full_cache_does_not_depend_on_how():
     one = session()
-    modes = {m: measure.converse(PARAMS, parse("full"), one, 6, m)[0] for m in ("rebuilt", "reused", "turns")}
+    modes = {m: measure.converse(PARAMS, parse("full"), one, 6, m, 6)[0] for m in ("rebuilt", "reused", "turns")}
     assert modes["rebuilt"] == modes["reused"] and len(modes["reused"]) == 6
     assert modes["turns"][0] == modes["reused"][0] and modes["turns"][1:] != modes["reused"][1:]
     prompts = [measure.cut(PARAMS, q) for q in one.turns]
     seen, unseen = (measure.answer(PARAMS, parse("full"), prompts, 6, x, 2)[0] for x in (True, False))
     assert seen == unseen == modes["reused"][:5]
+    for mode in ("rebuilt", "reused"):
+        assert measure.converse(PARAMS, parse("full"), one, 6, mode, 4)[0] == modes[mode]
 
 
 def test_a_question_asked_later_is_not_in_a_cache_that_was_compressed_before_it():

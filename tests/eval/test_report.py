@@ -2,37 +2,15 @@
 
 import io
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.image import imread
 from rich.console import Console
 
 from jkv.eval import report
+from jkv.eval.points import points
 
 
 def row(cache, task="ppl/pydoc", size=50, **more):
     return {"cache": cache, "task": task, "kept": 0.5, "bytes": size, "bytes_full": 100, **more}
-
-
-points = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12)
-
-
-@pytest.mark.parametrize("good, sign", [("score", -1), ("ppl", 1)])
-@given(points)
-def test_the_front_is_what_nothing_beats(good, sign, made):
-    rows = [{"bytes": a, good: b} for a, b in made]
-
-    def beaten(r):
-        return any(
-            o["bytes"] <= r["bytes"]
-            and sign * o[good] <= sign * r[good]
-            and (o["bytes"], o[good]) != (r["bytes"], r[good])
-            for o in rows
-        )
-
-    front = report.pareto(rows, "bytes", good)
-    assert {(r["bytes"], r[good]) for r in front} == {(r["bytes"], r[good]) for r in rows if not beaten(r)}
 
 
 def test_sizes_do_not_make_a_family():
@@ -41,9 +19,10 @@ def test_sizes_do_not_make_a_family():
     assert report.family("quest(pages=8)") == "quest" and report.family("int8") == "int8"
 
 
-def printed(rows):
+def printed(rows, *others):
     out = io.StringIO()
-    Console(file=out, width=200).print(report.table(rows))
+    files = [("a.json", {"model": "m"}, rows), *others]
+    Console(file=out, width=200).print(report.table(points(files)))
     return out.getvalue()
 
 
@@ -63,15 +42,51 @@ def test_the_star_is_on_what_nothing_beats_at_its_bytes():
     assert "2.00" in text  # times smaller
 
 
+def test_a_session_says_how_often_the_probe_was_answered_honestly():
+    rows = [row("full", f"multiturn/{t}", mode="reused", question="unseen", score=0.5, honest=h) for t, h in TOLD]
+    assert "0.500 (honest 0.75)" in printed(rows) and "unseen reused" in printed(rows)
+
+
+TOLD = (("kv", 1.0), ("vt", 0.5))
+
+
+def test_what_was_measured_otherwise_is_another_line():
+    """Longer texts, another model, a frozen cache: three numbers, not their mean."""
+    rows = [row("full", ppl=9.0)]
+    others = [
+        ("b.json", {"model": "m", "prefix": 512, "continue": 64}, [row("full", ppl=7.0)]),
+        ("c.json", {"model": "n"}, [row("full", ppl=5.0)]),
+        ("d.json", {"model": "m", "frozen": True}, [row("full", ppl=3.0)]),
+    ]
+    lines = [line for line in printed(rows, *others).splitlines() if "full" in line]
+    assert len(lines) == 4 and all("full *" in line for line in lines)
+    for line, says in zip(lines, ("ppl 9", "512 + 64", "| n", "frozen"), strict=True):
+        assert says in line
+    assert "model" not in printed(rows)
+
+
 def test_pictures_of_every_kind_are_drawn(tmp_path):
     rows = [row(f"snapkv(budget={n})", size=n, ppl=9 - n / 100, ms_token=1.0 + n) for n in (10, 20)]
-    rows += [row("full", f"niah/{n}/{d}", question="seen", score=1.0) for n in (512, 1024) for d in ("0.00", "1.00")]
+    for asked, score in (("seen", 1.0), ("unseen", 0.0)):
+        rows += [
+            row("full", f"niah/{n}/{d}", question=asked, score=score) for n in (512, 1024) for d in ("0.00", "1.00")
+        ]
     rows += [row("h2o", "fidelity/pydoc", kl=0.1, mass=[[0.5, 0.6], [0.7, 0.8]], by_layer=[0.3, 0.1], spare=[0])]
-    paths = report.draw(rows, tmp_path / "plots")
+    paths = report.draw(rows, points([("a.json", {}, rows)]), tmp_path / "plots")
     assert sorted(p.name for p in paths) == [
         "layers-h2o.png",
-        "niah-full.png",
+        "niah-full-question-seen.png",
+        "niah-full-question-unseen.png",
         "ppl-pydoc-by-bytes.png",
         "ppl-pydoc-by-ms-token.png",
     ]
     assert all(imread(p).std() > 0.01 for p in paths)
+    needles = [imread(p) for p in sorted(paths) if "niah" in p.name]
+    assert abs(needles[0] - needles[1]).max() > 0.1
+
+
+def test_pictures_of_one_task_at_two_lengths_do_not_overwrite_each_other(tmp_path):
+    rows = [row(f"snapkv(budget={n})", "ruler/vt", size=n, question="seen", score=0.5) for n in (10, 20)]
+    files = [("a.json", {"model": "m", "length": n}, rows) for n in (512, 1024)]
+    names = [p.name for p in report.draw(rows, points(files), tmp_path)]
+    assert names == ["ruler-seen-m-at-512-1-tasks-by-bytes.png", "ruler-seen-m-at-1-024-1-tasks-by-bytes.png"]

@@ -1,0 +1,38 @@
+"""Programs for accelerators that are not here, by their real compilers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is compiled for: its devices, bytes of memory and bytes/s of each (None: not known), and its kernels."""
+
+    name: str
+    devices: list[Any]
+    memory: int | None
+    bandwidth: float | None
+    kernels: str
+
+
+def target(name: str) -> Target:
+    """A TPU topology (v5e:2x4), a GPU (h200, h100), or cpu: this machine. Raises ValueError with what to install.
+
+    >>> target("cpu").kernels
+    'xla'
+    """
+    import jax
+
+    from jkv.aot import cuda, tpu
+
+    if name == "cpu":
+        return Target(name=name, devices=jax.devices("cpu")[:1], memory=None, bandwidth=None, kernels="xla")
+    if name in cuda.CHIPS:
+        if (text := cuda.missing()) is not None:
+            raise ValueError(text)
+        _, bandwidth, memory, _ = cuda.CHIPS[name]
+        return Target(name=name, devices=[cuda.device(name)], memory=memory, bandwidth=bandwidth, kernels="gpu")
+    devices, (memory, bandwidth) = tpu.devices(name), tpu.CHIPS[name.partition(":")[0]]
+    return Target(name=name, devices=devices, memory=memory, bandwidth=bandwidth, kernels="tpu")

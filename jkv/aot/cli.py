@@ -1,0 +1,58 @@
+"""jkv plan. Imports jax only when it runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from jkv import console
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A public model's shape, such as llama-3.1-8b; a folder, .gguf or hub id.")
+    ],
+    topology: Annotated[str, typer.Option(help="TPUs as v5e:2x4; a GPU: h200, h100; or cpu: this machine.")],
+    context: Annotated[int, typer.Option(min=2, help="Tokens that a row may have.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated. Default: full.")] = None,
+    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens prefilled at a time; 0: the whole prompt.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of weights and uncompressed tokens.")] = "bfloat16",
+    largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that decodes.")] = False,
+) -> None:
+    """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, and an accelerator that is here stays free
+    import jax.numpy as jnp
+
+    from jkv import methods, models
+    from jkv.aot import target
+    from jkv.bench.shapes import SHAPES
+    from jkv.io.load import DTYPES, read
+    from jkv.plan import TRIES, Job, programs, table
+    from jkv.plan import largest as search
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    configs = [methods.parse(x) for x in cache or ["full"]]
+    shape = models.read_config(SHAPES[model] if model in SHAPES else read(model).config)
+    if context > shape.context:
+        raise ValueError(f"--context {context}: the context of {model} is {shape.context}; give less")
+    machine = target(topology)
+    rows = []
+    with console.progress(len(configs) * (TRIES if largest else 2)) as say:
+        for config in configs:
+            job = Job(model=shape, config=config, batch=batch, context=context, chunk=chunk, dtype=jnp.dtype(dtype))
+            if largest:
+                most = search(job, machine, say)
+                print(f"{config}: largest batch {most}")
+                continue
+            for program in programs(job, machine):
+                say(f"{config}, {program.what}")
+                rows.append((str(config), program))
+    if rows:
+        console.show(table(rows, machine))
+        for name, program in rows:
+            if program.refused:
+                print(f"{name}, {program.what}: {program.refused}")

@@ -1,0 +1,70 @@
+"""Compile-only TPUs: the real TPU compiler, from the libtpu wheel, on a machine that has none."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# HBM bytes of a device and its bandwidth in bytes/s, as the vendor states them; tpu7x shows two devices a chip.
+CHIPS = {
+    "v4": (32 * 2**30, 1.228e12),
+    "v5e": (16 * 2**30, 0.819e12),
+    "v5p": (95 * 2**30, 2.765e12),
+    "v6e": (32 * 2**30, 1.64e12),
+    "tpu7x": (96 * 2**30, 3.7e12),
+}
+
+
+def devices(topology: str) -> list[Any]:
+    """The devices of a topology such as v5e:2x4 or v5p:2x2x1; ValueError without libtpu, or if unknown."""
+    chip = topology.partition(":")[0]
+    if chip not in CHIPS or ":" not in topology:
+        raise ValueError(f"topology {topology!r}: a chip and its grid, such as v5e:2x4; chips are {', '.join(CHIPS)}")
+    if find_spec("libtpu") is None:
+        raise ValueError("compiling for a TPU needs its compiler, the libtpu wheel: pip install 'jkv[tpu-aot]'")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud about a machine that is not one
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+    except Exception as error:
+        raise ValueError(f"topology {topology!r}: {error}") from None
+
+
+def dump_schedules(folder: str | Path) -> None:
+    """From now on the compiler writes its final schedules there; only before it is first loaded."""
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+        "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra"
+    )
+
+
+def block_cycles(schedule: Path) -> list[int]:
+    """Cycles of every straight-line block of a schedule, in order: one bundle is one cycle, empty ones are latency."""
+    line_of = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*((?:> ?)*)\s*\{(.*)")
+    depth, out = 0, []
+    for line in schedule.read_text().splitlines():
+        hit = line_of.match(line)
+        if hit is None:
+            continue
+        closing = hit[3].strip().startswith("}") and not hit[2]
+        now = depth if closing else hit[2].count(">")
+        if hit[1] or now != depth or not out:
+            out.append(0)
+        depth = now
+        out[-1] += 1
+    return out
+
+
+def kernel_cycles(folder: str | Path, name: str) -> int:
+    """Cycles of the compute of one grid step of a kernel, the largest block of its newest schedule.
+
+    Static: memory is not in it, so a step takes this or the time of its bytes, whichever is more.
+    """
+    found = sorted(Path(folder).glob(f"*{name}*-01-packed-bundles-post-ra*"))
+    if not found:
+        raise FileNotFoundError(f"{folder} has no schedule of a kernel {name}")
+    return max(block_cycles(found[-1]))

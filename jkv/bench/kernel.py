@@ -1,0 +1,236 @@
+"""One operation alone: all implementations that this platform has, over the same random codes, and dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich import box
+from rich.table import Table
+
+from jkv import checks, kernels, methods
+from jkv.attend import attend, visible
+from jkv.bench.measure import clock, copy_rate, percentiles, turns
+from jkv.bench.results import SEED
+from jkv.bench.speed import mib, number
+from jkv.cache import Tier, map_codec, tree_bytes
+from jkv.config import CacheConfig, TierConfig, resolve
+from jkv.kernels.decode_attention import reference
+from jkv.models import ModelConfig
+from jkv.tiers import attend_tier, linear
+
+OPERATIONS = ("decode_attention",)
+DENSE = ("float32", "bfloat16")
+VERSUS = ("sdpa", "cudnn")
+REPEATS = 16  # attentions of a trial, each waiting for the one before: one alone would measure how it is dispatched
+CLOSE = 0.02  # of the largest number of the result: what 16-bit products may be off
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention: q f[B,H,G,1,D] at i32[B,1] over a tier, the same tokens as floats f32[B,H,C,D], and the result."""
+
+    q: Array
+    at: Array
+    tier: Tier
+    config: TierConfig
+    dense: tuple[Array, Array]
+    want: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to solve it: its result, a trial that gives the ms of one attention, and the bytes that it reads."""
+
+    name: str
+    result: Callable[[], np.ndarray]
+    trial: Callable[[], float]
+    nbytes: int
+
+
+def check(operation: str, names: Sequence[str], versus: Sequence[str]) -> None:
+    """Raise ValueError for an operation or an implementation that there is not, here."""
+    if operation not in OPERATIONS:
+        raise ValueError(f"--op {operation}: there is {', '.join(OPERATIONS)}")
+    for name in names:
+        kernels.check(name)
+    for name in versus:
+        if name not in VERSUS:
+            raise ValueError(f"--vs {name}: one of {', '.join(VERSUS)}")
+        if jax.default_backend() != "gpu":
+            raise ValueError(f"--vs {name}: it runs on a GPU, and this is {jax.devices()[0].device_kind}; leave it out")
+        if name == "sdpa" and find_spec("torch") is None:
+            raise ValueError("--vs sdpa: torch is missing; run: pip install 'jkv[parity]'")
+
+
+def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str) -> Problem:
+    """Of the codecs of a cache, its last tier's, in a model's shape; ValueError for codes that no kernel reads."""
+    cache = methods.parse(spec)
+    plain = CacheConfig(codec=cache.codecs(cache.tiers[-1]), recent=0)
+    checks.check(plain, model)
+    config = resolve(plain, model, context, 0)[0].tiers[0]
+    shape = (batch, model.heads, config.capacity, model.head_dim)
+    keys = jax.random.split(jax.random.key(SEED), 3)
+    floats = [jax.random.normal(key, shape, jnp.float32) for key in keys[:2]]
+    k, v = (map_codec(c.encode, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
+    pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape[:3])
+    tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, summary=None)
+    both = linear(tier, config)
+    if both[0] is None or both[1] is None:
+        raise ValueError(f"{spec}: keys that are rotated when they are read, and such codes, are read by no kernel")
+    q = jax.random.normal(keys[2], (batch, model.heads, model.groups, 1, model.head_dim), dtype)
+    at = jnp.full((batch, 1), config.capacity, jnp.int32)
+    exact = jax.tree.map(lambda x: x if x.dtype == jnp.uint8 else x.astype(jnp.float32), (q, *both))
+    want = reference.attention(*exact, pos, jnp.zeros_like(at), at, model.scale).finish()
+    dense = (map_codec(config.k.decode, k), map_codec(config.v.decode, v))
+    return Problem(q=q, at=at, tier=tier, config=config, dense=dense, want=np.asarray(want))
+
+
+def repeated(name: str, run: Callable[[Array, Any], Array], q: Array, held: Any) -> Case:
+    """A function of jax, (q, held) -> f[B,H,G,1,D]."""
+
+    @jax.jit
+    def many(q: Array, held: Any) -> Array:
+        def body(_: Array, q: Array) -> Array:
+            q, now = jax.lax.optimization_barrier((q, held))  # or what does not depend on q would be done once
+            return q + (1e-6 * run(q, now)).astype(q.dtype)
+
+        return jax.lax.fori_loop(0, REPEATS, body, q)
+
+    return Case(
+        name=name,
+        result=lambda: np.asarray(jax.jit(run)(q, held), np.float32),
+        trial=lambda: clock(lambda: many(q, held)) / REPEATS,
+        nbytes=tree_bytes(held),
+    )
+
+
+def coded(name: str, p: Problem, model: ModelConfig) -> Case:
+    """An implementation over the codes: "xla", or a kernel of its own; ValueError if that does not take them."""
+    held = p.tier.k, p.tier.v, p.tier.pos
+    config = replace(p.config, kernels=name)
+
+    def run(q: Array, held: Any) -> Array:
+        tier = replace(p.tier, k=held[0], v=held[1], pos=held[2])
+        return attend_tier(q, p.at, tier, config, model.ropes[0], model.scale, None).finish()
+
+    return repeated(name, run, p.q, held)
+
+
+def dense(dtype: str, p: Problem, scale: float) -> Case:
+    """jkv's attention over the same tokens, decoded to floats."""
+
+    def run(q: Array, held: Any) -> Array:
+        k, v, pos = held
+        return attend(q, k, v, visible(p.at, pos, None), scale).finish()
+
+    return repeated(f"dense {dtype}", run, p.q.astype(dtype), (*(x.astype(dtype) for x in p.dense), p.tier.pos))
+
+
+def cudnn(p: Problem, scale: float) -> Case:
+    """jax's own call of cuDNN over the same tokens in bfloat16, which wants heads behind tokens."""
+    b, h, g, _, d = p.q.shape
+
+    def run(q: Array, held: Any) -> Array:
+        flat = q.reshape(b, 1, h * g, d)
+        return jax.nn.dot_product_attention(flat, *held, scale=scale, implementation="cudnn").reshape(q.shape)
+
+    held = tuple(jnp.swapaxes(x, 1, 2).astype(jnp.bfloat16) for x in p.dense)
+    return repeated("cudnn bfloat16", run, p.q.astype(jnp.bfloat16), held)
+
+
+def sdpa(p: Problem, scale: float) -> Case:
+    """torch's scaled_dot_product_attention over the same tokens in bfloat16."""
+    import torch  # pyright: ignore[reportMissingImports]  an extra
+
+    b, h, g, _, d = p.q.shape
+    q = p.q.astype(jnp.bfloat16).reshape(b, h * g, 1, d)
+    q, k, v = (torch.from_dlpack(x) for x in (q, *(x.astype(jnp.bfloat16) for x in p.dense)))
+
+    def once(q: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+    def trial() -> None:
+        x = q
+        for _ in range(REPEATS):
+            x = once(x)
+        torch.cuda.synchronize()
+
+    return Case(
+        name="torch sdpa bfloat16",
+        result=lambda: once(q).float().cpu().numpy().reshape(p.want.shape),
+        trial=lambda: clock(trial) / REPEATS,
+        nbytes=2 * k.numel() * k.element_size(),
+    )
+
+
+def rows(
+    specs: Sequence[str],
+    names: Sequence[str],
+    versus: Sequence[str],
+    model: ModelConfig,
+    contexts: Sequence[int],
+    *,
+    batch: int,
+    dtype: str,
+    rounds: int,
+) -> Iterator[dict[str, Any]]:
+    """A row for each cache, context and way, in ms of one attention; `ratio` to the dense ones of the same turns.
+
+    Raises RuntimeError for a way whose result is wrong, before anything of it is timed.
+    """
+    for context in contexts:
+        for spec in specs:
+            p = problem(spec, model, batch, context, dtype)
+            cases = [coded(name, p, model) for name in names] + [dense(x, p, model.scale) for x in DENSE]
+            cases += [{"sdpa": sdpa, "cudnn": cudnn}[name](p, model.scale) for name in versus]
+            errors = [wrong(case, p.want, spec) for case in cases]
+            times = [percentiles([[x] for x in some]) for some in turns([c.trial for c in cases], rounds)]
+            by_name, rate = {c.name: t["ms"] for c, t in zip(cases, times, strict=True)}, copy_rate()
+            for case, error, found in zip(cases, errors, times, strict=True):
+                yield {
+                    "cache": spec,
+                    "implementation": case.name,
+                    "context": context,
+                    "batch": batch,
+                    **found,
+                    "read_bytes": case.nbytes,
+                    "copy_bytes_per_s": rate,
+                    "bandwidth_share": case.nbytes / (found["ms"] / 1e3) / rate,
+                    "ratio": {x: found["ms"] / by_name[f"dense {x}"] for x in DENSE},
+                    "error": error,
+                }
+
+
+def wrong(case: Case, want: np.ndarray, spec: str) -> float:
+    """The largest error as a share of the largest number; RuntimeError if it is more than rounding."""
+    got = case.result()
+    error = float(abs(got - want).max() / abs(want).max())
+    if not error < CLOSE:  # a NaN is wrong too
+        raise RuntimeError(f"{case.name} gives a wrong result over {spec}: off by {error:.2g}; it was not timed")
+    return error
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """The rows as a table that is markdown too."""
+    heads = ("codes of", "context", "implementation", "ms", "p99", "read MiB", "of copy rate")
+    out = Table(*heads, *(f"/ dense {x}" for x in DENSE), "error", box=box.MARKDOWN)
+    for r in found:
+        out.add_row(
+            r["cache"],
+            f"{r['context']:,}",
+            r["implementation"],
+            f"{r['ms']:.3f}" if r["ms"] < 1 else number(r["ms"]),
+            f"{r['p99']:.3f}" if r["p99"] < 1 else number(r["p99"]),
+            mib(r["read_bytes"]),
+            f"{r['bandwidth_share']:.0%}",
+            *(f"{r['ratio'][x]:.2f}" for x in DENSE),
+            f"{r['error']:.1e}",
+        )
+    return out

@@ -1,0 +1,51 @@
+"""Where the commands put what is not a file: tables on stdout, bars and spinners on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+WIDE = 200  # columns of a table that goes to a file or a pipe
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:  # rich would exit with 1 here
+        raise BrokenPipeError
+
+
+def show(table: Any) -> None:
+    """Prints a table to stdout, in the width of the terminal, if there is one."""
+    console = _Console()
+    (console if console.is_terminal else _Console(width=WIDE)).print(table)
+
+
+@contextlib.contextmanager
+def status(what: str) -> Iterator[None]:
+    """A spinner on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A function that is told what was just done: a bar on stderr, or a line each where that is no terminal.
+
+    >>> with progress(2) as say:
+    ...     say("the first of two")
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        place = itertools.count(1)
+        plain: dict[str, Any] = dict(highlight=False, markup=False, soft_wrap=True)
+        yield lambda what: console.print(f"[{next(place)}/{total}] {what}", **plain)
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading, compiling", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what[:60])

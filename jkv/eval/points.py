@@ -1,0 +1,149 @@
+"""What result files say: a cache's rows of one suite as one point, and the points that no other beats."""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jkv.eval.results import read
+
+T = TypeVar("T")
+Row = dict[str, Any]
+METRICS = {
+    "score": "score",
+    "kl": "KL to the full cache, nats",
+    "ppl": "perplexity",
+}  # a row's first one is its quality
+LOWER = ("kl", "ppl")  # is better
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measured cache: the mean of a score, a perplexity or a KL, and what it is the mean of.
+
+    task: a suite, or a task by itself; asked: whether the question was seen, the mode, or frozen; tasks: those of the
+    suite; length: tokens of the texts, rest: those predicted after them, None if the file does not say; share, kept: of
+    the full cache's bytes and tokens; itemsize: bytes a number of the full one; samples: None if a file does not say;
+    more: means of what else its rows have, such as ms_token.
+    """
+
+    cache: str
+    metric: str
+    task: str
+    asked: str
+    tasks: tuple[str, ...]
+    model: str
+    length: int | None
+    rest: int | None
+    itemsize: int
+    value: float
+    share: float
+    samples: int | None
+    files: tuple[str, ...]
+    more: dict[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Less is better."""
+        return self.value if self.metric in LOWER else -self.value
+
+    @property
+    def like(self) -> tuple[Any, ...]:
+        """Points with the same one can be compared."""
+        return self.metric, self.task, self.asked, self.tasks, self.model, self.length, self.rest
+
+    @property
+    def size(self) -> str:
+        """The tokens of its texts, to be read."""
+        return "" if self.length is None else f"{self.length:,}" + (f" + {self.rest:,}" if self.rest else "")
+
+
+def pareto(found: Iterable[T], of: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Those whose (cost, loss) no other beats: none costs less and is as good, or costs as much and is better.
+
+    >>> pareto([(1, 0.8), (2, 0.9), (3, 0.1), (3, 0.1)], of=lambda x: x)
+    [(1, 0.8), (3, 0.1), (3, 0.1)]
+    """
+    kept, last, least = [], None, math.inf
+    for x in sorted(found, key=of):
+        if of(x)[1] < least or of(x) == last:
+            kept.append(x)
+            last, least = of(x), of(x)[1]
+    return kept
+
+
+def load(patterns: Sequence[str]) -> list[tuple[str, Row, list[Row]]]:
+    """(file, meta, rows) of result files; a pattern may have wildcards. Raises ValueError as `results.read` does."""
+    names = [n for p in patterns for n in (sorted(glob.glob(p, recursive=True)) if glob.has_magic(p) else [p])]
+    found = [(name, read(name)) for name in dict.fromkeys(names)]
+    return [(name, held["meta"], held["rows"]) for name, held in found]
+
+
+def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:
+    """The points of (file, meta, rows). Tasks of one suite are one point, and so are repetitions of a measurement.
+
+    Rows that measure no quality of a cache are passed over.
+
+    >>> row = dict(cache="full", bytes=5, bytes_full=5, question="seen")
+    >>> rows = [row | dict(task=f"ruler/{name}", score=score) for name, score in (("vt", 1.0), ("cwe", 0.5))]
+    >>> [(p.task, p.asked, p.tasks, p.value) for p in points([("a.json", {"length": 64}, rows)])]
+    [('ruler', 'seen', ('ruler/cwe', 'ruler/vt'), 0.75)]
+    """
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for file, meta, rows in files:
+        for row in rows:
+            metric = next((m for m in METRICS if _number(row.get(m))), None)
+            sized = all(_number(row.get(x)) and row[x] > 0 for x in ("bytes", "bytes_full"))
+            if metric is None or not sized or not isinstance(row.get("cache"), str):
+                continue
+            both, task = meta | row, str(row.get("task", metric))
+            asked = (row.get("question"), row.get("mode"), "frozen" if meta.get("frozen") else None)
+            size = 4 if meta.get("dtype", "float32") == "float32" else 2
+            key = (
+                row["cache"],
+                metric,
+                task.split("/")[0] if metric == "score" else task,
+                " ".join(x for x in asked if x),
+                str(meta.get("model", "")),
+                next((both[k] for k in ("length", "prefix", "context") if isinstance(both.get(k), int)), None),
+                both.get("continue"),
+                size,
+            )
+            samples = both.get("samples", both.get("rows"))
+            groups.setdefault(key, []).append((file, task, row, samples if isinstance(samples, int) else None))
+    return [_point(key, some) for key, some in groups.items()]
+
+
+def _point(key: tuple[Any, ...], some: list[Any]) -> Point:
+    """The mean of (file, task, row, samples), each as often as it has samples."""
+    cache, metric, task, asked, model, length, rest, itemsize = key
+    counts = [samples for *_, samples in some]
+    rows, weights = [row for _, _, row, _ in some], [n or 1 for n in counts]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+
+    others = [k for k in ("kept", "ppl", "honest", "ms_token") if k != metric and all(_number(r.get(k)) for r in rows)]
+    return Point(
+        cache=cache,
+        metric=metric,
+        task=task,
+        asked=asked,
+        tasks=tuple(sorted({task for _, task, _, _ in some})),
+        model=model,
+        length=length,
+        rest=rest,
+        itemsize=itemsize,
+        value=mean(r[metric] for r in rows),
+        share=mean(r["bytes"] / r["bytes_full"] for r in rows),
+        samples=None if None in counts else sum(counts),
+        files=tuple(dict.fromkeys(file for file, *_ in some)),
+        more={k: mean(r[k] for r in rows) for k in others},
+    )
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x)

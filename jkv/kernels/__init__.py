@@ -1,0 +1,93 @@
+"""Hand-written kernels: one package an operation, one module a platform, and which of them runs.
+
+kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of `jkv.tiers`
+("xla") where not; what it took is logged once and stands in the report. "tpu" or "gpu" means that one or an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import PartitionSpec
+
+ROWS, HEADS = "data", "model"  # axes of a mesh
+SLOTS = 128  # of a tier, that the kernels read together
+KERNELS = ("auto", "xla", "tpu", "gpu")
+log = logging.getLogger("jkv")
+
+
+@cache
+def native() -> str:
+    """The kind of kernel that this process's default device runs.
+
+    >>> native() in KERNELS
+    True
+    """
+    device = jax.devices()[0]
+    if device.platform == "tpu":
+        return "tpu"
+    hopper = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) == 9
+    return "gpu" if hopper else "xla"  # Mosaic GPU's wgmma is Hopper's
+
+
+def wanted(kernels: str) -> str:
+    """The kind that is asked for, "auto" made out."""
+    return native() if kernels == "auto" else kernels
+
+
+def check(kernels: str) -> None:
+    """Raise ValueError for kernels that this process's devices do not run."""
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels!r}: one of {', '.join(KERNELS)}")
+    if kernels not in ("auto", "xla", native()):
+        have = f"xla, {native()}" if native() != "xla" else "xla"
+        raise ValueError(f"kernels={kernels!r}: this process runs on {jax.devices()[0].device_kind}, which has {have}")
+
+
+def implementation(operation: str, name: str) -> ModuleType:
+    return import_module(f"jkv.kernels.{operation}.{name}")
+
+
+def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | None]) -> str:
+    """The implementation that runs; `refusal` asks a module why it cannot. ValueError if it is the one asked for.
+
+    >>> choose("decode_attention", "xla", lambda module: None)
+    'xla'
+    """
+    name = wanted(kernels)
+    why = None if name == "xla" else refusal(implementation(operation, name))
+    if why is None:
+        return name
+    if kernels != "auto":
+        raise ValueError(f"kernels={kernels!r}: the {name} kernel of {operation} does not take {why}; use 'auto'")
+    _say(f"{operation} runs on xla: the {name} kernel does not take {why}")
+    return "xla"
+
+
+def over_mesh(run: Callable[..., Any], *args: Any) -> Any:
+    """run(*args) on every device's own rows and kv heads: the compiler cannot divide a kernel by itself.
+
+    Arrays are [B,H,...] or, for all heads, [B,1,...] and [B,n].
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return run(*args)
+    rows, heads = (name if name in mesh.axis_names else None for name in (ROWS, HEADS))
+
+    def spec(x: Array) -> PartitionSpec:
+        return PartitionSpec(rows, heads if x.ndim > 2 and x.shape[1] > 1 else None)
+
+    return jax.shard_map(run, in_specs=jax.tree.map(spec, args), out_specs=spec(args[0]), check_vma=False)(*args)
+
+
+@cache
+def _say(text: str) -> None:
+    """Once a process."""
+    log.info(text)

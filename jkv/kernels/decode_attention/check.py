@@ -1,0 +1,235 @@
+"""Does a kernel compute what it should, here? `python -m jkv.kernels.decode_attention.check` on the accelerator.
+
+Every form of codes, at the lengths where kernels break, with NaN in all dead slots, against float64 in numpy. The bound
+is what rounding explains: six standard deviations of independent errors in the products' operands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jkv.protocols import Linear
+
+SIGMAS = 6.0
+SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16}  # steps and lows
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+EXACT = 2.0**-18  # operands that need no rounding: what accumulation in float32 leaves, which tensor cores truncate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """bits 0: floats; groups of channels that share a step; grain: slots that do; size: log2 of codes' spans, about."""
+
+    bits: int
+    groups: int = 1
+    grain: int = 1
+    floats: str = "bfloat16"
+    size: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        if not self.bits:
+            return self.floats
+        shared = f"/{self.grain} slots" if self.grain > 1 else f"/{self.groups}" * (self.groups > 1)
+        low, high = self.size
+        return f"int{self.bits}{shared}" + f" x 2**{low}..{high}" * (low != 0 or high != 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    k: Side
+    v: Side
+    dim: int = 128
+    group: int = 4  # query heads of a kv head
+    new: int = 1  # query tokens
+    slots: int = 1024
+    lengths: tuple[int, ...] = (1024, 700)  # one for each head: slots up to there are live, but for holes
+    shared: bool = False  # one `pos` for all heads
+    window: int = 0  # positions that a query sees; 0: all up to its own
+
+    def __str__(self) -> str:
+        some = f"D={self.dim} G={self.group} T={self.new} C={self.slots} lengths={','.join(map(str, self.lengths))}"
+        return f"K {self.k} V {self.v} {some}" + " shared" * self.shared + f" window={self.window}" * (self.window > 0)
+
+
+def cases(slots: int = 1024) -> Iterator[Case]:
+    """Every form; then every edge on one form."""
+    coded = [Side(bits=8), Side(bits=4), Side(bits=4, groups=4), Side(bits=2), Side(bits=2, groups=2)]
+    forms = [(x, x) for x in [Side(bits=0), Side(bits=0, floats="float16"), *coded]]
+    forms += [(Side(bits=bits, grain=grain), Side(bits=bits, groups=2)) for bits, grain in ((2, 32), (4, 64), (8, 128))]
+    forms += [(Side(bits=4, grain=256), Side(bits=8)), (Side(bits=0), Side(bits=4)), (Side(bits=2), Side(bits=0))]
+    ragged = (slots, slots * 2 // 3)
+    for dim in (64, 128):
+        for k, v in forms:
+            yield Case(k=k, v=v, dim=dim, slots=slots, lengths=ragged)
+    base = Case(k=Side(bits=4), v=Side(bits=4), slots=slots)
+    yield replace(base, lengths=(0, slots, 1, slots - 1, 127, 128, 129))
+    for group, new in ((1, 1), (8, 2), (4, 16), (7, 5)):
+        yield replace(base, group=group, new=new, lengths=ragged)
+    yield replace(base, k=Side(bits=2, grain=32), v=Side(bits=2, groups=4), group=5, new=4, lengths=ragged)
+    yield replace(base, lengths=ragged, window=100, new=4)
+    yield replace(base, lengths=(slots // 2,), shared=True)
+    yield replace(base, k=Side(bits=0), v=Side(bits=0), lengths=(0, 129))
+    for size in ((15, 15), (-20, -20), (-20, 15)):  # what float16 would not hold
+        yield replace(base, k=Side(bits=2, grain=32, size=size), v=Side(bits=2, groups=2, size=size), lengths=ragged)
+    yield replace(base, k=Side(bits=8, size=(-20, 15)), v=Side(bits=8, size=(-20, 23)), lengths=ragged)
+
+
+def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> Linear:
+    """Random codes of numpy [1,H,C,...], dead bool[1,H,C] slots poisoned."""
+    b, h, c = dead.shape
+    if not side.bits:
+        floats: Any = np.where(dead[..., None], np.nan, rng.normal(size=(b, h, c, dim))).astype(side.floats)
+        return Linear(codes=floats)
+    shape = (b, h, c // side.grain, dim if side.grain > 1 else side.groups)
+    size = 2.0 ** rng.uniform(*side.size, shape)
+    span = rng.uniform(1, 4, shape) * size
+    step: Any = (span / (2**side.bits - 1)).astype(scales)
+    low: Any = (rng.normal(size=shape) * 0.3 * size - span / 2).astype(scales)
+    gone = dead.reshape(b, h, -1, side.grain).all(-1)
+    step[gone] = low[gone] = np.nan
+    packed: Any = rng.integers(0, 256, (b, h, c, dim * side.bits // 8), np.uint8)
+    return Linear(codes=packed, step=step, low=low, bits=side.bits)
+
+
+def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
+    """The arguments of a kernel, in numpy."""
+    rng = np.random.default_rng(seed)
+    h, c = len(case.lengths), case.slots
+    grain = max(case.k.grain, case.v.grain)
+    live = np.arange(c) < np.array(case.lengths)[:, None]
+    hole = rng.random((h, c // grain)) < 0.1
+    hole[:, -1] = False  # the last slot stays, so that a length is what it says
+    for head, length in enumerate(case.lengths):
+        hole[head, max(0, length - 1) // grain] = False
+    live &= ~np.repeat(hole, grain, 1)
+    place = np.stack([rng.permutation(c) for _ in range(h)])  # slots have no order
+    pos = np.where(live, place, -1).astype(np.int32)[None]
+    heads = 2 if case.shared else h
+    dead = np.broadcast_to(pos < 0, (1, heads, c))
+    t = case.new
+    last = np.sort(rng.integers(c // 2, c, (1, t)), 1).astype(np.int32)
+    first = last - case.window + 1 if case.window else np.full_like(last, -3)  # the dead have -1
+    scales = SCALES[kernel]
+    return dict(
+        q=rng.normal(size=(1, heads, case.group, t, case.dim)).astype(ml_dtypes.bfloat16),
+        k=codes(rng, case.k, dead, case.dim, scales),
+        v=codes(rng, case.v, dead, case.dim, scales),
+        pos=pos,
+        first=first,
+        last=last,
+        scale=case.dim**-0.5 * 2.0 ** -max(0, case.k.size[1]),  # large logits would hide all values but one
+    )
+
+
+def dense(x: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """float64[B,H,C,D] of codes, and of their part above `low`: what the products round."""
+    if x.step is None or x.low is None:
+        floats = x.codes.astype(np.float64)
+        return floats, floats
+    fields = [(x.codes >> (x.bits * j)) & (2**x.bits - 1) for j in range(8 // x.bits)]
+    code = np.concatenate(fields, -1).astype(np.float64)
+    step, low = (
+        np.repeat(np.repeat(y.astype(np.float64), code.shape[2] // y.shape[2], 2), dim // y.shape[3], 3)
+        for y in (x.step, x.low)
+    )
+    return code * step + low, code * step
+
+
+def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -> dict[str, np.ndarray]:
+    """Output [B,H,G,T,D], log-sum-exp and seen [B,H,G,T], and how far rounding takes a kernel from the first two.
+
+    size: of the values.
+    """
+    q, scale, dim = p["q"].astype(np.float64), p["scale"], p["q"].shape[-1]
+    pos, first, last = p["pos"][:, :, None], p["first"][:, None, :, None], p["last"][:, None, :, None]
+    dead = np.broadcast_to(p["pos"] < 0, p["k"].codes.shape[:3])[..., None]
+    (k, k_codes), (v, v_codes) = ([np.where(dead, 0, x) for x in dense(p[name], dim)] for name in ("k", "v"))
+    see = np.broadcast_to(((pos >= 0) & (pos >= first) & (pos <= last))[:, :, None], (*q.shape[:4], pos.shape[-1]))
+    seen = see.any(-1)
+    s = np.where(see, np.einsum("bhgtd,bhsd->bhgts", q, k) * scale, -np.inf)
+    top = np.where(seen, s.max(-1), 0)
+    w = np.exp(s - top[..., None])
+    total = np.where(seen, w.sum(-1), 1)
+    w = w / total[..., None]
+    out = np.einsum("bhgts,bhsd->bhgtd", w, v)
+
+    logit = SIGMAS * rounding[0] * scale * np.sqrt(np.einsum("bhgtd,bhsd->bhgts", q**2, k**2 + k_codes**2))
+    worst = np.where(see, logit, 0).max(-1)
+    spread = np.sqrt(np.maximum(np.einsum("bhgts,bhsd->bhgtd", w, v**2) - out**2, 0))
+    mixed = SIGMAS * rounding[1] * np.sqrt(np.einsum("bhgts,bhsd->bhgtd", w**2, v_codes**2))
+    bounds = dict(out_bound=worst[..., None] * spread + mixed + 1e-5 * size, lse_bound=worst + 1e-5)
+    return dict(out=out, lse=np.log(total) + top, seen=seen, **bounds)
+
+
+def rounding(case: Case, kernel: str) -> tuple[float, float]:
+    """Of the operands of K @ q and of V @ p."""
+    if kernel == "tpu":  # two bytes an operand beside codes, bfloat16 beside floats
+        keys, values = (ROUNDING["float16" if x.bits else "bfloat16"] for x in (case.k, case.v))
+        return keys, values
+    keys = ROUNDING["float16"] if case.k.grain > 1 else EXACT  # a bfloat16 q is exact; its product with a step is not
+    return keys, ROUNDING["float16" if case.v.bits else case.v.floats]
+
+
+def verdict(case: Case, p: dict[str, Any], part: Any, kernel: str) -> tuple[bool, str]:
+    """Is the Partial right, and the worst error beside its bound."""
+    t = truth(p, rounding(case, kernel), 2.0 ** case.v.size[1])
+    acc, m, l = (np.asarray(x, np.float64) for x in (part.acc, part.m, part.l))  # noqa: E741
+    seen = t["seen"]
+    silent = bool(((m == -np.inf) == ~seen).all() and (l[~seen] == 0).all() and (acc[~seen] == 0).all())
+    some = np.where(seen, l, 1)
+    out = np.abs(acc / some[..., None] - t["out"])
+    lse = np.where(seen, np.abs(np.where(seen, m, 0) + np.log(some) - t["lse"]), 0)
+    ratio = max((out / t["out_bound"]).max(), (lse / t["lse_bound"]).max())  # a NaN is kept by max of numpy
+    good = silent and bool((out <= t["out_bound"]).all()) and bool((lse <= t["lse_bound"]).all())
+    text = f"out {out.max():.1e} lse {lse.max():.1e}, {ratio:.2f} of the bound"
+    return good, text + ("" if silent else "; a query that sees nothing is not m = -inf, l = 0, acc = 0")
+
+
+def run(case: Case, kernel: str, attention: Any, seed: int = 0, options: Any = None) -> tuple[bool, str]:
+    """Of a random problem; options: the compiler's."""
+    p = problem(case, kernel, seed)
+    arrays = jax.tree.map(jnp.asarray, {name: p[name] for name in ("q", "k", "v", "pos", "first", "last")})
+    part = jax.jit(lambda a: attention(**a, scale=p["scale"]), compiler_options=options)(arrays)
+    return verdict(case, p, part, kernel)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m jkv.kernels.decode_attention.check", description=__doc__)
+    parser.add_argument("--kernel", choices=("gpu", "tpu"), default=jax.default_backend())
+    parser.add_argument("--slots", type=int, default=1024, help="capacity, a multiple of 1024")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plain", action="store_true", help="gpu: unpack without PTX, to find where an error is")
+    args = parser.parse_args()
+    if args.kernel not in SCALES:
+        print(f"no kernel runs on {args.kernel}; --kernel gpu or tpu, where there is one")
+        return 2
+    module = importlib.import_module(f"jkv.kernels.decode_attention.{args.kernel}")
+    attention = (lambda **kw: module.attention(**kw, plain=True)) if args.plain else module.attention
+    print(f"{args.kernel} kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    bad = refused = total = 0
+    for case in cases(args.slots):
+        p = problem(case, args.kernel, args.seed)
+        reason = module.supports(p["k"], p["v"], case.dim, case.group * case.new)
+        if reason is not None:
+            refused += 1
+            print(f"refused  {case}: {reason}")
+            continue
+        good, text = run(case, args.kernel, attention, args.seed)
+        total, bad = total + 1, bad + (not good)
+        print(f"{'ok      ' if good else 'WRONG   '} {case}: {text}", flush=True)
+    print(f"{total - bad} right, {bad} wrong, {refused} refused")
+    return 1 if bad or not total else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

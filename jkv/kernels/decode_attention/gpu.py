@@ -1,0 +1,205 @@
+"""Pallas Mosaic GPU (Hopper): codes go from memory to registers, are unpacked there and feed the tensor cores.
+
+Logits are K @ q.T and outputs V.T @ P.T: the codes are always the left operand, which may lie in registers, and few
+query rows are padded to 8, not to 64. Keys are read as they are stored, values slot-minor: XLA then stores a cache that
+lives in a loop slot-minor, and the transposition in front of the kernel costs nothing in the loop.
+
+Of one program (one head, some of its query rows, one part of its slots): n slots of a tile, r query rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jkv.attend import Partial
+from jkv.kernels.decode_attention import gpu_sides as sides
+from jkv.kernels.decode_attention.gpu_sides import Form
+from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
+from jkv.protocols import Linear
+
+STAGES = 3  # tiles under way
+PROGRAMS = 3 * 132  # wanted: three on each multiprocessor
+LEAST = 4  # tiles of a part
+UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
+
+
+def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
+    """Why these codes have no kernel, or None; queries: G * T, of which any number will do."""
+    slots, tile = k.codes.shape[2], tile_of(v)
+    if dim not in (64, 128):
+        return f"head_dim={dim}; 64 and 128 are"
+    if slots % tile:
+        return f"a capacity of {slots} slots; multiples of {tile} are"
+    for name, x in (("keys", k), ("values", v)):
+        if (reason := unsupported(x, dim, tile)) is not None:
+            return f"{name} with {reason}"
+    if v.step is not None and v.step.shape[2] != slots:
+        return "values with steps shared by slots; steps of each slot are"
+    return None
+
+
+def tile_of(v: Linear) -> int:
+    """Slots of a tile; more where a slot of the values is 16 bytes, for each part of a folded tile is 64 slots."""
+    return 256 if v.bits and v.codes.shape[-1] == 16 else 128
+
+
+def unsupported(x: Linear, dim: int, tile: int) -> str | None:
+    if x.step is None or x.low is None:
+        good = x.codes.dtype in (jnp.bfloat16, jnp.float16)
+        return None if good else f"{x.codes.dtype} floats; bfloat16 and float16 are"
+    if x.bits not in (2, 4, 8):
+        return f"{x.bits} bits; 2, 4 and 8 are"
+    for name, y in (("steps", x.step), ("lows", x.low)):
+        if y.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"{y.dtype} {name}; bfloat16 and float16 are"
+    slots, steps, groups = x.codes.shape[2], *x.step.shape[2:]
+    if steps == slots:
+        return None if groups in (1, 2, 4) and dim // groups >= 16 else f"{groups} channel groups; 1, 2 and 4 are"
+    grain = slots // steps
+    if groups != dim:
+        return f"steps shared by {grain} slots and {dim // groups} channels; by one of both are"
+    whole = grain >= 32 and (tile % grain == 0 or grain % tile == 0)
+    return None if whole else f"groups of {grain} slots; 32, 64 and multiples of {tile} are"
+
+
+def attention(
+    q: Array,
+    k: Linear,
+    v: Linear,
+    pos: Array,
+    first: Array,
+    last: Array,
+    scale: float,
+    *,
+    plain: bool = False,
+    interpret: Any = None,
+) -> Partial:
+    """See the package; `plain` unpacks without PTX, `interpret` takes the interpreter's parameters."""
+    if (reason := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3])) is not None:
+        raise ValueError(f"the gpu kernel of decode attention does not take {reason}")
+    b, h, g, t, d = q.shape
+    n = tile_of(v)
+    kf, vf = Form.of(k, d, n), Form.of(v, d, n)
+    chunks = -(-g * t // most_rows(kf, vf))
+    r = -(-g * t // (8 * chunks)) * 8
+    pad = chunks * r - g * t
+    flat = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
+    rows = jnp.pad(q.astype(f32).reshape(b * h, g * t, d), ((0, 0), (0, pad), (0, 0))).reshape(b * h, chunks, r, d)
+    bounds = jnp.broadcast_to(jnp.stack([first, last], 1)[:, :, None], (b, 2, g, t)).reshape(b, 2, g * t)
+    bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
+    bounds = jnp.maximum(bounds, jnp.array([0, -1], i32)[None, :, None])  # dead slots and queries of the padding
+    bounds = jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)
+    length = jnp.where(pos >= 0, jnp.arange(1, pos.shape[2] + 1, dtype=i32)[None, None], 0).max(2)
+    tiles = ((length + n - 1) // n).reshape(-1)
+    once = [bounds, *sides.queries(kf, rows, scale)]
+    keys, values = sides.key_operands(kf, flat[0], rows, scale), sides.value_operands(flat[1])
+    call = kernel(kf, vf, (b, h, chunks), pos.shape, r, scale, Ops(interpret is not None, plain), interpret)
+    acc, m, l, low = call(tiles, *once, pos.reshape(-1, pos.shape[2]), *keys, *values)  # noqa: E741
+    part = join(sides.gather(vf, acc, low), m, l)
+    return jax.tree.map(
+        lambda x: x.reshape(b, h, chunks * r, *x.shape[3:])[:, :, : g * t].reshape(b, h, g, t, *x.shape[3:]), part
+    )
+
+
+def most_rows(k: Form, v: Form) -> int:
+    """Query rows that one program has registers for; more are cut, and all but one program read codes from L2."""
+    return 16 if k.groups == v.groups == k.grain == 1 and v.tile == 128 else 8
+
+
+def join(acc: Array, m: Array, l: Array) -> Partial:  # noqa: E741
+    """Partial [N,chunks,r] of the parts acc f32[N,chunks,splits,r,D], m (of base 2) and l f32[N,chunks,splits,r]."""
+    top = m.max(2)
+    share = jnp.exp2(m - top[:, :, None])
+    total = (l * share).sum(2)
+    return Partial(acc=(acc * share[..., None]).sum(2), m=jnp.where(total > 0, top * math.log(2), -jnp.inf), l=total)
+
+
+def kernel(
+    k: Form, v: Form, batch: tuple[int, int, int], pos: tuple[int, ...], r: int, scale: float, ops: Ops, interpret: Any
+) -> Any:
+    """The compiled function of `program` over heads, parts and chunks of query rows; pos: its shape [B,Hs,C]."""
+    b, h, chunks = batch
+    splits = max(1, min(-(-PROGRAMS // (b * h * chunks)), pos[2] // (LEAST * v.tile)))
+    lead = (b * h, chunks, splits)
+    query, scratch = sides.query_memory(k, r)
+    p_s = plgpu.SMEM((v.groups * v.fold * r, v.tile // v.fold), v.dtype, transforms=operand(v.tile // v.fold, v.dtype))
+    height = max(v.width, 64)
+    shapes = ((v.blocks, height, r), (r,), (r,), (v.groups, r))
+    return plgpu.kernel(
+        functools.partial(program, k, v, ops, h, pos[1], splits, scale),
+        out_type=tuple(jax.ShapeDtypeStruct((*lead, *shape), f32) for shape in shapes),
+        grid=(b * h, splits, chunks),
+        grid_names=("head", "split", "chunk"),
+        scratch_types=dict(
+            once=[plgpu.SMEM((2, r), i32), *query],
+            scratch=scratch,
+            p_s=p_s,
+            arrived=plgpu.Barrier(num_arrivals=1 + len(query)),
+        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=interpret,
+    )
+
+
+def program(
+    k: Form, v: Form, ops: Ops, heads: int, pos_heads: int, splits: int, scale: float, *refs: Ref,
+    once: list[Ref], scratch: list[Ref], p_s: Ref, arrived: Ref,
+) -> None:  # fmt: skip
+    head, split, chunk = (lax.axis_index(name) for name in ("head", "split", "chunk"))
+    (tiles_g, bounds_g), (pos_g, *sides_g) = refs[:2], refs[1 + len(once) : -4]
+    row = lax.div(head, heads)
+    of_pos = head if pos_heads == heads else row
+    for source, target in zip([bounds_g.at[row], *(x.at[head] for x in refs[2 : 1 + len(once)])], once, strict=True):
+        plgpu.copy_gmem_to_smem(source.at[chunk], target, arrived)
+    plgpu.barrier_wait(arrived)
+    first, last = (ops.column(once[0].at[i]) for i in range(2))
+    r = first.shape[0]
+    tiles = tiles_g[of_pos]
+    start, stop = (lax.div(tiles * (split + i), splits) for i in range(2))  # equal shares, whatever the length
+
+    key_blocks = sides.key_blocks(k, r, head, chunk, start)
+    blocks = [
+        pl.BlockSpec((None, v.tile), lambda i: (of_pos, start + i)),
+        *key_blocks,
+        *sides.value_blocks(v, head, start),
+    ]
+
+    def body(_: Any, pos_s: Ref, *more: Any) -> Any:
+        *sides_s, (m, l, low, acc) = more  # noqa: E741
+        keys_s, values_s = sides_s[: len(key_blocks)], sides_s[len(key_blocks) :]
+        s = sides.logits(ops, k, scale, keys_s, once[1:], scratch)
+        pos = ops.row(pos_s)
+        at = rows(pos, s.shape)
+        s = jnp.where((at >= columns(first, s.shape)) & (at <= columns(last, s.shape)), s, -jnp.inf)
+        top = jnp.maximum(m, sides.weighty(ops, v, s, values_s).max(0))
+        fade = jnp.exp2(m - top)
+        p = jnp.exp2(s - columns(top, s.shape))
+        lows = sides.weigh(ops, v, p, pos, values_s, p_s)
+        mixed = sides.mix(ops, v, pos_s, values_s, p_s, r)
+        plgpu.commit_smem()  # the codes were read by loads: only now may a copy overwrite them
+
+        def add(old: Array, new: Array) -> Array:
+            return old * columns(fade, old.shape) + new
+
+        return top, add(l, sides.folded_sum(p)), list(map(add, low, lows)), list(map(add, acc, mixed))
+
+    none = ops.full((64, r), 0)
+    lows = [none] * (v.groups if v.bits else 0)
+    init = (ops.full((r,), UNSEEN), none, lows, [ops.full((max(v.width, 64), r), 0)] * v.blocks)
+    loop = plgpu.emit_pipeline(
+        body, grid=(stop - start,), in_specs=blocks, max_concurrent_steps=STAGES, init_carry=init
+    )
+    m, l, low, acc = loop(pos_g, *sides_g)  # noqa: E741
+    acc_g, m_g, l_g, low_g = (x.at[head, chunk, split] for x in refs[-4:])
+    m_g[...], l_g[...] = m, l.sum(0)
+    for i, x in enumerate(low):
+        low_g.at[i][...] = x.sum(0)
+    for i, x in enumerate(acc):
+        acc_g.at[i][...] = x

@@ -1,0 +1,261 @@
+"""Keys and values of every form as the GPU kernel reads them: operands, blocks, and what is done with a tile.
+
+Of one program: n slots of a tile, r query rows, w entries of a slot (bytes, or floats), m channel groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f16, f32, i32, operand, plgpu, rows
+from jkv.protocols import Linear
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is static about keys or values."""
+
+    bits: int  # 0: floats
+    dim: int
+    groups: int  # m; each shares a step over dim / m channels
+    grain: int  # slots that share a step; above 1, each channel has its own
+    dtype: Any  # of the products
+    tile: int = 128  # n
+
+    @classmethod
+    def of(cls, x: Linear, dim: int, tile: int) -> Form:
+        if x.step is None:
+            return cls(0, dim, 1, 1, x.codes.dtype, tile)
+        grain = x.codes.shape[2] // x.step.shape[2]
+        return cls(x.bits, dim, 1 if grain > 1 else x.step.shape[3], grain, jnp.dtype(f16), tile)
+
+    @property
+    def width(self) -> int:
+        return self.dim * self.bits // 8 if self.bits else self.dim
+
+    @property
+    def fields(self) -> int:
+        return self.dim // self.width
+
+    @property
+    def piece(self) -> int:
+        """Channels of one field and one group: what one product contracts."""
+        return min(self.width, self.dim // self.groups)
+
+    @property
+    def units(self) -> int:
+        """Groups of slots in a tile."""
+        return max(1, self.tile // self.grain)
+
+    @property
+    def per_field(self) -> int:
+        """Channel groups of a field."""
+        return max(1, self.groups // self.fields)
+
+    @property
+    def fold(self) -> int:
+        """Parts of a tile that lie below each other: tensor cores want 64 rows, and slot-minor bytes may be fewer."""
+        return max(1, 64 // self.width)
+
+    @property
+    def blocks(self) -> int:
+        """Accumulators [max(w, 64), r] of the values."""
+        return self.fields * self.per_field * self.fold
+
+
+def slot_minor(x: Array) -> Array:
+    """[N,C,k] -> [N,k,C]"""
+    return jnp.swapaxes(x, 1, 2)
+
+
+# Keys
+
+
+def queries(k: Form, q: Array, scale: float) -> list[Array]:
+    """What a program reads once, of q f32[N,chunks,r,D]."""
+    if k.grain > 1:
+        # Times steps they go to float16: at 1 and less, steps below 65520 do not overflow (larger make logits
+        # infinite), and those below 2**-14 lose 2**-25 of a code and of the largest query: nothing in a logit.
+        most = jnp.abs(q).max(-1)
+        q = q / jnp.where(most > 0, most, 1)[..., None]
+        return [jnp.swapaxes(q, 2, 3), most * (scale * LOG2E)]
+    q = q.astype(k.dtype)
+    if not k.bits:
+        return [q]
+    sums = q.astype(f32).reshape(*q.shape[:3], k.groups, -1).sum(-1)
+    return [q, jnp.swapaxes(sums, 2, 3) * (scale * LOG2E)]
+
+
+def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
+    """Shared memory for `queries`, and for what `logits` computes of them."""
+    matrix = operand(k.piece, k.dtype)
+    if k.grain > 1:
+        folded = plgpu.SMEM((k.units * r, k.dim), f16, transforms=matrix)
+        return [plgpu.SMEM((k.dim, r), f32), plgpu.SMEM((r,), f32)], [folded]
+    sums = [plgpu.SMEM((k.groups, r), f32)] if k.bits else []
+    return [plgpu.SMEM((r, k.dim), k.dtype, transforms=matrix), *sums], []
+
+
+def key_operands(k: Form, x: Linear, q: Array, scale: float) -> list[Array]:
+    """Of x [N,C,...] and q f32[N,chunks,r,D]."""
+    if x.step is None or x.low is None:
+        return [x.codes]
+    if k.grain == 1:
+        return [x.codes, slot_minor(x.step), slot_minor(x.low)]
+    lows = jnp.einsum("nurd,nsd->nusr", q, x.low.astype(f32), precision="highest") * (scale * LOG2E)
+    return [x.codes, x.step, lows]
+
+
+def key_blocks(k: Form, r: int, head: Array, chunk: Array, start: Array) -> list[Any]:
+    codes = plgpu.BlockSpec(
+        (None, k.tile, k.width),
+        lambda i: (head, start + i, 0),
+        transforms=operand(k.width, jnp.uint8 if k.bits else k.dtype),
+    )
+    if not k.bits:
+        return [codes]
+    if k.grain == 1:
+        return [codes, *[pl.BlockSpec((None, k.groups, k.tile), lambda i: (head, 0, start + i))] * 2]
+    tiles = max(1, k.grain // k.tile)  # that share a step
+    return [
+        codes,
+        pl.BlockSpec((None, k.units, k.dim), lambda i: (head, lax.div(start + i, tiles), 0)),
+        pl.BlockSpec((None, None, k.units, r), lambda i: (head, chunk, lax.div(start + i, tiles), 0)),
+    ]
+
+
+def logits(ops: Ops, k: Form, scale: float, refs: list[Ref], query: list[Ref], scratch: list[Ref]) -> Array:
+    """f32[n,r], times log2 e."""
+    if not k.bits:
+        return ops.matmul((refs, query))[0] * (scale * LOG2E)
+    fields = ops.codes(refs[0], k.bits)
+    if k.grain > 1:
+        return channel_logits(ops, k, fields, refs[1:], query, scratch[0])
+    q_s, sums_s = query
+    total: Any = 0.0
+    for g, x in enumerate(ops.matmul(*(pieces(k, fields, q_s, g) for g in range(k.groups)))):
+        step, low = (ops.row(ref.at[g]).astype(f32) for ref in refs[1:])
+        sums = columns(ops.column(sums_s.at[g]), x.shape)
+        total += x * rows(step * (scale * LOG2E), x.shape) + rows(low, x.shape) * sums
+    return total
+
+
+def pieces(k: Form, fields: list[Array], q_s: Ref, group: int = 0) -> tuple[list[Array], list[Ref]]:
+    """The codes of one channel group, field by field, and the query's channels that meet them."""
+    each = k.dim // k.groups
+    at = range(group * each, (group + 1) * each, k.piece)
+    codes = [fields[i // k.width][:, i % k.width : i % k.width + k.piece] for i in at]
+    return codes, [q_s.at[:, pl.ds(i, k.piece)] for i in at]
+
+
+def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], query: list[Ref], folded: Ref) -> Array:
+    """A step per channel goes into the query, once for each unit of slots; a slot then takes its unit's columns."""
+    step_s, low_s = refs
+    q = ops.matrix(query[0])
+    r = q.shape[1]
+    for u in range(k.units):
+        step = ops.row(step_s.at[u]).astype(f32)
+        ops.put_transposed(folded.at[pl.ds(u * r, r)], (q * rows(step, q.shape)).astype(f16))
+    plgpu.commit_smem()
+    parts, count = [], max(1, 64 // k.grain)  # units in 64 slots
+    cuts = [([x[i : i + 64] for x in fields], i // k.grain) for i in range(0, k.tile, 64)]
+    products = [pieces(k, some, folded.at[pl.ds(first * r, count * r)]) for some, first in cuts]
+    most = ops.column(query[1])
+    for (_, first), wide in zip(cuts, ops.matmul(*products), strict=True):
+        part: Any = None
+        for u in range(count):
+            x = wide[:, u * r : (u + 1) * r]
+            x = x * columns(most, x.shape) + columns(ops.column(low_s.at[first + u]), x.shape)
+            part = x if part is None else jnp.where(ops.row_index(x.shape) < u * k.grain, part, x)
+        parts.append(part)
+    return ops.stack(parts)
+
+
+# Values
+
+
+def value_operands(x: Linear) -> list[Array]:
+    return [slot_minor(y) for y in (x.codes, x.step, x.low) if y is not None]
+
+
+def value_blocks(v: Form, head: Array, start: Array) -> list[Any]:
+    dtype = jnp.uint8 if v.bits else v.dtype
+    at = lambda i: (head, 0, start + i)  # noqa: E731
+    codes = plgpu.BlockSpec((None, v.width, v.tile), at, transforms=operand(v.tile, dtype))
+    return [codes, *[pl.BlockSpec((None, v.groups, v.tile), at)] * (2 if v.bits else 0)]
+
+
+RAISE = 2.0**14  # of weights times steps, which go to float16: the largest comes to this, subnormal is 2**-28 of it
+SPAN = 32  # of log2 of a step
+
+
+def weighty(ops: Ops, v: Form, s: Array, refs: list[Ref]) -> Array:
+    """What the running maximum is taken of: with log2 of a slot's largest step added to its logits f32[n,r].
+
+    So weights times steps are 1 at most, however large or small steps are. Not known better than within 2**-SPAN to
+    2**SPAN, for weights alone are float32 and must stay finite: from 2**(SPAN + 2) on a step makes weights infinite,
+    and those of slots below 2**-SPAN lose their bits as the smallest weights do.
+    """
+    if not v.bits:
+        return s
+    step = functools.reduce(jnp.maximum, (jnp.abs(ops.row(refs[1].at[g]).astype(f32)) for g in range(v.groups)))
+    log = lax.bitcast_convert_type(step, i32).astype(f32) * 2.0**-23 - 127  # 0.09 too low at most; of NaN a number too
+    return s + rows(jnp.minimum(jnp.maximum(log, -SPAN), SPAN), s.shape)
+
+
+def weigh(ops: Ops, v: Form, p: Array, pos: Array, refs: list[Ref], p_s: Ref) -> list[Array]:
+    """Writes the weights f32[n,r] times each group's steps to p_s; gives them times each group's low."""
+    r, part = p.shape[1], v.tile // v.fold
+    lows = []
+    for g in range(v.groups):
+        w = p
+        if v.bits:  # a dead slot's scale may be NaN
+            step, low = (jnp.where(pos >= 0, ops.row(ref.at[g]).astype(f32), 0.0) for ref in refs[1:])
+            w = p * rows(step * RAISE, p.shape)
+            lows.append(folded_sum(p * rows(low, p.shape)))
+        w = w.astype(v.dtype)
+        for i in range(v.fold):
+            ops.put_transposed(p_s.at[pl.ds((g * v.fold + i) * r, r)], w[i * part : (i + 1) * part])
+    plgpu.commit_smem()
+    return lows
+
+
+def folded_sum(x: Array) -> Array:
+    """f32[64,r] of [n,r]: adding what one thread holds needs no exchange between threads."""
+    return sum((x[i : i + 64] for i in range(64, x.shape[0], 64)), x[:64])
+
+
+def mix(ops: Ops, v: Form, pos_s: Ref, refs: list[Ref], p_s: Ref, r: int) -> list[Array]:
+    """f32[max(w, 64), r] for each field, group of the field and part of the tile; `gather` finds what is wanted."""
+    if not v.bits:
+        x = ops.matrix(refs[0])
+        alive = columns(ops.column(pos_s), x.shape) >= 0
+        return ops.matmul(([jnp.where(alive, x, jnp.zeros_like(x))], [p_s]))
+    count = v.per_field * v.fold
+    firsts = [j * v.groups // v.fields * v.fold for j in range(v.fields)]
+    weights = [p_s.at[pl.ds(first * r, count * r)] for first in firsts]
+    fields = ops.codes(refs[0], v.bits, v.fold)
+    wide = ops.matmul(*(([x], [w]) for x, w in zip(fields, weights, strict=True)))
+    return [x[:, i * r : (i + 1) * r] for x in wide for i in range(count)]
+
+
+def gather(v: Form, acc: Array, low: Array) -> Array:
+    """f32[...,r,D] of acc f32[...,blocks,max(w, 64),r] and low f32[...,m,r]."""
+    if not v.bits:
+        return jnp.swapaxes(acc[..., 0, :, :], -1, -2)
+    each = v.width // v.per_field  # rows of a block that are wanted
+    parts = []
+    for b in range(0, v.blocks, v.fold):
+        begin = b // v.fold % v.per_field * each
+        parts.append(sum(acc[..., b + i, begin + i * v.width :, :][..., :each, :] for i in range(v.fold)))
+    total = jnp.concatenate(parts, -2) / RAISE + jnp.repeat(low, v.dim // v.groups, -2)
+    return jnp.swapaxes(total, -1, -2)

@@ -1,0 +1,37 @@
+"""The oracle: decode everything, one einsum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.attend import Partial, softmax_parts
+from jkv.codecs.affine import unpack
+from jkv.protocols import Linear
+
+
+def dense(x: Linear, dtype: Any = jnp.float32) -> Array:
+    """f[B,H,C,D]: codes times steps plus lows, computed in `dtype`."""
+    if x.step is None or x.low is None:
+        return x.codes.astype(dtype)
+    codes = unpack(x.codes, x.bits)
+    step, low = (
+        jnp.repeat(jnp.repeat(y, codes.shape[2] // y.shape[2], 2), codes.shape[3] // y.shape[3], 3).astype(dtype)
+        for y in (x.step, x.low)
+    )
+    return codes.astype(dtype) * step + low
+
+
+def attention(q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, scale: float) -> Partial:
+    """See the package; in q's dtype, float64 where jax allows it."""
+    see = (
+        (pos[:, :, None] >= 0)
+        & (pos[:, :, None] >= first[:, None, :, None])
+        & (pos[:, :, None] <= last[:, None, :, None])
+    )
+    keys, values = (dense(x, q.dtype) for x in (k, v))
+    p, m, l = softmax_parts(jnp.einsum("bhgtd,bhsd->bhgts", q, keys) * scale, see[:, :, None])  # noqa: E741
+    values = jnp.where((pos >= 0)[..., None], values, 0)
+    return Partial(acc=jnp.einsum("bhgts,bhsd->bhgtd", p, values), m=m, l=l)

@@ -1,0 +1,202 @@
+"""Does it fit? The real programs, compiled for a machine that need not be here."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from re import compile as pattern
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from rich import box
+from rich.table import Table
+
+from jkv import checks, loop, models, sampling, sharding
+from jkv.aot import Target
+from jkv.config import CacheConfig
+from jkv.models import ModelConfig
+from jkv.report import kernels_of
+
+NEW = 256  # tokens generated
+COLLECTIVE = pattern(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+TRIES = 6  # compilations in search of the largest batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all)."""
+
+    model: ModelConfig
+    config: CacheConfig
+    batch: int
+    context: int
+    chunk: int
+    dtype: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One compiled program: bytes on each device, or why the compiler refused it.
+
+    weights and cache follow from shapes and shardings; temporary, peak, collectives and the text are the compiler's.
+    """
+
+    what: str
+    weights: int
+    cache: int
+    kernels: str
+    compile_s: float
+    temporary: int = 0
+    peak: int = 0
+    refused: str | None = None
+    collectives: dict[str, int] | None = None
+    text: str = ""
+
+    def fits(self, target: Target) -> bool:
+        return self.refused is None and (target.memory is None or self.peak <= target.memory)
+
+
+def programs(job: Job, target: Target) -> Iterator[Program]:
+    """Prefill, then decode, for the target. ValueError for what cannot work, before anything is compiled."""
+    shapes, new = _shapes(job, target)
+    prompt = job.chunk or job.context - new
+    ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
+    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own, shapes, ids, static=(not job.chunk,))
+    yield decode(job, target)
+
+
+def decode(job: Job, target: Target) -> Program:
+    """The decode loop for the target."""
+    cache, new = _shapes(job, target)
+    shape = jax.ShapeDtypeStruct
+    state = loop.Decoding(
+        cache=cache,
+        logits=shape((job.batch, job.model.vocab), jnp.float32),
+        alive=shape((job.batch,), bool),
+        used=None,
+        out=shape((job.batch, new), jnp.int32),
+        count=shape((), jnp.int32),
+    )
+    settings = partial(sampling.make, job.batch, job.model.vocab, seeds=(0,) * job.batch, stop_ids=(0,))
+    return _compile(job, target, "decode", loop.run_blocks, state, jax.eval_shape(settings), shape((), jnp.int32))
+
+
+def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:
+    """The largest batch whose decode program fits, to one part in 16; 0: none. By proportion, then bisection."""
+    if target.memory is None:
+        raise ValueError(f"the memory of {target.name} is not known: --largest needs a TPU topology or a GPU")
+    unit = sharding.unit(target.devices, job.model)
+    low, high, batch = 0, None, unit
+    for _ in range(TRIES):
+        program = decode(replace(job, batch=batch), target)
+        say(f"batch {batch}: {'fits' if program.fits(target) else 'does not fit'}")
+        if not program.fits(target):
+            high = batch
+        else:
+            low = batch
+            guess = (target.memory - program.weights) * batch // max(program.peak - program.weights, 1)
+        if high is not None and high - low <= max(unit, low // 16):
+            break
+        batch = guess if high is None and low else (low + (high or 0)) // 2
+        batch = max(batch // unit * unit, low + unit)
+    return low
+
+
+def _shapes(job: Job, target: Target) -> tuple[Any, int]:
+    """The shapes of the cache for the target's kernels (xla where it has none), and the new tokens it has room for."""
+    checks.check(job.config, job.model, job.chunk)
+    new = min(NEW, job.context // 2)
+
+    def shapes(kernels: str) -> Any:
+        config = replace(job.config, kernels=kernels)
+        return jax.eval_shape(lambda: loop.empty(config, job.model, job.batch, job.context, new, job.dtype))
+
+    own = shapes(target.kernels)
+    try:
+        kernels_of(own)
+    except ValueError:
+        return shapes("xla"), new
+    return own, new
+
+
+def _compile(
+    job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, static: tuple[Any, ...] = ()
+) -> Program:
+    """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
+    mesh = sharding.mesh(target.devices, job.model, job.batch)
+    params = models.abstract(job.model, job.dtype)
+    of_params, of_carried = sharding.of_params(params, mesh), sharding.of_rows(carried, mesh, job.model.heads)
+    state = isinstance(carried, loop.Decoding)
+    jitted = function.over(
+        (of_params, of_carried, *(sharding.of_rest(x, mesh, job.batch) for x in rest)),
+        of_carried if state else (of_carried, NamedSharding(mesh, PartitionSpec(sharding.ROWS))),
+    )
+    cache = carried.cache if state else carried
+    out = Program(
+        what=what,
+        weights=_bytes(params, of_params),
+        cache=_bytes(cache.layers, sharding.of_rows(cache.layers, mesh, job.model.heads)),
+        kernels=kernels_of(cache),
+        compile_s=0.0,
+    )
+    start = time.perf_counter()
+    try:
+        with jax.set_mesh(mesh):
+            program = jitted.trace(params, carried, *rest, *static).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return replace(out, refused=str(error).splitlines()[0], compile_s=time.perf_counter() - start)
+    memory, text = program.memory_analysis(), program.as_text()
+    inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return replace(
+        out,
+        temporary=memory.temp_size_in_bytes,
+        peak=inside + memory.temp_size_in_bytes,
+        collectives=dict(Counter(COLLECTIVE.findall(text))),
+        text=text,
+        compile_s=time.perf_counter() - start,
+    )
+
+
+def _bytes(tree: Any, where: Any) -> int:
+    """Bytes on one device."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True)
+    return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+
+
+def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
+    """Markdown: GiB of one device."""
+    of = "" if target.memory is None else f" of {target.memory / 2**30:.2f}"
+    out = Table(box=box.MARKDOWN, caption="weights and cache from their shapes; the rest from the compiler")
+    for name in (
+        "cache",
+        "program",
+        "weights",
+        "cache GiB",
+        "temporaries",
+        f"peak{of}",
+        "fits",
+        "kernels",
+        "compile s",
+    ):
+        out.add_column(name, justify="left" if name in ("cache", "program") else "right")
+    for cache, p in found:
+        made = ("-", "-") if p.refused else (gib(p.temporary), gib(p.peak))
+        fits = "yes" if p.fits(target) else "no"
+        out.add_row(cache, p.what, gib(p.weights), gib(p.cache), *made, fits, p.kernels, f"{p.compile_s:.0f}")
+    return out
+
+
+def gib(x: float) -> str:
+    """
+    >>> gib(3 << 29)
+    '1.50'
+    """
+    return f"{x / 2**30:,.2f}"

@@ -1,0 +1,203 @@
+"""What the real compiler makes of the GPU kernel, without a GPU: spills, instructions of the inner loop, copies.
+
+The compiling runs in a process of its own, this file as a script: loading the CUDA plugin changes a process's jax.
+`python tests/kernels/test_gpu_compiled.py` prints what it measures; `--write` makes it the golden numbers.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jkv.aot import cuda
+from jkv.cache import map_codec, put
+from jkv.codecs import Affine, Dense
+
+if __name__ != "__main__":
+    pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
+
+from jkv.kernels.decode_attention import gpu  # noqa: E402
+
+GOLDEN = Path(__file__).with_name("golden_gpu.json")  # version of jax -> name -> instructions of the inner loop
+SHORT, MIDDLE, LONG = 1024, 16384, 131072
+KIVI = Affine(bits=2, axis="channel", group=32), Affine(bits=2, group=32)
+FORMS = {"bf16": Dense(), "int8": Affine(bits=8), "int4": Affine(bits=4), "int2": Affine(bits=2)}
+FORMS = {name: (codec, codec) for name, codec in FORMS.items()}  # of keys and values
+GROUPED = {f"int{n} groups of 32": (Affine(bits=n, group=32),) * 2 for n in (4, 2)} | {"kivi int2": KIVI}
+Shape = jax.ShapeDtypeStruct
+
+
+def tiers(form, dim, slots, heads=(2, 8)):
+    """Codes as they are stored, of keys and of values."""
+    codes = (jax.eval_shape(functools.partial(codec.empty, slots, dim, jnp.bfloat16)) for codec in form)
+    return tuple(jax.tree.map(lambda x: Shape((*heads, *x.shape), x.dtype), code) for code in codes)
+
+
+def linear(form, codes):
+    return tuple(map_codec(codec.linear, code) for codec, code in zip(form, codes, strict=True))
+
+
+def arguments(form, dim, group, slots, heads=(2, 8)):
+    k, v = jax.eval_shape(functools.partial(linear, form), tiers(form, dim, slots, heads))
+    bounds = Shape((heads[0], 1), jnp.int32)
+    return Shape((*heads, group, 1, dim), jnp.bfloat16), k, v, Shape((*heads, slots), jnp.int32), bounds, bounds
+
+
+def programs():
+    """name -> arguments"""
+    for dim in (64, 128):
+        for name, form in FORMS.items():
+            for group, slots in ((1, SHORT), (4, LONG), (8, MIDDLE), (16, MIDDLE)):
+                if group in (1, 8) and (dim, name) != (128, "int4"):  # kernels like that of 4
+                    continue
+                yield f"{name} D={dim} G={group}", arguments(form, dim, group, slots)
+        for name, form in GROUPED.items():
+            yield f"{name} D={dim} G=4", arguments(form, dim, 4, MIDDLE)
+
+
+def decode(form, q, codes, pos, first, last):
+    """Steps in an inner loop, and a flush that scatters into the tier in an outer one: as `jkv.loop` does."""
+
+    def write(x, i):
+        at = (jnp.arange(32, dtype=jnp.int32) * 7 + i) % x.shape[2]
+        return put(x, jnp.broadcast_to(at[None, None], (*x.shape[:2], 32)), x[:, :, :32] + 1)
+
+    def block(i, state):
+        q, codes = state
+
+        def step(j, q):
+            k, v = linear(form, codes)
+            return gpu.attention(q, k, v, pos, first, last + j, 1.0).finish().astype(q.dtype)
+
+        q = jax.lax.fori_loop(0, 16, step, q)
+        return q, jax.tree.map(lambda x: write(x, i), codes)
+
+    return jax.lax.fori_loop(0, 8, block, (q, codes))
+
+
+def moved(text: str, leaves: list[tuple[int, ...]]) -> list[str]:
+    """Instructions inside loops that write an array as long and as large as a leaf [B,H,C,...], but for the scatters,
+    which are in place."""
+    quiet = ("parameter", "get-tuple-element", "bitcast", "tuple", "while", "custom-call")
+    found, inside = [], False
+    loops = set(re.findall(r"body=%?([\w.\-]+)", text))
+    for line in text.splitlines():
+        if (head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)) is not None:
+            inside = head[1] in loops
+        op = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\w+)\[([\d,]+)\]\S* ([\w\-]+)\(", line)
+        if inside and op is not None and op[2] != "s32" and op[4] not in quiet and "scatter" not in op[1]:
+            shape = [int(x) for x in op[3].split(",")]
+            if any(leaf[2] in shape and math.prod(shape) >= math.prod(leaf) for leaf in leaves):
+                found.append(line.strip()[:160])
+    return found
+
+
+def measure() -> dict:
+    where, out = jax.__version__.rpartition(".")[0], {}
+    for name, args in programs():
+        machines = cuda.machines(lambda *a: gpu.attention(*a, 0.1), *args)
+        assert len(machines) == 1, f"{name}: {len(machines)} kernels"
+        out[name] = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
+    moves = {}
+    for name in ("bf16", "int8", "int4 groups of 32", "kivi int2"):
+        form = (FORMS | GROUPED)[name]
+        q, _, _, *places = arguments(form, 128, 4, 8192)
+        codes = tiers(form, 128, 8192)
+        text = cuda.compiled(functools.partial(decode, form), q, codes, *places).as_text()
+        moves[name] = moved(text, [x.shape for x in jax.tree.leaves(codes)])
+    h100 = cuda.compiled(lambda *a: gpu.attention(*a, 0.1), *arguments(FORMS["int4"], 128, 4, LONG), chip="h100")
+    temporary = h100.memory_analysis().temp_size_in_bytes
+    return dict(jax=where, machines=out, moves=moves, temporary=temporary)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    if (reason := cuda.missing()) is not None:
+        pytest.skip(reason)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_no_kernel_spills_or_serialises(measured):
+    bad = {name: x for name, x in measured["machines"].items() if x["spilled"] or x["serialised"]}
+    assert not bad
+
+
+def test_inner_loops_are_as_short_as_they_were(measured):
+    golden = json.loads(GOLDEN.read_text())
+    known = golden.get(measured["jax"]) or golden[max(golden, key=lambda x: tuple(map(int, x.split("."))))]
+    loops = {name: x["loop"] for name, x in measured["machines"].items()}
+    assert set(loops) == set(known)
+    longer = {name: (loops[name], known[name]) for name in known if not 0 < loops[name] <= known[name] * 1.05}
+    assert not longer, f"measured and golden: {longer}"
+
+
+def test_a_decode_loop_copies_no_tier(measured):
+    assert measured["moves"] and not {name: lines for name, lines in measured["moves"].items() if lines}
+
+
+def test_a_call_on_slot_minor_values_takes_no_temporaries_of_a_tier(measured):
+    tier = 16 * LONG * 64  # bytes of the int4 codes of keys; values are transposed here, outside a loop
+    assert measured["temporary"] < 1.6 * tier
+
+
+def test_a_copy_in_a_loop_is_seen():
+    text = """
+%body.1 (p: (u8[2,8192,64])) -> (u8[2,8192,64]) {
+  %copy.1 = u8[2,8192,64]{2,1,0} copy(%get-tuple-element.1)
+  ROOT %input_scatter_fusion = u8[2,8192,64]{2,1,0} fusion(%copy.1), kind=kInput, calls=%fused
+}
+ENTRY %main (p: u8[2,8192,64]) -> u8[2,8192,64] {
+  %copy.2 = u8[2,8192,64]{2,1,0} copy(%p)
+  %while.1 = (u8[2,8192,64]{2,1,0}) while(%copy.2), condition=%cond.1, body=%body.1
+"""
+    assert [line[:7] for line in moved(text, [(1, 2, 8192, 64)])] == ["%copy.1"]
+
+
+@pytest.mark.parametrize("chip", ["a100", ""])
+def test_unknown_chips_are_refused(chip):
+    with pytest.raises(ValueError, match="h100, h200"):
+        cuda.device(chip)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(cuda, "tools", lambda: None)
+    monkeypatch.setattr(cuda, "MODULES", ("jax_plugins.no_such_plugin",))
+    assert "jax-cuda13-plugin" in (text := cuda.missing() or "") and "no_such_plugin" in text
+    cuda.device.cache_clear()
+    with pytest.raises(RuntimeError, match="nvidia-cuda-nvcc"):
+        cuda.device("h100")
+
+
+def test_inner_loop_is_the_smallest_with_a_tensor_core_instruction():
+    code = """
+.L_x_1:
+        /*0000*/                   MOV R1, R2 ;
+.L_x_2:
+        /*0010*/                   HGMMA.64x8x16.F32 R4, R8, gdesc[UR4], R4 ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+        /*0030*/                   IADD3 R1, R1, R2, RZ ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0050*/               @P2 BRA `(.L_x_3) ;
+"""
+    assert cuda.inner_loop(code) == ["HGMMA", "BRA"]
+
+
+if __name__ == "__main__":
+    result = measure()
+    if "--write" in sys.argv:
+        golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        golden[result["jax"]] = {name: x["loop"] for name, x in result["machines"].items()}
+        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+    print(json.dumps(result))

@@ -1,0 +1,177 @@
+"""The TPU kernels under the interpreter, against float64: every form, poisoned dead slots, ragged lengths, windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jkv import loop, methods, models, sampling
+from jkv.cache import map_codec, put
+from jkv.codecs import Affine, Dense
+from jkv.kernels.decode_attention import reference
+from jkv.kernels.decode_attention import tpu as kernel
+from jkv.kernels.place import tpu as placing
+from jkv.protocols import Linear
+
+B, H = 2, 4
+INT8, INT4, GROUPS = Affine(bits=8), Affine(bits=4), Affine(bits=4, group=16)
+KIVI = Affine(bits=2, axis="channel", group=32)
+FORMS = {
+    "float32": (Dense(), Dense(), 64),
+    "bfloat16": (Dense(), Dense(), 64),
+    "int8": (INT8, INT8, 64),
+    "int4": (INT4, INT4, 64),
+    "int4 in groups": (GROUPS, GROUPS, 64),
+    "int2": (Affine(bits=2), Affine(bits=2), 128),
+    "kivi": (KIVI, Affine(bits=2, group=32), 128),
+    "int8 keys, int4 values": (INT8, INT4, 64),
+}
+
+
+@pytest.fixture(autouse=True)
+def floats_as_they_are(monkeypatch):
+    """The interpreter does not know a reference read as another dtype; the compiler's tests do."""
+    monkeypatch.setattr(kernel, "_bits", lambda x: x)
+
+
+def wide(x: Linear) -> np.ndarray:
+    """f64[B,H,C,D]."""
+    return np.asarray(reference.dense(x), np.float64)
+
+
+def truth(q, k, v, pos, first, last, scale):
+    """Output and log-sum-exp in float64; a query that sees nothing: 0 and -inf."""
+    s = np.einsum("bhgtd,bhsd->bhgts", q.astype(np.float64), k) * scale
+    pos = pos[:, :, None]
+    see = (pos >= 0) & (pos >= first[:, None, :, None]) & (pos <= last[:, None, :, None])
+    s = np.where(see[:, :, None], s, -np.inf)
+    top = np.maximum(s.max(-1, keepdims=True), -1e300)
+    p = np.exp(s - top)
+    total = p.sum(-1)
+    out = np.einsum("bhgts,bhsd->bhgtd", p, v) / np.maximum(total, 1e-300)[..., None]
+    with np.errstate(divide="ignore"):
+        return out, np.where(total > 0, top[..., 0] + np.log(total), -np.inf)
+
+
+def allowed(q, k: Linear, v: Linear, keys, values, scale) -> tuple[float, float]:
+    """Of output and log-sum-exp: what rounding q and p to 15 bits (or the dtype of floats) can do."""
+    if not k.bits:
+        eps = float(jnp.finfo(k.codes.dtype).eps)
+        logit = eps * np.abs(q).max() * np.abs(keys).sum(-1).max() * scale
+    else:
+        logit = np.abs(q).max() / 16256 / 2 * np.abs(keys - keys.mean()).sum(-1).max() * 2 * scale
+    share = float(jnp.finfo(v.codes.dtype).eps) if not v.bits else keys.shape[2] / 16256
+    big = np.abs(values).max()
+    return 2 * np.expm1(2 * logit) * big + share * big + 1e-5, logit + 1e-5
+
+
+def poisoned(x: Linear, dead: np.ndarray) -> Linear:
+    """NaN wherever a dead slot's float lies."""
+    bad = lambda y: jnp.where(dead[..., None], jnp.nan, y) if y.shape[2] == dead.shape[2] else y  # noqa: E731
+    if not x.bits:
+        return replace(x, codes=bad(x.codes))
+    return replace(x, step=bad(x.step), low=bad(x.low))
+
+
+def check(form: str, *, c: int = 256, h: int = H, hs: int | None = None, g: int = 3, t: int = 1, seed: int = 0) -> None:
+    codec_k, codec_v, d = FORMS[form]
+    rng, dtype = np.random.default_rng(seed), jnp.bfloat16 if form == "bfloat16" else jnp.float32
+    q = rng.standard_normal((B, h, g, t, d)).astype(np.float32)
+    k, v = (rng.standard_normal((B, h, c, d)) * rng.gamma(1, 1, d) + rng.standard_normal(d) for _ in range(2))
+    k, v = (map_codec(x.linear, map_codec(x.encode, jnp.asarray(y, dtype))) for x, y in ((codec_k, k), (codec_v, v)))
+    pos = np.stack([[rng.permutation(c) for _ in range(hs or h)] for _ in range(B)]).astype(np.int32)
+    pos[rng.random(pos.shape) < 0.2] = -1
+    for i, length in enumerate((0, 1, 127, 128, 129)[: pos.shape[1]]):
+        pos[0, i, length:] = -1
+    first = np.array([[0] * t, [c // 4] * t], np.int32)
+    last = c // 2 + np.arange(t, dtype=np.int32) * np.array([[9], [7]], np.int32)
+    last[1, 0] = -1  # a row that pauses
+    scale = d**-0.5
+    dead = np.broadcast_to(pos < 0, (B, h, c))
+    out, lse = truth(q, wide(k), wide(v), pos, first, last, scale)
+    got = kernel.attention(
+        jnp.asarray(q), poisoned(k, dead), poisoned(v, dead), *map(jnp.asarray, (pos, first, last)), scale,
+        interpret=pltpu.InterpretParams(),
+    )  # fmt: skip
+    of_out, of_lse = allowed(q, k, v, wide(k), wide(v), scale)
+    np.testing.assert_array_equal(np.isfinite(got.m), np.isfinite(lse))
+    assert np.isneginf(lse).any() and (np.asarray(got.l)[np.isneginf(lse)] == 0).all()
+    np.testing.assert_allclose(got.finish(), out, atol=of_out, rtol=0)
+    seen = np.isfinite(lse)
+    np.testing.assert_allclose(np.asarray(got.lse)[seen], lse[seen], atol=of_lse, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_attention(form: str):
+    check(form)
+
+
+def test_several_query_tokens_and_one_selection_for_all_heads():
+    check("int8", t=4, hs=1, g=2)
+
+
+def test_all_heads_of_a_step_and_a_tier_that_is_no_whole_tile():
+    check("int4", h=8, c=300, g=1)
+
+
+def test_many_tiles(monkeypatch):
+    monkeypatch.setattr(kernel, "WORK", 512)
+    check("int8", c=512)
+
+
+def test_nothing_is_fetched_beyond_the_longest_head():
+    length = jnp.array([[5, 0, 130, 7]], jnp.int32)
+    assert [int(kernel.tile_of(length, 128, 0, 0, 4, i)) for i in range(4)] == [0, 1, 1, 1]
+    assert [int(kernel.tile_of(length, 128, 0, 0, 2, i)) for i in range(3)] == [0, 0, 0]
+
+
+def test_what_it_does_not_take_is_named():
+    half, full = (Linear(codes=jnp.zeros((1, 1, 128, 64), x)) for x in (jnp.float16, jnp.float32))
+    assert "float16" in str(kernel.supports(half, full, 64, 8)) and kernel.supports(full, full, 64, 8) is None
+    narrow = map_codec(INT4.linear, map_codec(INT4.encode, jnp.zeros((1, 1, 128, 16))))
+    assert "whole multiples of 16 bytes" in str(kernel.supports(narrow, narrow, 16, 8))
+    with pytest.raises(ValueError, match="129 queries a kv head"):
+        kernel.attention(jnp.zeros((1, 1, 129, 1, 64)), full, full, *[jnp.zeros((1, 1), jnp.int32)] * 3, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("rows", "heads", "own"), [(64, 4, 4), (4, 8, 1)])
+def test_newcomers_take_their_slots_and_nothing_else_moves(dtype, rows: int, heads: int, own: int):
+    rng, m, c = np.random.default_rng(rows), 16, 256
+    top = 60000 if dtype == jnp.uint16 else 250
+    x, new = (jnp.asarray(rng.uniform(0, top, (B, heads, n, rows)), jnp.float32).astype(dtype) for n in (c, m))
+    index = np.sort(np.stack([[rng.choice(c + 40, m, replace=False) for _ in range(own)] for _ in range(B)]), -1)
+    got = placing.place(x, jnp.asarray(index, jnp.int32), new, interpret=pltpu.InterpretParams())
+    np.testing.assert_array_equal(got, put(x, jnp.asarray(index, jnp.int32), new))
+
+
+@pytest.mark.parametrize(
+    "text", ["int8", "snapkv(budget=48, window=8) | int4", "quest(pages=3, page=16, dense_layers=0)"]
+)
+def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str):
+    """Teacher-forced over two flushes, ragged rows; the kernels read and write every tier."""
+    params = models.random(dict(models.TINY, hidden_size=256, num_hidden_layers=1))
+    rng, new = np.random.default_rng(0), 34
+    ids = rng.integers(0, 100, (2, 80)).astype(np.int32)
+    ids[1, :30] = -1
+    forced = rng.integers(0, 100, (2, new)).astype(np.int32)
+
+    def logits(kind: str) -> np.ndarray:
+        config = replace(methods.parse(text), kernels=kind)
+        cache, first = loop.absorb(params, loop.empty(config, params.config, 2, 120, new, jnp.float32), ids, fresh=True)
+        if kind == "tpu":
+            assert {tier.capacity % 128 for tier in cache.plan[0].tiers} == {0}
+        state = loop.Decoding(
+            cache=cache, logits=first, alive=jnp.ones(2, bool), used=None, out=jnp.full((2, new), -1, jnp.int32),
+            count=jnp.int32(0), trace=jnp.zeros((2, new, 100)), forced=jnp.asarray(forced),
+        )  # fmt: skip
+        settings = sampling.make(2, 100, seeds=(0, 0), stop_ids=())
+        return np.asarray(loop.run_blocks(params, state, settings, jnp.int32(new)).trace)
+
+    with pltpu.force_tpu_interpret_mode():
+        got = logits("tpu")
+    np.testing.assert_allclose(got, logits("xla"), atol=5e-3, rtol=0)

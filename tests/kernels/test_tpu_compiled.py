@@ -1,0 +1,45 @@
+"""What the TPU compiler, which needs no TPU, makes of the kernels and of the decode loop around them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+HERE = Path(__file__).parent
+GOLDEN = json.loads((HERE / "golden_tpu.json").read_text())
+SLACK = 1.05  # of a schedule, from one compiler to the next
+pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="no TPU compiler: pip install 'jkv[tpu-aot]'")
+
+
+@cache
+def report(script: str, *args: str) -> Any:
+    """The JSON that a script prints, in a process of its own: this one never loads the TPU compiler."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, HERE / script, *args], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", GOLDEN["rows"])
+def test_the_kernel_compiles_and_costs_what_it_did(case: str):
+    found, golden = report("tpu_costs.py")[case], GOLDEN["rows"][case]
+    assert found["copies"] == 0
+    if jax.__version__ == GOLDEN["jax"]:  # another compiler makes another schedule
+        assert found["cycles"] <= golden["cycles"] * SLACK
+
+
+@pytest.mark.parametrize("kind", ["int8", "snapkv(budget=16384) | int4", "kivi", "full"])
+def test_the_decode_loop_moves_no_tier(kind: str):
+    """Of two layers: beside what the full cache's loop needs, less than half of one layer's tier."""
+    found, full = (report("tpu_loop.py")[x] for x in (kind, "full"))
+    assert found["kernels"] == "tpu" and found["copies"] == []
+    assert found["temporary"] - full["temporary"] < found["cache"] / 4

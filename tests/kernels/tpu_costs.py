@@ -1,0 +1,102 @@
+"""What the TPU compiler makes of the kernels: python tests/kernels/tpu_costs.py [--write] prints JSON, a row a case.
+
+A process of its own: the compiler is loaded once, with its dumps, and the tests' process stays without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jkv.aot import tpu
+from jkv.kernels.decode_attention.tpu import attention, tile_size
+from jkv.protocols import Linear
+
+GOLDEN = Path(__file__).with_name("golden_tpu.json")
+C, H = 131072, 8
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16": (dict(bits=0), dict(bits=0)),
+    "int8": (dict(bits=8), dict(bits=8)),
+    "int4": (dict(bits=4), dict(bits=4)),
+    "int4 groups of 32": (dict(bits=4, group=32), dict(bits=4, group=32)),
+    "int2": (dict(bits=2), dict(bits=2)),
+    "kivi 2": (dict(bits=2, tokens=32), dict(bits=2, group=32)),
+}
+CASES = [
+    *(("v5e:2x2", form, d, 8) for form in FORMS for d in (64, 128, 256)),
+    *(("v5e:2x2", "int8", 128, g) for g in (1, 3, 4)),
+    *((chip, form, 128, 8) for chip in ("v6e:2x2", "v5p:2x2x1") for form in FORMS),
+]
+
+
+def stored(shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1) -> Linear:
+    """A tier's codes with tokens last, as the compiler would keep them in a loop."""
+    if not bits:
+        return Linear(codes=shape((1, H, d, C), jnp.bfloat16))
+    sizes = (1, H, C // tokens, d) if tokens > 1 else (1, H, d // (group or d), C)
+    step, low = (shape(sizes, jnp.uint16) for _ in range(2))
+    return Linear(codes=shape((1, H, d * bits // 8, C), jnp.uint8), step=step, low=low, bits=bits)
+
+
+def logical(x: Linear) -> Linear:
+    """[B,H,C,...] again, and steps as floats."""
+    turn = lambda y: jnp.swapaxes(y, 2, 3) if y.shape[3] == C else y  # noqa: E731
+    steps = {
+        n: jax.lax.bitcast_convert_type(turn(y), jnp.bfloat16)
+        for n in ("step", "low")
+        if (y := getattr(x, n)) is not None
+    }
+    return Linear(codes=turn(x.codes), bits=x.bits, **steps)
+
+
+def cost(folder: Path, topology: str, form: str, d: int, g: int) -> dict[str, Any]:
+    """Temporaries, copies of something large, and cycles of a token and kv head."""
+    mesh = Mesh(np.array(tpu.devices(topology)[:1]), ("x",))
+    shape = lambda s, t: jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, PartitionSpec()))  # noqa: E731
+    k, v = (stored(shape, d, **how) for how in FORMS[form])
+    bounds = shape((1, 1), jnp.int32)
+    run = jax.jit(lambda q, k, v, pos, a, b: attention(q, logical(k), logical(v), pos, a, b, d**-0.5))
+    with jax.set_mesh(mesh):
+        program = run.trace(shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, H, C), jnp.int32), bounds, bounds)
+        program = program.lower().compile()
+    text = program.as_text()
+    return {
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+        "copies": len(re.findall(rf"= (?:u8|bf16)\[1,{H},\d+,{C}\]\S* copy\(", text)),
+        "cycles": round(tpu.kernel_cycles(folder, "decode_attention") / tile_of(k, v) / H, 4),
+    }
+
+
+def tile_of(k: Linear, v: Linear) -> int:
+    """Tokens of a grid step."""
+    leaves = [x for x in jax.tree.leaves((k, v))]
+    return tile_size(sum(x.size * x.dtype.itemsize for x in leaves) // (H * C), H, C)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tpu.dump_schedules(folder)
+        found = {}
+        for case in CASES:
+            for old in Path(folder).iterdir():
+                old.unlink()
+            found[" ".join(map(str, case))] = cost(Path(folder), *case)
+    if "--write" in sys.argv:
+        GOLDEN.write_text(json.dumps({"jax": jax.__version__, "rows": found}, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

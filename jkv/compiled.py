@@ -43,7 +43,7 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
         return jitted(function, given, returned)
 
     def decorate(function: Any) -> Any:
-        out = jax.jit(function, **options)
+        out: Any = jax.jit(function, **options)
         out.free, out.over = jitted(function, arguments, results), partial(over, function)
         return out
 

@@ -74,7 +74,7 @@ def programs(job: Job, target: Target) -> Iterator[Program]:
 def decode(job: Job, target: Target) -> Program:
     """The decode loop for the target."""
     cache, new = _shapes(job, target)
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     state = loop.Decoding(
         cache=cache,
         logits=shape((job.batch, job.model.vocab), jnp.float32),

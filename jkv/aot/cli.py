@@ -30,7 +30,7 @@ def plan(
     from jkv.aot import target
     from jkv.bench.shapes import SHAPES
     from jkv.io.load import DTYPES, read
-    from jkv.plan import TRIES, Job, programs, table
+    from jkv.plan import TRIES, Job, gib, programs, table
     from jkv.plan import largest as search
 
     if dtype not in DTYPES:
@@ -49,7 +49,8 @@ def plan(
                 print(f"{config}: largest batch {most}")
                 continue
             for program in programs(job, machine):
-                say(f"{config}, {program.what}")
+                fits = f"{gib(program.peak)} GiB at the peak" if program.refused is None else program.refused
+                say(f"{config}, {program.what}: {fits}")
                 rows.append((str(config), program))
     if rows:
         console.show(table(rows, machine))

@@ -81,13 +81,14 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     k, v = (map_codec(c.encode, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
     pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape[:3])
     tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, summary=None)
-    both = linear(tier, config)
-    if both[0] is None or both[1] is None:
+    codes_k, codes_v = linear(tier, config)
+    if codes_k is None or codes_v is None:
         raise ValueError(f"{spec}: keys that are rotated when they are read, and such codes, are read by no kernel")
     q = jax.random.normal(keys[2], (batch, model.heads, model.groups, 1, model.head_dim), dtype)
     at = jnp.full((batch, 1), config.capacity, jnp.int32)
-    exact = jax.tree.map(lambda x: x if x.dtype == jnp.uint8 else x.astype(jnp.float32), (q, *both))
-    want = reference.attention(*exact, pos, jnp.zeros_like(at), at, model.scale).finish()
+    want = reference.attention(
+        q.astype(jnp.float32), codes_k, codes_v, pos, jnp.zeros_like(at), at, model.scale
+    ).finish()
     dense = (map_codec(config.k.decode, k), map_codec(config.v.decode, v))
     return Problem(q=q, at=at, tier=tier, config=config, dense=dense, want=np.asarray(want))
 

@@ -107,12 +107,15 @@ class Affine(Codec):
         return Code(slots=(packed, step, low))
 
     def decode(self, code: Code) -> Array:
-        x = self.linear(code)
-        y, axis = self._grouped((x.codes if self.bits == 8 else unpack(x.codes, self.bits)).astype(jnp.float32))
-        step, low = (jnp.expand_dims(z.astype(jnp.float32), axis) for z in (x.step, x.low))
-        return (y * step + low).reshape(x.codes.shape[0], -1)
+        packed, step, low = self._parts(code)
+        y, axis = self._grouped((packed if self.bits == 8 else unpack(packed, self.bits)).astype(jnp.float32))
+        step, low = (jnp.expand_dims(x.astype(jnp.float32), axis) for x in (step, low))
+        return (y * step + low).reshape(packed.shape[0], -1)
 
     def linear(self, code: Code) -> Linear:
-        packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
-        step, low = (floats(x, self.scale_dtype) for x in (step, low))
+        packed, step, low = self._parts(code)
         return Linear(codes=packed, step=step, low=low, bits=self.bits)
+
+    def _parts(self, code: Code) -> tuple[Array, Array, Array]:
+        packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
+        return packed, floats(step, self.scale_dtype), floats(low, self.scale_dtype)

@@ -161,6 +161,16 @@ def test_float16_scales(seed, monkeypatch):
     assert good, f"seed {seed}: {text}"
 
 
+def test_large_steps_meet_large_queries(seed):
+    case = check.Case(
+        k=check.Side(bits=2, grain=32, size=(15, 15)), v=check.Side(bits=4), slots=256, lengths=(256, 128)
+    )
+    p = check.problem(case, "gpu", seed) | {"scale": 16.0}
+    right, part = check.truth(p, check.rounding(case, "gpu")), interpreted(**p)
+    assert np.isfinite(part.acc).all()
+    assert (np.abs(part.lse - right["lse"]) <= right["lse_bound"])[right["seen"]].all(), f"seed {seed}"
+
+
 @pytest.mark.parametrize("exponent", [-gpu_sides.SPAN, 0, gpu_sides.SPAN, gpu_sides.SPAN + 1])
 def test_the_largest_weight_fits_float16(exponent):
     form = gpu_sides.Form(8, 64, 2, 1, np.dtype(np.float16))

@@ -118,15 +118,17 @@ def test_all_heads_of_a_step_and_a_tier_that_is_no_whole_tile():
     check("int4", h=8, c=300, g=1)
 
 
-def test_many_tiles(monkeypatch):
-    monkeypatch.setattr(kernel, "WORK", 512)
-    check("int8", c=512)
+@pytest.mark.parametrize(("heads", "selections"), [(4, 4), (3, 1), (3, 3)])
+def test_many_tiles(monkeypatch, heads: int, selections: int):
+    """Some heads end in the first of four tiles; steps of 8, 2 and 2 of the rows' heads."""
+    monkeypatch.setattr(kernel, "WORK", 256)
+    check("int8", c=512, h=heads, hs=selections)
 
 
 def test_nothing_is_fetched_beyond_the_longest_head():
-    length = jnp.array([[5, 0, 130, 7]], jnp.int32)
-    assert [int(kernel.tile_of(length, 128, 0, 0, 4, i)) for i in range(4)] == [0, 1, 1, 1]
-    assert [int(kernel.tile_of(length, 128, 0, 0, 2, i)) for i in range(3)] == [0, 0, 0]
+    length = jnp.array([5, 0, 130, 7], jnp.int32)
+    assert [int(kernel.tile_of(length, 128, 0, 4, i)) for i in range(4)] == [0, 1, 1, 1]
+    assert [int(kernel.tile_of(length, 128, 0, 2, i)) for i in range(3)] == [0, 0, 0]
 
 
 def test_what_it_does_not_take_is_named():
@@ -149,9 +151,7 @@ def test_newcomers_take_their_slots_and_nothing_else_moves(dtype, rows: int, hea
     np.testing.assert_array_equal(got, put(x, jnp.asarray(index, jnp.int32), new))
 
 
-@pytest.mark.parametrize(
-    "text", ["int8", "snapkv(budget=48, window=8) | int4", "quest(pages=3, page=16, dense_layers=0)"]
-)
+@pytest.mark.parametrize("text", ["snapkv(budget=48, window=8) | int4", "quest(pages=3, page=16, dense_layers=0)"])
 def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str):
     """Teacher-forced over two flushes, ragged rows; the kernels read and write every tier."""
     params = models.random(dict(models.TINY, hidden_size=256, num_hidden_layers=1))

@@ -59,25 +59,27 @@ def attention(
     b, h, g, t, d = q.shape
     if (why := supports(k, v, d, g * t)) is not None:
         raise ValueError(f"the TPU kernel of decode_attention does not take {why}")
-    n = -(-g * t // 8) * 8
-    pad = ((0, 0), (0, 0), (0, n - g * t), (0, 0))
-    rows = jnp.pad((q.astype(jnp.float32) * (scale * LOG2E)).reshape(b, h, g * t, d), pad)
+    n, c = -(-g * t // 8) * 8, pos.shape[2]
+    pad = ((0, 0), (0, n - g * t), (0, 0))
+    rows = jnp.pad((q.astype(jnp.float32) * (scale * LOG2E)).reshape(b * h, g * t, d), pad)
     bounds = jnp.tile(jnp.stack([jnp.maximum(first, 0), last], 2), (1, g, 1))  # from 0 on: the dead are at -1
-    bounds = jnp.pad(bounds, pad[1:])
-    length = jnp.where(pos >= 0, jnp.arange(1, pos.shape[2] + 1), 0).max(2)
-    sides = _keys(rows, k), _values(v, d)
-    acc, m, l = _run(*sides, jnp.broadcast_to(length, (b, h)), bounds, pos[:, :, None], n, d, interpret)  # noqa: E741
-    acc, m, l = (x[:, :, : g * t] for x in (acc, m[..., 0], l[..., 0]))  # noqa: E741
+    bounds = jnp.repeat(jnp.pad(bounds, pad), h, 0)
+    pos = jnp.broadcast_to(pos, (b, h, c)).reshape(b * h, c)
+    length = jnp.where(pos >= 0, jnp.arange(1, c + 1)[None], 0).max(1)
+    flat_k, flat_v = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
+    acc, m, l = _run(_keys(rows, flat_k), _values(flat_v, d), length, bounds, pos[:, None], d, interpret)  # noqa: E741
+    acc, m, l = (x[:, : g * t] for x in (acc, m[..., 0], l[..., 0]))  # noqa: E741
     m = jnp.where(m > FLOOR / 2, m / LOG2E, -jnp.inf)
     return Partial(acc=acc.reshape(b, h, g, t, d), m=m.reshape(b, h, g, t), l=l.reshape(b, h, g, t))
 
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values: arrays [B,H,...], the axis of each that runs over tokens and how many share an entry, and `work`.
+    """Keys or values: arrays [heads,x,y] of all rows' heads in one line, and what is done with one head's blocks.
 
-    work(*blocks of one head) -> logits f32[N,n] for keys; work(p, alive, *blocks) -> f32[N,D] for values, with alive
-    i32[1,n] of -1 or 0: what nobody sees may be NaN, and would spoil a product.
+    tokens: the axis of each array that runs over tokens, and how many share an entry. work(*blocks) -> logits f32[N,n]
+    for keys; work(p, alive, *blocks) -> f32[N,D] for values, with alive i32[1,n] of -1 or 0: what nobody sees may be
+    NaN, and would spoil a product.
     """
 
     arrays: tuple[Array, ...]
@@ -85,56 +87,44 @@ class Side:
     work: Callable[..., Array]
 
 
-def _run(keys: Side, values: Side, length: Array, bounds: Array, pos: Array, n: int, d: int, interpret: Any) -> Any:
-    b, h = length.shape
-    heads = max(x for x in (8, 4, 2, 1) if h % x == 0)
+def _run(keys: Side, values: Side, length: Array, bounds: Array, pos: Array, d: int, interpret: Any) -> Any:
+    all_, n, c = length.shape[0], bounds.shape[1], pos.shape[2]
+    heads = max(x for x in (8, 4, 2, 1) if all_ % x == 0)
     sides = [*zip(keys.arrays, keys.tokens, strict=True), *zip(values.arrays, values.tokens, strict=True)]
-    c = pos.shape[3]
-    of_slot = sum(x.size * x.dtype.itemsize for x, tokens in sides if tokens) // (b * h * c)
+    of_slot = sum(x.size * x.dtype.itemsize for x, tokens in sides if tokens) // (all_ * c)
     tile = tile_size(of_slot, heads, c)
-    uniform = pos.shape[1] == 1
-
-    def at_tile(at: Array, block: Array, i: Array, length: Any) -> Array:
-        return tile_of(length, tile, at, block * heads, heads, i)
 
     def spec(x: Array, tokens: tuple[int, int] | None) -> pl.BlockSpec:
-        shape, axis = [1, heads, *x.shape[2:]], None
+        shape, axis = [heads, *x.shape[1:]], None
         if tokens is not None:
             axis = tokens[0]
             shape[axis] = tile // tokens[1]
 
-        def index(at: Array, block: Array, i: Array, length: Any) -> tuple[Any, ...]:
-            where: list[Any] = [at, block, 0, 0]
+        def index(block: Array, i: Array, length: Any) -> tuple[Any, ...]:
+            where: list[Any] = [block, 0, 0]
             if axis is not None:
-                where[axis] = at_tile(at, block, i, length)
+                where[axis] = tile_of(length, tile, block * heads, heads, i)
             return tuple(where)
 
         return pl.BlockSpec(tuple(shape), index)
 
-    place = pl.BlockSpec(
-        (1, 1 if uniform else heads, 1, tile),
-        lambda at, block, i, length: (at, 0 if uniform else block, 0, at_tile(at, block, i, length)),
-    )
-    whole = lambda at, block, i, length: (at, block, 0, 0)  # noqa: E731
-    out = [((b, h, n, d), (1, heads, n, d)), *[((b, h, n, 1), (1, heads, n, 1))] * 2]
+    arrays = [(bounds, None), (pos, (2, 1)), *sides]
+    out = [jax.ShapeDtypeStruct((all_, n, x), jnp.float32) for x in (d, 1, 1)]
+    read = sum(x.size * x.dtype.itemsize for x, _ in arrays)
     return pl.pallas_call(
         partial(_kernel, keys, values, heads, tile, c),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(b, h // heads, -(-c // tile)),
-            in_specs=[
-                pl.BlockSpec((1, n, 2), lambda at, block, i, length: (at, 0, 0)),
-                place,
-                *(spec(x, tokens) for x, tokens in sides),
-            ],
-            out_specs=[pl.BlockSpec(block, whole) for _, block in out],
+            grid=(all_ // heads, -(-c // tile)),
+            in_specs=[spec(*x) for x in arrays],
+            out_specs=[pl.BlockSpec((heads, *x.shape[1:]), lambda block, i, length: (block, 0, 0)) for x in out],
         ),
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in out],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=_cost(sides, b * h * n * c, d),
+        out_shape=out,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(flops=4 * all_ * n * c * d, transcendentals=all_ * n * c, bytes_accessed=read),
         interpret=interpret,
         name="decode_attention",
-    )(length, bounds, pos, *(x for x, _ in sides))
+    )(length, *(x for x, _ in arrays))
 
 
 def tile_size(of_slot: int, heads: int, slots: int) -> int:
@@ -143,20 +133,17 @@ def tile_size(of_slot: int, heads: int, slots: int) -> int:
     return min(max(most, 1), -(-slots // LANES)) * LANES
 
 
-def tile_of(length: Any, tile: int, row: Any, head: Any, heads: int, i: Any) -> Any:
+def tile_of(length: Any, tile: int, head: Any, heads: int, i: Any) -> Any:
     """Which tile step i reads: beyond the last live slot of `heads` heads the same again, so that nothing is fetched.
 
-    length i32[B,H] of the last live slot + 1.
+    length i32[heads of all rows] of the last live slot + 1.
     """
-    longest = length[row, head]
-    for j in range(1, heads):
-        longest = jnp.maximum(longest, length[row, head + j])
+    longest = _longest([length[head + j] for j in range(heads)])
     return jnp.minimum(i, jnp.maximum(lax.div(longest + tile - 1, jnp.int32(tile)) - 1, 0))
 
 
-def _cost(sides: list[Any], logits: int, d: int) -> pl.CostEstimate:
-    read = sum(x.size * x.dtype.itemsize for x, _ in sides)
-    return pl.CostEstimate(flops=4 * logits * d, transcendentals=logits, bytes_accessed=read)
+def _longest(ends: list[Any]) -> Any:
+    return reduce(jnp.maximum, ends)
 
 
 def _kernel(
@@ -165,9 +152,9 @@ def _kernel(
     floats = [x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in refs[:-3]]
     of_keys, of_values = floats[: len(keys.arrays)], floats[len(keys.arrays) :]
     acc, m, l = refs[-3:]  # noqa: E741
-    row, block, i = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    ends = [length[row, block * heads + j] for j in range(heads)]
-    n = acc.shape[2]
+    block, i = pl.program_id(0), pl.program_id(1)
+    ends = [length[block * heads + j] for j in range(heads)]
+    n = acc.shape[1]
 
     @pl.when(i == 0)
     def _() -> None:
@@ -175,35 +162,35 @@ def _kernel(
         m[...] = jnp.full(m.shape, FLOOR, jnp.float32)
         l[...] = jnp.zeros(l.shape, jnp.float32)
 
-    @pl.when(i * tile < jnp.stack(ends).max() if heads > 1 else ends[0])
+    @pl.when(i * tile < _longest(ends))
     def _() -> None:
         live, alive = [], []
         for j in range(heads):
-            at = pos[0, j % pos.shape[1]]
+            at = pos[j]
             if slots % tile:  # what is beyond the array may be anything
                 at = jnp.where(i * tile + lax.broadcasted_iota(jnp.int32, (1, tile), 1) < ends[j], at, -1)
             alive.append(jnp.where(at >= 0, -1, 0))
             at = jnp.broadcast_to(at, (n, tile))
-            live.append((at >= bounds[0, :, :1]) & (at <= bounds[0, :, 1:]))
+            live.append((at >= bounds[j, :, :1]) & (at <= bounds[j, :, 1:]))
         logits = jnp.concatenate(
-            [jnp.where(live[j], keys.work(*(x[0, j] for x in of_keys)), MASKED) for j in range(heads)], 0
+            [jnp.where(live[j], keys.work(*(x[j] for x in of_keys)), MASKED) for j in range(heads)], 0
         )
-        before = m[0].reshape(heads * n, 1)
+        before = m[...].reshape(heads * n, 1)
         now = jnp.maximum(before, logits.max(-1, keepdims=True))
         p, fade = jnp.exp2(logits - now), jnp.exp2(before - now)
-        m[0] = now.reshape(heads, n, 1)
-        l[0] = (l[0].reshape(heads * n, 1) * fade + p.sum(-1, keepdims=True)).reshape(heads, n, 1)
+        m[...] = now.reshape(heads, n, 1)
+        l[...] = (l[...].reshape(heads * n, 1) * fade + p.sum(-1, keepdims=True)).reshape(heads, n, 1)
         for j in range(heads):
             own = slice(j * n, (j + 1) * n)
-            acc[0, j] = acc[0, j] * fade[own] + values.work(p[own], alive[j], *(x[0, j] for x in of_values))
+            acc[j] = acc[j] * fade[own] + values.work(p[own], alive[j], *(x[j] for x in of_values))
 
 
 # ------------------------------------------------------------------------------------------------ keys and values
 
 
 def _lanes(x: Array) -> Array:
-    """[B,H,n,m] with tokens last."""
-    return jnp.swapaxes(x, 2, 3)
+    """[heads,n,m] with tokens last."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def _bits(x: Array) -> Array:
@@ -241,19 +228,19 @@ def _weights(parts: list[Array]) -> tuple[Array, Array]:
 
 
 def _keys(q: Array, k: Linear) -> Side:
-    """For scaled queries f32[B,H,N,D]."""
+    """For scaled queries f32[heads,N,D]."""
     if not k.bits:
-        return Side((q.astype(k.codes.dtype), _lanes(k.codes)), (None, (3, 1)), _dot)
+        return Side((q.astype(k.codes.dtype), _lanes(k.codes)), (None, (2, 1)), _dot)
     assert k.step is not None and k.low is not None
-    if k.step.shape[2] != k.codes.shape[2]:
+    if k.step.shape[1] != k.codes.shape[1]:
         return _keys_by_channel(q, k)
-    b, h, n, d = q.shape
-    groups = k.step.shape[3]
+    n, d = q.shape[1:]
+    groups = k.step.shape[2]
     own = jnp.arange(d)[None] // (d // groups) == jnp.arange(groups)[:, None]  # a group's channels
-    rows, unit = jax.vmap(jax.vmap(_high_low))(q)
-    rows = jnp.where(own[:, None], rows[:, :, None], 0).reshape(b, h, groups * 2 * n, d)
-    total = jnp.where(own[:, None], q[:, :, None], 0).sum(-1).swapaxes(2, 3)
-    about = jnp.concatenate([unit, total], -1)  # f32[B,H,N,1+groups]
+    rows, unit = jax.vmap(_high_low)(q)
+    rows = jnp.where(own[None, :, None], rows[:, None], 0).reshape(-1, groups * 2 * n, d)
+    total = jnp.where(own[None, :, None], q[:, None], 0).sum(-1).swapaxes(1, 2)
+    about = jnp.concatenate([unit, total], -1)  # f32[heads,N,1+groups]
 
     def work(rows: Array, about: Array, codes: Array, step: Array, low: Array) -> Array:
         dots = jnp.dot(rows, _codes(codes, k.bits), preferred_element_type=jnp.int32)
@@ -266,14 +253,14 @@ def _keys(q: Array, k: Linear) -> Side:
         return out * about[:, :1] + rest
 
     arrays = rows, about, *map(_lanes, (k.codes, _bits(k.step), _bits(k.low)))
-    return Side(arrays, (None, None, (3, 1), (3, 1), (3, 1)), work)
+    return Side(arrays, (None, None, (2, 1), (2, 1), (2, 1)), work)
 
 
 def _keys_by_channel(q: Array, k: Linear) -> Side:
     """A step per channel and group of tokens: each group has queries of its own, and a tile of 128 takes them all."""
     assert k.step is not None and k.low is not None
-    n = q.shape[2]
-    span = k.codes.shape[2] // k.step.shape[2]
+    n = q.shape[1]
+    span = k.codes.shape[1] // k.step.shape[1]
 
     def work(q: Array, codes: Array, step: Array, low: Array) -> Array:
         step, low = _metadata(step, low, k.bits)
@@ -298,7 +285,7 @@ def _keys_by_channel(q: Array, k: Linear) -> Side:
             out.append(tile)
         return jnp.concatenate(out, 1)
 
-    return Side((q, _lanes(k.codes), _bits(k.step), _bits(k.low)), (None, (3, 1), (2, span), (2, span)), work)
+    return Side((q, _lanes(k.codes), _bits(k.step), _bits(k.low)), (None, (2, 1), (1, span), (1, span)), work)
 
 
 def _short(x: Array) -> Array:
@@ -331,9 +318,9 @@ def _values(v: Linear, d: int) -> Side:
             codes = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) & alive, codes.dtype)
             return _by_tokens(p.astype(codes.dtype), codes)
 
-        return Side((_lanes(v.codes),), ((3, 1),), mix)
+        return Side((_lanes(v.codes),), ((2, 1),), mix)
     assert v.step is not None and v.low is not None
-    groups = v.step.shape[3]
+    groups = v.step.shape[2]
 
     def work(p: Array, alive: Array, codes: Array, step: Array, low: Array) -> Array:
         n = p.shape[0]
@@ -352,7 +339,7 @@ def _values(v: Linear, d: int) -> Side:
             out = jnp.where(own, one, out)
         return out
 
-    return Side(tuple(map(_lanes, (v.codes, _bits(v.step), _bits(v.low)))), ((3, 1),) * 3, work)
+    return Side(tuple(map(_lanes, (v.codes, _bits(v.step), _bits(v.low)))), ((2, 1),) * 3, work)
 
 
 def _metadata(step: Array, low: Array, bits: int) -> tuple[Array, Array]:

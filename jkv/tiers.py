@@ -83,6 +83,8 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
     """Which implementation reads the tier for so many queries a kv head."""
 
     def refusal(module: Any) -> str | None:
+        if config.k.rope == "after":
+            return "keys that are rotated when they are read"
         k, v = jax.eval_shape(partial(linear, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no linear form"

@@ -1,0 +1,79 @@
+"""jkv plan: bytes are those of the real arrays, refusals are reported, the search finds the border."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from jkv import cli, loop, methods, models, plan, sharding
+from jkv.aot import Target, target
+from jkv.cache import tree_bytes
+
+MODEL = models.random(models.TINY).config
+JOB = plan.Job(
+    model=MODEL, config=methods.parse("snapkv(budget=40, window=8)"), batch=2, context=128, chunk=32, dtype=jnp.float32
+)
+
+
+def test_the_bytes_are_those_of_the_arrays():
+    prefill, decode = plan.programs(JOB, target("cpu"))
+    new = 64  # half of the context
+    cache = loop.empty(JOB.config, MODEL, 2, 128, new, jnp.float32)
+    assert prefill.weights == decode.weights == tree_bytes(models.random(models.TINY))
+    assert prefill.cache == decode.cache == cache.nbytes
+    assert decode.kernels == "xla" and decode.refused is None and decode.collectives == {}
+    assert prefill.what == "prefill, 32 tokens" and decode.what == "decode"
+    for program in (prefill, decode):  # the new cache takes the old one's memory
+        assert (
+            program.weights + program.cache < program.peak - program.temporary < program.weights + 1.5 * program.cache
+        )
+
+
+def test_a_program_fits_if_its_peak_does():
+    program = plan.decode(JOB, target("cpu"))
+    machine = replace(target("cpu"), memory=program.peak)
+    assert program.fits(machine) and not program.fits(replace(machine, memory=program.peak - 1))
+    assert not replace(program, refused="too large").fits(target("cpu"))
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 100])
+def test_the_search_finds_the_largest_batch(monkeypatch, most: int):
+    """Programs of 1000 bytes of weights and 10 a row, and what the compiler adds from 4 rows on."""
+
+    def decode(job: plan.Job, machine: Target) -> plan.Program:
+        peak = 1000 + 10 * job.batch + (3 if job.batch > 4 else 0)
+        return plan.Program(what="decode", weights=1000, cache=0, kernels="xla", compile_s=0, peak=peak)
+
+    monkeypatch.setattr(plan, "decode", decode)
+    said: list[str] = []
+    found = plan.largest(JOB, replace(target("cpu"), memory=1000 + 10 * most + 4), said.append)
+    assert most - max(1, most // 16) <= found <= most and len(said) <= plan.TRIES
+
+
+def test_devices_that_cannot_share_the_rows_are_refused():
+    devices = [*jax.devices()] * 3  # two kv heads: three devices divide rows only
+    assert sharding.unit(devices, MODEL) == 3
+    with pytest.raises(ValueError, match="rows come in multiples of 3, and there are 2"):
+        sharding.mesh(devices, MODEL, 2)
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["--topology", "v5e"], "a chip and its grid, such as v5e:2x4"),
+    (["--topology", "v9z:2x4"], "chips are v4, v5e"),
+    (["--topology", "cpu", "--context", "99999"], "give less"),
+    (["--topology", "cpu", "--dtype", "int3"], "must be one of"),
+    (["--topology", "cpu", "--cache", "snapkw"], "snapkv"),
+    (["--topology", "cpu", "--largest"], "is not known"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+def test_what_cannot_be_planned_is_said_in_one_line(arguments: list[str], says: str, monkeypatch: Any):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    result = CliRunner().invoke(cli.app, ["plan", "--model", "smollm2-135m", *arguments])
+    assert result.exit_code == 1 and says in result.output and "Traceback" not in result.output

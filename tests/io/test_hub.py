@@ -82,6 +82,7 @@ def test_a_damaged_file_is_fetched_again(cache, monkeypatch, tmp_path):
         (MODEL[:99], GOOD.member, "99 bytes instead of 3,072,000"),
         (MODEL, "fake/Other.gguf", "no item named"),
     ],
+    ids=["one bit", "short", "another name"],
 )
 def test_another_file_is_refused(cache, monkeypatch, tmp_path, content, member, cause):
     serve(monkeypatch, tmp_path, content, member)

@@ -141,7 +141,7 @@ def _compile(
     out = Program(
         what=what,
         weights=_bytes(params, of_params),
-        cache=_bytes(cache.layers, sharding.of_rows(cache.layers, mesh, job.model.heads)),
+        cache=_bytes(cache.layers, (of_carried.cache if state else of_carried).layers),
         kernels=kernels_of(cache),
         compile_s=0.0,
     )

@@ -8,12 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is compiled for: its devices, bytes of memory and bytes/s of each (None: not known), and its kernels."""
+    """What is compiled for: its devices, bytes of memory of each (None: not known), and its kernels."""
 
     name: str
     devices: list[Any]
     memory: int | None
-    bandwidth: float | None
     kernels: str
 
 
@@ -28,11 +27,10 @@ def target(name: str) -> Target:
     from jkv.aot import cuda, tpu
 
     if name == "cpu":
-        return Target(name=name, devices=jax.devices("cpu")[:1], memory=None, bandwidth=None, kernels="xla")
+        return Target(name=name, devices=jax.devices("cpu")[:1], memory=None, kernels="xla")
     if name in cuda.CHIPS:
         if (text := cuda.missing()) is not None:
             raise ValueError(text)
-        _, bandwidth, memory, _ = cuda.CHIPS[name]
-        return Target(name=name, devices=[cuda.device(name)], memory=memory, bandwidth=bandwidth, kernels="gpu")
-    devices, (memory, bandwidth) = tpu.devices(name), tpu.CHIPS[name.partition(":")[0]]
-    return Target(name=name, devices=devices, memory=memory, bandwidth=bandwidth, kernels="tpu")
+        return Target(name=name, devices=[cuda.device(name)], memory=cuda.CHIPS[name][2], kernels="gpu")
+    devices = tpu.devices(name)
+    return Target(name=name, devices=devices, memory=tpu.CHIPS[name.partition(":")[0]], kernels="tpu")

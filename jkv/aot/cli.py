@@ -28,15 +28,14 @@ def plan(
 
     from jkv import methods, models
     from jkv.aot import target
-    from jkv.bench.shapes import SHAPES
-    from jkv.io.load import DTYPES, read
+    from jkv.bench.shapes import config_of
+    from jkv.io.load import check_dtype
     from jkv.plan import TRIES, Job, gib, programs, table
     from jkv.plan import largest as search
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     configs = [methods.parse(x) for x in cache or ["full"]]
-    shape = models.read_config(SHAPES[model] if model in SHAPES else read(model).config)
+    shape = models.read_config(config_of(model))
     if context > shape.context:
         raise ValueError(f"--context {context}: the context of {model} is {shape.context}; give less")
     machine = target(topology)

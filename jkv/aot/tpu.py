@@ -8,14 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# HBM bytes of a device and its bandwidth in bytes/s, as the vendor states them; tpu7x shows two devices a chip.
-CHIPS = {
-    "v4": (32 * 2**30, 1.228e12),
-    "v5e": (16 * 2**30, 0.819e12),
-    "v5p": (95 * 2**30, 2.765e12),
-    "v6e": (32 * 2**30, 1.64e12),
-    "tpu7x": (96 * 2**30, 3.7e12),
-}
+# HBM bytes of a device, as the vendor states them; tpu7x shows two devices a chip.
+CHIPS = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30, "tpu7x": 96 * 2**30}
 
 
 def devices(topology: str) -> list[Any]:

@@ -260,12 +260,11 @@ def recommend(
     """The caches with the best measured quality for their bytes that fit into the memory, and the evidence."""
     from jkv import models
     from jkv.bench import recommend as choosing
-    from jkv.bench.shapes import SHAPES
+    from jkv.bench.shapes import config_of
     from jkv.budgets import read_bytes
-    from jkv.io.load import read
 
     limit = read_bytes(memory)
-    c = models.read_config(SHAPES[model] if model in SHAPES else read(model).config)
+    c = models.read_config(config_of(model))
     numbers = context * c.layers * 2 * c.heads * c.head_dim
     patterns = [*(results or ()), *(files or ())] or ["results/*.json"]
     console.show(choosing.table(choosing.best(patterns, model, numbers, limit), context))
@@ -279,12 +278,11 @@ def _start(specs: Iterable[str], threads: int | None, dtype: str, vs: str | None
     cores = use_cores(threads)  # before jax starts a thread for every core it may use
     from jkv import methods
     from jkv.bench import results
-    from jkv.io.load import DTYPES
+    from jkv.io.load import check_dtype
 
     for spec in specs:
         methods.parse(spec)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if vs is not None:
         _check_peer(vs, specs)
     results.check_path(out)

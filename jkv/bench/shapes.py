@@ -120,6 +120,11 @@ def find(shape: str) -> dict[str, Any]:
     return SHAPES[shape]
 
 
+def config_of(model: str) -> Mapping[str, Any]:
+    """The config of a public model's shape, or of a model that can be read."""
+    return SHAPES[model] if model in SHAPES else read(model).config
+
+
 def noise(config: Mapping[str, Any], itemsize: int, copies: int) -> Source:
     """Seeded random weights in a model's shape; ValueError if `copies` of them would not fit in memory."""
     c = models.read_config(config)

@@ -18,14 +18,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise ValueError for a type that weights cannot have."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+
+
 def load(what: str | Path, dtype: str = "float32") -> Params:
     """The model `what` names, its weights as `dtype` and its tokenizer with it.
 
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository
     ("org/name"). Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     import jax.numpy as jnp
 
     from jkv.models import build

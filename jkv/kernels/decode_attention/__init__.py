@@ -8,3 +8,15 @@ positions that a query may see, first <= pos <= last; scale of the logits.
 Dead slots may hold anything, NaN scales included: a mask selects, it never multiplies. A query that sees no key gives
 m = -inf, l = 0, acc = 0.
 """
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def lengths(pos: Array) -> Array:
+    """i32[B,Hs]: the last live slot + 1 of pos i32[B,Hs,C]; nothing beyond it needs to be read.
+
+    >>> lengths(jnp.array([[[4, -1, 2, -1], [-1, -1, -1, -1]]])).tolist()
+    [[3, 0]]
+    """
+    return jnp.where(pos >= 0, jnp.arange(1, pos.shape[2] + 1, dtype=jnp.int32)[None, None], 0).max(2)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from jkv.attend import Partial
 from jkv.kernels.decode_attention import gpu_sides as sides
+from jkv.kernels.decode_attention import lengths
 from jkv.kernels.decode_attention.gpu_sides import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.protocols import Linear
@@ -96,8 +97,7 @@ def attention(
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
     bounds = jnp.maximum(bounds, jnp.array([0, -1], i32)[None, :, None])  # dead slots and queries of the padding
     bounds = jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)
-    length = jnp.where(pos >= 0, jnp.arange(1, pos.shape[2] + 1, dtype=i32)[None, None], 0).max(2)
-    tiles = ((length + n - 1) // n).reshape(-1)
+    tiles = ((lengths(pos) + n - 1) // n).reshape(-1)
     once = [bounds, *sides.queries(kf, rows, scale)]
     keys, values = sides.key_operands(kf, flat[0], rows, scale), sides.value_operands(flat[1])
     call = kernel(kf, vf, (b, h, chunks), pos.shape, r, scale, Ops(interpret is not None, plain), interpret)

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv.attend import Partial
+from jkv.kernels.decode_attention import lengths
 from jkv.protocols import Linear
 
 LANES = 128
@@ -64,8 +65,8 @@ def attention(
     rows = jnp.pad((q.astype(jnp.float32) * (scale * LOG2E)).reshape(b * h, g * t, d), pad)
     bounds = jnp.tile(jnp.stack([jnp.maximum(first, 0), last], 2), (1, g, 1))  # from 0 on: the dead are at -1
     bounds = jnp.repeat(jnp.pad(bounds, pad), h, 0)
+    length = jnp.broadcast_to(lengths(pos), (b, h)).reshape(-1)
     pos = jnp.broadcast_to(pos, (b, h, c)).reshape(b * h, c)
-    length = jnp.where(pos >= 0, jnp.arange(1, c + 1)[None], 0).max(1)
     flat_k, flat_v = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
     acc, m, l = _run(_keys(rows, flat_k), _values(flat_v, d), length, bounds, pos[:, None], d, interpret)  # noqa: E741
     acc, m, l = (x[:, : g * t] for x in (acc, m[..., 0], l[..., 0]))  # noqa: E741

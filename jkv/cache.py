@@ -67,7 +67,8 @@ class Tier:
     """Encoded tokens in a fixed number of slots, in no particular order.
 
     k, v: Code of C slots; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at i32[B,Hs,C] where keys act, or None: at
-    pos; summary: the selector's index of the units, or None.
+    pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and where every other axis of heads is 1
+    too, or None: every head has C of its own; summary: the selector's index of the units, or None.
     """
 
     k: Code
@@ -75,7 +76,14 @@ class Tier:
     pos: Array
     columns: Columns
     at: Array | None
+    head: Array | None
     summary: Any
+
+    def seen_by(self, heads: int) -> Array:
+        """pos i32[B,Hs,C] for each of the kv heads; another head's slots of a pool are -1."""
+        if self.head is None:
+            return self.pos
+        return jnp.where(self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None], self.pos, -1)
 
 
 @value
@@ -177,7 +185,7 @@ def layer_kept(layer: LayerCache) -> Array:
     b, h = layer.recent.k.shape[:2]
     total = jnp.broadcast_to((layer.recent.pos >= 0).sum(-1)[:, None], (b, h))
     for tier in layer.tiers:
-        total = total + (tier.pos >= 0).sum(-1)
+        total = total + (tier.seen_by(h) >= 0).sum(-1)
     return total
 
 
@@ -193,7 +201,7 @@ def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype:
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
     """A tier with no live slot."""
-    heads, dim, c = model.heads, model.head_dim, tier.capacity
+    heads, dim, c = 1 if plan.pooled else model.heads, model.head_dim, tier.capacity
     hs = 1 if plan.uniform else heads
     summary = None
     if tier.select is not None:
@@ -206,6 +214,7 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         pos=jnp.full((rows, hs, c), -1, jnp.int32),
         columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
         at=jnp.zeros((rows, hs, c), jnp.int32) if tier.at == "rank" else None,
+        head=jnp.zeros((rows, 1, c), jnp.uint8) if plan.pooled else None,
         summary=summary,
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jkv import kernels
 from jkv.config import CacheConfig
+from jkv.pool import HEADS
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -36,7 +37,30 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
                 f"{config}: relative positions need keys stored un-rotated, and {type(keys).__name__} stores them "
                 "rotated; set rope='after' on the codec or at='pos' on the tier"
             )
+    _check_pool(config, model)
     _check_budget(config, model)
+
+
+def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
+    if config.pooled is None:
+        return
+    if not 0 <= config.pooled <= 1:
+        raise ValueError(f"floor={config.pooled}: the share of an equal part that a head is sure of, from 0 to 1")
+    grains = [c.grain for tier in config.tiers for c in config.codecs(tier)]
+    others = {
+        "a score that keeps the same tokens for all heads": config.score.uniform,
+        "a merge": config.merge is not None,
+        "the selection of pages": config.select is not None,
+        "several tiers": len(config.tiers) > 1,
+        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        f"a codec that codes {max(grains)} tokens together": max(grains) > 1,
+        f"{model.heads} kv heads, more than {HEADS}": model.heads > HEADS,
+    }
+    for other, there in others.items():
+        if there:
+            raise ValueError(
+                f"{config}: heads that compete for one pool of slots (pooled) do not go with {other}; leave out one"
+            )
 
 
 def _check_budget(config: CacheConfig, model: ModelConfig) -> None:

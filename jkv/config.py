@@ -39,16 +39,18 @@ class CacheConfig:
     """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
 
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
-    merge: what the evicted leave; select: what a step reads; recent: newest tokens, always exact; block: a flush every
-    so many steps; chunk: prompt tokens prefilled at a time (0: all); append: generated tokens are kept on top of the
-    budget; dense_layers: layers that read everything; kernels: "auto", "xla", "tpu" or "gpu"; name: the text it was
-    made from.
+    pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
+    every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
+    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: generated
+    tokens are kept on top of the budget; dense_layers: layers that read everything; kernels: "auto", "xla", "tpu" or
+    "gpu"; name: the text it was made from.
     """
 
     score: Score = Newest()
     codec: tuple[Codec, Codec] = (Dense(), Dense())
     tiers: tuple[TierSpec, ...] = (TierSpec(),)
     budget: Budget = All()
+    pooled: float | None = None
     merge: Merge | None = None
     select: Selector | None = None
     recent: int = 16
@@ -93,11 +95,13 @@ class LayerConfig:
     """The config of one layer, every number known.
 
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
+    floor: of a head in a pool, or None. capacity: tokens of a head, in a pool their mean.
     """
 
     score: Score
     tiers: tuple[TierConfig, ...]
     budget: Budget
+    floor: float | None
     merge: Merge | None
     recent: int
     block: int
@@ -130,6 +134,10 @@ class LayerConfig:
         return self.score.uniform
 
     @property
+    def pooled(self) -> bool:
+        return self.floor is not None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         x = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32)
         return tuple(sorted(jax.eval_shape(self.score.birth, x, x)))
@@ -150,9 +158,10 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     capacity = min(wanted, longest)
     unit = lcm(*(c.grain for s in config.tiers for c in config.codecs(s)), config.select.unit if config.select else 1)
     sizes = _sizes(config, max(capacity - config.recent, 0), unit)
+    sharing = 1 if config.pooled is None else model.heads
     tiers = tuple(
         TierConfig(
-            capacity=_whole(size, unit, config.kernels),
+            capacity=_whole(size * sharing, unit, config.kernels),
             share=s.size if isinstance(s.size, float) else None,
             k=config.codecs(s)[0],
             v=config.codecs(s)[1],
@@ -169,6 +178,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         score=config.score,
         tiers=tiers,
         budget=config.budget,
+        floor=config.pooled,
         merge=config.merge,
         recent=config.recent,
         block=ceil(config.block / unit) * unit,

@@ -12,7 +12,7 @@ from jax import Array
 from jkv.attend import visible
 from jkv.cache import Queries, Tier, Window, map_codec
 from jkv.protocols import Columns
-from jkv.tiers import cut, flat, key_logits, over_tiles, tier_dot, tier_mix, tile_size
+from jkv.tiers import asked, cut, flat, key_logits, over_tiles, tier_dot, tier_mix, tile_size
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
@@ -93,20 +93,22 @@ class Evidence:
 
     def _fold_tier(self, step: Any, queries: Queries, tier: Tier, config: Any) -> Array:
         at, c = tier.pos if tier.at is None else tier.at, config.capacity
+        b, h = queries.q.shape[:2]
+        held = tier.seen_by(h)
 
         def keys(start: Array, fresh: Array, out: Array) -> Array:
             n = fresh.shape[0]
-            code, places, pos = cut(tier.k, start, n, c), _cut(at, start, n), _cut(tier.pos, start, n)
+            code, places, pos = cut(tier.k, start, n, c), _cut(at, start, n), _cut(held, start, n)
 
             def one(q: Array, q_pos: Array, lse: Array) -> Array:
-                ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
-                logits = key_logits(config.k, ask, flat(q), code, places, self.rope) * self.scale
+                rows = asked(flat(q), tier)
+                ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
+                logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
                 logits = logits.reshape(*q.shape[:4], n)
                 return step(*_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n))
 
             return jax.lax.dynamic_update_slice_in_dim(out, _over_queries(one, queries), start, 2)
 
-        b, h = queries.q.shape[:2]
         tile = tile_size(True, c, QUERIES, config.unit)
         return over_tiles(keys, jnp.zeros((b, h, c), jnp.float32), c, tile)
 

@@ -22,6 +22,7 @@ from jkv.cache import LayerCache, Queries, Tier, Window, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence
 from jkv.merges import shares
+from jkv.pool import compete, together
 from jkv.protocols import Code, Codec, Columns, Merge
 from jkv.tiers import write
 from jkv.tree import value
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @value
 class Newcomers:
     """Tokens at the door of a tier: k, v [B,H,n,D], pos i32[B,Hs,n] (-1 dead), rank f32[B,Hs,n], columns f32[B,H,n],
-    index i32[B,Hs,n] into S."""
+    index i32[B,Hs,n] into S. At the door of a pool those of all heads, in one: head u8[B,1,n] whose they are."""
 
     k: Array
     v: Array
@@ -42,6 +43,7 @@ class Newcomers:
     rank: Array
     columns: Columns
     index: Array
+    head: Array | None = None
 
 
 def flush(
@@ -99,11 +101,10 @@ def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
 def _evidence(layer, packed, leaving, queries, seen, limit, plan, rope, model, fresh) -> Evidence:
     b, h, w, _ = packed.k.shape
     tiers = () if fresh else layer.tiers
-    columns = {
-        name: jnp.concatenate([*(t.columns[name] for t in tiers), packed.columns[name]], -1) for name in packed.columns
-    }
+    own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]
+    columns = {name: jnp.concatenate([*(x[name] for x in own), y], -1) for name, y in packed.columns.items()}
     newcomers = jnp.broadcast_to((jnp.arange(w)[None] < leaving[:, None])[:, None], (b, h, w))
-    pos = [jnp.broadcast_to(t.pos, (b, h, t.pos.shape[2])) for t in tiers]
+    pos = [jnp.broadcast_to(t.seen_by(h), (b, h, t.pos.shape[2])) for t in tiers]
     return Evidence(
         pos=jnp.concatenate([*pos, jnp.broadcast_to(packed.pos[:, None], (b, h, w))], -1),
         may_go=jnp.concatenate([*(jnp.ones(p.shape, bool) for p in pos), newcomers], -1),
@@ -148,6 +149,9 @@ def _cascade(
         index=jnp.broadcast_to(ev.slots + jnp.arange(most), (rank.shape[0], heads, most)),
     )
     out, stages, start, left = [], [], 0, ev.limit
+    if plan.pooled:
+        heads, left = 1, ev.limit * ev.pos.shape[1]
+        rank, new = _pooled(rank, new, tiers[0], ev, plan, left)
     for tier, config in zip(tiers, plan.tiers, strict=True):
         c = config.capacity
         of_slots = jnp.full((rank.shape[0], heads, c), -jnp.inf)
@@ -167,6 +171,23 @@ def _cascade(
     return tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
+
+
+def _pooled(
+    rank: Array, new: Newcomers, tier: Tier, ev: Evidence, plan: LayerConfig, limit: Array
+) -> tuple[Array, Newcomers]:
+    """Ranks of the slots f32[B,1,C], and newcomers, of a pool: the tokens of all heads in one contest."""
+    assert plan.floor is not None and tier.head is not None
+    b, h, n = new.rank.shape
+    head = jnp.broadcast_to(jnp.repeat(jnp.arange(h, dtype=jnp.uint8), n), (b, 1, h * n))
+    new = replace(jax.tree.map(together, new), head=head)
+    slots = rank[:, :, : ev.slots].max(1, keepdims=True)  # a slot is dead to all heads but its own
+    if not plan.tiers[0].evicts:
+        return slots, new
+    pos, of = tier.pos[:, :, : ev.slots], tier.head[:, :, : ev.slots]
+    every = (jnp.concatenate(x, 2) for x in ((slots, new.rank), (pos, new.pos), (of, head)))
+    rank = compete(*every, heads=h, limit=limit, floor=plan.floor)
+    return rank[:, :, : ev.slots], replace(new, rank=rank[:, :, ev.slots :])
 
 
 def _merged(
@@ -237,7 +258,11 @@ def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Colu
 
 def _update_columns(tier: Tier, columns: Columns, start: int) -> Tier:
     c = tier.pos.shape[2]
-    return replace(tier, columns={name: x[:, :, start : start + c] for name, x in columns.items()})
+    columns = {name: x[:, :, start : start + c] for name, x in columns.items()}
+    if tier.head is not None:
+        whose = tier.head.astype(jnp.int32)
+        columns = {name: jnp.take_along_axis(x, whose, 1) for name, x in columns.items()}
+    return replace(tier, columns=columns)
 
 
 def _share(config: TierConfig, ev: Evidence, plan: LayerConfig) -> Array:
@@ -327,6 +352,7 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         pos=put(tier.pos, place, pos),
         columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},
         at=tier.at,
+        head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
         summary=summary,
     )
 

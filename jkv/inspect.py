@@ -94,10 +94,10 @@ def summary(cache: Cache) -> Summary:
                 Part(
                     name=f"tier {i}",
                     codec=_spoken(config.k, config.v, str(window.k.dtype)),
-                    tokens=_tokens(tier.pos, heads),
+                    tokens=_tokens(tier.seen_by(heads), heads),
                     codes=codes,
                     scales=tree_bytes((tier.k, tier.v)) - codes,
-                    metadata=tree_bytes((tier.pos, tier.columns, tier.at, tier.summary)),
+                    metadata=tree_bytes((tier.pos, tier.columns, tier.at, tier.head, tier.summary)),
                 )
             )
         if layer.queries is not None:
@@ -141,7 +141,7 @@ def _tokens(pos: Any, heads: int) -> list[float]:
 def _positions(layer: LayerCache) -> list[list[np.ndarray]]:
     """Positions of every row and head, all parts together; -1 where a slot is empty."""
     heads = layer.recent.k.shape[1]
-    sets = [np.asarray(layer.recent.pos)[:, None], *(np.asarray(tier.pos) for tier in layer.tiers)]
+    sets = [np.asarray(layer.recent.pos)[:, None], *(np.asarray(tier.seen_by(heads)) for tier in layer.tiers)]
     sets = [np.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in sets]
     return [[np.concatenate([x[b, h] for x in sets]) for h in range(heads)] for b in range(sets[0].shape[0])]
 

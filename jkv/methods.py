@@ -43,7 +43,8 @@ class Row:
         return tuple(k for k in self.make(**needed) if k in AXES)
 
 
-AXES = ("score", "codec", "tiers", "budget", "merge", "select", "recent", "block", "append")
+AXES = ("score", "codec", "tiers", "budget", "pooled", "merge", "select", "recent", "block", "append")
+OWNED = ("score", "budget", "pooled", "codec", "tiers", "merge", "select")  # which one method of a composition fills
 SCHEDULE = ("recent", "block")  # arguments that every method takes
 CATALOGUE: dict[str, Row] = {}
 
@@ -152,6 +153,25 @@ def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -
     )
 
 
+@row("2407.11550", "as snapkv")
+def adakv(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int = 32,
+    pool: int = 7,
+    floor: float = 0.2,
+) -> Axes:
+    """Ada-KV: SnapKV's score with a maximum over neighbours; the heads of a layer compete for its slots."""
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool, kind="max"),
+        budget=size(budget, keep, bytes),
+        pooled=float(floor),
+        recent=window,
+    )
+
+
 @row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries")
 def expected_attention(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, future: int = 512, sinks: int = 4
@@ -225,6 +245,12 @@ def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
     return dict(select=PageBound(unit=page, pages=pages), dense_layers=tuple(range(dense_layers)))
 
 
+@row("2407.11550", "changes only how the heads of a layer share its budget")
+def pooled(*, floor: float = 0.2) -> Axes:
+    """The heads of a layer compete for its slots, each sure of `floor` of an equal share; the bytes stay the same."""
+    return dict(pooled=float(floor))
+
+
 @row("-", "changes nothing but the budget")
 def append() -> Axes:
     """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
@@ -253,7 +279,7 @@ def parse(text: str) -> CacheConfig:
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
         for axis, value in filled.items():
-            if axis in owner and axis in ("score", "budget", "codec", "tiers", "merge", "select") and name != "full":
+            if axis in owner and axis in OWNED and name != "full":
                 if owner[axis] != "full":
                     raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
             owner[axis] = name

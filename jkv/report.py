@@ -80,9 +80,9 @@ def kept_tokens(cache: Cache) -> list[list[float]]:
 
 def kernels_of(cache: Cache) -> str:
     """What reads the tiers in a decode step: "xla", or how many layers each kernel serves."""
-    queries, dim = cache.model.groups, cache.model.head_dim
+    groups, dim = cache.model.groups, cache.model.head_dim
     count = Counter(
-        kernel_of(tier, config, dim, queries)
+        kernel_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
         for layer, plan in zip(cache.layers, cache.plan, strict=True)
         for tier, config in zip(layer.tiers, plan.tiers, strict=True)
     )

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.attend import Partial, merge, nothing, softmax_parts, visible
+from jkv.attend import Partial, merge, nothing, softmax_parts
 from jkv.cache import Tier, map_codec, put, take
 from jkv.config import TierConfig
+from jkv.pool import line, together
 from jkv.protocols import Code, Codec, Linear
 from jkv.rope import Rope
 
@@ -65,6 +66,11 @@ def flat(x: Array) -> Array:
     return x.reshape(b, h, g * t, *rest)
 
 
+def asked(x: Array, tier: Tier) -> Array:
+    """x [B,H,N,...] as the tier's heads are asked: those of a pool are one."""
+    return x if tier.head is None else together(x)
+
+
 def key_logits(codec: Codec, ask: Any, q: Array, code: Code, at: Array, rope: Rope) -> Array:
     """f32[B,H,N,n]: rotated queries q [B,H,N,D] against the coded keys of a tile that act at i32[B,Hs,n]."""
     if codec.rope == "before":
@@ -106,21 +112,36 @@ def attend_tier(
     q: Array, q_pos: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
 ) -> Partial:
     """Rotated queries [B,H,G,T,D] at i32[B,T] over the tier, or over the units that its selector picks."""
+    first = jnp.zeros_like(q_pos) if window is None else jnp.maximum(q_pos - window + 1, 0)
+    if tier.head is None:
+        return _attend(q, first, q_pos, tier, config, rope, scale, q.shape[3])
+    b, h, g, t, _ = q.shape
+    of = jnp.repeat(jnp.arange(h), g * t)[None]
+    start, end = (line(jnp.tile(x, (1, h * g)), of) for x in (first, q_pos))
+    part = _attend(q.reshape(b, 1, 1, h * g * t, -1), start, end, tier, config, rope, scale, t)
+    return jax.tree.map(lambda x: x.reshape(b, h, g, t, *x.shape[4:]), part)
+
+
+def _attend(
+    q: Array, first: Array, last: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, tokens: int
+) -> Partial:
+    """The same for queries that see first <= pos <= last, i32[B,T]; `tokens` of a row are asking."""
     at = tier.pos if tier.at is None else tier.at
     k, v, pos, slots = tier.k, tier.v, tier.pos, config.capacity
+    if tier.head is not None:
+        pos = line(pos, tier.head)
     if config.select is not None:
         k, v, pos, at, slots = picked(q, tier, at, config)
     b, h, g, t, d = q.shape
-    tier = replace(tier, k=k, v=v, pos=pos, columns={}, at=None, summary=None)
-    name = kernel_of(tier, config, d, g * t) if t <= FEW else "xla"
+    tier = replace(tier, k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
+    name = kernel_of(tier, config, d, g * t) if tokens <= FEW else "xla"
     if name != "xla":
-        first = jnp.zeros_like(q_pos) if window is None else jnp.maximum(q_pos - window + 1, 0)
         attention = kernels.implementation("decode_attention", name).attention
 
         def run(q: Array, tier: Tier, *bounds: Array) -> Partial:
             return attention(q, *linear(tier, config), tier.pos, *bounds, scale)
 
-        return kernels.over_mesh(run, q, tier, first, q_pos)
+        return kernels.over_mesh(run, q, tier, first, last)
     ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
@@ -128,12 +149,13 @@ def attend_tier(
         kt, vt = cut(k, start, n, slots), cut(v, start, n, slots)
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
         logits = key_logits(config.k, ask, flat(q), kt, att, rope).reshape(b, h, g, t, n) * scale
-        mask = visible(q_pos, jnp.where(fresh, pt, -1), window)[:, :, None]
+        pt = jnp.where(fresh, pt, -1)[:, :, None, None]
+        mask = (pt >= 0) & (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
         p, m, l = softmax_parts(logits, mask)  # noqa: E741
         acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
         return merge(part, Partial(acc=acc, m=m, l=l))
 
-    tile = tile_size(config.k.tiled or config.v.tiled, slots, t, config.unit)
+    tile = tile_size(config.k.tiled or config.v.tiled, slots, tokens, config.unit)
     return over_tiles(body, nothing(q), slots, tile)
 
 
@@ -159,8 +181,9 @@ def picked(q: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Code, C
 def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
     """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
     at = tier.pos if tier.at is None else tier.at
+    shape = (*x.shape[:3], config.capacity)
+    x = asked(x.astype(jnp.float32), tier)
     b, h, n, _ = x.shape
-    x = x.astype(jnp.float32)
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
     turned = of == "k" and codec.rope == "after"
     ask = None if turned else map_codec(codec.query, x)
@@ -172,8 +195,8 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
         dots = key_logits(codec, ask, x, part, places, rope) if turned else map_codec(codec.logits, ask, part)
         return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
 
-    tile = tile_size(codec.tiled, config.capacity, n, config.unit)
-    return over_tiles(body, jnp.zeros((b, h, n, config.capacity), jnp.float32), config.capacity, tile)
+    tile = tile_size(codec.tiled, config.capacity, shape[2], config.unit)
+    return over_tiles(body, jnp.zeros((b, h, n, shape[3]), jnp.float32), shape[3], tile).reshape(shape)
 
 
 def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
@@ -181,6 +204,8 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     at = tier.pos if tier.at is None else tier.at
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
     live = (tier.pos >= 0)[:, :, None]
+    shape = w.shape[:3]
+    w = asked(w, tier)
 
     def body(start: Array, fresh: Array, out: Array) -> Array:
         size = fresh.shape[0]
@@ -193,6 +218,6 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
         x = jnp.where(alive[:, :, 0, :, None], x, 0)
         return out + jnp.einsum("bhns,bhsd->bhnd", wt, x)
 
-    tile = tile_size(True, config.capacity, w.shape[2], config.unit)
+    tile = tile_size(True, config.capacity, shape[2], config.unit)
     d = jax.eval_shape(lambda c: map_codec(codec.decode, c), code).shape[-1]
-    return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), config.capacity, tile)
+    return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), config.capacity, tile).reshape(*shape, d)

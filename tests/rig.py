@@ -57,6 +57,7 @@ class Case:
     uniform: bool = False
     ranked: int = 0  # slots that remember where they act
     page: int = 0
+    pooled: bool = False
     reads_all: bool = True
     merges: bool = False
 
@@ -98,6 +99,11 @@ CASES: dict[str, tuple[Case, ...]] = {
     "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),
     "int8": (Case("int8", slot=INT8, budget=False, uniform=True),),
     "int4": (Case("int4", slot=INT4, budget=False, uniform=True),),
+    "adakv": (
+        Case("adakv(budget={b}, window=8)", recent=8, queries=24, pooled=True),
+        Case("adakv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=24, pooled=True),
+    ),
+    "pooled": (Case("h2o(budget={b}, newest=0.2) | pooled(floor=0.5)", columns=1, queries=16, pooled=True),),
     "quest": (
         Case("quest(pages={p}, page=8, dense_layers=1)", budget=False, unit=8, uniform=True, page=8, reads_all=False),
     ),
@@ -152,7 +158,7 @@ def held(tree: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
     exact = np.zeros_like(coded)
     rows, heads = np.arange(tree.rows)[:, None, None], np.arange(H)[None, :, None]
     for tier in part.tiers:
-        pos = np.broadcast_to(np.asarray(tier.pos), (tree.rows, H, tier.pos.shape[2]))
+        pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (tree.rows, H, tier.pos.shape[2]))
         coded[rows, heads, pos] = True  # -1 is the last place, cut off below
     exact[rows, heads, np.asarray(part.recent.pos)[:, None]] = True
     return coded[..., :-1], exact[..., :-1]
@@ -217,8 +223,9 @@ def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
 
 
 def stored(codec: Any, code: Any, pos: jax.Array, layer: int) -> np.ndarray:
-    """f32[B,H,LONGEST,D]: what a tier's codes say, by position; keys rotated."""
+    """f32[B,H,LONGEST,D]: what a tier's codes say, by position i32[B,Hs,C]; keys rotated."""
     x = jax.vmap(jax.vmap(codec.decode))(code)
+    x = jnp.broadcast_to(x, (x.shape[0], H, *x.shape[2:]))
     pos = jnp.broadcast_to(pos, x.shape[:3])
     if codec.rope == "after":
         x = MODEL.ropes[layer].rotate(x, pos)
@@ -265,8 +272,8 @@ class Replay:
             if tier is not None:
                 pick, held_by = coded[..., None], after.layers[i].tiers[0]
                 mine = (np.asarray(round_trip(c, jnp.asarray(x), c.grain)) for c, x in ((tier.k, k), (tier.v, v)))
-                k = coded_as(k, next(mine), stored(tier.k, held_by.k, held_by.pos, i), pick)
-                v = coded_as(v, next(mine), stored(tier.v, held_by.v, held_by.pos, i), pick)
+                k = coded_as(k, next(mine), stored(tier.k, held_by.k, held_by.seen_by(H), i), pick)
+                v = coded_as(v, next(mine), stored(tier.v, held_by.v, held_by.seen_by(H), i), pick)
             ks.append(jnp.asarray(k))
             vs.append(jnp.asarray(v))
             sees.append(jnp.asarray(coded | exact))

@@ -83,7 +83,13 @@ def poison(cache):
     layers = []
     for layer in cache.layers:
         tiers = [
-            loop.replace(t, **of(t, t.pos >= 0), summary=all_of(t.summary, t.pos >= 0, np.nan)) for t in layer.tiers
+            loop.replace(
+                t,
+                **of(t, t.pos >= 0),
+                head=all_of(t.head, t.pos >= 0, 0),
+                summary=all_of(t.summary, t.pos >= 0, np.nan),
+            )
+            for t in layer.tiers
         ]
         recent = loop.replace(layer.recent, **of(layer.recent, layer.recent.pos[:, None] >= 0))
         queries = layer.queries
@@ -192,7 +198,7 @@ def predicted(case: Case, longest: int) -> int:
         total += room * (H * 2 * D * 4 + 4 + H * 4 * case.columns)
         total += case.queries * (H * G * D * 4 + 4 + H * G * 4)
         total += round(slots * H * (case.slot.k + case.slot.v)) + slots * H * 4 * case.columns
-        total += (slots + case.ranked) * (1 if case.uniform else H) * 4
+        total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled
         if case.page and layer:
             total += slots // case.page * H * 2 * D * 4
     return 2 * total
@@ -220,7 +226,8 @@ def codes(cache) -> dict[tuple[int, ...], bytes]:
         for n, tier in enumerate(layer.tiers):
             slots = tier.pos.shape[2]
             leaves = [np.asarray(x) for x in jax.tree.leaves((tier.k, tier.v))]
-            pos = np.broadcast_to(np.asarray(tier.pos), (2, H, slots))
+            leaves = [np.broadcast_to(x, (2, H, *x.shape[2:])) for x in leaves]
+            pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (2, H, slots))
             for b, h, c in zip(*np.nonzero(pos >= 0), strict=True):
                 parts = [x[b, h, c * x.shape[2] // slots].tobytes() for x in leaves]
                 out[i, b, h, pos[b, h, c]] = b"".join(parts) + bytes([n])
@@ -316,6 +323,9 @@ def test_the_budget_is_what_is_kept(case: Case):
     for i, cache in enumerate(caches):
         more = i if "append" in case.text else 0
         kept, fed = np.asarray(cache.kept()), np.asarray(cache.seen)[None, :, None]
+        if case.pooled:
+            assert (kept <= fed).all()
+            kept = kept.mean(-1, keepdims=True)
         at_flush = i in flushes
         # right after a flush: the budget, tokens that do not fill a unit yet, and the token that came since
         bound = budget + more + case.unit - 1 + ((i > 0) if at_flush else 16)

@@ -80,7 +80,7 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     floats = [jax.random.normal(key, shape, jnp.float32) for key in keys[:2]]
     k, v = (map_codec(c.encode, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
     pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape[:3])
-    tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, summary=None)
+    tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
     codes_k, codes_v = linear(tier, config)
     if codes_k is None or codes_v is None:
         raise ValueError(f"{spec}: keys that are rotated when they are read, and such codes, are read by no kernel")

@@ -96,7 +96,7 @@ def cache_bytes(cache: Cache) -> int:
     for plan, layer in zip(cache.plan, cache.layers, strict=True):
         total += tree_bytes((layer.recent.k, layer.recent.v, layer.recent.pos))
         for config, tier in zip(plan.tiers, layer.tiers, strict=True):
-            read: Any = (tier.k, tier.v, tier.pos, tier.at)
+            read: Any = (tier.k, tier.v, tier.pos, tier.at, tier.head)
             if config.select is not None:
                 total += tree_bytes((tier.pos, tier.summary))
                 read = jax.eval_shape(lambda q, t, c=config: picked(q, t, t.pos, c)[:3], q, tier)

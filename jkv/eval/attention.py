@@ -45,9 +45,10 @@ def stored(cache: Cache) -> list[Stored]:
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             key = map_codec(config.k.decode, tier.k)
             key = rope.rotate(key, tier.pos if tier.at is None else tier.at) if config.k.rope == "after" else key
-            parts.append((key, map_codec(config.v.decode, tier.v), tier.pos))
+            parts.append((key, map_codec(config.v.decode, tier.v), tier.seen_by(h)))
         for key, val, pos in parts:
             at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))
+            key, val = (jnp.broadcast_to(x, (b, h, *x.shape[2:])) for x in (key, val))
             write = jax.vmap(jax.vmap(lambda x, i, y: x.at[i].set(y.astype(x.dtype))))
             k, v = write(k, at, key), write(v, at, val)
             here = write(here, at, jnp.ones(at.shape, bool))

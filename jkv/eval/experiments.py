@@ -67,7 +67,7 @@ class Setting:
 def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
     """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
 
-    "append" is no method by itself and is left out; quest keeps everything and reads the fraction.
+    "append" and "pooled" are no methods by themselves and are left out; quest keeps everything and reads the fraction.
 
     >>> [x for x in catalogue(1024, keeps=(0.25,)) if "snapkv" in x]
     ['snapkv(budget=256)', 'snapkv(budget=256) | int8', 'snapkv(budget=256) | int4']
@@ -79,7 +79,7 @@ def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page'].default})" for keep in keeps]
-        elif "append" not in row.axes:
+        elif not {"append", "pooled"} & {*row.axes}:
             out.append(row.name)
     return out + [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
 

@@ -90,7 +90,7 @@ def ours(params: Params, ids: np.ndarray, prompt: int) -> dict[str, Held]:
 def here(cache: Cache, size: int) -> np.ndarray:
     """bool[L,B,H,size]: the positions that a cache holds."""
     shape = (cache.rows, cache.model.heads)
-    parts = [[layer.recent.pos[:, None], *(tier.pos for tier in layer.tiers)] for layer in cache.layers]
+    parts = [[layer.recent.pos[:, None], *(tier.seen_by(shape[1]) for tier in layer.tiers)] for layer in cache.layers]
     wide = [[np.broadcast_to(x, (*shape, x.shape[2])) for x in some] for some in parts]
     return marked([np.concatenate(some, -1) for some in wide], size)
 

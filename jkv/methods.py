@@ -5,75 +5,20 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any
 
-from jkv.budgets import All, Bytes, Keep, Pyramid, Tokens, read_bytes
+from jkv.budgets import All, Pyramid
+from jkv.catalogue import CATALOGUE, SCHEDULE, Axes, Row, row, size
 from jkv.codecs import Affine, Dense, Separable
 from jkv.config import CacheConfig, TierSpec
 from jkv.merges import Runs
-from jkv.protocols import Budget, Score
+from jkv.protocols import Score
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
 from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
+from jkv.scores.wrappers import AcrossHeads
 from jkv.selectors.quest import PageBound
-
-Axes = dict[str, Any]  # field of CacheConfig -> value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One method of the catalogue: `make(**arguments)` gives the axes that it fills."""
-
-    name: str
-    paper: str
-    claim: str
-    make: Callable[..., Axes]
-
-    @property
-    def about(self) -> str:
-        return (inspect.getdoc(self.make) or "").split("\n")[0]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that its defaults fill."""
-        needed = {n: 64 for n in ("budget",) if n in inspect.signature(self.make).parameters}
-        return tuple(k for k in self.make(**needed) if k in AXES)
-
-
-AXES = ("score", "codec", "tiers", "budget", "merge", "select", "recent", "block", "append")
-SCHEDULE = ("recent", "block")  # arguments that every method takes
-CATALOGUE: dict[str, Row] = {}
-
-
-def row(paper: str, claim: str) -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
-    def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
-        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, claim=claim, make=make)
-        return make
-
-    return add
-
-
-def size(budget: int | None, keep: float | None, bytes: Any) -> Budget:
-    """The budget that a method was given, in exactly one of its three forms."""
-    given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
-    if len(given) != 1:
-        raise ValueError(
-            "give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); "
-            f"got {given or 'none'}"
-        )
-    if bytes is not None:
-        return Bytes(bytes=read_bytes(bytes))
-    if budget is not None:
-        if not isinstance(budget, int) or budget < 1:
-            raise ValueError(f"budget={budget}: a number of tokens, 1 or more, that are kept")
-        return Tokens(tokens=budget)
-    assert keep is not None
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
-    return Keep(keep=float(keep))
 
 
 @row("-", "exact")
@@ -124,7 +69,7 @@ def snapkv(
 @row("2401.06104", "prefill exact; while generating, the last query of each block decides")
 def tova(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """TOVA: attention from the last query, one set of tokens for all heads."""
-    return dict(score=WindowMass(queries=1, all_heads=True), budget=size(budget, keep, bytes), recent=0)
+    return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size(budget, keep, bytes), recent=0)
 
 
 @row("2504.15364", "exact for its block form, with chunk = block")
@@ -231,6 +176,9 @@ def append() -> Axes:
     return dict(append=True)
 
 
+from jkv import evictions  # noqa: E402, F401 - more rows, listed after these
+
+
 def parse(text: str) -> CacheConfig:
     """CacheConfig of a composition such as "snapkv(budget=512) | int4"; `str` of it is a normal form of the text.
 
@@ -298,6 +246,3 @@ def config(what: str | CacheConfig | Score | None) -> CacheConfig:
     if what is None:
         return parse("full")
     return parse(what) if isinstance(what, str) else what  # type: ignore[return-value]
-
-
-assert set(AXES) <= {f.name for f in fields(CacheConfig)}

@@ -105,6 +105,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=16),
     ),
     "kvmerger": (Case("kvmerger(budget={b})", columns=2, queries=16, merges=True),),
+    "a2sf": (Case("a2sf(budget={b})", columns=1, queries=16),),
+    "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=48),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

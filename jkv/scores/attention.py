@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil, log
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.attend import visible
 from jkv.protocols import Columns, Needs, Score
 from jkv.tree import part
 
@@ -24,41 +27,77 @@ def mass(ev: Evidence, queries: object, group: str) -> Array:
 class WindowMass(Score):
     """Attention from the last `queries` queries: s_j = sum_i p[i,j], averaged over G.
 
-    all_heads: averaged over the kv heads too, one set of tokens for all. Sources: SnapKV (2404.14469), TOVA
-    (2401.06104: one query, all heads).
+    Sources: SnapKV (2404.14469), TOVA (2401.06104: one query).
     """
 
     queries: int = 32
-    all_heads: bool = False
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         return Needs(queries=self.queries)
 
-    @property
-    def uniform(self) -> bool:  # type: ignore[override]
-        return self.all_heads
-
     def rank(self, ev: Evidence) -> Array:
-        got = mass(ev, ev.kept, "mean")
-        return got.mean(1, keepdims=True) if self.all_heads else got
+        return mass(ev, ev.kept, "mean")
 
 
 @part
 class Accumulated(Score):
-    """All attention received since birth: acc_j += sum over new queries and G of p[i,j], in float32.
+    """All attention received since birth: acc_j <- decay acc_j + sum over G of p[i,j], query by query, in float32.
 
-    Exact for every token that is still there: the saved log-sum-exp is of the softmax that was really used. Source:
-    H2O (2306.14048).
+    Exact for every token that is still there: the saved log-sum-exp is of the softmax that was really used, and n
+    queries at once are decay^n acc_j + sum_i decay^(n-1-i) p[i,j]. With decay < 1, queries whose weight is below 1e-7
+    are left out. Sources: H2O (2306.14048), A2SF (2407.20485).
     """
 
-    needs = Needs(new=True, whole_prompt=True)
+    decay: float = 1.0
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(new=True, whole_prompt=self.decay == 1)
 
     def birth(self, k: Array, v: Array) -> Columns:
         return {"mass": jnp.zeros(k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
-        return {**ev.columns, "mass": ev.columns["mass"] + mass(ev, ev.new, "sum")}
+        assert ev.new is not None
+        old, queries = ev.columns["mass"], ev.new
+        if self.decay < 1:
+            count = (queries.pos >= 0).sum(1).astype(jnp.float32)
+            old = old * jnp.power(self.decay, count)[:, None, None]
+            horizon = ceil(log(1e-7) / log(self.decay)) if self.decay else 1
+            queries = queries.newest(max(horizon, ev.plan.block))  # in a block rows may pause
+        age = (ev.seen[:, None] - 1 - queries.pos).astype(jnp.float32)
+        weight = jnp.power(self.decay, age)
+        queries = replace(queries, lse=queries.lse - jnp.log(weight)[:, None, None])
+        return {**ev.columns, "mass": old + mass(ev, queries, "sum")}
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns["mass"]
+
+
+@part
+class Persistence(Score):
+    """Tokens that the last `queries` queries seldom treat worse than the others.
+
+    rank_j = -(number of queries with mean over G of p[i,j] < 1 / n_i), n_i the tokens that query i sees and that are
+    still there. Source: Scissorhands (2305.17118); that heads of a group are averaged first, and that older queries
+    are held against today's occupancy, is a reconstruction.
+    """
+
+    queries: int = 400
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        window = ev.plan.window
+
+        def low(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
+            return (see & (p.mean(2) < 1)).astype(jnp.float32).sum(2)
+
+        seen = visible(ev.kept.pos, ev.pos, window).sum(-1)
+        times = jnp.log(jnp.maximum(seen, 1).astype(jnp.float32))  # p becomes n p: how many times the uniform share
+        return -ev.fold(low, replace(ev.kept, lse=ev.kept.lse - times[:, :, None]))

@@ -166,7 +166,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         if size
     )
     return LayerConfig(
-        score=config.score,
+        score=config.score.for_layer(model, i),
         tiers=tiers,
         budget=config.budget,
         merge=config.merge,

@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from jkv.catalogue import Axes, row, size
+from jkv.codecs import Dense
+from jkv.config import TierSpec
 from jkv.scores.attention import Accumulated, Persistence
+from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Protect
+from jkv.scores.wrappers import PerQuery
+
+RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
 
 
 @row("2407.20485", "exact in one piece; decision lagged by block - 1")
@@ -36,3 +42,29 @@ def scissorhands(
         recent=recent,
         block=max((budget or 128) // 2, 1),
     )
+
+
+@row("2507.14204", "compacted once a block; the budget is exact")
+def lacache(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    span: int | None = None,
+    overlap: int = 0,
+    sinks: int = 4,
+) -> Axes:
+    """LaCache: each layer keeps other tokens of the past, a ladder of `span` layers (default: half of them)."""
+    score = Protect(score=Ladder(span=span, overlap=overlap, sinks=sinks), sinks=sinks)
+    return dict(score=score, budget=size(budget, keep, bytes), tiers=RELATIVE)
+
+
+@row("2501.04987", "contests exact in number and place, with the scores of the flush")
+def treekv(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, share: float = 0.5
+) -> Axes:
+    """TreeKV: neighbours compete by mean attention in a `share` of the budget; the past thins out as a tree."""
+    if not 0 < share <= 1:
+        raise ValueError(f"treekv: share={share}: the fraction of the budget where tokens compete, above 0, at most 1")
+    contest = Contest(score=PerQuery(score=Accumulated()), sinks=sinks, share=float(share))
+    return dict(score=Protect(score=contest, sinks=sinks), budget=size(budget, keep, bytes), tiers=RELATIVE)

@@ -52,12 +52,12 @@ class Evidence:
     def live(self) -> Array:
         return self.pos >= 0
 
-    def chronological(self) -> Array:
-        """i32[B,H,S]: indices by position, those that may go first, then the rest."""
+    def chronological(self, heads: int | None = None) -> Array:
+        """i32[B,H,S]: indices by position, those that may go first, then the rest; H the first `heads`, or all."""
+        pos, goes = self.pos[:, :heads], (self.may_go & self.live)[:, :heads]
         if not self.slots:
-            return jnp.broadcast_to(jnp.arange(self.pos.shape[2]), self.pos.shape)
-        late = jnp.iinfo(jnp.int32).max
-        return jnp.argsort(jnp.where(self.may_go & self.live, self.pos, late), axis=-1, stable=True)
+            return jnp.broadcast_to(jnp.arange(pos.shape[2]), pos.shape)
+        return jnp.argsort(jnp.where(goes, pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
 
     def dot(self, x: Array, of: str = "k") -> Array:
         """f32[B,H,N,S]: inner products of x f[B,H,N,D] with every key (rotated) or value."""

@@ -107,6 +107,8 @@ CASES: dict[str, tuple[Case, ...]] = {
     "kvmerger": (Case("kvmerger(budget={b})", columns=2, queries=16, merges=True),),
     "a2sf": (Case("a2sf(budget={b})", columns=1, queries=16),),
     "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=48),),
+    "lacache": (Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),),
+    "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

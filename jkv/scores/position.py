@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
+    from jkv.models import ModelConfig
 
 
 @part
@@ -37,6 +39,9 @@ class Wrapper(Score):
     @property
     def uniform(self) -> bool:  # type: ignore[override]
         return self.score.uniform
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        return replace(self, score=self.score.for_layer(model, layer))
 
     def birth(self, k: Array, v: Array) -> Columns:
         return self.score.birth(k, v)
@@ -79,7 +84,7 @@ class Pool(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         heads = rank.shape[1]
-        order = ev.chronological()[:, :heads]
+        order = ev.chronological(heads)
         may_go = (ev.may_go & ev.live)[:, :heads]
         empty = 0.0 if self.kind == "avg" else -jnp.inf
         x = jnp.take_along_axis(jnp.where(may_go, rank, empty), order, -1)

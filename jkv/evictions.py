@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from jkv.budgets import Pyramid
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
 from jkv.config import TierSpec
-from jkv.scores.attention import Accumulated, Persistence
+from jkv.scores.attention import Accumulated, Persistence, Recurrence, WindowMass
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Protect
-from jkv.scores.wrappers import PerQuery
+from jkv.scores.wrappers import AcrossHeads, PerQuery, Representatives, Units
 
 RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
 
@@ -68,3 +69,61 @@ def treekv(
         raise ValueError(f"treekv: share={share}: the fraction of the budget where tokens compete, above 0, at most 1")
     contest = Contest(score=PerQuery(score=Accumulated()), sinks=sinks, share=float(share))
     return dict(score=Protect(score=contest, sinks=sinks), budget=size(budget, keep, bytes), tiers=RELATIVE)
+
+
+@row("2506.15969", "lagged as the paper is; per kv head, and prompts are cut")
+def lazyeviction(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int = 175,
+    threshold: float = 1e-4,
+) -> Axes:
+    """LazyEviction: every `window` steps, tokens leave that have not come back within their recurrence interval."""
+    above("lazyeviction", budget, window, "its window")
+    return dict(
+        score=Protect(score=Recurrence(threshold=float(threshold)), newest=window),
+        budget=size(budget, keep, bytes),
+        block=window,
+    )
+
+
+@row("2503.00022", "as the window score it is made of")
+def kvcrush(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    share: float = 0.25,
+    page: int = 16,
+    window: int = 16,
+    sinks: int = 32,
+    newest: int = 128,
+) -> Axes:
+    """KVCrush: important pages, and a `share` of representatives by the binary signatures of the others."""
+    above("kvcrush", budget, sinks + newest, "its sinks and newest tokens")
+    if not 0 <= share <= 1:
+        raise ValueError(f"kvcrush: share={share}: the fraction of the budget for representatives, from 0 to 1")
+    score = Representatives(score=WindowMass(queries=window), page=page, share=float(share), sinks=sinks, newest=newest)
+    return dict(score=score, budget=size(budget, keep, bytes))
+
+
+@row("2503.17922", "as snapkv; a group's layers choose by themselves")
+def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, beta: int = 14, task: str = "qa") -> Axes:
+    """WindowKV: whole units of neighbours, one choice for all heads, more of them in the lower groups of layers."""
+    kinds = {"qa": "half", "summary": "mean"}
+    if task not in kinds:
+        raise ValueError(f"windowkv: task={task!r}: 'qa' looks for a place in the text, 'summary' for all of it")
+    above("windowkv", budget, window, "its observation window")
+    return dict(
+        score=AcrossHeads(score=Units(score=WindowMass(queries=window), width=unit, kind=kinds[task])),
+        budget=Pyramid(tokens=budget, window=window, beta=beta, group=group),
+        recent=window,
+    )
+
+
+def above(name: str, budget: int | None, least: int, what: str) -> None:
+    """ValueError if a budget in tokens does not exceed what is kept in any case."""
+    if budget is not None and budget <= least:
+        raise ValueError(f"{name}: budget={budget} must exceed {what} of {least} tokens; raise one or lower the other")

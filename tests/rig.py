@@ -109,6 +109,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=48),),
     "lacache": (Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),),
     "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
+    "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
+    "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=24, uniform=True),),
+    "windowkv": (Case("windowkv(budget={b}, window=8, group=1, beta=20)", recent=8, queries=24, uniform=True),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

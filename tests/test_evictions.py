@@ -14,12 +14,14 @@ from test_oracles import best, newest, prompt_taps
 from test_scores import attending, evidence
 
 from jkv import loop, methods
+from jkv.budgets import pyramid
 from jkv.cache import Queries, Window
 from jkv.evidence import Evidence
 from jkv.protocols import Score
-from jkv.scores.attention import Accumulated, Persistence
+from jkv.scores.attention import Accumulated, Persistence, Recurrence
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Protect
+from jkv.scores.wrappers import Representatives
 from jkv.tree import part
 
 ROWS = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]]  # four queries of four tokens
@@ -227,3 +229,91 @@ def test_contests_are_those_of_one_at_a_time():
             got, _ = placed(score, pos, {"given": mass}, 12, n + gone, 40)
             value = dict(zip(pos, mass, strict=True))
             assert got == contested(pos, value, 2, 6, gone % 6, 12)
+
+
+def test_a_ladder_knows_its_layer_and_must_leave_something_out():
+    plans = loop.resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)
+    assert [p.score.score.layer for p in plans] == [0, 1] and plans[0].score.score.layers == L
+    with pytest.raises(ValueError, match="span=2 and overlap=0 in a model of 2 layers leave nothing out"):
+        loop.resolve(methods.parse("lacache(budget=48, span=2)"), MODEL, 64, 0)
+
+
+# ------------------------------------------------------------------------------------- recurrence, units and pages
+
+
+def recurring(active: np.ndarray, born: np.ndarray, seen: int) -> np.ndarray:
+    """Ranks of tokens with activity bool[N,n] at the last N of `seen` steps (1, 2, ...), one step at a time."""
+    last, interval = born.astype(float), np.zeros(len(born))
+    for step, row in zip(range(seen - len(active) + 1, seen + 1), active, strict=True):
+        interval = np.where(row, np.maximum(interval, step - last), interval)
+        last = np.where(row, step, last)
+    logistic = lambda x: 1 / (1 + np.exp(-np.maximum(x, -500)))  # noqa: E731
+    return 2 * logistic(-1 - (seen - last) / (interval + 1e-5)) + np.where(interval > 0, 2 * logistic(1 - interval), 0)
+
+
+def test_recurrence_of_the_spec():
+    active = np.zeros((12, 1), bool)
+    active[[0, 3, 4, 10]] = True
+    np.testing.assert_allclose(recurring(active, np.zeros(1), 12), 0.4883, atol=1e-4)
+    score, ev = Recurrence(), evidence(np.eye(5))
+    gaps = [(0, 0), (0, 1), (1, 1), (5, 5), (20, 20)]
+    columns = {"interval": [m for m, _ in gaps], "last": [30 - g for _, g in gaps]}
+    columns = {name: jnp.asarray(x, jnp.float32)[None, None] for name, x in columns.items()}
+    got = score.rank(replace(ev, seen=jnp.array([30]), columns=columns))[0, 0]
+    np.testing.assert_allclose(got, [0.5379, 0, 1.2384, 0.2744, 0.2384], atol=1e-4)
+
+
+@pytest.mark.parametrize("n, queries", [(40, 24), (150, 140)])
+def test_recurrence_is_that_of_one_step_at_a_time(n: int, queries: int):
+    text = f"lazyeviction(budget=400, window={queries}, threshold=0.05)"
+    scene = Scene(text, n=n, queries=queries)
+    active = scene.p.max(1) >= 0.05
+    want = np.stack([recurring(a, np.arange(n), n) for a in active])
+    got = scene.rank()
+    inside = np.isfinite(got)
+    assert inside.sum() == 2 * (n - queries) and len(np.unique(want[inside])) > 10
+    np.testing.assert_allclose(got[inside], want[inside], atol=1e-5)
+
+
+def test_the_page_and_the_representatives_of_the_spec():
+    ev = replace(evidence(np.eye(8)), columns={"given": jnp.array([[[0.9, 0.1, 0.2, 0.7, 0.3, 0.4, 0.05, 0.06]]])})
+
+    def classes(limit: int, share: float) -> list[int]:
+        score = Representatives(score=Given(), page=2, share=share, sinks=0, newest=0)
+        return np.floor(score.rank(replace(ev, limit=jnp.array([limit])))[0, 0]).tolist()
+
+    assert classes(4, 0.5) == [2, 2, 1, 1, 0, 0, 0, 0]
+    assert classes(6, 0.67) == [2, 2, 1, 1, 0, 0, 1, 1]
+    assert classes(4, 0.0) == [2, 2, 2, 2, 0, 0, 0, 0]
+
+
+def test_pages_of_two_heads_stand_for_their_signatures():
+    scene = Scene("kvcrush(budget=48, page=4, window=8, sinks=4, newest=8, share=0.5, recent=8)", queries=8, limit=20)
+    s = scene.p.mean(1).sum(1)
+    area = np.arange(4, 32)
+    bits = np.stack([x[area] >= np.sort(x[area])[::-1][13] for x in s])
+    far = {p: (bits[:, (area // 4) == p] != (np.arange(4) % 2 == 1)).sum() for p in range(1, 8)}
+    total = {p: s[:, area][:, (area // 4) == p].sum() for p in range(1, 8)}
+    by_total = sorted(total, key=lambda p: -total[p])
+    important, rest = by_total[:2], sorted(by_total[2:], key=lambda p: (far[p], p))  # 20 - 4 sinks: two and two
+    want = [2 if p in important else 1 if p in (rest[0], rest[-1]) else 0 for p in area // 4]
+    got = scene.rank()[0]
+    assert np.isinf(got[:4]).all() and np.isinf(got[32:]).all()
+    np.testing.assert_array_equal(np.floor(got[area]), want)
+
+
+@pytest.mark.parametrize("task, count", [("summary", 8), ("qa", 4)])
+def test_units_share_the_mean_of_all_or_of_the_larger_half(task: str, count: int):
+    scene = Scene(f"windowkv(budget=48, window=8, task='{task}')", n=43, queries=8)
+    s = scene.p.mean(1).sum(1)[:, :35]
+    want = np.zeros(35)
+    for start in range(0, 35, 8):
+        unit = -np.sort(-s[:, start : min(start + 8, 35)], axis=1)
+        want[start : start + 8] = unit[:, :count].mean(1).mean()
+    np.testing.assert_allclose(scene.rank()[0, :35], want, atol=1e-6)
+
+
+def test_the_groups_of_windowkv_fall_by_equal_steps():
+    got = pyramid(1024, 32, 14, 8)
+    assert sum(got) == 32 * 1024 and np.abs(np.array(got[::8]) - [1463, 1171, 879, 585]).max() <= 1
+    assert sum(pyramid(100, 30, 14, 8)) == 3000

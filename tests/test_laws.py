@@ -185,7 +185,7 @@ def predicted(case: Case, longest: int) -> int:
         capacity = longest
         if case.budget:
             capacity = BUDGET + (STEPS if "append" in case.text else 0)
-        if "pyramid" in case.text:
+        if "beta" in case.text or "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)
         slots = ceil((capacity - case.recent) / case.unit) * case.unit
@@ -309,7 +309,7 @@ def test_a_cache_is_a_value(text: str):
 def test_the_budget_is_what_is_kept(case: Case):
     caches = rig.shared(case.tight).caches
     budget = np.full((L, 1, 1), BUDGET)
-    if "pyramid" in case.text:
+    if "beta" in case.text or "pyramid" in case.text:
         budget[:, 0, 0] = np.array(pyramid(BUDGET - case.recent, L, 20)) + case.recent
         assert budget.mean() == BUDGET
     flushes = {0, *rig.flushed(caches)}

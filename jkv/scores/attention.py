@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import ceil, log
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -101,3 +102,51 @@ class Persistence(Score):
         seen = visible(ev.kept.pos, ev.pos, window).sum(-1)
         times = jnp.log(jnp.maximum(seen, 1).astype(jnp.float32))  # p becomes n p: how many times the uniform share
         return -ev.fold(low, replace(ev.kept, lse=ev.kept.lse - times[:, :, None]))
+
+
+@part
+class Recurrence(Score):
+    """Tokens that come back: attended to again after an interval no longer than their longest one so far.
+
+    A token is active at step n if max over G of p >= threshold; then interval = max(interval, n - last), last = n.
+    rank = 2 s(-1 - (n - last) / (interval + 1e-5)) + [interval > 0] 2 s(1 - interval), s the logistic function. Of a
+    prompt, the last `block` queries are such steps. Source: LazyEviction (2506.15969), which tracks query heads one by
+    one and no prompt; here a kv head's queries share their tokens.
+    """
+
+    threshold: float = 1e-4
+
+    needs = Needs(new=True)
+
+    def birth(self, k: Array, v: Array) -> Columns:
+        zero = jnp.zeros(k.shape[:3], jnp.float32)
+        return {"last": zero, "interval": zero}
+
+    def observe(self, ev: Evidence) -> Columns:
+        assert ev.new is not None
+
+        def step(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, Array, Array]:
+            active = p.max(2) >= self.threshold
+            time = jnp.where(active, (q_pos + 1).astype(jnp.float32)[:, None, :, None], 0)
+            before = jax.lax.cummax(time, axis=2)[:, :, :-1]
+            before = jnp.concatenate([jnp.zeros_like(time[:, :, :1]), before], 2)
+            gap = jnp.where(active & (before > 0), time - before, 0).max(2)
+            first = jnp.where(active, time, jnp.inf).min(2)
+            return jnp.where(active.any(2), first, 0), time.max(2), gap
+
+        def join(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+            between = jnp.where((a[1] > 0) & (b[0] > 0), b[0] - a[1], 0)
+            gap = jnp.maximum(jnp.maximum(a[2], b[2]), between)
+            return jnp.where(a[0] > 0, a[0], b[0]), jnp.maximum(a[1], b[1]), gap
+
+        first, last, gap = ev.fold(step, ev.new.newest(ev.plan.block), join)
+        old, interval = (jnp.where(ev.live, ev.columns[name], 0) for name in ("last", "interval"))
+        old = jnp.maximum(old, ev.pos.astype(jnp.float32))  # a token's own query is step pos + 1
+        gap = jnp.maximum(gap, jnp.where(first > 0, first - old, 0))
+        return {**ev.columns, "last": jnp.maximum(old, last), "interval": jnp.maximum(interval, gap)}
+
+    def rank(self, ev: Evidence) -> Array:
+        interval = ev.columns["interval"]
+        idle = ev.seen.astype(jnp.float32)[:, None, None] - ev.columns["last"]
+        often = jnp.where(interval > 0, 2 * jax.nn.sigmoid(1 - interval), 0)
+        return 2 * jax.nn.sigmoid(-1 - idle / (interval + 1e-5)) + often

@@ -86,15 +86,16 @@ def read_bytes(text: str | int) -> int:
 
 @part
 class Keep(Budget):
-    """A fraction of the tokens that a row has seen: floor(keep * seen), row by row."""
+    """A fraction of the tokens that a row has seen: floor(keep * seen), row by row, but no fewer than `least`."""
 
     keep: float
+    least: int = 0
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
-        return ceil(self.keep * longest)
+        return max(ceil(self.keep * longest), min(self.least, longest))
 
     def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.floor(self.keep * seen.astype(jnp.float32)).astype(jnp.int32)
+        return jnp.maximum(jnp.floor(self.keep * seen.astype(jnp.float32)).astype(jnp.int32), self.least)
 
 
 def pyramid(mean: int, layers: int, beta: int, group: int = 1) -> tuple[int, ...]:

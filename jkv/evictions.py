@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jkv.budgets import Pyramid
+from jkv.budgets import Keep, Pyramid
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
 from jkv.config import TierSpec
-from jkv.scores.attention import Accumulated, Persistence, Recurrence, WindowMass
+from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
+from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
-from jkv.scores.position import Protect
+from jkv.scores.position import Pool, Protect
 from jkv.scores.wrappers import AcrossHeads, PerQuery, Representatives, Units
 
 RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
@@ -77,10 +78,11 @@ def lazyeviction(
     budget: int | None = None,
     keep: float | None = None,
     bytes: Any = None,
-    window: int = 175,
+    window: int | None = None,
     threshold: float = 1e-4,
 ) -> Axes:
     """LazyEviction: every `window` steps, tokens leave that have not come back within their recurrence interval."""
+    window = at_most(175, budget, 4) if window is None else window
     above("lazyeviction", budget, window, "its window")
     return dict(
         score=Protect(score=Recurrence(threshold=float(threshold)), newest=window),
@@ -98,10 +100,12 @@ def kvcrush(
     share: float = 0.25,
     page: int = 16,
     window: int = 16,
-    sinks: int = 32,
-    newest: int = 128,
+    sinks: int | None = None,
+    newest: int | None = None,
 ) -> Axes:
     """KVCrush: important pages, and a `share` of representatives by the binary signatures of the others."""
+    sinks = at_most(32, budget, 16) if sinks is None else sinks
+    newest = at_most(128, budget, 4) if newest is None else newest
     above("kvcrush", budget, sinks + newest, "its sinks and newest tokens")
     if not 0 <= share <= 1:
         raise ValueError(f"kvcrush: share={share}: the fraction of the budget for representatives, from 0 to 1")
@@ -123,7 +127,44 @@ def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, be
     )
 
 
+def at_most(most: int, budget: int | None, part: int) -> int:
+    """A paper's number of tokens, or that part of a budget in tokens where it is small."""
+    return most if budget is None else min(most, max(budget // part, 1))
+
+
 def above(name: str, budget: int | None, least: int, what: str) -> None:
     """ValueError if a budget in tokens does not exceed what is kept in any case."""
     if budget is not None and budget <= least:
         raise ValueError(f"{name}: budget={budget} must exceed {what} of {least} tokens; raise one or lower the other")
+
+
+@row("2505.13866", "lagged as the paper is; events come `recent` tokens early")
+def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int = 7) -> Axes:
+    """RPC: the prompt stays, and of what is generated the `share` that the last `window` tokens look at."""
+    if not 0 < share < 1:
+        raise ValueError(f"rpc: share={share}: the fraction of generated tokens that is kept, above 0 and below 1")
+    path = Pool(score=AcrossHeads(score=PathMass(queries=window)), width=pool)
+    return dict(
+        score=Protect(score=path, prompt=True),
+        budget=Keep(keep=1.0),
+        append=float(share),
+        recent=window,
+        block=period,
+    )
+
+
+@row("2504.01281", "reconstruction: weights and least= are jkv's; one piece; lagged by block - 1")
+def critic(
+    *, keep: float = 0.7, least: int = 128, attention: float = 1.0, entropy: float = 1.0, gradient: float = 1.0
+) -> Axes:
+    """CRITIC: attention, entropy and gradient, each scaled to [0, 1] and added; one set of tokens for all heads."""
+    weights, terms = (attention, entropy, gradient), (Accumulated(), Entropy(), Gradient())
+    if min(weights) < 0 or not sum(weights):
+        raise ValueError(f"critic: weights {weights} of attention, entropy and gradient: none below 0, one above 0")
+    if not 0 < keep <= 1:
+        raise ValueError(f"critic: keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
+    score = Plus(
+        scores=tuple(Normalised(score=AcrossHeads(score=s)) for s in terms),
+        weights=tuple(float(w) / sum(weights) for w in weights),
+    )
+    return dict(score=score, budget=Keep(keep=float(keep), least=least))

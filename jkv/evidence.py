@@ -29,8 +29,8 @@ class Evidence:
     """One layer at a flush: S = all slots of `tiers`, then the window, oldest first.
 
     pos i32[B,H,S] (-1 dead); may_go bool[B,H,S]: slots and newcomers, the rest of the window stays in any case;
-    columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen i32[B];
-    limit i32[B]: tokens that the tiers may hold.
+    columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen, prompt i32[B]: tokens in
+    all, and those that were given; limit i32[B]: tokens that the tiers may hold.
     """
 
     pos: Array
@@ -41,6 +41,7 @@ class Evidence:
     kept: Queries | None
     new: Queries | None
     seen: Array
+    prompt: Array
     limit: Array
     plan: LayerConfig
     rope: Rope = static()

@@ -173,7 +173,7 @@ def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
 @row("-", "changes nothing but the budget")
 def append() -> Axes:
     """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
-    return dict(append=True)
+    return dict(append=1.0)
 
 
 from jkv import evictions  # noqa: E402, F401 - more rows, listed after these
@@ -201,7 +201,7 @@ def parse(text: str) -> CacheConfig:
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
         for axis, value in filled.items():
-            if axis in owner and axis in ("score", "budget", "codec", "tiers", "merge", "select") and name != "full":
+            if axis in owner and axis not in SCHEDULE and name != "full":
                 if owner[axis] != "full":
                     raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
             owner[axis] = name

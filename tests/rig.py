@@ -59,6 +59,7 @@ class Case:
     page: int = 0
     reads_all: bool = True
     merges: bool = False
+    grows: float = 0.0  # of the generated tokens, kept on top
 
     @property
     def tight(self) -> str:
@@ -112,6 +113,8 @@ CASES: dict[str, tuple[Case, ...]] = {
     "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
     "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=24, uniform=True),),
     "windowkv": (Case("windowkv(budget={b}, window=8, group=1, beta=20)", recent=8, queries=24, uniform=True),),
+    "rpc": (Case("rpc(window={p}, period=16)", recent=3, queries=19, uniform=True, budget=False, grows=0.25),),
+    "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=18, uniform=True),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

@@ -17,8 +17,11 @@ from jkv import loop, methods
 from jkv.budgets import pyramid
 from jkv.cache import Queries, Window
 from jkv.evidence import Evidence
+from jkv.flush import _limit
 from jkv.protocols import Score
 from jkv.scores.attention import Accumulated, Persistence, Recurrence
+from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
+from jkv.scores.keys import KeyNorm
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Protect
 from jkv.scores.wrappers import Representatives
@@ -51,7 +54,7 @@ class Scene:
         self.ev = Evidence(
             pos=jnp.broadcast_to(pos, (1, 2, n)), may_go=jnp.broadcast_to(pos < n - self.plan.recent, (1, 2, n)),
             columns=window.columns, window=window, tiers=(), kept=self.q, new=self.q, seen=jnp.array([n]),
-            limit=jnp.array([limit]), plan=self.plan, rope=MODEL.ropes[0], scale=D**-0.5,
+            prompt=jnp.array([n]), limit=jnp.array([limit]), plan=self.plan, rope=MODEL.ropes[0], scale=D**-0.5,
         )  # fmt: skip
 
     def rank(self) -> np.ndarray:
@@ -317,3 +320,74 @@ def test_the_groups_of_windowkv_fall_by_equal_steps():
     got = pyramid(1024, 32, 14, 8)
     assert sum(got) == 32 * 1024 and np.abs(np.array(got[::8]) - [1463, 1171, 879, 585]).max() <= 1
     assert sum(pyramid(100, 30, 14, 8)) == 3000
+
+
+# -------------------------------------------------------------------------------------------------- rpc and critic
+
+
+def test_the_path_is_kept_by_its_share():
+    """Of generated tokens: the newest 32 and a quarter of the others; 10 and 1,056 of them are events of the spec."""
+    for window, period, made, want in ((2, 8, 10, 4), (2, 8, 34, 10), (32, 1024, 1056, 288), (32, 1024, 2080, 544)):
+        text = f"rpc(window={window}, period={period})"
+        plan = loop.resolve(methods.parse(text), MODEL, 100 + made, made)[0]
+        assert plan.capacity == 100 + want
+        for prompt in (100, 61):  # a row's own prompt, not its batch's
+            got = _limit(plan, jnp.array([prompt + made]), jnp.array([made]))
+            assert got.tolist() == [prompt + want - window]
+
+
+def test_the_prompt_stays_and_the_path_is_ranked_by_attention_within_it():
+    scene = Scene("rpc(window=6, period=16)", queries=6)
+    scene.ev = replace(scene.ev, prompt=jnp.array([12]))
+    part = scene.p[..., 12:34]
+    mass = (part / part.sum(-1, keepdims=True)).sum(2).mean((0, 1))
+    padded = np.pad(mass, 3)
+    want = np.stack([padded[i : i + 22] for i in range(7)]).mean(0)
+    got = scene.rank()[0]
+    assert np.isinf(got[:12]).all()
+    np.testing.assert_allclose(got[12:34], want, atol=1e-6)
+
+
+def test_a_token_remembers_how_widely_it_looked():
+    scene = Scene("critic()", queries=30)  # the last 30 of 40
+    safe = np.maximum(scene.p, 1e-30)
+    want = np.r_[np.zeros(10), -(scene.p * np.log(safe)).sum(-1).mean((0, 1))]
+    got = jax.jit(Entropy().observe)(replace(scene.ev, columns={"entropy": jnp.zeros((1, 2, 40))}))["entropy"]
+    np.testing.assert_allclose(got[0], [want, want], atol=1e-5)
+    wide = Scene("critic()", n=150, queries=150)  # several tiles of queries
+    safe = np.maximum(wide.p, 1e-30)
+    got = jax.jit(Entropy().observe)(replace(wide.ev, columns={"entropy": jnp.zeros((1, 2, 150))}))["entropy"]
+    np.testing.assert_allclose(got[0, 1], -(wide.p * np.log(safe)).sum(-1).mean((0, 1)), atol=1e-5)
+
+
+def test_the_gradient_is_that_of_autodiff():
+    scene = Scene("critic()", queries=2)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (scene.q.q[0], scene.k, scene.v))
+    before = jnp.einsum("hgs,hsd->hgd", jnp.asarray(scene.p[:, :, 0], jnp.float32), v)
+
+    def loss(k: jax.Array, v: jax.Array) -> jax.Array:  # of every query head by itself
+        p = jax.nn.softmax(jnp.einsum("gd,gsd->gs", q[:, :, 1].reshape(4, D), k) * D**-0.5, -1)
+        out = jnp.einsum("gs,gsd->gd", p, v)
+        return jnp.square(out - before.reshape(4, D)).mean(-1).sum()
+
+    repeated = tuple(jnp.repeat(x, 2, 0) for x in (k, v))
+    slopes = jax.jit(jax.grad(loss, (0, 1)))(*repeated)
+    want = sum(np.abs(np.asarray(x)).sum(-1) for x in slopes).reshape(2, 2, -1).sum(1)
+    np.testing.assert_allclose(jax.jit(Gradient().rank)(scene.ev)[0], want, rtol=2e-4, atol=1e-7)
+    twice = [jnp.repeat(x[..., :1, :], 2, -2) for x in (scene.q.q, scene.q.lse[..., None])]
+    same = Queries(q=twice[0], pos=jnp.full((1, 2), 38), lse=twice[1][..., 0])
+    same = replace(scene.ev, kept=same)
+    np.testing.assert_array_equal(jax.jit(Gradient().rank)(same), 0)
+
+
+def test_scores_are_added_from_nought_to_one():
+    ev = replace(evidence(np.eye(3)), columns={"given": jnp.array([[[3.0, 7.0, 4.0]]]), "k_norm": jnp.ones((1, 1, 3))})
+    terms = tuple(Normalised(score=s) for s in (Given(), KeyNorm()))
+    got = Plus(scores=terms, weights=(0.5, 2.0)).rank(ev)[0, 0]
+    np.testing.assert_allclose(got, [0, 0.5, 0.125], atol=1e-6)
+
+
+def test_a_fraction_has_a_least_number():
+    budget = methods.parse("critic(keep=0.7, least=16)").budget
+    assert budget.limit(0, jnp.array([100, 20, 3])).tolist() == [70, 16, 16]
+    assert methods.parse("critic(keep=0.5, least=16)").budget.limit(0, jnp.array([20])).tolist() == [16]

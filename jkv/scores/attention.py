@@ -150,3 +150,29 @@ class Recurrence(Score):
         idle = ev.seen.astype(jnp.float32)[:, None, None] - ev.columns["last"]
         often = jnp.where(interval > 0, 2 * jax.nn.sigmoid(1 - interval), 0)
         return 2 * jax.nn.sigmoid(-1 - idle / (interval + 1e-5)) + often
+
+
+@part
+class PathMass(Score):
+    """Attention from the last `queries` queries to generated tokens alone, those that stay in any case left out.
+
+    s_j = sum_i softmax_j(q_i . k_j scale) over these tokens, averaged over G; a prompt's tokens get 0. Source: RPC
+    (2505.13866).
+    """
+
+    queries: int = 32
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        first, last = ev.prompt[:, None, None], (ev.seen - ev.plan.recent)[:, None, None]
+
+        def of_path(p: Array, pos: Array) -> Array:
+            return jnp.where(((pos >= first) & (pos < last))[:, :, None, None], p, 0)
+
+        total = ev.over_keys(lambda p, q_pos, pos, index: of_path(p, pos).sum(-1), ev.kept)
+        asked = replace(ev.kept, lse=ev.kept.lse + jnp.log(jnp.maximum(total, 1e-30)))
+        return ev.fold(lambda p, q_pos, pos, index: of_path(p, pos).mean(2).sum(2), asked)

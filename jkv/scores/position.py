@@ -54,12 +54,13 @@ class Wrapper(Score):
 class Protect(Wrapper):
     """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
 
-    The newest are `newest` tokens, and a `share` of what the row may hold.
+    The newest are `newest` tokens, and a `share` of what the row may hold; `prompt`: nor are a prompt's tokens.
     """
 
     sinks: int = 0
     newest: int = 0
     share: float = 0.0
+    prompt: bool = False
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
@@ -67,7 +68,8 @@ class Protect(Wrapper):
         first = ev.seen - self.newest
         if self.share:
             first = first - jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
-        safe = (pos < self.sinks) | (pos >= first[:, None, None])
+        old = jnp.maximum(ev.prompt, self.sinks) if self.prompt else jnp.full_like(ev.prompt, self.sinks)
+        safe = (pos < old[:, None, None]) | (pos >= first[:, None, None])
         return jnp.where(safe, jnp.inf, rank)
 
 

@@ -8,10 +8,11 @@ from jkv.budgets import Keep, Pyramid
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
 from jkv.config import TierSpec
+from jkv.merges import Nearest
 from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
-from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
+from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
-from jkv.scores.position import Pool, Protect
+from jkv.scores.position import Oldest, Pool, Protect
 from jkv.scores.wrappers import AcrossHeads, PerQuery, Representatives, Units
 
 RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
@@ -168,3 +169,18 @@ def critic(
         weights=tuple(float(w) / sum(weights) for w in weights),
     )
     return dict(score=score, budget=Keep(keep=float(keep), least=least))
+
+
+@row("2407.18121", "exact in one piece for the prompt; while generating lagged by block - 1")
+def elasticcache(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, newest: int = 25
+) -> Axes:
+    """Elastic Cache: a prompt melts into its most attended tokens; then what is just older than `newest` leaves."""
+    above("elasticcache", budget, newest, "its newest tokens")
+    prompt = Protect(score=AcrossHeads(score=Accumulated()), sinks=sinks, newest=1)
+    return dict(
+        score=ByPhase(score=prompt, path=Oldest(newest=newest)),
+        merge=Nearest(),
+        budget=size(budget, keep, bytes),
+        recent=1,
+    )

@@ -55,6 +55,11 @@ class Evidence:
     def live(self) -> Array:
         return self.pos >= 0
 
+    @property
+    def generating(self) -> bool:
+        """Whether this flush ends a block of steps, and not a prompt or a piece of one."""
+        return bool(self.tiers) and self.window.pos.shape[1] == self.plan.room
+
     def chronological(self, heads: int | None = None) -> Array:
         """i32[B,H,S]: indices by position, those that may go first, then the rest; H the first `heads`, or all."""
         pos, goes = self.pos[:, :heads], (self.may_go & self.live)[:, :heads]

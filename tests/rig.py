@@ -115,6 +115,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "windowkv": (Case("windowkv(budget={b}, window=8, group=1, beta=20)", recent=8, queries=24, uniform=True),),
     "rpc": (Case("rpc(window={p}, period=16)", recent=3, queries=19, uniform=True, budget=False, grows=0.25),),
     "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=18, uniform=True),),
+    "elasticcache": (
+        Case("elasticcache(budget={b}, newest=20)", recent=1, columns=1, queries=16, uniform=True, merges=True),
+    ),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

@@ -18,12 +18,13 @@ from jkv.budgets import pyramid
 from jkv.cache import Queries, Window
 from jkv.evidence import Evidence
 from jkv.flush import _limit
+from jkv.merges import Nearest, shares
 from jkv.protocols import Score
 from jkv.scores.attention import Accumulated, Persistence, Recurrence
 from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
 from jkv.scores.keys import KeyNorm
 from jkv.scores.ladder import Contest, Ladder
-from jkv.scores.position import Protect
+from jkv.scores.position import Oldest, Protect
 from jkv.scores.wrappers import Representatives
 from jkv.tree import part
 
@@ -391,3 +392,43 @@ def test_a_fraction_has_a_least_number():
     budget = methods.parse("critic(keep=0.7, least=16)").budget
     assert budget.limit(0, jnp.array([100, 20, 3])).tolist() == [70, 16, 16]
     assert methods.parse("critic(keep=0.5, least=16)").budget.limit(0, jnp.array([20])).tolist() == [16]
+
+
+# --------------------------------------------------------------------------------------------------- elastic cache
+
+
+def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
+    kept = jnp.array([[[True, False, False, False, True, False]]])  # the last stays in the window
+    ev = evidence(np.eye(6), stay=1)
+    assert Nearest().survivor(ev, kept)[0, 0, :5].tolist() == [0, 0, 0, 4, 4]
+    lost = jnp.array([[5.0], [8.0]])
+    into = jnp.full((2, 1), 2.0)
+    index, k, _ = shares(Nearest(), jnp.array([0, 0]), lost, lost, into, into, none=9)
+    assert index.tolist() == [0, 9] and k[0, 0] == 5
+
+
+def test_a_fixed_place_leaves():
+    rank = Oldest(newest=25).rank(evidence(np.zeros((101, 2))))[0, 0]
+    assert rank.argmin() == 75
+
+
+def test_a_prompt_melts_and_generated_tokens_leave_by_place():
+    caches = rig.run("elasticcache(budget=48, newest=20)", forced=FORCED[:, :20]).caches
+    cache, flushed = caches[0], caches[rig.flushed(caches)[0]]
+    for row, n in enumerate(LENGTHS):
+        _, k, v, p = prompt_taps(0, row)
+        score = p.astype(np.float64).mean((0, 1)).sum(0)[None]
+        want = best(score, (np.arange(n) < 4) | newest(n, 1), BUDGET)[0]
+        got = np.logical_or(*rig.held(cache, 0))[row]
+        np.testing.assert_array_equal(got[:, :n], np.tile(want, (H, 1)))
+        anchors = np.flatnonzero(want[:-1])
+        into = anchors[np.abs(np.arange(n - 1)[:, None] - anchors).argmin(1)]
+        tier = cache.layers[0].tiers[0]
+        for x, code in ((k, tier.k.slots), (v, tier.v.slots)):
+            means = np.stack([x[:, np.flatnonzero(into == a)].mean(1) for a in anchors], 1)
+            order = np.argsort(np.asarray(tier.pos)[row, 0])[-len(anchors) :]
+            np.testing.assert_allclose(np.asarray(code)[row][:, order], means, atol=1e-5)
+        after = np.logical_or(*rig.held(flushed, 0))[row, 0]
+        now = int(flushed.seen[row]) - 1  # one token came after the flush
+        old = [*np.flatnonzero(want), *range(n, now)]
+        np.testing.assert_array_equal(np.flatnonzero(after), [*old[:28], *old[-20:], now])

@@ -1,4 +1,4 @@
-"""Scores beside received attention: entropy, gradient, and sums of several scores (CRITIC)."""
+"""Scores beside received attention: entropy, gradient, sums of scores (CRITIC), and a score for each phase."""
 
 from __future__ import annotations
 
@@ -115,3 +115,20 @@ class Plus(Score):
 
     def rank(self, ev: Evidence) -> Array:
         return sum(w * s.rank(ev) for w, s in zip(self.weights, self.scores, strict=True))  # type: ignore[return-value]
+
+
+@part
+class ByPhase(Wrapper):
+    """One score for prompts, and one without columns for flushes while generating."""
+
+    path: Score = leaf()
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return self.score.uniform and self.path.uniform
+
+    def observe(self, ev: Evidence) -> Columns:
+        return ev.columns if ev.generating else self.score.observe(ev)
+
+    def rank(self, ev: Evidence) -> Array:
+        return (self.path if ev.generating else self.score).rank(ev)

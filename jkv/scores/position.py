@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,6 +25,20 @@ class Newest(Score):
 
     def rank(self, ev: Evidence) -> Array:
         return ev.pos[:, :1].astype(jnp.float32)
+
+
+@part
+class Oldest(Score):
+    """The oldest stay, and the newest `newest` of those that are there: rank = -position."""
+
+    newest: int = 25
+
+    uniform = True
+
+    def rank(self, ev: Evidence) -> Array:
+        pos = ev.pos[:, :1]
+        first = jax.lax.top_k(pos, min(self.newest, pos.shape[-1]))[0][..., -1:]
+        return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
 
 
 @part

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jkv.budgets import All, Pyramid
 from jkv.catalogue import CATALOGUE, SCHEDULE, Axes, Row, row, size
+from jkv.checks import check
 from jkv.codecs import Affine, Dense, Separable
 from jkv.config import CacheConfig, TierSpec
 from jkv.merges import Runs
@@ -19,6 +20,9 @@ from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
 from jkv.scores.wrappers import AcrossHeads
 from jkv.selectors.quest import PageBound
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
 
 
 @row("-", "exact")
@@ -239,6 +243,21 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"
             return f"{entry.name} has no argument {name!r}: {hint}"
     return f"{entry.name}: {fallback}"
+
+
+def pairs(model: ModelConfig, budget: int = 256) -> dict[tuple[str, str], str]:
+    """Every method that scores tokens with every one that codes or selects them: why it is refused, or ""."""
+    out = {}
+    for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
+        takes = "budget" in inspect.signature(first.make).parameters
+        text = f"{first.name}(budget={budget})" if takes else first.name
+        for second in (r for r in CATALOGUE.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
+            try:
+                check(parse(f"{text} | {second.name}"), model)
+                out[first.name, second.name] = ""
+            except ValueError as error:
+                out[first.name, second.name] = str(error)
+    return out
 
 
 def config(what: str | CacheConfig | Score | None) -> CacheConfig:

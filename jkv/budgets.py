@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -85,29 +86,31 @@ def read_bytes(text: str | int) -> int:
 
 @part
 class Keep(Budget):
-    """A fraction of the tokens that a row has seen: floor(keep * seen), row by row."""
+    """A fraction of the tokens that a row has seen: floor(keep * seen), row by row, but no fewer than `least`."""
 
     keep: float
+    least: int = 0
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
-        return ceil(self.keep * longest)
+        return max(ceil(self.keep * longest), min(self.least, longest))
 
     def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.floor(self.keep * seen.astype(jnp.float32)).astype(jnp.int32)
+        return jnp.maximum(jnp.floor(self.keep * seen.astype(jnp.float32)).astype(jnp.int32), self.least)
 
 
-def pyramid(mean: int, layers: int, beta: int) -> tuple[int, ...]:
+def pyramid(mean: int, layers: int, beta: int, group: int = 1) -> tuple[int, ...]:
     """Tokens per layer, falling by equal steps, that sum to layers * mean exactly (largest remainder).
 
-    low = mean // beta, high = 2 mean - low. Source: PyramidKV (2406.02069), which rounds down each layer's step and
-    so overspends by some percent; the shape is the same, the sum is not.
+    low = group mean // beta, high = 2 mean - low; every `group` layers are one step. Sources: PyramidKV (2406.02069)
+    and WindowKV (2503.17922), which round down each step and so overspend; the shape is the same, the sum is not.
 
     >>> pyramid(120, 32, 20)[0], pyramid(120, 32, 20)[-1], sum(pyramid(120, 32, 20)) == 32 * 120
     (234, 6, True)
     """
-    low = mean // beta
-    high = 2 * mean - low
-    exact = [high - (high - low) * i / max(layers - 1, 1) for i in range(layers)]
+    low = mean * group // beta
+    high, steps = 2 * mean - low, max(-(-layers // group) - 1, 1)
+    exact = [high - Fraction((high - low) * (i // group), steps) for i in range(layers)]
+    exact = [x * mean * layers / sum(exact) for x in exact]  # the last group may be smaller
     out = [int(x) for x in exact]
     by_rest = sorted(range(layers), key=lambda i: exact[i] - out[i], reverse=True)
     for i in by_rest[: layers * mean - sum(out)]:
@@ -117,15 +120,19 @@ def pyramid(mean: int, layers: int, beta: int) -> tuple[int, ...]:
 
 @part
 class Pyramid(Budget):
-    """`tokens` on average, more in the lower layers; `window` of them are the observation window of every layer."""
+    """`tokens` on average, more in the lower layers; `window` of them are the observation window of every layer.
+
+    `group` neighbouring layers get the same, but for the last token.
+    """
 
     tokens: int
     window: int
     beta: int = 20
+    group: int = 1
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         # A row shorter than its layer's share keeps everything anyway, so the pyramid never depends on the prompt.
-        return self.window + pyramid(self.tokens - self.window, model.layers, self.beta)[layer]
+        return self.window + pyramid(self.tokens - self.window, model.layers, self.beta, self.group)[layer]
 
     def limit(self, capacity: int, seen: Array) -> Array:
         return jnp.full_like(seen, capacity)

@@ -37,6 +37,11 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
                 f"{config}: relative positions need keys stored un-rotated, and {type(keys).__name__} stores them "
                 "rotated; set rope='after' on the codec or at='pos' on the tier"
             )
+        if tier.at == "rank" and config.select:
+            raise ValueError(
+                f"{config}: relative positions move keys, and {type(config.select).__name__} bounds them where they "
+                "were written; leave out the selector, or use true positions (streaming(relative=False))"
+            )
     _check_pool(config, model)
     _check_budget(config, model)
 

@@ -202,10 +202,15 @@ def generate(
 
 
 @app.command()
-def methods(as_json: Json = False) -> None:
+def methods(
+    as_json: Json = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Which two of them go together.")] = False,
+) -> None:
     """What a --cache can be made of."""
     from jkv.methods import CATALOGUE
 
+    if pairs:
+        return _pairs(as_json)
     if as_json:
         listed = [
             dict(name=r.name, paper=r.paper, axes=r.axes, exactness=r.claim, about=r.about) for r in CATALOGUE.values()
@@ -218,6 +223,25 @@ def methods(as_json: Json = False) -> None:
     for r in CATALOGUE.values():
         table.add_row(r.name, r.paper, ", ".join(r.axes), r.claim, r.about)
     console.show(table)
+
+
+def _pairs(as_json: bool) -> None:
+    """Which methods that score go with which that code or select; why the others are refused."""
+    from jkv import methods, models
+
+    found = methods.pairs(models.read_config(models.TINY))
+    if as_json:
+        print(json.dumps([{"score": a, "with": b, "refused": why} for (a, b), why in found.items()], indent=2))
+        return
+    others = list(dict.fromkeys(b for _, b in found))
+    table = Table(title="jkv methods that go together", row_styles=["", "dim"])
+    for name in ("", *others):
+        table.add_column(name, no_wrap=True, style=None if name else "bold cyan")
+    for a in dict.fromkeys(a for a, _ in found):
+        table.add_row(a, *("no" if found[a, b] else "yes" for b in others))
+    console.show(table)
+    for why in filter(None, found.values()):
+        print(why)
 
 
 @app.command()

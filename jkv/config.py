@@ -41,9 +41,9 @@ class CacheConfig:
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
     every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
-    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: generated
-    tokens are kept on top of the budget; dense_layers: layers that read everything; kernels: "auto", "xla", "tpu" or
-    "gpu"; name: the text it was made from.
+    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of
+    the generated tokens that is kept on top of the budget; dense_layers: layers that read everything; kernels: "auto",
+    "xla", "tpu" or "gpu"; name: the text it was made from.
     """
 
     score: Score = Newest()
@@ -56,7 +56,7 @@ class CacheConfig:
     recent: int = 16
     block: int = 16
     chunk: int = 0
-    append: bool = False
+    append: float = 0.0
     dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
     claim: str = "exact"
@@ -110,6 +110,7 @@ class LayerConfig:
     longest: int
     window: int | None
     append: int
+    grows: float
 
     @property
     def stay(self) -> int:
@@ -150,8 +151,9 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
     select = None if i in config.dense_layers else config.select
-    held = config.budget.capacity(model, i, longest)
-    wanted = held + (new if config.append else 0)
+    held = config.budget.capacity(model, i, longest - new if config.append else longest)
+    older = max(new - config.recent, 0)
+    wanted = held + (new - older + ceil(config.append * older) if config.append else 0)
     window = model.windows[i]
     if window is not None:
         wanted = min(wanted, window)  # older tokens are invisible to every later query
@@ -175,7 +177,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         if size
     )
     return LayerConfig(
-        score=config.score,
+        score=config.score.for_layer(model, i),
         tiers=tiers,
         budget=config.budget,
         floor=config.pooled,
@@ -187,6 +189,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         longest=longest,
         window=window,
         append=capacity - min(held, capacity),
+        grows=config.append,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,10 +18,11 @@ from jkv.tiers import asked, cut, flat, key_logits, over_tiles, tier_dot, tier_m
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
-    from jkv.config import LayerConfig
+    from jkv.config import LayerConfig, TierConfig
     from jkv.rope import Rope
 
 QUERIES, KEYS = 64, 512  # a tile of probabilities
+Step = Callable[[Array, Array, Array, Array], Any]
 
 
 @value
@@ -27,8 +30,8 @@ class Evidence:
     """One layer at a flush: S = all slots of `tiers`, then the window, oldest first.
 
     pos i32[B,H,S] (-1 dead); may_go bool[B,H,S]: slots and newcomers, the rest of the window stays in any case;
-    columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen i32[B];
-    limit i32[B]: tokens that the tiers may hold.
+    columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen, prompt i32[B]: tokens in
+    all, and those that were given; limit i32[B]: tokens that the tiers may hold.
     """
 
     pos: Array
@@ -39,6 +42,7 @@ class Evidence:
     kept: Queries | None
     new: Queries | None
     seen: Array
+    prompt: Array
     limit: Array
     plan: LayerConfig
     rope: Rope = static()
@@ -52,12 +56,17 @@ class Evidence:
     def live(self) -> Array:
         return self.pos >= 0
 
-    def chronological(self) -> Array:
-        """i32[B,H,S]: indices by position, those that may go first, then the rest."""
+    @property
+    def generating(self) -> bool:
+        """Whether this flush ends a block of steps, and not a prompt or a piece of one."""
+        return bool(self.tiers) and self.window.pos.shape[1] == self.plan.room
+
+    def chronological(self, heads: int | None = None) -> Array:
+        """i32[B,H,S]: indices by position, those that may go first, then the rest; H the first `heads`, or all."""
+        pos, goes = self.pos[:, :heads], (self.may_go & self.live)[:, :heads]
         if not self.slots:
-            return jnp.broadcast_to(jnp.arange(self.pos.shape[2]), self.pos.shape)
-        late = jnp.iinfo(jnp.int32).max
-        return jnp.argsort(jnp.where(self.may_go & self.live, self.pos, late), axis=-1, stable=True)
+            return jnp.broadcast_to(jnp.arange(pos.shape[2]), pos.shape)
+        return jnp.argsort(jnp.where(goes, pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
 
     def dot(self, x: Array, of: str = "k") -> Array:
         """f32[B,H,N,S]: inner products of x f[B,H,N,D] with every key (rotated) or value."""
@@ -77,58 +86,84 @@ class Evidence:
         exact = jnp.where((self.window.pos >= 0)[:, None, :, None], exact.astype(jnp.float32), 0)
         return out + jnp.einsum("bhns,bhsd->bhnd", w[..., start:], exact)
 
-    def fold(self, step: Callable[[Array, Array, Array, Array], Array], queries: Queries) -> Array:
-        """Sum over query tiles of step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) f32[B,H,s].
+    def fold(self, step: Step, queries: Queries, join: Callable[[Any, Any], Any] = jnp.add) -> Any:
+        """What every key gets: step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) of query tiles.
 
         p = exp(q . k * scale - lse) with the saved log-sum-exp: the probability that attention really used. A dead
-        query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once.
+        query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once. A step
+        gives f32[B,H,s], or several of them; join(older, newer) puts tiles of queries together, and 0 changes nothing.
         """
-        parts = [
-            self._fold_tier(step, queries, tier, config)
+        b, h, g = queries.q.shape[:3]
+        one = (b, h, g, 1, 1), (b, 1), (b, h, 1), (1,)
+        types = jnp.float32, jnp.int32, jnp.int32, jnp.int32
+        form = jax.eval_shape(step, *(jax.ShapeDtypeStruct(s, t) for s, t in zip(one, types, strict=True)))
+        parts = []
+        for read, total, tile in self._parts(queries):
+
+            def keys(start: Array, fresh: Array, out: Any, read: Any = read) -> Any:
+                def some(q: Array, q_pos: Array, lse: Array) -> Any:
+                    return step(*read(start, fresh.shape[0], q, q_pos, lse))
+
+                new = _over_queries(some, queries, join)
+                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 2), out, new)
+
+            empty = jax.tree.map(lambda x, total=total: jnp.zeros((b, h, total), x.dtype), form)
+            parts.append(over_tiles(keys, empty, total, tile))
+        return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
+
+    def over_keys(self, step: Step, queries: Queries) -> Array:
+        """f32[B,H,G,N]: what every query gets: sums over all keys of step f32[B,H,G,n]; its arguments as in `fold`."""
+
+        def some(q: Array, q_pos: Array, lse: Array) -> Array:
+            out = jnp.zeros(lse.shape, jnp.float32)
+            for read, total, tile in self._parts(queries):
+
+                def keys(start: Array, fresh: Array, out: Array, read: Any = read) -> Array:
+                    p, *where = read(start, fresh.shape[0], q, q_pos, lse)
+                    return out + step(jnp.where(fresh[None, None, None, None], p, 0), *where)
+
+                out = over_tiles(keys, out, total, tile)
+            return out
+
+        n = queries.pos.shape[1]
+        if n <= QUERIES:
+            return some(queries.q, queries.pos, queries.lse)
+        starts = jnp.asarray([min(i, n - QUERIES) for i in range(0, n, QUERIES)])
+
+        def body(i: Array, out: Array) -> Array:
+            cut = _tile_of(queries, starts[i])
+            return jax.lax.dynamic_update_slice_in_dim(out, some(cut.q, cut.pos, cut.lse), starts[i], 3)
+
+        return jax.lax.fori_loop(0, len(starts), body, jnp.zeros(queries.lse.shape, jnp.float32))
+
+    def _parts(self, queries: Queries) -> list[tuple[Callable[..., tuple[Array, ...]], int, int]]:
+        """Of every tier and the window: how a tile of it is read, its keys, and how many at a time."""
+        out = [
+            (
+                partial(self._tier_tile, tier, config),
+                config.capacity,
+                tile_size(True, config.capacity, QUERIES, config.unit),
+            )
             for tier, config in zip(self.tiers, self.plan.tiers, strict=False)
         ]
-        k, pos = self.window.k, self.pos[:, :, self.slots :]
-        parts.append(self._sweep(step, queries, k.shape[2], lambda s, n: (_cut(k, s, n), _cut(pos, s, n))))
-        return jnp.concatenate(parts, -1)
+        total = self.window.pos.shape[1]
+        return [*out, (self._window_tile, total, min(KEYS, total))]
 
-    def _fold_tier(self, step: Any, queries: Queries, tier: Tier, config: Any) -> Array:
+    def _tier_tile(
+        self, tier: Tier, config: TierConfig, start: Array, n: int, q: Array, q_pos: Array, lse: Array
+    ) -> tuple[Array, ...]:
         at, c = tier.pos if tier.at is None else tier.at, config.capacity
-        b, h = queries.q.shape[:2]
-        held = tier.seen_by(h)
+        places, slots, whose = jax.tree.map(lambda x: _cut(x, start, n), (at, tier.pos, tier.head))
+        code, rows = cut(tier.k, start, n, c), asked(flat(q), tier)
+        ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
+        logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
+        logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
+        return *_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n)
 
-        def keys(start: Array, fresh: Array, out: Array) -> Array:
-            n = fresh.shape[0]
-            code, places, pos = cut(tier.k, start, n, c), _cut(at, start, n), _cut(held, start, n)
-
-            def one(q: Array, q_pos: Array, lse: Array) -> Array:
-                rows = asked(flat(q), tier)
-                ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
-                logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
-                logits = logits.reshape(*q.shape[:4], n)
-                return step(*_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n))
-
-            return jax.lax.dynamic_update_slice_in_dim(out, _over_queries(one, queries), start, 2)
-
-        tile = tile_size(True, c, QUERIES, config.unit)
-        return over_tiles(keys, jnp.zeros((b, h, c), jnp.float32), c, tile)
-
-    def _sweep(self, step: Any, queries: Queries, total: int, read: Any) -> Array:
-        tile = min(KEYS, total)
-
-        def keys(start: Array) -> Array:
-            k, pos = read(start, tile)
-
-            def one(q: Array, q_pos: Array, lse: Array) -> Array:
-                logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * self.scale
-                return step(*_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(tile))
-
-            return _over_queries(one, queries)
-
-        if tile == total:
-            return keys(jnp.int32(0))
-        starts = [min(i * tile, total - tile) for i in range(-(-total // tile))]
-        out = jax.lax.map(keys, jnp.asarray(starts))
-        return jnp.concatenate([out[i, :, :, i * tile - s :] for i, s in enumerate(starts)], -1)
+    def _window_tile(self, start: Array, n: int, q: Array, q_pos: Array, lse: Array) -> tuple[Array, ...]:
+        k, pos = _cut(self.window.k, start, n), _cut(self.pos, self.slots + start, n)
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * self.scale
+        return *_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n)
 
 
 def _cut(x: Array, start: Array, n: int) -> Array:
@@ -141,23 +176,32 @@ def _probabilities(logits: Array, lse: Array, q_pos: Array, pos: Array, window: 
     return p, q_pos, pos
 
 
-def _over_queries(one: Callable[[Array, Array, Array], Array], queries: Queries) -> Array:
-    """Sum of `one` over tiles of queries, oldest first."""
+def _tile_of(queries: Queries, start: Array) -> Queries:
+    """QUERIES queries from `start`."""
+    return Queries(
+        q=jax.lax.dynamic_slice_in_dim(queries.q, start, QUERIES, 3),
+        pos=jax.lax.dynamic_slice_in_dim(queries.pos, start, QUERIES, 1),
+        lse=jax.lax.dynamic_slice_in_dim(queries.lse, start, QUERIES, 3),
+    )
+
+
+def _over_queries(one: Callable[[Array, Array, Array], Any], queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
+    """`one` of tiles of queries, oldest first, put together by `join`."""
     n = queries.pos.shape[1]
-    pad = -n % QUERIES if n > QUERIES else 0
-    q = jnp.pad(queries.q, ((0, 0),) * 3 + ((pad, 0), (0, 0)))
-    pos = jnp.pad(queries.pos, ((0, 0), (pad, 0)), constant_values=-1)
-    lse = jnp.pad(queries.lse, ((0, 0),) * 3 + ((pad, 0),))
     if n <= QUERIES:
-        return one(q, pos, lse)
+        return one(queries.q, queries.pos, queries.lse)
+    pad = -n % QUERIES
+    padded = Queries(
+        q=jnp.pad(queries.q, ((0, 0),) * 3 + ((pad, 0), (0, 0))),
+        pos=jnp.pad(queries.pos, ((0, 0), (pad, 0)), constant_values=-1),
+        lse=jnp.pad(queries.lse, ((0, 0),) * 3 + ((pad, 0),)),
+    )
 
-    def body(i: Array, out: Array) -> Array:
-        start = i * QUERIES
-        return out + one(
-            jax.lax.dynamic_slice_in_dim(q, start, QUERIES, 3),
-            jax.lax.dynamic_slice_in_dim(pos, start, QUERIES, 1),
-            jax.lax.dynamic_slice_in_dim(lse, start, QUERIES, 3),
-        )
+    def body(i: Array, out: Any) -> Any:
+        tile = _tile_of(padded, i * QUERIES)
+        return join(out, one(tile.q, tile.pos, tile.lse))
 
-    shape = jax.eval_shape(one, q[:, :, :, :QUERIES], pos[:, :QUERIES], lse[:, :, :, :QUERIES])
-    return jax.lax.fori_loop(0, (n + pad) // QUERIES, body, jnp.zeros(shape.shape, shape.dtype))
+    first = _tile_of(padded, jnp.int32(0))
+    form = jax.eval_shape(one, first.q, first.pos, first.lse)
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
+    return jax.lax.fori_loop(0, (n + pad) // QUERIES, body, zero)

@@ -68,7 +68,7 @@ def flush(
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, seen, generated)
-    ev = _evidence(layer, packed, leaving, queries, seen, limit, plan, rope, model, fresh)
+    ev = _evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
     ev = replace(ev, columns=plan.score.observe(ev))
     tiers = layer.tiers
     if tiers and most:
@@ -92,13 +92,15 @@ def _gather(window: Window, order: Array) -> Window:
 def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
     """i32[B]: tokens that all tiers together may hold."""
     if plan.append:
-        most = plan.budget.limit(plan.capacity - plan.append, seen - generated) + generated
+        older = jnp.maximum(generated - plan.recent, 0)
+        more = generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
+        most = plan.budget.limit(plan.capacity - plan.append, seen - generated) + more
     else:
         most = plan.budget.limit(plan.capacity, seen)
     return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
 
 
-def _evidence(layer, packed, leaving, queries, seen, limit, plan, rope, model, fresh) -> Evidence:
+def _evidence(layer, packed, leaving, queries, seen, prompt, limit, plan, rope, model, fresh) -> Evidence:
     b, h, w, _ = packed.k.shape
     tiers = () if fresh else layer.tiers
     own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]
@@ -114,6 +116,7 @@ def _evidence(layer, packed, leaving, queries, seen, limit, plan, rope, model, f
         kept=queries[0],
         new=queries[1],
         seen=seen,
+        prompt=prompt,
         limit=limit,
         plan=plan,
         rope=rope,

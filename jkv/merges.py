@@ -53,6 +53,31 @@ class Runs(Merge):
         return {**ev.columns, "similar": unsorted(order, jnp.take_along_axis(similar, first, -1))}
 
 
+@part
+class Nearest(Merge):
+    """What a prompt loses goes into the kept token nearest in position, the older of two: each becomes the mean of all.
+
+    Nothing is merged while generating. Rotated keys are mixed as they are. Source: Elastic Cache (2407.18121).
+    """
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        if ev.generating:
+            return jnp.full(ev.pos.shape, -1, jnp.int32)
+        order = ev.chronological()
+        pos, takes = (jnp.take_along_axis(x, order, -1) for x in (ev.pos, kept & ev.may_go))
+        index, n = jnp.broadcast_to(jnp.arange(pos.shape[-1]), pos.shape), pos.shape[-1]
+        before = jax.lax.cummax(jnp.where(takes, index, -1), axis=2)
+        after = jax.lax.cummin(jnp.where(takes, index, n), axis=2, reverse=True)
+        at = lambda i: jnp.take_along_axis(pos, jnp.clip(i, 0, n - 1), -1)  # noqa: E731
+        older = (before >= 0) & ((after == n) | (pos - at(before) <= at(after) - pos))
+        best = jnp.where(older, before, after)
+        target = jnp.take_along_axis(order, jnp.clip(best, 0, n - 1), -1)
+        return unsorted(order, jnp.where((best >= 0) & (best < n), target, -1))
+
+    def weigh(self, distance: Array, run: Array) -> Array:
+        return jnp.ones_like(distance)
+
+
 def shares(merge: Merge, survivor: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
     """What survivors become, for one row and head: (index i32[m], `none` where there is none, k, v f32[m,D]).
 

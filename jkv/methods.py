@@ -5,76 +5,24 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jkv.budgets import All, Bytes, Keep, Pyramid, Tokens, read_bytes
+from jkv.budgets import All, Pyramid
+from jkv.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, Axes, Row, row, size
+from jkv.checks import check
 from jkv.codecs import Affine, Dense, Separable
 from jkv.config import CacheConfig, TierSpec
 from jkv.merges import Runs
-from jkv.protocols import Budget, Score
+from jkv.protocols import Score
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
 from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
+from jkv.scores.wrappers import AcrossHeads
 from jkv.selectors.quest import PageBound
 
-Axes = dict[str, Any]  # field of CacheConfig -> value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One method of the catalogue: `make(**arguments)` gives the axes that it fills."""
-
-    name: str
-    paper: str
-    claim: str
-    make: Callable[..., Axes]
-
-    @property
-    def about(self) -> str:
-        return (inspect.getdoc(self.make) or "").split("\n")[0]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that its defaults fill."""
-        needed = {n: 64 for n in ("budget",) if n in inspect.signature(self.make).parameters}
-        return tuple(k for k in self.make(**needed) if k in AXES)
-
-
-AXES = ("score", "codec", "tiers", "budget", "pooled", "merge", "select", "recent", "block", "append")
-OWNED = ("score", "budget", "pooled", "codec", "tiers", "merge", "select")  # which one method of a composition fills
-SCHEDULE = ("recent", "block")  # arguments that every method takes
-CATALOGUE: dict[str, Row] = {}
-
-
-def row(paper: str, claim: str) -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
-    def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
-        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, claim=claim, make=make)
-        return make
-
-    return add
-
-
-def size(budget: int | None, keep: float | None, bytes: Any) -> Budget:
-    """The budget that a method was given, in exactly one of its three forms."""
-    given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
-    if len(given) != 1:
-        raise ValueError(
-            "give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); "
-            f"got {given or 'none'}"
-        )
-    if bytes is not None:
-        return Bytes(bytes=read_bytes(bytes))
-    if budget is not None:
-        if not isinstance(budget, int) or budget < 1:
-            raise ValueError(f"budget={budget}: a number of tokens, 1 or more, that are kept")
-        return Tokens(tokens=budget)
-    assert keep is not None
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
-    return Keep(keep=float(keep))
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
 
 
 @row("-", "exact")
@@ -125,7 +73,7 @@ def snapkv(
 @row("2401.06104", "prefill exact; while generating, the last query of each block decides")
 def tova(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """TOVA: attention from the last query, one set of tokens for all heads."""
-    return dict(score=WindowMass(queries=1, all_heads=True), budget=size(budget, keep, bytes), recent=0)
+    return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size(budget, keep, bytes), recent=0)
 
 
 @row("2504.15364", "exact for its block form, with chunk = block")
@@ -254,7 +202,10 @@ def pooled(*, floor: float = 0.2) -> Axes:
 @row("-", "changes nothing but the budget")
 def append() -> Axes:
     """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
-    return dict(append=True)
+    return dict(append=1.0)
+
+
+from jkv import evictions  # noqa: E402, F401 - more rows, listed after these
 
 
 def parse(text: str) -> CacheConfig:
@@ -273,13 +224,13 @@ def parse(text: str) -> CacheConfig:
         name, arguments = _read(stage.strip(), text)
         entry = CATALOGUE[name]
         own = inspect.signature(entry.make).parameters
-        schedule = {k: v for k, v in arguments.items() if k in SCHEDULE and k not in own}
+        schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in own}
         try:
             filled = entry.make(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
         for axis, value in filled.items():
-            if axis in owner and axis in OWNED and name != "full":
+            if axis in owner and axis not in ARGUMENTS and name != "full":
                 if owner[axis] != "full":
                     raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
             owner[axis] = name
@@ -310,7 +261,7 @@ def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
-    known = [*inspect.signature(entry.make).parameters, *SCHEDULE]
+    known = [*inspect.signature(entry.make).parameters, *ARGUMENTS]
     for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -319,11 +270,23 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
     return f"{entry.name}: {fallback}"
 
 
+def pairs(model: ModelConfig, budget: int = 256) -> dict[tuple[str, str], str]:
+    """Every method that scores tokens with every one that codes or selects them: why it is refused, or ""."""
+    out = {}
+    for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
+        takes = "budget" in inspect.signature(first.make).parameters
+        text = f"{first.name}(budget={budget})" if takes else first.name
+        for second in (r for r in CATALOGUE.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
+            try:
+                check(parse(f"{text} | {second.name}"), model)
+                out[first.name, second.name] = ""
+            except ValueError as error:
+                out[first.name, second.name] = str(error)
+    return out
+
+
 def config(what: str | CacheConfig | Score | None) -> CacheConfig:
     """A CacheConfig from text, from a CacheConfig, or from nothing: the full cache."""
     if what is None:
         return parse("full")
     return parse(what) if isinstance(what, str) else what  # type: ignore[return-value]
-
-
-assert set(AXES) <= {f.name for f in fields(CacheConfig)}

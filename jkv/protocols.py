@@ -47,6 +47,10 @@ class Score:
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
 
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        """This score in one layer of a model."""
+        return self
+
     def birth(self, k: Array, v: Array) -> Columns:
         """Columns of new tokens from their keys and values [B,H,T,D]."""
         return {}

@@ -60,6 +60,7 @@ class Case:
     pooled: bool = False
     reads_all: bool = True
     merges: bool = False
+    grows: float = 0.0  # of the generated tokens, kept on top
 
     @property
     def tight(self) -> str:
@@ -111,6 +112,18 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=16),
     ),
     "kvmerger": (Case("kvmerger(budget={b})", columns=2, queries=16, merges=True),),
+    "a2sf": (Case("a2sf(budget={b})", columns=1, queries=16),),
+    "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=48),),
+    "lacache": (Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),),
+    "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
+    "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
+    "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=24, uniform=True),),
+    "windowkv": (Case("windowkv(budget={b}, window=8, group=1, beta=20)", recent=8, queries=24, uniform=True),),
+    "rpc": (Case("rpc(window={p}, period=16)", recent=3, queries=19, uniform=True, budget=False, grows=0.25),),
+    "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=18, uniform=True),),
+    "elasticcache": (
+        Case("elasticcache(budget={b}, newest=20)", recent=1, columns=1, queries=16, uniform=True, merges=True),
+    ),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

@@ -115,6 +115,14 @@ def test_methods_are_the_catalogue():
     assert all(name in table for name in jkv.CATALOGUE) and "2404.14469" in table
 
 
+def test_methods_that_go_together_are_told_apart_from_those_that_do_not():
+    told = {(r["score"], r["with"]): r["refused"] for r in json.loads(call("methods", "--pairs", "--json").stdout)}
+    assert told["snapkv", "int8"] == "" and "its own codecs" in told["treekv", "int8"]
+    lines = call("methods", "--pairs").stdout.splitlines()
+    assert any("treekv" in x and "no" in x for x in lines) and any("snapkv" in x and "yes" in x for x in lines)
+    assert told["treekv", "int8"] in lines
+
+
 def test_inspect_tells_tokens_and_bytes(tiny, tmp_path):
     result = call("inspect", "--cache", CACHE, "--prompt", TEXT, "--plot", tmp_path / "kept.png")
     assert result.exit_code == 0, result.output

@@ -49,7 +49,9 @@ def replayed(text: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in ALL if c.budget and not (c.ranked or c.merges or (c.slot.lossy and c.unit > 1))], ids=str
+    "case",
+    [c for c in ALL if (c.budget or c.grows) and not (c.ranked or c.merges or (c.slot.lossy and c.unit > 1))],
+    ids=str,
 )
 def test_attention_is_over_the_tokens_that_are_held(case: Case):
     for got, expected in zip(rig.shared(case.tight).logits, replayed(case.tight), strict=True):
@@ -189,9 +191,11 @@ def predicted(case: Case, longest: int) -> int:
     total = 0
     for layer in range(L):
         capacity = longest
+        if case.grows:
+            capacity = longest - STEPS + case.recent + ceil(case.grows * (STEPS - case.recent))
         if case.budget:
             capacity = BUDGET + (STEPS if "append" in case.text else 0)
-        if "pyramid" in case.text:
+        if "beta" in case.text or "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)
         slots = ceil((capacity - case.recent) / case.unit) * case.unit
@@ -316,7 +320,7 @@ def test_a_cache_is_a_value(text: str):
 def test_the_budget_is_what_is_kept(case: Case):
     caches = rig.shared(case.tight).caches
     budget = np.full((L, 1, 1), BUDGET)
-    if "pyramid" in case.text:
+    if "beta" in case.text or "pyramid" in case.text:
         budget[:, 0, 0] = np.array(pyramid(BUDGET - case.recent, L, 20)) + case.recent
         assert budget.mean() == BUDGET
     flushes = {0, *rig.flushed(caches)}
@@ -332,3 +336,14 @@ def test_the_budget_is_what_is_kept(case: Case):
         assert (kept <= np.minimum(bound, fed)).all(), i
         if at_flush and case.unit == 1 and not more:
             assert (kept == np.minimum(bound, fed)).all(), i
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.grows], ids=str)
+def test_a_budget_that_grows_keeps_the_prompt_and_a_share_of_the_rest(case: Case):
+    caches = rig.shared(case.tight).caches
+    for i in rig.flushed(caches):
+        older = max(i - 1 - case.recent, 0)
+        want = np.array(LENGTHS) + i - ceil((1 - case.grows) * older)
+        np.testing.assert_array_equal(caches[i].kept(), np.tile(want[:, None], (L, 1, H)))
+        for row, n in enumerate(LENGTHS):
+            assert np.logical_or(*rig.held(caches[i], 0))[row, :, :n].all()

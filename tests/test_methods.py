@@ -1,8 +1,19 @@
-"""Compositions by text: they round-trip, and what cannot be is refused by name."""
+"""Compositions by text: they round-trip, any two that may go together do, and what cannot be is refused by name."""
 
+import inspect
+
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jkv.methods import CATALOGUE, parse
+from jkv import loop, models
+from jkv.cache import empty_layer
+from jkv.checks import check
+from jkv.flush import flush
+from jkv.methods import CATALOGUE, pairs, parse
+
+MODEL = models.read_config(models.TINY)
+PAIRS = pairs(MODEL)
 
 
 @pytest.mark.parametrize("name", sorted(CATALOGUE))
@@ -25,6 +36,13 @@ def test_text_round_trips(text):
     assert parse(str(parse(text))) == parse(text)
 
 
+def test_every_method_takes_the_schedule_and_the_kernels():
+    config = parse("int8(chunk=512, kernels='xla', recent=7)")
+    assert (config.chunk, config.kernels, config.recent) == (512, "xla", 7)
+    with pytest.raises(ValueError, match="one of auto, xla, tpu, gpu"):
+        check(parse("int8(kernels='xpu')"), MODEL)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -41,9 +59,46 @@ def test_text_round_trips(text):
         ("snapkv(budget='9')", "budget=9"),
         ("snapkv(budget=512) | h2o(budget=512)", "snapkv and h2o both fill the axis 'score'"),
         ("int8 | int4", "int8 and int4 both fill the axis 'codec'"),
+        ("rpc | append", "rpc and append both fill the axis 'append'"),
+        ("a2sf(budget=64, decay=1)", "below 1"),
+        ("lazyeviction(budget=64, window=64)", "must exceed its window of 64 tokens"),
+        ("kvcrush(budget=64, share=2)", "from 0 to 1"),
+        ("treekv(budget=64, share=0)", "above 0"),
+        ("windowkv(budget=64, task='x')", "'qa' looks for a place"),
+        ("rpc(share=1)", "below 1"),
+        ("critic(attention=0, entropy=0, gradient=0)", "one above 0"),
+        ("critic(keep=0)", "above 0"),
         ("__import__('os').system('id')", "cannot read"),
     ],
 )
 def test_text_that_cannot_be(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text)
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS))
+def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
+    budget = "(budget=256)" if "budget" in inspect.signature(CATALOGUE[name].make).parameters else ""
+    admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
+    for other in admitted:
+        plan = loop.resolve(parse(f"{name}{budget} | {other}"), MODEL, 400, 40)[1]
+        layer = jax.eval_shape(lambda plan=plan: empty_layer(plan, 1, MODEL, jnp.float32))
+
+        def flushed(layer, seen, generated, plan=plan):
+            n, queries = plan.needs.queries, layer.queries
+            kept = queries.newest(n) if n else None
+            new = queries.cut(n, plan.queries) if plan.needs.new else None
+            return flush(layer, layer.recent, (kept, new), seen, generated, plan, MODEL.ropes[1], MODEL)
+
+        number = jax.ShapeDtypeStruct((1,), jnp.int32)
+        after = jax.eval_shape(flushed, layer, number, number)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), layer)
+
+
+def test_what_does_not_go_together_says_why():
+    refused = {pair: why for pair, why in PAIRS.items() if why}
+    assert {b for a, b in refused if a == "lacache"} == {"kivi", "int8", "int4", "quest"}
+    assert "every tier of this method has its own codecs" in refused["treekv", "int8"]
+    assert "relative positions move keys" in refused["streaming", "quest"]
+    assert "kivi" not in {b for a, b in refused if a == "snapkv"} and len(refused) < len(PAIRS) / 5
+    check(parse("streaming(budget=256, relative=False) | quest"), MODEL)  # the way out

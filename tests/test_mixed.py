@@ -58,7 +58,7 @@ def evidence(k, text: str, limit: int, mass=None) -> Evidence:
     everyone = jnp.ones((1, 1, n), bool)
     return Evidence(
         pos=pos[:, None], may_go=everyone, columns=columns, window=window, tiers=(), kept=None, new=new,
-        seen=jnp.array([n]), limit=jnp.array([limit]), plan=plan, rope=MODEL.ropes[0], scale=1.0,
+        seen=jnp.array([n]), prompt=jnp.array([n]), limit=jnp.array([limit]), plan=plan, rope=MODEL.ropes[0], scale=1.0,
     )  # fmt: skip
 
 

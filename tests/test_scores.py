@@ -16,6 +16,7 @@ from jkv.rope import Rope
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
 from jkv.scores.position import Newest, Pool, Protect
+from jkv.scores.wrappers import AcrossHeads
 from jkv.selectors.quest import PageBound
 
 PLAIN = Rope(inv_freq=(0.0,), longest=512)  # turns nothing
@@ -42,8 +43,9 @@ def evidence(k, v=None, q=None, score=None, rope=PLAIN, lse=0.0, q_pos=None, sta
         kept=asked,
         new=asked,
         seen=jnp.full(1, s, jnp.int32),
+        prompt=jnp.full(1, s, jnp.int32),
         limit=jnp.full(1, s, jnp.int32),
-        plan=SimpleNamespace(tiers=(), window=None),  # type: ignore[arg-type]
+        plan=SimpleNamespace(tiers=(), window=None, block=16, recent=0, unit=1),  # type: ignore[arg-type]
         rope=rope,
         scale=1.0,
     )
@@ -70,7 +72,7 @@ def test_accumulated_attention_sums_over_the_group_and_window_mass_averages():
 
 def test_the_last_query_decides():
     ev = evidence(np.eye(4), q=attending([[0.1, 0.2, 0.3, 0.4]]))
-    np.testing.assert_allclose(WindowMass(queries=1, all_heads=True).rank(ev)[0, 0], [0.1, 0.2, 0.3, 0.4], atol=1e-6)
+    np.testing.assert_allclose(AcrossHeads(score=WindowMass(queries=1)).rank(ev)[0, 0], [0.1, 0.2, 0.3, 0.4], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind, share", [("avg", 1 / 5), ("max", 1)])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil, log
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.attend import visible
 from jkv.protocols import Columns, Needs, Score
 from jkv.tree import part
 
@@ -24,41 +28,151 @@ def mass(ev: Evidence, queries: object, group: str) -> Array:
 class WindowMass(Score):
     """Attention from the last `queries` queries: s_j = sum_i p[i,j], averaged over G.
 
-    all_heads: averaged over the kv heads too, one set of tokens for all. Sources: SnapKV (2404.14469), TOVA
-    (2401.06104: one query, all heads).
+    Sources: SnapKV (2404.14469), TOVA (2401.06104: one query).
     """
 
     queries: int = 32
-    all_heads: bool = False
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         return Needs(queries=self.queries)
 
-    @property
-    def uniform(self) -> bool:  # type: ignore[override]
-        return self.all_heads
-
     def rank(self, ev: Evidence) -> Array:
-        got = mass(ev, ev.kept, "mean")
-        return got.mean(1, keepdims=True) if self.all_heads else got
+        return mass(ev, ev.kept, "mean")
 
 
 @part
 class Accumulated(Score):
-    """All attention received since birth: acc_j += sum over new queries and G of p[i,j], in float32.
+    """All attention received since birth: acc_j <- decay acc_j + sum over G of p[i,j], query by query, in float32.
 
-    Exact for every token that is still there: the saved log-sum-exp is of the softmax that was really used. Source:
-    H2O (2306.14048).
+    Exact for every token that is still there: the saved log-sum-exp is of the softmax that was really used, and n
+    queries at once are decay^n acc_j + sum_i decay^(n-1-i) p[i,j]. With decay < 1, queries whose weight is below 1e-7
+    are left out. Sources: H2O (2306.14048), A2SF (2407.20485).
     """
 
-    needs = Needs(new=True, whole_prompt=True)
+    decay: float = 1.0
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(new=True, whole_prompt=self.decay == 1)
 
     def birth(self, k: Array, v: Array) -> Columns:
         return {"mass": jnp.zeros(k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
-        return {**ev.columns, "mass": ev.columns["mass"] + mass(ev, ev.new, "sum")}
+        assert ev.new is not None
+        old, queries = ev.columns["mass"], ev.new
+        if self.decay < 1:
+            count = (queries.pos >= 0).sum(1).astype(jnp.float32)
+            old = old * jnp.power(self.decay, count)[:, None, None]
+            horizon = ceil(log(1e-7) / log(self.decay)) if self.decay else 1
+            queries = queries.newest(max(horizon, ev.plan.block))  # in a block rows may pause
+        age = (ev.seen[:, None] - 1 - queries.pos).astype(jnp.float32)
+        weight = jnp.power(self.decay, age)
+        queries = replace(queries, lse=queries.lse - jnp.log(weight)[:, None, None])
+        return {**ev.columns, "mass": old + mass(ev, queries, "sum")}
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns["mass"]
+
+
+@part
+class Persistence(Score):
+    """Tokens that the last `queries` queries seldom treat worse than the others.
+
+    rank_j = -(number of queries with mean over G of p[i,j] < 1 / n_i), n_i the tokens that query i sees and that are
+    still there. Source: Scissorhands (2305.17118); that heads of a group are averaged first, and that older queries
+    are held against today's occupancy, is a reconstruction.
+    """
+
+    queries: int = 400
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        window = ev.plan.window
+
+        def low(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
+            return (see & (p.mean(2) < 1)).astype(jnp.float32).sum(2)
+
+        seen = visible(ev.kept.pos, ev.pos, window).sum(-1)
+        times = jnp.log(jnp.maximum(seen, 1).astype(jnp.float32))  # p becomes n p: how many times the uniform share
+        return -ev.fold(low, replace(ev.kept, lse=ev.kept.lse - times[:, :, None]))
+
+
+@part
+class Recurrence(Score):
+    """Tokens that come back: attended to again after an interval no longer than their longest one so far.
+
+    A token is active at step n if max over G of p >= threshold; then interval = max(interval, n - last), last = n.
+    rank = 2 s(-1 - (n - last) / (interval + 1e-5)) + [interval > 0] 2 s(1 - interval), s the logistic function. Of a
+    prompt, the last `block` queries are such steps. Source: LazyEviction (2506.15969), which tracks query heads one by
+    one and no prompt; here a kv head's queries share their tokens.
+    """
+
+    threshold: float = 1e-4
+
+    needs = Needs(new=True)
+
+    def birth(self, k: Array, v: Array) -> Columns:
+        zero = jnp.zeros(k.shape[:3], jnp.float32)
+        return {"last": zero, "interval": zero}
+
+    def observe(self, ev: Evidence) -> Columns:
+        assert ev.new is not None
+
+        def step(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, Array, Array]:
+            active = p.max(2) >= self.threshold
+            time = jnp.where(active, (q_pos + 1).astype(jnp.float32)[:, None, :, None], 0)
+            before = jax.lax.cummax(time, axis=2)[:, :, :-1]
+            before = jnp.concatenate([jnp.zeros_like(time[:, :, :1]), before], 2)
+            gap = jnp.where(active & (before > 0), time - before, 0).max(2)
+            first = jnp.where(active, time, jnp.inf).min(2)
+            return jnp.where(active.any(2), first, 0), time.max(2), gap
+
+        def join(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+            between = jnp.where((a[1] > 0) & (b[0] > 0), b[0] - a[1], 0)
+            gap = jnp.maximum(jnp.maximum(a[2], b[2]), between)
+            return jnp.where(a[0] > 0, a[0], b[0]), jnp.maximum(a[1], b[1]), gap
+
+        first, last, gap = ev.fold(step, ev.new.newest(ev.plan.block), join)
+        old, interval = (jnp.where(ev.live, ev.columns[name], 0) for name in ("last", "interval"))
+        old = jnp.maximum(old, ev.pos.astype(jnp.float32))  # a token's own query is step pos + 1
+        gap = jnp.maximum(gap, jnp.where(first > 0, first - old, 0))
+        return {**ev.columns, "last": jnp.maximum(old, last), "interval": jnp.maximum(interval, gap)}
+
+    def rank(self, ev: Evidence) -> Array:
+        interval = ev.columns["interval"]
+        idle = ev.seen.astype(jnp.float32)[:, None, None] - ev.columns["last"]
+        often = jnp.where(interval > 0, 2 * jax.nn.sigmoid(1 - interval), 0)
+        return 2 * jax.nn.sigmoid(-1 - idle / (interval + 1e-5)) + often
+
+
+@part
+class PathMass(Score):
+    """Attention from the last `queries` queries to generated tokens alone, those that stay in any case left out.
+
+    s_j = sum_i softmax_j(q_i . k_j scale) over these tokens, averaged over G; a prompt's tokens get 0. Source: RPC
+    (2505.13866).
+    """
+
+    queries: int = 32
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        first, last = ev.prompt[:, None, None], (ev.seen - ev.plan.recent)[:, None, None]
+
+        def of_path(p: Array, pos: Array) -> Array:
+            return jnp.where(((pos >= first) & (pos < last))[:, :, None, None], p, 0)
+
+        total = ev.over_keys(lambda p, q_pos, pos, index: of_path(p, pos).sum(-1), ev.kept)
+        asked = replace(ev.kept, lse=ev.kept.lse + jnp.log(jnp.maximum(total, 1e-30)))
+        return ev.fold(lambda p, q_pos, pos, index: of_path(p, pos).mean(2).sum(2), asked)

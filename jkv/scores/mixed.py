@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.cache import Queries
 from jkv.protocols import Columns, Needs, Score
-from jkv.scores.attention import Accumulated, mass
+from jkv.scores.attention import mass
 from jkv.scores.keys import norms
 from jkv.scores.position import Wrapper
 from jkv.tree import part
@@ -159,7 +159,7 @@ class Pivots(Score):
     sinks: int = 4
     threshold: float | None = None
 
-    needs = Accumulated.needs
+    needs = Needs(new=True, whole_prompt=True)
 
     def birth(self, k: Array, v: Array) -> Columns:
         return {"mass": jnp.zeros(k.shape[:3], jnp.float32), "similar": jnp.full(k.shape[:3], -2, jnp.float32)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -12,6 +14,7 @@ from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
+    from jkv.models import ModelConfig
 
 
 @part
@@ -22,6 +25,20 @@ class Newest(Score):
 
     def rank(self, ev: Evidence) -> Array:
         return ev.pos[:, :1].astype(jnp.float32)
+
+
+@part
+class Oldest(Score):
+    """The oldest stay, and the newest `newest` of those that are there: rank = -position."""
+
+    newest: int = 25
+
+    uniform = True
+
+    def rank(self, ev: Evidence) -> Array:
+        pos = ev.pos[:, :1]
+        first = jax.lax.top_k(pos, min(self.newest, pos.shape[-1]))[0][..., -1:]
+        return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
 
 
 @part
@@ -38,6 +55,9 @@ class Wrapper(Score):
     def uniform(self) -> bool:  # type: ignore[override]
         return self.score.uniform
 
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        return replace(self, score=self.score.for_layer(model, layer))
+
     def birth(self, k: Array, v: Array) -> Columns:
         return self.score.birth(k, v)
 
@@ -49,12 +69,13 @@ class Wrapper(Score):
 class Protect(Wrapper):
     """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
 
-    The newest are `newest` tokens, and a `share` of what the row may hold.
+    The newest are `newest` tokens, and a `share` of what the row may hold; `prompt`: nor are a prompt's tokens.
     """
 
     sinks: int = 0
     newest: int = 0
     share: float = 0.0
+    prompt: bool = False
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
@@ -62,7 +83,8 @@ class Protect(Wrapper):
         first = ev.seen - self.newest
         if self.share:
             first = first - jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
-        safe = (pos < self.sinks) | (pos >= first[:, None, None])
+        old = jnp.maximum(ev.prompt, self.sinks) if self.prompt else jnp.full_like(ev.prompt, self.sinks)
+        safe = (pos < old[:, None, None]) | (pos >= first[:, None, None])
         return jnp.where(safe, jnp.inf, rank)
 
 
@@ -79,7 +101,7 @@ class Pool(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         heads = rank.shape[1]
-        order = ev.chronological()[:, :heads]
+        order = ev.chronological(heads)
         may_go = (ev.may_go & ev.live)[:, :heads]
         empty = 0.0 if self.kind == "avg" else -jnp.inf
         x = jnp.take_along_axis(jnp.where(may_go, rank, empty), order, -1)

@@ -1,0 +1,71 @@
+"""Rows of the catalogue: a paper is a function from arguments to the axes that it fills."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jkv.budgets import Bytes, Keep, Tokens, read_bytes
+from jkv.config import CacheConfig
+from jkv.protocols import Budget
+
+Axes = dict[str, Any]  # field of CacheConfig -> value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method of the catalogue: `make(**arguments)` gives the axes that it fills."""
+
+    name: str
+    paper: str
+    claim: str
+    make: Callable[..., Axes]
+
+    @property
+    def about(self) -> str:
+        return (inspect.getdoc(self.make) or "").split("\n")[0]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that its defaults fill."""
+        needed = {n: 64 for n in ("budget",) if n in inspect.signature(self.make).parameters}
+        return tuple(k for k in self.make(**needed) if k in AXES)
+
+
+AXES = ("score", "codec", "tiers", "budget", "pooled", "merge", "select", "recent", "block", "append")
+SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
+ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
+CATALOGUE: dict[str, Row] = {}
+
+
+def row(paper: str, claim: str) -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+    def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
+        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, claim=claim, make=make)
+        return make
+
+    return add
+
+
+def size(budget: int | None, keep: float | None, bytes: Any) -> Budget:
+    """The budget that a method was given, in exactly one of its three forms."""
+    given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
+    if len(given) != 1:
+        raise ValueError(
+            "give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); "
+            f"got {given or 'none'}"
+        )
+    if bytes is not None:
+        return Bytes(bytes=read_bytes(bytes))
+    if budget is not None:
+        if not isinstance(budget, int) or budget < 1:
+            raise ValueError(f"budget={budget}: a number of tokens, 1 or more, that are kept")
+        return Tokens(tokens=budget)
+    assert keep is not None
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
+    return Keep(keep=float(keep))
+
+
+assert set(AXES) <= {f.name for f in fields(CacheConfig)}

@@ -1,0 +1,186 @@
+"""Rows of the catalogue: training-free eviction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jkv.budgets import Keep, Pyramid
+from jkv.catalogue import Axes, row, size
+from jkv.codecs import Dense
+from jkv.config import TierSpec
+from jkv.merges import Nearest
+from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
+from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
+from jkv.scores.ladder import Contest, Ladder
+from jkv.scores.position import Oldest, Pool, Protect
+from jkv.scores.wrappers import AcrossHeads, PerQuery, Representatives, Units
+
+RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
+
+
+@row("2407.20485", "exact in one piece; decision lagged by block - 1")
+def a2sf(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, decay: float = 0.95, sinks: int = 0
+) -> Axes:
+    """A2SF: accumulated attention that forgets, by the factor `decay` a query."""
+    if not 0 <= decay < 1:
+        raise ValueError(f"a2sf: decay={decay}: from 0 (the last query decides) to below 1 (h2o never forgets)")
+    return dict(score=Protect(score=Accumulated(decay=float(decay)), sinks=sinks), budget=size(budget, keep, bytes))
+
+
+@row("2305.17118", "reconstruction; drops in batches as the paper does")
+def scissorhands(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    history: int = 400,
+    sinks: int = 1,
+    recent: int = 10,
+) -> Axes:
+    """Scissorhands: tokens that fell below uniform attention in the fewest of the last `history` queries."""
+    return dict(
+        score=Protect(score=Persistence(queries=history), sinks=sinks),
+        budget=size(budget, keep, bytes),
+        recent=recent,
+        block=max((budget or 128) // 2, 1),
+    )
+
+
+@row("2507.14204", "compacted once a block; the budget is exact")
+def lacache(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    span: int | None = None,
+    overlap: int = 0,
+    sinks: int = 4,
+) -> Axes:
+    """LaCache: each layer keeps other tokens of the past, a ladder of `span` layers (default: half of them)."""
+    score = Protect(score=Ladder(span=span, overlap=overlap, sinks=sinks), sinks=sinks)
+    return dict(score=score, budget=size(budget, keep, bytes), tiers=RELATIVE)
+
+
+@row("2501.04987", "contests exact in number and place, with the scores of the flush")
+def treekv(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, share: float = 0.5
+) -> Axes:
+    """TreeKV: neighbours compete by mean attention in a `share` of the budget; the past thins out as a tree."""
+    if not 0 < share <= 1:
+        raise ValueError(f"treekv: share={share}: the fraction of the budget where tokens compete, above 0, at most 1")
+    contest = Contest(score=PerQuery(score=Accumulated()), sinks=sinks, share=float(share))
+    return dict(score=Protect(score=contest, sinks=sinks), budget=size(budget, keep, bytes), tiers=RELATIVE)
+
+
+@row("2506.15969", "lagged as the paper is; per kv head, and prompts are cut")
+def lazyeviction(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int | None = None,
+    threshold: float = 1e-4,
+) -> Axes:
+    """LazyEviction: every `window` steps, tokens leave that have not come back within their recurrence interval."""
+    window = at_most(175, budget, 4) if window is None else window
+    above("lazyeviction", budget, window, "its window")
+    return dict(
+        score=Protect(score=Recurrence(threshold=float(threshold)), newest=window),
+        budget=size(budget, keep, bytes),
+        block=window,
+    )
+
+
+@row("2503.00022", "as the window score it is made of")
+def kvcrush(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    share: float = 0.25,
+    page: int = 16,
+    window: int = 16,
+    sinks: int | None = None,
+    newest: int | None = None,
+) -> Axes:
+    """KVCrush: important pages, and a `share` of representatives by the binary signatures of the others."""
+    sinks = at_most(32, budget, 16) if sinks is None else sinks
+    newest = at_most(128, budget, 4) if newest is None else newest
+    above("kvcrush", budget, sinks + newest, "its sinks and newest tokens")
+    if not 0 <= share <= 1:
+        raise ValueError(f"kvcrush: share={share}: the fraction of the budget for representatives, from 0 to 1")
+    score = Representatives(score=WindowMass(queries=window), page=page, share=float(share), sinks=sinks, newest=newest)
+    return dict(score=score, budget=size(budget, keep, bytes))
+
+
+@row("2503.17922", "as snapkv; a group's layers choose by themselves")
+def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, beta: int = 14, task: str = "qa") -> Axes:
+    """WindowKV: whole units of neighbours, one choice for all heads, more of them in the lower groups of layers."""
+    kinds = {"qa": "half", "summary": "mean"}
+    if task not in kinds:
+        raise ValueError(f"windowkv: task={task!r}: 'qa' looks for a place in the text, 'summary' for all of it")
+    above("windowkv", budget, window, "its observation window")
+    return dict(
+        score=AcrossHeads(score=Units(score=WindowMass(queries=window), width=unit, kind=kinds[task])),
+        budget=Pyramid(tokens=budget, window=window, beta=beta, group=group),
+        recent=window,
+    )
+
+
+def at_most(most: int, budget: int | None, part: int) -> int:
+    """A paper's number of tokens, or that part of a budget in tokens where it is small."""
+    return most if budget is None else min(most, max(budget // part, 1))
+
+
+def above(name: str, budget: int | None, least: int, what: str) -> None:
+    """ValueError if a budget in tokens does not exceed what is kept in any case."""
+    if budget is not None and budget <= least:
+        raise ValueError(f"{name}: budget={budget} must exceed {what} of {least} tokens; raise one or lower the other")
+
+
+@row("2505.13866", "lagged as the paper is; events come `recent` tokens early")
+def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int = 7) -> Axes:
+    """RPC: the prompt stays, and of what is generated the `share` that the last `window` tokens look at."""
+    if not 0 < share < 1:
+        raise ValueError(f"rpc: share={share}: the fraction of generated tokens that is kept, above 0 and below 1")
+    path = Pool(score=AcrossHeads(score=PathMass(queries=window)), width=pool)
+    return dict(
+        score=Protect(score=path, prompt=True),
+        budget=Keep(keep=1.0),
+        append=float(share),
+        recent=window,
+        block=period,
+    )
+
+
+@row("2504.01281", "reconstruction: weights and least= are jkv's; one piece; lagged by block - 1")
+def critic(
+    *, keep: float = 0.7, least: int = 128, attention: float = 1.0, entropy: float = 1.0, gradient: float = 1.0
+) -> Axes:
+    """CRITIC: attention, entropy and gradient, each scaled to [0, 1] and added; one set of tokens for all heads."""
+    weights, terms = (attention, entropy, gradient), (Accumulated(), Entropy(), Gradient())
+    if min(weights) < 0 or not sum(weights):
+        raise ValueError(f"critic: weights {weights} of attention, entropy and gradient: none below 0, one above 0")
+    if not 0 < keep <= 1:
+        raise ValueError(f"critic: keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
+    score = Plus(
+        scores=tuple(Normalised(score=AcrossHeads(score=s)) for s in terms),
+        weights=tuple(float(w) / sum(weights) for w in weights),
+    )
+    return dict(score=score, budget=Keep(keep=float(keep), least=least))
+
+
+@row("2407.18121", "exact in one piece for the prompt; while generating lagged by block - 1")
+def elasticcache(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, newest: int = 25
+) -> Axes:
+    """Elastic Cache: a prompt melts into its most attended tokens; then what is just older than `newest` leaves."""
+    above("elasticcache", budget, newest, "its newest tokens")
+    prompt = Protect(score=AcrossHeads(score=Accumulated()), sinks=sinks, newest=1)
+    return dict(
+        score=ByPhase(score=prompt, path=Oldest(newest=newest)),
+        merge=Nearest(),
+        budget=size(budget, keep, bytes),
+        recent=1,
+    )

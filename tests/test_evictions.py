@@ -1,0 +1,434 @@
+"""Eviction beyond the first catalogue: the specs' numbers by hand, and the methods on the model against plain numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rig
+from rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, D, H, L
+from test_oracles import best, newest, prompt_taps
+from test_scores import attending, evidence
+
+from jkv import loop, methods
+from jkv.budgets import pyramid
+from jkv.cache import Queries, Window
+from jkv.evidence import Evidence
+from jkv.flush import _limit
+from jkv.merges import Nearest, shares
+from jkv.protocols import Score
+from jkv.scores.attention import Accumulated, Persistence, Recurrence
+from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
+from jkv.scores.keys import KeyNorm
+from jkv.scores.ladder import Contest, Ladder
+from jkv.scores.position import Oldest, Protect
+from jkv.scores.wrappers import Representatives
+from jkv.tree import part
+
+ROWS = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]]  # four queries of four tokens
+
+
+class Scene:
+    """The first flush of a random prompt: n tokens, two kv heads of two queries each, and its probabilities.
+
+    p f64[H,G,N,n] of the last N queries; k, v f64[H,n,D].
+    """
+
+    def __init__(self, text: str, n: int = 40, queries: int = 40, limit: int = 24, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.n, self.plan = n, loop.resolve(methods.parse(text), MODEL, 64, 0)[0]
+        self.k, self.v = (rng.standard_normal((2, n, D)) for _ in range(2))
+        q = 2 * rng.standard_normal((2, 2, queries, D))
+        at = np.arange(n - queries, n)
+        logits = np.einsum("hgtd,hsd->hgts", q, self.k) * D**-0.5
+        logits = np.where(np.arange(n) <= at[:, None], logits, -np.inf)
+        top = logits.max(-1, keepdims=True)
+        total = np.exp(logits - top).sum(-1, keepdims=True)
+        self.p = np.exp(logits - top) / total
+        f32 = lambda x: jnp.asarray(x, jnp.float32)[None]  # noqa: E731
+        self.q = Queries(q=f32(q), pos=jnp.asarray(at)[None], lse=f32((top + np.log(total))[..., 0]))
+        pos, k, v = jnp.arange(n)[None], f32(self.k), f32(self.v)
+        window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(k, v))
+        self.ev = Evidence(
+            pos=jnp.broadcast_to(pos, (1, 2, n)), may_go=jnp.broadcast_to(pos < n - self.plan.recent, (1, 2, n)),
+            columns=window.columns, window=window, tiers=(), kept=self.q, new=self.q, seen=jnp.array([n]),
+            prompt=jnp.array([n]), limit=jnp.array([limit]), plan=self.plan, rope=MODEL.ropes[0], scale=D**-0.5,
+        )  # fmt: skip
+
+    def rank(self) -> np.ndarray:
+        """f32[Hs,n]."""
+
+        def ranked(ev: Evidence) -> jax.Array:
+            return ev.plan.score.rank(replace(ev, columns=ev.plan.score.observe(ev)))
+
+        return np.asarray(jax.jit(ranked)(self.ev))[0]
+
+
+# ------------------------------------------------------------------------------------------- a2sf and scissorhands
+
+
+@pytest.mark.parametrize(
+    "decay, want", [(0.5, [0.425, 0.65, 0.4, 0.4]), (0.0, [0.1, 0.2, 0.3, 0.4]), (1.0, [1.8, 1.3, 0.5, 0.4])]
+)
+def test_forgotten_attention(decay: float, want: list[float]):
+    score = Accumulated(decay=decay)
+    got = score.observe(evidence(np.eye(4), q=attending(ROWS), score=score))["mass"][0, 0]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_tokens_that_fell_below_uniform_attention_go_first():
+    ev = evidence(np.eye(4), q=attending(ROWS))
+    np.testing.assert_array_equal(Persistence(queries=4).rank(ev)[0, 0], [-2, -2, -1, 0])
+
+
+def sequential(decay: float, p: np.ndarray) -> np.ndarray:
+    """acc [H,n] after every query of p [H,G,n,n], one at a time."""
+    acc = np.zeros(p.shape[:1] + p.shape[3:])
+    for i in range(p.shape[2]):
+        acc = decay * acc + p[:, :, i].sum(1)
+    return acc
+
+
+def test_a_prompt_is_cut_by_what_is_not_forgotten():
+    cache = rig.shared("a2sf(budget=48)").caches[0]
+    for layer in range(L):
+        got = np.logical_or(*rig.held(cache, layer))
+        for row, n in enumerate(LENGTHS):
+            score = sequential(0.95, prompt_taps(layer, row)[3].astype(np.float64))
+            np.testing.assert_array_equal(got[row, :, :n], best(score, newest(n, 16), BUDGET))
+
+
+def test_below_uniform_is_counted_over_the_last_queries():
+    scene = Scene("scissorhands(budget=48, history=12, block=16)", queries=12)
+    seen = np.arange(scene.n - 12, scene.n)[:, None] + 1
+    low = (scene.p.mean(1) < 1 / seen) & (np.arange(scene.n) < seen)
+    got = scene.rank()
+    want = -low.sum(1)
+    np.testing.assert_array_equal(got[:, 1:], want[:, 1:])
+    assert np.isinf(got[:, 0]).all() and len(np.unique(want)) > 5
+
+
+def test_forgetting_goes_on_query_by_query():
+    """What is still there has the recurrence's sum of the probabilities that every step really paid."""
+    caches = rig.shared("a2sf(budget=48)").caches
+    replay, flushes = rig.Replay(caches[0].plan), rig.flushed(caches)
+    acc = np.zeros((L, 2, H, LONGEST))
+    for layer in range(L):
+        for row, n in enumerate(LENGTHS):
+            acc[layer, row, :, :n] = sequential(0.95, prompt_taps(layer, row)[3])
+    for i in range(1, flushes[1] + 1):
+        if i in flushes:
+            for layer in range(L):
+                tier = caches[i].layers[layer].tiers[0]
+                pos = np.asarray(tier.pos)
+                want = np.take_along_axis(acc[layer], np.maximum(pos, 0), 2)
+                np.testing.assert_allclose(np.asarray(tier.columns["mass"])[pos >= 0], want[pos >= 0], atol=1e-4)
+        replay.step(FORCED[:, i - 1], caches[i])
+        acc = 0.95 * acc + np.stack([np.asarray(p)[:, :, :, 0].sum(2) for *_, p in replay.taps])
+
+
+# ------------------------------------------------------------------------------------------------ ladder and contest
+
+
+def placed(score, pos: list[int], columns: dict[str, np.ndarray], limit: int, seen: int, width: int):
+    """Who stays of the tokens pos (rising) once `limit` may, and their columns; the arrays are `width` wide."""
+    pad = lambda x, fill: np.concatenate([x, np.full(width - len(x), fill, np.float32)])  # noqa: E731
+    ev = evidence(np.zeros((width, 2)))
+    at = jnp.asarray(pad(pos, -1), jnp.int32)[None]
+    ev = replace(
+        ev, pos=at[:, None], may_go=jnp.ones((1, 1, width), bool), seen=jnp.array([seen]), limit=jnp.array([limit]),
+        window=replace(ev.window, pos=at), plan=replace(LADDER, score=score, recent=0),
+        columns={name: jnp.asarray(pad(x, np.nan), jnp.float32)[None, None] for name, x in columns.items()},
+    )  # fmt: skip
+    columns, rank = observed_and_ranked(ev)
+    rank = np.where(np.arange(width) < len(pos), np.asarray(rank)[0, 0], -np.inf)
+    kept = np.sort(np.argsort(-rank, kind="stable")[: min(limit, len(pos))])
+    return [pos[i] for i in kept], {name: np.asarray(x)[0, 0, kept] for name, x in columns.items()}
+
+
+LADDER = loop.resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)[0]
+
+
+@jax.jit
+def observed_and_ranked(ev: Evidence):
+    ev = replace(ev, columns=ev.plan.score.observe(ev))
+    return ev.columns, ev.plan.score.rank(ev)
+
+
+def test_the_ladder_of_the_spec():
+    after = {}
+    for layer in range(2):
+        score = Protect(score=Ladder(span=2, sinks=2, layer=layer, layers=4), sinks=2)
+        pos, columns = [], {"round": np.zeros(0)}
+        for token in range(40):
+            pos, columns = [*pos, token], {"round": np.append(columns["round"], 0)}
+            pos, columns = placed(score, pos, columns, 16, token + 1, 17)
+            after[layer, token] = pos
+            assert len(pos) == min(16, token + 1)
+    assert after[0, 16] == [0, 1, 2, *range(4, 17)] and after[1, 16] == [0, 1, 3, *range(4, 17)]
+    assert after[0, 39] == [0, 1, 2, 10, 18, 24, 28, 30, *range(32, 40)]
+    assert after[1, 39] == [0, 1, 9, 17, 23, 27, 29, 31, *range(32, 40)]
+    assert len({*after[0, 39], *after[1, 39]}) == 22
+
+
+def thinned(tokens: list[int], layer: int, size: int, keep: int, gap: int, blocks: int) -> list[int]:
+    """The first `blocks` blocks of `size` tokens keep `keep` each, `gap` apart."""
+    shift = layer % (size - (keep - 1) * gap)
+    chosen = [b * size + shift + gap * i for b in range(blocks) for i in range(keep)]
+    return [tokens[i] for i in chosen] + tokens[blocks * size :]
+
+
+@pytest.mark.parametrize("span, overlap, size, keep", [(2, 0, 2, 1), (2, 1, 3, 2), (1, 0, 4, 1)])
+def test_a_long_prompt_is_thinned_in_one_round_of_larger_blocks(span: int, overlap: int, size: int, keep: int):
+    """100 tokens into 16, four layers: what is left over behind the first pass is thinned in `times` rounds at once."""
+    for layer in (1, 3):
+        score = Protect(score=Ladder(span=span, overlap=overlap, sinks=2, layer=layer, layers=4), sinks=2)
+        got, columns = placed(score, list(range(100)), {"round": np.zeros(100)}, 16, 100, 100)
+        room, less = 16 - 2 - 4, size - keep
+        first = room // keep
+        left = thinned(list(range(2, 100)), layer, size, keep, 1, first)
+        over = len(left) + 2 - 16
+        times = -(-over // (room // keep * less))
+        large = size + (times - 1) * (size - 1)
+        left = thinned(left, layer, large, keep, times, -(-over // (large - keep)))
+        marked = columns["round"][2:] < 0
+        assert [x for x, m in zip(got[2:], marked, strict=True) if not m] == left and got[:2] == [0, 1]
+        assert len(got) == 16 and times > 1
+
+
+@pytest.mark.parametrize("c, n, kept", [(4, 12, [3, 7, 9, 11]), (8, 64, [39, 47, 51, 55, 57, 59, 61, 63])])
+def test_a_contest_that_the_newer_always_wins_is_a_tree(c: int, n: int, kept: list[int]):
+    score = Contest(score=Given(), sinks=0, share=1.0)
+    assert placed(score, list(range(n)), {"given": np.zeros(n)}, c, n, n)[0] == kept
+
+
+@part
+class Given(Score):
+    """A column that the test sets."""
+
+    def rank(self, ev: Evidence) -> jax.Array:
+        return ev.columns["given"]
+
+
+def contested(tokens: list[int], value: dict[int, float], sinks: int, c: int, cursor: int, most: int) -> list[int]:
+    """One contest at a time, in a list."""
+    tokens = list(tokens)
+    while len(tokens) > most:
+        i = sinks + cursor
+        a, b = tokens[i], tokens[i + 1]
+        tokens.remove(a if value[a] <= value[b] else b)
+        cursor = (cursor + 1) % c
+    return tokens
+
+
+def test_contests_are_those_of_one_at_a_time():
+    rng, score = np.random.default_rng(0), Contest(score=Given(), sinks=2, share=0.5)
+    for gone in (0, 3, 29):
+        for n in (13, 21, 40):
+            pos = [0, 1, *np.sort(rng.choice(np.arange(2, n + gone), n - 2, replace=False)).tolist()]
+            mass = rng.integers(0, 9, n).astype(np.float32)  # some are equal
+            got, _ = placed(score, pos, {"given": mass}, 12, n + gone, 40)
+            value = dict(zip(pos, mass, strict=True))
+            assert got == contested(pos, value, 2, 6, gone % 6, 12)
+
+
+def test_a_ladder_knows_its_layer_and_must_leave_something_out():
+    plans = loop.resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)
+    assert [p.score.score.layer for p in plans] == [0, 1] and plans[0].score.score.layers == L
+    with pytest.raises(ValueError, match="span=2 and overlap=0 in a model of 2 layers leave nothing out"):
+        loop.resolve(methods.parse("lacache(budget=48, span=2)"), MODEL, 64, 0)
+
+
+# ------------------------------------------------------------------------------------- recurrence, units and pages
+
+
+def recurring(active: np.ndarray, born: np.ndarray, seen: int) -> np.ndarray:
+    """Ranks of tokens with activity bool[N,n] at the last N of `seen` steps (1, 2, ...), one step at a time."""
+    last, interval = born.astype(float), np.zeros(len(born))
+    for step, row in zip(range(seen - len(active) + 1, seen + 1), active, strict=True):
+        interval = np.where(row, np.maximum(interval, step - last), interval)
+        last = np.where(row, step, last)
+    logistic = lambda x: 1 / (1 + np.exp(-np.maximum(x, -500)))  # noqa: E731
+    return 2 * logistic(-1 - (seen - last) / (interval + 1e-5)) + np.where(interval > 0, 2 * logistic(1 - interval), 0)
+
+
+def test_recurrence_of_the_spec():
+    active = np.zeros((12, 1), bool)
+    active[[0, 3, 4, 10]] = True
+    np.testing.assert_allclose(recurring(active, np.zeros(1), 12), 0.4883, atol=1e-4)
+    score, ev = Recurrence(), evidence(np.eye(5))
+    gaps = [(0, 0), (0, 1), (1, 1), (5, 5), (20, 20)]
+    columns = {"interval": [m for m, _ in gaps], "last": [30 - g for _, g in gaps]}
+    columns = {name: jnp.asarray(x, jnp.float32)[None, None] for name, x in columns.items()}
+    got = score.rank(replace(ev, seen=jnp.array([30]), columns=columns))[0, 0]
+    np.testing.assert_allclose(got, [0.5379, 0, 1.2384, 0.2744, 0.2384], atol=1e-4)
+
+
+@pytest.mark.parametrize("n, queries", [(40, 24), (150, 140)])
+def test_recurrence_is_that_of_one_step_at_a_time(n: int, queries: int):
+    text = f"lazyeviction(budget=400, window={queries}, threshold=0.05)"
+    scene = Scene(text, n=n, queries=queries)
+    active = scene.p.max(1) >= 0.05
+    want = np.stack([recurring(a, np.arange(n), n) for a in active])
+    got = scene.rank()
+    inside = np.isfinite(got)
+    assert inside.sum() == 2 * (n - queries) and len(np.unique(want[inside])) > 10
+    np.testing.assert_allclose(got[inside], want[inside], atol=1e-5)
+
+
+def test_the_page_and_the_representatives_of_the_spec():
+    ev = replace(evidence(np.eye(8)), columns={"given": jnp.array([[[0.9, 0.1, 0.2, 0.7, 0.3, 0.4, 0.05, 0.06]]])})
+
+    def classes(limit: int, share: float) -> list[int]:
+        score = Representatives(score=Given(), page=2, share=share, sinks=0, newest=0)
+        return np.floor(score.rank(replace(ev, limit=jnp.array([limit])))[0, 0]).tolist()
+
+    assert classes(4, 0.5) == [2, 2, 1, 1, 0, 0, 0, 0]
+    assert classes(6, 0.67) == [2, 2, 1, 1, 0, 0, 1, 1]
+    assert classes(4, 0.0) == [2, 2, 2, 2, 0, 0, 0, 0]
+
+
+def test_pages_of_two_heads_stand_for_their_signatures():
+    scene = Scene("kvcrush(budget=48, page=4, window=8, sinks=4, newest=8, share=0.5, recent=8)", queries=8, limit=20)
+    s = scene.p.mean(1).sum(1)
+    area = np.arange(4, 32)
+    bits = np.stack([x[area] >= np.sort(x[area])[::-1][13] for x in s])
+    far = {p: (bits[:, (area // 4) == p] != (np.arange(4) % 2 == 1)).sum() for p in range(1, 8)}
+    total = {p: s[:, area][:, (area // 4) == p].sum() for p in range(1, 8)}
+    by_total = sorted(total, key=lambda p: -total[p])
+    important, rest = by_total[:2], sorted(by_total[2:], key=lambda p: (far[p], p))  # 20 - 4 sinks: two and two
+    want = [2 if p in important else 1 if p in (rest[0], rest[-1]) else 0 for p in area // 4]
+    got = scene.rank()[0]
+    assert np.isinf(got[:4]).all() and np.isinf(got[32:]).all()
+    np.testing.assert_array_equal(np.floor(got[area]), want)
+
+
+@pytest.mark.parametrize("task, count", [("summary", 8), ("qa", 4)])
+def test_units_share_the_mean_of_all_or_of_the_larger_half(task: str, count: int):
+    scene = Scene(f"windowkv(budget=48, window=8, task='{task}')", n=43, queries=8)
+    s = scene.p.mean(1).sum(1)[:, :35]
+    want = np.zeros(35)
+    for start in range(0, 35, 8):
+        unit = -np.sort(-s[:, start : min(start + 8, 35)], axis=1)
+        want[start : start + 8] = unit[:, :count].mean(1).mean()
+    np.testing.assert_allclose(scene.rank()[0, :35], want, atol=1e-6)
+
+
+def test_the_groups_of_windowkv_fall_by_equal_steps():
+    got = pyramid(1024, 32, 14, 8)
+    assert sum(got) == 32 * 1024 and np.abs(np.array(got[::8]) - [1463, 1171, 879, 585]).max() <= 1
+    assert sum(pyramid(100, 30, 14, 8)) == 3000
+
+
+# -------------------------------------------------------------------------------------------------- rpc and critic
+
+
+def test_the_path_is_kept_by_its_share():
+    """Of generated tokens: the newest 32 and a quarter of the others; 10 and 1,056 of them are events of the spec."""
+    for window, period, made, want in ((2, 8, 10, 4), (2, 8, 34, 10), (32, 1024, 1056, 288), (32, 1024, 2080, 544)):
+        text = f"rpc(window={window}, period={period})"
+        plan = loop.resolve(methods.parse(text), MODEL, 100 + made, made)[0]
+        assert plan.capacity == 100 + want
+        for prompt in (100, 61):  # a row's own prompt, not its batch's
+            got = _limit(plan, jnp.array([prompt + made]), jnp.array([made]))
+            assert got.tolist() == [prompt + want - window]
+
+
+def test_the_prompt_stays_and_the_path_is_ranked_by_attention_within_it():
+    scene = Scene("rpc(window=6, period=16)", queries=6)
+    scene.ev = replace(scene.ev, prompt=jnp.array([12]))
+    part = scene.p[..., 12:34]
+    mass = (part / part.sum(-1, keepdims=True)).sum(2).mean((0, 1))
+    padded = np.pad(mass, 3)
+    want = np.stack([padded[i : i + 22] for i in range(7)]).mean(0)
+    got = scene.rank()[0]
+    assert np.isinf(got[:12]).all()
+    np.testing.assert_allclose(got[12:34], want, atol=1e-6)
+
+
+def test_a_token_remembers_how_widely_it_looked():
+    scene = Scene("critic()", queries=30)  # the last 30 of 40
+    safe = np.maximum(scene.p, 1e-30)
+    want = np.r_[np.zeros(10), -(scene.p * np.log(safe)).sum(-1).mean((0, 1))]
+    got = jax.jit(Entropy().observe)(replace(scene.ev, columns={"entropy": jnp.zeros((1, 2, 40))}))["entropy"]
+    np.testing.assert_allclose(got[0], [want, want], atol=1e-5)
+    wide = Scene("critic()", n=530, queries=70)  # tiles of keys and of queries that overlap
+    safe = np.maximum(wide.p, 1e-30)
+    got = jax.jit(Entropy().observe)(replace(wide.ev, columns={"entropy": jnp.zeros((1, 2, 530))}))["entropy"]
+    np.testing.assert_allclose(got[0, 1, 460:], -(wide.p * np.log(safe)).sum(-1).mean((0, 1)), atol=1e-5)
+
+
+def test_the_gradient_is_that_of_autodiff():
+    scene = Scene("critic()", queries=2)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (scene.q.q[0], scene.k, scene.v))
+    before = jnp.einsum("hgs,hsd->hgd", jnp.asarray(scene.p[:, :, 0], jnp.float32), v)
+
+    def loss(k: jax.Array, v: jax.Array) -> jax.Array:  # of every query head by itself
+        p = jax.nn.softmax(jnp.einsum("gd,gsd->gs", q[:, :, 1].reshape(4, D), k) * D**-0.5, -1)
+        out = jnp.einsum("gs,gsd->gd", p, v)
+        return jnp.square(out - before.reshape(4, D)).mean(-1).sum()
+
+    repeated = tuple(jnp.repeat(x, 2, 0) for x in (k, v))
+    slopes = jax.jit(jax.grad(loss, (0, 1)))(*repeated)
+    want = sum(np.abs(np.asarray(x)).sum(-1) for x in slopes).reshape(2, 2, -1).sum(1)
+    np.testing.assert_allclose(jax.jit(Gradient().rank)(scene.ev)[0], want, rtol=2e-4, atol=1e-7)
+    twice = [jnp.repeat(x[..., :1, :], 2, -2) for x in (scene.q.q, scene.q.lse[..., None])]
+    same = Queries(q=twice[0], pos=jnp.full((1, 2), 38), lse=twice[1][..., 0])
+    same = replace(scene.ev, kept=same)
+    np.testing.assert_array_equal(jax.jit(Gradient().rank)(same), 0)
+
+
+def test_scores_are_added_from_nought_to_one():
+    ev = replace(evidence(np.eye(3)), columns={"given": jnp.array([[[3.0, 7.0, 4.0]]]), "k_norm": jnp.ones((1, 1, 3))})
+    terms = tuple(Normalised(score=s) for s in (Given(), KeyNorm()))
+    got = Plus(scores=terms, weights=(0.5, 2.0)).rank(ev)[0, 0]
+    np.testing.assert_allclose(got, [0, 0.5, 0.125], atol=1e-6)
+
+
+def test_a_fraction_has_a_least_number():
+    budget = methods.parse("critic(keep=0.7, least=16)").budget
+    assert budget.limit(0, jnp.array([100, 20, 3])).tolist() == [70, 16, 16]
+    assert methods.parse("critic(keep=0.5, least=16)").budget.limit(0, jnp.array([20])).tolist() == [16]
+
+
+# --------------------------------------------------------------------------------------------------- elastic cache
+
+
+def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
+    kept = jnp.array([[[True, False, False, False, True, False]]])  # the last stays in the window
+    ev = evidence(np.eye(6), stay=1)
+    assert Nearest().survivor(ev, kept)[0, 0, :5].tolist() == [0, 0, 0, 4, 4]
+    lost = jnp.array([[5.0], [8.0]])
+    into = jnp.full((2, 1), 2.0)
+    index, k, _ = shares(Nearest(), jnp.array([0, 0]), lost, lost, into, into, none=9)
+    assert index.tolist() == [0, 9] and k[0, 0] == 5
+
+
+def test_a_fixed_place_leaves():
+    rank = Oldest(newest=25).rank(evidence(np.zeros((101, 2))))[0, 0]
+    assert rank.argmin() == 75
+
+
+def test_a_prompt_melts_and_generated_tokens_leave_by_place():
+    caches = rig.run("elasticcache(budget=48, newest=20)", forced=FORCED[:, :20]).caches
+    cache, flushed = caches[0], caches[rig.flushed(caches)[0]]
+    for row, n in enumerate(LENGTHS):
+        _, k, v, p = prompt_taps(0, row)
+        score = p.astype(np.float64).mean((0, 1)).sum(0)[None]
+        want = best(score, (np.arange(n) < 4) | newest(n, 1), BUDGET)[0]
+        got = np.logical_or(*rig.held(cache, 0))[row]
+        np.testing.assert_array_equal(got[:, :n], np.tile(want, (H, 1)))
+        anchors = np.flatnonzero(want[:-1])
+        into = anchors[np.abs(np.arange(n - 1)[:, None] - anchors).argmin(1)]
+        tier = cache.layers[0].tiers[0]
+        for x, code in ((k, tier.k.slots), (v, tier.v.slots)):
+            means = np.stack([x[:, np.flatnonzero(into == a)].mean(1) for a in anchors], 1)
+            order = np.argsort(np.asarray(tier.pos)[row, 0])[-len(anchors) :]
+            np.testing.assert_allclose(np.asarray(code)[row][:, order], means, atol=1e-5)
+        after = np.logical_or(*rig.held(flushed, 0))[row, 0]
+        now = int(flushed.seen[row]) - 1  # one token came after the flush
+        old = [*np.flatnonzero(want), *range(n, now)]
+        np.testing.assert_array_equal(np.flatnonzero(after), [*old[:28], *old[-20:], now])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, lcm
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,12 +12,12 @@ import jax.numpy as jnp
 from jkv import kernels
 from jkv.budgets import All
 from jkv.codecs import Dense
-from jkv.protocols import Budget, Codec, Merge, Score, Selector
+from jkv.protocols import Born, Budget, Codec, Merge, Score, Selector
 from jkv.scores.position import Newest
-from jkv.tree import part
+from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
 
 
 @part
@@ -45,7 +46,7 @@ class CacheConfig:
     made from.
     """
 
-    score: Score = Newest()
+    score: Score = leaf(default=Newest())
     codec: tuple[Codec, Codec] = (Dense(), Dense())
     tiers: tuple[TierSpec, ...] = (TierSpec(),)
     budget: Budget = All()
@@ -62,6 +63,10 @@ class CacheConfig:
 
     def __str__(self) -> str:
         return self.name or repr(self)
+
+    def bound(self, params: Params) -> CacheConfig:
+        """This config with the weights that its score needs of a model; ValueError if it was trained for another."""
+        return replace(self, score=self.score.bound(params))
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
@@ -93,9 +98,11 @@ class LayerConfig:
     """The config of one layer, every number known.
 
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
+    columns: the names of what the score remembers of a token.
     """
 
-    score: Score
+    score: Score = leaf()
+    columns: tuple[str, ...]
     tiers: tuple[TierConfig, ...]
     budget: Budget
     merge: Merge | None
@@ -129,11 +136,6 @@ class LayerConfig:
     def uniform(self) -> bool:
         return self.score.uniform
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        x = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32)
-        return tuple(sorted(jax.eval_shape(self.score.birth, x, x)))
-
 
 def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
     """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` are generated."""
@@ -165,8 +167,10 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         for s, size in zip(config.tiers, sizes, strict=True)
         if size
     )
+    score = jax.tree.map(lambda x: x[i], config.score)
     return LayerConfig(
-        score=config.score,
+        score=score,
+        columns=_columns(score, model),
         tiers=tiers,
         budget=config.budget,
         merge=config.merge,
@@ -178,6 +182,12 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         window=window,
         append=capacity - min(held, capacity),
     )
+
+
+def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
+    x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
+    return tuple(sorted(jax.eval_shape(score.birth, Born(x=x, k=k, v=k))))  # type: ignore[arg-type]
 
 
 def _whole(slots: int, unit: int, kind: str) -> int:

@@ -19,7 +19,7 @@ from jkv.eval.attention import mass, plain, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generate import encode, extend, generate, prefill
-from jkv.loop import Decoding, empty, run_blocks
+from jkv.loop import Decoding, layout, run_blocks
 from jkv.models import Params
 from jkv.report import divergence, full_bytes
 from jkv.sampling import make as sampling
@@ -41,7 +41,7 @@ def held(config: CacheConfig, cache: Cache) -> Held:
     seen = np.asarray(cache.seen)
     kept = np.asarray(cache.kept(), float) / seen[None, :, None]
     dtype = cache.layers[0].recent.k.dtype
-    made = jax.eval_shape(lambda: empty(config, cache.model, 1, int(seen.max()), 0, dtype).layers)
+    _, made = layout(config, cache.model, 1, int(seen.max()), 0, dtype)
     return Held(
         kept=round(float(kept.mean()), 4), bytes=tree_bytes(made), bytes_full=int(full_bytes(cache) / cache.rows)
     )

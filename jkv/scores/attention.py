@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Score
 from jkv.tree import part
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Accumulated(Score):
 
     needs = Needs(new=True, whole_prompt=True)
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"mass": jnp.zeros(k.shape[:3], jnp.float32)}
+    def birth(self, new: Born) -> Columns:
+        return {"mass": jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
         return {**ev.columns, "mass": ev.columns["mass"] + mass(ev, ev.new, "sum")}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Score
 from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
+    from jkv.models import Params
 
 
 @part
@@ -38,8 +40,11 @@ class Wrapper(Score):
     def uniform(self) -> bool:  # type: ignore[override]
         return self.score.uniform
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return self.score.birth(k, v)
+    def bound(self, params: Params) -> Score:
+        return replace(self, score=self.score.bound(params))
+
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new)
 
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)

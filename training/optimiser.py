@@ -8,7 +8,7 @@ import jax
 import optax
 
 
-def adamw(rate: float, rise: int, steps: int, clip: float = 1.0, decay: float = 0.0) -> optax.GradientTransformation:
+def adamw(rate: float, rise: int, steps: int, clip: float = 1.0, decay: float = 0.0) -> Any:
     """Clipped by global norm; up to `rate` in `rise` steps, then a cosine to 1e-6. Biases do not decay.
 
     At a saturated gate the gradient is smaller than the usual epsilon of 1e-8.
@@ -23,7 +23,7 @@ def adamw(rate: float, rise: int, steps: int, clip: float = 1.0, decay: float = 
     return optax.chain(optax.clip_by_global_norm(clip), adam)
 
 
-def advance(tune: optax.GradientTransformation, slope: Any, moments: Any, tree: Any) -> tuple[Any, Any]:
+def advance(tune: Any, slope: Any, moments: Any, tree: Any) -> tuple[Any, Any]:
     """The tree and the moments after one step; optax relies on implicit promotion."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         change, moments = tune.update(slope, moments, tree)

@@ -67,13 +67,13 @@ class State:
         return int(self.layers) + int(self.steps)
 
 
-def optimiser(recipe: Recipe) -> optax.GradientTransformation:
+def optimiser(recipe: Recipe) -> Any:
     return adamw(recipe.rate, min(recipe.rise, recipe.steps), recipe.steps, recipe.clip, recipe.decay)
 
 
 def start(score: Retention, recipe: Recipe) -> State:
     """The state before anything is trained."""
-    return State(score=score, moments=optimiser(recipe).init(score), layers=jnp.int32(0), steps=jnp.int32(0))  # type: ignore[arg-type]
+    return State(score=score, moments=optimiser(recipe).init(score), layers=jnp.int32(0), steps=jnp.int32(0))
 
 
 def objective(

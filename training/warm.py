@@ -110,10 +110,8 @@ def fit(
     return gate, losses
 
 
-def warm(
-    params: Params, texts: Batch, gate: Gate, recipe: Warm, done: int = 0
-) -> Iterator[tuple[int, Gate, np.ndarray]]:
-    """After every layer from `done` on: layers done, the gate so far, and the losses of the layer's steps.
+def warm(params: Params, texts: Batch, gate: Gate, recipe: Warm, done: int = 0) -> Iterator[tuple[Gate, np.ndarray]]:
+    """After every layer from `done` on: the gate so far, and the losses f32[steps] of the layer's steps.
 
     Texts go through the model once, all of them through a layer before the next: what is in memory is a layer's.
     """

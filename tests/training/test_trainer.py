@@ -1,7 +1,10 @@
 """jkv train: what it learns is used, a killed training ends like one that was not, and trouble loses nothing."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -146,3 +149,41 @@ def test_a_name_that_nothing_trains(tmp_path):
 def test_a_corpus_shorter_than_a_text(tmp_path):
     (tmp_path / "short.txt").write_text("\n\n".join(f"a paragraph, number {i}" for i in range(9)))
     refused(train(tmp_path / "out", "--corpus", tmp_path / "short.txt", "--length", 500), "too short", "500")
+
+
+MESH = """
+import jax, jax.numpy as jnp, numpy as np, sys
+from jkv import models
+from jkv.scores.learned import Retention, start
+from jkv.training import trainer
+from jkv.training.checkpoints import Folder
+from jkv.training.losses import Batch
+
+assert len(jax.devices()) == 2
+params = models.random(models.TINY)
+ids = jnp.asarray(np.random.default_rng(0).integers(0, 100, (4, 32)), jnp.int32)
+texts = Batch(ids=ids, pos=jnp.tile(jnp.arange(32), (4, 1)))
+recipe = trainer.Recipe(budget=8, warm=0, steps=1, batch=2, accumulate=2, rise=1, rate=1e-2)
+score = Retention(gate=start(params.config, 4, 3.0, jax.random.key(0)))
+run = trainer.Training(params, texts, recipe, Folder(sys.argv[1], {}, False))
+run.run(score)
+where = {len(x.sharding.device_set) for x in jax.tree.leaves(run.params)}
+which = trainer.Order(4, 4, 0)(0)
+batches = jax.tree.map(lambda x: x.reshape(2, 2, 32), trainer.rows(texts, which))
+told = trainer.lesson(params, trainer.rows(texts, which), 64)
+told = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), told)
+_, want = trainer.update(params, trainer.start(score, recipe), batches, told, recipe)
+got = run.folder.metrics()[0]
+print(where, max(abs(got[k] - float(x)) for k, x in want.items() if k != "fine"))
+"""
+
+
+def test_two_devices_share_a_step(tmp_path):
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-c", MESH, str(tmp_path / "out")], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    where, apart = done.stdout.split("}")
+    assert where == "{2" and float(apart) < 1e-5

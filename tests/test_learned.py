@@ -20,23 +20,25 @@ from jkv.scores import learned
 TEXT = f"trimkv(budget={BUDGET}, gate={rig.GATE!r})"
 
 
-def ranks(beta: list[float]) -> np.ndarray:
+def ranks(log_beta) -> np.ndarray:
     """Of tokens 0, 1, ... that were just read."""
-    log_beta = jnp.minimum(jnp.log(jnp.asarray(beta, jnp.float32)), -learned.LEAST)
-    ev = dataclasses.replace(evidence(np.eye(len(beta))), columns={"log_beta": log_beta[None, None]})
+    column = jnp.asarray(log_beta, jnp.float32)[None, None]
+    ev = dataclasses.replace(evidence(np.eye(column.shape[2])), columns={"log_beta": column})
     return np.asarray(learned.Retention().rank(ev))[0, 0]
 
 
 def test_the_ranks_are_those_of_the_example():
-    got = ranks([0.9, 0.5, 0.8, 0.99])
+    got = ranks(np.log([0.9, 0.5, 0.8, 0.99]))
     np.testing.assert_allclose(got, [-0.527, -2.773, -0.669, -0.020], atol=1e-3)
     assert got.argmin() == 1 and sorted(np.argsort(-got)[:2]) == [0, 3]
 
 
-@pytest.mark.parametrize("beta", [0.7, 1 - 2**-24, 1.0])
-def test_equal_gates_are_a_sliding_window(beta: float):
-    got = ranks([beta] * 300)
-    assert (np.diff(got) > 0).all()  # the oldest goes first, also where beta rounds to 1
+@pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32
+def test_equal_gates_are_a_sliding_window(offset: float):
+    shapes = dict(into=(4, 8), bias=(4,), out=(1, 4), offset=(1,))
+    gate = learned.Gate(**{name: jnp.zeros(shape) for name, shape in shapes.items()} | {"offset": jnp.full(1, offset)})
+    got = ranks(gate(jnp.ones((1, 300, 8)))[0, 0])
+    assert (np.diff(got) > 0).all()  # the oldest goes first, also where every beta is 1
 
 
 def log_beta(x: np.ndarray, gate: learned.Gate, layer: int) -> np.ndarray:

@@ -74,6 +74,8 @@ def test_every_layer_goes_on_from_the_one_before():
     assert [len(losses) for _, losses in both] == [3, 3]
     (again, losses), = warm(params, texts, both[0][0], recipe, done=1)  # fmt: skip
     np.testing.assert_array_equal(losses, both[1][1])
+    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), again, gate)
+    assert 0 < max(vars(moved).values()) < 1.01 * 3 * recipe.rate  # each layer from its own weights: Adam's three steps
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(both[1][0]), strict=True))
     x = models.family(params.config).embed(params, jnp.maximum(texts.ids[:1], 0))
     for i in range(2):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 
 from jkv.io.safetensors import read_json
 from jkv.results import overwrite
@@ -23,8 +24,6 @@ class Folder:
     """
 
     def __init__(self, path: str | Path, what: Mapping[str, Any], resume: bool) -> None:
-        import orbax.checkpoint as ocp
-
         self.path = Path(path).expanduser().resolve()
         what, old = json.loads(json.dumps(what)), read_json(self.path / WHAT)
         if old is not None and not resume:
@@ -37,13 +36,12 @@ class Folder:
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every save
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self.manager: Any = ocp.CheckpointManager(self.path / "checkpoints", options=options)
-        self.args: Any = ocp.args
 
     def last(self, like: Any) -> Any:
         """The value of the newest whole checkpoint, None if there is none; metrics of what came after it are gone."""
         number, value = self.manager.latest_step(), None
         if number is not None:
-            value = self.manager.restore(number, args=self.args.StandardRestore(jax.device_get(like)))
+            value = self.manager.restore(number, args=ocp.args.StandardRestore(jax.device_get(like)))
         kept = [row for row in self.metrics() if number is not None and row["number"] <= number]
         overwrite(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
         return value
@@ -51,7 +49,7 @@ class Folder:
     def save(self, number: int, value: Any) -> None:
         """Keeps the value as the checkpoint of a number, unless it is there."""
         if number not in self.manager.all_steps():
-            self.manager.save(number, args=self.args.StandardSave(jax.device_get(value)))
+            self.manager.save(number, args=ocp.args.StandardSave(jax.device_get(value)))
 
     def add(self, row: Mapping[str, Any]) -> None:
         with (self.path / METRICS).open("a", encoding="utf-8") as file:

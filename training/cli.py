@@ -12,6 +12,8 @@ import typer
 from jkv import console
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jkv.models import Params
     from jkv.training.trainer import Recipe
 
@@ -85,7 +87,6 @@ def _train(
     check: int,
 ) -> None:
     import jax
-    import numpy as np
 
     from jkv.eval.results import digest
     from jkv.io import learned
@@ -95,13 +96,14 @@ def _train(
     from jkv.training.trainer import Training
 
     made = data.texts(params, corpora, length, texts, recipe.seed)
+    held = data.held_back(params, corpora[0], length, check, recipe.seed) if check else None
     offset = math.log(length if recipe.warm else 10 * length)  # half faded at the end, or a tenth
     what: dict[str, Any] = {
         "method": name,
         "model": learned.identities(params)[0],
         "dtype": str(params.embed.dtype),
         "corpora": corpora,
-        "texts": [texts, length, digest([np.asarray(made.ids).tobytes()])],
+        "texts": [texts, length, digest([jax.device_get(made.ids).tobytes()])],
         "width": width,
         "recipe": {k: v for k, v in asdict(recipe).items() if k != "every"},
     }
@@ -114,20 +116,20 @@ def _train(
     assert state.score.gate is not None
     learned.write(out, vars(state.score.gate), card)
     print(f"learned: {out}\ndrawn: {folder.draw()}")
-    if check:
-        card["eval"] = _measure(params, recipe, corpora[0], length, check, out)
+    if held is not None:
+        card["eval"] = _measure(params, recipe.budget, held, out)
         learned.write(out, vars(state.score.gate), card)
 
 
-def _measure(params: Params, recipe: Recipe, corpus: str, length: int, check: int, out: Path) -> dict[str, Any]:
+def _measure(params: Params, budget: int, held: tuple[np.ndarray, str], out: Path) -> dict[str, Any]:
     """Perplexity of the last eighth of held-back texts through the cache, as `jkv eval ppl` measures it."""
-    from jkv.eval import corpora, measure
+    from jkv.eval import measure
     from jkv.methods import parse
 
-    source = "pydoc:test" if corpus == "tasks" else f"{corpus}:test"
-    ids = corpora.windows(params.tokenizer.encode(corpora.text(source)), length, check, recipe.seed)
-    about, found = measure.Texts(ids, length * 7 // 8), {}
-    for text in ("full", f"streaming(budget={recipe.budget})", f"trimkv(budget={recipe.budget}, gate={str(out)!r})"):
-        found[text.partition(", gate")[0]] = measure.perplexity(params, parse(text), about)["ppl"]
-        print(f"{source}, {text}: perplexity {found[text.partition(', gate')[0]]}")
-    return {"source": source, "samples": check, "prefix": length * 7 // 8, "ppl": found}
+    (ids, source), found = held, {}
+    about = measure.Texts(ids, ids.shape[1] * 7 // 8)
+    for cache in ("full", f"streaming(budget={budget})", f"trimkv(budget={budget}, gate={str(out)!r})"):
+        name = cache.partition("(")[0]
+        found[name] = measure.perplexity(params, parse(cache), about)["ppl"]
+        print(f"{source}, {name}: perplexity {found[name]}")
+    return {"source": source, "samples": len(ids), "prefix": about.prefix, "budget": budget, "ppl": found}

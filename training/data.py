@@ -47,6 +47,18 @@ def texts(params: Params, names: Sequence[str], length: int, samples: int, seed:
     return Batch(ids=jnp.asarray(ids), pos=jnp.asarray(pos))
 
 
+def held_back(params: Params, name: str, length: int, samples: int, seed: int) -> tuple[np.ndarray, str]:
+    """Token ids i32[samples, length] of the test side of a corpus (for "tasks": pydoc's), and what to call it.
+
+    Raises ValueError if it is too short.
+    """
+    source = f"{'pydoc' if name == TASKS else name}:test"
+    try:
+        return corpora.windows(params.tokenizer.encode(corpora.text(source)), length, samples, seed), source
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}; or measure nothing, with --check 0") from None
+
+
 def _windows(params: Params, name: str, length: int, samples: int, seed: int) -> np.ndarray:
     """Windows of the training side, from as many of its documents, drawn at random, as they need."""
     documents = corpora.documents(f"{name}:train")

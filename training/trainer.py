@@ -159,8 +159,8 @@ class Training:
             if not np.isfinite(losses).all():
                 raise self._failed(f"the warm start of layer {layer}", f"{layer} layers")
             self.state = replace(self.state, score=replace(self.state.score, gate=gate), layers=jnp.int32(layer + 1))
-            self.folder.save(self.state.number, self.state)
             self._tell(f"layer {layer}", {"warm": float(losses[-max(1, len(losses) // 10) :].mean())})
+            self.folder.save(self.state.number, self.state)
 
     def _steps(self) -> None:
         recipe = self.recipe
@@ -174,9 +174,9 @@ class Training:
             if not metrics.pop("fine"):
                 raise self._failed(f"step {step + 1}, with the texts {which}", f"{step} steps")
             self.state = made
+            self._tell(f"step {step + 1}: loss {metrics['loss']:.4f}", metrics)
             if (step + 1) % recipe.every == 0:
                 self.folder.save(made.number, made)
-            self._tell(f"step {step + 1}: loss {metrics['loss']:.4f}", metrics)
 
     def _split(self, x: Any) -> Any:
         """[A * B, ...] -> [A, B, ...], on all devices by rows if there are several."""
@@ -195,6 +195,7 @@ class Training:
         return self.teachers[i]
 
     def _tell(self, what: str, metrics: dict[str, float]) -> None:
+        """Metrics are written before their checkpoint: of two, the one that is left after a kill is the one to redo."""
         self.folder.add({"number": self.state.number} | metrics)
         self.say(what)
 

@@ -113,7 +113,8 @@ def fit(
 def warm(params: Params, texts: Batch, gate: Gate, recipe: Warm, done: int = 0) -> Iterator[tuple[Gate, np.ndarray]]:
     """After every layer from `done` on: the gate so far, and the losses f32[steps] of the layer's steps.
 
-    Texts go through the model once, all of them through a layer before the next: what is in memory is a layer's.
+    Texts, each a row of its own, go through the model once, all of them through a layer before the next: what is in
+    memory is a layer's.
     """
     c = params.config
     kinds = list(zip(c.ropes, c.windows, strict=True))

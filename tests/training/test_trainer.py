@@ -132,6 +132,7 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
         (["--length", 100000], "the model's context is 512"),
         (["--budget", 64], "a budget below the length"),
         (["--texts", 0], "texts=0: 1 or more"),
+        (["--check", 4000], "pydoc:test: the corpus has"),
         (["--corpus", "nothing"], "there is no corpus or file 'nothing'"),
         (["--texts", 1, "--corpus", "stdlib"], "at least one of each of the 2 sources"),
         (["--warm", 0, "--steps", 0], "something to do"),

@@ -13,6 +13,7 @@ from test_scores import evidence
 
 import jkv
 from jkv import loop, models, sharding
+from jkv.eval import measure
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
 from jkv.scores import learned
@@ -121,6 +122,9 @@ def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
     found = jkv.parse("trimkv(budget=48)").bound(PARAMS)
     want = jax.tree.leaves(jkv.parse(TEXT).score)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
+    cache = rig.shared(TEXT).caches[0]
+    costs = [measure.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
+    assert costs[0] == costs[1] and costs[0].bytes > 0
 
 
 def card(folder, **changes):

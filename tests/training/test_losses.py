@@ -204,3 +204,15 @@ def test_in_the_limit_the_soft_cache_is_the_hard_set():
         pos = np.asarray(BATCH.pos)[row]
         want, _ = run(p, None, np.asarray(BATCH.ids)[row], pos, drop[:, row])
         np.testing.assert_allclose(got[row][pos >= 0], want[pos >= 0], atol=1e-4)
+
+
+def test_a_model_in_bfloat16_trains_gates_in_float32(graded):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    recipe = Recipe(budget=BUDGET, weight=0.7)
+    batches, told = jax.tree.map(lambda x: x[None], (BATCH, trainer.lesson(half, BATCH, 0)))
+    state, metrics = trainer.update(half, trainer.start(Retention(gate=GATE), recipe), batches, told, recipe)
+    assert {x.dtype for x in jax.tree.leaves(state.score)} == {jnp.dtype(jnp.float32)} and bool(metrics["fine"])
+    for name in ("ce", "capacity"):
+        np.testing.assert_allclose(metrics[name], graded[1][name], rtol=0.02)
+    slope = np.sqrt(sum(np.square(np.asarray(x)).sum() for x in jax.tree.leaves(graded[0])))
+    np.testing.assert_allclose(metrics["gradient"], slope, rtol=0.1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
+
 from jkv import kernels
 from jkv.config import CacheConfig
 from jkv.pool import HEADS
@@ -26,6 +28,8 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
+    if any(x.shape[0] != model.layers for x in jax.tree.leaves(config.score)):
+        raise ValueError(f"{config}: its score was trained for another number of layers than {model.layers}")
     if config.codec != CacheConfig().codec and all(t.k and t.v for t in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
     for tier in config.tiers:

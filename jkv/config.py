@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, lcm
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,12 +12,12 @@ import jax.numpy as jnp
 from jkv import kernels
 from jkv.budgets import All
 from jkv.codecs import Dense
-from jkv.protocols import Budget, Codec, Merge, Score, Selector
+from jkv.protocols import Born, Budget, Codec, Merge, Score, Selector
 from jkv.scores.position import Newest
-from jkv.tree import part
+from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
 
 
 @part
@@ -46,7 +47,7 @@ class CacheConfig:
     "xla", "tpu" or "gpu"; name: the text it was made from.
     """
 
-    score: Score = Newest()
+    score: Score = leaf(default=Newest())
     codec: tuple[Codec, Codec] = (Dense(), Dense())
     tiers: tuple[TierSpec, ...] = (TierSpec(),)
     budget: Budget = All()
@@ -64,6 +65,10 @@ class CacheConfig:
 
     def __str__(self) -> str:
         return self.name or repr(self)
+
+    def bound(self, params: Params) -> CacheConfig:
+        """This config with the weights that its score needs of a model; ValueError if it was trained for another."""
+        return replace(self, score=self.score.bound(params))
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
@@ -95,10 +100,12 @@ class LayerConfig:
     """The config of one layer, every number known.
 
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
-    floor: of a head in a pool, or None. capacity: tokens of a head, in a pool their mean.
+    floor: of a head in a pool, or None. capacity: tokens of a head, in a pool their mean. columns: the names of what
+    the score remembers of a token.
     """
 
-    score: Score
+    score: Score = leaf()
+    columns: tuple[str, ...]
     tiers: tuple[TierConfig, ...]
     budget: Budget
     floor: float | None
@@ -138,11 +145,6 @@ class LayerConfig:
     def pooled(self) -> bool:
         return self.floor is not None
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        x = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32)
-        return tuple(sorted(jax.eval_shape(self.score.birth, x, x)))
-
 
 def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
     """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` are generated."""
@@ -176,8 +178,10 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         for s, size in zip(config.tiers, sizes, strict=True)
         if size
     )
+    score = jax.tree.map(lambda x: x[i], config.score).for_layer(model, i)
     return LayerConfig(
-        score=config.score.for_layer(model, i),
+        score=score,
+        columns=_columns(score, model),
         tiers=tiers,
         budget=config.budget,
         floor=config.pooled,
@@ -191,6 +195,12 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         append=capacity - min(held, capacity),
         grows=config.append,
     )
+
+
+def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
+    x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
+    return tuple(sorted(jax.eval_shape(score.birth, Born(x=x, k=k, v=k))))  # type: ignore[arg-type]
 
 
 def _whole(slots: int, unit: int, kind: str) -> int:

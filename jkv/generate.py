@@ -139,7 +139,7 @@ def _prefill(
     params: Params, config: CacheConfig, rows: list[list[int]], room: int, chunk: int | None
 ) -> tuple[Cache, Array, Cost]:
     use_disk_cache()
-    model, longest = params.config, max(map(len, rows))
+    model, longest, config = params.config, max(map(len, rows)), config.bound(params)
     chunk = config.chunk if chunk is None else chunk
     check(config, model, chunk)
     _check_length(config, model, longest, room)

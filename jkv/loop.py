@@ -15,6 +15,7 @@ from jkv.compiled import ANY, program
 from jkv.config import CacheConfig, LayerConfig, resolve
 from jkv.flush import flush
 from jkv.models import ModelConfig, Params, family
+from jkv.protocols import Born
 from jkv.sampling import Sampling, sample
 from jkv.tiers import attend_tier
 from jkv.tree import value
@@ -22,9 +23,7 @@ from jkv.tree import value
 
 def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
     """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them generated."""
-    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
-    config = replace(config, budget=config.budget.fit(cost, longest))
-    plan, layers = _layers(config, model, rows, longest, new, dtype)
+    plan, layers = layout(config, model, rows, longest, new, dtype)
     layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
     return Cache(
         layers=layers,
@@ -38,11 +37,16 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
     )
 
 
-def _layers(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
-    """The plan of each layer and the shapes of its cache."""
-    plan = resolve(config, model, longest, new)
-    shapes = {p: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for p in set(plan)}
-    return plan, tuple(shapes[p] for p in plan)
+def layout(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
+    """The plan of each layer and the shapes of its cache, once the budget is a number of tokens."""
+
+    def made(budget: Any) -> tuple[Any, Any]:
+        plan = resolve(replace(config, budget=budget), model, longest, new)
+        kinds = {jax.tree.structure(p): p for p in plan}
+        shapes = {k: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for k, p in kinds.items()}
+        return plan, tuple(shapes[jax.tree.structure(p)] for p in plan)
+
+    return made(config.budget.fit(lambda budget: tree_bytes(made(budget)[1]), longest))
 
 
 def positions(ids: Array, seen: Array) -> Array:
@@ -72,7 +76,7 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
         q_pos = pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
         k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
-        window = Window(k=k, v=v, pos=pos, columns=plan.score.birth(k, v))
+        window = Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v)))
         if not fresh:
             window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1 if a.ndim == 2 else 2), layer.recent, window)
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window)
@@ -150,7 +154,7 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         dtype = recent.k.dtype
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
-        one = Window(k=k, v=v, pos=pos, columns=plan.score.birth(k, v))
+        one = Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v)))
         recent = jax.tree.map(
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, moving.fill, 1 if a.ndim == 2 else 2), recent, one
         )

@@ -16,6 +16,7 @@ from jkv.merges import Runs
 from jkv.protocols import Score
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
+from jkv.scores.learned import Retention, trained
 from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
 from jkv.scores.wrappers import AcrossHeads
@@ -128,6 +129,13 @@ def expected_attention(
     return dict(
         score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size(budget, keep, bytes)
     )
+
+
+@row("2512.03324", "exact in one piece; while generating, decided every `block` tokens as in the paper")
+def trimkv(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, gate: str | None = None) -> Axes:
+    """TRIM-KV: a trained gate says at birth how slowly a token fades; `gate` is a folder of `jkv train trimkv`."""
+    score = Retention() if gate is None else trained(gate)
+    return dict(score=score, budget=size(budget, keep, bytes), recent=0)
 
 
 @row("2402.02750", "approximation: integers; the tail is exact")

@@ -19,7 +19,7 @@ from jkv.tree import static, value
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
 
 Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
 Queries = int | Literal["new", "all"]  # the last n; those since the last flush; also every query of a prompt
@@ -41,18 +41,31 @@ class Needs:
         )
 
 
+@value
+class Born:
+    """New tokens of one layer: its normed input x f[B,T,E], keys (rotated) and values [B,H,T,D]."""
+
+    x: Array
+    k: Array
+    v: Array
+
+
 class Score:
-    """Who stays. Only `rank` must be written."""
+    """Who stays. Only `rank` must be written. Its arrays, if it has any, are [L,...]: a layer sees its own part."""
 
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
+
+    def bound(self, params: Params) -> Score:
+        """This score with the weights that were trained for the model; ValueError if there are none."""
+        return self
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         """This score in one layer of a model."""
         return self
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        """Columns of new tokens from their keys and values [B,H,T,D]."""
+    def birth(self, new: Born) -> Columns:
+        """Columns of new tokens."""
         return {}
 
     def observe(self, ev: Evidence) -> Columns:

@@ -53,13 +53,18 @@ def of_params(params: Any, over: Mesh) -> Any:
 
 
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
-    """Shardings of a cache or a decode state, whose arrays are [B], [B,n], [B,1,...] or [B,H,...]."""
+    """Shardings of a cache or a decode state, whose arrays are [B], [B,n], [B,1,...] or [B,H,...].
 
-    def one(x: Any) -> NamedSharding:
+    What its scores have learned, in the plan, is of no row: it is on every device.
+    """
+
+    def one(path: Any, x: Any) -> NamedSharding:
+        if "plan" in (getattr(key, "name", None) for key in path):
+            return NamedSharding(over, PartitionSpec())
         names = (ROWS, HEADS if x.ndim > 2 and x.shape[1] == heads else None)
         return NamedSharding(over, PartitionSpec(*names[: x.ndim]))
 
-    return jax.tree.map(one, tree)
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def of_rest(x: Any, over: Mesh, rows: int) -> Any:

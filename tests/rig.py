@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import jkv.models as models
 from jkv import loop, methods
 from jkv.cache import Cache
+from jkv.io import learned as io
+from jkv.scores import learned
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config
@@ -71,9 +74,19 @@ class Case:
         return self.text.format(b=EVERYTHING, p=64)
 
     def __str__(self) -> str:
-        return self.tight
+        return self.tight.replace(GATE, "tiny")  # the same in every worker
 
 
+def gate(folder: str) -> str:
+    """A folder with a retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
+    made = learned.start(MODEL, 8, 3.0, jax.random.key(7))
+    made = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, made)
+    io.write(folder, vars(made), {"method": "trimkv", "model": io.identities(PARAMS)})
+    return folder
+
+
+_folder = tempfile.TemporaryDirectory()  # gone with the process
+GATE = gate(_folder.name)
 KIVI_TEXT = "kivi(recent=0, group=16)"
 CASES: dict[str, tuple[Case, ...]] = {
     "full": (Case("full", budget=False, uniform=True),),
@@ -124,6 +137,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "elasticcache": (
         Case("elasticcache(budget={b}, newest=20)", recent=1, columns=1, queries=16, uniform=True, merges=True),
     ),
+    "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

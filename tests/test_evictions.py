@@ -19,7 +19,7 @@ from jkv.cache import Queries, Window
 from jkv.evidence import Evidence
 from jkv.flush import _limit
 from jkv.merges import Nearest, shares
-from jkv.protocols import Score
+from jkv.protocols import Born, Score
 from jkv.scores.attention import Accumulated, Persistence, Recurrence
 from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
 from jkv.scores.keys import KeyNorm
@@ -51,7 +51,7 @@ class Scene:
         f32 = lambda x: jnp.asarray(x, jnp.float32)[None]  # noqa: E731
         self.q = Queries(q=f32(q), pos=jnp.asarray(at)[None], lse=f32((top + np.log(total))[..., 0]))
         pos, k, v = jnp.arange(n)[None], f32(self.k), f32(self.v)
-        window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(k, v))
+        window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(Born(x=k[:, 0], k=k, v=v)))
         self.ev = Evidence(
             pos=jnp.broadcast_to(pos, (1, 2, n)), may_go=jnp.broadcast_to(pos < n - self.plan.recent, (1, 2, n)),
             columns=window.columns, window=window, tiers=(), kept=self.q, new=self.q, seen=jnp.array([n]),

@@ -12,6 +12,7 @@ import pytest
 from jkv.budgets import pyramid
 from jkv.cache import Queries, Window
 from jkv.evidence import Evidence
+from jkv.protocols import Born
 from jkv.rope import Rope
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
@@ -37,7 +38,7 @@ def evidence(k, v=None, q=None, score=None, rope=PLAIN, lse=0.0, q_pos=None, sta
     return Evidence(
         pos=pos[:, None],
         may_go=(pos < s - stay)[:, None],
-        columns=score.birth(k, v) if score else {},
+        columns=score.birth(Born(x=k[0], k=k, v=v)) if score else {},
         window=Window(k=k, v=v, pos=pos, columns={}),
         tiers=(),
         kept=asked,

@@ -30,7 +30,7 @@ class Jkv:
     """
 
     def __init__(self, params: Params, method: str = "full", rows: int = 1, longest: int = 0) -> None:
-        self.config, c = methods.parse(method), params.config
+        self.config, c = methods.parse(method).bound(params), params.config
         if self.config.unlimited and longest > c.context:
             c = replace(c, ropes=tuple(replace(r, longest=longest) for r in c.ropes))
         self.params, self.rows = replace(params, tokenizer=None, config=c), rows

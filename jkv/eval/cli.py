@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fid
 Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
 Caches = Annotated[list[str] | None, typer.Option("--cache", help="A composition; can be repeated. Default: full.")]
 Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
-Corpus = Annotated[str, typer.Option(help="pydoc (prose), stdlib (code), or a dataset: wikitext, pg19, ...")]
+Corpus = Annotated[str, typer.Option(help="pydoc (prose), stdlib (code), either with :test, a dataset: wikitext, ...")]
 Text = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Your own UTF-8 text instead.")]
 Tokens = Annotated[Path | None, typer.Option("--tokens", metavar="FILE.npz", help="int32 [n, prefix + continue].")]
 Prefix = Annotated[int, typer.Option(help="Tokens that are read and compressed.")]

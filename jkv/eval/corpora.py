@@ -19,6 +19,7 @@ from jkv.io.errors import FetchError
 
 # Not text of its own (tests, a copy of the topics) or different on each machine (what the build has left).
 _SKIPPED = {"test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "pydoc_data"}
+SIDES, HELD_BACK = ("train", "test"), 0.2  # of a corpus, and the share of its documents that are never trained on
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"“])")
 
 # name -> repository, configuration, column of the text. Repositories of data files only: nothing of them is executed.
@@ -35,12 +36,15 @@ def documents(name: str) -> list[str]:
     """The documents of a corpus, in a fixed order.
 
     `name` is "pydoc" (English prose of Python's manual, a topic each), "stdlib" (sources of the standard library, a
-    module each), a name in `HUB`, or a UTF-8 text file (a paragraph each). Raises ValueError for a name or file that
-    is none of these, FetchError if a hub dataset cannot be had.
+    module each), a name in `HUB`, or a UTF-8 text file (a paragraph each); ":train" or ":test" after it is that side of
+    `split`. Raises ValueError for a name or file that is none of these, FetchError if a hub dataset cannot be had.
 
     >>> len(documents("pydoc")) > 50
     True
     """
+    whole, _, side = name.rpartition(":")
+    if side in SIDES:
+        return split(whole, HELD_BACK)[SIDES.index(side)]
     if name in LOCAL:
         return list(LOCAL[name]())
     if name in HUB:
@@ -50,7 +54,7 @@ def documents(name: str) -> list[str]:
 
 def text(name: str) -> str:
     """The documents of `documents` as one text; a user's file as it is. Raises as `documents` does."""
-    if name in LOCAL or name in HUB:
+    if name in LOCAL or name in HUB or name.endswith(tuple(f":{side}" for side in SIDES)):
         return "\n\n".join(documents(name))
     return _file(name)
 

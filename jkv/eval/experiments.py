@@ -67,7 +67,8 @@ class Setting:
 def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
     """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
 
-    "append" and "pooled" are no methods by themselves and are left out; quest keeps everything and reads the fraction.
+    "append" and "pooled" are no methods by themselves and are left out, and so is what must be trained first; quest
+    keeps everything and reads the fraction.
 
     >>> [x for x in catalogue(1024, keeps=(0.25,)) if "snapkv" in x]
     ['snapkv(budget=256)', 'snapkv(budget=256) | int8', 'snapkv(budget=256) | int4']
@@ -75,6 +76,8 @@ def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
     out = []
     for row in CATALOGUE.values():
         takes = inspect.signature(row.make).parameters
+        if "gate" in takes:
+            continue
         if "budget" in takes:
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:

@@ -19,7 +19,7 @@ from jkv.eval.attention import mass, plain, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generate import encode, extend, generate, prefill
-from jkv.loop import Decoding, empty, run_blocks
+from jkv.loop import Decoding, layout, run_blocks
 from jkv.models import Params
 from jkv.report import divergence, full_bytes
 from jkv.sampling import make as sampling
@@ -36,12 +36,12 @@ class Held:
     bytes_full: int
 
 
-def held(config: CacheConfig, cache: Cache) -> Held:
+def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
     """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow."""
     seen = np.asarray(cache.seen)
     kept = np.asarray(cache.kept(), float) / seen[None, :, None]
     dtype = cache.layers[0].recent.k.dtype
-    made = jax.eval_shape(lambda: empty(config, cache.model, 1, int(seen.max()), 0, dtype).layers)
+    _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, dtype)
     return Held(
         kept=round(float(kept.mean()), 4), bytes=tree_bytes(made), bytes_full=int(full_bytes(cache) / cache.rows)
     )
@@ -131,7 +131,7 @@ def perplexity(params: Params, config: CacheConfig, texts: Texts) -> dict[str, A
     by_text, ms, cost = [], [], None
     for rows, count in batches(len(texts.ids), texts.batch):
         run = texts.follow(params, config, rows)
-        cost = cost or held(config, run.cache)
+        cost = cost or held(params, config, run.cache)
         by_text.append(np.concatenate([_surprise(run, i, part) for i, part in enumerate(run)], 1)[:count].mean(1))
         ms += run.ms
     assert cost is not None
@@ -172,7 +172,7 @@ class Fidelity:
         kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], None, []
         for (rows, count), full in zip(self.groups, self.full, strict=True):
             run = self.texts.follow(self.params, config, rows)
-            cost = cost or held(config, run.cache)
+            cost = cost or held(self.params, config, run.cache)
             masses.append(mass(self.params, run.cache, self.texts.ids[rows])[:, :count])
             if layers and not by_layer:
                 by_layer = sweep(self.params, run.cache, self.texts.ids[rows])
@@ -252,10 +252,10 @@ def answer(
         heads, tails = [prompts[i][0] for i in rows], [prompts[i][1] for i in rows]
         if seen:
             out = generate(params, config, [a + b for a, b in zip(heads, tails, strict=True)], max_new_tokens=new)
-            cost = cost or held(config, out.cache)
+            cost = cost or held(params, config, out.cache)
         else:
             cache, _ = prefill(params, config, heads, room=_room(params, heads, new + max(map(len, tails))))
-            cost = cost or held(config, cache)
+            cost = cost or held(params, config, cache)
             out = generate(params, cache, tails, max_new_tokens=new)
         texts += out.text[:count]
     assert cost is not None
@@ -288,12 +288,12 @@ def converse(
         for rows, count in batches(len(tails), batch):
             asked = [tails[i] for i in rows]
             texts += generate(params, cache.fork(len(rows)), asked, max_new_tokens=new).text[:count]
-        return texts, held(config, cache)
+        return texts, held(params, config, cache)
     spoken = [said(params, questions[: i + 1]) for i in range(len(questions))]
     ends = [spoken[0].index(session.context) + len(session.context), *map(len, spoken)]
     tails = [added(params, text[end:]) for text, end in zip(spoken, ends, strict=False)]
     cache, _ = prefill(params, config, [head], room=_room(params, [head], new + sum(map(len, tails))))
-    cost, texts = held(config, cache), []
+    cost, texts = held(params, config, cache), []
     for tail in tails:
         texts.append(generate(params, cache, [tail], max_new_tokens=new).text[0])
         cache, _ = extend(params, cache, [tail])

@@ -28,6 +28,12 @@ def fingerprint(params: Params) -> str:
     return digest.hexdigest()[:32]
 
 
+def weights(plan: Any) -> str:
+    """Hex digest of what a config has learned; empty where it is nothing."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(plan)]
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:32] if arrays else ""
+
+
 def save(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
     leaves = jax.tree_util.tree_leaves_with_path((cache.layers, cache.seen, cache.prompt, cache.fill))
@@ -38,6 +44,7 @@ def save(cache: Cache, path: str | Path, params: Params) -> None:
         "longest": cache.plan[0].longest,
         "new": cache.new,
         "dtype": cache.layers[0].recent.k.dtype.name,
+        "weights": weights(cache.plan),
     }
     checkpoint.write(path, {jax.tree_util.keystr(where): x for where, x in leaves}, meta)
 
@@ -47,7 +54,8 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
 
     Raises FormatError for a file that is damaged, of another model (with both fingerprints) or of another shape.
     """
-    from jkv.loop import empty
+    from jkv.cache import Cache
+    from jkv.loop import layout
     from jkv.methods import parse
 
     arrays, meta = checkpoint.read(path)
@@ -57,15 +65,19 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
         raise FormatError(Path(path), cause, "load the model that the cache was made with")
     again = "prefill the prompt again"
     try:
-        config = config or parse(meta["config"])
+        config = (config or parse(meta["config"])).bound(params)
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
         model = params.config
         if config.unlimited and longest > model.context:
             model = replace(model, ropes=tuple(replace(r, longest=longest) for r in model.ropes))
-        shape = jax.eval_shape(lambda: empty(config, model, rows, longest, new, dtype))
+        plan, layers = layout(config, model, rows, longest, new, dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(Path(path), f"its description cannot be used ({error})", again) from error
-    found, tree = jax.tree_util.tree_flatten_with_path((shape.layers, shape.seen, shape.prompt, shape.fill))
+    if meta.get("weights", "") != weights(plan):
+        cause = "the weights that its score was trained to are not those of this config"
+        raise FormatError(Path(path), cause, "load it with the gate that it was made with, or " + again)
+    vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    found, tree = jax.tree_util.tree_flatten_with_path((layers, vector, vector, number))
     leaves: list[Any] = []
     for where, want in found:
         name = jax.tree_util.keystr(where)
@@ -75,4 +87,6 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
             raise FormatError(Path(path), f"array {name} is {got}, not {want.dtype}{list(want.shape)}", again)
         leaves.append(jnp.asarray(x))
     layers, seen, prompt, fill = jax.tree_util.tree_unflatten(tree, leaves)
-    return replace(shape, layers=layers, seen=seen, prompt=prompt, fill=fill)
+    return Cache(
+        layers=layers, seen=seen, prompt=prompt, fill=fill, plan=plan, model=model, name=config.name, new=new
+    )  # fmt: skip

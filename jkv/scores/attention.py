@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
-from jkv.protocols import Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Score
 from jkv.tree import part
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class Accumulated(Score):
     def needs(self) -> Needs:  # type: ignore[override]
         return Needs(new=True, whole_prompt=self.decay == 1)
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"mass": jnp.zeros(k.shape[:3], jnp.float32)}
+    def birth(self, new: Born) -> Columns:
+        return {"mass": jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
         assert ev.new is not None
@@ -118,8 +118,8 @@ class Recurrence(Score):
 
     needs = Needs(new=True)
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        zero = jnp.zeros(k.shape[:3], jnp.float32)
+    def birth(self, new: Born) -> Columns:
+        zero = jnp.zeros(new.k.shape[:3], jnp.float32)
         return {"last": zero, "interval": zero}
 
     def observe(self, ev: Evidence) -> Columns:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
-from jkv.protocols import Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Score
 from jkv.scores.position import Wrapper
 from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
 
 
 @part
@@ -29,8 +29,8 @@ class Entropy(Score):
 
     needs = Needs(new=True)
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"entropy": jnp.zeros(k.shape[:3], jnp.float32)}
+    def birth(self, new: Born) -> Columns:
+        return {"entropy": jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
         assert ev.new is not None
@@ -102,11 +102,14 @@ class Plus(Score):
     def uniform(self) -> bool:  # type: ignore[override]
         return all(s.uniform for s in self.scores)
 
+    def bound(self, params: Params) -> Score:
+        return replace(self, scores=tuple(s.bound(params) for s in self.scores))
+
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         return replace(self, scores=tuple(s.for_layer(model, layer) for s in self.scores))
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {name: x for s in self.scores for name, x in s.birth(k, v).items()}
+    def birth(self, new: Born) -> Columns:
+        return {name: x for s in self.scores for name, x in s.birth(new).items()}
 
     def observe(self, ev: Evidence) -> Columns:
         for s in self.scores:

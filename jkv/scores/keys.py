@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Score
 from jkv.tree import part
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def norms(x: Array) -> Array:
 class KeyNorm(Score):
     """Short keys draw attention: rank = -|k|. Rotation does not change a norm. Source: 2406.11430."""
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"k_norm": norms(k)}
+    def birth(self, new: Born) -> Columns:
+        return {"k_norm": norms(new.k)}
 
     def rank(self, ev: Evidence) -> Array:
         return -ev.columns["k_norm"]
@@ -37,8 +37,8 @@ class KeyOutlier(Score):
     Keys are the rotated ones. Source: KeyDiff (2504.15364).
     """
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"k_norm": norms(k)}
+    def birth(self, new: Born) -> Columns:
+        return {"k_norm": norms(new.k)}
 
     def rank(self, ev: Evidence) -> Array:
         inverse = 1 / jnp.maximum(ev.columns["k_norm"], 1e-12)
@@ -65,8 +65,8 @@ class Expected(Score):
     def needs(self) -> Needs:  # type: ignore[override]
         return Needs(queries=self.queries, new=True, whole_prompt=True)
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"v_norm": norms(v)}
+    def birth(self, new: Born) -> Columns:
+        return {"v_norm": norms(new.v)}
 
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None and ev.new is not None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Columns, Score
+from jkv.protocols import Born, Columns, Score
 from jkv.scores.mixed import unsorted
 from jkv.scores.position import Wrapper
 from jkv.tree import part
@@ -70,8 +70,8 @@ class Ladder(Score):
         size = 1 + ceil((self.layers - self.span) / (self.span - self.overlap))
         return size, min(ceil(self.span / (self.span - self.overlap)), size)
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"round": jnp.zeros(k.shape[:3], jnp.float32)}
+    def birth(self, new: Born) -> Columns:
+        return {"round": jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
         size, keep = self.block

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.cache import Queries
-from jkv.protocols import Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Score
 from jkv.scores.attention import mass
 from jkv.scores.keys import norms
 from jkv.scores.position import Wrapper
@@ -161,8 +161,9 @@ class Pivots(Score):
 
     needs = Needs(new=True, whole_prompt=True)
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return {"mass": jnp.zeros(k.shape[:3], jnp.float32), "similar": jnp.full(k.shape[:3], -2, jnp.float32)}
+    def birth(self, new: Born) -> Columns:
+        like = new.k.shape[:3]
+        return {"mass": jnp.zeros(like, jnp.float32), "similar": jnp.full(like, -2, jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
         old = ev.columns["similar"]

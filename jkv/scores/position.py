@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Score
 from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
 
 
 @part
@@ -55,11 +55,14 @@ class Wrapper(Score):
     def uniform(self) -> bool:  # type: ignore[override]
         return self.score.uniform
 
+    def bound(self, params: Params) -> Score:
+        return replace(self, score=self.score.bound(params))
+
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         return replace(self, score=self.score.for_layer(model, layer))
 
-    def birth(self, k: Array, v: Array) -> Columns:
-        return self.score.birth(k, v)
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new)
 
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)

@@ -1,0 +1,88 @@
+"""What was trained for a model: a folder of weights and a card that says for which model and how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.io import checkpoint
+from jkv.io.cache_file import fingerprint
+from jkv.io.errors import FormatError
+from jkv.io.safetensors import read_json
+from jkv.results import overwrite
+
+if TYPE_CHECKING:
+    from jkv.models import Params
+
+WEIGHTS, CARD = "weights.safetensors", "card.json"
+SHIPPED = resources.files("jkv") / "learned"  # a folder for each that comes with the package
+
+
+def identities(params: Params) -> list[str]:
+    """Fingerprints of a model in float32, bfloat16 and float16: what is trained for one serves the others."""
+
+    def cast(dtype: Any) -> Params:
+        layers = tuple({"qkv": layer["qkv"][:1].astype(dtype)} for layer in params.layers)
+        return replace(params, norm=params.norm.astype(dtype), layers=layers)
+
+    return [fingerprint(cast(dtype)) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)]
+
+
+def write(folder: str | Path, arrays: Mapping[str, Any], card: Mapping[str, Any]) -> None:
+    """Weights in float16 and their card, each file whole or not at all; the card needs `method` and `model`."""
+    path = Path(folder).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    with np.errstate(over="ignore"):
+        small = {name: np.asarray(x, np.float16) for name, x in arrays.items()}
+    if wrong := [name for name, x in small.items() if not np.isfinite(x).all()]:
+        raise ValueError(f"{wrong[0]} holds NaN, infinity or numbers beyond float16; nothing was written to {path}")
+    checkpoint.write(path / WEIGHTS, small, {"method": card["method"], "model": card["model"]})
+    overwrite(path / CARD, json.dumps(card, indent=1) + "\n")
+
+
+def read(folder: str | Path, method: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and card of a folder that `write` wrote for a method; FormatError if it is something else."""
+    path = Path(folder).expanduser()
+    card = read_json(path / CARD)
+    if card is None:
+        raise broken(path, f"it has no {CARD}")
+    if card.get("method") != method or not isinstance(card.get("model"), list):
+        raise broken(path, f"its {CARD} describes {card.get('method')!r}, not {method}")
+    arrays, meta = checkpoint.read(path / WEIGHTS)
+    if meta.get("model") != card["model"]:
+        raise broken(path, f"{WEIGHTS} and {CARD} are of different models")
+    return arrays, card
+
+
+def broken(folder: str | Path, cause: str) -> FormatError:
+    return FormatError(folder, cause, "give a folder that `jkv train` wrote")
+
+
+def check(models: Sequence[str], params: Params) -> None:
+    """ValueError with both fingerprints unless `models` names this one; an empty list is for any."""
+    own = fingerprint(params)
+    if models and own not in models:
+        raise ValueError(
+            f"the gate was trained for the model {models[0]}, and this one is {own}: load that model, or train a gate "
+            "for this one with `jkv train`"
+        )
+
+
+def shipped(method: str, params: Params) -> str:
+    """The folder that comes with jkv for a method and model; ValueError with how to train one."""
+    own = fingerprint(params)
+    for folder in sorted(Path(str(SHIPPED)).glob("*")):
+        card = read_json(folder / CARD)
+        if card and card.get("method") == method and own in card.get("model", ()):
+            return str(folder)
+    raise ValueError(
+        f"{method} needs a gate that was trained for this model ({own}), and none comes with jkv: "
+        f"run `jkv train {method} --model ... --out FOLDER`, then write {method}(..., gate='FOLDER')"
+    )

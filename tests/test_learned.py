@@ -1,0 +1,163 @@
+"""Retention gates: the numbers of the paper's score, the tokens it keeps, and the folders that gates live in."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rig
+from rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
+from test_scores import evidence
+
+import jkv
+from jkv import loop, models, sharding
+from jkv.eval import measure
+from jkv.io import learned as io
+from jkv.io.errors import FormatError
+from jkv.scores import learned
+
+TEXT = f"trimkv(budget={BUDGET}, gate={rig.GATE!r})"
+
+
+def ranks(log_beta) -> np.ndarray:
+    """Of tokens 0, 1, ... that were just read."""
+    column = jnp.asarray(log_beta, jnp.float32)[None, None]
+    ev = dataclasses.replace(evidence(np.eye(column.shape[2])), columns={"log_beta": column})
+    return np.asarray(learned.Retention().rank(ev))[0, 0]
+
+
+def test_the_ranks_are_those_of_the_example():
+    got = ranks(np.log([0.9, 0.5, 0.8, 0.99]))
+    np.testing.assert_allclose(got, [-0.527, -2.773, -0.669, -0.020], atol=1e-3)
+    assert got.argmin() == 1 and sorted(np.argsort(-got)[:2]) == [0, 3]
+
+
+@pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32
+def test_equal_gates_are_a_sliding_window(offset: float):
+    shapes = dict(into=(4, 8), bias=(4,), out=(1, 4), offset=(1,))
+    gate = learned.Gate(**{name: jnp.zeros(shape) for name, shape in shapes.items()} | {"offset": jnp.full(1, offset)})
+    got = ranks(gate(jnp.ones((1, 300, 8)))[0, 0])
+    assert (np.diff(got) > 0).all()  # the oldest goes first, also where every beta is 1
+
+
+def log_beta(x: np.ndarray, gate: learned.Gate, layer: int) -> np.ndarray:
+    """f64[H,T] of x f[T,E]."""
+    into, bias, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
+    hidden = x.astype(np.float64) @ into.T + bias
+    z = (hidden / (1 + np.exp(-hidden))) @ out.T + offset
+    return -np.log1p(np.exp(-z)).T
+
+
+def normed(row: int) -> list[np.ndarray]:
+    """The normed input f[T,E] of every layer for one row's prompt."""
+    seen = []
+
+    def attend(i, a):
+        seen.append(np.asarray(a.x)[0])
+        p = jnp.einsum("bhgtd,bhsd->bhgts", rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None]))
+        p = jnp.where(jnp.tril(jnp.ones(p.shape[-2:], bool))[None, None, None], p * MODEL.scale, -jnp.inf)
+        return jnp.einsum("bhgts,bhsd->bhgtd", jax.nn.softmax(p, -1), a.v), None
+
+    ids = jnp.asarray(PROMPT)[row : row + 1, -LENGTHS[row] :]
+    pos, rope, net = jnp.arange(LENGTHS[row])[None], MODEL.ropes[0], models.family(MODEL)
+    x = net.embed(PARAMS, ids)
+    for i in range(L):
+        x, _ = net.layer(PARAMS, i, x, pos, attend)
+    return seen
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_the_slowest_to_fade_are_kept(row: int):
+    cache, gate, n = rig.shared(TEXT).caches[0], learned.trained(rig.GATE).gate, LENGTHS[row]
+    for layer, x in enumerate(normed(row)):
+        want = log_beta(x, gate, layer)
+        recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
+        pos = np.asarray(cache.layers[layer].tiers[0].pos)[row]
+        np.testing.assert_allclose(recent, np.take_along_axis(want, pos, 1), rtol=2e-4)
+        best = np.argsort((np.arange(n) - n - 1) * want, 1, kind="stable")[:, :BUDGET]
+        np.testing.assert_array_equal(np.sort(pos, 1), np.sort(best, 1))
+        assert len({tuple(p) for p in np.sort(pos, 1)}) == H  # the test's gate tells heads apart
+
+
+def test_a_saved_cache_goes_on_with_its_gate_only(tmp_path):
+    cache, _ = jkv.prefill(PARAMS, TEXT, PROMPT[:1].tolist())
+    cache.save(tmp_path / "c", PARAMS)
+    again = jkv.Cache.load(tmp_path / "c", PARAMS)
+    assert jax.tree.structure(again) == jax.tree.structure(cache)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))
+    config = jkv.parse(TEXT)
+    other = dataclasses.replace(config, score=jax.tree.map(lambda x: x + 1, config.score))
+    with pytest.raises(FormatError, match="not those of this config"):
+        jkv.Cache.load(tmp_path / "c", PARAMS, other)
+
+
+def test_a_config_with_weights_serves_twice():
+    config = jkv.parse(TEXT)  # a program that takes a cache over must not take these along
+    for _ in range(2):
+        jkv.prefill(PARAMS, config, PROMPT[:1].tolist())
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(config))
+
+
+def test_a_gate_of_another_model_is_refused():
+    other = dataclasses.replace(PARAMS, norm=PARAMS.norm + 1)
+    with pytest.raises(ValueError, match=f"trained for the model {io.identities(PARAMS)[0]}, and this one is .*train"):
+        jkv.prefill(other, TEXT, [[1, 2, 3]])
+    with pytest.raises(ValueError, match="`jkv train trimkv --model"):
+        jkv.prefill(PARAMS, "trimkv(budget=48)", [[1, 2, 3]])
+    with pytest.raises(ValueError, match="has no gate yet"):
+        loop.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
+
+
+def test_a_gate_serves_the_model_in_every_dtype():
+    config = jkv.parse(TEXT)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        assert config.bound(jax.tree.map(lambda x, d=dtype: x.astype(d), PARAMS)) is not None
+
+
+def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "SHIPPED", tmp_path)
+    rig.gate(str(tmp_path / "tiny"))
+    found = jkv.parse("trimkv(budget=48)").bound(PARAMS)
+    want = jax.tree.leaves(jkv.parse(TEXT).score)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
+    cache = rig.shared(TEXT).caches[0]
+    costs = [measure.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
+    assert costs[0] == costs[1] and costs[0].bytes > 0
+
+
+def card(folder, **changes):
+    path = folder / io.CARD
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda f: (f / io.CARD).unlink(), "no card.json"),
+        (lambda f: (f / io.CARD).write_text("{"), "cannot be read as JSON"),
+        (lambda f: card(f, method="dms"), "describes 'dms', not trimkv"),
+        (lambda f: card(f, model=["0"]), "different models"),
+        (lambda f: (f / io.WEIGHTS).write_bytes((f / io.WEIGHTS).read_bytes()[:400]), "truncated"),
+        (lambda f: io.write(f, {"into": np.ones(3)}, {"method": "trimkv", "model": []}), "no gate"),
+    ],
+)
+def test_a_broken_folder_is_refused(tmp_path, harm, says):
+    rig.gate(str(tmp_path))
+    harm(tmp_path)
+    with pytest.raises(FormatError, match=says):
+        jkv.parse(f"trimkv(budget=48, gate={str(tmp_path)!r})")
+
+
+def test_weights_that_float16_cannot_hold_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="beyond float16; nothing was written"):
+        io.write(tmp_path, {"into": np.full(3, 1e6)}, {"method": "trimkv", "model": []})
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_mesh_a_gate_is_on_every_device():
+    mesh = sharding.mesh(jax.devices()[:1], MODEL, 2)
+    where = sharding.of_rows(rig.empty(TEXT), mesh, H)
+    assert {tuple(s.spec) for s in jax.tree.leaves(where.plan)} == {()}
+    assert tuple(where.layers[0].recent.k.spec) == (sharding.ROWS, sharding.HEADS)

@@ -1,0 +1,218 @@
+"""Losses and their gradients against plain float64 numpy, and the numeric examples of the method."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv import models
+from jkv.scores.learned import Gate, Retention, start
+from jkv.training import losses, trainer
+from jkv.training.losses import Batch
+from jkv.training.student import fading, hidden
+from jkv.training.trainer import Recipe
+
+PARAMS = models.random(models.TINY)
+MODEL = PARAMS.config
+RNG = np.random.default_rng(0)
+
+
+def batch(pos: list[list[int]]) -> Batch:
+    at = np.array(pos, np.int32)
+    ids = np.where(at >= 0, RNG.integers(0, MODEL.vocab, at.shape), -1)
+    return Batch(ids=jnp.asarray(ids, jnp.int32), pos=jnp.asarray(at))
+
+
+# two documents and pads in row 0, one text in row 1; 150 places are two slices and two tiles
+BATCH = batch([[*range(60), *range(80), *[-1] * 10], [*range(150)]])
+GATE = jax.tree.map(lambda x: 10 * x if x.ndim == 3 else x, start(MODEL, 6, 3.0, jax.random.key(1)))
+BUDGET = 20
+
+
+# --------------------------------------------------------------------------------------------- numpy, in float64
+
+
+def f64(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def seen(pos: np.ndarray) -> np.ndarray:
+    """bool[T,T], by a loop."""
+    out, first = np.zeros((len(pos),) * 2, bool), 0
+    for t, p in enumerate(pos):
+        first = t if p == 0 else first
+        if p >= 0:
+            out[t, first : t + 1] = True
+    return out
+
+
+def norm(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + MODEL.eps) * w
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def turned(x: np.ndarray, pos: np.ndarray) -> np.ndarray:
+    """[T,heads,D] rotated."""
+    angle = np.maximum(pos, 0)[:, None] * np.asarray(MODEL.ropes[0].inv_freq)
+    a, b = np.split(x, 2, -1)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def run(p, gate, ids: np.ndarray, pos: np.ndarray, drop: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Logits f64[T,V] of one row and log beta [L,H,T]; drop bool[L,H,T]: keys that nobody but themselves sees."""
+    h, g, d = MODEL.heads, MODEL.groups, MODEL.head_dim
+    t, see = len(ids), seen(pos)
+    age = np.where(see, pos[:, None] - pos[None], 0)
+    x, fades = p.embed[np.maximum(ids, 0)], []
+    for i, w in enumerate(p.layers):
+        y = norm(w["norm1"], x)
+        q, k, v = np.split(y @ w["qkv"].T, [h * g * d, h * (g + 1) * d], -1)
+        q, k = turned(q.reshape(t, h * g, d), pos), turned(k.reshape(t, h, d), pos)
+        v, out, fade = v.reshape(t, h, d), np.zeros((t, h * g, d)), np.zeros((h, t))
+        if gate is not None:
+            z = silu(y @ gate.into[i].T + gate.bias[i]) @ gate.out[i].T + gate.offset[i]
+            fade = -np.log1p(np.exp(-z)).T
+        fades.append(fade)
+        for head in range(h * g):
+            logits = q[:, head] @ k[:, head // g].T * d**-0.5 + age * fade[head // g]
+            mine = see if drop is None else see & (~drop[i, head // g][None] | np.eye(t, dtype=bool))
+            out[:, head] = np.exp(log_softmax(np.where(mine, logits, -1e30))) @ v[:, head // g]
+        x = x + out.reshape(t, -1) @ w["o"].T
+        a, b = np.split(norm(w["norm2"], x) @ w["gate_up"].T, 2, -1)
+        x = x + (silu(a) * b) @ w["down"].T
+    return norm(p.norm, x) @ p.head.T, np.stack(fades)
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def over(fades: list[np.ndarray], positions: list[np.ndarray], budget: int) -> float:
+    """The capacity loss by its definition."""
+    found = []
+    for fade, pos in zip(fades, positions, strict=True):
+        see = seen(pos)
+        for log_beta in fade.reshape(-1, len(pos)):
+            for t in range(len(pos)):
+                s = sum(np.exp((pos[t] - pos[i]) * log_beta[i]) for i in np.flatnonzero(see[t]))
+                found.append(max(0, (s - budget) / max(pos[t] - budget, 1)) if pos[t] >= 0 else 0)
+    found = [x for x in found if x > 0]
+    return float(np.mean(found)) if found else 0.0
+
+
+@cache
+def full() -> list[np.ndarray]:
+    p = f64(PARAMS)
+    return [log_softmax(run(p, None, i, q)[0]) for i, q in zip(*map(np.asarray, (BATCH.ids, BATCH.pos)), strict=True)]
+
+
+def expected(gate) -> dict[str, float]:
+    """Every part of the loss of BATCH."""
+    p, parts, fades = f64(PARAMS), [], []
+    ids, pos = np.asarray(BATCH.ids), np.asarray(BATCH.pos)
+    for row, told in enumerate(full()):
+        logits, fade = run(p, gate, ids[row], pos[row])
+        own = log_softmax(logits)
+        fades.append(fade)
+        for t in range(len(own) - 1):
+            if pos[row, t] >= 0 and pos[row, t + 1] == pos[row, t] + 1:
+                parts.append(((np.exp(told[t]) * (told[t] - own[t])).sum(), -own[t, ids[row, t + 1]]))
+    kl, ce = np.mean(parts, 0)
+    cap = over(fades, list(pos), BUDGET)
+    return {"loss": (kl + ce) / 2 + 0.7 * cap, "kl": kl, "ce": ce, "capacity": cap}
+
+
+# ------------------------------------------------------------------------------------------------------- the losses
+
+
+@pytest.fixture(scope="module")
+def graded():
+    """Metrics and gradient of the whole loss, and the exact teacher."""
+    recipe = Recipe(budget=BUDGET, weight=0.7)
+    teacher = trainer.lesson(PARAMS, BATCH, 0)
+    grad = jax.jit(jax.grad(trainer.objective, has_aux=True), static_argnums=4)
+    slope, told = grad(Retention(gate=GATE), PARAMS, BATCH, teacher, recipe)
+    return slope.gate, {name: float(x) for name, x in told.items()}, teacher
+
+
+def test_every_part_of_the_loss_is_that_of_plain_numpy(graded):
+    want = expected(f64(GATE))
+    assert want["capacity"] > 0.02 and want["kl"] > 1e-4
+    for name, x in want.items():
+        np.testing.assert_allclose(graded[1][name], x, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["into", "bias", "out", "offset"])
+def test_gradients_are_finite_differences(graded, name):
+    direction, gate, h = np.random.default_rng(3).standard_normal(getattr(GATE, name).shape), f64(GATE), 1e-5
+    ends = [expected(Gate(**{**vars(gate), name: getattr(gate, name) + s * h * direction}))["loss"] for s in (1, -1)]
+    want = (ends[0] - ends[1]) / (2 * h)
+    assert abs(want) > 1e-4
+    np.testing.assert_allclose((np.asarray(getattr(graded[0], name)) * direction).sum(), want, rtol=2e-3)
+
+
+def test_fewer_tokens_of_the_teacher_are_a_kl_of_fewer_outcomes(graded):
+    x, _ = hidden(PARAMS, BATCH, fading(Retention(gate=GATE)))
+    few = trainer.lesson(PARAMS, BATCH, 5)
+    kl, _ = losses.distil(PARAMS, x, BATCH, few)
+    own = np.asarray(jax.nn.log_softmax(models.family(MODEL).head(PARAMS, x)), np.float64)
+    parts = []
+    for row, told in enumerate(full()):
+        for t in np.flatnonzero(np.asarray(BATCH.labelled)[row]):
+            best = np.argsort(-told[t])[:5]
+            p, q = np.exp(told[t][best]), np.exp(own[row, t][best])
+            p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+            parts.append((p * np.log(p / q)).sum())
+    np.testing.assert_allclose(kl, np.mean(parts), rtol=1e-3)
+    assert 0 < float(kl) < graded[1]["kl"]
+
+
+def test_the_capacity_loss_of_the_example():
+    half = jnp.full((1, 1, 3), np.log(0.5), jnp.float32)
+    total, count = losses.capacity(half, batch([[0, 1, 2]]), 1)
+    np.testing.assert_allclose([total, count], [1.25, 2], rtol=1e-6)  # 0.5 and 0.75: a mean of 0.625
+
+
+def test_a_gate_that_forgets_nothing_is_plain_attention_bit_for_bit():
+    def forgetful(offset):
+        gate = Gate(**{**vars(GATE), "out": 0 * GATE.out, "offset": 0 * GATE.offset + offset})
+        return jax.jit(lambda: hidden(PARAMS, BATCH, fading(Retention(gate=gate)))[0])()
+
+    plain = jax.jit(
+        lambda: hidden(PARAMS, BATCH, lambda i, a, age: (jnp.zeros_like(age, jnp.float32)[:, None], None))[0]
+    )()
+    np.testing.assert_array_equal(forgetful(200.0), plain)
+    assert np.abs(np.asarray(forgetful(3.0)) - np.asarray(plain)).max() > 1e-3
+
+
+def test_in_the_limit_the_soft_cache_is_the_hard_set():
+    drop = np.random.default_rng(5).random((MODEL.layers, 2, MODEL.heads, 150)) < 0.5
+
+    def hard(i, a, age):
+        return age.astype(jnp.float32)[:, None] * jnp.where(drop[i], -200.0, -1e-30)[:, :, None], None
+
+    x, _ = hidden(PARAMS, BATCH, hard)
+    got, p = np.asarray(models.family(MODEL).head(PARAMS, x)), f64(PARAMS)
+    for row in range(2):
+        pos = np.asarray(BATCH.pos)[row]
+        want, _ = run(p, None, np.asarray(BATCH.ids)[row], pos, drop[:, row])
+        np.testing.assert_allclose(got[row][pos >= 0], want[pos >= 0], atol=1e-4)
+
+
+def test_a_model_in_bfloat16_trains_gates_in_float32(graded):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    recipe = Recipe(budget=BUDGET, weight=0.7)
+    batches, told = jax.tree.map(lambda x: x[None], (BATCH, trainer.lesson(half, BATCH, 0)))
+    state, metrics = trainer.update(half, trainer.start(Retention(gate=GATE), recipe), batches, told, recipe)
+    assert {x.dtype for x in jax.tree.leaves(state.score)} == {jnp.dtype(jnp.float32)} and bool(metrics["fine"])
+    for name in ("ce", "capacity"):
+        np.testing.assert_allclose(metrics[name], graded[1][name], rtol=0.02)
+    slope = np.sqrt(sum(np.square(np.asarray(x)).sum() for x in jax.tree.leaves(graded[0])))
+    np.testing.assert_allclose(metrics["gradient"], slope, rtol=0.1)

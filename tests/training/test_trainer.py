@@ -1,0 +1,190 @@
+"""jkv train: what it learns is used, a killed training ends like one that was not, and trouble loses nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_cli import PARAMS, call, refused
+
+import jkv
+from jkv.io import load as loading
+from jkv.io.safetensors import read_json
+from jkv.scores.learned import trained
+from jkv.training import trainer
+from jkv.training.checkpoints import Folder
+
+ARGUMENTS = (
+    "--budget 12 --warm 8 --steps 20 --every 5 --rate 1e-2 --texts 5 --length 64 --corpus pydoc --width 8 --top 0 "
+    "--accumulate 2 --check 0"
+).split()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+        yield patch
+
+
+def train(out, *more, name="trimkv"):
+    return call("train", name, "--out", out, *ARGUMENTS, *more)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted training."""
+    out = tmp_path_factory.mktemp("whole")
+    result = train(out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_twenty_steps_learn_something_that_is_used(whole):
+    rows = metrics(whole)
+    assert [row["number"] for row in rows] == list(range(1, 23)) and sum("warm" in row for row in rows) == 2
+    steps = [row["loss"] for row in rows if "loss" in row]
+    assert np.mean(steps[-5:]) < np.mean(steps[:5]) - 0.01
+    assert all(np.isfinite(x) for row in rows for x in row.values())
+    card = read_json(whole / "card.json")
+    assert card["method"] == "trimkv" and card["recipe"]["steps"] == 20 and card["losses"] == rows[-1]
+    text = f"trimkv(budget=12, gate={str(whole)!r})"
+    out = jkv.generate(PARAMS, text, "the quick brown fox " * 4, max_new_tokens=4)
+    assert out.report.config == text and out.report.ratio > 1
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def stopped(whole, tmp_path, tiny):
+    """The folder of a training that was killed after its 14th number, while it wrote a checkpoint and a line."""
+    tell = trainer.Training._tell
+
+    def stop(self, what, told):
+        tell(self, what, told)
+        if self.state.number == 14:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Training, "_tell", stop)
+        assert train(tmp_path).exit_code == 130
+    assert (tmp_path / "checkpoints" / "14").is_dir()  # what Ctrl-C leaves; a kill leaves less:
+    (tmp_path / "checkpoints" / "14").rename(tmp_path / "checkpoints" / "14.orbax-checkpoint-tmp")
+    shutil.rmtree(tmp_path / "checkpoints" / "14.orbax-checkpoint-tmp" / "default" / "d")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"number": 15, "lo')
+    return tmp_path
+
+
+def test_a_killed_training_ends_like_one_that_was_not(whole, stopped):
+    result = train(stopped, "--resume")
+    assert result.exit_code == 0, result.output
+    a, b = (jax.tree.leaves(trained(str(folder))) for folder in (whole, stopped))
+    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+    assert metrics(stopped) == metrics(whole)  # of every step, to the last bit
+    last = [Folder(f, read_json(f / "training.json"), True).last(None) for f in (whole, stopped)]
+    assert all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, last), strict=True))
+
+
+def test_another_training_is_not_gone_on_with(whole, tiny, tmp_path):
+    refused(train(whole), "holds a training already", "--resume")
+    refused(train(whole, "--resume", "--seed", 1), "holds another training", "recipe", "give another --out")
+    with pytest.MonkeyPatch.context() as patch:
+        other = replace(PARAMS, norm=PARAMS.norm + 1)
+        patch.setattr(loading, "load", lambda what, dtype: other)
+        refused(train(whole, "--resume"), "holds another training, with model")
+    assert len(metrics(whole)) == 22
+
+
+def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, whole):
+    tell = trainer.Training._tell
+
+    def spoil(self, what, told):
+        tell(self, what, told)
+        if self.state.number == 6:
+            self.params = replace(PARAMS, norm=jnp.inf * PARAMS.norm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Training, "_tell", spoil)
+        result = train(tmp_path)
+    assert result.exit_code == 1
+    error = result.stderr.splitlines()[-1]
+    assert "error: the loss is not finite at step 5, with the texts [" in error
+    assert "after 4 steps is kept" in error and "lower --rate" in error
+    state = Folder(tmp_path, read_json(tmp_path / "training.json"), True).last(None)
+    assert int(state["steps"]) == 4 and all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+    assert metrics(tmp_path) == metrics(whole)[:6]
+    assert not (tmp_path / "card.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--length", 100000], "the model's context is 512"),
+        (["--budget", 64], "a budget below the length"),
+        (["--texts", 0], "texts=0: 1 or more"),
+        (["--check", 4000], "pydoc:test: the corpus has"),
+        (["--corpus", "nothing"], "there is no corpus or file 'nothing'"),
+        (["--texts", 1, "--corpus", "stdlib"], "at least one of each of the 2 sources"),
+        (["--warm", 0, "--steps", 0], "something to do"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_is_written(tmp_path, more, says):
+    refused(train(tmp_path / "out", *more), says)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_nothing_trains(tmp_path):
+    refused(train(tmp_path, name="snapkv"), "nothing to train for 'snapkv'", "trimkv")
+
+
+def test_a_corpus_shorter_than_a_text(tmp_path):
+    (tmp_path / "short.txt").write_text("\n\n".join(f"a paragraph, number {i}" for i in range(9)))
+    refused(train(tmp_path / "out", "--corpus", tmp_path / "short.txt", "--length", 500), "too short", "500")
+
+
+MESH = """
+import jax, jax.numpy as jnp, numpy as np, sys
+from jkv import models
+from jkv.scores.learned import Retention, start
+from jkv.training import trainer
+from jkv.training.checkpoints import Folder
+from jkv.training.losses import Batch
+
+assert len(jax.devices()) == 2
+params = models.random(models.TINY)
+ids = jnp.asarray(np.random.default_rng(0).integers(0, 100, (4, 32)), jnp.int32)
+texts = Batch(ids=ids, pos=jnp.tile(jnp.arange(32), (4, 1)))
+recipe = trainer.Recipe(budget=8, warm=0, steps=1, batch=2, accumulate=2, rise=1, rate=1e-2)
+score = Retention(gate=start(params.config, 4, 3.0, jax.random.key(0)))
+run = trainer.Training(params, texts, recipe, Folder(sys.argv[1], {}, False))
+run.run(score)
+where = {len(x.sharding.device_set) for x in jax.tree.leaves(run.params)}
+which = trainer.Order(4, 4, 0)(0)
+batches = jax.tree.map(lambda x: x.reshape(2, 2, 32), trainer.rows(texts, which))
+told = trainer.lesson(params, trainer.rows(texts, which), 64)
+told = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), told)
+_, want = trainer.update(params, trainer.start(score, recipe), batches, told, recipe)
+got = run.folder.metrics()[0]
+print(where, max(abs(got[k] - float(x)) for k, x in want.items() if k != "fine"))
+"""
+
+
+def test_two_devices_share_a_step(tmp_path):
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-c", MESH, str(tmp_path / "out")], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    where, apart = done.stdout.split("}")
+    assert where == "{2" and float(apart) < 1e-5

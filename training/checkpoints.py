@@ -1,0 +1,81 @@
+"""A training's folder: what it is, its checkpoints (by orbax, atomic), its metrics line by line, and their curves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jkv.io.safetensors import read_json
+from jkv.results import overwrite
+
+WHAT, METRICS, CURVES = "training.json", "metrics.jsonl", "curves.png"
+
+
+class Folder:
+    """The folder of one training. An existing one is gone on with if `resume`, and if it is of the same training.
+
+    Raises ValueError where it is not: another model, data or recipe, each named.
+    """
+
+    def __init__(self, path: str | Path, what: Mapping[str, Any], resume: bool) -> None:
+        self.path = Path(path).expanduser().resolve()
+        what, old = json.loads(json.dumps(what)), read_json(self.path / WHAT)
+        if old is not None and not resume:
+            raise ValueError(f"{path} holds a training already: go on with it by --resume, or give another --out")
+        if old is not None and (changed := sorted(k for k in {*old, *what} if old.get(k) != what.get(k))):
+            told = ", ".join(f"{k} {old.get(k)} (now {what.get(k)})" for k in changed)
+            raise ValueError(f"{path} holds another training, with {told}: ask for the same, or give another --out")
+        self.path.mkdir(parents=True, exist_ok=True)
+        overwrite(self.path / WHAT, json.dumps(what, indent=1) + "\n")
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every save
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self.manager: Any = ocp.CheckpointManager(self.path / "checkpoints", options=options)
+
+    def last(self, like: Any) -> Any:
+        """The value of the newest whole checkpoint, None if there is none; metrics of what came after it are gone."""
+        number, value = self.manager.latest_step(), None
+        if number is not None:
+            value = self.manager.restore(number, args=ocp.args.StandardRestore(jax.device_get(like)))
+        kept = [row for row in self.metrics() if number is not None and row["number"] <= number]
+        overwrite(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+        return value
+
+    def save(self, number: int, value: Any) -> None:
+        """Keeps the value as the checkpoint of a number, unless it is there."""
+        if number not in self.manager.all_steps():
+            self.manager.save(number, args=ocp.args.StandardSave(jax.device_get(value)))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.path / METRICS
+        if not path.exists():
+            return []
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may leave half a line
+
+    def draw(self) -> Path:
+        """The curves of all metrics: warm losses by layer, the others by step."""
+        from matplotlib.figure import Figure
+
+        found = self.metrics()
+        names = sorted({k for row in found for k, x in row.items() if isinstance(x, float)})
+        figure = Figure(figsize=(6.4, 2.2 * max(1, len(names))), layout="constrained")
+        for axes, name in zip(figure.subplots(max(1, len(names)), squeeze=False)[:, 0], names, strict=False):
+            rows = [row for row in found if name in row]
+            axes.plot([row["number"] for row in rows], [row[name] for row in rows], linewidth=1)
+            axes.set_ylabel(name)
+            axes.grid(alpha=0.3)
+        figure.supxlabel("layers warmed, then steps")
+        fresh = self.path / f".{CURVES}.png"
+        figure.savefig(fresh, dpi=120)
+        fresh.replace(self.path / CURVES)
+        return self.path / CURVES

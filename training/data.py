@@ -1,0 +1,108 @@
+"""Texts to train on: windows of the training side of a corpus, and questions about long synthetic contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.eval import corpora, measure, tasks
+from jkv.eval.experiments import count
+from jkv.models import Params
+from jkv.training.losses import Batch
+
+TASKS = "tasks"  # the name of the synthetic questions
+# RULER's tasks without prose: its prose is all of pydoc, of which a part is held back.
+ASKED = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe", "qa_1", "qa_2")
+SEEDS = 1 << 40  # those of training begin here; evaluations take small ones
+
+
+def texts(params: Params, names: Sequence[str], length: int, samples: int, seed: int) -> Batch:
+    """`samples` texts of at most `length` tokens, as even a share as can be from each of the names.
+
+    A name is a corpus of `corpora` (its training side; a text file: all paragraphs of that side), or "tasks". Raises
+    ValueError for a model without a tokenizer, and for a corpus that is too short.
+    """
+    if length < 2 or samples < len(names) or not names or seed < 0:
+        raise ValueError(
+            f"length={length}, texts={samples}, seed={seed}: 2 or more, at least one of each of the {len(names)} "
+            "sources, and 0 or more"
+        )
+    if length > params.config.context:
+        raise ValueError(f"length={length}: the model's context is {params.config.context}; give a shorter length")
+    if params.tokenizer is None:
+        raise ValueError("training needs a tokenizer: this model was built without one")
+    shares = [samples * (i + 1) // len(names) - samples * i // len(names) for i in range(len(names))]
+    rows = [
+        row
+        for name, n in zip(names, shares, strict=True)
+        for row in (_asked(params, length, n, seed) if name == TASKS else _windows(params, name, length, n, seed))
+    ]
+    ids = np.full((samples, length), -1, np.int32)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    pos = np.where(ids >= 0, np.arange(length, dtype=np.int32), -1)
+    return Batch(ids=jnp.asarray(ids), pos=jnp.asarray(pos))
+
+
+def held_back(params: Params, name: str, length: int, samples: int, seed: int) -> tuple[np.ndarray, str]:
+    """Token ids i32[samples, length] of the test side of a corpus (for "tasks": pydoc's), and what to call it.
+
+    Raises ValueError if it is too short.
+    """
+    source = f"{'pydoc' if name == TASKS else name}:test"
+    try:
+        return corpora.windows(params.tokenizer.encode(corpora.text(source)), length, samples, seed), source
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}; or measure nothing, with --check 0") from None
+
+
+def _windows(params: Params, name: str, length: int, samples: int, seed: int) -> np.ndarray:
+    """Windows of the training side, from as many of its documents, drawn at random, as they need."""
+    documents = corpora.documents(f"{name}:train")
+    order = np.random.default_rng(seed).permutation(len(documents))
+    stream: list[int] = []
+    for i in order:
+        stream += params.tokenizer.encode(documents[i] + "\n\n")
+        if len(stream) >= 2 * samples * length:
+            break
+    try:
+        return corpora.windows(stream, length, samples, seed)
+    except ValueError as error:
+        raise ValueError(f"{name}: its training side is too short: {error}") from None
+
+
+def _asked(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:
+    """Questions about long contexts with their answers, as the model's chat template puts them."""
+    counted, room = count(params), length - 64
+    for i in range(samples):
+        name = ASKED[i % len(ASKED)]
+        example = tasks.examples(name, room, 1, SEEDS + seed + i, counted)[0]
+        yield params.tokenizer.encode(measure.said(params, [example]) + example.gold)[:length]
+
+
+class Order:
+    """Which texts each step takes: every text once in a random order, then again in another one.
+
+    A step's texts follow from (seed, step) alone, so a training that goes on takes what it would have taken.
+
+    >>> order = Order(texts=3, rows=2, seed=0)
+    >>> sorted([*order(0), *order(1)[:1]])
+    [0, 1, 2]
+    """
+
+    def __init__(self, texts: int, rows: int, seed: int) -> None:
+        self.texts, self.rows, self.seed = texts, rows, seed
+
+    def __call__(self, step: int) -> list[int]:
+        return [self._at(i) for i in range(step * self.rows, (step + 1) * self.rows)]
+
+    def _at(self, i: int) -> int:
+        turn, place = divmod(i, self.texts)
+        return int(np.random.default_rng((self.seed, turn)).permutation(self.texts)[place])
+
+
+def rows(batch: Batch, index: Sequence[int]) -> Batch:
+    return jax.tree.map(lambda x: x[np.asarray(index)], batch)

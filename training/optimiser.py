@@ -1,0 +1,30 @@
+"""AdamW as gates need it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+
+def adamw(rate: float, rise: int, steps: int, clip: float = 1.0, decay: float = 0.0) -> Any:
+    """Clipped by global norm; up to `rate` in `rise` steps, then a cosine to 1e-6. Biases do not decay.
+
+    At a saturated gate the gradient is smaller than the usual epsilon of 1e-8.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, rise, max(steps, rise + 1), 1e-6)
+
+    def matrices(tree: Any) -> Any:
+        widest = max((x.ndim for x in jax.tree.leaves(tree)), default=0)
+        return jax.tree.map(lambda x: x.ndim == widest, tree)
+
+    adam = optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-12, weight_decay=decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(clip), adam)
+
+
+def advance(tune: Any, slope: Any, moments: Any, tree: Any) -> tuple[Any, Any]:
+    """The tree and the moments after one step; optax relies on implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        change, moments = tune.update(slope, moments, tree)
+        return optax.apply_updates(tree, change), moments

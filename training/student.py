@@ -1,0 +1,63 @@
+"""The model with a soft cache: attention is plain, and a bias stands for what a cache would have forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.models import Params, Projected, family
+from jkv.training.losses import Batch, capacity, sees
+
+# layer, its projections, age i32[B,T,S] of every key -> what is added to the logits f32[B,H,T,S], and a memo
+Bias = Callable[[int, Projected, Array], tuple[Array, Any]]
+
+
+def hidden(params: Params, batch: Batch, bias: Bias | None = None) -> tuple[Array, tuple[Any, ...]]:
+    """x f[B,T,E] after the last layer, in the weights' dtype, and the memo of each layer.
+
+    Without a bias it is the model with a full cache. With one, layers are computed again in the backward pass.
+    """
+    c, net, pos = params.config, family(params.config), batch.pos
+    see = sees(batch)
+    age = jnp.where(see, pos[:, :, None] - pos[:, None], 0)
+
+    def attend(i: int, a: Projected) -> tuple[Array, Any]:
+        rope, window = c.ropes[i], c.windows[i]
+        q, k = (rope.rotate(y, p).astype(jnp.float32) for y, p in ((a.q, pos[:, None, None]), (a.k, pos[:, None])))
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * c.scale
+        added, memo = bias(i, a, age) if bias is not None else (None, None)
+        if added is not None:
+            logits = logits + added[:, :, None]
+        mine = see if window is None else see & (age < window)
+        p = jax.nn.softmax(jnp.where(mine[:, None, None], logits, -1e30), -1)
+        return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v.astype(jnp.float32)), memo
+
+    x, memos = net.embed(params, jnp.maximum(batch.ids, 0)), []
+    for i in range(c.layers):
+        layer = jax.checkpoint(lambda params, x, i=i: net.layer(params, i, x, pos, attend))
+        x, memo = layer(params, x)
+        memos.append(memo)
+    return x, tuple(memos)
+
+
+def fading(score: Any) -> Bias:
+    """The bias of TRIM-KV: every key's logit + age * log beta, in float32; the memo is log beta f32[B,H,T].
+
+    Source: 2512.03324. The token itself has age 0 and loses nothing; beta 1 is plain attention.
+    """
+
+    def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
+        log_beta = jax.tree.map(lambda x: x[i], score.gate)(a.x)
+        return age.astype(jnp.float32)[:, None] * log_beta[:, :, None], log_beta
+
+    return bias
+
+
+def over(memos: tuple[Array, ...], batch: Batch, budget: int) -> Array:
+    """TRIM-KV's capacity loss over all layers: the mean of what is over capacity."""
+    parts = [capacity(log_beta, batch, budget) for log_beta in memos]
+    return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)  # type: ignore[return-value]

@@ -1,0 +1,206 @@
+"""The trainer: a frozen model, a score whose arrays are trained, and the same model with a full cache as teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jkv import sharding
+from jkv.models import Params
+from jkv.scores.learned import Retention
+from jkv.training.checkpoints import Folder
+from jkv.training.data import Order, rows
+from jkv.training.losses import Batch, Teacher, distil, teach
+from jkv.training.optimiser import adamw, advance
+from jkv.training.student import fading, hidden, over
+from jkv.training.warm import Warm, warm
+from jkv.tree import part, value
+
+LESSONS = 2048  # texts whose teacher is remembered
+
+
+@part
+class Recipe:
+    """How a gate is trained: everything that its numbers depend on, but the model and the texts.
+
+    budget: tokens a head; warm: steps a layer, before the others; steps: of the whole model, each of `accumulate`
+    batches of `batch` texts; rate: the largest learning rate, reached after `rise` steps, then a cosine to 1e-6; decay:
+    of the matrices; clip: the norm of the gradient; weight: of the capacity loss; top: tokens of the teacher (0: all);
+    every: steps between checkpoints.
+    """
+
+    budget: int
+    warm: int = 500
+    steps: int = 0
+    batch: int = 1
+    accumulate: int = 1
+    rate: float = 2e-4
+    rise: int = 100
+    decay: float = 1e-5
+    clip: float = 1.0
+    weight: float = 1.0
+    top: int = 64
+    every: int = 25
+    seed: int = 0
+
+
+@value
+class State:
+    """What a training changes: the score, the optimiser's moments, layers warmed i32[] and steps done i32[]."""
+
+    score: Retention
+    moments: Any
+    layers: Array
+    steps: Array
+
+    @property
+    def number(self) -> int:
+        return int(self.layers) + int(self.steps)
+
+
+def optimiser(recipe: Recipe) -> Any:
+    return adamw(recipe.rate, min(recipe.rise, recipe.steps), recipe.steps, recipe.clip, recipe.decay)
+
+
+def start(score: Retention, recipe: Recipe) -> State:
+    """The state before anything is trained."""
+    return State(score=score, moments=optimiser(recipe).init(score), layers=jnp.int32(0), steps=jnp.int32(0))
+
+
+def objective(
+    score: Retention, params: Params, batch: Batch, teacher: Teacher, recipe: Recipe
+) -> tuple[Array, dict[str, Array]]:
+    """(KL + cross-entropy) / 2 + weight * capacity loss, and its three parts. Source: TRIM-KV (2512.03324)."""
+    x, memos = hidden(params, batch, fading(score))
+    kl, ce = distil(params, x, batch, teacher)
+    cap = over(memos, batch, recipe.budget)
+    loss = (kl + ce) / 2 + recipe.weight * cap
+    return loss, {"loss": loss, "kl": kl, "ce": ce, "capacity": cap}
+
+
+@partial(jax.jit, static_argnames=("k",))
+def lesson(params: Params, batch: Batch, k: int) -> Teacher:
+    """What the model with a full cache says."""
+    return teach(params, hidden(params, batch)[0], k)
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def update(
+    params: Params, state: State, batches: Batch, teachers: Teacher, recipe: Recipe
+) -> tuple[State, dict[str, Array]]:
+    """The state after a step on the mean gradient of batches [A,B,T], and its metrics.
+
+    Where a number is not finite the state is the given one, and `fine` says so.
+    """
+    grad = jax.grad(objective, has_aux=True)
+
+    def one(total: Any, given: tuple[Batch, Teacher]) -> tuple[Any, dict[str, Array]]:
+        slope, told = grad(state.score, params, *given, recipe)
+        return jax.tree.map(jnp.add, total, slope), told
+
+    total, told = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state.score), (batches, teachers))
+    slope = jax.tree.map(lambda x: x / recipe.accumulate, total)
+    score, moments = advance(optimiser(recipe), slope, state.moments, state.score)
+    made = State(score=score, moments=moments, layers=state.layers, steps=state.steps + 1)
+    metrics = {name: x.mean() for name, x in told.items()} | {"gradient": optax.tree.norm(slope)}
+    fine = jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))).all()
+    made = jax.tree.map(lambda new, old: jnp.where(fine, new, old), made, state)
+    return made, metrics | {"fine": fine}
+
+
+@dataclass
+class Training:
+    """A model, texts, a recipe and a folder: `run` trains, goes on where it was, and loses nothing to a kill."""
+
+    params: Params
+    texts: Batch
+    recipe: Recipe
+    folder: Folder
+    say: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.teachers: dict[int, Teacher] = {}
+        self.mesh = None
+        if len(jax.devices()) > 1:
+            self.mesh = sharding.mesh(jax.devices(), self.params.config, self.recipe.batch)
+            self.params = jax.device_put(self.params, sharding.of_params(self.params, self.mesh))
+
+    def run(self, score: Retention) -> State:
+        """The state at the end. ValueError if a loss is not finite; the last good state is then a checkpoint."""
+        self.state = start(score, self.recipe)
+        if (found := self.folder.last(self.state)) is not None:
+            self.state = jax.tree.map(jnp.asarray, found)
+            for _ in range(self.state.number):
+                self.say("done before")
+        try:
+            self._warm()
+            self._steps()
+        finally:
+            self.folder.save(self.state.number, self.state)
+        return self.state
+
+    def _warm(self) -> None:
+        recipe, done = self.recipe, int(self.state.layers)
+        if not recipe.warm or done == self.params.config.layers:
+            return
+        plan = Warm(steps=recipe.warm, budget=recipe.budget, weight=recipe.weight, seed=recipe.seed)
+        assert self.state.score.gate is not None
+        for gate, losses in warm(self.params, self.texts, self.state.score.gate, plan, done):
+            layer = int(self.state.layers)
+            if not np.isfinite(losses).all():
+                raise self._failed(f"the warm start of layer {layer}", f"{layer} layers")
+            self.state = replace(self.state, score=replace(self.state.score, gate=gate), layers=jnp.int32(layer + 1))
+            self._tell(f"layer {layer}", {"warm": float(losses[-max(1, len(losses) // 10) :].mean())})
+            self.folder.save(self.state.number, self.state)
+
+    def _steps(self) -> None:
+        recipe = self.recipe
+        order = Order(self.texts.ids.shape[0], recipe.batch * recipe.accumulate, recipe.seed)
+        for step in range(int(self.state.steps), recipe.steps):
+            which = order(step)
+            batches = jax.tree.map(self._split, rows(self.texts, which))
+            told = jax.tree.map(lambda *x: self._split(np.stack(x)), *map(self._lesson, which))
+            made, metrics = update(self.params, self.state, batches, told, recipe)
+            metrics = {name: float(x) for name, x in metrics.items()}
+            if not metrics.pop("fine"):
+                raise self._failed(f"step {step + 1}, with the texts {which}", f"{step} steps")
+            self.state = made
+            self._tell(f"step {step + 1}: loss {metrics['loss']:.4f}", metrics)
+            if (step + 1) % recipe.every == 0:
+                self.folder.save(made.number, made)
+
+    def _split(self, x: Any) -> Any:
+        """[A * B, ...] -> [A, B, ...], on all devices by rows if there are several."""
+        x = x.reshape(self.recipe.accumulate, self.recipe.batch, *x.shape[1:])
+        if self.mesh is None:
+            return x
+        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(None, sharding.ROWS)))
+
+    def _lesson(self, i: int) -> Teacher:
+        """What the teacher says to a text, without the batch's axis, on the host; remembered for the next time."""
+        if i not in self.teachers:
+            if len(self.teachers) == LESSONS:
+                self.teachers.pop(next(iter(self.teachers)))
+            made = jax.device_get(lesson(self.params, rows(self.texts, [i]), self.recipe.top))
+            self.teachers[i] = jax.tree.map(lambda x: x[0], made)
+        return self.teachers[i]
+
+    def _tell(self, what: str, metrics: dict[str, float]) -> None:
+        """Metrics are written before their checkpoint: of two, the one that is left after a kill is the one to redo."""
+        self.folder.add({"number": self.state.number} | metrics)
+        self.say(what)
+
+    def _failed(self, where: str, kept: str) -> ValueError:
+        return ValueError(
+            f"the loss is not finite at {where}; the state after {kept} is kept in {self.folder.path}: "
+            "train into another --out with a lower --rate, or without these texts"
+        )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class AcrossHeads(Wrapper):
     """One set of tokens for all kv heads of a layer: the mean of their ranks."""
 
-    uniform = True
+    uniform = True  # type: ignore[assignment]
 
     def rank(self, ev: Evidence) -> Array:
         return self.score.rank(ev).mean(1, keepdims=True)
@@ -91,7 +91,7 @@ class Representatives(Wrapper):
     sinks: int = 32
     newest: int = 128
 
-    uniform = True
+    uniform = True  # type: ignore[assignment]
 
     def rank(self, ev: Evidence) -> Array:
         score = self.score.rank(ev)

@@ -22,6 +22,7 @@ TEXTS = [
     f"snapkv(budget={TOKENS}, window=32) | int8",
     "kivi(recent=0)",
     f"streaming(budget={TOKENS})",
+    f"treekv(budget={TOKENS})",
 ]
 
 

@@ -119,8 +119,9 @@ class Evidence:
             for read, total, tile in self._parts(queries):
 
                 def keys(start: Array, fresh: Array, out: Array, read: Any = read) -> Array:
-                    p, *where = read(start, fresh.shape[0], q, q_pos, lse)
-                    return out + step(jnp.where(fresh[None, None, None, None], p, 0), *where)
+                    p, _, pos, index = read(start, fresh.shape[0], q, q_pos, lse)
+                    p, pos = jnp.where(fresh[None, None, None, None], p, 0), jnp.where(fresh[None, None], pos, -1)
+                    return out + step(p, q_pos, pos, index)
 
                 out = over_tiles(keys, out, total, tile)
             return out

@@ -20,7 +20,7 @@ from jkv.protocols import Code, Codec, Linear
 from jkv.rope import Rope
 
 TILE = 512  # slots of a coded tier that are read at a time
-FEW = 16  # query tokens a row for which there are kernels; more are a prompt's chunk
+FEW = 16  # query tokens a row for which there are kernels (more are a prompt's chunk); slots that are read at once
 
 
 def cut(tree: Any, start: Array | int, n: int, slots: int) -> Any:
@@ -49,12 +49,13 @@ def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, 
 
 
 def tile_size(tiled: bool, slots: int, queries: int, unit: int) -> int:
-    """Slots of a tile, in whole units: all that a codec contracts as they are; else TILE, or fewer for many queries.
+    """Slots of a tile, in whole units: a few, or all that a codec contracts as they are; else TILE, or fewer for many
+    queries.
 
     What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
     layers before the first layer runs, and even before the decode loop, as its constants.
     """
-    if queries == 1 and not tiled:
+    if (queries == 1 and not tiled) or slots <= FEW:
         return slots
     tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if tiled else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
     "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
     "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=24, uniform=True),),
-    "windowkv": (Case("windowkv(budget={b}, window=8, group=1, beta=20)", recent=8, queries=24, uniform=True),),
+    "windowkv": (Case("windowkv(budget={b}, window=8, beta=1, group=1)", recent=8, queries=24, uniform=True),),
     "rpc": (Case("rpc(window={p}, period=16)", recent=3, queries=19, uniform=True, budget=False, grows=0.25),),
     "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=18, uniform=True),),
     "elasticcache": (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, D, H, L
+from rig import BUDGET, FORCED, LENGTHS, MODEL, D, H, L
 from test_oracles import best, newest, prompt_taps
 from test_scores import attending, evidence
 
@@ -92,13 +92,22 @@ def sequential(decay: float, p: np.ndarray) -> np.ndarray:
     return acc
 
 
-def test_a_prompt_is_cut_by_what_is_not_forgotten():
-    cache = rig.shared("a2sf(budget=48)").caches[0]
-    for layer in range(L):
-        got = np.logical_or(*rig.held(cache, layer))
-        for row, n in enumerate(LENGTHS):
-            score = sequential(0.95, prompt_taps(layer, row)[3].astype(np.float64))
-            np.testing.assert_array_equal(got[row, :, :n], best(score, newest(n, 16), BUDGET))
+def test_forgetting_goes_on_query_by_query():
+    """40 queries in flushes of 13, 1 and 26, one of them a row that paused: the recurrence over all of them."""
+    scene = Scene("a2sf(budget=48, decay=0.9)")
+    score, columns = scene.plan.score, scene.ev.columns
+    observe = jax.jit(score.observe)
+    for start, stop in ((0, 13), (13, 14), (14, 40)):
+        new = scene.q.cut(start, stop)
+        if start:  # a step of a pause is dead, whatever it holds
+            dead = jax.tree.map(
+                lambda x: jnp.full_like(x, jnp.nan if x.dtype == jnp.float32 else -1), scene.q.cut(0, 1)
+            )
+            new = jax.tree.map(lambda x, y: jnp.concatenate([x, y], x.ndim - 1 - (x.ndim == 5)), dead, new)
+        ev = replace(scene.ev, new=new, columns=columns, seen=jnp.array([stop]))
+        columns = observe(ev)
+    want = sequential(0.9, scene.p)
+    np.testing.assert_allclose(columns["mass"][0], want, atol=1e-5)
 
 
 def test_below_uniform_is_counted_over_the_last_queries():
@@ -109,25 +118,6 @@ def test_below_uniform_is_counted_over_the_last_queries():
     want = -low.sum(1)
     np.testing.assert_array_equal(got[:, 1:], want[:, 1:])
     assert np.isinf(got[:, 0]).all() and len(np.unique(want)) > 5
-
-
-def test_forgetting_goes_on_query_by_query():
-    """What is still there has the recurrence's sum of the probabilities that every step really paid."""
-    caches = rig.shared("a2sf(budget=48)").caches
-    replay, flushes = rig.Replay(caches[0].plan), rig.flushed(caches)
-    acc = np.zeros((L, 2, H, LONGEST))
-    for layer in range(L):
-        for row, n in enumerate(LENGTHS):
-            acc[layer, row, :, :n] = sequential(0.95, prompt_taps(layer, row)[3])
-    for i in range(1, flushes[1] + 1):
-        if i in flushes:
-            for layer in range(L):
-                tier = caches[i].layers[layer].tiers[0]
-                pos = np.asarray(tier.pos)
-                want = np.take_along_axis(acc[layer], np.maximum(pos, 0), 2)
-                np.testing.assert_allclose(np.asarray(tier.columns["mass"])[pos >= 0], want[pos >= 0], atol=1e-4)
-        replay.step(FORCED[:, i - 1], caches[i])
-        acc = 0.95 * acc + np.stack([np.asarray(p)[:, :, :, 0].sum(2) for *_, p in replay.taps])
 
 
 # ------------------------------------------------------------------------------------------------ ladder and contest

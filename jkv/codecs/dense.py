@@ -17,7 +17,10 @@ class Dense(Codec):
 
     rope: Literal["before", "after"] = "before"
     rewritable = True
-    tiled = False
+
+    @property
+    def tiled(self) -> bool:  # type: ignore[override]
+        return self.rope == "after"  # what is rotated is a copy
 
     def encode(self, x: Array) -> Code:
         return Code(slots=x)

@@ -82,7 +82,7 @@ def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page'].default})" for keep in keeps]
-        elif not {"append", "pooled"} & {*row.axes}:
+        elif row.axes not in (("append",), ("pooled",)):
             out.append(row.name)
     return out + [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
 

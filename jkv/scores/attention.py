@@ -95,13 +95,15 @@ class Persistence(Score):
         assert ev.kept is not None
         window = ev.plan.window
 
+        def seen(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            return jnp.broadcast_to(visible(q_pos, pos, window)[:, :, None], p.shape).astype(jnp.float32).sum(-1)
+
         def low(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
             see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
             return (see & (p.mean(2) < 1)).astype(jnp.float32).sum(2)
 
-        seen = visible(ev.kept.pos, ev.pos, window).sum(-1)
-        times = jnp.log(jnp.maximum(seen, 1).astype(jnp.float32))  # p becomes n p: how many times the uniform share
-        return -ev.fold(low, replace(ev.kept, lse=ev.kept.lse - times[:, :, None]))
+        times = jnp.log(jnp.maximum(ev.over_keys(seen, ev.kept), 1))  # n p: how many times the uniform share
+        return -ev.fold(low, replace(ev.kept, lse=ev.kept.lse - times))
 
 
 @part

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 class AcrossHeads(Wrapper):
     """One set of tokens for all kv heads of a layer: the mean of their ranks."""
 
-    @property
-    def uniform(self) -> bool:  # type: ignore[override]
-        return True
+    uniform = True  # type: ignore[assignment]
 
     def rank(self, ev: Evidence) -> Array:
         return self.score.rank(ev).mean(1, keepdims=True)
@@ -93,9 +91,7 @@ class Representatives(Wrapper):
     sinks: int = 32
     newest: int = 128
 
-    @property
-    def uniform(self) -> bool:  # type: ignore[override]
-        return True
+    uniform = True  # type: ignore[assignment]
 
     def rank(self, ev: Evidence) -> Array:
         score = self.score.rank(ev)

@@ -22,8 +22,7 @@ from jkv.tree import value
 
 def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
     """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them generated."""
-    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
-    config = replace(config, budget=config.budget.fit(cost, longest))
+    config = fitted(config, model, rows, longest, new, dtype)
     plan, layers = _layers(config, model, rows, longest, new, dtype)
     layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
     return Cache(
@@ -36,6 +35,12 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
         name=config.name,
         new=new,
     )
+
+
+def fitted(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> CacheConfig:
+    """The config with its budget in tokens, where it is in bytes of a cache of so many rows."""
+    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
+    return replace(config, budget=config.budget.fit(cost, longest))
 
 
 def _layers(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
@@ -58,6 +63,11 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
     Every layer flushes as soon as its attention is done, so only one layer's dense keys and values exist at a time.
     `fresh`: the cache is known to be empty.
     """
+    return _absorbed(params, cache, ids, fresh, begun=not fresh)
+
+
+def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool) -> tuple[Cache, Array]:
+    """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like."""
     model = cache.model
     net = family(model)
     pos = positions(ids, cache.seen)
@@ -73,7 +83,7 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
         k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
         window = Window(k=k, v=v, pos=pos, columns=plan.score.birth(k, v))
-        if not fresh:
+        if begun:
             window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1 if a.ndim == 2 else 2), layer.recent, window)
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window)
         if not fresh:
@@ -100,6 +110,19 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
 absorb_own = program(
     arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh",), donate_argnames=("cache",)
 )(absorb.__wrapped__)
+
+
+@program(arguments=(None, ANY, ANY, None), results=(ANY, None))
+def absorb_after(params: Params, empty: Cache, first: Cache, ids: Array) -> tuple[Cache, Array]:
+    """`absorb` for an empty cache whose rows begin as those of another, made by `CacheConfig.uncut`.
+
+    The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
+    """
+    layers = tuple(
+        replace(a, recent=b.recent, queries=b.queries) for a, b in zip(empty.layers, first.layers, strict=True)
+    )
+    begun = replace(empty, layers=layers, seen=first.seen, prompt=first.prompt)
+    return _absorbed(params, begun, ids, fresh=True, begun=True)
 
 
 def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:

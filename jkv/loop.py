@@ -112,12 +112,13 @@ absorb_own = program(
 )(absorb.__wrapped__)
 
 
-@program(arguments=(None, ANY, ANY, None), results=(ANY, None))
-def absorb_after(params: Params, empty: Cache, first: Cache, ids: Array) -> tuple[Cache, Array]:
-    """`absorb` for an empty cache whose rows begin as those of another, made by `CacheConfig.uncut`.
+@program(arguments=(None, ANY, ANY, None, None), results=(ANY, None))
+def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids: Array) -> tuple[Cache, Array]:
+    """`absorb` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncut`.
 
     The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
     """
+    first = firsts.pick(index)
     layers = tuple(
         replace(a, recent=b.recent, queries=b.queries) for a, b in zip(empty.layers, first.layers, strict=True)
     )
@@ -296,6 +297,19 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
         return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
 
     return jax.lax.while_loop(more, block, state)
+
+
+@program(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
+def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots: Array) -> Decoding:
+    """The state with rows that have just been prefilled in `slots` i32[n], those of B or more dropped.
+
+    Its own rows have finished a block, or none of them is alive. logits f32[n,V], used bool[n,V] of the new rows.
+    """
+    cache = replace(settle(state.cache).put(slots, rows), fill=rows.fill)
+    logits = state.logits.at[slots].set(logits, mode="drop")
+    if state.used is not None:
+        used = state.used.at[slots].set(used, mode="drop")
+    return replace(state, cache=cache, logits=logits, used=used)
 
 
 @jax.jit

@@ -156,8 +156,8 @@ def _compile(
     cache = carried.cache if state else carried
     out = Program(
         what=what,
-        weights=_bytes(params, of_params),
-        cache=_bytes(cache.layers, (of_carried.cache if state else of_carried).layers),
+        weights=bytes_of(params, of_params),
+        cache=bytes_of(cache.layers, (of_carried.cache if state else of_carried).layers),
         kernels=kernels_of(cache),
         compile_s=0.0,
     )
@@ -181,7 +181,7 @@ def _compile(
     )
 
 
-def _bytes(tree: Any, where: Any) -> int:
+def bytes_of(tree: Any, where: Any) -> int:
     """Bytes on one device."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True)
     return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)

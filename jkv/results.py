@@ -26,7 +26,11 @@ def beside(path: Path) -> Path:
 
 def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """The document in place of what was there; raises OSError about `path`, and then the old one is still there."""
-    text = json.dumps({"meta": meta, "rows": list(rows)}, indent=1) + "\n"
+    write_text(path, json.dumps({"meta": meta, "rows": list(rows)}, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """The text in place of what was there, whole or not at all; raises OSError about `path`."""
     fresh = beside(path)
     try:
         with fresh.open("w", encoding="utf-8") as file:

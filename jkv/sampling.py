@@ -31,19 +31,36 @@ class Sampling:
     greedy: bool = static()
 
 
-def make(
+def check(
     rows: int,
-    vocab: int,
-    *,
-    seeds: tuple[int, ...],
-    stop_ids: tuple[int, ...],
     temperature: float | Sequence[float] = 0.0,
     top_k: int | Sequence[int] = 0,
     top_p: float | Sequence[float] = 1.0,
     min_p: float | Sequence[float] = 0.0,
     repetition_penalty: float | Sequence[float] = 1.0,
-) -> Sampling:
-    """Checked settings for `rows` rows, each one for all or one a row; top_k 0 and top_p 1 are off.
+) -> tuple[np.ndarray, ...]:
+    """The settings in this order, an array [rows] each; ValueError for one out of range, naming it."""
+
+    def per_row(x: Any, kind: Any = np.float32) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x, kind), rows)
+
+    heat, mass, least, penalty = map(per_row, (temperature, top_p, min_p, repetition_penalty))
+    first = per_row(top_k, np.int32)
+    ranges = {
+        "temperature": (heat, (heat >= 0) & (heat < np.inf), "0 (greedy) or more"),
+        "top_k": (first, first >= 0, "0 (off) or more"),
+        "top_p": (mass, (mass > 0) & (mass <= 1), "above 0, at most 1"),
+        "min_p": (least, (least >= 0) & (least < 1), "0 (off) or more, below 1"),
+        "repetition_penalty": (penalty, (penalty > 0) & (penalty < np.inf), "above 0; 1 is off"),
+    }
+    for name, (got, fine, want) in ranges.items():
+        if not fine.all():
+            raise ValueError(f"{name}={got[~fine][0]:g}: give {want}")
+    return heat, first, mass, least, penalty
+
+
+def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int], **settings: Any) -> Sampling:
+    """Settings of `check` for `rows` rows, each one for all or one a row; top_k 0 and top_p 1 are off.
 
     Temperature 0 is greedy: the best of one, where other rows are not. Raises ValueError for a setting out of
     range, naming it.
@@ -51,22 +68,7 @@ def make(
     >>> make(2, 100, seeds=(0, 1), stop_ids=(), temperature=(0, 0.5), top_k=7).top_k.tolist()
     [1, 7]
     """
-
-    def per_row(x: Any, kind: Any = np.float32) -> np.ndarray:
-        return np.broadcast_to(np.asarray(x, kind), rows)
-
-    heat, mass, least, penalty = map(per_row, (temperature, top_p, min_p, repetition_penalty))
-    first = per_row(top_k, np.int64)
-    ranges = {
-        "temperature": (heat, heat >= 0, "0 (greedy) or more"),
-        "top_k": (first, first >= 0, "0 (off) or more"),
-        "top_p": (mass, (mass > 0) & (mass <= 1), "above 0, at most 1"),
-        "min_p": (least, (least >= 0) & (least < 1), "0 (off) or more, below 1"),
-        "repetition_penalty": (penalty, penalty > 0, "above 0; 1 is off"),
-    }
-    for name, (got, fine, want) in ranges.items():
-        if not fine.all():
-            raise ValueError(f"{name}={got[~fine][0]:g}: give {want}")
+    heat, first, mass, least, penalty = check(rows, **settings)
     greedy = heat == 0
     return Sampling(
         keys=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
@@ -75,7 +77,7 @@ def make(
         top_p=jnp.asarray(mass),
         min_p=jnp.asarray(least),
         penalty=jnp.asarray(penalty),
-        stop_ids=jnp.asarray(stop_ids or (-2,), jnp.int32),
+        stop_ids=jnp.asarray(tuple(stop_ids) or (-2,), jnp.int32),
         greedy=bool(greedy.all()),
     )
 

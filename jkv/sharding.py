@@ -51,7 +51,9 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig) -> Mesh:
         name, _, number = part.partition("=")
         name = name.strip()
         if name not in sizes:
-            raise ValueError(f"mesh {text!r}: its axes are {ROWS} (rows) and {HEADS} (kv heads), such as data=4,model=2")
+            raise ValueError(
+                f"mesh {text!r}: its axes are {ROWS} (rows) and {HEADS} (kv heads), such as data=4,model=2"
+            )
         if not number.strip().isdigit() or int(number) < 1:
             raise ValueError(f"mesh {text!r}: {name} is a number of devices, 1 or more")
         sizes[name] = int(number)

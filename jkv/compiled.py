@@ -60,8 +60,11 @@ class Compiled:
         self, function: Any, args: tuple[Any, ...], static: dict[str, Any], free: bool, over: Over | None
     ) -> None:
         start = time.perf_counter()
+        free = free or over is not None
+        if free:  # an array that lies somewhere has a layout, and would have to keep it
+            args = jax.eval_shape(lambda *x: x, *args)
         if over is not None:
-            free, lowered = True, over.lower(function, args, static)
+            lowered = over.lower(function, args, static)
         else:
             lowered = function.free.lower(*args, *static.values()) if free else function.lower(*args, **static)
         self.program = lowered.compile()

@@ -41,17 +41,17 @@ def check(
 ) -> tuple[np.ndarray, ...]:
     """The settings in this order, an array [rows] each; ValueError for one out of range, naming it."""
 
-    def per_row(x: Any, kind: Any = np.float32) -> np.ndarray:
+    def per_row(x: Any, kind: Any = np.float64) -> np.ndarray:
         return np.broadcast_to(np.asarray(x, kind), rows)
 
     heat, mass, least, penalty = map(per_row, (temperature, top_p, min_p, repetition_penalty))
-    first = per_row(top_k, np.int32)
+    first, largest = per_row(top_k, np.int64), float(np.finfo(np.float32).max)
     ranges = {
-        "temperature": (heat, (heat >= 0) & (heat < np.inf), "0 (greedy) or more"),
-        "top_k": (first, first >= 0, "0 (off) or more"),
+        "temperature": (heat, (heat >= 0) & (heat <= largest), "0 (greedy) or more"),
+        "top_k": (first, (first >= 0) & (first < 1 << 31), "0 (off) or more"),
         "top_p": (mass, (mass > 0) & (mass <= 1), "above 0, at most 1"),
         "min_p": (least, (least >= 0) & (least < 1), "0 (off) or more, below 1"),
-        "repetition_penalty": (penalty, (penalty > 0) & (penalty < np.inf), "above 0; 1 is off"),
+        "repetition_penalty": (penalty, (penalty > 0) & (penalty <= largest), "above 0; 1 is off"),
     }
     for name, (got, fine, want) in ranges.items():
         if not fine.all():
@@ -72,11 +72,11 @@ def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int]
     greedy = heat == 0
     return Sampling(
         keys=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
-        temperature=jnp.asarray(np.where(greedy, np.float32(1), heat)),
+        temperature=jnp.asarray(np.where(greedy, 1, heat), jnp.float32),
         top_k=jnp.asarray(np.where(greedy, 1, np.where(first > 0, first, vocab)), jnp.int32),
-        top_p=jnp.asarray(mass),
-        min_p=jnp.asarray(least),
-        penalty=jnp.asarray(penalty),
+        top_p=jnp.asarray(mass, jnp.float32),
+        min_p=jnp.asarray(least, jnp.float32),
+        penalty=jnp.asarray(penalty, jnp.float32),
         stop_ids=jnp.asarray(tuple(stop_ids) or (-2,), jnp.int32),
         greedy=bool(greedy.all()),
     )

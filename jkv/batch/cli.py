@@ -37,9 +37,10 @@ def batch(
     seed: Annotated[int | None, typer.Option(help="Of every row's draws. Default: its line number.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a row; can be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and uncompressed tokens.")] = "float32",
-    distributed: Annotated[
-        bool, typer.Option("--distributed", help="One of several processes, each with its own rows, as jax finds them.")
-    ] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option(help="One process of several: auto, as jax finds them; or ADDRESS:PORT,i,n for process i of n."),
+    ] = None,
 ) -> None:
     """Answer every row of a file once; a run that was killed, or had no room left, goes on where it was.
 
@@ -61,7 +62,7 @@ def batch(
             stop=tuple(stop or ()),
         )
         with console.meter() as tell:
-            report = start(source, out, model, cache, mesh, at_once, settings, dtype, distributed, stopped, tell)
+            report = start(source, out, model, cache, mesh, at_once, settings, dtype, hosts, stopped, tell)
         print(report)
 
 
@@ -83,7 +84,7 @@ def start(
     at_once: int,
     settings: Settings,
     dtype: str,
-    distributed: bool,
+    hosts: str | None,
     stopped: Callable[[], bool],
     tell: Tell,
 ) -> Report:
@@ -98,8 +99,8 @@ def start(
     config = parse(cache)
     if not source.is_file():
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
-    if distributed:
-        jax.distributed.initialize()
+    if hosts is not None:
+        join(hosts)
     params = loading.load(model, dtype)
     over = None if mesh is None else sharding.Over(sharding.named(mesh, jax.local_devices(), params.config))
     if over is not None:
@@ -108,3 +109,19 @@ def start(
         source=source, out=out, params=params, model=model, config=config, defaults=settings, batch=at_once, over=over
     )
     return run(job, stopped, tell)
+
+
+def join(hosts: str) -> None:
+    """Makes this process one of several. Raises ValueError for a text that does not say which."""
+    import jax
+
+    if hosts == "auto":
+        jax.distributed.initialize()
+        return
+    address, *numbers = hosts.split(",")
+    if ":" not in address or len(numbers) != 2 or not all(x.strip().isdigit() for x in numbers):
+        raise ValueError(f"--hosts {hosts}: auto, or such as 10.0.0.1:9876,0,2 for the first of two processes")
+    process, processes = map(int, numbers)
+    if process >= processes:
+        raise ValueError(f"--hosts {hosts}: the processes are 0 to {processes - 1}")
+    jax.distributed.initialize(address, num_processes=processes, process_id=process)

@@ -98,8 +98,8 @@ class Job:
             "weights": fingerprint(self.params),
             "dtype": self.params.embed.dtype.name,
             "cache": repr(self.config) if not self.config.name else self.config.name,
-            "settings": asdict(self.defaults),
             "processes": jax.process_count(),
+            **asdict(self.defaults),
         }
 
     def shapes(self, bucket: Bucket, rows: Sequence[Request], batch: int) -> Shapes:

@@ -144,6 +144,8 @@ def _settings(row: Mapping[str, Any], params: Params, defaults: Settings) -> Set
     for name, x in own.items():
         if not isinstance(x, KINDS[name]) or isinstance(x, bool):
             raise ValueError(f"{name}={x!r}: give {' or '.join(k.__name__ for k in KINDS[name])}")
+        if isinstance(x, int) and abs(x) >= 1 << 62:
+            raise ValueError(f"{name} is out of all range")
     if "stop" in own:
         own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
     return checked(replace(defaults, **own), params)

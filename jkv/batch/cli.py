@@ -48,7 +48,7 @@ def batch(
     rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
     """
     at_once = _number(batch)
-    with stoppable() as stopped:  # before jax has threads
+    with stoppable() as stopped:
         from jkv.batch.requests import Settings
 
         settings = Settings(
@@ -115,6 +115,7 @@ def join(hosts: str) -> None:
     """Makes this process one of several. Raises ValueError for a text that does not say which."""
     import jax
 
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     if hosts == "auto":
         jax.distributed.initialize()
         return

@@ -73,7 +73,11 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for. batch 0: as many rows at once as fit; over: the mesh of this process, if there is one."""
+    """What is asked for.
+
+    batch 0: as many rows at once as fit; over: the mesh of this process, if there is one; shares: whether common
+    beginnings are prefilled once, where the cache allows it.
+    """
 
     source: Path
     out: Path
@@ -83,6 +87,7 @@ class Job:
     defaults: Settings = Settings()
     batch: int = 0
     over: Over | None = None
+    shares: bool = True
 
     @property
     def unit(self) -> int:
@@ -149,7 +154,7 @@ class _Work:
         refused = [r for r in rows if isinstance(r, Refused) and r.line not in shard.done]
         shard.add([{"line": r.line, "id": r.id, "error": r.error} for r in refused])
         self.requests = [r for r in rows if isinstance(r, Request)]
-        self.buckets = arrange(self.requests, job.config.splits)
+        self.buckets = arrange(self.requests, job.shares and job.config.splits)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False

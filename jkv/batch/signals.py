@@ -16,26 +16,30 @@ GRACE = 8.0  # seconds between the signal and the end
 def stoppable(grace: float = GRACE) -> Iterator[Callable[[], bool]]:
     """Within it SIGTERM makes the given function true; the process ends with code 0 if it is still there `grace` later.
 
-    A handler would wait for the main thread, which may be inside a compiler for minutes; so a thread of its own waits
-    for the signal. Threads that were there before could still take the signal: enter it before jax starts any.
+    Python's handlers wait for the main thread, which may be inside a compiler for minutes. So the signal's number goes
+    to a pipe at once, and a thread of its own reads it. For the main thread only.
     """
     asked, over = threading.Event(), threading.Event()
+    end, begin = os.pipe()
+    os.set_blocking(begin, False)
 
     def watch() -> None:
-        signal.sigwait({signal.SIGTERM})
-        asked.set()
-        if not over.wait(grace):
-            print("stopped in the middle of a block; run the same command again to go on", file=sys.stderr, flush=True)
-            os._exit(0)
+        while number := os.read(end, 1):
+            if number[0] == signal.SIGTERM and not asked.is_set():
+                asked.set()
+                if not over.wait(grace):
+                    print("stopped at once: run the same command again to go on", file=sys.stderr, flush=True)
+                    os._exit(0)
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
+    handler, wakeup = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(begin)
     try:
         yield asked.is_set
     finally:
         over.set()
-        if watcher.is_alive():
-            signal.pthread_kill(watcher.ident or 0, signal.SIGTERM)
-            watcher.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, handler)
+        os.close(begin)
+        watcher.join()
+        os.close(end)

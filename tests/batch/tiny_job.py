@@ -1,4 +1,4 @@
-"""One process of a job on a tiny model, as a program of its own: it can be killed, and be one of several.
+"""`jkv batch` on a tiny model, as a program of its own: it can be killed, and be one of several.
 
 python tiny_job.py SOURCE OUT CACHE [HOSTS]
 """
@@ -8,29 +8,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import jkv.batch.cli
-from jkv.batch.requests import Settings
-from jkv.batch.signals import stoppable
+from jkv.batch.cli import batch
 from jkv.io import load
-
-TINY = dict(hidden_size=64, num_hidden_layers=1)
 
 
 def tiny(*_: object):
     from jkv import models
 
-    return models.random(models.TINY | TINY)
-
-
-def main(source: str, out: str, cache: str, hosts: str | None = None) -> None:
-    load.load = tiny
-    with stoppable() as stopped:
-        report = jkv.batch.cli.start(
-            Path(source), Path(out), "tiny", cache, None, 4, Settings(max_new_tokens=60), "float32", hosts, stopped,
-            lambda done, total, how: print(done, flush=True),
-        )  # fmt: skip
-    print(report.done, report.stopped)
+    return models.random(models.TINY | dict(hidden_size=64, num_hidden_layers=1))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    load.load = tiny
+    batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch="4", hosts=(*sys.argv[4:], None)[0])

@@ -105,9 +105,7 @@ def start(
     over = None if mesh is None else sharding.Over(sharding.named(mesh, jax.local_devices(), params.config))
     if over is not None:
         params = jax.device_put(params, over.shardings(params))
-    job = Job(
-        source=source, out=out, params=params, model=model, config=config, defaults=settings, batch=at_once, over=over
-    )
+    job = Job(source=source, out=out, params=params, config=config, defaults=settings, batch=at_once, over=over)
     return run(job, stopped, tell)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -55,6 +56,7 @@ def spare(devices: list[Any]) -> int:
 
 def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
     """Bytes on each device beside the weights: of a block, or of a wave's prefill beside the running rows."""
+    params = replace(params, config=shapes.model)
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
     draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

@@ -17,8 +17,9 @@ def claim(out: Path, about: Mapping[str, Any]) -> None:
     """Make the folder that of this job, or go on with it; ValueError names what another job in it has otherwise."""
     path, about = out / "manifest.json", json.loads(json.dumps(about))
     out.mkdir(parents=True, exist_ok=True)
+    begun = any(out.glob("rows-*.jsonl"))  # another process may claim it now: its manifest comes before its rows
     if not path.exists():
-        if any(out.glob("rows-*.jsonl")):
+        if begun:
             raise FormatError(out, "it holds rows and no manifest.json", "give another folder")
         write_text(path, json.dumps(about, indent=1) + "\n")
         return

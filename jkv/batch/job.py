@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from jkv.batch.running import Answer, Running, Shapes
 from jkv.checks import check
 from jkv.compiled import use_disk_cache
 from jkv.config import CacheConfig
-from jkv.generate import Cost
+from jkv.generate import Cost, reaching
 from jkv.io.cache_file import fingerprint
 from jkv.models import Params
 from jkv.results import write_text
@@ -82,7 +83,6 @@ class Job:
     source: Path
     out: Path
     params: Params
-    model: str
     config: CacheConfig
     defaults: Settings = Settings()
     batch: int = 0
@@ -94,12 +94,15 @@ class Job:
         """Rows come in multiples of it."""
         return 1 if self.over is None else self.over.mesh.devices.shape[0]
 
-    def about(self, digest: str, rows: int) -> dict[str, Any]:
+    def about(self, digest: str, rows: Sequence[Request | Refused]) -> dict[str, Any]:
         """What must be the same for a job to go on: whatever its tokens depend on, and who writes which rows."""
+        prompts = hashlib.sha256()
+        for row in rows:
+            prompts.update(row.tokens.tobytes() if isinstance(row, Request) else b"-")
         return {
             "input": digest,
-            "rows": rows,
-            "model": self.model,
+            "rows": len(rows),
+            "prompts": prompts.hexdigest()[:32],  # as this tokenizer and its chat template read the input
             "weights": fingerprint(self.params),
             "dtype": self.params.embed.dtype.name,
             "cache": repr(self.config) if not self.config.name else self.config.name,
@@ -108,9 +111,11 @@ class Job:
         }
 
     def shapes(self, bucket: Bucket, rows: Sequence[Request], batch: int) -> Shapes:
+        """Of a batch of the bucket, in a job of these rows."""
+        model, longest = self.params.config, bucket.length + bucket.new
         return Shapes(
             config=self.config,
-            model=self.params.config,
+            model=reaching(model, longest) if self.config.unlimited else model,
             bucket=bucket,
             rows=batch,
             several=fit.several(batch, self.unit),
@@ -132,15 +137,11 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
     numbered, digest = lines(job.source)
-    claim(job.out, job.about(digest, len(numbered)))
+    rows = list(read(numbered, job.params, job.config, job.defaults))
+    claim(job.out, job.about(digest, rows))
     shard = Shard(job.out, jax.process_index(), jax.process_count())
     try:
-        rows = [
-            row
-            for i, row in enumerate(read(numbered, job.params, job.config, job.defaults))
-            if i % jax.process_count() == jax.process_index()
-        ]
-        return _Work(job, shard, len(numbered), rows, tell).finish(stop)
+        return _Work(job, shard, len(rows), rows[jax.process_index() :: jax.process_count()], tell).finish(stop)
     finally:
         shard.close()
 
@@ -167,10 +168,7 @@ class _Work:
                 self.stopped = True
                 break
             rows = min(self.size(), fit.whole(len(bucket.rows), self.job.unit))
-            running = Running(self.job.params, self.job.shapes(bucket, self.requests, rows), self.cost)
-            self.follow(running, stop)
-            self.prefilled += running.prefilled
-            self.saved += running.saved
+            self.follow(self.job.shapes(bucket, self.requests, rows), stop)
         return self.report()
 
     def size(self) -> int:
@@ -182,8 +180,9 @@ class _Work:
             self.batch = job.batch or fit.largest(job.params, shapes, most, job.unit, job.over)
         return self.batch
 
-    def follow(self, running: Running, stop: Callable[[], bool]) -> None:
-        """Write the rows of a batch as they end, until all have or the job is to stop."""
+    def follow(self, shapes: Shapes, stop: Callable[[], bool]) -> None:
+        """Run a bucket, and write its rows as they end, until all have or the job is to stop."""
+        running = Running(self.job.params, shapes, self.cost)
         for ended in running.answers(frozenset(self.shard.done)):
             if ended:
                 self.shard.add([_row(a) for a in ended])
@@ -194,8 +193,10 @@ class _Work:
                 len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {running.nbytes / 2**20:,.0f} MiB"
             )
             if stop():
-                self.stopped = self.stopped or len(self.shard.done) < self.share
-                return
+                self.stopped = len(self.shard.done) < self.share
+                break
+        self.prefilled += running.prefilled
+        self.saved += running.saved
 
     def report(self) -> Report:
         """Of all processes; the first of them writes it."""

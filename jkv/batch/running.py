@@ -16,7 +16,7 @@ from jkv.batch.arrange import Bucket, Wave, waves
 from jkv.batch.requests import DRAWS, Request, Settings
 from jkv.cache import Cache, tree_bytes
 from jkv.config import CacheConfig
-from jkv.generate import Cost, cut, pad, reaching, stop_ids_of
+from jkv.generate import Cost, cut, pad, stop_ids_of
 from jkv.loop import Decoding, absorb_after, absorb_own, admit, empty, fitted, run_blocks
 from jkv.models import ModelConfig, Params
 
@@ -80,14 +80,12 @@ class Running:
     """One bucket's batch. `answers` is the loop; between two of its yields a job may stop, and nothing is lost."""
 
     def __init__(self, params: Params, shapes: Shapes, cost: Cost) -> None:
-        longest = shapes.bucket.length + shapes.bucket.new
-        model = reaching(shapes.model, longest) if shapes.config.unlimited else shapes.model
-        self.shapes, self.params, self.cost = replace(shapes, model=model), replace(params, config=model), cost
+        self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.stop_ids = stop_ids_of(params)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
-        self.empty_rows = self.maker(partial(self.shapes.cache, shapes.several))
-        self.empty_heads = self.maker(self.shapes.heads)
-        self.state, self.heads = self.maker(self.shapes.state)(), None
+        self.empty_rows = self.maker(partial(shapes.cache, shapes.several))
+        self.empty_heads = self.maker(shapes.heads)
+        self.state, self.heads = self.maker(shapes.state)(), None
         self.prefilled = self.saved = 0  # prompt tokens
 
     def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:

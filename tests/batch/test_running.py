@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 import rig
 from rig import PROMPT
+from typer.testing import CliRunner
 
 import jkv
-from jkv import loop, methods, sampling
+from jkv import loop, methods, sampling, sharding
 from jkv.batch import fit
 from jkv.batch.arrange import arrange
 from jkv.batch.job import Job, run
 from jkv.batch.requests import Request, Settings
 from jkv.cache import tree_bytes
+from jkv.cli import app
+from jkv.io import load as loading
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)
@@ -42,7 +45,7 @@ def job(tmp_path: Path, asked: list[dict[str, Any]], cache: str, **more: Any) ->
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(x) + "\n" for x in asked))
     config = methods.parse(cache)
-    return Job(source=source, out=tmp_path / "out", params=PARAMS, model="tiny", config=config, batch=4, **more)
+    return Job(source=source, out=tmp_path / "out", params=PARAMS, config=config, batch=4, **more)
 
 
 def written(job: Job) -> dict[int, dict[str, Any]]:
@@ -127,6 +130,26 @@ def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any)
         run(other, never, nothing)
 
 
+def test_a_job_without_a_good_row_is_done_at_once(tmp_path: Path):
+    report = run(job(tmp_path, [{"tokens": []}, {}], "full"), never, nothing)
+    assert (report.rows, report.done, report.failed, report.programs, report.stopped) == (2, 0, 2, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("data=2,model=3", "model=3 cannot share the 2 kv heads evenly; give a divisor of 2 to model, and the other"),
+        ("rows=2", "its axes are data \\(rows\\) and model \\(kv heads\\)"),
+        ("data=0", "data is a number of devices"),
+        ("data=2", "it has 2 devices and this process 1"),
+    ],
+)
+def test_a_mesh_that_cannot_work_is_refused(mesh: str, says: str):
+    with pytest.raises(ValueError, match=says):
+        sharding.named(mesh, jax.devices()[:1], PARAMS.config)
+    assert dict(sharding.named("model=2, data=3", [*jax.devices()] * 6, PARAMS.config).shape) == {"data": 3, "model": 2}
+
+
 def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By what the compiler says of the job's own programs, in multiples of two rows."""
     task = replace(job(tmp_path, [], "full"), batch=0)
@@ -187,3 +210,57 @@ def test_what_ranks_by_the_whole_prompt_is_not_split():
     assert [methods.parse(t).splits for t in ("full", "kivi", "snapkv(budget=64)", "h2o(budget=64)", "zipcache")] == [
         True, True, True, False, False,
     ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    return lambda *args: CliRunner().invoke(app, ["batch", *map(str, args)])
+
+
+def test_the_command_writes_rows_and_a_report(tmp_path: Path, asked: Any, call: Any):
+    task = job(tmp_path, [*asked["full"], {"tokens": [1], "typo": 1}], "full")
+    result = call(task.source, task.out, "--batch", 4, "--max-new-tokens", 40)
+    assert result.exit_code == 0, result.output
+    assert "rows         14 done, 1 failed, of 15\n" in result.stdout and "prompt tokens spared" in result.stdout
+    assert "unknown setting 'typo'" in written(task)[15]["error"]
+    again = call(task.source, task.out, "--batch", 4, "--max-new-tokens", 40)
+    assert again.exit_code == 0 and "14 done, 1 failed" in again.stdout and "0 compiled" in again.stdout
+    assert len(written(task)) == 15
+    refused(call(task.source, task.out, "--max-new-tokens", 41), "max_new_tokens 40 there, 41 now")
+
+
+def refused(result: Any, says: str) -> None:
+    """One line, no traceback."""
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and says in result.stderr
+
+
+REFUSED = [
+    (["--batch", "none"], "--batch none: a number of rows, or auto"),
+    (["--batch", "0"], "--batch 0"),
+    (["--cache", "snapkw"], "did you mean 'snapkv'"),
+    (["--mesh", "model=3"], "model=3 cannot share the 2 kv heads"),
+    (["--hosts", "here"], "--hosts here: auto, or such as"),
+    (["--hosts", "a:1,2,2"], "the processes are 0 to 1"),
+    (["--temperature", "-1"], "temperature=-1"),
+    (["--max-new-tokens", "0"], "ask for at least one"),
+    (["--stop", "x"], "stop texts need a tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_what_cannot_run_is_said_in_one_line(tmp_path: Path, call: Any, options: list[str], says: str):
+    task = job(tmp_path, [{"tokens": [1]}], "full")
+    refused(call(task.source, task.out, *options), says)
+    assert not task.out.exists()
+
+
+def test_files_that_are_not_there(tmp_path: Path, call: Any):
+    task = job(tmp_path, [{"tokens": [1]}], "full")
+    refused(call(tmp_path / "none.jsonl", task.out), "none.jsonl is no file: give JSON lines")
+    task.out.write_text("a file where the folder should be")
+    refused(call(task.source, task.out), "out: File exists; check the path")

@@ -1,8 +1,12 @@
-"""Rows over a mesh of eight devices beside the same rows on one, as a program of its own; prints what differs."""
+"""Rows over a mesh of eight devices beside the same rows on one, as a program of its own; prints what differs.
+
+python eight_devices.py [CACHE...]
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
@@ -21,22 +25,18 @@ from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running, Shapes
 from jkv.generate import Cost
 
-# dense; a selector over codes by channel; two tiers, the second coded by token
-CACHES = (
-    "full",
-    "quest(pages=2, page=8, dense_layers=0) | kivi(group=8, recent=8)",
-    "streaming(budget=40) | int4(group=8)",
-)
+# dense; two tiers, the second coded by channel and by token, with a selector
+CACHES = ("full", "streaming(budget=48) | quest(pages=2, page=8, dense_layers=0) | kivi(group=8, recent=8)")
 
 
-def main() -> None:
+def main(caches: tuple[str, ...]) -> None:
     params = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
     over = sharding.Over(sharding.named("data=4,model=2", jax.devices(), params.config))
     divided, rng = jax.device_put(params, over.shardings(params)), np.random.default_rng(0)
     head = rng.integers(0, 100, 40)
     prompts = [np.append(head, rng.integers(0, 100, 3 + i)).astype(np.int32) for i in range(10)]
     new = [1 + 7 * i % 30 for i in range(10)]
-    for cache in CACHES:
+    for cache in caches:
         config, cost = methods.parse(cache), Cost(over=over)
         rows = [
             Request(line=i, id=i, tokens=p, settings=Settings(max_new_tokens=n))
@@ -56,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(tuple(sys.argv[1:]) or CACHES)

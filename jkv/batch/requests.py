@@ -45,7 +45,7 @@ class Settings:
     stop: tuple[str, ...] = ()
 
     @property
-    def draws(self) -> dict[str, float]:
+    def draws(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in DRAWS}
 
 

@@ -12,14 +12,15 @@ from jkv.batch.arrange import arrange, bounds, padded, waves
 from jkv.batch.requests import Request, Settings
 
 
-def requests(lengths: list[int], head: int = 0, new: int = 8) -> list[Request]:
-    """Rows of these lengths that share their first tokens and no more."""
-    rng, shared = np.random.default_rng(0), np.arange(head)
-    rows = [
-        np.concatenate([shared, [1000 + i], rng.integers(0, 50, max(n - head - 1, 0))]) for i, n in enumerate(lengths)
-    ]
+def requests(lengths: list[int], *heads: int) -> list[Request]:
+    """Rows of these lengths that share their first tokens and no more, with every so many'th other row."""
+    rng, firsts = np.random.default_rng(0), [100 * i + np.arange(n) for i, n in enumerate(heads or (0,))]
+    rows = []
+    for i, n in enumerate(lengths):
+        first = firsts[i % len(firsts)]
+        rows.append(np.concatenate([first, [1000 + i], rng.integers(0, 50, max(n - len(first) - 1, 0))]))
     return [
-        Request(line=i, id=None, tokens=r.astype(np.int32), settings=Settings(max_new_tokens=new))
+        Request(line=i, id=None, tokens=r.astype(np.int32), settings=Settings(max_new_tokens=8))
         for i, r in enumerate(rows, 1)
     ]
 
@@ -49,7 +50,7 @@ def test_no_choice_of_lengths_pads_less(lengths: list[int], most: int, worth: in
     st.booleans(),
 )
 def test_every_row_comes_in_once(lengths: list[int], head: int, several: int, done: set[int], shares: bool):
-    rows = requests(lengths, head)
+    rows = requests(lengths, head, head // 2, 40)
     seen: list[int] = []
     for bucket in arrange(rows, shares):
         heads: tuple[np.ndarray, ...] = ()
@@ -66,19 +67,19 @@ def test_every_row_comes_in_once(lengths: list[int], head: int, several: int, do
 
 
 def test_a_beginning_is_prefilled_once_where_it_saves_padded_tokens():
-    (bucket,) = arrange(requests([120] * 9, head=100), True)
+    (bucket,) = arrange(requests([120] * 9, 100), True)
     assert [len(g.members) for g in bucket.shared] == [9] and (bucket.first, bucket.tail) == (112, 32)
     assert bucket.saved == 800
     assert sum(len(w.heads) for w in waves(bucket, 4, ())) == 1
-    (bucket,) = arrange(requests([120] * 9, head=16), True)  # tails of 104 tokens, padded to 112
+    (bucket,) = arrange(requests([120] * 9, 16), True)  # tails of 104 tokens, padded to 112
     assert bucket.saved == 8 * 16 and bucket.tail == 112
-    (bucket,) = arrange(requests([120] * 9, head=15), True)
+    (bucket,) = arrange(requests([120] * 9, 15), True)
     assert not bucket.shared
-    (bucket,) = arrange(requests([120] * 9, head=100), False)
+    (bucket,) = arrange(requests([120] * 9, 100), False)
     assert not bucket.shared
 
 
 def test_a_long_tail_does_not_lengthen_all_the_others():
-    rows = requests([120] * 20 + [400], head=100)
+    rows = requests([120] * 20 + [400], 100)
     (bucket,) = arrange(rows, True)
     assert bucket.tail == 32 and len(bucket.shared[0].members) == 20

@@ -26,6 +26,7 @@ from jkv.batch.requests import Request, Settings
 from jkv.cache import tree_bytes
 from jkv.cli import app
 from jkv.io import load as loading
+from jkv.plan import TRIES
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)
@@ -165,10 +166,13 @@ def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     state = jax.eval_shape(shapes(4).state)
     assert state.cache.nbytes == 4 * one.nbytes
     assert tree_bytes(state) < needed < 3 * tree_bytes(state)
-    monkeypatch.setattr(fit, "needed", lambda params, x, over: 100 * x.rows)
+    tried = []
+    monkeypatch.setattr(fit, "needed", lambda params, x, over: tried.append(x.rows) or 100 * x.rows)
     for free, most in ((1300, 12), (200, 2), (9999, fit.AT_ONCE["cpu"])):
+        tried.clear()
         monkeypatch.setattr(fit, "spare", lambda devices, free=free: free)
-        assert fit.largest(PARAMS, shapes, 40, 2, None) == most
+        assert fit.largest(PARAMS, shapes, 40, 2, None) == most and len(tried) <= TRIES
+    assert tried == [most]  # which is as much as can be of use, so nothing else is compiled
     monkeypatch.setattr(fit, "spare", lambda devices: 199)
     with pytest.raises(ValueError, match="not even 2 rows fit into the 199 free bytes"):
         fit.largest(PARAMS, shapes, 40, 2, None)

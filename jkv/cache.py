@@ -130,7 +130,20 @@ class Cache:
         """n copies of every row, next to each other: the start of n continuations."""
         if n < 1:
             raise ValueError(f"fork: n={n}; ask for at least one copy")
-        layers, seen, prompt = jax.tree.map(lambda x: jnp.repeat(x, n, 0), (self.layers, self.seen, self.prompt))
+        return self.pick(jnp.repeat(jnp.arange(self.rows), n))
+
+    def pick(self, index: Array) -> Cache:
+        """The rows i32[n], in that order; a row that is named twice is copied."""
+        layers, seen, prompt = jax.tree.map(lambda x: x[index], (self.layers, self.seen, self.prompt))
+        return replace(self, layers=layers, seen=seen, prompt=prompt)
+
+    def put(self, slots: Array, rows: Cache) -> Cache:
+        """The cache with rows of another of the same plan in `slots` i32[n]; a slot of B or more is dropped.
+
+        The two must have flushed as long ago: one `fill` serves all rows.
+        """
+        own, new = ((x.layers, x.seen, x.prompt) for x in (self, rows))
+        layers, seen, prompt = jax.tree.map(lambda a, b: a.at[slots].set(b, mode="drop"), own, new)
         return replace(self, layers=layers, seen=seen, prompt=prompt)
 
     def rollback(self, n: int) -> Cache:

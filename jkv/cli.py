@@ -1,4 +1,4 @@
-"""The command line: jkv generate, methods, inspect, fetch, eval, bench, recommend, plan, train; jax only if needed."""
+"""The command line: jkv generate, batch, inspect, methods, eval, bench, recommend, plan, train, fetch; light."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from jkv import console
 from jkv.aot import cli as aot_cli
+from jkv.batch import cli as batch_cli
 from jkv.bench import cli as bench_cli
 from jkv.console import status
 from jkv.eval import cli as eval_cli
@@ -97,6 +98,7 @@ app.add_typer(bench_cli.app, name="bench", cls=Group)
 app.command()(bench_cli.recommend)
 app.command()(aot_cli.plan)
 app.command()(training_cli.train)
+app.command()(batch_cli.batch)
 
 Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]

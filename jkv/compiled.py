@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.layout import Format, Layout
 
 from jkv import kernels
+
+if TYPE_CHECKING:
+    from jkv.sharding import Over
 
 ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
 
@@ -53,9 +56,17 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
 class Compiled:
     """One program: call it, or ask what it cost."""
 
-    def __init__(self, function: Any, args: tuple[Any, ...], static: dict[str, Any], free: bool) -> None:
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], static: dict[str, Any], free: bool, over: Over | None
+    ) -> None:
         start = time.perf_counter()
-        lowered = function.free.lower(*args, *static.values()) if free else function.lower(*args, **static)
+        free = free or over is not None
+        if free:  # an array that lies somewhere has a layout, and would have to keep it
+            args = jax.eval_shape(lambda *x: x, *args)
+        if over is not None:
+            lowered = over.lower(function, args, static)
+        else:
+            lowered = function.free.lower(*args, *static.values()) if free else function.lower(*args, **static)
         self.program = lowered.compile()
         self.formats = self.program.input_formats[0] if free else None
         self.seconds = time.perf_counter() - start
@@ -66,8 +77,10 @@ class Compiled:
         return self.program(*args if self.formats is None else jax.device_put(args, self.formats))
 
 
-def compiled(function: Any, *args: Any, **static: Any) -> tuple[Compiled, float]:
+def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any) -> tuple[Compiled, float]:
     """The program of a jitted function for arguments of these shapes, and the seconds that compiling took just now.
+
+    over: the mesh that it runs on, if it is not for one device.
 
     >>> double = jax.jit(lambda x: 2 * x)
     >>> program, seconds = compiled(double, jax.numpy.ones(3))
@@ -75,10 +88,10 @@ def compiled(function: Any, *args: Any, **static: Any) -> tuple[Compiled, float]
     ([2.0, 2.0, 2.0], True, 0.0)
     """
     leaves, tree = jax.tree.flatten(args)
-    key = (function, tree, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
+    key = (function, tree, tuple((x.shape, x.dtype) for x in leaves), over, tuple(static.items()))
     program, seconds = PROGRAMS.pop(key, None), 0.0
     if program is None:
-        program = Compiled(function, args, static, free=hasattr(function, "free") and kernels.native() != "xla")
+        program = Compiled(function, args, static, hasattr(function, "free") and kernels.native() != "xla", over)
         seconds = program.seconds
     PROGRAMS[key] = program
     if len(PROGRAMS) > LIMIT:

@@ -75,6 +75,19 @@ class CacheConfig:
         return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
+    def splits(self) -> bool:
+        """Whether a prompt that is read in two pieces gives the same cache, if no token leaves in between.
+
+        It does unless a score ranks by queries of the first piece that are gone when it ranks.
+        """
+        needs = self.score.needs | self.merge.needs if self.merge else self.score.needs
+        return not needs.whole_prompt
+
+    def uncut(self, length: int) -> CacheConfig:
+        """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
+        return replace(self, recent=length, budget=All())
+
+    @property
     def unlimited(self) -> bool:
         """Whether texts may be longer than the model's context: keys act at places within a bounded cache."""
         return self.budget.bounded and any(tier.at == "rank" for tier in self.tiers)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 WIDE = 200  # columns of a table that goes to a file or a pipe
 
@@ -49,3 +58,35 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading, compiling", total=total)
         yield lambda what: bar.update(task, advance=1, description=what[:60])
+
+
+@contextlib.contextmanager
+def meter(every: float = 5.0) -> Iterator[Callable[[int, int, str], None]]:
+    """A function that is told what is done of how much, and how it goes: a bar with the time that is left on stderr,
+    or where that is no terminal a line every so many seconds.
+
+    >>> with meter() as tell:
+    ...     tell(3, 10, "12 tokens/s")
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        last = time.monotonic()
+
+        def line(done: int, total: int, how: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= every:
+                last = time.monotonic()
+                console.print(f"[{done}/{total}] {how}", highlight=False, markup=False, soft_wrap=True)
+
+        yield line
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading, compiling", total=None)
+        yield lambda done, total, how: bar.update(task, completed=done, total=total, description=how)

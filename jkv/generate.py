@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,11 @@ from jkv.compiled import compiled, use_disk_cache
 from jkv.config import CacheConfig
 from jkv.loop import Decoding, absorb, absorb_own, empty, run_blocks
 from jkv.methods import config as read_config
-from jkv.models import Params
+from jkv.models import ModelConfig, Params
 from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of
+
+if TYPE_CHECKING:
+    from jkv.sharding import Over
 
 Prompt = str | Sequence[Any] | np.ndarray | Array
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
@@ -61,25 +64,31 @@ def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
         raise ValueError("the prompt is empty: give text, chat messages or token ids")
     single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
     rows = [prompt] if single else list(prompt)
-    out = [_row(params, row) for row in rows]
-    for i, ids in enumerate(out):
-        if not ids:
-            raise ValueError(f"prompt {i} is empty: give text, chat messages or token ids")
-        if min(ids) < 0 or max(ids) >= params.config.vocab:
-            raise ValueError(
-                f"prompt {i} has token ids from {min(ids)} to {max(ids)}; "
-                f"the model knows 0 to {params.config.vocab - 1}"
-            )
-    return out, single
+    return [encode_row(params, row, f"prompt {i}") for i, row in enumerate(rows)], single
 
 
-def _row(params: Params, row: Any) -> list[int]:
+def encode_row(params: Params, row: Any, name: str = "the prompt") -> list[int]:
+    """Token ids of a text, chat messages or token ids; raises ValueError as `encode` does."""
     is_text = isinstance(row, str)
     if not is_text and all(isinstance(x, int) for x in row):
-        return list(row)
-    if params.tokenizer is None:
+        ids = list(row)
+    elif params.tokenizer is None:
         raise ValueError("this model was built without a tokenizer: give token ids")
-    return params.tokenizer.encode(row if is_text else params.tokenizer.chat(row))
+    else:
+        ids = params.tokenizer.encode(row if is_text else params.tokenizer.chat(row))
+    if not ids:
+        raise ValueError(f"{name} is empty: give text, chat messages or token ids")
+    if min(ids) < 0 or max(ids) >= params.config.vocab:
+        raise ValueError(
+            f"{name} has token ids from {min(ids)} to {max(ids)}; the model knows 0 to {params.config.vocab - 1}"
+        )
+    return ids
+
+
+def stop_ids_of(params: Params) -> tuple[int, ...]:
+    """The tokens that end a row, by the model's config and its tokenizer."""
+    more = () if params.tokenizer is None else params.tokenizer.eos_ids
+    return tuple(dict.fromkeys((*params.config.eos, *more)))
 
 
 def pad(rows: list[list[int]], length: int) -> Array:
@@ -121,14 +130,17 @@ def prefill(
 
 @dataclass
 class Cost:
-    """Seconds spent compiling and running, and the largest temporaries of a program."""
+    """Seconds spent compiling and running, and the programs compiled; over: the mesh that they run on, if any."""
 
     compiling: float = 0.0
     running: float = 0.0
+    programs: int = 0
+    over: Over | None = None
 
     def run(self, function: Any, *args: Any, **static: Any) -> Any:
-        program, seconds = compiled(function, *args, **static)
+        program, seconds = compiled(function, *args, over=self.over, **static)
         self.compiling += seconds
+        self.programs += seconds > 0
         start = time.perf_counter()
         out = jax.block_until_ready(program(*args))
         self.running += time.perf_counter() - start
@@ -142,10 +154,9 @@ def _prefill(
     model, longest, config = params.config, max(map(len, rows)), config.bound(params)
     chunk = config.chunk if chunk is None else chunk
     check(config, model, chunk)
-    _check_length(config, model, longest, room)
-    if config.unlimited and longest + room > model.context:
-        ropes = tuple(replace(r, longest=longest + room) for r in model.ropes)
-        params = replace(params, config=replace(model, ropes=ropes))
+    check_length(config, model, longest, room)
+    if config.unlimited:
+        params = replace(params, config=reaching(model, longest + room))
     whole = not chunk or chunk >= longest
     length = bucket(longest) if whole else -(-longest // chunk) * chunk
     cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
@@ -160,7 +171,15 @@ def _prefill(
     return cache, logits, cost
 
 
-def _check_length(config: CacheConfig, model: Any, prompt: int, new: int) -> None:
+def reaching(model: ModelConfig, longest: int) -> ModelConfig:
+    """The model with positions for so many tokens, for a cache that is not bound to the model's context."""
+    if longest <= model.context:
+        return model
+    return replace(model, ropes=tuple(replace(r, longest=longest) for r in model.ropes))
+
+
+def check_length(config: CacheConfig, model: ModelConfig, prompt: int, new: int) -> None:
+    """Raise ValueError for rows beyond the model's context, unless the cache is not bound to it."""
     if prompt + new > model.context and not config.unlimited:
         raise ValueError(
             f"the prompt has {prompt} tokens and {new} more are asked for, {prompt + new} in all; the model's context "
@@ -258,7 +277,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
         held, piece = _hold(held, run.stop)
         if piece:
             yield piece
-    rest = _cut(held + text.finish(), run.stop)
+    rest = cut(held + text.finish(), run.stop)
     if rest:
         yield rest
     return run.result()  # noqa: B901
@@ -272,7 +291,7 @@ def _hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
     return text[len(text) - keep :], text[: len(text) - keep]
 
 
-def _cut(text: str, stop: tuple[str, ...]) -> str:
+def cut(text: str, stop: tuple[str, ...]) -> str:
     """The text before the first stop text."""
     return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
@@ -309,9 +328,7 @@ class _Run:
         seeds = tuple(seed + i for i in range(b)) if isinstance(seed, int) else tuple(seed)
         if len(seeds) != b:
             raise ValueError(f"seed has {len(seeds)} numbers for {b} rows: give one a row, or a single number")
-        ids = params.config.eos if stop_ids is None else tuple(stop_ids)
-        if stop_ids is None and params.tokenizer is not None:
-            ids = tuple(dict.fromkeys((*ids, *params.tokenizer.eos_ids)))
+        ids = stop_ids_of(params) if stop_ids is None else tuple(stop_ids)
         self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)  # type: ignore[arg-type]
         self.stop, self.new, self.chunk, self.given = stop, new, chunk, cache
         self.room = -(-new // 64) * 64
@@ -321,7 +338,7 @@ class _Run:
         else:
             config = read_config(cache)
             self.name, self.bounded, self.claim = str(config), config.budget.bounded, config.claim
-            _check_length(config, params.config, max(map(len, self.rows)), new)
+            check_length(config, params.config, max(map(len, self.rows)), new)
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
             self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, self.room, chunk)
@@ -402,7 +419,7 @@ class _Run:
         )
         text = [""] * len(tokens)
         if self.params.tokenizer is not None:
-            text = [_cut(self.params.tokenizer.decode(t), self.stop) for t in tokens]
+            text = [cut(self.params.tokenizer.decode(t), self.stop) for t in tokens]
         one = self.single
         return Result(
             text=text[0] if one else text,

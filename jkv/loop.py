@@ -37,16 +37,22 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
     )
 
 
+def fitted(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> CacheConfig:
+    """The config with its budget in tokens, where it is in bytes of a cache of so many rows."""
+    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
+    return replace(config, budget=config.budget.fit(cost, longest))
+
+
 def layout(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
     """The plan of each layer and the shapes of its cache, once the budget is a number of tokens."""
+    return _layers(fitted(config, model, rows, longest, new, dtype), model, rows, longest, new, dtype)
 
-    def made(budget: Any) -> tuple[Any, Any]:
-        plan = resolve(replace(config, budget=budget), model, longest, new)
-        kinds = {jax.tree.structure(p): p for p in plan}
-        shapes = {k: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for k, p in kinds.items()}
-        return plan, tuple(shapes[jax.tree.structure(p)] for p in plan)
 
-    return made(config.budget.fit(lambda budget: tree_bytes(made(budget)[1]), longest))
+def _layers(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
+    plan = resolve(config, model, longest, new)
+    kinds = {jax.tree.structure(p): p for p in plan}
+    shapes = {k: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for k, p in kinds.items()}
+    return plan, tuple(shapes[jax.tree.structure(p)] for p in plan)
 
 
 def positions(ids: Array, seen: Array) -> Array:
@@ -62,6 +68,11 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
     Every layer flushes as soon as its attention is done, so only one layer's dense keys and values exist at a time.
     `fresh`: the cache is known to be empty.
     """
+    return _absorbed(params, cache, ids, fresh, begun=not fresh)
+
+
+def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool) -> tuple[Cache, Array]:
+    """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like."""
     model = cache.model
     net = family(model)
     pos = positions(ids, cache.seen)
@@ -77,7 +88,7 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
         k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
         window = Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v)))
-        if not fresh:
+        if begun:
             window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1 if a.ndim == 2 else 2), layer.recent, window)
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window)
         if not fresh:
@@ -104,6 +115,20 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
 absorb_own = program(
     arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh",), donate_argnames=("cache",)
 )(absorb.__wrapped__)
+
+
+@program(arguments=(None, ANY, ANY, None, None), results=(ANY, None))
+def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids: Array) -> tuple[Cache, Array]:
+    """`absorb` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncut`.
+
+    The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
+    """
+    first = firsts.pick(index)
+    layers = tuple(
+        replace(a, recent=b.recent, queries=b.queries) for a, b in zip(empty.layers, first.layers, strict=True)
+    )
+    begun = replace(empty, layers=layers, seen=first.seen, prompt=first.prompt)
+    return _absorbed(params, begun, ids, fresh=True, begun=True)
 
 
 def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:
@@ -277,6 +302,19 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
         return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
 
     return jax.lax.while_loop(more, block, state)
+
+
+@program(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
+def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots: Array) -> Decoding:
+    """The state with rows that have just been prefilled in `slots` i32[n], those of B or more dropped.
+
+    Its own rows have finished a block, or none of them is alive. logits f32[n,V], used bool[n,V] of the new rows.
+    """
+    cache = replace(settle(state.cache).put(slots, rows), fill=rows.fill)
+    logits = state.logits.at[slots].set(logits, mode="drop")
+    if state.used is not None:
+        used = state.used.at[slots].set(used, mode="drop")
+    return replace(state, cache=cache, logits=logits, used=used)
 
 
 @jax.jit

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from re import compile as pattern
 from typing import Any
 
@@ -89,22 +89,38 @@ def decode(job: Job, target: Target) -> Program:
 
 def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:
     """The largest batch whose decode program fits, to one part in 16; 0: none. By proportion, then bisection."""
-    if target.memory is None:
+    memory = target.memory
+    if memory is None:
         raise ValueError(f"the memory of {target.name} is not known: --largest needs a TPU topology or a GPU")
-    unit = sharding.unit(target.devices, job.model)
-    low, high, batch = 0, None, unit
-    for _ in range(TRIES):
+
+    def share(batch: int) -> float:
         program = decode(replace(job, batch=batch), target)
         say(f"batch {batch}: {'fits' if program.fits(target) else 'does not fit'}")
-        if not program.fits(target):
+        fits = program.refused is None and memory > program.weights
+        return (program.peak - program.weights) / (memory - program.weights) if fits else inf
+
+    return search(share, sharding.unit(target.devices, job.model))
+
+
+def search(share: Callable[[int], float], unit: int, most: int | None = None) -> int:
+    """The largest batch, a multiple of `unit`, whose share of the free memory is 1 at most; 0: none.
+
+    To one part in 16, in at most TRIES compilations, from `most` down or, if there is none, from `unit` up: by
+    proportion, then bisection. A share of inf: the compiler refused.
+    """
+    low, high, batch = 0, None, most or unit
+    for _ in range(TRIES):
+        taken = share(batch)
+        if taken > 1:
             high = batch
         else:
             low = batch
-            guess = (target.memory - program.weights) * batch // max(program.peak - program.weights, 1)
-        if high is not None and high - low <= max(unit, low // 16):
+        if low == most or (high is not None and high - low <= max(unit, low // 16)):
             break
-        batch = guess if high is None and low else (low + (high or 0)) // 2
+        middle = low and high or taken == inf
+        batch = (low + (high or 0)) // 2 if middle else int(batch / max(taken, 1e-9))
         batch = max(batch // unit * unit, low + unit)
+        batch = min(batch, (most or batch) if high is None else high - unit)
     return low
 
 
@@ -140,8 +156,8 @@ def _compile(
     cache = carried.cache if state else carried
     out = Program(
         what=what,
-        weights=_bytes(params, of_params),
-        cache=_bytes(cache.layers, (of_carried.cache if state else of_carried).layers),
+        weights=bytes_of(params, of_params),
+        cache=bytes_of(cache.layers, (of_carried.cache if state else of_carried).layers),
         kernels=kernels_of(cache),
         compile_s=0.0,
     )
@@ -165,7 +181,7 @@ def _compile(
     )
 
 
-def _bytes(tree: Any, where: Any) -> int:
+def bytes_of(tree: Any, where: Any) -> int:
     """Bytes on one device."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True)
     return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)

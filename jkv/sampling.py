@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jkv.tree import static, value
@@ -27,45 +31,54 @@ class Sampling:
     greedy: bool = static()
 
 
-def make(
+def check(
     rows: int,
-    vocab: int,
-    *,
-    seeds: tuple[int, ...],
-    stop_ids: tuple[int, ...],
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-) -> Sampling:
-    """Checked settings for `rows` rows; temperature 0 is greedy, top_k 0 and top_p 1 are off.
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+) -> tuple[np.ndarray, ...]:
+    """The settings in this order, an array [rows] each; ValueError for one out of range, naming it."""
 
-    Raises ValueError for a setting out of range, naming it.
-    """
+    def per_row(x: Any, kind: Any = np.float64) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x, kind), rows)
+
+    heat, mass, least, penalty = map(per_row, (temperature, top_p, min_p, repetition_penalty))
+    first, largest = per_row(top_k, np.int64), float(np.finfo(np.float32).max)
     ranges = {
-        "temperature": (temperature, temperature >= 0, "0 (greedy) or more"),
-        "top_k": (top_k, top_k >= 0, "0 (off) or more"),
-        "top_p": (top_p, 0 < top_p <= 1, "above 0, at most 1"),
-        "min_p": (min_p, 0 <= min_p < 1, "0 (off) or more, below 1"),
-        "repetition_penalty": (repetition_penalty, repetition_penalty > 0, "above 0; 1 is off"),
+        "temperature": (heat, (heat >= 0) & (heat <= largest), "0 (greedy) or more"),
+        "top_k": (first, (first >= 0) & (first < 1 << 31), "0 (off) or more"),
+        "top_p": (mass, (mass > 0) & (mass <= 1), "above 0, at most 1"),
+        "min_p": (least, (least >= 0) & (least < 1), "0 (off) or more, below 1"),
+        "repetition_penalty": (penalty, (penalty > 0) & (penalty <= largest), "above 0; 1 is off"),
     }
     for name, (got, fine, want) in ranges.items():
-        if not fine:
-            raise ValueError(f"{name}={got}: give {want}")
+        if not fine.all():
+            raise ValueError(f"{name}={got[~fine][0]:g}: give {want}")
+    return heat, first, mass, least, penalty
 
-    def full(x: float) -> Array:
-        return jnp.full(rows, x, jnp.float32)
 
+def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int], **settings: Any) -> Sampling:
+    """Settings of `check` for `rows` rows, each one for all or one a row; top_k 0 and top_p 1 are off.
+
+    Temperature 0 is greedy: the best of one, where other rows are not. Raises ValueError for a setting out of
+    range, naming it.
+
+    >>> make(2, 100, seeds=(0, 1), stop_ids=(), temperature=(0, 0.5), top_k=7).top_k.tolist()
+    [1, 7]
+    """
+    heat, first, mass, least, penalty = check(rows, **settings)
+    greedy = heat == 0
     return Sampling(
         keys=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
-        temperature=full(temperature or 1.0),
-        top_k=jnp.full(rows, top_k or vocab, jnp.int32),
-        top_p=full(top_p),
-        min_p=full(min_p),
-        penalty=full(repetition_penalty),
-        stop_ids=jnp.asarray(stop_ids or (-2,), jnp.int32),
-        greedy=temperature == 0,
+        temperature=jnp.asarray(np.where(greedy, 1, heat), jnp.float32),
+        top_k=jnp.asarray(np.where(greedy, 1, np.where(first > 0, first, vocab)), jnp.int32),
+        top_p=jnp.asarray(mass, jnp.float32),
+        min_p=jnp.asarray(least, jnp.float32),
+        penalty=jnp.asarray(penalty, jnp.float32),
+        stop_ids=jnp.asarray(tuple(stop_ids) or (-2,), jnp.int32),
+        greedy=bool(greedy.all()),
     )
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jkv.cache import Cache
 from jkv.kernels import HEADS, ROWS
-from jkv.models import ModelConfig
+from jkv.loop import Decoding
+from jkv.models import ModelConfig, Params
 
 
 def unit(devices: Sequence[Any], model: ModelConfig) -> int:
@@ -35,6 +39,58 @@ def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
             f"multiples of {by_rows}, and there are {rows}; give a batch that is one, or fewer devices"
         )
     return Mesh(np.array(devices).reshape(by_rows, -1), (ROWS, HEADS))
+
+
+def named(text: str, devices: Sequence[Any], model: ModelConfig) -> Mesh:
+    """The mesh of a text such as "data=4,model=2", over the first devices; an axis that is left out is 1.
+
+    Raises ValueError for an unknown axis, more devices than there are, and kv heads that cannot be shared so.
+    """
+    sizes = {ROWS: 1, HEADS: 1}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        name = name.strip()
+        if name not in sizes:
+            raise ValueError(
+                f"mesh {text!r}: its axes are {ROWS} (rows) and {HEADS} (kv heads), such as data=4,model=2"
+            )
+        if not number.strip().isdigit() or int(number) < 1:
+            raise ValueError(f"mesh {text!r}: {name} is a number of devices, 1 or more")
+        sizes[name] = int(number)
+    if model.heads % sizes[HEADS]:
+        raise ValueError(
+            f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
+            f"{model.heads} to {HEADS}, and the other devices to {ROWS}"
+        )
+    total = sizes[ROWS] * sizes[HEADS]
+    if total > len(devices):
+        raise ValueError(f"mesh {text!r}: it has {total} devices and this process {len(devices)}; give fewer")
+    return Mesh(np.array(devices[:total]).reshape(sizes[ROWS], sizes[HEADS]), (ROWS, HEADS))
+
+
+@dataclass(frozen=True)
+class Over:
+    """A mesh that programs run on: weights and caches are divided, whatever else they take or give is on every device.
+
+    Hashable and equal by mesh, as part of what tells programs apart.
+    """
+
+    mesh: Mesh
+
+    def shardings(self, x: Any) -> Any:
+        """Of one argument or result."""
+        if isinstance(x, Params):
+            return of_params(x, self.mesh)
+        if isinstance(x, Cache | Decoding):
+            return of_rows(x, self.mesh, (x if isinstance(x, Cache) else x.cache).model.heads)
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), x)
+
+    def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
+        with jax.set_mesh(self.mesh):
+            back = jax.eval_shape(partial(function, **static), *args)
+            back = tuple(map(self.shardings, back)) if type(back) is tuple else self.shardings(back)
+            return function.over(tuple(map(self.shardings, args)), back).lower(*args, *static.values())
 
 
 def of_params(params: Any, over: Mesh) -> Any:

@@ -1,4 +1,4 @@
-"""jkv bench decode, prefill, flush, kernel, growth, compare; jkv recommend. Imports jax only where it is needed."""
+"""jkv bench decode, prefill, flush, kernel, growth, compare, batch; jkv recommend. Imports jax where it is needed."""
 
 from __future__ import annotations
 
@@ -248,6 +248,39 @@ def compare(
     says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
     about = results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
     _measure(len(lengths) + len(prompts), found, says, comparing.table, about, out)
+
+
+@app.command()
+def batch(
+    model: Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")] = (
+        "smollm2-135m"
+    ),
+    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, beside what they have in common.")] = 256,
+    new: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
+    shared: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Tokens that all have in common; can be repeated. Default: 0 and 512."),
+    ] = None,
+    cache: Annotated[str, typer.Option(help="A composition.")] = "full",
+    at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows at once, of jkv.")] = 32,
+    threads: Threads = None,
+    out: Out = None,
+) -> None:
+    """jkv batch on ragged prompts beside a loop of transformers.generate with its best batch size."""
+    cores = _start((cache,), threads, "float32", "transformers", out)
+    from jkv import models
+    from jkv.bench import batch as many
+    from jkv.bench import compare as comparing
+    from jkv.bench import results
+    from jkv.io.load import read
+
+    heads, source = shared if shared else [0, 512], read(model)
+    comparing.check(models.read_config(source.config), [longest + max(heads)], [], new)
+    found = partial(many.rows, source, prompts, longest, new, heads, cache, at_once, cores)
+    says = lambda r: f"{r['engine']}, {r['shared']} tokens in common: {r['tokens_per_s']:.1f} tokens/s"  # noqa: E731
+    about = results.meta(model, cores, dtype="float32", longest=longest, new=new, cache=cache)
+    _measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, out)
 
 
 def recommend(

@@ -1,0 +1,1 @@
+"""Many prompts from a file, answered in batches whose rows come and go; see `jkv batch --help`."""

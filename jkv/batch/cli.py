@@ -1,0 +1,128 @@
+"""jkv batch. Imports jax only when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jkv import console
+from jkv.batch.signals import stoppable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jkv.batch.job import Report, Tell
+    from jkv.batch.requests import Settings
+
+
+def batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="A JSON object a line: prompt, messages or tokens.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder: rows as JSON lines, and report.json.")],
+    model: Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")] = (
+        "smollm2-135m"
+    ),
+    cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
+    mesh: Annotated[str | None, typer.Option(help="Devices of each process, such as data=4,model=2.")] = None,
+    batch: Annotated[str, typer.Option(help="Rows at once; auto: as many as fit.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, a row.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out what is this many times less likely than the best.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: used tokens become less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of every row's draws. Default: its line number.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a row; can be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and uncompressed tokens.")] = "float32",
+    hosts: Annotated[
+        str | None,
+        typer.Option(help="One process of several: auto, as jax finds them; or ADDRESS:PORT,i,n for process i of n."),
+    ] = None,
+) -> None:
+    """Answer every row of a file once; a run that was killed, or had no room left, goes on where it was.
+
+    A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens and stop. The
+    rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
+    """
+    at_once = _number(batch)
+    with stoppable() as stopped:
+        from jkv.batch.requests import Settings
+
+        settings = Settings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            stop=tuple(stop or ()),
+        )
+        with console.meter() as tell:
+            report = start(source, out, model, cache, mesh, at_once, settings, dtype, hosts, stopped, tell)
+        print(report)
+
+
+def _number(text: str) -> int:
+    """Rows at once; 0: auto."""
+    if text == "auto":
+        return 0
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"--batch {text}: a number of rows, or auto")
+    return int(text)
+
+
+def start(
+    source: Path,
+    out: Path,
+    model: str,
+    cache: str,
+    mesh: str | None,
+    at_once: int,
+    settings: Settings,
+    dtype: str,
+    hosts: str | None,
+    stopped: Callable[[], bool],
+    tell: Tell,
+) -> Report:
+    """Loads the model and runs the job; what is wrong with the cache or the input is said before anything is loaded."""
+    import jax
+
+    from jkv import sharding
+    from jkv.batch.job import Job, run
+    from jkv.io import load as loading
+    from jkv.methods import parse
+
+    config = parse(cache)
+    if not source.is_file():
+        raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
+    if hosts is not None:
+        join(hosts)
+    params = loading.load(model, dtype)
+    over = None if mesh is None else sharding.Over(sharding.named(mesh, jax.local_devices(), params.config))
+    if over is not None:
+        params = jax.device_put(params, over.shardings(params))
+    job = Job(
+        source=source, out=out, params=params, config=config.bound(params), defaults=settings, batch=at_once, over=over
+    )
+    return run(job, stopped, tell)
+
+
+def join(hosts: str) -> None:
+    """Makes this process one of several. Raises ValueError for a text that does not say which."""
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    if hosts == "auto":
+        jax.distributed.initialize()
+        return
+    address, *numbers = hosts.split(",")
+    if ":" not in address or len(numbers) != 2 or not all(x.strip().isdigit() for x in numbers):
+        raise ValueError(f"--hosts {hosts}: auto, or such as 10.0.0.1:9876,0,2 for the first of two processes")
+    process, processes = map(int, numbers)
+    if process >= processes:
+        raise ValueError(f"--hosts {hosts}: the processes are 0 to {processes - 1}")
+    jax.distributed.initialize(address, num_processes=processes, process_id=process)

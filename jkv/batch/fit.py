@@ -1,0 +1,91 @@
+"""How many rows run at once: as many as fit, by the compiler's account of the job's own programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.batch.requests import Settings
+from jkv.batch.running import Shapes
+from jkv.bench.measure import peak_bytes
+from jkv.cache import tree_bytes
+from jkv.compiled import compiled
+from jkv.generate import stop_ids_of
+from jkv.loop import absorb_own, run_blocks
+from jkv.models import Params
+from jkv.plan import bytes_of, search
+from jkv.sharding import Over
+
+AT_ONCE = {"cpu": 32}  # rows from which on a step takes as long as its rows: more only leave more behind at the end
+ELSEWHERE = 256
+WAVE = 8  # a wave is this part of the rows
+
+
+def several(rows: int, unit: int) -> int:
+    """Rows of a wave: few, so that slots do not wait long for it; in whole units.
+
+    >>> several(32, 1), several(8, 4)
+    (4, 4)
+    """
+    return max(rows // WAVE // unit * unit, unit)
+
+
+def whole(rows: int, unit: int) -> int:
+    """Rounded up to whole units."""
+    return -(-rows // unit) * unit
+
+
+def spare(devices: list[Any]) -> int:
+    """Bytes that are free on each device; on a CPU, four fifths of the free memory for all of them together."""
+    stats = [s for d in devices if (s := d.memory_stats())]
+    if len(stats) == len(devices):
+        return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
+    info = Path("/proc/meminfo")
+    found = [x for x in info.read_text().splitlines() if x.startswith("MemAvailable")] if info.exists() else []
+    free = int(found[0].split()[1]) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free * 4 // 5 // len(devices)
+
+
+def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
+    """Bytes on each device beside the weights: of a block, or of a wave's prefill beside the running rows."""
+    params = replace(params, config=shapes.model)
+    state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
+    draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    block, _ = compiled(run_blocks, params, state, draws, shape(()), over=over)
+    ids = shape((shapes.several, shapes.bucket.length))
+    prefill, _ = compiled(absorb_own, params, blank, ids, over=over, fresh=True)
+
+    def here(tree: Any) -> int:
+        return tree_bytes(tree) if over is None else bytes_of(tree, over.shardings(tree))
+
+    held = here(state) + (here(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
+    return max(peak_bytes(block), held + peak_bytes(prefill)) - here(params)
+
+
+def largest(params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: Over | None) -> int:
+    """The largest batch, at most `rows` and a multiple of `unit`, that fits. ValueError if none does."""
+    devices = list(over.mesh.devices.flat) if over is not None else jax.local_devices()[:1]
+    free = spare(devices)
+
+    def share(batch: int) -> float:
+        try:
+            return needed(params, shapes(batch), over) / free
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return inf
+
+    most = whole(min(rows, AT_ONCE.get(devices[0].platform, ELSEWHERE)), unit)
+    found = search(share, unit, most)
+    if not found:
+        raise ValueError(f"not even {unit} rows fit into the {free:,} free bytes: take a smaller cache or shorter rows")
+    return found

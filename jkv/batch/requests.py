@@ -1,0 +1,165 @@
+"""The rows of a job: JSON lines in, prompts with their settings out; a row that cannot be run says why."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv import sampling
+from jkv.config import CacheConfig
+from jkv.generate import check_length, encode_row
+from jkv.models import Params
+
+PROMPTS = ("prompt", "messages", "tokens")
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them
+KINDS: dict[str, tuple[type, ...]] = {
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "seed": (int,),
+    "max_new_tokens": (int,),
+    "stop": (str, list),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a row is answered; a row of the input may change any of them. seed None: the row's line number."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+
+    @property
+    def draws(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in DRAWS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One row: the line of the input that it came from (the first is 1), its id, and prompt tokens i32[n]."""
+
+    line: int
+    id: Any
+    tokens: np.ndarray
+    settings: Settings
+
+    @property
+    def seed(self) -> int:
+        return self.line if self.settings.seed is None else self.settings.seed
+
+    @property
+    def new(self) -> int:
+        return self.settings.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A row that cannot be run, and why."""
+
+    line: int
+    id: Any
+    error: str
+
+
+def lines(path: Path) -> tuple[list[tuple[int, bytes]], str]:
+    """The lines that are not blank, with their numbers, and the digest of the file. Raises OSError."""
+    raw = path.read_bytes()
+    numbered = [(i, x) for i, x in enumerate(raw.split(b"\n"), 1) if x.strip()]
+    return numbered, hashlib.sha256(raw).hexdigest()[:32]
+
+
+def read(
+    numbered: list[tuple[int, bytes]], params: Params, config: CacheConfig, defaults: Settings
+) -> Iterator[Request | Refused]:
+    """The rows of numbered lines; of two with one id the second is refused."""
+    ids: dict[str, int] = {}
+    for line, raw in numbered:
+        name = None
+        try:
+            try:
+                row = json.loads(raw)
+            except ValueError as error:
+                raise ValueError(f"the line is no JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"the line is a JSON {type(row).__name__}, not an object such as {{'prompt': ...}}")
+            name = row.get("id")
+            if name is not None and (first := ids.setdefault(json.dumps(name), line)) != line:
+                raise ValueError(f"id {name!r} is that of line {first} too: give each row its own, or none")
+            yield request(line, row, params, config, defaults)
+        except (ValueError, TypeError, RecursionError) as error:
+            yield Refused(line=line, id=name, error=str(error))
+
+
+def request(line: int, row: Mapping[str, Any], params: Params, config: CacheConfig, defaults: Settings) -> Request:
+    """One row of the input; ValueError names what is wrong with it."""
+    known = ("id", *PROMPTS, *KINDS)
+    for name in row:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(
+                f"unknown setting {name!r}: "
+                + (f"did you mean {near[0]!r}?" if near else f"it is none of {', '.join(known)}")
+            )
+    given = [name for name in PROMPTS if name in row]
+    if len(given) != 1:
+        raise ValueError(
+            f"give exactly one of prompt (text), messages and tokens (ids); got {', '.join(given) or 'none'}"
+        )
+    settings = _settings(row, params, defaults)
+    tokens = encode_row(params, _prompt(given[0], row[given[0]]))
+    check_length(config, params.config, len(tokens), settings.max_new_tokens)
+    return Request(line=line, id=row.get("id"), tokens=np.array(tokens, np.int32), settings=settings)
+
+
+def _prompt(kind: str, x: Any) -> Any:
+    fits = {
+        "prompt": isinstance(x, str),
+        "messages": isinstance(x, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in x),
+        "tokens": isinstance(x, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in x),
+    }
+    if not fits[kind]:
+        wanted = {"prompt": "a text", "messages": 'a list of {"role", "content"}', "tokens": "a list of token ids"}
+        raise ValueError(f"{kind} must be {wanted[kind]}")
+    return x
+
+
+def _settings(row: Mapping[str, Any], params: Params, defaults: Settings) -> Settings:
+    """The row's own settings over the job's, checked."""
+    own = {name: row[name] for name in KINDS if row.get(name) is not None}
+    for name, x in own.items():
+        if not isinstance(x, KINDS[name]) or isinstance(x, bool):
+            raise ValueError(f"{name}={x!r}: give {' or '.join(k.__name__ for k in KINDS[name])}")
+        if isinstance(x, int) and abs(x) >= 1 << 62:
+            raise ValueError(f"{name} is out of all range")
+    if "stop" in own:
+        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
+    return checked(replace(defaults, **own), params)
+
+
+def checked(settings: Settings, params: Params) -> Settings:
+    """The same settings; ValueError for one that is out of range."""
+    sampling.check(1, **settings.draws)
+    if settings.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={settings.max_new_tokens}: ask for at least one")
+    if settings.seed is not None and not 0 <= settings.seed < 1 << 32:
+        raise ValueError(f"seed={settings.seed}: give 0 to {(1 << 32) - 1}")
+    if not all(isinstance(s, str) and s for s in settings.stop):
+        raise ValueError(f"stop={list(settings.stop)!r}: give texts, none of them empty")
+    if settings.stop and params.tokenizer is None:
+        raise ValueError("stop texts need a tokenizer, and this model has none")
+    return settings

@@ -1,0 +1,180 @@
+"""A batch whose rows come and go: prefilled in waves, admitted at the borders of blocks, answered one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv import sampling
+from jkv.batch.arrange import Bucket, Wave, waves
+from jkv.batch.requests import DRAWS, Request, Settings
+from jkv.cache import Cache, tree_bytes
+from jkv.config import CacheConfig
+from jkv.generate import Cost, cut, pad, stop_ids_of
+from jkv.loop import Decoding, absorb_after, absorb_own, admit, empty, fitted, run_blocks
+from jkv.models import ModelConfig, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished row: its tokens, its text up to a stop text (None: no tokenizer), and what ended it."""
+
+    request: Request
+    tokens: list[int]
+    text: str | None
+    end: str  # "stop" or "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The values of a running batch of one bucket: `rows` at once, `several` prefilled together, settings a row.
+
+    greedy, penalised: of every row of the job, so that its programs are the same whoever runs together.
+    """
+
+    config: CacheConfig
+    model: ModelConfig
+    bucket: Bucket
+    rows: int
+    several: int
+    dtype: Any
+    greedy: bool
+    penalised: bool
+
+    def cache(self, rows: int) -> Cache:
+        """An empty cache. A budget in bytes is that of one row: what a row keeps does not depend on the batch."""
+        longest, new = self.bucket.length + self.bucket.new, self.bucket.new
+        config = fitted(self.config, self.model, 1, longest, new, self.dtype)
+        return empty(config, self.model, rows, longest, new, self.dtype)
+
+    def heads(self) -> Cache:
+        """An empty cache for common beginnings."""
+        return empty(self.config.uncut(self.bucket.first), self.model, self.several, self.bucket.first, 0, self.dtype)
+
+    def state(self) -> Decoding:
+        """No row is alive yet."""
+        cache, vocab = self.cache(self.rows), self.model.vocab
+        return Decoding(
+            cache=cache,
+            logits=jnp.zeros((self.rows, vocab), jnp.float32),
+            alive=jnp.zeros(self.rows, bool),
+            used=jnp.zeros((self.rows, vocab), bool) if self.penalised else None,
+            out=jnp.full((self.rows, cache.plan[0].block), -1, jnp.int32),
+            count=jnp.int32(0),
+        )
+
+    def sampling(self, settings: list[Settings], seeds: list[int], stop_ids: tuple[int, ...]) -> sampling.Sampling:
+        """The draws of all rows."""
+        draws = {name: [getattr(s, name) for s in settings] for name in DRAWS}
+        out = sampling.make(self.rows, self.model.vocab, seeds=seeds, stop_ids=stop_ids, **draws)
+        return replace(out, greedy=self.greedy)
+
+
+class Running:
+    """One bucket's batch. `answers` is the loop; between two of its yields a job may stop, and nothing is lost."""
+
+    def __init__(self, params: Params, shapes: Shapes, cost: Cost) -> None:
+        self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
+        self.stop_ids = stop_ids_of(params)
+        self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
+        self.empty_rows = self.maker(partial(shapes.cache, shapes.several))
+        self.empty_heads = self.maker(shapes.heads)
+        self.state, self.heads = self.maker(shapes.state)(), None
+        self.prefilled = self.saved = 0  # prompt tokens
+
+    def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """`make`, whose value is made where it will lie."""
+        over = self.cost.over
+        return jax.jit(make, out_shardings=None if over is None else over.shardings(jax.eval_shape(make)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the caches of the rows, and of the common beginnings."""
+        return self.state.cache.nbytes + (tree_bytes(self.heads.layers) if self.heads is not None else 0)
+
+    def answers(self, done: Container[int]) -> Iterator[list[Answer]]:
+        """The rows that ended, block by block; lines that are done are left out."""
+        waiting = waves(self.shapes.bucket, self.shapes.several, done)
+        wave = next(waiting, None)
+        while wave is not None or any(self.slots):
+            while wave is not None and len(wave.rows) <= self.slots.count(None):
+                self.admit(wave)
+                wave = next(waiting, None)
+            yield self.block()
+
+    def admit(self, wave: Wave) -> None:
+        """Prefill the rows of a wave, and give them free slots."""
+        shapes, several = self.shapes, self.shapes.several
+        if wave.heads:
+            ids = _padded(wave.heads, several, shapes.bucket.first)
+            self.heads, _ = self.cost.run(absorb_own, self.params, self.empty_heads(), ids, fresh=True)
+        cache = self.empty_rows()
+        if wave.at:
+            ids = _padded(wave.tails, several, shapes.bucket.tail)
+            index = jnp.asarray([*wave.at, *[0] * (several - len(wave.at))], jnp.int32)
+            cache, logits = self.cost.run(absorb_after, self.params, cache, self.heads, index, ids)
+        else:
+            ids = _padded(wave.tails, several, shapes.bucket.length)
+            cache, logits = self.cost.run(absorb_own, self.params, cache, ids, fresh=True)
+        ran = sum(map(len, (*wave.heads, *wave.tails)))
+        self.prefilled += ran
+        self.saved += sum(len(r.tokens) for r in wave.rows) - ran
+        free = [i for i, x in enumerate(self.slots) if x is None][: len(wave.rows)]
+        used = None
+        if shapes.penalised:
+            table = np.zeros((several, shapes.model.vocab), bool)
+            for i, row in enumerate(wave.rows):
+                table[i, row.tokens] = True
+            used = jnp.asarray(table)
+        slots = jnp.asarray([*free, *[shapes.rows] * (several - len(free))], jnp.int32)
+        self.state = self.cost.run(admit, self.state, cache, logits, used, slots)
+        for slot, row in zip(free, wave.rows, strict=True):
+            self.slots[slot] = row, []
+        nobody = Settings()
+        requests = [x[0] if x else None for x in self.slots]
+        self.sampling = shapes.sampling(
+            [r.settings if r else nobody for r in requests], [r.seed if r else 0 for r in requests], self.stop_ids
+        )
+
+    def block(self) -> list[Answer]:
+        """A block of tokens for every row, or fewer if all rows end within it; the rows that ended."""
+        left = [x[0].new - len(x[1]) if x else 0 for x in self.slots]
+        stop = min(max(left), self.state.out.shape[1])
+        alive = jnp.asarray([n > 0 for n in left])
+        state = replace(self.state, alive=alive, count=jnp.int32(0))
+        self.state = self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
+        out = np.asarray(self.state.out)[:, : int(self.state.count)]
+        ended = []
+        for slot, x in enumerate(self.slots):
+            if x is None:
+                continue
+            request, tokens = x
+            tokens.extend(int(t) for t in out[slot][: left[slot]] if t >= 0)
+            answer = self.ended(request, tokens)
+            if answer is not None:
+                ended.append(answer)
+                self.slots[slot] = None
+        return ended
+
+    def ended(self, request: Request, tokens: list[int]) -> Answer | None:
+        """The answer of a row, if these tokens end it."""
+        tokenizer, stop = self.params.tokenizer, request.settings.stop
+        over = tokens[-1] in self.stop_ids
+        if stop and not over:
+            text = tokenizer.decode(tokens)
+            over = any(s in text for s in stop)
+        if not over and len(tokens) < request.new:
+            return None
+        text = None if tokenizer is None else cut(tokenizer.decode(tokens), stop)
+        return Answer(request=request, tokens=tokens, text=text, end="stop" if over else "length")
+
+
+def _padded(rows: tuple[np.ndarray, ...], several: int, length: int) -> Any:
+    """i32[several,length]; the rows that are too few have no tokens."""
+    return pad([*(r.tolist() for r in rows), *[[]] * (several - len(rows))], length)

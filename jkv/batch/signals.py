@@ -1,0 +1,45 @@
+"""SIGTERM, as a machine that is taken away sends it: what runs is told, and ends in time even while XLA compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+GRACE = 8.0  # seconds between the signal and the end
+
+
+@contextlib.contextmanager
+def stoppable(grace: float = GRACE) -> Iterator[Callable[[], bool]]:
+    """Within it SIGTERM makes the given function true; the process ends with code 0 if it is still there `grace` later.
+
+    Python's handlers wait for the main thread, which may be inside a compiler for minutes. So the signal's number goes
+    to a pipe at once, and a thread of its own reads it. For the main thread only.
+    """
+    asked, over = threading.Event(), threading.Event()
+    end, begin = os.pipe()
+    os.set_blocking(begin, False)
+
+    def watch() -> None:
+        while number := os.read(end, 1):
+            if number[0] == signal.SIGTERM and not asked.is_set():
+                asked.set()
+                if not over.wait(grace):
+                    print("stopped at once: run the same command again to go on", file=sys.stderr, flush=True)
+                    os._exit(0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    handler, wakeup = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(begin)
+    try:
+        yield asked.is_set
+    finally:
+        over.set()
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, handler)
+        os.close(begin)
+        watcher.join()
+        os.close(end)

@@ -1,0 +1,85 @@
+"""Buckets against every choice of lengths, and waves: every row once, after the beginning that it goes on from."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jkv.batch.arrange import arrange, bounds, padded, waves
+from jkv.batch.requests import Request, Settings
+
+
+def requests(lengths: list[int], *heads: int) -> list[Request]:
+    """Rows of these lengths that share their first tokens and no more, with every so many'th other row."""
+    rng, firsts = np.random.default_rng(0), [100 * i + np.arange(n) for i, n in enumerate(heads or (0,))]
+    rows = []
+    for i, n in enumerate(lengths):
+        first = firsts[i % len(firsts)]
+        rows.append(np.concatenate([first, [1000 + i], rng.integers(0, 50, max(n - len(first) - 1, 0))]))
+    return [
+        Request(line=i, id=None, tokens=r.astype(np.int32), settings=Settings(max_new_tokens=8))
+        for i, r in enumerate(rows, 1)
+    ]
+
+
+def cost(lengths: list[int], ends: tuple[int, ...], worth: int) -> float:
+    if max(lengths) > max(ends):
+        return float("inf")
+    return sum(min(e for e in ends if e >= n) for n in lengths) + worth * len(ends)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 200))
+def test_no_choice_of_lengths_pads_less(lengths: list[int], most: int, worth: int):
+    sizes = sorted({padded(n) for n in lengths})
+    choices = [c for k in range(1, most + 1) for c in combinations(sizes, k)]
+    found = bounds(lengths, most, worth)
+    assert len(found) <= most and found == sorted(found)
+    assert cost(lengths, tuple(found), worth) == min(cost(lengths, c, worth) for c in choices)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(60, 200), min_size=1, max_size=20),
+    st.integers(0, 60),
+    st.integers(1, 4),
+    st.sets(st.integers(1, 20)),
+    st.booleans(),
+)
+def test_every_row_comes_in_once(lengths: list[int], head: int, several: int, done: set[int], shares: bool):
+    rows = requests(lengths, head, head // 2, 40)
+    seen: list[int] = []
+    for bucket in arrange(rows, shares):
+        heads: tuple[np.ndarray, ...] = ()
+        for wave in waves(bucket, several, done):
+            heads = wave.heads or heads
+            assert 0 < len(wave.rows) <= several and len(wave.heads) <= several
+            for i, (row, tail) in enumerate(zip(wave.rows, wave.tails, strict=True)):
+                first = heads[wave.at[i]] if wave.at else np.zeros(0, np.int32)
+                assert np.array_equal(np.concatenate([first, tail]), row.tokens) and len(tail)
+                assert len(row.tokens) <= bucket.length and row.new <= bucket.new
+                assert not wave.at or (len(tail) <= bucket.tail and len(first) <= bucket.first)
+                seen.append(row.line)
+    assert sorted(seen) == [r.line for r in rows if r.line not in done]
+
+
+def test_a_beginning_is_prefilled_once_where_it_saves_padded_tokens():
+    (bucket,) = arrange(requests([120] * 9, 100), True)
+    assert [len(g.members) for g in bucket.shared] == [9] and (bucket.first, bucket.tail) == (112, 32)
+    assert bucket.saved == 800
+    assert sum(len(w.heads) for w in waves(bucket, 4, ())) == 1
+    (bucket,) = arrange(requests([120] * 9, 16), True)  # tails of 104 tokens, padded to 112
+    assert bucket.saved == 8 * 16 and bucket.tail == 112
+    (bucket,) = arrange(requests([120] * 9, 15), True)
+    assert not bucket.shared
+    (bucket,) = arrange(requests([120] * 9, 100), False)
+    assert not bucket.shared
+
+
+def test_a_long_tail_does_not_lengthen_all_the_others():
+    rows = requests([120] * 20 + [400], 100)
+    (bucket,) = arrange(rows, True)
+    assert bucket.tail == 32 and len(bucket.shared[0].members) == 20

@@ -1,0 +1,122 @@
+"""Jobs that are killed, taken away, spread over devices and over processes, each really."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+CACHE = "full"
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("job") / "in.jsonl"
+    rows = [
+        {"id": i, "tokens": rng.integers(0, 100, 3 + i).tolist(), "max_new_tokens": 400 - 8 * i} for i in range(ROWS)
+    ]
+    path.write_text("".join(json.dumps(x) + "\n" for x in rows))
+    return path
+
+
+def started(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+    """A process of a job, whose programs are kept beside the input: the second one need not compile."""
+    env = {**os.environ, "JKV_CACHE": str(source.parent), "JAX_ENABLE_COMPILATION_CACHE": "1"}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    command = [sys.executable, str(HERE / "tiny_job.py"), str(source), str(out), CACHE, *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def rows(out: Path) -> dict[int, dict]:
+    """Whole rows by line, each once."""
+    found = [json.loads(x) for p in sorted(out.glob("rows-*.jsonl")) for x in p.read_text().splitlines()]
+    assert len({r["line"] for r in found}) == len(found)
+    return {r["line"]: r for r in found}
+
+
+def reaches(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    """Wait until so many rows are written."""
+    while sum(p.read_bytes().count(b"\n") for p in out.glob("rows-*")) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path) -> dict[int, dict]:
+    """The rows of two processes that find each other, each with its own half."""
+    out = source.parent / "whole"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    both = [started(source, out, f"{address},{i},2") for i in range(2)]
+    said = [p.communicate(timeout=120) for p in both]
+    assert [p.returncode for p in both] == [0, 0], said
+    assert all(f"rows         {ROWS} done, 0 failed, of {ROWS}\n" in x[0] for x in said)  # of the other's rows too
+    return rows(out)
+
+
+def test_two_processes_divide_the_rows(source: Path, whole: dict[int, dict]):
+    shards = [(source.parent / "whole" / f"rows-0000{i}-of-00002.jsonl").read_text().splitlines() for i in range(2)]
+    assert [{json.loads(x)["line"] % 2 for x in shard} for shard in shards] == [{1}, {0}]
+    assert whole.keys() == set(range(1, ROWS + 1))
+    report = json.loads((source.parent / "whole" / "report.json").read_text())
+    assert (report["done"], report["processes"], report["stopped"]) == (ROWS, 2, False)
+    assert report["tokens_new"] == sum(400 - 8 * i for i in range(ROWS))
+
+
+def test_killed_at_any_time_and_taken_away_every_row_is_there_once(
+    source: Path, whole: dict[int, dict], tmp_path: Path
+):
+    out = tmp_path / "out"
+    for count in (0, 1, 9):
+        process = started(source, out)
+        if count:
+            reaches(process, out, count)
+        else:
+            time.sleep(1)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        for path in out.glob("rows-*"):  # as if it had been killed within a write
+            path.write_bytes(path.read_bytes() + b'{"line": 1, "tok')
+    process = started(source, out)
+    reaches(process, out, 12)
+    before = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    said, trouble = process.communicate(timeout=60)
+    assert process.returncode == 0 and time.monotonic() - before < 10, trouble
+    assert "left: run the same command again" in said and 12 <= len(rows(out)) < ROWS
+    process = started(source, out)
+    said, trouble = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"{ROWS} done, 0 failed, of {ROWS}\n" in said, trouble
+    assert rows(out) == whole
+
+
+def test_a_signal_ends_a_process_that_does_not_listen():
+    code = (
+        "import time\nfrom jkv.batch.signals import stoppable\nwith stoppable(0.3): print(1, flush=True); time.sleep(9)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "1\n"
+    process.send_signal(signal.SIGTERM)
+    assert "run the same command again" in process.communicate(timeout=5)[1] and process.returncode == 0
+
+
+def test_a_mesh_gives_the_rows_of_one_device():
+    done = subprocess.run([sys.executable, str(HERE / "eight_devices.py")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [x.split("; ") for x in done.stdout.splitlines()]
+    assert [(x[1], x[2]) for x in lines] == [("True", str(i == 0)) for i in range(3)], done.stdout
+    for line in lines:
+        assert any(re.search("'data', 'model'", spec) for spec in line[4:])

@@ -1,0 +1,270 @@
+"""A batch whose rows come and go gives each row the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rig
+from rig import PROMPT
+from typer.testing import CliRunner
+
+import jkv
+from jkv import loop, methods, sampling, sharding
+from jkv.batch import fit
+from jkv.batch.arrange import arrange
+from jkv.batch.job import Job, run
+from jkv.batch.requests import Request, Settings
+from jkv.cache import tree_bytes
+from jkv.cli import app
+from jkv.io import load as loading
+from jkv.plan import TRIES
+
+PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
+RNG = np.random.default_rng(0)
+HEAD = RNG.integers(0, 100, 40)
+
+
+def rows(n: int, draws: dict[str, float]) -> list[dict[str, Any]]:
+    """Every other row begins with 40 common tokens; answers of 1 to 40 tokens."""
+    rows = [RNG.integers(0, 100, RNG.integers(1, 24)).tolist() for _ in range(n)]
+    return [
+        {"id": i, "tokens": [*HEAD.tolist(), *x] if i % 2 else x * 2, "max_new_tokens": 1 + 3 * i % 40, **draws}
+        for i, x in enumerate(rows)
+    ]
+
+
+def job(tmp_path: Path, asked: list[dict[str, Any]], cache: str, **more: Any) -> Job:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(x) + "\n" for x in asked))
+    config = methods.parse(cache)
+    return Job(source=source, out=tmp_path / "out", params=PARAMS, config=config, batch=4, **more)
+
+
+def written(job: Job) -> dict[int, dict[str, Any]]:
+    """The rows of the output by line; each once."""
+    found = [json.loads(x) for path in job.out.glob("rows-*.jsonl") for x in path.read_text().splitlines()]
+    assert len({r["line"] for r in found}) == len(found)
+    return {r["line"]: r for r in found}
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def never() -> bool:
+    return False
+
+
+SAMPLED = dict(temperature=0.8, top_k=20, repetition_penalty=1.2)
+CACHES = [("full", {}), ("snapkv(budget=40, window=8) | int4", SAMPLED)]
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, list[dict[str, Any]]]:
+    return {cache: rows(14, draws) for cache, draws in CACHES}
+
+
+@pytest.mark.parametrize(("cache", "draws"), CACHES, ids=["full", "snapkv"])
+def test_rows_are_those_of_generate(tmp_path: Path, asked: Any, cache: str, draws: dict[str, float]):
+    task = job(tmp_path, asked[cache], cache)
+    report = run(task, never, nothing)
+    prompts = [x["tokens"] for x in asked[cache]]
+    alone = jkv.generate(PARAMS, cache, prompts, max_new_tokens=40, seed=range(1, 15), **draws).tokens
+    got = written(task)
+    assert got.keys() == set(range(1, 15))
+    for i, (x, tokens) in enumerate(zip(asked[cache], alone, strict=True), 1):
+        assert got[i]["tokens"] == tokens[: x["max_new_tokens"]], i
+        assert got[i]["id"] == i - 1 and got[i]["end"] == "length"
+    (bucket,) = arrange([Request(line=1, id=0, tokens=np.array(p), settings=Settings()) for p in prompts], True)
+    assert (report.done, report.failed) == (14, 0) and report.saved == bucket.saved >= 80
+    assert report.saved + report.prefilled == report.tokens_prompt == sum(map(len, prompts))
+    assert report.programs == 5 and report.batch == 4 and not report.stopped
+    assert json.loads((task.out / "report.json").read_text())["tokens_new"] == sum(1 + 3 * i % 40 for i in range(14))
+
+
+def test_a_stopped_job_goes_on_with_the_rows_that_are_left(tmp_path: Path, asked: Any):
+    """Stopped after every third block; a full disk on the way."""
+    task = job(tmp_path, [*asked["full"], {"tokens": []}], "full")
+    whole = replace(task, out=tmp_path / "whole")
+    assert run(whole, never, nothing).failed == 1
+    blocks, runs = 0, 0
+
+    def soon() -> bool:
+        nonlocal blocks
+        blocks += 1
+        return blocks % 4 == 0
+
+    lines = []
+    while not lines or lines[-1] < 15:
+        report = run(task, soon, nothing)
+        runs += 1
+        assert report.stopped == (report.done + report.failed < 15)
+        if runs == 1:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="rows before are safe"):
+                patch.setattr(os, "write", full)
+                run(task, never, nothing)
+        lines.append(len(written(task)))
+    assert runs > 2 and lines == sorted(lines)
+    assert written(task) == written(whole)
+
+
+def full(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any):
+    task = job(tmp_path, asked["full"][:1], "full")
+    with pytest.raises(ValueError, match="top_p=7"):
+        run(replace(task, defaults=Settings(top_p=7)), never, nothing)
+    run(task, lambda: True, nothing)
+    other = replace(task, config=methods.parse("int8"), defaults=Settings(temperature=0.5))
+    with pytest.raises(ValueError, match="cache 'full' there, 'int8' now; temperature 0.0 there, 0.5 now"):
+        run(other, never, nothing)
+
+
+def test_a_job_without_a_good_row_is_done_at_once(tmp_path: Path):
+    report = run(job(tmp_path, [{"tokens": []}, {}], "full"), never, nothing)
+    assert (report.rows, report.done, report.failed, report.programs, report.stopped) == (2, 0, 2, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("data=2,model=3", "model=3 cannot share the 2 kv heads evenly; give a divisor of 2 to model, and the other"),
+        ("rows=2", "its axes are data \\(rows\\) and model \\(kv heads\\)"),
+        ("data=0", "data is a number of devices"),
+        ("data=2", "it has 2 devices and this process 1"),
+    ],
+)
+def test_a_mesh_that_cannot_work_is_refused(mesh: str, says: str):
+    with pytest.raises(ValueError, match=says):
+        sharding.named(mesh, jax.devices()[:1], PARAMS.config)
+    assert dict(sharding.named("model=2, data=3", [*jax.devices()] * 6, PARAMS.config).shape) == {"data": 3, "model": 2}
+
+
+def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By what the compiler says of the job's own programs, in multiples of two rows."""
+    task = replace(job(tmp_path, [], "full"), batch=0)
+    requests = [
+        Request(line=i, id=i, tokens=np.full(30, i, np.int32), settings=Settings(max_new_tokens=8)) for i in range(40)
+    ]
+    (bucket,) = arrange(requests, False)
+
+    def shapes(n: int):
+        return task.shapes(bucket, requests, n)
+
+    needed, one = fit.needed(PARAMS, shapes(4), None), loop.empty(task.config, PARAMS.config, 1, 96, 64, jnp.float32)
+    state = jax.eval_shape(shapes(4).state)
+    assert state.cache.nbytes == 4 * one.nbytes
+    assert tree_bytes(state) < needed < 3 * tree_bytes(state)
+    tried = []
+    monkeypatch.setattr(fit, "needed", lambda params, x, over: tried.append(x.rows) or 100 * x.rows)
+    for free, most in ((1300, 12), (200, 2), (9999, fit.AT_ONCE["cpu"])):
+        tried.clear()
+        monkeypatch.setattr(fit, "spare", lambda devices, free=free: free)
+        assert fit.largest(PARAMS, shapes, 40, 2, None) == most and len(tried) <= TRIES
+    assert tried == [most]  # which is as much as can be of use, so nothing else is compiled
+    monkeypatch.setattr(fit, "spare", lambda devices: 199)
+    with pytest.raises(ValueError, match="not even 2 rows fit into the 199 free bytes"):
+        fit.largest(PARAMS, shapes, 40, 2, None)
+
+
+def test_a_greedy_row_beside_others_takes_the_best_token():
+    logits = RNG.normal(size=(3, 100)).astype(np.float32)
+    mixed = sampling.make(3, 100, seeds=(0, 1, 2), stop_ids=(), temperature=(0, 5, 0), min_p=(0, 0, 0.5))
+    draws = np.stack([sampling.sample(jnp.asarray(logits), mixed, jnp.full(3, n), None) for n in range(4)])
+    assert not mixed.greedy and (draws == logits.argmax(1)).all(0).tolist() == [True, False, True]
+
+
+def test_a_prompt_in_two_pieces_is_the_prompt():
+    """Nothing is evicted or coded before both are there, so the cache is that of the prompt in one piece."""
+    text = f"streaming(budget=48) | {rig.KIVI_TEXT}"
+    whole = loop.absorb(rig.PARAMS, rig.empty(text), jnp.asarray(PROMPT), fresh=True)
+    config = methods.parse(text)
+    first = loop.empty(config.uncut(64), rig.MODEL, 3, 64, 0, jnp.float32)
+    ids = np.full((3, 64), -1, np.int32)
+    cut = (60, 35)
+    for row, n in enumerate(cut):
+        tokens = PROMPT[row][PROMPT[row] >= 0]
+        ids[2 - row, 64 - n :] = tokens[:n]
+    heads, _ = loop.absorb(rig.PARAMS, first, jnp.asarray(ids), fresh=True)
+    left = np.array(rig.LENGTHS) - np.array(cut)
+    tails = np.where(np.arange(90)[None] < 90 - left[:, None], -1, PROMPT)
+    cache, logits = loop.absorb_after(rig.PARAMS, rig.empty(text), heads, jnp.array([2, 1]), jnp.asarray(tails))
+    np.testing.assert_allclose(logits, whole[1], atol=1e-4, rtol=0)
+    assert (cache.seen == whole[0].seen).all() and int(cache.fill) == int(whole[0].fill)
+    for layer in range(rig.L):
+        for a, b in zip(rig.held(cache, layer), rig.held(whole[0], layer), strict=True):
+            np.testing.assert_array_equal(a, b)
+    other = jax.tree.leaves((whole[0].layers, whole[0].seen, whole[0].prompt))
+    for a, b in zip(jax.tree.leaves((cache.layers, cache.seen, cache.prompt)), other, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+
+
+def test_what_ranks_by_the_whole_prompt_is_not_split():
+    assert [methods.parse(t).splits for t in ("full", "kivi", "snapkv(budget=64)", "h2o(budget=64)", "zipcache")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    return lambda *args: CliRunner().invoke(app, ["batch", *map(str, args)])
+
+
+def test_the_command_writes_rows_and_a_report(tmp_path: Path, asked: Any, call: Any):
+    task = job(tmp_path, [*asked["full"], {"tokens": [1], "typo": 1}], "full")
+    result = call(task.source, task.out, "--batch", 4, "--max-new-tokens", 40)
+    assert result.exit_code == 0, result.output
+    assert "rows         14 done, 1 failed, of 15\n" in result.stdout and "prompt tokens spared" in result.stdout
+    assert "unknown setting 'typo'" in written(task)[15]["error"]
+    again = call(task.source, task.out, "--batch", 4, "--max-new-tokens", 40)
+    assert again.exit_code == 0 and "14 done, 1 failed" in again.stdout and "0 compiled" in again.stdout
+    assert len(written(task)) == 15
+    refused(call(task.source, task.out, "--max-new-tokens", 41), "max_new_tokens 40 there, 41 now")
+
+
+def refused(result: Any, says: str) -> None:
+    """One line, no traceback."""
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and says in result.stderr
+
+
+REFUSED = [
+    (["--batch", "none"], "--batch none: a number of rows, or auto"),
+    (["--batch", "0"], "--batch 0"),
+    (["--cache", "snapkw"], "did you mean 'snapkv'"),
+    (["--mesh", "model=3"], "model=3 cannot share the 2 kv heads"),
+    (["--hosts", "here"], "--hosts here: auto, or such as"),
+    (["--hosts", "a:1,2,2"], "the processes are 0 to 1"),
+    (["--temperature", "-1"], "temperature=-1"),
+    (["--max-new-tokens", "0"], "ask for at least one"),
+    (["--stop", "x"], "stop texts need a tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_what_cannot_run_is_said_in_one_line(tmp_path: Path, call: Any, options: list[str], says: str):
+    task = job(tmp_path, [{"tokens": [1]}], "full")
+    refused(call(task.source, task.out, *options), says)
+    assert not task.out.exists()
+
+
+def test_files_that_are_not_there(tmp_path: Path, call: Any):
+    task = job(tmp_path, [{"tokens": [1]}], "full")
+    refused(call(tmp_path / "none.jsonl", task.out), "none.jsonl is no file: give JSON lines")
+    task.out.write_text("a file where the folder should be")
+    refused(call(task.source, task.out), "out: File exists; check the path")

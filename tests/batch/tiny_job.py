@@ -1,0 +1,23 @@
+"""`jkv batch` on a tiny model, as a program of its own: it can be killed, and be one of several.
+
+python tiny_job.py SOURCE OUT CACHE [HOSTS]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from jkv.batch.cli import batch
+from jkv.io import load
+
+
+def tiny(*_: object):
+    from jkv import models
+
+    return models.random(models.TINY | dict(hidden_size=64, num_hidden_layers=1))
+
+
+if __name__ == "__main__":
+    load.load = tiny
+    batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch="4", hosts=(*sys.argv[4:], None)[0])

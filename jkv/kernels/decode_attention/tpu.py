@@ -27,7 +27,7 @@ from jkv.protocols import Linear
 LANES = 128
 FLOOR = -5e29  # the running maximum before any key: half of what a masked logit is, so that exp() of it is 0
 MASKED = -1e30
-WORK = 16384  # tokens x heads of one grid step: enough to bury its fixed cost
+WORK = 16384  # tokens x heads x groups of 8 queries of one grid step: enough to bury its fixed cost
 BLOCKS = 8 * 2**20  # bytes of two steps' operands in VMEM; the compiler's own limit is 16 MiB on v5e
 HALF = 128  # of a byte: the matrix unit takes signed codes
 LOG2E = 1.4426950408889634
@@ -93,7 +93,7 @@ def _run(keys: Side, values: Side, length: Array, bounds: Array, pos: Array, d: 
     heads = max(x for x in (8, 4, 2, 1) if all_ % x == 0)
     sides = [*zip(keys.arrays, keys.tokens, strict=True), *zip(values.arrays, values.tokens, strict=True)]
     of_slot = sum(x.size * x.dtype.itemsize for x, tokens in sides if tokens) // (all_ * c)
-    tile = tile_size(of_slot, heads, c)
+    tile = tile_size(of_slot, heads * n // 8, c)
 
     def spec(x: Array, tokens: tuple[int, int] | None) -> pl.BlockSpec:
         shape, axis = [heads, *x.shape[1:]], None
@@ -128,9 +128,9 @@ def _run(keys: Side, values: Side, length: Array, bounds: Array, pos: Array, d: 
     )(length, *(x for x, _ in arrays))
 
 
-def tile_size(of_slot: int, heads: int, slots: int) -> int:
-    """Slots of a grid step that serves `heads`, of `of_slot` bytes each."""
-    most = min(WORK, BLOCKS // (2 * of_slot)) // (heads * LANES)
+def tile_size(of_slot: int, groups: int, slots: int) -> int:
+    """Slots of a grid step for `groups` of 8 queries, of `of_slot` bytes each; logits take room as codes do."""
+    most = min(WORK, BLOCKS // (2 * of_slot)) // (groups * LANES)
     return min(max(most, 1), -(-slots // LANES)) * LANES
 
 

@@ -25,7 +25,7 @@ from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
 from jkv.scores.keys import KeyNorm
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Oldest, Protect
-from jkv.scores.wrappers import Representatives
+from jkv.scores.wrappers import PerQuery, Representatives
 from jkv.tree import part
 
 ROWS = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]]  # four queries of four tokens
@@ -212,6 +212,13 @@ def contested(tokens: list[int], value: dict[int, float], sinks: int, c: int, cu
         tokens.remove(a if value[a] <= value[b] else b)
         cursor = (cursor + 1) % c
     return tokens
+
+
+def test_a_sum_over_queries_becomes_a_mean():
+    ev = replace(evidence(np.eye(4)), columns={"given": jnp.array([[[1.8, 1.3, 0.5, 0.4]]])})
+    np.testing.assert_allclose(PerQuery(score=Given()).rank(ev)[0, 0], [0.45, 1.3 / 3, 0.25, 0.4], atol=1e-6)
+    local = replace(ev, plan=replace(LADDER, window=2))
+    np.testing.assert_allclose(PerQuery(score=Given()).rank(local)[0, 0], [0.9, 0.65, 0.25, 0.4], atol=1e-6)
 
 
 def test_contests_are_those_of_one_at_a_time():

@@ -55,7 +55,7 @@ def check(
     }
     for name, (got, fine, want) in ranges.items():
         if not fine.all():
-            raise ValueError(f"{name}={got[~fine][0]:g}: give {want}")
+            raise ValueError(f"{name}={got[~fine][0]}: give {want}")
     return heat, first, mass, least, penalty
 
 

@@ -92,7 +92,8 @@ def rows(
     for head in shared:
         prompts = ragged(count, longest, new, head, params.config.vocab)
         some, total = prompts.first(SAMPLE), sum(prompts.new)
-        best = min(TRIED, key=lambda b: looped(peer, some, b)[0])
+        tried = [b for b in TRIED if b < 2 * len(some.tokens)]
+        best = min(tried, key=lambda b: looped(peer, some, b)[0])
         seconds, theirs = looped(peer, prompts, best)
         about = {"shared": head, "prompts": count, "tokens": total}
         peers = total / seconds

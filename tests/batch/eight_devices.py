@@ -1,18 +1,11 @@
 """Rows over a mesh of eight devices beside the same rows on one, as a program of its own; prints what differs.
 
-python eight_devices.py [CACHE...]
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python eight_devices.py [CACHE...]
 """
 
 from __future__ import annotations
 
-import os
 import sys
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
 
 import jax
 import jax.numpy as jnp

@@ -36,20 +36,21 @@ def documents(name: str) -> list[str]:
     """The documents of a corpus, in a fixed order.
 
     `name` is "pydoc" (English prose of Python's manual, a topic each), "stdlib" (sources of the standard library, a
-    module each), a name in `HUB`, or a UTF-8 text file (a paragraph each); ":train" or ":test" after it is that side of
-    `split`. Raises ValueError for a name or file that is none of these, FetchError if a hub dataset cannot be had.
+    module each), a name in `HUB`, or a UTF-8 text file (a paragraph each). With ":train" or ":test" after it, one side
+    of `split`, and what is for training has no paragraph of what is held back. Raises ValueError for a name or file
+    that is none of these, FetchError if a hub dataset cannot be had.
 
     >>> len(documents("pydoc")) > 50
     True
     """
     whole, _, side = name.rpartition(":")
     if side in SIDES:
-        return split(whole, HELD_BACK)[SIDES.index(side)]
+        return _side(whole, side)
     if name in LOCAL:
         return list(LOCAL[name]())
     if name in HUB:
         return list(_hub(name))
-    return [part.strip("\n") for part in re.split(r"\n\s*\n", _file(name)) if part.strip()]
+    return _parts(_file(name))
 
 
 def text(name: str) -> str:
@@ -76,6 +77,19 @@ def split(name: str, share: float = 0.1) -> tuple[list[str], list[str]]:
             f"{'test' if sides[0] else 'train'} on at share={share}; give another share or more documents"
         )
     return sides
+
+
+def _side(name: str, side: str) -> list[str]:
+    train, test = split(name, HELD_BACK)
+    if side == "test":
+        return test
+    held = {part for document in test for part in _parts(document)}  # manuals say the same in several places
+    left = ("\n\n".join(part for part in _parts(document) if part not in held) for document in train)
+    return [document for document in left if document]
+
+
+def _parts(document: str) -> list[str]:
+    return [part.strip("\n") for part in re.split(r"\n\s*\n", document) if part.strip()]
 
 
 def windows(ids: Sequence[int] | np.ndarray, length: int, samples: int, seed: int = 0) -> np.ndarray:

@@ -31,6 +31,14 @@ def test_no_held_back_text_is_trained_on(tmp_path):
     assert corpora.text(f"{path}:test") == "\n\n".join(corpora.documents(f"{path}:test"))
 
 
+def test_what_several_documents_say_is_not_trained_on_if_one_is_held_back():
+    train, test = (corpora.text(f"pydoc:{side}").split("\n\n") for side in ("train", "test"))
+    assert not set(train) & set(test)
+    whole = [set(document.split("\n\n")) for document in corpora.split("pydoc", corpora.HELD_BACK)[0]]
+    assert any(document & set(test) for document in whole)  # the manual does repeat itself
+    assert set(train) == set().union(*whole) - set(test)
+
+
 def test_places_count_from_the_start_of_a_text_and_pads_have_none():
     made = data.texts(PARAMS, ["pydoc", data.TASKS], 1800, 4, seed=0)
     ids, pos = np.asarray(made.ids), np.asarray(made.pos)

@@ -1,0 +1,205 @@
+"""Rows of the catalogue: what is kept whole, the first methods of every axis, and what is added to others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jkv.budgets import All, Pyramid
+from jkv.catalogue import Axes, row, size
+from jkv.codecs import Affine, Dense, Separable
+from jkv.config import TierSpec
+from jkv.merges import Runs
+from jkv.scores.attention import Accumulated, WindowMass
+from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
+from jkv.scores.learned import Retention, trained
+from jkv.scores.mixed import Pivots, Salience, Sticky
+from jkv.scores.position import Newest, Pool, Protect
+from jkv.scores.wrappers import AcrossHeads
+from jkv.selectors.quest import PageBound
+
+
+@row("-", "exact")
+def full() -> Axes:
+    """Every token, as it is."""
+    return dict(score=Newest(), budget=All())
+
+
+@row("2309.17453", "lagged by block - 1")
+def streaming(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, relative: bool = True
+) -> Axes:
+    """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
+    first = TierSpec(k=Dense(rope="after"), v=Dense(), size=sinks, at="rank")
+    return dict(
+        score=Protect(score=Newest(), sinks=sinks),
+        budget=size(budget, keep, bytes),
+        tiers=(first, TierSpec()) if relative and sinks else (TierSpec(),),
+    )
+
+
+@row("2306.14048", "mass exact, decision lagged by block - 1")
+def h2o(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, newest: float = 0.5) -> Axes:
+    """H2O: heavy hitters of accumulated attention, and the newest `newest` share of the budget."""
+    if not 0 <= newest < 1:
+        raise ValueError(f"h2o: newest={newest}: the share of the budget for the newest tokens, from 0 to below 1")
+    return dict(score=Protect(score=Accumulated(), share=float(newest)), budget=size(budget, keep, bytes))
+
+
+@row("2404.14469", "exact in one piece; while generating, the last queries at each flush decide")
+def snapkv(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int = 32,
+    pool: int = 5,
+    kind: str = "avg",
+) -> Axes:
+    """SnapKV: attention from the last `window` queries, pooled over neighbours."""
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool, kind=kind),
+        budget=size(budget, keep, bytes),
+        recent=window,
+    )
+
+
+@row("2401.06104", "prefill exact; while generating, the last query of each block decides")
+def tova(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
+    """TOVA: attention from the last query, one set of tokens for all heads."""
+    return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size(budget, keep, bytes), recent=0)
+
+
+@row("2504.15364", "exact for its block form, with chunk = block")
+def keydiff(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
+    """KeyDiff: keys unlike the mean direction of the kept keys."""
+    return dict(score=KeyOutlier(), budget=size(budget, keep, bytes), recent=0)
+
+
+@row("2406.11430", "exact in one piece; decision lagged by block - 1")
+def knorm(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
+    """Keys of small norm stay."""
+    return dict(score=KeyNorm(), budget=size(budget, keep, bytes))
+
+
+@row("2406.02069", "as snapkv")
+def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -> Axes:
+    """PyramidKV: SnapKV's score, more tokens in the lower layers; `budget` is the mean."""
+    size(budget, None, None)
+    if budget <= window:
+        raise ValueError(f"pyramidkv: budget={budget} must exceed its observation window of {window} tokens")
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool),
+        budget=Pyramid(tokens=budget, window=window, beta=beta),
+        recent=window,
+    )
+
+
+@row("2407.11550", "as snapkv")
+def adakv(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int = 32,
+    pool: int = 7,
+    floor: float = 0.2,
+) -> Axes:
+    """Ada-KV: SnapKV's score with a maximum over neighbours; the heads of a layer compete for its slots."""
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool, kind="max"),
+        budget=size(budget, keep, bytes),
+        pooled=float(floor),
+        recent=window,
+    )
+
+
+@row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries")
+def expected_attention(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, future: int = 512, sinks: int = 4
+) -> Axes:
+    """ExpectedAttention: attention that the mean future query is expected to pay, times value norms."""
+    return dict(
+        score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size(budget, keep, bytes)
+    )
+
+
+@row("2512.03324", "exact in one piece; while generating, decided every `block` tokens as in the paper")
+def trimkv(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, gate: str | None = None) -> Axes:
+    """TRIM-KV: a trained gate says at birth how slowly a token fades; `gate` is a folder of `jkv train trimkv`."""
+    score = Retention() if gate is None else trained(gate)
+    return dict(score=score, budget=size(budget, keep, bytes), recent=0)
+
+
+@row("2402.02750", "approximation: integers; the tail is exact")
+def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
+    """KIVI: keys per channel in groups of tokens, values per token in groups of channels; one tail for both."""
+    k, v = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
+    return dict(codec=(k, v), recent=recent, block=group)
+
+
+@row("2405.14256", "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice")
+def zipcache(
+    *, high: int = 4, low: int = 2, share: float = 0.6, group: int = 20, recent: int = 0, block: int = 100
+) -> Axes:
+    """ZipCache: the salient `share` of the tokens in `high` bits, the others in `low`; 16 bits are the plain floats."""
+
+    def tier(bits: int, size: float | None) -> TierSpec:
+        if bits == 16:
+            return TierSpec(k=Dense(), v=Dense(), size=size)
+        return TierSpec(
+            k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size
+        )
+
+    if not 0 < share <= 1:
+        raise ValueError(f"zipcache: share={share}: the fraction of tokens in {high} bits, above 0 and at most 1")
+    return dict(
+        score=Sticky(score=Salience()), tiers=(tier(high, float(share)), tier(low, None)), recent=recent, block=block
+    )
+
+
+@row("2407.08454", "reconstruction; lagged by block - 1; into int tiers only newcomers merge")
+def kvmerger(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    sinks: int = 4,
+    width: float = 1.0,
+    threshold: float | None = None,
+) -> Axes:
+    """KVMerger (a reconstruction): runs of similar neighbouring keys melt into their most attended token."""
+    return dict(
+        score=Pivots(sinks=sinks, threshold=threshold),
+        merge=Runs(width=width, sinks=sinks, threshold=threshold),
+        budget=size(budget, keep, bytes),
+    )
+
+
+@row("-", "approximation: 8-bit integers; the tail is exact")
+def int8() -> Axes:
+    """Eight bits a number, one scale a token and head."""
+    return dict(codec=(Affine(bits=8), Affine(bits=8)))
+
+
+@row("-", "approximation: 4-bit integers; the tail is exact")
+def int4(*, group: int = 32) -> Axes:
+    """Four bits a number, one scale a token and group of channels."""
+    return dict(codec=(Affine(bits=4, group=group), Affine(bits=4, group=group)))
+
+
+@row("2406.10774", "approximation: reads the pages of highest bound")
+def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
+    """Quest: a step reads the pages whose key bounds promise most; the first layers read all."""
+    return dict(select=PageBound(unit=page, pages=pages), dense_layers=tuple(range(dense_layers)))
+
+
+@row("2407.11550", "changes only how the heads of a layer share its budget")
+def pooled(*, floor: float = 0.2) -> Axes:
+    """The heads of a layer compete for its slots, each sure of `floor` of an equal share; the bytes stay the same."""
+    return dict(pooled=float(floor))
+
+
+@row("-", "changes nothing but the budget")
+def append() -> Axes:
+    """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
+    return dict(append=1.0)

@@ -10,7 +10,7 @@ import pytest
 
 import jkv
 from jkv import compiled, loop
-from jkv.generate import bucket, encode
+from jkv.prompts import bucket, encode
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def test_jax_is_not_imported_before_it_is_needed(code):
         "import jkv",
         "import jkv, jkv.generate",
         "import jkv; jkv.generate; import jkv.generate",
-        "from jkv.generate import bucket; import jkv",
+        "from jkv.generate import Result; import jkv",
         "import jkv; jkv.step; from jkv import models, inspect, methods",
     ],
 )

@@ -18,10 +18,10 @@ from jkv.batch.running import Shapes
 from jkv.bench.measure import peak_bytes
 from jkv.cache import tree_bytes
 from jkv.compiled import compiled
-from jkv.generate import stop_ids_of
 from jkv.loop import absorb_own, run_blocks
 from jkv.models import Params
 from jkv.plan import bytes_of, search
+from jkv.prompts import stop_ids_of
 from jkv.sharding import Over
 
 AT_ONCE = {"cpu": 32}  # rows from which on a step takes as long as its rows: more only leave more behind at the end

@@ -22,9 +22,10 @@ from jkv.batch.running import Answer, Running, Shapes
 from jkv.checks import check
 from jkv.compiled import use_disk_cache
 from jkv.config import CacheConfig
-from jkv.generate import Cost, reaching
+from jkv.generate import Cost
 from jkv.io.cache_file import fingerprint
 from jkv.models import Params
+from jkv.prompts import reaching
 from jkv.results import overwrite
 from jkv.sharding import Over
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from jkv import sampling
 from jkv.config import CacheConfig
-from jkv.generate import check_length, encode_row
 from jkv.models import Params
+from jkv.prompts import check_length, encode_row
 
 PROMPTS = ("prompt", "messages", "tokens")
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them

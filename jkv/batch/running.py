@@ -16,9 +16,10 @@ from jkv.batch.arrange import Bucket, Wave, waves
 from jkv.batch.requests import DRAWS, Request, Settings
 from jkv.cache import Cache, tree_bytes
 from jkv.config import CacheConfig
-from jkv.generate import Cost, cut, pad, stop_ids_of
+from jkv.generate import Cost, cut
 from jkv.loop import Decoding, absorb_after, absorb_own, admit, empty, fitted, run_blocks
 from jkv.models import ModelConfig, Params
+from jkv.prompts import pad, stop_ids_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,10 @@ from jkv.config import CacheConfig
 from jkv.eval.attention import mass, plain, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
-from jkv.generate import encode, extend, generate, prefill
+from jkv.generate import extend, generate, prefill
 from jkv.loop import Decoding, layout, run_blocks
 from jkv.models import Params
+from jkv.prompts import encode
 from jkv.report import divergence, full_bytes
 from jkv.sampling import make as sampling
 

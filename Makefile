@@ -16,7 +16,7 @@ demo: .venv/installed  ## a real model generates through a compressed cache, and
 
 test: .venv/installed  ## the whole suite
 	$(BIN)/jkv fetch smollm2-135m
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: .venv/installed  ## style and types, the types on the package as a user gets it
 	$(BIN)/pip install -q -e '.[lint]'

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from jkv import flush, models
+from jkv.compiled import forget
 from jkv.eval import attention, experiments, measure, shared, tasks
 from jkv.eval.measure import Fidelity, Texts
 from jkv.io.load import load
@@ -128,7 +128,7 @@ def test_kl_is_the_definition():
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def session(name="kv", length=3500):
+def session(name="kv", length=2000):
     return shared.sessions(name, length, 1, 0, lambda text: len(text.encode()))[0]
 
 
@@ -187,8 +187,15 @@ def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
 
 def test_a_real_model_finds_needles_and_a_broken_cache_loses_them(monkeypatch):
     params = load("smollm2-135m")
-    setting = experiments.Setting("smollm2-135m", params, ["h2o(budget=320)"], 4, None)
-    assert experiments.ruler(setting, ["niah_single_1"], 400, 4, [True], str).rows[0]["score"] >= 0.75
+    task = tasks.TASKS["niah_single_1"]
+    asked = tasks.examples(task.name, 400, 4, 0, experiments.count(params))
+    prompts = [measure.cut(params, e) for e in asked]
+
+    def score() -> float:
+        answers = measure.answer(params, parse("h2o(budget=320)"), prompts, 16, True, 4)[0]
+        return np.mean([task.score(x, e.answers) for x, e in zip(answers, asked, strict=True)])
+
+    assert score() >= 0.75
     real = flush._contest
 
     def newest_of_all(slot_rank, slot_pos, new, limit, config):
@@ -196,9 +203,9 @@ def test_a_real_model_finds_needles_and_a_broken_cache_loses_them(monkeypatch):
         return slot, token[..., ::-1] * 0  # every slot gets the oldest newcomer
 
     monkeypatch.setattr(flush, "_contest", newest_of_all)
-    jax.clear_caches()
-    assert experiments.ruler(setting, ["niah_single_1"], 400, 4, [True], str).rows[0]["score"] <= 0.25
-    jax.clear_caches()
+    forget()
+    assert score() <= 0.25
+    forget()
 
 
 def test_every_method_is_in_the_matrix():

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 MOST = 512  # newcomers of a decode block; a prompt's are too many for the 0/1 matrix
 BLOCK = 2**20  # bytes of a tile
+CHOICES = 2**18  # newcomers x tokens of a tile: the 0/1 matrix takes room in VMEM too
 
 
 def supports(x: Any, newcomers: int) -> str | None:
@@ -29,7 +30,7 @@ def place(x: Array, index: Array, new: Array, *, interpret: Any = False) -> Arra
     m = index.shape[2]
     lanes = lambda y: jnp.swapaxes(y, 2, 3)  # noqa: E731
     heads = max(n for n in (8, 4, 2, 1) if h % n == 0)
-    most = max(BLOCK // (heads * r * x.dtype.itemsize * LANES), 1)
+    most = max(min(BLOCK // (heads * r * x.dtype.itemsize), CHOICES // m) // LANES, 1)
     tile = min(most, -(-c // LANES)) * LANES
     slot = jnp.broadcast_to(index, (b, h, m))[..., None].astype(jnp.int32)
     spec = lambda *shape: pl.BlockSpec((1, heads, *shape), lambda at, block, i: (at, block, 0, 0))  # noqa: E731

@@ -23,7 +23,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
-    if chunk and (config.score.needs.whole_prompt or (config.merge and config.merge.needs.whole_prompt)):
+    if chunk and not config.splits:
         raise ValueError(
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"

@@ -23,13 +23,13 @@ from jkv.batch import cli as batch_cli
 from jkv.bench import cli as bench_cli
 from jkv.console import status
 from jkv.eval import cli as eval_cli
+from jkv.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, TopP
 from jkv.training import cli as training_cli
 
 if TYPE_CHECKING:
     from jkv.inspect import Summary
     from jkv.models import Params
 
-MODEL = "smollm2-135m"
 CACHE = "snapkv(budget=512) | int4"
 UsageError: Any = typer.BadParameter.__base__  # click's or, in a newer typer, its own, which exports the subclass alone
 
@@ -100,12 +100,10 @@ app.command()(aot_cli.plan)
 app.command()(training_cli.train)
 app.command()(batch_cli.batch)
 
-Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
 File = Annotated[str | None, typer.Option(metavar="PATH", help="Read the prompt from a text file; - is stdin.")]
 Chat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")]
 Chunk = Annotated[int | None, typer.Option(help="Prompt tokens prefilled at a time (0: all), to save memory.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and uncompressed tokens: float32, bfloat16 or float16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -165,11 +163,11 @@ def generate(
     model: Model = MODEL,
     cache: Cached = CACHE,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out what is this many times less likely than the best.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: used tokens become less likely.")] = 1.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; can be repeated.")] = None,
     chunk: Chunk = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil, lcm
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jkv import kernels
 from jkv.budgets import All
 from jkv.codecs import Dense
-from jkv.protocols import Born, Budget, Codec, Merge, Score, Selector
+from jkv.protocols import Born, Budget, Codec, Merge, Needs, Score, Selector
 from jkv.scores.position import Newest
 from jkv.tree import leaf, part
 
@@ -80,8 +80,7 @@ class CacheConfig:
 
         It does unless a score ranks by queries of the first piece that are gone when it ranks.
         """
-        needs = self.score.needs | self.merge.needs if self.merge else self.score.needs
-        return not needs.whole_prompt
+        return not needs_of(self).whole_prompt
 
     def uncut(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
@@ -147,8 +146,8 @@ class LayerConfig:
         return needs.queries + self.block if needs.queries or needs.new else 0
 
     @property
-    def needs(self) -> Any:
-        return self.score.needs | self.merge.needs if self.merge else self.score.needs
+    def needs(self) -> Needs:
+        return needs_of(self)
 
     @property
     def uniform(self) -> bool:
@@ -157,6 +156,11 @@ class LayerConfig:
     @property
     def pooled(self) -> bool:
         return self.floor is not None
+
+
+def needs_of(config: CacheConfig | LayerConfig) -> Needs:
+    """What the score and the merge ask of the runtime."""
+    return config.score.needs | config.merge.needs if config.merge else config.score.needs
 
 
 def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
@@ -213,7 +217,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
 def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
     x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
     k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
-    return tuple(sorted(jax.eval_shape(score.birth, Born(x=x, k=k, v=k))))  # type: ignore[arg-type]
+    return tuple(sorted(jax.eval_shape(score.birth, Born(x=x, k=k, v=k))))  # type: ignore[arg-type] - shapes, not arrays
 
 
 def _whole(slots: int, unit: int, kind: str) -> int:

@@ -254,7 +254,7 @@ class _Run:
         if len(seeds) != b:
             raise ValueError(f"seed has {len(seeds)} numbers for {b} rows: give one a row, or a single number")
         ids = stop_ids_of(params) if stop_ids is None else tuple(stop_ids)
-        self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)  # type: ignore[arg-type]
+        self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)
         self.stop, self.new, self.chunk, self.given = stop, new, chunk, cache
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):

@@ -11,7 +11,6 @@ from jkv import basics, evictions  # noqa: F401 - to be in the catalogue
 from jkv.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, Axes, Row
 from jkv.checks import check
 from jkv.config import CacheConfig
-from jkv.protocols import Score
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -94,8 +93,8 @@ def pairs(model: ModelConfig, budget: int = 256) -> dict[tuple[str, str], str]:
     return out
 
 
-def config(what: str | CacheConfig | Score | None) -> CacheConfig:
+def config(what: str | CacheConfig | None) -> CacheConfig:
     """A CacheConfig from text, from a CacheConfig, or from nothing: the full cache."""
     if what is None:
         return parse("full")
-    return parse(what) if isinstance(what, str) else what  # type: ignore[return-value]
+    return parse(what) if isinstance(what, str) else what

@@ -126,7 +126,7 @@ def attend_tier(
 def _attend(
     q: Array, first: Array, last: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, tokens: int
 ) -> Partial:
-    """The same for queries that see first <= pos <= last, i32[B,T]; `tokens` of a row are asking."""
+    """The same for queries that see 0 <= first <= pos <= last, i32[B,T]; `tokens` of a row are asking."""
     at = tier.pos if tier.at is None else tier.at
     k, v, pos, slots = tier.k, tier.v, tier.pos, config.capacity
     if tier.head is not None:
@@ -151,7 +151,7 @@ def _attend(
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
         logits = key_logits(config.k, ask, flat(q), kt, att, rope).reshape(b, h, g, t, n) * scale
         pt = jnp.where(fresh, pt, -1)[:, :, None, None]
-        mask = (pt >= 0) & (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
+        mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
         p, m, l = softmax_parts(logits, mask)  # noqa: E741
         acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
         return merge(part, Partial(acc=acc, m=m, l=l))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv import console
+from jkv.options import MODEL, Dtype, Model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,9 +24,7 @@ METHODS = ("trimkv",)
 def train(
     name: Annotated[str, typer.Argument(help="trimkv: retention gates.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Checkpoints, metrics, and what was learned.")],
-    model: Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")] = (
-        "smollm2-135m"
-    ),
+    model: Model = MODEL,
     budget: Annotated[int, typer.Option(help="Tokens a head to train for.")] = 512,
     warm: Annotated[int, typer.Option(help="Steps of each layer alone, without gradients through the model.")] = 500,
     steps: Annotated[int, typer.Option(help="Steps of the whole model after that.")] = 0,
@@ -44,7 +43,7 @@ def train(
     check: Annotated[int, typer.Option(help="Held-back texts to measure the result on; 0: none.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the weights, the texts and their order.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what FOLDER holds.")] = False,
-    dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "float32",
 ) -> None:
     """Train what a method learns, for a frozen model: a killed run goes on where it was by --resume."""
     if name not in METHODS:

@@ -9,6 +9,7 @@ import typer
 
 from jkv import console
 from jkv.batch.signals import stoppable
+from jkv.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, TopP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,21 +23,19 @@ def batch(
         Path, typer.Argument(metavar="IN.jsonl", help="A JSON object a line: prompt, messages or tokens.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder: rows as JSON lines, and report.json.")],
-    model: Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")] = (
-        "smollm2-135m"
-    ),
+    model: Model = MODEL,
     cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
     mesh: Annotated[str | None, typer.Option(help="Devices of each process, such as data=4,model=2.")] = None,
     batch: Annotated[str, typer.Option(help="Rows at once; auto: as many as fit.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, a row.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out what is this many times less likely than the best.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: used tokens become less likely.")] = 1.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
     seed: Annotated[int | None, typer.Option(help="Of every row's draws. Default: its line number.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a row; can be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights and uncompressed tokens.")] = "float32",
+    dtype: Dtype = "float32",
     hosts: Annotated[
         str | None,
         typer.Option(help="One process of several: auto, as jax finds them; or ADDRESS:PORT,i,n for process i of n."),
@@ -105,9 +104,7 @@ def start(
     over = None if mesh is None else sharding.Over(sharding.named(mesh, jax.local_devices(), params.config))
     if over is not None:
         params = jax.device_put(params, over.shardings(params))
-    job = Job(
-        source=source, out=out, params=params, config=config.bound(params), defaults=settings, batch=at_once, over=over
-    )
+    job = Job(source=source, out=out, params=params, config=config, defaults=settings, batch=at_once, over=over)
     return run(job, stopped, tell)
 
 

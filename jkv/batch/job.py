@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     what was written before is kept, and the same job goes on from there.
     """
     use_disk_cache()
+    job = replace(job, config=job.config.bound(job.params))
     check(job.config, job.params.config)
     checked(job.defaults, job.params)
     if job.batch % job.unit:

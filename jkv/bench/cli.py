@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv import console
+from jkv import console, options
+from jkv.options import Dtype
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +33,9 @@ PEERS = {
 
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, also beside others.")
 
-Model = Annotated[str | None, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
+Model = Annotated[
+    str | None, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")
+]  # or a shape
 Shape = Annotated[str | None, typer.Option(help="A public model's shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")]
 Random = Annotated[bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")]
 Context = Annotated[
@@ -47,7 +50,6 @@ Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that i
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Confine the process to so many of its cores. Default: all of them.")
 ]
-Dtype = Annotated[str, typer.Option(help="Of weights and uncompressed tokens: float32, bfloat16 or float16.")]
 Versus = Annotated[
     str | None,
     typer.Option(
@@ -223,9 +225,7 @@ def growth(
 
 @app.command()
 def compare(
-    model: Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")] = (
-        "smollm2-135m"
-    ),
+    model: options.Model = options.MODEL,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens before those decoded. Default: 512, 2048 and 4096.")
     ] = None,
@@ -252,9 +252,7 @@ def compare(
 
 @app.command()
 def batch(
-    model: Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")] = (
-        "smollm2-135m"
-    ),
+    model: options.Model = options.MODEL,
     prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
     longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, beside what they have in common.")] = 256,
     new: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,

@@ -18,6 +18,7 @@ from jkv.eval import presses
 from jkv.io.load import read
 from jkv.io.source import Source
 from jkv.models import Params
+from jkv.prompts import reaching
 
 Trial = Callable[[], float]  # runs once -> milliseconds per unit (a token, or a prompt)
 Tokens = Callable[[], list[float]]  # runs once -> milliseconds of each token
@@ -31,8 +32,8 @@ class Jkv:
 
     def __init__(self, params: Params, method: str = "full", rows: int = 1, longest: int = 0) -> None:
         self.config, c = methods.parse(method).bound(params), params.config
-        if self.config.unlimited and longest > c.context:
-            c = replace(c, ropes=tuple(replace(r, longest=longest) for r in c.ropes))
+        if self.config.unlimited:
+            c = reaching(c, longest)
         self.params, self.rows = replace(params, tokenizer=None, config=c), rows
         self.sampling = sampling.make(rows, c.vocab, seeds=(0,) * rows, stop_ids=())
 

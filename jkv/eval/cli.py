@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv import console
+from jkv.options import Dtype, Model
 
 if TYPE_CHECKING:
     from jkv.eval.experiments import Setting
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
 
-Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
 Caches = Annotated[list[str] | None, typer.Option("--cache", help="A composition; can be repeated. Default: full.")]
 Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
 Corpus = Annotated[str, typer.Option(help="pydoc (prose), stdlib (code), either with :test, a dataset: wikitext, ...")]
@@ -29,7 +29,6 @@ Samples = Annotated[int, typer.Option(help="Texts, or prompts of each task.")]
 Batch = Annotated[int, typer.Option(help="Rows at a time.")]
 Seed = Annotated[int, typer.Option(help="Of the texts' places and of the tasks.")]
 Out = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and uncompressed tokens: float32, bfloat16 or float16.")]
 Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
 Names = Annotated[list[str] | None, typer.Option("--tasks", help="A task; can be repeated. Default: all.")]
 Seen = Annotated[

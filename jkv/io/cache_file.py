@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,7 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
     from jkv.cache import Cache
     from jkv.loop import layout
     from jkv.methods import parse
+    from jkv.prompts import reaching
 
     arrays, meta = checkpoint.read(path)
     own = fingerprint(params)
@@ -67,9 +67,7 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
     try:
         config = (config or parse(meta["config"])).bound(params)
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
-        model = params.config
-        if config.unlimited and longest > model.context:
-            model = replace(model, ropes=tuple(replace(r, longest=longest) for r in model.ropes))
+        model = reaching(params.config, longest) if config.unlimited else params.config
         plan, layers = layout(config, model, rows, longest, new, dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(Path(path), f"its description cannot be used ({error})", again) from error

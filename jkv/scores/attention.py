@@ -67,9 +67,9 @@ class Accumulated(Score):
             old = old * jnp.power(self.decay, count)[:, None, None]
             horizon = ceil(log(1e-7) / log(self.decay)) if self.decay else 1
             queries = queries.newest(max(horizon, ev.plan.block))  # in a block rows may pause
-        age = (ev.seen[:, None] - 1 - queries.pos).astype(jnp.float32)
-        weight = jnp.power(self.decay, age)
-        queries = replace(queries, lse=queries.lse - jnp.log(weight)[:, None, None])
+            age = (ev.seen[:, None] - 1 - queries.pos).astype(jnp.float32)
+            weight = jnp.power(self.decay, age)
+            queries = replace(queries, lse=queries.lse - jnp.log(weight)[:, None, None])
         return {**ev.columns, "mass": old + mass(ev, queries, "sum")}
 
     def rank(self, ev: Evidence) -> Array:

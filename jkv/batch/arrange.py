@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,22 +15,28 @@ from jkv.batch.requests import Request
 
 MOST = 4  # lengths, each with programs of its own
 WORTH = 1 << 14  # padded tokens that another length must save, or compiling its programs takes longer
+PIECE = 1 << 11  # the same where only a prefill is compiled
 LEAST = 16  # tokens of a prefix that is worth a program
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Rows of at most `length` prompt tokens and `new` more, and the beginnings that some share (members: in `rows`).
+    """Rows of at most `lengths[-1]` prompt tokens and `new` more, and the beginnings that some share (members: in
+    `rows`).
 
-    first, tail: padded tokens of a shared beginning, and of what follows it.
+    lengths: padded tokens of a prefill, rising; first, tails: those of a shared beginning, and of what follows it.
     """
 
-    length: int
+    lengths: tuple[int, ...]
     new: int
     rows: tuple[Request, ...]
     shared: tuple[Group, ...] = ()
     first: int = 0
-    tail: int = 0
+    tails: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.lengths[-1]
 
     @property
     def saved(self) -> int:
@@ -42,11 +49,12 @@ class Wave:
     """Rows that are prefilled together.
 
     heads: beginnings i32[n] to prefill first, for this wave and the next ones; at: which of the newest heads each row
-    goes on from (none: the rows are prefilled whole); tails: what is left of each row's prompt.
+    goes on from (none: the rows are prefilled whole); tails: what is left of each row's prompt, padded to `length`.
     """
 
     rows: tuple[Request, ...]
     tails: tuple[np.ndarray, ...]
+    length: int
     heads: tuple[np.ndarray, ...] = ()
     at: tuple[int, ...] = ()
 
@@ -87,7 +95,8 @@ def arrange(requests: Sequence[Request], shares: bool) -> list[Bucket]:
     out = []
     for low, high in pairwise([0, *bounds([len(r.tokens) for r in requests])]):
         rows = tuple(r for r in requests if low < len(r.tokens) <= high)
-        whole = Bucket(length=high, new=-(-max(r.new for r in rows) // 64) * 64, rows=rows)
+        lengths = bounds([len(r.tokens) for r in rows], worth=PIECE)
+        whole = Bucket(lengths=tuple(lengths), new=-(-max(r.new for r in rows) // 64) * 64, rows=rows)
         out.append(_sharing(whole) if shares else whole)
     return out[::-1]
 
@@ -102,37 +111,54 @@ def _sharing(whole: Bucket) -> Bucket:
         ]
         kept = [g for g in kept if len(g.members) > 1]
         first = padded(max((g.length for g in kept), default=0))
-        gain = sum(len(g.members) * (whole.length - tail) - first for g in kept)
+        ends = [len(rows[i].tokens) - g.length for g in kept for i in g.members]
+        tails = tuple(bounds(ends, worth=PIECE)) if ends else ()
+        alone = sum(_enough(whole.lengths, len(rows[i].tokens)) for g in kept for i in g.members)
+        gain = alone - sum(_enough(tails, n) for n in ends) - first * len(kept) - PIECE * (len(tails) - 1)
         if gain > least:
-            best, least = replace(whole, shared=tuple(kept), first=first, tail=tail), gain
+            best, least = replace(whole, shared=tuple(kept), first=first, tails=tails), gain
     return best
+
+
+def _enough(lengths: Sequence[int], n: int) -> int:
+    """The least of rising lengths for n tokens."""
+    return lengths[bisect_left(lengths, n)]
 
 
 def waves(bucket: Bucket, several: int, done: Container[int]) -> Iterator[Wave]:
     """The rows whose lines are not done, at most `several` at a time, in the order in which they come in.
 
-    Beginnings come before their rows, `several` at a time too. Rows that generate much beside their prompt come early,
-    so that few are left alone at the end.
+    Rows of like lengths come together, as little of their prefill is padding; beginnings before their rows, `several`
+    at a time too. What generates much beside its prompts comes early, so that few rows are left alone at the end.
     """
 
-    def eager(i: int) -> float:
-        return -bucket.rows[i].new / len(bucket.rows[i].tokens)
-
     def waiting(members: Iterable[int]) -> list[int]:
-        return sorted((i for i in members if bucket.rows[i].line not in done), key=eager)
+        return [i for i in members if bucket.rows[i].line not in done]
 
     shared = [(g.length, m) for g in bucket.shared if (m := waiting(g.members))]
-    shared.sort(key=lambda g: eager(g[1][0]))
+    shared.sort(key=lambda g: _early([bucket.rows[i] for i in g[1]]))
     for some in (shared[i : i + several] for i in range(0, len(shared), several)):
         heads = tuple(bucket.rows[members[0]].tokens[:n] for n, members in some)
-        places = [(i, at) for at, (_, members) in enumerate(some) for i in members]
-        for start in range(0, len(places), several):
-            rows = tuple(bucket.rows[i] for i, _ in places[start : start + several])
-            at = tuple(at for _, at in places[start : start + several])
-            tails = tuple(r.tokens[len(heads[k]) :] for r, k in zip(rows, at, strict=True))
-            yield Wave(rows=rows, tails=tails, heads=() if start else heads, at=at)
+        places = [(bucket.rows[i], at) for at, (_, members) in enumerate(some) for i in members]
+        rest = [(row, row.tokens[len(heads[at]) :], at) for row, at in places]
+        for i, wave in enumerate(_alike(rest, bucket.tails, several)):
+            yield replace(wave, heads=() if i else heads)
     grouped = {i for g in bucket.shared for i in g.members}
     alone = [bucket.rows[i] for i in waiting(i for i in range(len(bucket.rows)) if i not in grouped)]
-    for start in range(0, len(alone), several):
-        rows = tuple(alone[start : start + several])
-        yield Wave(rows=rows, tails=tuple(r.tokens for r in rows))
+    yield from _alike([(r, r.tokens, None) for r in alone], bucket.lengths, several)
+
+
+def _early(rows: Sequence[Request]) -> float:
+    """Least for rows that generate most beside their prompts."""
+    return -sum(r.new for r in rows) / sum(len(r.tokens) for r in rows)
+
+
+def _alike(rows: list[tuple[Request, np.ndarray, int | None]], lengths: Sequence[int], several: int) -> list[Wave]:
+    """Waves of (row, the tokens to prefill, the head that they go on from): of like lengths, the eager ones first."""
+    rows = sorted(rows, key=lambda x: -len(x[1]))
+    made = []
+    for start in range(0, len(rows), several):
+        some, tails, at = zip(*rows[start : start + several], strict=True)
+        length = _enough(lengths, len(tails[0]))
+        made.append(Wave(rows=some, tails=tails, length=length, at=tuple(x for x in at if x is not None)))
+    return sorted(made, key=lambda wave: _early(wave.rows))

@@ -115,13 +115,11 @@ class Running:
         if wave.heads:
             ids = _padded(wave.heads, several, shapes.bucket.first)
             self.heads, _ = self.cost.run(absorb_own, self.params, self.empty_heads(), ids, fresh=True)
-        cache = self.empty_rows()
+        cache, ids = self.empty_rows(), _padded(wave.tails, several, wave.length)
         if wave.at:
-            ids = _padded(wave.tails, several, shapes.bucket.tail)
             index = jnp.asarray([*wave.at, *[0] * (several - len(wave.at))], jnp.int32)
             cache, logits = self.cost.run(absorb_after, self.params, cache, self.heads, index, ids)
         else:
-            ids = _padded(wave.tails, several, shapes.bucket.length)
             cache, logits = self.cost.run(absorb_own, self.params, cache, ids, fresh=True)
         ran = sum(map(len, (*wave.heads, *wave.tails)))
         self.prefilled += ran

@@ -61,18 +61,19 @@ def test_every_row_comes_in_once(lengths: list[int], head: int, several: int, do
                 first = heads[wave.at[i]] if wave.at else np.zeros(0, np.int32)
                 assert np.array_equal(np.concatenate([first, tail]), row.tokens) and len(tail)
                 assert len(row.tokens) <= bucket.length and row.new <= bucket.new
-                assert not wave.at or (len(tail) <= bucket.tail and len(first) <= bucket.first)
+                assert len(tail) <= wave.length and wave.length in (bucket.tails if wave.at else bucket.lengths)
+                assert not wave.at or len(first) <= bucket.first
                 seen.append(row.line)
     assert sorted(seen) == [r.line for r in rows if r.line not in done]
 
 
 def test_a_beginning_is_prefilled_once_where_it_saves_padded_tokens():
     (bucket,) = arrange(requests([120] * 9, 100), True)
-    assert [len(g.members) for g in bucket.shared] == [9] and (bucket.first, bucket.tail) == (112, 32)
+    assert [len(g.members) for g in bucket.shared] == [9] and (bucket.first, bucket.tails) == (112, (32,))
     assert bucket.saved == 800
     assert sum(len(w.heads) for w in waves(bucket, 4, ())) == 1
     (bucket,) = arrange(requests([120] * 9, 16), True)  # tails of 104 tokens, padded to 112
-    assert bucket.saved == 8 * 16 and bucket.tail == 112
+    assert bucket.saved == 8 * 16 and bucket.tails == (112,)
     (bucket,) = arrange(requests([120] * 9, 15), True)
     assert not bucket.shared
     (bucket,) = arrange(requests([120] * 9, 100), False)
@@ -82,4 +83,13 @@ def test_a_beginning_is_prefilled_once_where_it_saves_padded_tokens():
 def test_a_long_tail_does_not_lengthen_all_the_others():
     rows = requests([120] * 20 + [400], 100)
     (bucket,) = arrange(rows, True)
-    assert bucket.tail == 32 and len(bucket.shared[0].members) == 20
+    assert bucket.tails == (32,) and len(bucket.shared[0].members) == 20
+
+
+def test_rows_of_like_lengths_are_prefilled_together():
+    (bucket,) = arrange(requests(np.random.default_rng(0).integers(16, 257, 200).tolist()), False)
+    made = list(waves(bucket, 4, ()))
+    assert all(len(t) <= w.length for w in made for t in w.tails) and len({w.length for w in made}) > 1
+    assert sum(w.length * len(w.rows) for w in made) < 1.3 * sum(len(r.tokens) for r in bucket.rows)
+    early, late = (np.mean([len(t) for w in part for t in w.tails]) for part in (made[:10], made[-10:]))
+    assert early < late  # as many new tokens beside shorter prompts

@@ -134,14 +134,15 @@ def session(name="kv", length=2000):
 
 def test_what_is_asked_of_a_full_cache_does_not_depend_on_how():
     one = session()
+    one = replace(one, turns=one.turns[:2])
     modes = {m: measure.converse(PARAMS, parse("full"), one, 6, m, 6)[0] for m in ("rebuilt", "reused", "turns")}
-    assert modes["rebuilt"] == modes["reused"] and len(modes["reused"]) == 6
+    assert modes["rebuilt"] == modes["reused"] and len(modes["reused"]) == 3
     assert modes["turns"][0] == modes["reused"][0] and modes["turns"][1:] != modes["reused"][1:]
     prompts = [measure.cut(PARAMS, q) for q in one.turns]
     seen, unseen = (measure.answer(PARAMS, parse("full"), prompts, 6, x, 2)[0] for x in (True, False))
-    assert seen == unseen == modes["reused"][:5]
+    assert seen == unseen == modes["reused"][:2]
     for mode in ("rebuilt", "reused"):
-        assert measure.converse(PARAMS, parse("full"), one, 6, mode, 4)[0] == modes[mode]
+        assert measure.converse(PARAMS, parse("full"), one, 6, mode, 2)[0] == modes[mode]
 
 
 def test_a_question_asked_later_is_not_in_a_cache_that_was_compressed_before_it():

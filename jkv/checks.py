@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jkv import kernels
-from jkv.config import CacheConfig
+from jkv.config import CacheConfig, needs_of
 from jkv.pool import HEADS
 
 if TYPE_CHECKING:
@@ -23,6 +23,16 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
+    needs = needs_of(config)
+    if needs.probes and (needs.queries or needs.new):
+        raise ValueError(
+            f"{config}: a score that reads texts after a prompt ranks by them alone, and no queries are kept"
+        )
+    if chunk and needs.probes:
+        raise ValueError(
+            f"{config} reads texts after the prompt, which stays whole until then, and chunk={chunk} would cut it; "
+            "prefill in one piece (chunk=0)"
+        )
     if chunk and not config.splits:
         raise ValueError(
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
@@ -48,6 +58,15 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             )
     _check_pool(config, model)
     _check_budget(config, model)
+
+
+def check_prefill(config: CacheConfig, what: str) -> None:
+    """Raise ValueError for `what` runs a prompt through one program, if the config's prefill is more than that."""
+    if config.score.needs.probes:
+        raise ValueError(
+            f"{config} reads texts after a prompt, and {what} prefills in one program; jkv.generate, jkv.prefill and "
+            "jkv eval take it"
+        )
 
 
 def _check_pool(config: CacheConfig, model: ModelConfig) -> None:

@@ -13,6 +13,7 @@ from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence,
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Oldest, Pool, Protect
+from jkv.scores.probes import Pseudo, Rebuilt
 from jkv.scores.wrappers import AcrossHeads, PerQuery, Representatives, Units
 
 RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
@@ -137,6 +138,39 @@ def above(name: str, budget: int | None, least: int, what: str) -> None:
     """ValueError if a budget in tokens does not exceed what is kept in any case."""
     if budget is not None and budget <= least:
         raise ValueError(f"{name}: budget={budget} must exceed {what} of {least} tokens; raise one or lower the other")
+
+
+@row("2603.11564", "from notes of the paper; generated tokens are kept on top")
+def dapq(
+    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, tokens: int = 32, pool: int = 5
+) -> Axes:
+    """DapQ: attention from pseudo tokens where the answer will stand."""
+    if tokens < 1:
+        raise ValueError(f"dapq: tokens={tokens}: pseudo tokens read after the prompt, 1 or more")
+    score = Pool(score=Pseudo(tokens=tokens), width=pool)
+    return dict(score=score, budget=size(budget, keep, bytes), recent=0, append=1.0)
+
+
+@row("2505.23416", "heads of a layer compete, layers have equal shares; generated tokens are kept on top")
+def kvzip(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    piece: int = 2048,
+    sinks: int = 4,
+    floor: float | None = 0.0,
+) -> Axes:
+    """KVzip: tokens that the model looks at when it repeats the prompt; floor=None: heads have equal shares."""
+    if piece < 1:
+        raise ValueError(f"kvzip: piece={piece}: tokens of the prompt that are repeated at a time, 1 or more")
+    return dict(
+        score=Protect(score=Rebuilt(piece=piece, sinks=sinks), sinks=sinks),
+        budget=size(budget, keep, bytes),
+        pooled=floor,
+        recent=0,
+        append=1.0,
+    )
 
 
 @row("2505.13866", "lagged as the paper is; events come `recent` tokens early")

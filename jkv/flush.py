@@ -68,7 +68,7 @@ def flush(
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, seen, generated)
-    ev = _evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
+    ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
     ev = replace(ev, columns=plan.score.observe(ev))
     tiers = layer.tiers
     if tiers and most:
@@ -100,7 +100,20 @@ def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
     return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
 
 
-def _evidence(layer, packed, leaving, queries, seen, prompt, limit, plan, rope, model, fresh) -> Evidence:
+def evidence(
+    layer: LayerCache,
+    packed: Window,
+    leaving: Array,
+    queries: tuple[Queries | None, Queries | None],
+    seen: Array,
+    prompt: Array,
+    limit: Array,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+    fresh: bool,
+) -> Evidence:
+    """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go."""
     b, h, w, _ = packed.k.shape
     tiers = () if fresh else layer.tiers
     own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]

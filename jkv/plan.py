@@ -127,6 +127,7 @@ def search(share: Callable[[int], float], unit: int, most: int | None = None) ->
 def _shapes(job: Job, target: Target) -> tuple[Any, int]:
     """The shapes of the cache for the target's kernels (xla where it has none), and the new tokens it has room for."""
     checks.check(job.config, job.model, job.chunk)
+    checks.check_prefill(job.config, "jkv plan")
     new = min(NEW, job.context // 2)
 
     def shapes(kernels: str) -> Any:

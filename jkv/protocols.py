@@ -32,13 +32,26 @@ class Needs:
     queries: int = 0  # kept after a flush: the newest n
     new: bool = False  # the queries since the last flush
     whole_prompt: bool = False  # wants all queries of a prompt: refuses chunk=
+    probes: bool = False  # wants queries of texts that are read after a prompt, which stays whole until then
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
             queries=max(self.queries, other.queries),
             new=self.new or other.new,
             whole_prompt=self.whole_prompt or other.whole_prompt,
+            probes=self.probes or other.probes,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Tokens that are read after a prompt for their queries alone; nothing of them is kept.
+
+    ids: those of each row; about: the positions of the prompt [first, end) that they ask about, for each row.
+    """
+
+    ids: list[list[int]]
+    about: list[tuple[int, int]]
 
 
 @value
@@ -63,6 +76,14 @@ class Score:
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         """This score in one layer of a model."""
         return self
+
+    def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
+        """What is read after the prompts of these token ids; one program serves probes of one padded length."""
+        return []
+
+    def probed(self, ev: Evidence, about: Array) -> Columns:
+        """Columns f32[B,H,S] after a probe; ev.new are its queries, ev.seen and ev.prompt the tokens before it."""
+        return ev.columns
 
     def birth(self, new: Born) -> Columns:
         """Columns of new tokens."""

@@ -14,6 +14,7 @@ import numpy as np
 import jkv.models as models
 from jkv import loop, methods
 from jkv.cache import Cache
+from jkv.generate import Cost, read
 from jkv.io import learned as io
 from jkv.scores import learned
 
@@ -63,7 +64,8 @@ class Case:
     pooled: bool = False
     reads_all: bool = True
     merges: bool = False
-    grows: float = 0.0  # of the generated tokens, kept on top
+    grows: float = 0.0  # of the generated tokens, kept on top of the prompt
+    appends: bool = False  # all of them, on top of the budget
 
     @property
     def tight(self) -> str:
@@ -137,8 +139,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "elasticcache": (
         Case("elasticcache(budget={b}, newest=20)", recent=1, columns=1, queries=16, uniform=True, merges=True),
     ),
+    "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
+    "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
-    "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24),),
+    "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]
 
@@ -156,7 +160,12 @@ class Run:
 
 
 def run(text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None) -> Run:
-    state, logits = loop.absorb(PARAMS, empty(text, prompt.shape[0]), jnp.asarray(prompt), fresh=True)
+    config, state = methods.parse(text), empty(text, prompt.shape[0])
+    if config.score.needs.probes:
+        rows = [row[row >= 0].tolist() for row in prompt]
+        state, logits = read(PARAMS, config, state, rows, jnp.asarray(prompt), Cost())
+    else:
+        state, logits = loop.absorb(PARAMS, state, jnp.asarray(prompt), fresh=True)
     caches, out = [state], [np.asarray(logits)]
     for i in range(forced.shape[1]):
         if poison is not None and i % 10 == 0:

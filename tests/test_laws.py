@@ -200,7 +200,7 @@ def predicted(case: Case, longest: int) -> int:
         if case.grows:
             capacity = longest - STEPS + case.recent + ceil(case.grows * (STEPS - case.recent))
         if case.budget:
-            capacity = BUDGET + (STEPS if "append" in case.text else 0)
+            capacity = BUDGET + (STEPS if case.appends else 0)
         if "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)
@@ -331,7 +331,7 @@ def test_the_budget_is_what_is_kept(case: Case):
         assert budget.mean() == BUDGET
     flushes = {0, *rig.flushed(caches)}
     for i, cache in enumerate(caches):
-        more = i if "append" in case.text else 0
+        more = i if case.appends else 0
         kept, fed = np.asarray(cache.kept()), np.asarray(cache.seen)[None, :, None]
         if case.pooled:
             assert (kept <= fed).all()

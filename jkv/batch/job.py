@@ -19,7 +19,7 @@ from jkv.batch.arrange import Bucket, arrange
 from jkv.batch.folder import Shard, claim
 from jkv.batch.requests import Refused, Request, Settings, checked, lines, read
 from jkv.batch.running import Answer, Running, Shapes
-from jkv.checks import check
+from jkv.checks import check, check_prefill
 from jkv.compiled import use_disk_cache
 from jkv.config import CacheConfig
 from jkv.generate import Cost
@@ -135,6 +135,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     use_disk_cache()
     job = replace(job, config=job.config.bound(job.params))
     check(job.config, job.params.config)
+    check_prefill(job.config, "jkv batch")
     checked(job.defaults, job.params)
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")

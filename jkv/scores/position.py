@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Born, Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Probe, Score
 from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ class Wrapper(Score):
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         return replace(self, score=self.score.for_layer(model, layer))
+
+    def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
+        return self.score.probes(params, rows)
+
+    def probed(self, ev: Evidence, about: Array) -> Columns:
+        return self.score.probed(ev, about)
 
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new)

@@ -1,0 +1,110 @@
+"""Scores of what is read after a prompt, for its queries alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Born, Columns, Needs, Probe, Score
+from jkv.scores.attention import mass
+from jkv.tree import part
+
+if TYPE_CHECKING:
+    from jkv.evidence import Evidence
+    from jkv.models import Params
+
+AGAIN = "\n\nRepeat the text above exactly, word for word.\n\n"
+GO_ON = "\n\nRepeat the text above exactly, word for word, from here on:"
+
+
+@part
+class Learned(Score):
+    """rank_j = what probes of the prompt found out about token j, f32; 0 for a token that is generated."""
+
+    needs = Needs(probes=True)
+
+    def birth(self, new: Born) -> Columns:
+        return {"learned": jnp.zeros(new.k.shape[:3], jnp.float32)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns["learned"]
+
+
+@part
+class Pseudo(Learned):
+    """Attention from `tokens` pseudo tokens at the positions of the first answer: s_j = sum_i p[i,j], averaged over G.
+
+    They are the prompt's first and last tokens, half of each: what they are matters little, where they are much. The
+    softmax is over the prompt and the pseudo tokens before. Source: DapQ (2603.11564), from notes of the paper.
+    """
+
+    tokens: int = 32
+
+    def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
+        half = self.tokens // 2
+        ids = [[*islice(cycle(r), half), *islice(cycle(r[half - self.tokens :]), self.tokens - half)] for r in rows]
+        reach(params, rows, ids, "dapq: fewer tokens=")
+        return [Probe(ids=ids, about=[(0, len(r)) for r in rows])]
+
+    def probed(self, ev: Evidence, about: Array) -> Columns:
+        assert ev.new is not None
+        return {**ev.columns, "learned": mass(ev, ev.new, "mean")}
+
+
+@part
+class Rebuilt(Learned):
+    """The attention that a token gets at most while the model repeats the prompt, a piece of `piece` tokens at a time.
+
+    A probe is a request to repeat, the last `lead` tokens before the piece, and the piece. Of its queries,
+    s_j = max over i and G of softmax_j(q_i . k_j scale) over the first `sinks` tokens, the piece and the probe itself.
+    A model without a tokenizer gets no request in words. Source: KVzip (2505.23416).
+    """
+
+    piece: int = 2048
+    lead: int = 8
+    sinks: int = 4
+
+    def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
+        again, go_on = (words(params, text) for text in (AGAIN, GO_ON))
+        out = []
+        for start in range(0, max(map(len, rows)), self.piece):
+            pieces = [r[start : start + self.piece] for r in rows]
+            lead = [[*go_on, *r[start - self.lead : start]] if start else again for r in rows]
+            ids = [[*a, *b] if b else [] for a, b in zip(lead, pieces, strict=True)]
+            reach(params, rows, ids, "kvzip: a smaller piece=")
+            out.append(Probe(ids=ids, about=[(start, start + len(b)) for b in pieces]))
+        return out
+
+    def probed(self, ev: Evidence, about: Array) -> Columns:
+        assert ev.new is not None
+        first, end, seen = about[:, 0], about[:, 1], ev.seen
+
+        def among(p: Array, pos: Array) -> Array:
+            inside = (pos >= first[:, None, None]) & (pos < end[:, None, None])
+            there = inside | (pos < self.sinks) | (pos >= seen[:, None, None])
+            return jnp.where(there[:, :, None, None], p, 0)
+
+        total = ev.over_keys(lambda p, q_pos, pos, index: among(p, pos).sum(-1), ev.new)
+        asked = replace(ev.new, lse=ev.new.lse + jnp.log(jnp.maximum(total, 1e-30)))
+        best = ev.fold(lambda p, q_pos, pos, index: among(p, pos).max((2, 3)), asked, jnp.maximum)
+        inside = (ev.pos >= first[:, None, None]) & (ev.pos < end[:, None, None])
+        return {**ev.columns, "learned": jnp.where(inside, best, ev.columns["learned"])}
+
+
+def words(params: Params, text: str) -> list[int]:
+    """Token ids of a request within a prompt; none without a tokenizer."""
+    return [] if params.tokenizer is None else params.tokenizer.core.encode(text, add_special_tokens=False).ids
+
+
+def reach(params: Params, rows: list[list[int]], probes: list[list[int]], way_out: str) -> None:
+    """ValueError if a prompt and what is read after it exceed the model's context."""
+    most, context = max(len(a) + len(b) for a, b in zip(rows, probes, strict=True)), params.config.context
+    if most > context:
+        raise ValueError(
+            f"the prompt and what is read after it are {most} tokens, and the model's context is {context}: take "
+            f"{way_out}, or a shorter prompt"
+        )

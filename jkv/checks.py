@@ -33,6 +33,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} reads texts after the prompt, which stays whole until then, and chunk={chunk} would cut it; "
             "prefill in one piece (chunk=0)"
         )
+    _check_narrow(config, model, chunk)
     if chunk and not config.splits:
         raise ValueError(
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
@@ -58,6 +59,25 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             )
     _check_pool(config, model)
     _check_budget(config, model)
+
+
+def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+    narrow = config.narrow
+    if narrow is None:
+        return
+    if not 0 <= narrow.after(model) < model.layers:
+        raise ValueError(f"{config}: layer={narrow.layer}, and the model has layers 0 to {model.layers - 1}")
+    others = {
+        f"chunk={chunk}": bool(chunk),
+        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "texts that are read after a prompt": config.score.needs.probes,
+    }
+    for other, there in others.items():
+        if there:
+            raise ValueError(
+                f"{config}: a prompt that goes on with fewer of its tokens (narrow) does not go with {other}; "
+                "leave out one"
+            )
 
 
 def check_prefill(config: CacheConfig, what: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jkv import kernels
 from jkv.budgets import All
@@ -36,6 +37,31 @@ class TierSpec:
 
 
 @part
+class Narrow:
+    """A prompt goes on with fewer of its tokens after a layer, those of the highest rank over all heads.
+
+    layer: number, or None: the last of the lower half; size: tokens of a row (int), or a share of them (float); those
+    that stay exact in any case go on in any case.
+    """
+
+    size: int | float
+    layer: int | None = None
+
+    def after(self, model: ModelConfig) -> int:
+        return max(model.layers // 2 - 1, 0) if self.layer is None else self.layer
+
+    def most(self, length: int) -> int:
+        """Tokens of the longest of rows of `length` tokens."""
+        return min(self.size if isinstance(self.size, int) else ceil(self.size * length), length)
+
+    def count(self, tokens: Array) -> Array:
+        """i32[B] of rows of i32[B] tokens."""
+        if isinstance(self.size, int):
+            return jnp.minimum(tokens, self.size)
+        return jnp.floor(self.size * tokens.astype(jnp.float32)).astype(jnp.int32)
+
+
+@part
 class CacheConfig:
     """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
 
@@ -43,7 +69,8 @@ class CacheConfig:
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
     every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
     exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of
-    the generated tokens that is kept on top of the budget; dense_layers: layers that read everything; kernels: "auto",
+    the generated tokens that is kept on top of the budget; narrow: how a prompt goes on after some layer, or None: with
+    all its tokens; dense_layers: layers that read everything; kernels: "auto",
     "xla", "tpu" or "gpu"; name: the text it was made from.
     """
 
@@ -58,6 +85,7 @@ class CacheConfig:
     block: int = 16
     chunk: int = 0
     append: float = 0.0
+    narrow: Narrow | None = None
     dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
     claim: str = "exact"
@@ -78,9 +106,10 @@ class CacheConfig:
     def splits(self) -> bool:
         """Whether a prompt that is read in two pieces gives the same cache, if no token leaves in between.
 
-        It does unless a score ranks by queries of the first piece that are gone when it ranks.
+        It does unless a score ranks by queries of the first piece that are gone when it ranks, or upper layers see
+        fewer tokens.
         """
-        return not needs_of(self).whole_prompt
+        return not needs_of(self).whole_prompt and self.narrow is None
 
     def uncut(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
@@ -130,6 +159,7 @@ class LayerConfig:
     window: int | None
     append: int
     grows: float
+    narrow: Narrow | None
 
     @property
     def stay(self) -> int:
@@ -211,6 +241,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         window=window,
         append=capacity - min(held, capacity),
         grows=config.append,
+        narrow=config.narrow if config.narrow and config.narrow.after(model) == i else None,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from jkv.budgets import Keep, Pyramid
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
-from jkv.config import TierSpec
+from jkv.config import Narrow, TierSpec
 from jkv.merges import Nearest
 from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
@@ -138,6 +138,33 @@ def above(name: str, budget: int | None, least: int, what: str) -> None:
     """ValueError if a budget in tokens does not exceed what is kept in any case."""
     if budget is not None and budget <= least:
         raise ValueError(f"{name}: budget={budget} must exceed {what} of {least} tokens; raise one or lower the other")
+
+
+@row("2502.01068", "as snapkv; upper layers see fewer tokens of the prompt; generated tokens are kept on top")
+def fastkv(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int = 8,
+    pool: int = 7,
+    layer: int | None = None,
+    tokens: int | None = None,
+    share: float | None = None,
+) -> Axes:
+    """FastKV: a prompt goes on with its best `tokens` (default: 2048) or `share` after `layer` (default: half way)."""
+    if tokens is not None and share is not None:
+        raise ValueError("fastkv: give tokens= or share= of a prompt that go on, not both")
+    narrow = (2048 if tokens is None else tokens) if share is None else float(share)
+    if not (narrow > window if isinstance(narrow, int) else 0 < narrow <= 1):
+        raise ValueError(f"fastkv: tokens={tokens}, share={share}: more than window={window}; above 0 and at most 1")
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool),
+        budget=size(budget, keep, bytes),
+        recent=window,
+        narrow=Narrow(size=narrow, layer=layer),
+        append=1.0,
+    )
 
 
 @row("2603.11564", "from notes of the paper; generated tokens are kept on top")

@@ -79,6 +79,34 @@ def flush(
     return LayerCache(recent=recent, queries=layer.queries, tiers=tiers)
 
 
+def going_on(
+    layer: LayerCache,
+    window: Window,
+    queries: tuple[Queries | None, Queries | None],
+    seen: Array,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+) -> Array:
+    """i32[B,n]: the entries of a prompt's window that the next layers see, oldest first, after some of -1.
+
+    By their rank, summed over heads; what stays in the recent window is among them.
+    """
+    assert plan.narrow is not None
+    total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
+    order = jnp.argsort(window.pos < 0, axis=1, stable=True)
+    leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
+    ev = evidence(layer, _gather(window, order), leaving, queries, seen, seen, none, plan, rope, model, fresh=True)
+    rank = _ranks(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
+    place = jnp.arange(total)[None]
+    rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
+    n = min(max(plan.narrow.most(total), plan.recent), total)
+    best = jax.lax.top_k(rank, n)[1]
+    goes = jnp.arange(n)[None] < jnp.clip(plan.narrow.count(live), plan.recent, live)[:, None]
+    best = jnp.sort(jnp.where(goes, best, -1), -1)
+    return jnp.where(best < 0, -1, jnp.take_along_axis(order, best, 1))
+
+
 def _gather(window: Window, order: Array) -> Window:
     index = order[:, None]
     return Window(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,7 @@ from jkv.attend import attend, attend_causal, merge_all, visible
 from jkv.cache import Cache, LayerCache, Queries, Window, empty_layer, tree_bytes
 from jkv.compiled import ANY, program
 from jkv.config import CacheConfig, LayerConfig, resolve
-from jkv.flush import evidence, flush
+from jkv.flush import evidence, flush, going_on
 from jkv.models import ModelConfig, Params, family
 from jkv.protocols import Born
 from jkv.sampling import Sampling, sample
@@ -82,10 +83,10 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
     added = (ids >= 0).sum(1).astype(jnp.int32)
     seen, generated = cache.seen + added, cache.seen - cache.prompt
 
-    def run(i: int, new: Any) -> tuple[Array, LayerCache]:
+    def run(pos: Array, i: int, new: Any) -> tuple[Array, tuple[LayerCache, Array | None]]:
         plan, layer, rope, dtype = cache.plan[i], cache.layers[i], model.ropes[i], cache.layers[i].recent.k.dtype
         # Of the last layer only the newest row's output is used: only it and the queries that the score asks for run.
-        rows = ids.shape[1] if i < model.layers - 1 or plan.needs.new else max(1, plan.needs.queries)
+        rows = pos.shape[1] if i < model.layers - 1 or plan.needs.new else max(1, plan.needs.queries)
         q_pos = pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
         window = _window(new, pos, plan, rope, dtype)
@@ -99,14 +100,19 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
             ]
             part = merge_all([part, *past])
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
+        narrowed = plan.narrow is not None and not begun
+        on = going_on(layer, window, asked, seen, plan, rope, model) if narrowed else None
         layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh)
-        return part.finish(), layer
+        return part.finish(), (layer, on)
 
     x = net.embed(params, jnp.maximum(ids, 0))
     layers = []
     for i in range(model.layers):
-        x, layer = net.layer(params, i, x, pos, run)
+        x, (layer, on) = net.layer(params, i, x, pos, partial(run, pos))
         layers.append(layer)
+        if on is not None:
+            x = jnp.take_along_axis(x, jnp.maximum(on, 0)[..., None], 1)
+            pos = jnp.where(on < 0, -1, jnp.take_along_axis(pos, jnp.maximum(on, 0), 1))
     logits = net.head(params, x[:, -1:])[:, 0]
     fill = jnp.int32(cache.plan[0].stay)
     return replace(cache, layers=tuple(layers), seen=seen, prompt=cache.prompt + added, fill=fill), logits

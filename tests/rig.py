@@ -66,6 +66,7 @@ class Case:
     merges: bool = False
     grows: float = 0.0  # of the generated tokens, kept on top of the prompt
     appends: bool = False  # all of them, on top of the budget
+    narrow: bool = False  # upper layers see fewer tokens of the prompt
 
     @property
     def tight(self) -> str:
@@ -138,6 +139,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=18, uniform=True),),
     "elasticcache": (
         Case("elasticcache(budget={b}, newest=20)", recent=1, columns=1, queries=16, uniform=True, merges=True),
+    ),
+    "fastkv": (
+        Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=24, appends=True, narrow=True),
     ),
     "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
     "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),

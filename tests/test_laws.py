@@ -57,7 +57,11 @@ def replayed(text: str) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in ALL if (c.budget or c.grows) and not (c.ranked or c.merges or (c.slot.lossy and c.unit > 1))],
+    [
+        c
+        for c in ALL
+        if (c.budget or c.grows) and not (c.ranked or c.merges or c.narrow or (c.slot.lossy and c.unit > 1))
+    ],  # of narrow prompts in test_narrow.py
     ids=str,
 )
 def test_attention_is_over_the_tokens_that_are_held(case: Case):

@@ -25,6 +25,7 @@ if __name__ != "__main__":
     pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
 from jkv.kernels.decode_attention import gpu  # noqa: E402
+from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden_gpu.json")  # version of jax -> name -> instructions of the inner loop
 SHORT, MIDDLE, LONG = 1024, 16384, 131072
@@ -51,16 +52,34 @@ def arguments(form, dim, group, slots, heads=(2, 8)):
     return Shape((*heads, group, 1, dim), jnp.bfloat16), k, v, Shape((*heads, slots), jnp.int32), bounds, bounds
 
 
+def whole(*arrays):
+    return gpu.attention(*arrays, 0.1)
+
+
+def pages_of_16(*arrays):
+    return paged.attention(*arrays[:-1], 0.1, arrays[-1], 16)
+
+
 def programs():
-    """name -> arguments"""
+    """name -> function, arguments"""
     for dim in (64, 128):
         for name, form in FORMS.items():
             for group, slots in ((1, SHORT), (4, LONG), (8, MIDDLE), (16, MIDDLE)):
                 if group in (1, 8) and (dim, name) != (128, "int4"):  # kernels like that of 4
                     continue
-                yield f"{name} D={dim} G={group}", arguments(form, dim, group, slots)
+                yield f"{name} D={dim} G={group}", whole, *arguments(form, dim, group, slots)
         for name, form in GROUPED.items():
-            yield f"{name} D={dim} G=4", arguments(form, dim, 4, MIDDLE)
+            yield f"{name} D={dim} G=4", whole, *arguments(form, dim, 4, MIDDLE)
+    pages = Shape((2, 8, 64), jnp.int32)
+    for name, dim, group in (
+        ("bf16", 128, 4),
+        ("int4", 128, 4),
+        ("int4", 128, 1),
+        ("int2", 64, 8),
+        ("kivi int2", 128, 4),
+    ):
+        form = (FORMS | GROUPED)[name]
+        yield f"{name} D={dim} G={group} pages", pages_of_16, *arguments(form, dim, group, LONG), pages
 
 
 def decode(form, q, codes, pos, first, last):
@@ -102,8 +121,8 @@ def moved(text: str, leaves: list[tuple[int, ...]]) -> list[str]:
 
 def measure() -> dict:
     where, out = jax.__version__.rpartition(".")[0], {}
-    for name, args in programs():
-        machines = cuda.machines(lambda *a: gpu.attention(*a, 0.1), *args)
+    for name, function, *args in programs():
+        machines = cuda.machines(function, *args)
         assert len(machines) == 1, f"{name}: {len(machines)} kernels"
         out[name] = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
     moves = {}
@@ -113,7 +132,7 @@ def measure() -> dict:
         codes = tiers(form, 128, 8192)
         text = cuda.compiled(functools.partial(decode, form), q, codes, *places).as_text()
         moves[name] = moved(text, [x.shape for x in jax.tree.leaves(codes)])
-    h100 = cuda.compiled(lambda *a: gpu.attention(*a, 0.1), *arguments(FORMS["int4"], 128, 4, LONG), chip="h100")
+    h100 = cuda.compiled(whole, *arguments(FORMS["int4"], 128, 4, LONG), chip="h100")
     temporary = h100.memory_analysis().temp_size_in_bytes
     return dict(jax=where, machines=out, moves=moves, temporary=temporary)
 

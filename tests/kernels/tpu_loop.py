@@ -15,7 +15,7 @@ from jkv.aot import target
 from jkv.bench.shapes import SHAPES
 from jkv.plan import Job, decode
 
-CACHES = "int8", "snapkv(budget=16384) | int4", "kivi", "full"
+CACHES = "int8", "snapkv(budget=16384) | int4", "kivi", "full", "quest(pages=64, dense_layers=0)"
 
 
 def cost(spec: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jkv.budgets import All, Pyramid
 from jkv.catalogue import Axes, row, size
-from jkv.codecs import Affine, Dense, Separable
+from jkv.codecs import Affine, Dense, Separable, Sparse
 from jkv.config import TierSpec
 from jkv.merges import Runs
 from jkv.scores.attention import Accumulated, WindowMass
@@ -185,6 +185,13 @@ def int8() -> Axes:
 def int4(*, group: int = 32) -> Axes:
     """Four bits a number, one scale a token and group of channels."""
     return dict(codec=(Affine(bits=4, group=group), Affine(bits=4, group=group)))
+
+
+@row("2505.22913", "approximation: the smallest numbers of a token are 0; the tail is exact")
+def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
+    """MUSTAFAR: the largest channels of every key and value, and a bit for each channel."""
+    codec = Sparse(sparsity=float(sparsity))
+    return dict(codec=(codec, codec), recent=recent)
 
 
 @row("2406.10774", "approximation: reads the pages of highest bound")

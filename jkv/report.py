@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jkv.cache import Cache
-from jkv.tiers import kernel_of
+from jkv.tiers import reader_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def kernels_of(cache: Cache) -> str:
     """What reads the tiers in a decode step: "xla", or how many layers each kernel serves."""
     groups, dim = cache.model.groups, cache.model.head_dim
     count = Counter(
-        kernel_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
+        reader_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
         for layer, plan in zip(cache.layers, cache.plan, strict=True)
         for tier, config in zip(layer.tiers, plan.tiers, strict=True)
     )

@@ -86,8 +86,14 @@ def linear(tier: Tier, config: TierConfig) -> tuple[Linear | None, Linear | None
     return k, map_codec(config.v.linear, tier.v)
 
 
+def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
+    """What a step does with the tier, and what its kernels are told beside the arrays."""
+    return ("decode_attention", ()) if config.select is None else ("paged_attention", (config.select.unit,))
+
+
 def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
-    """Which implementation reads the tier for so many queries a kv head."""
+    """Which implementation reads the tier, or the pages that its selector picks, for so many queries a kv head."""
+    name, more = operation(config)
 
     def refusal(module: Any) -> str | None:
         if config.k.rope == "after":
@@ -95,9 +101,18 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
         k, v = jax.eval_shape(partial(linear, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no linear form"
-        return module.supports(k, v, dim, queries)
+        return module.supports(k, v, dim, queries, *more)
 
-    return kernels.choose("decode_attention", config.kernels, refusal)
+    return kernels.choose(name, config.kernels, refusal)
+
+
+def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
+    """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
+    name = kernel_of(tier, config, dim, queries)
+    if name != "xla" or config.select is None:
+        return name
+    name = kernel_of(tier, replace(config, select=None), dim, queries)
+    return name if name == "xla" else f"{name} after a gather"
 
 
 def write(x: Array, index: Array, new: Array, config: TierConfig) -> Array:
@@ -128,21 +143,18 @@ def _attend(
 ) -> Partial:
     """The same for queries that see 0 <= first <= pos <= last, i32[B,T]; `tokens` of a row are asking."""
     at = tier.pos if tier.at is None else tier.at
-    k, v, pos, slots = tier.k, tier.v, tier.pos, config.capacity
-    if tier.head is not None:
-        pos = line(pos, tier.head)
-    if config.select is not None:
-        k, v, pos, at, slots = picked(q, tier, at, config)
     b, h, g, t, d = q.shape
-    tier = replace(tier, k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
-    name = kernel_of(tier, config, d, g * t) if tokens <= FEW else "xla"
-    if name != "xla":
-        attention = kernels.implementation("decode_attention", name).attention
-
-        def run(q: Array, tier: Tier, *bounds: Array) -> Partial:
-            return attention(q, *linear(tier, config), tier.pos, *bounds, scale)
-
-        return kernels.over_mesh(run, q, tier, first, last)
+    if tier.head is not None:
+        tier = replace(tier, pos=line(tier.pos, tier.head))
+    if config.select is not None:
+        pages = picked(q, tier, config)
+        if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale, pages)) is not None:
+            return part
+        tier, at = gathered(pages, tier, at, config)
+        config = replace(config, select=None, capacity=at.shape[2])
+    if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale)) is not None:
+        return part
+    k, v, pos, slots = tier.k, tier.v, tier.pos, config.capacity
     ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
@@ -160,23 +172,45 @@ def _attend(
     return over_tiles(body, nothing(q), slots, tile)
 
 
-def picked(q: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Code, Code, Array, Array, int]:
-    """Codes, positions and places of the units that the selector picks, and how many slots they are."""
+def _by_kernel(
+    q: Array, first: Array, last: Array, tier: Tier, config: TierConfig, scale: float, *pages: Array
+) -> Partial | None:
+    """By the platform's kernel, or None where it has none."""
+    name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3])
+    if name == "xla":
+        return None
+    what, more = operation(config)
+    attention = kernels.implementation(what, name).attention
+    tier = replace(tier, columns={}, at=None, head=None, summary=None)
+
+    def run(q: Array, tier: Tier, first: Array, last: Array, *pages: Array) -> Partial:
+        return attention(q, *linear(tier, config), tier.pos, first, last, scale, *pages, *more)
+
+    return kernels.over_mesh(run, q, tier, first, last, *pages)
+
+
+def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
+    """i32[B,H,P]: the pages that the selector picks, -1 none."""
     select = config.select
     assert select is not None
-    u, (b, h) = select.unit, q.shape[:2]
-    pos = jnp.broadcast_to(tier.pos, (b, h, config.capacity))
-    live = (pos.reshape(b, h, -1, u) >= 0).any(-1)
-    units = select.pick(q, tier.summary, live)
-    index = (units[..., None] * u + jnp.arange(u)[None, None, None]).reshape(b, h, -1)
+    pos = jnp.broadcast_to(tier.pos, (*q.shape[:2], config.capacity))
+    live = (pos.reshape(*q.shape[:2], -1, select.unit) >= 0).any(-1)
+    return select.pick(q, tier.summary, live)
+
+
+def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Tier, Array]:
+    """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act."""
+    assert config.select is not None
+    u, (b, h, _) = config.select.unit, pages.shape
+    index = (pages[..., None] * u + jnp.arange(u)[None, None, None]).reshape(b, h, -1)
 
     def gather(x: Array) -> Array:
         grain = config.capacity // x.shape[2]
         return take(x, index[:, :, ::grain] // grain)
 
-    dead = (index < 0) | (take(pos, index) < 0)
+    pos = take(tier.pos, index)
     k, v = jax.tree.map(gather, (tier.k, tier.v))
-    return k, v, jnp.where(dead, -1, take(pos, index)), take(at, index), index.shape[2]
+    return replace(tier, k=k, v=v, pos=jnp.where(index < 0, -1, pos)), take(at, index)
 
 
 def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:

@@ -44,6 +44,7 @@ class Slot:
 DENSE = Slot()
 INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # bfloat16 scale and low
 INT4 = Slot(k=D / 2 + 4, v=D / 2 + 4, lossy=True)  # D = 16 is one group
+SPARSE = Slot(k=5 * 2 + D / 8, v=5 * 2 + D / 8, lossy=True)  # 5 of 16 numbers, bfloat16
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
 
 
@@ -116,6 +117,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),
     "int8": (Case("int8", slot=INT8, budget=False, uniform=True),),
     "int4": (Case("int4", slot=INT4, budget=False, uniform=True),),
+    "mustafar": (Case("mustafar(recent=16)", slot=SPARSE, budget=False, uniform=True),),
     "adakv": (
         Case("adakv(budget={b}, window=8)", recent=8, queries=24, pooled=True),
         Case("adakv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=24, pooled=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jkv.codecs import Affine, Dense
+from jkv.codecs import Affine, Dense, Sparse
 from jkv.codecs.affine import pack, unpack
 
 CODECS = [
@@ -19,6 +21,7 @@ CODECS = [
     Affine(bits=2, group=4),
     Affine(bits=2, axis="channel", group=8),
     Affine(bits=8, axis="channel", group=4),
+    Sparse(sparsity=0.7),
 ]
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda c: f"{type(c).__name__}-{c.__dict__}")
 AFFINE = [c for c in CODECS if isinstance(c, Affine)]
@@ -80,6 +83,43 @@ def test_packing_round_trips(bits: int):
     packed = pack(jnp.asarray(codes), bits)
     assert packed.shape == (5, 16 * bits // 8) and packed.dtype == jnp.uint8
     np.testing.assert_array_equal(unpack(packed, bits), codes)
+
+
+def channels(codec: Sparse, x: np.ndarray) -> np.ndarray:
+    """bool[n,D]: those whose bit is set."""
+    bitmap = np.asarray(codec.encode(jnp.asarray(x)).slots[1])
+    return np.unpackbits(bitmap, axis=1, bitorder="little").astype(bool)
+
+
+def test_the_sparse_codec_keeps_the_largest_and_knows_which():
+    x = np.array([[1, -5, 2, 0.5, -3, 4, 0, 6]], np.float32)
+    codec = Sparse(sparsity=0.5)
+    np.testing.assert_array_equal(codec.decode(codec.encode(jnp.asarray(x))), [[0, -5, 0, 0, -3, 4, 0, 6]])
+    x, codec = draw(0, 32, 40), Sparse(sparsity=0.7)
+    x[:8] = np.round(x[:8])  # equals, zeros among them
+    x[8] = 0
+    largest = np.argsort(-np.abs(x), axis=1, kind="stable")[:, : codec.kept(40)]
+    want = np.zeros(x.shape, bool)
+    np.put_along_axis(want, largest, True, 1)
+    assert want.sum(1).tolist() == [40 - 28] * 32
+    np.testing.assert_array_equal(channels(codec, x), want)
+    kept = np.where(want, x, 0).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(codec.decode(codec.encode(jnp.asarray(x))), kept)
+
+
+def test_no_sparsity_is_exact():
+    x, codec = jnp.asarray(draw(0, 8, 16), jnp.bfloat16), Sparse(sparsity=0.0)
+    np.testing.assert_array_equal(codec.decode(codec.encode(x)), x.astype(jnp.float32))
+
+
+def test_the_count_is_that_of_the_fraction_as_it_is_written():
+    assert [Sparse(sparsity=s).kept(d) for s, d in [(0.5, 128), (0.7, 128), (0.29, 100)]] == [64, 39, 71]
+
+
+@pytest.mark.parametrize(("sparsity", "dim", "message"), [(1.0, 64, "0 to below 1"), (0.5, 20, "no multiple of the 8")])
+def test_what_the_sparse_codec_cannot_keep_is_refused(sparsity: float, dim: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        Sparse(sparsity=sparsity).check(SimpleNamespace(head_dim=dim))
 
 
 @codecs

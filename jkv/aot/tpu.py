@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,13 @@ def block_cycles(schedule: Path) -> list[int]:
     return out
 
 
-def kernel_cycles(folder: str | Path, name: str) -> int:
-    """Cycles of the compute of one grid step of a kernel, the largest block of its newest schedule.
+def kernel_cycles(folder: str | Path, name: str, count: Callable[[list[int]], int] = max) -> int:
+    """Cycles of one grid step of a kernel, of its newest schedule: its compute, which is the largest block.
 
-    Static: memory is not in it, so a step takes this or the time of its bytes, whichever is more.
+    count: `sum` is for kernels of many operands, whose fetching is blocks as large. Static: memory is not in it, so a
+    step takes this or the time of its bytes, whichever is more.
     """
     found = sorted(Path(folder).glob(f"*{name}*-01-packed-bundles-post-ra*"))
     if not found:
         raise FileNotFoundError(f"{folder} has no schedule of a kernel {name}")
-    return max(block_cycles(found[-1]))
+    return count(block_cycles(found[-1]))

@@ -13,7 +13,7 @@ import numpy as np
 from jkv.cache import Cache, tree_bytes
 from jkv.compiled import Compiled
 from jkv.models import Params
-from jkv.tiers import picked
+from jkv.tiers import gathered, picked
 
 T = TypeVar("T")
 
@@ -99,7 +99,8 @@ def cache_bytes(cache: Cache) -> int:
             read: Any = (tier.k, tier.v, tier.pos, tier.at, tier.head)
             if config.select is not None:
                 total += tree_bytes((tier.pos, tier.summary))
-                read = jax.eval_shape(lambda q, t, c=config: picked(q, t, t.pos, c)[:3], q, tier)
+                copy = jax.eval_shape(lambda q, t, c=config: gathered(picked(q, t, c), t, t.pos, c)[0], q, tier)
+                read = (copy.k, copy.v, copy.pos)
             total += tree_bytes(read)
     return total
 

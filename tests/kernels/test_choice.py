@@ -30,6 +30,7 @@ def test_a_tpu_reads_them(text: str):
     ("text", "why"),
     [
         ("zipcache", "Separable: they have no linear form"),
+        ("mustafar", "Sparse: they have no linear form"),
         ("streaming(budget=64)", "keys that are rotated when they are read"),
     ],
 )
@@ -41,6 +42,14 @@ def test_what_no_kernel_reads_is_an_error_if_one_was_asked_for(monkeypatch, capl
     with caplog.at_level(logging.INFO, "jkv"):
         assert "xla" in made(text, "auto") and "xla" in made(text, "auto")
     assert [why in r.message for r in caplog.records] == [True]  # once
+
+
+def test_pages_that_no_kernel_finds_in_place_are_gathered(monkeypatch):
+    text = "quest(page=48, dense_layers=1)"
+    with pytest.raises(ValueError, match="the tpu kernel of paged_attention does not take pages of 48 slots"):
+        made(text, "tpu")
+    monkeypatch.setattr(kernels, "native", lambda: "tpu")
+    assert made(text, "auto") == "tpu 1, tpu after a gather 1"
 
 
 def test_kernels_of_another_machine_are_refused_before_anything_runs():

@@ -21,6 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from jkv.kernels.decode_attention import gpu, gpu_sides, gpu_tile  # noqa: E402
+from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 
 try:
     InterpretGPUParams = plgpu.InterpretGPUParams
@@ -37,7 +38,8 @@ def seed() -> int:
 
 
 def interpreted(**arguments):
-    return gpu.attention(**arguments, interpret=InterpretGPUParams())
+    kernel = paged if "pages" in arguments else gpu
+    return kernel.attention(**arguments, interpret=InterpretGPUParams())
 
 
 def fewer():
@@ -218,7 +220,19 @@ def test_what_is_not_taken_is_refused(k, v, dim, reason):
         gpu.attention(q, k, v, np.zeros((1, 1, slots), np.int32), bounds, bounds, 1.0)
 
 
+def test_pages_that_lie_across_tiles_are_refused():
+    assert "pages of 48 slots; divisors and multiples of 128" in str(paged.supports(linear(), linear(), 128, 4, 48))
+    assert "multiples of 256" in str(paged.supports(linear(2, 64), linear(2, 64), 64, 4, 96))
+    assert paged.supports(linear(2, 64), linear(2, 64), 64, 4, 128) is None
+    bounds = np.zeros((1, 1), np.int32)
+    with pytest.raises(ValueError, match="paged_attention does not take keys with 1 bits"):
+        pos = np.zeros((1, 1, 256), np.int32)
+        q = np.zeros((1, 1, 4, 1, 128), np.float32)
+        paged.attention(q, linear(bits=1), linear(), pos, bounds, bounds, 1.0, bounds[None], 16)
+
+
 def test_what_the_check_runs_is_supported():
     for case in check.cases():
         p = check.problem(case, "gpu")
-        assert gpu.supports(p["k"], p["v"], case.dim, case.group * case.new) is None, case
+        module, unit = (paged, [case.page]) if case.page else (gpu, [])
+        assert module.supports(p["k"], p["v"], case.dim, case.group * case.new, *unit) is None, case

@@ -25,6 +25,7 @@ if __name__ != "__main__":
     pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
 from jkv.kernels.decode_attention import gpu  # noqa: E402
+from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden_gpu.json")  # version of jax -> name -> instructions of the inner loop
 SHORT, MIDDLE, LONG = 1024, 16384, 131072
@@ -33,6 +34,7 @@ FORMS = {"bf16": Dense(), "int8": Affine(bits=8), "int4": Affine(bits=4), "int2"
 FORMS = {name: (codec, codec) for name, codec in FORMS.items()}  # of keys and values
 GROUPED = {f"int{n} groups of 32": (Affine(bits=n, group=32),) * 2 for n in (4, 2)} | {"kivi int2": KIVI}
 Shape = jax.ShapeDtypeStruct
+PAGES = Shape((2, 8, 64), jnp.int32)
 
 
 def tiers(form, dim, slots, heads=(2, 8)):
@@ -51,19 +53,36 @@ def arguments(form, dim, group, slots, heads=(2, 8)):
     return Shape((*heads, group, 1, dim), jnp.bfloat16), k, v, Shape((*heads, slots), jnp.int32), bounds, bounds
 
 
+def whole(*arrays):
+    return gpu.attention(*arrays, 0.1)
+
+
+def pages_of_16(*arrays):
+    return paged.attention(*arrays[:-1], 0.1, arrays[-1], 16)
+
+
 def programs():
-    """name -> arguments"""
+    """name -> function, arguments"""
     for dim in (64, 128):
         for name, form in FORMS.items():
             for group, slots in ((1, SHORT), (4, LONG), (8, MIDDLE), (16, MIDDLE)):
                 if group in (1, 8) and (dim, name) != (128, "int4"):  # kernels like that of 4
                     continue
-                yield f"{name} D={dim} G={group}", arguments(form, dim, group, slots)
+                yield f"{name} D={dim} G={group}", whole, *arguments(form, dim, group, slots)
         for name, form in GROUPED.items():
-            yield f"{name} D={dim} G=4", arguments(form, dim, 4, MIDDLE)
+            yield f"{name} D={dim} G=4", whole, *arguments(form, dim, 4, MIDDLE)
+    for name, dim, group in (
+        ("bf16", 128, 4),
+        ("int4", 128, 4),
+        ("int8", 64, 4),
+        ("int2", 64, 8),
+        ("kivi int2", 128, 4),
+    ):
+        form = (FORMS | GROUPED)[name]
+        yield f"{name} D={dim} G={group} pages", pages_of_16, *arguments(form, dim, group, LONG), PAGES
 
 
-def decode(form, q, codes, pos, first, last):
+def decode(form, q, codes, pos, first, last, *pages):
     """Steps in an inner loop, and a flush that scatters into the tier in an outer one: as `jkv.loop` does."""
 
     def write(x, i):
@@ -75,7 +94,8 @@ def decode(form, q, codes, pos, first, last):
 
         def step(j, q):
             k, v = linear(form, codes)
-            return gpu.attention(q, k, v, pos, first, last + j, 1.0).finish().astype(q.dtype)
+            part = (pages_of_16 if pages else whole)(q, k, v, pos, first, last + j, *pages)
+            return part.finish().astype(q.dtype)
 
         q = jax.lax.fori_loop(0, 16, step, q)
         return q, jax.tree.map(lambda x: write(x, i), codes)
@@ -102,18 +122,18 @@ def moved(text: str, leaves: list[tuple[int, ...]]) -> list[str]:
 
 def measure() -> dict:
     where, out = jax.__version__.rpartition(".")[0], {}
-    for name, args in programs():
-        machines = cuda.machines(lambda *a: gpu.attention(*a, 0.1), *args)
+    for name, function, *args in programs():
+        machines = cuda.machines(function, *args)
         assert len(machines) == 1, f"{name}: {len(machines)} kernels"
         out[name] = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
     moves = {}
-    for name in ("bf16", "int8", "int4 groups of 32", "kivi int2"):
+    for name, *pages in (("bf16",), ("int8",), ("int4 groups of 32",), ("kivi int2",), ("int4", PAGES)):
         form = (FORMS | GROUPED)[name]
         q, _, _, *places = arguments(form, 128, 4, 8192)
         codes = tiers(form, 128, 8192)
-        text = cuda.compiled(functools.partial(decode, form), q, codes, *places).as_text()
+        text = cuda.compiled(functools.partial(decode, form), q, codes, *places, *pages).as_text()
         moves[name] = moved(text, [x.shape for x in jax.tree.leaves(codes)])
-    h100 = cuda.compiled(lambda *a: gpu.attention(*a, 0.1), *arguments(FORMS["int4"], 128, 4, LONG), chip="h100")
+    h100 = cuda.compiled(whole, *arguments(FORMS["int4"], 128, 4, LONG), chip="h100")
     temporary = h100.memory_analysis().temp_size_in_bytes
     return dict(jax=where, machines=out, moves=moves, temporary=temporary)
 

@@ -14,6 +14,7 @@ from jkv.cache import map_codec, put
 from jkv.codecs import Affine, Dense
 from jkv.kernels.decode_attention import reference
 from jkv.kernels.decode_attention import tpu as kernel
+from jkv.kernels.decode_attention import tpu_sides as sides
 from jkv.kernels.place import tpu as placing
 from jkv.protocols import Linear
 
@@ -35,7 +36,7 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def floats_as_they_are(monkeypatch):
     """The interpreter does not know a reference read as another dtype; the compiler's tests do."""
-    monkeypatch.setattr(kernel, "_bits", lambda x: x)
+    monkeypatch.setattr(sides, "_bits", lambda x: x)
 
 
 def wide(x: Linear) -> np.ndarray:

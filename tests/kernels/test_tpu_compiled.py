@@ -37,7 +37,9 @@ def test_the_kernel_compiles_and_costs_what_it_did(case: str):
         assert found["cycles"] <= golden["cycles"] * SLACK
 
 
-@pytest.mark.parametrize("kind", ["int8", "snapkv(budget=16384) | int4", "kivi", "full"])
+@pytest.mark.parametrize(
+    "kind", ["int8", "snapkv(budget=16384) | int4", "kivi", "full", "quest(pages=64, dense_layers=0)"]
+)
 def test_the_decode_loop_moves_no_tier(kind: str):
     """Of two layers: beside what the full cache's loop needs, less than half of one layer's tier."""
     found, full = (report("tpu_loop.py")[x] for x in (kind, "full"))

@@ -21,11 +21,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.aot import tpu
-from jkv.kernels.decode_attention.tpu import attention, tile_size
+from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
+from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.protocols import Linear
 
 GOLDEN = Path(__file__).with_name("golden_tpu.json")
-C, H = 131072, 8
+C, H, PAGES = 131072, 8, 64
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": (dict(bits=0), dict(bits=0)),
     "int8": (dict(bits=8), dict(bits=8)),
@@ -38,6 +39,11 @@ CASES = [
     *(("v5e:2x2", form, d, 8) for form in FORMS for d in (64, 128, 256)),
     *(("v5e:2x2", "int8", 128, g) for g in (1, 3, 4)),
     *((chip, form, 128, 8) for chip in ("v6e:2x2", "v5p:2x2x1") for form in FORMS),
+    *(("v5e:2x2", form, 128, 8, 16) for form in ("bf16", "int4", "kivi 2")),  # pages of 16 slots
+    *(("v5e:2x2", "int4", d, 8, 16) for d in (64, 256)),
+    *(("v5e:2x2", "int8", 128, g, 16) for g in (1, 3, 4)),
+    ("v5e:2x2", "int4", 128, 8, 512),
+    *((chip, "int4", 128, 8, 16) for chip in ("v6e:2x2", "v5p:2x2x1")),
 ]
 
 
@@ -61,21 +67,27 @@ def logical(x: Linear) -> Linear:
     return Linear(codes=turn(x.codes), bits=x.bits, **steps)
 
 
-def cost(folder: Path, topology: str, form: str, d: int, g: int) -> dict[str, Any]:
-    """Temporaries, copies of something large, and cycles of a token and kv head."""
+def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0) -> dict[str, Any]:
+    """Temporaries, copies of something large, and cycles of a token and kv head; of those in tiles of picked pages."""
     mesh = Mesh(np.array(tpu.devices(topology)[:1]), ("x",))
     shape = lambda s, t: jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, PartitionSpec()))  # noqa: E731
     k, v = (stored(shape, d, **how) for how in FORMS[form])
     bounds = shape((1, 1), jnp.int32)
-    run = jax.jit(lambda q, k, v, pos, a, b: attention(q, logical(k), logical(v), pos, a, b, d**-0.5))
+    arguments = shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, H, C), jnp.int32), bounds, bounds
+
+    def run(q: Any, k: Linear, v: Linear, pos: Any, first: Any, last: Any, *pages: Any) -> Any:
+        function = (lambda *x: paged(*x, *pages, unit)) if pages else attention
+        return function(q, logical(k), logical(v), pos, first, last, d**-0.5)
+
+    pages = [shape((1, H, PAGES), jnp.int32)] if unit else []
     with jax.set_mesh(mesh):
-        program = run.trace(shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, H, C), jnp.int32), bounds, bounds)
-        program = program.lower().compile()
+        program = jax.jit(run).trace(*arguments, *pages).lower().compile()
     text = program.as_text()
+    name, tokens, count = ("paged_attention", TOGETHER, sum) if unit else ("decode_attention", tile_of(k, v) * H, max)
     return {
         "temporaries": program.memory_analysis().temp_size_in_bytes,
         "copies": len(re.findall(rf"= (?:u8|bf16)\[1,{H},\d+,{C}\]\S* copy\(", text)),
-        "cycles": round(tpu.kernel_cycles(folder, "decode_attention") / tile_of(k, v) / H, 4),
+        "cycles": round(tpu.kernel_cycles(folder, name, count) / tokens, 4),
     }
 
 

@@ -55,10 +55,15 @@ class Case:
     lengths: tuple[int, ...] = (1024, 700)  # one for each head: slots up to there are live, but for holes
     shared: bool = False  # one `pos` for all heads
     window: int = 0  # positions that a query sees; 0: all up to its own
+    page: int = 0  # slots of a page, of which each head picks some; 0: all are read
 
     def __str__(self) -> str:
         some = f"D={self.dim} G={self.group} T={self.new} C={self.slots} lengths={','.join(map(str, self.lengths))}"
-        return f"K {self.k} V {self.v} {some}" + " shared" * self.shared + f" window={self.window}" * (self.window > 0)
+        return (
+            f"K {self.k} V {self.v} {some}"
+            + " shared" * self.shared
+            + "".join(f" {name}={x}" for name in ("window", "page") if (x := getattr(self, name)))
+        )
 
 
 def cases(slots: int = 1024) -> Iterator[Case]:
@@ -82,6 +87,16 @@ def cases(slots: int = 1024) -> Iterator[Case]:
     for size in ((15, 15), (-20, -20), (-20, 15)):  # what float16 would not hold
         yield replace(base, k=Side(bits=2, grain=32, size=size), v=Side(bits=2, groups=2, size=size), lengths=ragged)
     yield replace(base, k=Side(bits=8, size=(-20, 15)), v=Side(bits=8, size=(-20, 23)), lengths=ragged)
+    yield from paged(base)
+
+
+def paged(base: Case) -> Iterator[Case]:
+    """Pages smaller than a tile, as large, and larger."""
+    slots, floats = base.slots, Side(bits=0)
+    yield replace(base, page=16, lengths=(0, slots, slots * 2 // 3, 1, 129))
+    yield replace(base, page=slots // 2, dim=64, new=2, window=slots // 2, lengths=(slots, slots // 2))
+    yield replace(base, page=128, k=floats, v=floats, lengths=(slots,), shared=True)
+    yield replace(base, page=64, k=Side(bits=2, grain=32), v=Side(bits=2, groups=4), group=1, lengths=(slots, 300))
 
 
 def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> Linear:
@@ -115,7 +130,9 @@ def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
     place = np.stack([rng.permutation(c) for _ in range(h)])  # slots have no order
     pos = np.where(live, place, -1).astype(np.int32)[None]
     heads = 2 if case.shared else h
-    dead = np.broadcast_to(pos < 0, (1, heads, c))
+    pages = picks(rng, case, heads) if case.page else {}
+    dead = unread(pos, **pages)
+    dead = np.broadcast_to(dead, (1, heads, c))
     t = case.new
     last = np.sort(rng.integers(c // 2, c, (1, t)), 1).astype(np.int32)
     first = last - case.window + 1 if case.window else np.full_like(last, -3)  # the dead have -1
@@ -128,7 +145,23 @@ def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
         first=first,
         last=last,
         scale=case.dim**-0.5 * 2.0 ** -max(0, case.k.size[1]),  # large logits would hide all values but one
+        **pages,
     )
+
+
+def picks(rng: Any, case: Case, heads: int) -> dict[str, Any]:
+    """Half of all pages for each head, in no order, and as many that are none."""
+    count = case.slots // case.page
+    pages = np.stack([rng.permutation(count) for _ in range(heads)])[None]
+    pages = np.where(np.arange(count) < count // 2, pages, -1).astype(np.int32)
+    return dict(pages=rng.permuted(pages, axis=2), unit=case.page)
+
+
+def unread(pos: np.ndarray, pages: np.ndarray | None = None, unit: int = 1) -> np.ndarray:
+    """bool[1,H,C]: dead slots, and those of pages that were not picked."""
+    if pages is None:
+        return pos < 0
+    return (pos < 0) | ~(np.arange(pos.shape[2])[:, None] // unit == pages[:, :, None]).any(-1)
 
 
 def dense(x: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -151,8 +184,13 @@ def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -
     size: of the values.
     """
     q, scale, dim = p["q"].astype(np.float64), p["scale"], p["q"].shape[-1]
-    pos, first, last = p["pos"][:, :, None], p["first"][:, None, :, None], p["last"][:, None, :, None]
-    dead = np.broadcast_to(p["pos"] < 0, p["k"].codes.shape[:3])[..., None]
+    dead = unread(p["pos"], *(p[name] for name in ("pages", "unit") if name in p))
+    pos, first, last = (
+        np.where(dead, -1, p["pos"])[:, :, None],
+        p["first"][:, None, :, None],
+        p["last"][:, None, :, None],
+    )
+    dead = np.broadcast_to(dead, p["k"].codes.shape[:3])[..., None]
     (k, k_codes), (v, v_codes) = ([np.where(dead, 0, x) for x in dense(p[name], dim)] for name in ("k", "v"))
     see = np.broadcast_to(((pos >= 0) & (pos >= first) & (pos <= last))[:, :, None], (*q.shape[:4], pos.shape[-1]))
     seen = see.any(-1)
@@ -198,9 +236,14 @@ def verdict(case: Case, p: dict[str, Any], part: Any, kernel: str) -> tuple[bool
 def run(case: Case, kernel: str, attention: Any, seed: int = 0, options: Any = None) -> tuple[bool, str]:
     """Of a random problem; options: the compiler's."""
     p = problem(case, kernel, seed)
-    arrays = jax.tree.map(jnp.asarray, {name: p[name] for name in ("q", "k", "v", "pos", "first", "last")})
-    part = jax.jit(lambda a: attention(**a, scale=p["scale"]), compiler_options=options)(arrays)
+    static = {name: p[name] for name in ("scale", "unit") if name in p}
+    arrays = jax.tree.map(jnp.asarray, {name: x for name, x in p.items() if name not in static})
+    part = jax.jit(lambda a: attention(**a, **static), compiler_options=options)(arrays)
     return verdict(case, p, part, kernel)
+
+
+def module_of(case: Case, kernel: str) -> Any:
+    return importlib.import_module(f"jkv.kernels.{'paged' if case.page else 'decode'}_attention.{kernel}")
 
 
 def main() -> int:
@@ -213,13 +256,13 @@ def main() -> int:
     if args.kernel not in SCALES:
         print(f"no kernel runs on {args.kernel}; --kernel gpu or tpu, where there is one")
         return 2
-    module = importlib.import_module(f"jkv.kernels.decode_attention.{args.kernel}")
-    attention = (lambda **kw: module.attention(**kw, plain=True)) if args.plain else module.attention
     print(f"{args.kernel} kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
     bad = refused = total = 0
     for case in cases(args.slots):
         p = problem(case, args.kernel, args.seed)
-        reason = module.supports(p["k"], p["v"], case.dim, case.group * case.new)
+        module = module_of(case, args.kernel)
+        attention = (lambda m=module, **kw: m.attention(**kw, plain=True)) if args.plain else module.attention
+        reason = module.supports(p["k"], p["v"], case.dim, case.group * case.new, *([case.page] if case.page else []))
         if reason is not None:
             refused += 1
             print(f"refused  {case}: {reason}")

@@ -79,6 +79,7 @@ def attention(
     last: Array,
     scale: float,
     *,
+    tiles: Array | None = None,
     plain: bool = False,
     interpret: Any = None,
 ) -> Partial:
@@ -97,11 +98,13 @@ def attention(
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
     bounds = jnp.maximum(bounds, jnp.array([0, -1], i32)[None, :, None])  # dead slots and queries of the padding
     bounds = jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)
-    tiles = ((lengths(pos) + n - 1) // n).reshape(-1)
+    count = ((lengths(pos) + n - 1) // n).reshape(-1)
     once = [bounds, *sides.queries(kf, rows, scale)]
     keys, values = sides.key_operands(kf, flat[0], rows, scale), sides.value_operands(flat[1])
-    call = kernel(kf, vf, (b, h, chunks), pos.shape, r, scale, Ops(interpret is not None, plain), interpret)
-    acc, m, l, low = call(tiles, *once, pos.reshape(-1, pos.shape[2]), *keys, *values)  # noqa: E741
+    tables = [count] if tiles is None else [count, tiles.reshape(b * h, -1)]
+    ops = Ops(interpret is not None, plain)
+    call = kernel(kf, vf, (b, h, chunks), pos.shape, len(tables), r, scale, ops, interpret)
+    acc, m, l, low = call(*tables, *once, pos.reshape(-1, pos.shape[2]), *keys, *values)  # noqa: E741
     part = join(sides.gather(vf, acc, low), m, l)
     return jax.tree.map(
         lambda x: x.reshape(b, h, chunks * r, *x.shape[3:])[:, :, : g * t].reshape(b, h, g, t, *x.shape[3:]), part
@@ -122,9 +125,20 @@ def join(acc: Array, m: Array, l: Array) -> Partial:  # noqa: E741
 
 
 def kernel(
-    k: Form, v: Form, batch: tuple[int, int, int], pos: tuple[int, ...], r: int, scale: float, ops: Ops, interpret: Any
+    k: Form,
+    v: Form,
+    batch: tuple[int, int, int],
+    pos: tuple[int, ...],
+    tables: int,
+    r: int,
+    scale: float,
+    ops: Ops,
+    interpret: Any,
 ) -> Any:
-    """The compiled function of `program` over heads, parts and chunks of query rows; pos: its shape [B,Hs,C]."""
+    """The compiled function of `program` over heads, parts and chunks of query rows; pos: its shape [B,Hs,C].
+
+    tables: tiles i32[B*Hs] to be read; where they are listed, also where they lie, i32[B*H,U].
+    """
     b, h, chunks = batch
     splits = max(1, min(-(-PROGRAMS // (b * h * chunks)), pos[2] // (LEAST * v.tile)))
     lead = (b * h, chunks, splits)
@@ -133,7 +147,7 @@ def kernel(
     height = max(v.width, 64)
     shapes = ((v.blocks, height, r), (r,), (r,), (v.groups, r))
     return plgpu.kernel(
-        functools.partial(program, k, v, ops, h, pos[1], splits, scale),
+        functools.partial(program, k, v, ops, h, pos[1], tables, splits, scale),
         out_type=tuple(jax.ShapeDtypeStruct((*lead, *shape), f32) for shape in shapes),
         grid=(b * h, splits, chunks),
         grid_names=("head", "split", "chunk"),
@@ -149,26 +163,29 @@ def kernel(
 
 
 def program(
-    k: Form, v: Form, ops: Ops, heads: int, pos_heads: int, splits: int, scale: float, *refs: Ref,
+    k: Form, v: Form, ops: Ops, heads: int, pos_heads: int, tables: int, splits: int, scale: float, *refs: Ref,
     once: list[Ref], scratch: list[Ref], p_s: Ref, arrived: Ref,
 ) -> None:  # fmt: skip
     head, split, chunk = (lax.axis_index(name) for name in ("head", "split", "chunk"))
-    (tiles_g, bounds_g), (pos_g, *sides_g) = refs[:2], refs[1 + len(once) : -4]
+    (count_g, *places_g), refs = refs[:tables], refs[tables:]
+    bounds_g, (pos_g, *sides_g) = refs[0], refs[len(once) : -4]
     row = lax.div(head, heads)
     of_pos = head if pos_heads == heads else row
-    for source, target in zip([bounds_g.at[row], *(x.at[head] for x in refs[2 : 1 + len(once)])], once, strict=True):
+    for source, target in zip([bounds_g.at[row], *(x.at[head] for x in refs[1 : len(once)])], once, strict=True):
         plgpu.copy_gmem_to_smem(source.at[chunk], target, arrived)
     plgpu.barrier_wait(arrived)
     first, last = (ops.column(once[0].at[i]) for i in range(2))
     r = first.shape[0]
-    tiles = tiles_g[of_pos]
-    start, stop = (lax.div(tiles * (split + i), splits) for i in range(2))  # equal shares, whatever the length
+    start, stop = (lax.div(count_g[of_pos] * (split + i), splits) for i in range(2))
 
-    key_blocks = sides.key_blocks(k, r, head, chunk, start)
+    def place(i: Array) -> Array:
+        return places_g[0][head, start + i] if places_g else start + i
+
+    key_blocks = sides.key_blocks(k, r, head, chunk, place)
     blocks = [
         pl.BlockSpec((None, v.tile), lambda i: (of_pos, start + i)),
         *key_blocks,
-        *sides.value_blocks(v, head, start),
+        *sides.value_blocks(v, head, place),
     ]
 
     def body(_: Any, pos_s: Ref, *more: Any) -> Any:

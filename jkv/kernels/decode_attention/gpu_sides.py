@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,21 +116,22 @@ def key_operands(k: Form, x: Linear, q: Array, scale: float) -> list[Array]:
     return [x.codes, x.step, lows]
 
 
-def key_blocks(k: Form, r: int, head: Array, chunk: Array, start: Array) -> list[Any]:
+def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Array], Array]) -> list[Any]:
+    """place(i): which tile a step reads."""
     codes = plgpu.BlockSpec(
         (None, k.tile, k.width),
-        lambda i: (head, start + i, 0),
+        lambda i: (head, place(i), 0),
         transforms=operand(k.width, jnp.uint8 if k.bits else k.dtype),
     )
     if not k.bits:
         return [codes]
     if k.grain == 1:
-        return [codes, *[pl.BlockSpec((None, k.groups, k.tile), lambda i: (head, 0, start + i))] * 2]
+        return [codes, *[pl.BlockSpec((None, k.groups, k.tile), lambda i: (head, 0, place(i)))] * 2]
     tiles = max(1, k.grain // k.tile)  # that share a step
     return [
         codes,
-        pl.BlockSpec((None, k.units, k.dim), lambda i: (head, lax.div(start + i, tiles), 0)),
-        pl.BlockSpec((None, None, k.units, r), lambda i: (head, chunk, lax.div(start + i, tiles), 0)),
+        pl.BlockSpec((None, k.units, k.dim), lambda i: (head, lax.div(place(i), tiles), 0)),
+        pl.BlockSpec((None, None, k.units, r), lambda i: (head, chunk, lax.div(place(i), tiles), 0)),
     ]
 
 
@@ -187,9 +189,9 @@ def value_operands(x: Linear) -> list[Array]:
     return [slot_minor(y) for y in (x.codes, x.step, x.low) if y is not None]
 
 
-def value_blocks(v: Form, head: Array, start: Array) -> list[Any]:
+def value_blocks(v: Form, head: Array, place: Callable[[Array], Array]) -> list[Any]:
     dtype = jnp.uint8 if v.bits else v.dtype
-    at = lambda i: (head, 0, start + i)  # noqa: E731
+    at = lambda i: (head, 0, place(i))  # noqa: E731
     codes = plgpu.BlockSpec((None, v.width, v.tile), at, transforms=operand(v.tile, dtype))
     return [codes, *[pl.BlockSpec((None, v.groups, v.tile), at)] * (2 if v.bits else 0)]
 

@@ -9,7 +9,6 @@ The arrays are handed over with tokens last. XLA then stores a tier that way, so
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -22,14 +21,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv.attend import Partial
 from jkv.kernels.decode_attention import lengths
+from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, value_side
 from jkv.protocols import Linear
 
-LANES = 128
 FLOOR = -5e29  # the running maximum before any key: half of what a masked logit is, so that exp() of it is 0
 MASKED = -1e30
 WORK = 16384  # tokens x heads x groups of 8 queries of one grid step: enough to bury its fixed cost
+TOGETHER = 1024  # slots of a step where each head has its own tiles
 BLOCKS = 8 * 2**20  # bytes of two steps' operands in VMEM; the compiler's own limit is 16 MiB on v5e
-HALF = 128  # of a byte: the matrix unit takes signed codes
 LOG2E = 1.4426950408889634
 
 
@@ -54,78 +53,116 @@ def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
 
 
 def attention(
-    q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, scale: float, *, interpret: Any = False
+    q: Array,
+    k: Linear,
+    v: Linear,
+    pos: Array,
+    first: Array,
+    last: Array,
+    scale: float,
+    *,
+    tiles: Array | None = None,
+    interpret: Any = False,
 ) -> Partial:
     """See the package. Raises ValueError for codes that `supports` names."""
     b, h, g, t, d = q.shape
     if (why := supports(k, v, d, g * t)) is not None:
         raise ValueError(f"the TPU kernel of decode_attention does not take {why}")
-    n, c = -(-g * t // 8) * 8, pos.shape[2]
+    n = -(-g * t // 8) * 8
     pad = ((0, 0), (0, n - g * t), (0, 0))
     rows = jnp.pad((q.astype(jnp.float32) * (scale * LOG2E)).reshape(b * h, g * t, d), pad)
     bounds = jnp.tile(jnp.stack([jnp.maximum(first, 0), last], 2), (1, g, 1))  # from 0 on: the dead are at -1
     bounds = jnp.repeat(jnp.pad(bounds, pad), h, 0)
-    length = jnp.broadcast_to(lengths(pos), (b, h)).reshape(-1)
-    pos = jnp.broadcast_to(pos, (b, h, c)).reshape(b * h, c)
     flat_k, flat_v = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
-    acc, m, l = _run(_keys(rows, flat_k), _values(flat_v, d), length, bounds, pos[:, None], d, interpret)  # noqa: E741
+    keys, values = key_side(rows, flat_k), value_side(flat_v, d)
+    pos = jnp.broadcast_to(pos, (b, h, pos.shape[2])).reshape(b * h, -1)
+    if tiles is None:
+        walk = _all(pos, keys.of_slot + values.of_slot, n)
+    else:
+        walk, pos = _some(pos, tiles.reshape(b * h, -1))
+    acc, m, l = _run(walk, keys, values, bounds, pos[:, None], d, interpret)  # noqa: E741
     acc, m, l = (x[:, : g * t] for x in (acc, m[..., 0], l[..., 0]))  # noqa: E741
     m = jnp.where(m > FLOOR / 2, m / LOG2E, -jnp.inf)
     return Partial(acc=acc.reshape(b, h, g, t, d), m=m.reshape(b, h, g, t), l=l.reshape(b, h, g, t))
 
 
 @dataclass(frozen=True)
-class Side:
-    """Keys or values: arrays [heads,x,y] of all rows' heads in one line, and what is done with one head's blocks.
+class Walk:
+    """What the grid reads: a step `tile` slots of `heads` heads, which lie in `parts` places of the arrays.
 
-    tokens: the axis of each array that runs over tokens, and how many share an entry. work(*blocks) -> logits f32[N,n]
-    for keys; work(p, alive, *blocks) -> f32[N,D] for values, with alive i32[1,n] of -1 or 0: what nobody sees may be
-    NaN, and would spoil a product.
+    tables, of all rows' heads in one line: the last live slot + 1; then, where each head has a list, those places.
     """
 
-    arrays: tuple[Array, ...]
-    tokens: tuple[tuple[int, int] | None, ...]
-    work: Callable[..., Array]
+    name: str
+    heads: int
+    tile: int
+    parts: int
+    tables: tuple[Array, ...]
+
+    def place(self, part: int, block: Any, i: Any, length: Any, *lists: Any) -> Any:
+        """Of a part of step i, in units of its size."""
+        at = tile_of(length, self.tile, block * self.heads, self.heads, i)
+        if not lists:
+            return at
+        return lists[0][(block * (lists[0].shape[0] // length.shape[0])) + at * self.parts + part]
 
 
-def _run(keys: Side, values: Side, length: Array, bounds: Array, pos: Array, d: int, interpret: Any) -> Any:
-    all_, n, c = length.shape[0], bounds.shape[1], pos.shape[2]
-    heads = max(x for x in (8, 4, 2, 1) if all_ % x == 0)
-    sides = [*zip(keys.arrays, keys.tokens, strict=True), *zip(values.arrays, values.tokens, strict=True)]
-    of_slot = sum(x.size * x.dtype.itemsize for x, tokens in sides if tokens) // (all_ * c)
-    tile = tile_size(of_slot, heads * n // 8, c)
+def _ends(pos: Array) -> Array:
+    return lengths(pos[:, None]).reshape(-1)
 
-    def spec(x: Array, tokens: tuple[int, int] | None) -> pl.BlockSpec:
+
+def _all(pos: Array, of_slot: int, n: int) -> Walk:
+    """Every slot of pos i32[heads,C] up to the longest head's last, several heads together."""
+    heads = max(x for x in (8, 4, 2, 1) if pos.shape[0] % x == 0)
+    tile = tile_size(of_slot, heads * n // 8, pos.shape[1])
+    return Walk("decode_attention", heads, tile, 1, (_ends(pos),))
+
+
+def _some(pos: Array, tiles: Array) -> tuple[Walk, Array]:
+    """The tiles i32[heads,U] of each head, several together, and their positions, filled up to whole steps."""
+    u = tiles.shape[1]
+    tile = pos.shape[1] // u
+    parts = max(1, min(TOGETHER // tile, u))
+    more = -u % parts
+    tiles = jnp.pad(tiles, ((0, 0), (0, more)), mode="edge")
+    pos = jnp.pad(pos, ((0, 0), (0, more * tile)), constant_values=-1)
+    return Walk("paged_attention", 1, tile * parts, parts, (_ends(pos), tiles.reshape(-1))), pos
+
+
+def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int, interpret: Any) -> Any:
+    (all_, n, _), c, heads = bounds.shape, pos.shape[2], walk.heads
+
+    def spec(x: Array, tokens: tuple[int, int] | None, part: int | None = None) -> pl.BlockSpec:
         shape, axis = [heads, *x.shape[1:]], None
         if tokens is not None:
             axis = tokens[0]
-            shape[axis] = tile // tokens[1]
+            shape[axis] = walk.tile // tokens[1] // (1 if part is None else walk.parts)
 
-        def index(block: Array, i: Array, length: Any) -> tuple[Any, ...]:
+        def index(block: Array, i: Array, *tables: Any) -> tuple[Any, ...]:
             where: list[Any] = [block, 0, 0]
             if axis is not None:
-                where[axis] = tile_of(length, tile, block * heads, heads, i)
+                where[axis] = walk.place(part or 0, block, i, *(tables[:1] if part is None else tables))
             return tuple(where)
 
         return pl.BlockSpec(tuple(shape), index)
 
-    arrays = [(bounds, None), (pos, (2, 1)), *sides]
+    arrays = [(bounds, None), (pos, (2, 1)), *keys.operands(walk.parts), *values.operands(walk.parts)]
     out = [jax.ShapeDtypeStruct((all_, n, x), jnp.float32) for x in (d, 1, 1)]
-    read = sum(x.size * x.dtype.itemsize for x, _ in arrays)
+    read = all_ * (c * (keys.of_slot + values.of_slot + 4) + 4 * n * d)
     return pl.pallas_call(
-        partial(_kernel, keys, values, heads, tile, c),
+        partial(_kernel, keys, values, walk, c),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(all_ // heads, -(-c // tile)),
+            num_scalar_prefetch=len(walk.tables),
+            grid=(all_ // heads, -(-c // walk.tile)),
             in_specs=[spec(*x) for x in arrays],
-            out_specs=[pl.BlockSpec((heads, *x.shape[1:]), lambda block, i, length: (block, 0, 0)) for x in out],
+            out_specs=[pl.BlockSpec((heads, *x.shape[1:]), lambda block, *_: (block, 0, 0)) for x in out],
         ),
         out_shape=out,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=4 * all_ * n * c * d, transcendentals=all_ * n * c, bytes_accessed=read),
         interpret=interpret,
-        name="decode_attention",
-    )(length, *(x for x, _ in arrays))
+        name=walk.name,
+    )(*walk.tables, *(x for x, *_ in arrays))
 
 
 def tile_size(of_slot: int, groups: int, slots: int) -> int:
@@ -147,12 +184,12 @@ def _longest(ends: list[Any]) -> Any:
     return reduce(jnp.maximum, ends)
 
 
-def _kernel(
-    keys: Side, values: Side, heads: int, tile: int, slots: int, length: Any, bounds: Any, pos: Any, *refs: Any
-) -> None:
-    floats = [x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in refs[:-3]]
-    of_keys, of_values = floats[: len(keys.arrays)], floats[len(keys.arrays) :]
+def _kernel(keys: Side, values: Side, walk: Walk, slots: int, *refs: Any) -> None:
+    heads, tile = walk.heads, walk.tile
+    length, bounds, pos = refs[0], *refs[len(walk.tables) : len(walk.tables) + 2]
     acc, m, l = refs[-3:]  # noqa: E741
+    blocks = iter(x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in refs[len(walk.tables) + 2 : -3])
+    logits_of, mixed_of = keys.run(blocks, walk.parts), values.run(blocks, walk.parts)
     block, i = pl.program_id(0), pl.program_id(1)
     ends = [length[block * heads + j] for j in range(heads)]
     n = acc.shape[1]
@@ -173,9 +210,7 @@ def _kernel(
             alive.append(jnp.where(at >= 0, -1, 0))
             at = jnp.broadcast_to(at, (n, tile))
             live.append((at >= bounds[j, :, :1]) & (at <= bounds[j, :, 1:]))
-        logits = jnp.concatenate(
-            [jnp.where(live[j], keys.work(*(x[j] for x in of_keys)), MASKED) for j in range(heads)], 0
-        )
+        logits = jnp.concatenate([jnp.where(live[j], logits_of(j), MASKED) for j in range(heads)], 0)
         before = m[...].reshape(heads * n, 1)
         now = jnp.maximum(before, logits.max(-1, keepdims=True))
         p, fade = jnp.exp2(logits - now), jnp.exp2(before - now)
@@ -183,167 +218,4 @@ def _kernel(
         l[...] = (l[...].reshape(heads * n, 1) * fade + p.sum(-1, keepdims=True)).reshape(heads, n, 1)
         for j in range(heads):
             own = slice(j * n, (j + 1) * n)
-            acc[j] = acc[j] * fade[own] + values.work(p[own], alive[j], *(x[j] for x in of_values))
-
-
-# ------------------------------------------------------------------------------------------------ keys and values
-
-
-def _lanes(x: Array) -> Array:
-    """[heads,n,m] with tokens last."""
-    return jnp.swapaxes(x, 1, 2)
-
-
-def _bits(x: Array) -> Array:
-    """bfloat16 steps as they are stored: XLA makes nothing of the two conversions, but would make an array of one."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def _codes(x: Array, bits: int) -> Array:
-    """int8[D,n] of packed uint8[D*bits/8,n]; of 8 bits, less HALF."""
-    words = pltpu.bitcast(x, jnp.uint32)
-    if bits == 8:
-        return pltpu.bitcast(words ^ jnp.uint32(0x80808080), jnp.int8)
-    mask = jnp.uint32(((1 << bits) - 1) * 0x01010101)
-    fields = [pltpu.bitcast((words >> jnp.uint32(bits * j)) & mask, jnp.int8) for j in range(8 // bits)]
-    return jnp.concatenate(fields, 0)
-
-
-def _high_low(x: Array) -> tuple[Array, Array]:
-    """int8[2N,n] and a scale f32[N,1] of f32[N,n]: x ~ scale * (HALF * high + low)."""
-    scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-30) / (127 * HALF)
-    y = x / scale
-    high = jnp.round(y / HALF)
-    both = jnp.concatenate([high, jnp.round(y - HALF * high)], -2)
-    return both.astype(jnp.int32).astype(jnp.int8), scale
-
-
-def _weights(parts: list[Array]) -> tuple[Array, Array]:
-    """The same of several x >= 0 [N,n] with one scale, in fewer operations: int8[2N * parts, n]."""
-    most = jnp.maximum(reduce(jnp.maximum, parts).max(-1, keepdims=True), 1e-30)
-    rows = []
-    for x in parts:
-        both = (x * (127 * HALF / most) + 0.5).astype(jnp.int32)
-        rows += [both >> 7, both & (HALF - 1)]
-    return jnp.concatenate(rows, 0).astype(jnp.int8), most / (127 * HALF)
-
-
-def _keys(q: Array, k: Linear) -> Side:
-    """For scaled queries f32[heads,N,D]."""
-    if not k.bits:
-        return Side((q.astype(k.codes.dtype), _lanes(k.codes)), (None, (2, 1)), _dot)
-    assert k.step is not None and k.low is not None
-    if k.step.shape[1] != k.codes.shape[1]:
-        return _keys_by_channel(q, k)
-    n, d = q.shape[1:]
-    groups = k.step.shape[2]
-    own = jnp.arange(d)[None] // (d // groups) == jnp.arange(groups)[:, None]  # a group's channels
-    rows, unit = jax.vmap(_high_low)(q)
-    rows = jnp.where(own[None, :, None], rows[:, None], 0).reshape(-1, groups * 2 * n, d)
-    total = jnp.where(own[None, :, None], q[:, None], 0).sum(-1).swapaxes(1, 2)
-    about = jnp.concatenate([unit, total], -1)  # f32[heads,N,1+groups]
-
-    def work(rows: Array, about: Array, codes: Array, step: Array, low: Array) -> Array:
-        dots = jnp.dot(rows, _codes(codes, k.bits), preferred_element_type=jnp.int32)
-        step, low = _metadata(step, low, k.bits)
-        out = rest = jnp.zeros((n, codes.shape[1]), jnp.float32)
-        for i in range(groups):
-            high, less = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
-            out += ((high << 7) + less).astype(jnp.float32) * step[i : i + 1]
-            rest += about[:, 1 + i : 2 + i] * low[i : i + 1]
-        return out * about[:, :1] + rest
-
-    arrays = rows, about, *map(_lanes, (k.codes, _bits(k.step), _bits(k.low)))
-    return Side(arrays, (None, None, (2, 1), (2, 1), (2, 1)), work)
-
-
-def _keys_by_channel(q: Array, k: Linear) -> Side:
-    """A step per channel and group of tokens: each group has queries of its own, and a tile of 128 takes them all."""
-    assert k.step is not None and k.low is not None
-    n = q.shape[1]
-    span = k.codes.shape[1] // k.step.shape[1]
-
-    def work(q: Array, codes: Array, step: Array, low: Array) -> Array:
-        step, low = _metadata(step, low, k.bits)
-        codes = _codes(codes, k.bits).astype(jnp.bfloat16)  # exact: 8 bits
-        lane = lax.broadcasted_iota(jnp.int32, (n, LANES), 1)
-        out = []
-        for start in range(0, codes.shape[1], LANES):
-            groups = range(start // span, (start + LANES) // span)
-            scaled = [q * step[i : i + 1] for i in groups]
-            high = [_short(x) for x in scaled]
-            rest = [x - y for x, y in zip(scaled, high, strict=True)]
-            dots = jnp.dot(
-                jnp.concatenate([*high, *rest], 0).astype(jnp.bfloat16),
-                codes[:, start : start + LANES],
-                preferred_element_type=jnp.float32,
-            )
-            tile = jnp.zeros((n, LANES), jnp.float32)
-            for at, i in enumerate(groups):
-                one = dots[n * at : n * (at + 1)] + dots[n * (len(groups) + at) : n * (len(groups) + at + 1)]
-                one += (q * low[i : i + 1]).sum(-1, keepdims=True)
-                tile = jnp.where((lane >= at * span) & (lane < (at + 1) * span), one, tile)
-            out.append(tile)
-        return jnp.concatenate(out, 1)
-
-    return Side((q, _lanes(k.codes), _bits(k.step), _bits(k.low)), (None, (2, 1), (1, span), (1, span)), work)
-
-
-def _short(x: Array) -> Array:
-    """f32 cut off to what bfloat16 holds; a conversion there and back may be dropped by the compiler."""
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _dot(a: Array, b: Array) -> Array:
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
-
-
-def _by_tokens(p: Array, x: Array) -> Array:
-    """[N,n] against [D,n]: both are contracted over tokens, which lie on lanes."""
-    exact = x.dtype == jnp.float32
-    return lax.dot_general(
-        p,
-        x,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.int32 if x.dtype == jnp.int8 else jnp.float32,
-        precision=lax.Precision.HIGHEST if exact else None,
-    )
-
-
-def _values(v: Linear, d: int) -> Side:
-    if not v.bits:
-
-        def mix(p: Array, alive: Array, codes: Array) -> Array:
-            codes = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) & alive, codes.dtype)
-            return _by_tokens(p.astype(codes.dtype), codes)
-
-        return Side((_lanes(v.codes),), ((2, 1),), mix)
-    assert v.step is not None and v.low is not None
-    groups = v.step.shape[2]
-
-    def work(p: Array, alive: Array, codes: Array, step: Array, low: Array) -> Array:
-        n = p.shape[0]
-        step, low = (
-            lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & alive, jnp.float32)
-            for x in _metadata(step, low, v.bits)
-        )
-        rows, unit = _weights([p * step[i : i + 1] for i in range(groups)])
-        dots = _by_tokens(rows, _codes(codes, v.bits)).astype(jnp.float32)
-        channel = lax.broadcasted_iota(jnp.int32, (n, d), 1)
-        out = jnp.zeros((n, d), jnp.float32)
-        for i in range(groups):
-            high, less = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
-            one = (high * HALF + less) * unit + (p * low[i : i + 1]).sum(-1, keepdims=True)
-            own = (channel >= i * (d // groups)) & (channel < (i + 1) * (d // groups))
-            out = jnp.where(own, one, out)
-        return out
-
-    return Side(tuple(map(_lanes, (v.codes, _bits(v.step), _bits(v.low)))), ((2, 1),) * 3, work)
-
-
-def _metadata(step: Array, low: Array, bits: int) -> tuple[Array, Array]:
-    """float32 steps, and lows of the signed codes."""
-    step, low = step.astype(jnp.float32), low.astype(jnp.float32)
-    return step, low + HALF * step if bits == 8 else low
+            acc[j] = acc[j] * fade[own] + mixed_of(j, p[own], alive[j])

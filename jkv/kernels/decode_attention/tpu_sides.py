@@ -1,0 +1,215 @@
+"""Keys and values of every form as the TPU kernel reads them: arrays, and what is done with one head's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import tpu as pltpu
+
+from jkv.protocols import Linear
+
+LANES = 128
+HALF = 128  # of a byte: the matrix unit takes signed codes
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values: arrays [heads,x,y] of all rows' heads in one line, and what is done with one head's blocks.
+
+    tokens: the axis of each array that runs over tokens, and how many share an entry. work(*blocks) -> logits f32[N,n]
+    for keys; work(p, alive, *blocks) -> f32[N,D] for values, with alive i32[1,n] of -1 or 0: what nobody sees may be
+    NaN, and would spoil a product.
+    """
+
+    arrays: tuple[Array, ...]
+    tokens: tuple[tuple[int, int] | None, ...]
+    work: Callable[..., Array]
+
+    @property
+    def of_slot(self) -> int:
+        """Bytes."""
+        sizes = zip(self.arrays, self.tokens, strict=True)
+        return sum(x.size * x.dtype.itemsize // (x.shape[0] * x.shape[t[0]] * t[1]) for x, t in sizes if t)
+
+    def operands(self, parts: int) -> list[tuple[Array, tuple[int, int] | None, int]]:
+        """Each array, its tokens, and the part of a step that it is; what has no tokens is of no part."""
+        pairs = zip(self.arrays, self.tokens, strict=True)
+        return [(x, tokens, part) for x, tokens in pairs for part in range(parts if tokens else 1)]
+
+    def run(self, refs: Iterator[Any], parts: int) -> Callable[..., Array]:
+        """`work` on head j of a step, with the blocks of `operands`, the parts of a step one after the other."""
+        own = [[next(refs) for _ in range(parts if tokens else 1)] for tokens in self.tokens]
+
+        def of_head(j: int, *args: Array) -> Array:
+            blocks = [[x[j] for x in some] for some in own]
+            pairs = zip(blocks, self.tokens, strict=True)
+            joined = [jnp.concatenate(x, t[0] - 1) if t and parts > 1 else x[0] for x, t in pairs]
+            return self.work(*args, *joined)
+
+        return of_head
+
+
+def _lanes(x: Array) -> Array:
+    """[heads,n,m] with tokens last."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _bits(x: Array) -> Array:
+    """bfloat16 steps as they are stored: XLA makes nothing of the two conversions, but would make an array of one."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _codes(x: Array, bits: int) -> Array:
+    """int8[D,n] of packed uint8[D*bits/8,n]; of 8 bits, less HALF."""
+    words = pltpu.bitcast(x, jnp.uint32)
+    if bits == 8:
+        return pltpu.bitcast(words ^ jnp.uint32(0x80808080), jnp.int8)
+    mask = jnp.uint32(((1 << bits) - 1) * 0x01010101)
+    fields = [pltpu.bitcast((words >> jnp.uint32(bits * j)) & mask, jnp.int8) for j in range(8 // bits)]
+    return jnp.concatenate(fields, 0)
+
+
+def _high_low(x: Array) -> tuple[Array, Array]:
+    """int8[2N,n] and a scale f32[N,1] of f32[N,n]: x ~ scale * (HALF * high + low)."""
+    scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-30) / (127 * HALF)
+    y = x / scale
+    high = jnp.round(y / HALF)
+    both = jnp.concatenate([high, jnp.round(y - HALF * high)], -2)
+    return both.astype(jnp.int32).astype(jnp.int8), scale
+
+
+def _weights(parts: list[Array]) -> tuple[Array, Array]:
+    """The same of several x >= 0 [N,n] with one scale, in fewer operations: int8[2N * parts, n]."""
+    most = jnp.maximum(reduce(jnp.maximum, parts).max(-1, keepdims=True), 1e-30)
+    rows = []
+    for x in parts:
+        both = (x * (127 * HALF / most) + 0.5).astype(jnp.int32)
+        rows += [both >> 7, both & (HALF - 1)]
+    return jnp.concatenate(rows, 0).astype(jnp.int8), most / (127 * HALF)
+
+
+def key_side(q: Array, k: Linear) -> Side:
+    """For scaled queries f32[heads,N,D]."""
+    if not k.bits:
+        return Side((q.astype(k.codes.dtype), _lanes(k.codes)), (None, (2, 1)), _dot)
+    assert k.step is not None and k.low is not None
+    if k.step.shape[1] != k.codes.shape[1]:
+        return _keys_by_channel(q, k)
+    n, d = q.shape[1:]
+    groups = k.step.shape[2]
+    own = jnp.arange(d)[None] // (d // groups) == jnp.arange(groups)[:, None]  # a group's channels
+    rows, unit = jax.vmap(_high_low)(q)
+    rows = jnp.where(own[None, :, None], rows[:, None], 0).reshape(-1, groups * 2 * n, d)
+    total = jnp.where(own[None, :, None], q[:, None], 0).sum(-1).swapaxes(1, 2)
+    about = jnp.concatenate([unit, total], -1)  # f32[heads,N,1+groups]
+
+    def work(rows: Array, about: Array, codes: Array, step: Array, low: Array) -> Array:
+        dots = jnp.dot(rows, _codes(codes, k.bits), preferred_element_type=jnp.int32)
+        step, low = _metadata(step, low, k.bits)
+        out = rest = jnp.zeros((n, codes.shape[1]), jnp.float32)
+        for i in range(groups):
+            high, less = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
+            out += ((high << 7) + less).astype(jnp.float32) * step[i : i + 1]
+            rest += about[:, 1 + i : 2 + i] * low[i : i + 1]
+        return out * about[:, :1] + rest
+
+    arrays = rows, about, *map(_lanes, (k.codes, _bits(k.step), _bits(k.low)))
+    return Side(arrays, (None, None, (2, 1), (2, 1), (2, 1)), work)
+
+
+def _keys_by_channel(q: Array, k: Linear) -> Side:
+    """A step per channel and group of tokens: each group has queries of its own, and a tile of 128 takes them all."""
+    assert k.step is not None and k.low is not None
+    n = q.shape[1]
+    span = k.codes.shape[1] // k.step.shape[1]
+
+    def work(q: Array, codes: Array, step: Array, low: Array) -> Array:
+        step, low = _metadata(step, low, k.bits)
+        codes = _codes(codes, k.bits).astype(jnp.bfloat16)  # exact: 8 bits
+        lane = lax.broadcasted_iota(jnp.int32, (n, LANES), 1)
+        out = []
+        for start in range(0, codes.shape[1], LANES):
+            groups = range(start // span, (start + LANES) // span)
+            scaled = [q * step[i : i + 1] for i in groups]
+            high = [_short(x) for x in scaled]
+            rest = [x - y for x, y in zip(scaled, high, strict=True)]
+            dots = jnp.dot(
+                jnp.concatenate([*high, *rest], 0).astype(jnp.bfloat16),
+                codes[:, start : start + LANES],
+                preferred_element_type=jnp.float32,
+            )
+            tile = jnp.zeros((n, LANES), jnp.float32)
+            for at, i in enumerate(groups):
+                one = dots[n * at : n * (at + 1)] + dots[n * (len(groups) + at) : n * (len(groups) + at + 1)]
+                one += (q * low[i : i + 1]).sum(-1, keepdims=True)
+                tile = jnp.where((lane >= at * span) & (lane < (at + 1) * span), one, tile)
+            out.append(tile)
+        return jnp.concatenate(out, 1)
+
+    return Side((q, _lanes(k.codes), _bits(k.step), _bits(k.low)), (None, (2, 1), (1, span), (1, span)), work)
+
+
+def _short(x: Array) -> Array:
+    """f32 cut off to what bfloat16 holds; a conversion there and back may be dropped by the compiler."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _by_tokens(p: Array, x: Array) -> Array:
+    """[N,n] against [D,n]: both are contracted over tokens, which lie on lanes."""
+    exact = x.dtype == jnp.float32
+    return lax.dot_general(
+        p,
+        x,
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.int32 if x.dtype == jnp.int8 else jnp.float32,
+        precision=lax.Precision.HIGHEST if exact else None,
+    )
+
+
+def value_side(v: Linear, d: int) -> Side:
+    if not v.bits:
+
+        def mix(p: Array, alive: Array, codes: Array) -> Array:
+            codes = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) & alive, codes.dtype)
+            return _by_tokens(p.astype(codes.dtype), codes)
+
+        return Side((_lanes(v.codes),), ((2, 1),), mix)
+    assert v.step is not None and v.low is not None
+    groups = v.step.shape[2]
+
+    def work(p: Array, alive: Array, codes: Array, step: Array, low: Array) -> Array:
+        n = p.shape[0]
+        step, low = (
+            lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & alive, jnp.float32)
+            for x in _metadata(step, low, v.bits)
+        )
+        rows, unit = _weights([p * step[i : i + 1] for i in range(groups)])
+        dots = _by_tokens(rows, _codes(codes, v.bits)).astype(jnp.float32)
+        channel = lax.broadcasted_iota(jnp.int32, (n, d), 1)
+        out = jnp.zeros((n, d), jnp.float32)
+        for i in range(groups):
+            high, less = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
+            one = (high * HALF + less) * unit + (p * low[i : i + 1]).sum(-1, keepdims=True)
+            own = (channel >= i * (d // groups)) & (channel < (i + 1) * (d // groups))
+            out = jnp.where(own, one, out)
+        return out
+
+    return Side(tuple(map(_lanes, (v.codes, _bits(v.step), _bits(v.low)))), ((2, 1),) * 3, work)
+
+
+def _metadata(step: Array, low: Array, bits: int) -> tuple[Array, Array]:
+    """float32 steps, and lows of the signed codes."""
+    step, low = step.astype(jnp.float32), low.astype(jnp.float32)
+    return step, low + HALF * step if bits == 8 else low

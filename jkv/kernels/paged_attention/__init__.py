@@ -1,0 +1,38 @@
+"""Attention of a few new tokens over picked pages of a tier, which are read where they lie.
+
+Every implementation is a function of decode_attention's arguments, then pages i32[B,H,P] of `unit` slots, -1 none, that
+each head reads; the slots of other pages are as dead ones. It returns a Partial. A kernel reads whole tiles of slots: a
+page as large as its tile, or larger, costs its own bytes, and a smaller one those of the tile that it lies in, once.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.cache import take
+
+
+def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array]:
+    """Tiles i32[B,H,U] of `tile` slots that hold picked pages i32[B,H,P], and what is to be read of them.
+
+    The second: positions i32[B,H,U*tile] of pos i32[B,Hs,C], -1 in pages that were not picked. Tiles rise; what is left
+    over of U comes last, all -1. `unit` divides `tile` or is a multiple of it.
+
+    >>> tiles, at = visits(jnp.array([[[5, -1, 4]]]), jnp.arange(16).reshape(1, 1, 16), 2, 4)
+    >>> tiles.tolist(), at.tolist()
+    ([[[2, 3, 3]]], [[[8, 9, 10, 11, -1, -1, -1, -1, -1, -1, -1, -1]]])
+    """
+    b, h, _ = pages.shape
+    if unit > tile:  # a page is several tiles
+        more = jnp.arange(unit // tile, dtype=pages.dtype)[None, None, None]
+        pages = jnp.where(pages[..., None] < 0, -1, pages[..., None] * (unit // tile) + more).reshape(b, h, -1)
+    each, none = max(tile // unit, 1), -(-pos.shape[2] // tile)
+    tiles = jnp.sort(jnp.where(pages < 0, none, pages // each), -1)
+    again = jnp.pad(tiles[..., 1:] == tiles[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    tiles = jnp.sort(jnp.where(again, none, tiles), -1)[..., :none]
+    own = tiles[..., None] * each + jnp.arange(each, dtype=tiles.dtype)[None, None, None]
+    wanted = (own[..., None] == pages[:, :, None, None]).any(-1)
+    tiles = jnp.minimum(tiles, none - 1)
+    whole = jnp.pad(pos, ((0, 0), (0, 0), (0, none * tile - pos.shape[2])), constant_values=-1)
+    at = take(whole.reshape(b, -1, none, tile), tiles)
+    at = jnp.where(jnp.repeat(wanted, tile // each, -1), at, -1)
+    return tiles, at.reshape(b, h, -1)

@@ -1,0 +1,39 @@
+"""Pallas Mosaic GPU (Hopper): decode_attention's kernel, whose pipeline takes its tiles from a list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from jkv.attend import Partial
+from jkv.kernels.decode_attention import gpu
+from jkv.kernels.paged_attention import visits
+from jkv.protocols import Linear
+
+
+def supports(k: Linear, v: Linear, dim: int, queries: int, unit: int) -> str | None:
+    """Why these codes, or pages of `unit` slots, have no kernel, or None."""
+    if (why := gpu.supports(k, v, dim, queries)) is not None:
+        return why
+    tile = gpu.tile_of(v)
+    return f"pages of {unit} slots; divisors and multiples of {tile} are" if tile % unit and unit % tile else None
+
+
+def attention(
+    q: Array,
+    k: Linear,
+    v: Linear,
+    pos: Array,
+    first: Array,
+    last: Array,
+    scale: float,
+    pages: Array,
+    unit: int,
+    **options: Any,
+) -> Partial:
+    """See the package; options: decode_attention's. Raises ValueError for what `supports` names."""
+    if (why := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3], unit)) is not None:
+        raise ValueError(f"the gpu kernel of paged_attention does not take {why}")
+    tiles, pos = visits(pages, pos, unit, gpu.tile_of(v))
+    return gpu.attention(q, k, v, pos, first, last, scale, tiles=tiles, **options)

@@ -1,0 +1,59 @@
+"""Pallas for TPU: decode_attention's kernel, told by the page ids which tiles to fetch.
+
+Tokens lie on lanes, and 128 of them are the least that a copy moves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from jkv.attend import Partial
+from jkv.kernels.decode_attention import tpu
+from jkv.kernels.decode_attention.tpu_sides import LANES
+from jkv.kernels.paged_attention import visits
+from jkv.protocols import Linear
+
+ROWS = 8  # of a block of steps that tokens share
+
+
+def supports(k: Linear, v: Linear, dim: int, queries: int, unit: int) -> str | None:
+    """Why these codes, or pages of `unit` slots, have no kernel, or None."""
+    if (why := tpu.supports(k, v, dim, queries)) is not None:
+        return why
+    least = least_tile(k)
+    return f"pages of {unit} slots; divisors and multiples of {least} are" if least % unit and unit % least else None
+
+
+def least_tile(k: Linear) -> int:
+    """Slots that are read together."""
+    span = 1 if k.step is None else k.codes.shape[2] // k.step.shape[2]
+    return LANES if span == 1 else max(LANES, ROWS * span)
+
+
+def tile_size(k: Linear, unit: int) -> int:
+    """The same; of a large page as much as fits a step."""
+    tile = least_tile(k)
+    while unit % (2 * tile) == 0 and 2 * tile <= tpu.TOGETHER:
+        tile *= 2
+    return tile
+
+
+def attention(
+    q: Array,
+    k: Linear,
+    v: Linear,
+    pos: Array,
+    first: Array,
+    last: Array,
+    scale: float,
+    pages: Array,
+    unit: int,
+    **options: Any,
+) -> Partial:
+    """See the package; options: decode_attention's. Raises ValueError for what `supports` names."""
+    if (why := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3], unit)) is not None:
+        raise ValueError(f"the TPU kernel of paged_attention does not take {why}")
+    tiles, pos = visits(pages, pos, unit, tile_size(k, unit))
+    return tpu.attention(q, k, v, pos, first, last, scale, tiles=tiles, **options)

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench notebooks notebooks-refresh clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "jkv needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
@@ -29,6 +29,14 @@ lint: .venv/installed  ## style and types, the types on the package as a user ge
 bench: .venv/installed  ## beside transformers on the same weights
 	$(BIN)/pip install -q -e '.[parity]'
 	$(BIN)/jkv bench compare --json results/compare.json
+
+notebooks: .venv/installed  ## every notebook runs, with less work in each cell
+	$(BIN)/pip install -q -e '.[notebooks]'
+	$(BIN)/python notebooks/run.py
+
+notebooks-refresh: .venv/installed  ## every notebook in full; what it shows is written into it
+	$(BIN)/pip install -q -e '.[notebooks]'
+	$(BIN)/python notebooks/run.py --refresh
 
 clean:
 	rm -rf .venv build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 1000  # of the map of positions: longer texts are averaged into so many
+LETTER, LINE = 0.0753, 0.19  # inches, of DejaVu Sans Mono at 9 points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,8 @@ def summary(cache: Cache) -> Summary:
         if layer.queries is not None:
             size = tree_bytes(layer.queries)
             parts.append(Part(name="queries", codec="float", tokens=[0.0] * heads, codes=0, scales=0, metadata=size))
-        live = np.concatenate([at[at >= 0] for row in _positions(layer) for at in row] or [np.empty(0, int)])
+        live = _positions(layer)
+        live = live[live >= 0]
         layers.append(
             Layer(
                 kept=[round(sum(x), 1) for x in zip(*(p.tokens for p in parts), strict=True)],
@@ -138,12 +141,53 @@ def _tokens(pos: Any, heads: int) -> list[float]:
     return np.broadcast_to(count, (count.shape[0], heads)).mean(0).round(1).tolist()
 
 
-def _positions(layer: LayerCache) -> list[list[np.ndarray]]:
-    """Positions of every row and head, all parts together; -1 where a slot is empty."""
+def _positions(layer: LayerCache) -> np.ndarray:
+    """i32[B,H,n]: positions of every row and head, all parts together; -1 where a slot is empty."""
     heads = layer.recent.k.shape[1]
-    sets = [np.asarray(layer.recent.pos)[:, None], *(np.asarray(tier.seen_by(heads)) for tier in layer.tiers)]
-    sets = [np.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in sets]
-    return [[np.concatenate([x[b, h] for x in sets]) for h in range(heads)] for b in range(sets[0].shape[0])]
+    return _together([layer.recent.pos[:, None], *(tier.seen_by(heads) for tier in layer.tiers)], heads)
+
+
+def _together(parts: Sequence[Any], heads: int) -> np.ndarray:
+    """[B,H,n] of a layer's parts [B,H or 1,m], one after the other."""
+    return np.concatenate([np.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in map(np.asarray, parts)], 2)
+
+
+def _spread(cache: Cache, layer: LayerCache, x: np.ndarray, empty: Any) -> np.ndarray:
+    """[B,H,P]: x [B,H,n] of all parts together at their positions; `empty` where nothing is kept."""
+    at = _positions(layer)
+    out = np.full((*at.shape[:2], int(np.asarray(cache.seen).max()) + 1), empty, x.dtype)
+    np.put_along_axis(out, at, x, 2)  # -1 is the last place, cut off below
+    return out[..., :-1]
+
+
+def mask(cache: Cache) -> np.ndarray:
+    """bool[L,B,H,P]: which positions each layer, row and kv head keeps; P is the number of tokens of the longest row.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> cache, _ = jkv.prefill(params, "streaming(budget=40)", [5, 6, 7] * 40)
+    >>> mask(cache).shape, mask(cache)[0, 0, 1, [0, 3, 4, 60, 119]].tolist()
+    ((2, 1, 2, 120), [True, True, False, False, True])
+    """
+    return np.stack([_spread(cache, x, np.ones(_positions(x).shape, bool), False) for x in cache.layers])
+
+
+def column(cache: Cache, name: str) -> np.ndarray:
+    """f32[L,B,H,P]: what the score remembers of the token at each position, such as "k_norm"; NaN where none is kept.
+
+    Raises ValueError for a name that the score does not have.
+    """
+    known = cache.plan[0].columns
+    if name not in known:
+        raise ValueError(
+            f"{cache.name}: its score remembers {', '.join(known) or 'nothing'} of a token, and no {name!r}; ask for "
+            "one of these, or take a cache whose score has it"
+        )
+    heads = cache.model.heads
+    parts = ([part.columns[name] for part in (layer.recent, *layer.tiers)] for layer in cache.layers)
+    return np.stack(
+        [_spread(cache, x, _together(values, heads), np.nan) for x, values in zip(cache.layers, parts, strict=True)]
+    )
 
 
 def held(cache: Cache) -> np.ndarray:
@@ -155,26 +199,25 @@ def held(cache: Cache) -> np.ndarray:
     >>> held(cache).shape, held(cache)[0, [0, 3, 4, 60, 119]].tolist()
     ((2, 120), [1.0, 1.0, 0.0, 0.0, 1.0])
     """
-    out = np.zeros((len(cache.layers), int(np.asarray(cache.seen).max())), np.float32)
-    for i, layer in enumerate(cache.layers):
-        rows = _positions(layer)
-        for at in (at for row in rows for at in row):
-            out[i, at[at >= 0]] += 1 / (len(rows) * len(rows[0]))
-    return out.clip(0, 1)
+    return mask(cache).mean((1, 2), dtype=np.float32)
 
 
 def check_path(path: str | Path) -> None:
     """Raise what `plot` would raise for this path, before any work is done for it."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib; run: pip install 'jkv[plot]'") from error
+    known = sorted(_figures()().canvas.get_supported_filetypes())
     path = Path(path)
-    known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"cannot draw {path}: its ending must be one of {', '.join(known)}; such as kept.png")
     if not path.parent.is_dir():
         raise ValueError(f"cannot draw {path}: there is no folder {path.parent}; make it, or give another path")
+
+
+def _figures() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib; run: pip install 'jkv[plot]'") from error
+    return Figure
 
 
 def plot(cache: Cache, path: str | Path) -> None:
@@ -192,17 +235,18 @@ def plot(cache: Cache, path: str | Path) -> None:
     True
     """
     check_path(path)
-    _draw(cache).savefig(path, dpi=150)
+    figure(cache).savefig(path, dpi=150)
 
 
-def _draw(cache: Cache) -> Figure:
-    from matplotlib.figure import Figure
+def figure(cache: Cache) -> Figure:
+    """The picture that `plot` writes; raises ImportError without matplotlib."""
+    new = _figures()
 
     share = held(cache)
     layers, seen = share.shape
     kept = np.asarray(cache.kept(), np.float32).mean(1)
     heads = kept.shape[1]
-    fig = Figure(figsize=(12.5, min(max(3.4 + 0.15 * layers, 4.6), 12)), layout="constrained")
+    fig = new(figsize=(12.5, min(max(3.4 + 0.15 * layers, 4.6), 12)), layout="constrained")
     wide = min(2 + 0.28 * heads, 5)
     grid = fig.add_gridspec(2, 2, width_ratios=(wide, 11 - wide), height_ratios=(4.5, 1))
     fig.suptitle(
@@ -239,4 +283,46 @@ def _draw(cache: Cache) -> Figure:
     for side in ("top", "right"):
         below.spines[side].set_visible(False)
     fig.colorbar(image, ax=[right, below], label="share of the layer's heads that keep it", pad=0.01)
+    return fig
+
+
+def page(pieces: Sequence[str], weight: Any, label: str, width: int = 100) -> Figure:
+    """A text as a picture, `width` letters a line: each of its n pieces on a ground as dark as its weight f[n], 0 to 1.
+
+    label: what the weights are, for the scale below. Raises ValueError if there are not as many weights as pieces, and
+    ImportError without matplotlib.
+
+    >>> drawn = page(["The tide ", "turns."], [0.1, 0.9], "share that keeps it", width=12)
+    >>> [text.get_text() for text in drawn.axes[0].texts]
+    ['The tide ', 'tur', 'ns.']
+    """
+    new = _figures()
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.patches import Rectangle
+
+    weight = np.asarray(weight, float)
+    if len(pieces) != len(weight):
+        raise ValueError(f"{len(pieces)} pieces of text and {len(weight)} weights: give one a piece")
+    scale = ScalarMappable(cmap="YlOrBr")
+    scale.set_clim(0, 1.6)  # black letters are still read on its darker half
+    runs, line, at = [], 0, 0
+    for piece, w in zip(pieces, weight, strict=True):
+        for i, part in enumerate(piece.split("\n")):
+            line, at = (line + 1, 0) if i else (line, at)
+            while part:
+                line, at = (line + 1, 0) if at == width else (line, at)
+                runs.append((line, at, part[: width - at], w))
+                part, at = part[width - at :], min(at + len(part), width)
+    tall, wide = LINE * (line + 1), LETTER * width
+    fig = new(figsize=(wide + 0.2, tall + 0.7))
+    size = fig.get_size_inches()
+    axes = fig.add_axes((0.1 / size[0], 0.6 / size[1], wide / size[0], tall / size[1]))
+    axes.set(xlim=(0, width), ylim=(line + 1, 0))
+    axes.axis("off")
+    for y, x, part, w in runs:
+        axes.add_patch(Rectangle((x, y + 0.06), len(part), 0.88, color=scale.to_rgba(w), linewidth=0))
+        axes.text(x, y + 0.5, part, family="DejaVu Sans Mono", fontsize=9, va="center", parse_math=False)
+    below = fig.add_axes((0.1 / size[0], 0.4 / size[1], min(3.0, wide) / size[0], 0.12 / size[1]))
+    fig.colorbar(scale, cax=below, orientation="horizontal", label=label)
+    below.set_xlim(0, 1)
     return fig

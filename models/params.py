@@ -1,6 +1,7 @@
 """Weights as one pytree, and how they are built from named tensors."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,17 @@ class Params:
     head: Array | None
     config: ModelConfig = static()
     tokenizer: Any = static(default=None)
+
+    def first(self, layers: int) -> "Params":
+        """The model cut after its first layers: it makes no sense, and its programs compile sooner.
+
+        >>> from jkv import models
+        >>> models.random(models.TINY).first(1).config.layers
+        1
+        """
+        c = self.config
+        cut = dict(layers=layers, ropes=c.ropes[:layers], windows=c.windows[:layers])
+        return replace(self, layers=self.layers[:layers], config=replace(c, **cut))
 
 
 def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:

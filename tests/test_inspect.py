@@ -47,6 +47,32 @@ def test_tokens_are_those_of_the_cache(cache):
     np.testing.assert_allclose(share.sum(1), kept.mean((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("text", ["knorm(budget=40) | int8", "knorm(budget=40) | pooled"])
+def test_columns_and_places_of_tokens_are_those_of_the_keys(text):
+    """Of all keys, in order: the norms of those that a smaller cache keeps, and which they are."""
+    whole, _ = jkv.prefill(PARAMS, jkv.parse("knorm(budget=40)").uncut(120), [IDS, IDS[:70]], room=0)
+    cache, _ = jkv.prefill(PARAMS, text, [IDS, IDS[:70]])
+    mask, norms = inspect.mask(cache), inspect.column(cache, "k_norm")
+    np.testing.assert_array_equal(mask.sum(-1), cache.kept())
+    np.testing.assert_array_equal(np.isnan(norms), ~mask)
+    for layer, part in enumerate(whole.layers):
+        for row, n in enumerate((120, 70)):
+            keys = np.asarray(part.recent.k[row], np.float64)[:, np.asarray(part.recent.pos[row]) >= 0]
+            want = np.linalg.norm(keys, axis=-1)
+            here = mask[layer, row, :, :n]
+            np.testing.assert_allclose(norms[layer, row, :, :n][here], want[here], rtol=1e-5)
+            assert here[:, n - 16 :].all()
+            old, stay = want[:, : n - 16], here[:, : n - 16]
+            for head in () if "pooled" in text else range(2):  # of the others the shortest
+                assert old[head][stay[head]].max() <= old[head][~stay[head]].min() + 1e-5
+    assert not mask[:, 1, :, 70:].any()
+
+
+def test_a_column_that_the_score_does_not_have_is_refused(cache):
+    with pytest.raises(ValueError, match="remembers .* and no 'k_norm'; ask for one of these"):
+        inspect.column(cache, "k_norm")
+
+
 def test_codes_and_scales_of_integers():
     cache, _ = jkv.prefill(PARAMS, "snapkv(budget=40, window=8) | int4", IDS)
     tier = inspect.summary(cache).layers[0].parts[1]
@@ -66,7 +92,7 @@ def test_streaming_keeps_the_first_and_the_newest():
 
 
 def test_a_picture_shows_what_is_kept(tmp_path, cache):
-    fig = inspect._draw(cache)
+    fig = inspect.figure(cache)
     counts, places = _image(fig, "Tokens kept"), _image(fig, "Which positions are kept")
     np.testing.assert_allclose(counts.get_array(), np.asarray(cache.kept()).mean(1))
     np.testing.assert_allclose(places.get_array(), inspect.held(cache), rtol=1e-6)
@@ -82,9 +108,27 @@ def test_a_lone_position_of_a_long_text_is_not_lost(cache):
         layers=(replace(layer, recent=replace(layer.recent, pos=pos), tiers=()),) * 2,
         seen=jnp.full_like(cache.seen, 9000),
     )
-    shown = _image(inspect._draw(long), "Which positions are kept").get_array()
+    shown = _image(inspect.figure(long), "Which positions are kept").get_array()
     assert shown.shape == (2, inspect.COLUMNS)
     assert (shown[0] > 0).sum() == 1 and shown[0].argmax() == 777
+
+
+def test_a_page_shows_every_letter_on_the_ground_of_its_weight():
+    pieces, weight = ["one", " two\n\nthree", "", " four $5 five six"], [0.0, 0.5, 1.0, 0.25]
+    drawn = inspect.page(pieces, weight, "share", width=12)
+    texts, boxes = drawn.axes[0].texts, drawn.axes[0].patches
+    lines = {}
+    for text, box in zip(texts, boxes, strict=True):
+        (x, y), run = text.get_position(), text.get_text()
+        assert (x, len(run)) == (box.get_x(), box.get_width()) and x + len(run) <= 12
+        assert x == len(lines.get(y, ""))
+        lines[y] = lines.get(y, "") + run
+    assert [lines[y] for y in sorted(lines)] == ["one two", "three four $", "5 five six"]
+    assert sorted(lines) == [0.5, 2.5, 3.5]  # an empty line between them
+    ground = {text.get_text(): sum(box.get_facecolor()[:3]) for text, box in zip(texts, boxes, strict=True)}
+    assert ground["one"] > ground["5 five six"] > ground["three"]
+    with pytest.raises(ValueError, match="3 pieces of text and 4 weights"):
+        inspect.page(pieces[:3], weight, "share")
 
 
 @pytest.mark.parametrize("name, says", [("kept.xyz", "ending must be one of"), ("no/kept.png", "there is no folder")])
@@ -94,6 +138,6 @@ def test_a_path_that_cannot_be_drawn_is_refused(tmp_path, name, says):
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"jkv\[plot\]"):
         inspect.check_path(tmp_path / "kept.png")

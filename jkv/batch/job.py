@@ -23,7 +23,7 @@ from jkv.checks import check, check_prefill
 from jkv.compiled import use_disk_cache
 from jkv.config import CacheConfig
 from jkv.generate import Cost
-from jkv.io.cache_file import fingerprint
+from jkv.io.cache_file import fingerprint, weights
 from jkv.models import Params
 from jkv.prompts import reaching
 from jkv.results import overwrite
@@ -107,6 +107,7 @@ class Job:
             "weights": fingerprint(self.params),
             "dtype": self.params.embed.dtype.name,
             "cache": repr(self.config) if not self.config.name else self.config.name,
+            "trained": weights(self.config.score) or None,  # what the cache's text names may be trained again
             "processes": jax.process_count(),
             **asdict(self.defaults),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import jax
@@ -71,7 +72,7 @@ class Retention(Score):
 
     def bound(self, params: Params) -> Retention:
         if self.gate is None:
-            return trained(learned.shipped("trimkv", params))
+            return shipped(learned.shipped("trimkv", params))
         learned.check(self.models, params)
         return self
 
@@ -100,3 +101,9 @@ def trained(folder: str) -> Retention:
         )
     gate = Gate(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
     return Retention(gate=gate, models=tuple(card["model"]))
+
+
+@cache
+def shipped(folder: str) -> Retention:
+    """`trained` of a folder that comes with jkv and does not change: it is read once."""
+    return trained(folder)

@@ -25,8 +25,11 @@ from jkv.batch.job import Job, run
 from jkv.batch.requests import Request, Settings
 from jkv.cache import tree_bytes
 from jkv.cli import app
+from jkv.io import learned as trained
 from jkv.io import load as loading
+from jkv.io.cache_file import weights
 from jkv.plan import TRIES
+from jkv.scores import learned
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)
@@ -129,6 +132,25 @@ def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any)
     other = replace(task, config=methods.parse("int8"), defaults=Settings(temperature=0.5))
     with pytest.raises(ValueError, match="cache 'full' there, 'int8' now; temperature 0.0 there, 0.5 now"):
         run(other, never, nothing)
+
+
+def test_a_gate_that_was_trained_again_is_another_job(tmp_path: Path):
+    """In the same folder, so the cache's text is the same. No row runs, so nothing is compiled."""
+    first, second = (learned.start(PARAMS.config, 8, 3.0, jax.random.key(i)) for i in range(2))
+    card = {"method": "trimkv", "model": trained.identities(PARAMS)}
+    gate = tmp_path / "gate"
+    trained.write(gate, vars(first), card)
+    text = f"trimkv(budget=48, gate={str(gate)!r})"
+    for _ in range(2):  # the same one goes on
+        report = run(job(tmp_path, [{"tokens": []}], text), never, nothing)
+        assert (report.done, report.failed) == (0, 1)
+    old = json.loads((tmp_path / "out" / "manifest.json").read_text())["trained"]
+    trained.write(gate, vars(second), card)
+    again = job(tmp_path, [{"tokens": []}], text)
+    new = weights(again.config.score)
+    assert old != new
+    with pytest.raises(ValueError, match=f"another job: trained '{old}' there, '{new}' now. Give another folder"):
+        run(again, never, nothing)
 
 
 def test_a_job_without_a_good_row_is_done_at_once(tmp_path: Path):

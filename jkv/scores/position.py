@@ -64,6 +64,9 @@ class Wrapper(Score):
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new)
 
+    def until(self, columns: Columns, pos: Array) -> Array | None:
+        return self.score.until(columns, pos)
+
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)
 

@@ -193,7 +193,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             at=s.at,
             select=select,
             unit=unit,
-            evicts=capacity < longest or len(sizes) > 1,
+            evicts=capacity < longest or len(sizes) > 1 or config.score.forgets,
             kernels=config.kernels,
         )
         for s, size in zip(config.tiers, sizes, strict=True)

@@ -179,7 +179,7 @@ def _cascade(
         if not fresh:
             of_slots = jnp.broadcast_to(rank[:, :, start : start + c], of_slots.shape)
             tier = remembered(tier, ev.columns, start)
-            if config.evicts:  # what leaves does so also where nobody needs its slot
+            if plan.score.forgets:
                 tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
         limit = jnp.minimum(_share(config, ev, plan), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)

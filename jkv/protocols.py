@@ -55,6 +55,7 @@ class Score:
 
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
+    forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
 
     def bound(self, params: Params) -> Score:
         """This score with the weights that were trained for the model; ValueError if there are none."""

@@ -76,6 +76,8 @@ class Delayed(Score):
     gate: Switch | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
+    forgets = True  # type: ignore[assignment]
+
     def bound(self, params: Params) -> Delayed:
         if self.gate is None:
             return trained(learned.shipped(METHOD, params), self.window)

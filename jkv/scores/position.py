@@ -55,6 +55,10 @@ class Wrapper(Score):
     def uniform(self) -> bool:  # type: ignore[override]
         return self.score.uniform
 
+    @property
+    def forgets(self) -> bool:  # type: ignore[override]
+        return self.score.forgets
+
     def bound(self, params: Params) -> Score:
         return replace(self, score=self.score.bound(params))
 

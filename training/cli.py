@@ -17,7 +17,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dms": dict(
         window=128, ratio=8.0, fall=480, steps=512, batch=1, accumulate=1, rate=2e-4, weight=1.0, top=64, every=25
     ),
-    "attentionpredictor": dict(steps=1000, batch=32, rate=2e-3, moments=2, page=16, every=100),
+    "attentionpredictor": dict(steps=1000, batch=32, rate=2e-3, moments=2, page=16, dense_layers=2, every=100),
 }
 POSITIVE = ("budget", "batch", "accumulate", "width", "every", "window", "fall", "moments", "page", "texts", "length")
 
@@ -58,6 +58,9 @@ def train(
         int | None, typer.Option(help="Drawn of each text, layer and kv head. attentionpredictor: 2.")
     ] = None,
     page: Annotated[int | None, typer.Option(help="Tokens of a page. attentionpredictor: 16.")] = None,
+    dense_layers: Annotated[
+        int | None, typer.Option(help="First layers, which select nothing. attentionpredictor: 2.")
+    ] = None,
     every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints. trimkv, dms: 25; attentionpredictor: 100.")
     ] = None,
@@ -69,7 +72,8 @@ def train(
     """Train what a method learns, for a frozen model: a killed run goes on where it was by --resume."""
     asked = dict(
         budget=budget, warm=warm, steps=steps, batch=batch, accumulate=accumulate, rate=rate, weight=weight,
-        width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page, every=every,
+        width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
+        dense_layers=dense_layers, every=every,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)
     try:
@@ -90,13 +94,13 @@ def settings(name: str, asked: dict[str, Any], texts: int, length: int, check: i
     if name not in DEFAULTS:
         raise ValueError(f"there is nothing to train for {name!r}; names are: {', '.join(DEFAULTS)}")
     if unknown := sorted(asked.keys() - DEFAULTS[name].keys()):
-        known = ", ".join(f"--{option}" for option in DEFAULTS[name])
-        raise ValueError(f"--{unknown[0]} is nothing that {name} is trained by; it takes {known}")
+        known = ", ".join(f"--{option.replace('_', '-')}" for option in DEFAULTS[name])
+        raise ValueError(f"--{unknown[0].replace('_', '-')} is nothing that {name} is trained by; it takes {known}")
     chosen = DEFAULTS[name] | asked
     sizes = chosen | dict(texts=texts, length=length)
     if wrong := [f"{k}={sizes[k]}" for k in POSITIVE if sizes.get(k, 1) < 1]:
         raise ValueError(f"{wrong[0]}: 1 or more")
-    amounts = {k: chosen[k] for k in ("warm", "steps", "top") if k in chosen} | {"check": check}
+    amounts = {k: chosen[k] for k in ("warm", "steps", "top", "dense_layers") if k in chosen} | {"check": check}
     work, budget = chosen.get("warm", 0) + chosen["steps"], chosen.get("budget", 0)
     if min(amounts.values()) < 0 or work < 1 or budget >= length:
         told = ", ".join(f"{k}={x}" for k, x in {**amounts, "budget": budget, "length": length}.items())

@@ -100,29 +100,40 @@ def moments(q: Array, k: Array, at: Array, select: Forecast, scale: float, windo
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(one)(at))
 
 
+def earliest(select: Forecast) -> int:
+    """The first position with three pages to choose from."""
+    return select.sinks + 3 * select.unit + RECENT
+
+
+def check(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> None:
+    """ValueError if no layer selects, or a text is too short to choose from."""
+    first, size, layers = earliest(select), int((texts.pos >= 0).sum(1).min()), params.config.layers
+    if size <= first:
+        raise ValueError(f"a text of {size} tokens leaves no page to choose: give a length above {first}")
+    if recipe.dense_layers >= layers:
+        raise ValueError(f"dense_layers={recipe.dense_layers}: fewer than the model's {layers} layers, or none selects")
+
+
 def collect(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> Iterator[Moments]:
-    """The moments of every text and layer, on the host, the same for a seed. ValueError if a text is too short."""
+    """The moments of every text and layer, on the host; the same for the same seed."""
     c, rng = params.config, np.random.default_rng(recipe.seed)
-    first = select.sinks + 3 * select.unit + RECENT
     kinds = list(zip(c.ropes, c.windows, strict=True))
     for row in range(texts.ids.shape[0]):
         ids, pos = texts.ids[row : row + 1], texts.pos[row : row + 1]
         size = int((pos >= 0).sum())
-        if size <= first:
-            raise ValueError(f"a text of {size} tokens leaves no page to choose: give a length above {first}")
         x = family(c).embed(params, jnp.maximum(ids, 0))
         for i in range(c.layers):
             kind = kinds.index(kinds[i])
             x, seen = through(replace(params, layers=(params.layers[i],)), x, pos, kind)
             if i >= recipe.dense_layers:
-                at = jnp.asarray(rng.integers(first, size, recipe.moments), jnp.int32)
+                at = jnp.asarray(rng.integers(earliest(select), size, recipe.moments), jnp.int32)
                 yield jax.device_get(moments(seen.q[0], seen.k[0], at, select, c.scale, c.windows[i]))
 
 
 def error(net: Predictor, some: Moments) -> Array:
     """Mean squared error over the pages to choose from."""
     gap = jnp.where(some.use, forecast(net, some.x, some.use) - some.y, 0)
-    return (gap * gap).sum() / jnp.maximum(some.use.sum(), 1)
+    return (gap * gap).sum() / jnp.maximum(some.use.sum(), 1).astype(jnp.float32)
 
 
 def least_squares(every: Moments) -> Linear:

@@ -134,6 +134,7 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
     """A forecast of attention, and its baseline."""
     recipe, select = forecast.Recipe(**chosen, seed=run.seed), Forecast(unit=page)
     made, held = run.given()
+    forecast.check(run.params, made, select, recipe)
     what = run.what(made, recipe, page=page)
     folder = Folder(run.out, what, run.resume)
     every = gathered(run.params, made, select, recipe)

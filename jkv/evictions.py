@@ -135,10 +135,11 @@ def dms(
     budget: int | None = None,
     keep: float | None = None,
     bytes: Any = None,
-    window: int = 128,
+    window: int | None = None,
     gate: str | None = None,
 ) -> Axes:
     """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`."""
+    window = at_most(128, budget, 2) if window is None else window
     if window < 0:
         raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
     above("dms", budget, window, "its window")

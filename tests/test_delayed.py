@@ -135,7 +135,7 @@ def test_a_folder_without_switches_is_refused(tmp_path, arrays, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("dms(budget=100)", "must exceed its window of 128"),
+        ("dms(budget=100, window=128)", "must exceed its window of 128"),
         ("dms(keep=1.0, window=-1)", "0 or more"),
         ("dms", "exactly one of"),
     ],

@@ -75,6 +75,11 @@ def visible(q_pos: Array, k_pos: Array, window: int | None) -> Array:
     return see if window is None else see & (q - k < window)
 
 
+def lasting(see: Array, q_pos: Array, until: Array | None) -> Array:
+    """see bool[B,Hs,T,S] of the keys that last, until i32[B,H,S], to the queries at i32[B,T]; None: all do."""
+    return see if until is None else see & (until[:, :, None] >= q_pos[:, None, :, None])
+
+
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:
     """q [B,H,G,T,D] over k, v [B,H,S,D] where mask bool[B,Hs,T,S]; one tile, no loop."""
     logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * scale
@@ -84,16 +89,24 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:
 
 
 def attend_causal(
-    q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, scale: float, window: int | None
+    q: Array,
+    k: Array,
+    v: Array,
+    q_pos: Array,
+    k_pos: Array,
+    scale: float,
+    window: int | None,
+    until: Array | None = None,
 ) -> Partial:
     """Queries [B,H,G,T,D] over a window [B,H,S,D] whose last T entries are their own keys; positions rise with index.
 
+    until i32[B,H,S]: the last position whose query may see a key, or None: all later ones.
     Query tile by query tile, key tile by key tile: the score matrix [T,S] never exists, and the half of it that lies
     in the future is not computed.
     """
     t, s = q.shape[3], k.shape[2]
     if t * s <= QUERY_TILE * KEY_TILE:
-        return attend(q, k, v, visible(q_pos, k_pos[:, None], window), scale)
+        return attend(q, k, v, lasting(visible(q_pos, k_pos[:, None], window), q_pos, until), scale)
     tq, tk = min(QUERY_TILE, t), min(KEY_TILE, s)
     reach = s if window is None else window
 
@@ -112,7 +125,8 @@ def attend_causal(
             kt, vt = (jax.lax.dynamic_slice_in_dim(x, at, tk, 2) for x in (k, v))
             kp = jax.lax.dynamic_slice_in_dim(k_pos, at, tk, 1)
             again = at + jnp.arange(tk) < begin
-            mask = visible(pt, jnp.where(again[None], -1, kp)[:, None], window)
+            ends = None if until is None else jax.lax.dynamic_slice_in_dim(until, at, tk, 2)
+            mask = lasting(visible(pt, jnp.where(again[None], -1, kp)[:, None], window), pt, ends)
             return merge(part, attend(qt, kt, vt, mask, scale))
 
         return jax.lax.fori_loop(0, -((first - last) // tk), keys, nothing(qt))

@@ -8,6 +8,7 @@ from jkv.budgets import All, Pyramid
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Affine, Dense, Separable, Sparse
 from jkv.config import TierSpec
+from jkv.evidence import QUERIES
 from jkv.merges import Runs
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
@@ -15,6 +16,8 @@ from jkv.scores.learned import Retention, trained
 from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
 from jkv.scores.wrappers import AcrossHeads
+from jkv.selectors import forecast
+from jkv.selectors.forecast import LEAST_ROWS
 from jkv.selectors.quest import PageBound
 
 
@@ -198,6 +201,29 @@ def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
 def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
     """Quest: a step reads the pages whose key bounds promise most; the first layers read all."""
     return dict(select=PageBound(unit=page, pages=pages), dense_layers=tuple(range(dense_layers)))
+
+
+@row("2502.04077", "approximation: reads the pages of highest forecast; rows between flushes know what was read")
+def attentionpredictor(
+    *,
+    pages: int = 64,
+    page: int = 16,
+    sinks: int = 64,
+    rows: int = 64,
+    dense_layers: int = 2,
+    kind: str = "conv",
+    predictor: str | None = None,
+) -> Axes:
+    """AttentionPredictor: pages by a trained forecast of their attention; `predictor` is a folder of `jkv train`."""
+    if kind not in ("conv", "linear"):
+        raise ValueError(f"attentionpredictor: kind={kind!r}: 'conv', or 'linear' for the baseline of three numbers")
+    if not LEAST_ROWS <= rows <= QUERIES:
+        raise ValueError(f"attentionpredictor: rows={rows}: steps of a history, from {LEAST_ROWS} to {QUERIES}")
+    if min(pages, page) < 1 or sinks < 0:
+        raise ValueError(f"attentionpredictor: pages={pages}, page={page}, sinks={sinks}: 1 or more, sinks 0 or more")
+    net, models = (None, ()) if predictor is None else forecast.trained(predictor, kind)
+    select = forecast.Forecast(unit=page, pages=pages, sinks=sinks, rows=rows, kind=kind, net=net, models=models)
+    return dict(select=select, dense_layers=tuple(range(dense_layers)), recent=64)
 
 
 @row("2407.11550", "changes only how the heads of a layer share its budget")

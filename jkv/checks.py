@@ -23,7 +23,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
-    needs = needs_of(config)
+    needs = needs_of(config.score, config.merge, config.select)
     if needs.probes and (needs.queries or needs.new):
         raise ValueError(
             f"{config}: a score that reads texts after a prompt ranks by them alone, and no queries are kept"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 from math import ceil, lcm
+from operator import or_
 from typing import TYPE_CHECKING, Literal
 
 import jax
@@ -80,7 +82,7 @@ class CacheConfig:
     budget: Budget = All()
     pooled: float | None = None
     merge: Merge | None = None
-    select: Selector | None = None
+    select: Selector | None = leaf(default=None)
     recent: int = 16
     block: int = 16
     chunk: int = 0
@@ -95,8 +97,9 @@ class CacheConfig:
         return self.name or repr(self)
 
     def bound(self, params: Params) -> CacheConfig:
-        """This config with the weights that its score needs of a model; ValueError if it was trained for another."""
-        return replace(self, score=self.score.bound(params))
+        """This config with the weights that its parts need of a model; ValueError if they were trained for another."""
+        select = self.select.bound(params) if self.select else None
+        return replace(self, score=self.score.bound(params), select=select)
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
@@ -109,7 +112,7 @@ class CacheConfig:
         It does unless a score ranks by queries of the first piece that are gone when it ranks, or upper layers see
         fewer tokens.
         """
-        return not needs_of(self).whole_prompt and self.narrow is None
+        return not needs_of(self.score, self.merge, self.select).whole_prompt and self.narrow is None
 
     def uncut(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
@@ -130,7 +133,7 @@ class TierConfig:
     k: Codec
     v: Codec
     at: Literal["pos", "rank"]
-    select: Selector | None
+    select: Selector | None = leaf()
     unit: int
     evicts: bool
     kernels: str
@@ -147,7 +150,7 @@ class LayerConfig:
 
     score: Score = leaf()
     columns: tuple[str, ...]
-    tiers: tuple[TierConfig, ...]
+    tiers: tuple[TierConfig, ...] = leaf()
     budget: Budget
     floor: float | None
     merge: Merge | None
@@ -177,7 +180,7 @@ class LayerConfig:
 
     @property
     def needs(self) -> Needs:
-        return needs_of(self)
+        return needs_of(self.score, self.merge, *(tier.select for tier in self.tiers))
 
     @property
     def uniform(self) -> bool:
@@ -188,9 +191,9 @@ class LayerConfig:
         return self.floor is not None
 
 
-def needs_of(config: CacheConfig | LayerConfig) -> Needs:
-    """What the score and the merge ask of the runtime."""
-    return config.score.needs | config.merge.needs if config.merge else config.score.needs
+def needs_of(*parts: Score | Merge | Selector | None) -> Needs:
+    """What the parts that are there ask of the runtime."""
+    return reduce(or_, (part.needs for part in parts if part is not None), Needs())
 
 
 def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
@@ -199,7 +202,8 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 
 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
-    select = None if i in config.dense_layers else config.select
+    # A layer's own copy: a program that takes a cache over takes its plan along.
+    select = None if i in config.dense_layers else jax.tree.map(jnp.copy, config.select)
     held = config.budget.capacity(model, i, longest - new if config.append else longest)
     older = max(new - config.recent, 0)
     wanted = held + (new - older + ceil(config.append * older) if config.append else 0)
@@ -219,7 +223,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             at=s.at,
             select=select,
             unit=unit,
-            evicts=capacity < longest or len(sizes) > 1,
+            evicts=capacity < longest or len(sizes) > 1 or config.score.forgets,
             kernels=config.kernels,
         )
         for s, size in zip(config.tiers, sizes, strict=True)

@@ -9,6 +9,7 @@ from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
 from jkv.config import Narrow, TierSpec
 from jkv.merges import Nearest
+from jkv.scores import delayed
 from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
@@ -127,6 +128,24 @@ def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, be
         budget=Pyramid(tokens=budget, window=window, beta=beta, group=group),
         recent=window,
     )
+
+
+@row("2506.05345", "reconstruction, its adapter form; a prompt in one piece exact; then marked tokens leave at a flush")
+def dms(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int | None = None,
+    gate: str | None = None,
+) -> Axes:
+    """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`."""
+    window = at_most(128, budget, 2) if window is None else window
+    if window < 0:
+        raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
+    above("dms", budget, window, "its window")
+    score = delayed.Delayed(window=window) if gate is None else delayed.trained(gate, window)
+    return dict(score=score, budget=size(budget, keep, bytes))
 
 
 def at_most(most: int, budget: int | None, part: int) -> int:

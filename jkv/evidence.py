@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
-from jkv.cache import Queries, Tier, Window, map_codec
+from jkv.cache import LayerCache, Queries, Tier, Window, map_codec
+from jkv.config import LayerConfig, TierConfig, needs_of
 from jkv.protocols import Columns
 from jkv.tiers import asked, cut, flat, key_logits, over_tiles, tier_dot, tier_mix, tile_size
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
-    from jkv.config import LayerConfig, TierConfig
+    from jkv.models import ModelConfig
     from jkv.rope import Rope
 
 QUERIES, KEYS = 64, 512  # a tile of probabilities
 Step = Callable[[Array, Array, Array, Array], Any]
+Part = tuple[Callable[..., tuple[Array, ...]], int, int]  # how a tile of keys is read, how many there are, a tile's
 
 
 @value
@@ -93,30 +95,38 @@ class Evidence:
         query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once. A step
         gives f32[B,H,s], or several of them; join(older, newer) puts tiles of queries together, and 0 changes nothing.
         """
-        b, h, g = queries.q.shape[:3]
-        one = (b, h, g, 1, 1), (b, 1), (b, h, 1), (1,)
+        parts = [self._folded(part, step, queries, join) for part in self._parts()]
+        return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
+
+    def paid(self, tier: int, queries: Queries) -> Array:
+        """f32[B,H,C,N]: the most that every query, of at most QUERIES, pays to each slot of a tier, over G."""
+        most = lambda p, q_pos, pos, index: jnp.moveaxis(p.max(2), 2, 3)  # noqa: E731
+        return self._folded(self._parts()[tier], most, queries, jnp.add)
+
+    def _folded(self, part: Part, step: Step, queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
+        read, total, tile = part
+        b, h, g, n, _ = queries.q.shape
+        n = min(n, QUERIES)
+        one = (b, h, g, n, 1), (b, n), (b, h, 1), (1,)
         types = jnp.float32, jnp.int32, jnp.int32, jnp.int32
         form = jax.eval_shape(step, *(jax.ShapeDtypeStruct(s, t) for s, t in zip(one, types, strict=True)))
-        parts = []
-        for read, total, tile in self._parts(queries):
 
-            def keys(start: Array, fresh: Array, out: Any, read: Any = read) -> Any:
-                def some(q: Array, q_pos: Array, lse: Array) -> Any:
-                    return step(*read(start, fresh.shape[0], q, q_pos, lse))
+        def keys(start: Array, fresh: Array, out: Any) -> Any:
+            def some(q: Array, q_pos: Array, lse: Array) -> Any:
+                return step(*read(start, fresh.shape[0], q, q_pos, lse))
 
-                new = _over_queries(some, queries, join)
-                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 2), out, new)
+            new = _over_queries(some, queries, join)
+            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 2), out, new)
 
-            empty = jax.tree.map(lambda x, total=total: jnp.zeros((b, h, total), x.dtype), form)
-            parts.append(over_tiles(keys, empty, total, tile))
-        return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
+        empty = jax.tree.map(lambda x: jnp.zeros((b, h, total, *x.shape[3:]), x.dtype), form)
+        return over_tiles(keys, empty, total, tile)
 
     def over_keys(self, step: Step, queries: Queries) -> Array:
         """f32[B,H,G,N]: what every query gets: sums over all keys of step f32[B,H,G,n]; its arguments as in `fold`."""
 
         def some(q: Array, q_pos: Array, lse: Array) -> Array:
             out = jnp.zeros(lse.shape, jnp.float32)
-            for read, total, tile in self._parts(queries):
+            for read, total, tile in self._parts():
 
                 def keys(start: Array, fresh: Array, out: Array, read: Any = read) -> Array:
                     p, _, pos, index = read(start, fresh.shape[0], q, q_pos, lse)
@@ -137,7 +147,7 @@ class Evidence:
 
         return jax.lax.fori_loop(0, len(starts), body, jnp.zeros(queries.lse.shape, jnp.float32))
 
-    def _parts(self, queries: Queries) -> list[tuple[Callable[..., tuple[Array, ...]], int, int]]:
+    def _parts(self) -> list[Part]:
         """Of every tier and the window: how a tile of it is read, its keys, and how many at a time."""
         out = [
             (
@@ -165,6 +175,43 @@ class Evidence:
         k, pos = _cut(self.window.k, start, n), _cut(self.pos, self.slots + start, n)
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * self.scale
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n)
+
+
+def evidence(
+    layer: LayerCache,
+    packed: Window,
+    leaving: Array,
+    queries: tuple[Queries | None, Queries | None],
+    seen: Array,
+    prompt: Array,
+    limit: Array,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+    fresh: bool,
+) -> Evidence:
+    """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go."""
+    b, h, w, _ = packed.k.shape
+    tiers, most = () if fresh else layer.tiers, needs_of(plan.score, plan.merge).queries
+    own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]
+    columns = {name: jnp.concatenate([*(x[name] for x in own), y], -1) for name, y in packed.columns.items()}
+    newcomers = jnp.broadcast_to((jnp.arange(w)[None] < leaving[:, None])[:, None], (b, h, w))
+    pos = [jnp.broadcast_to(t.seen_by(h), (b, h, t.pos.shape[2])) for t in tiers]
+    return Evidence(
+        pos=jnp.concatenate([*pos, jnp.broadcast_to(packed.pos[:, None], (b, h, w))], -1),
+        may_go=jnp.concatenate([*(jnp.ones(p.shape, bool) for p in pos), newcomers], -1),
+        columns=columns,
+        window=packed,
+        tiers=tiers,
+        kept=queries[0].newest(most) if queries[0] is not None and most else None,
+        new=queries[1],
+        seen=seen,
+        prompt=prompt,
+        limit=limit,
+        plan=plan,
+        rope=rope,
+        scale=model.scale,
+    )
 
 
 def _cut(x: Array, start: Array, n: int) -> Array:

@@ -20,11 +20,11 @@ from jax import Array
 
 from jkv.cache import LayerCache, Queries, Tier, Window, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
-from jkv.evidence import Evidence
+from jkv.evidence import Evidence, evidence
 from jkv.melt import merged, remembered
 from jkv.pool import compete, together
 from jkv.protocols import Columns
-from jkv.tiers import write
+from jkv.tiers import newest, write
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def flush(
     tiers = layer.tiers
     if tiers and most:
         tiers = _cascade(tiers, ev, leaving, most, plan, rope)
-    tiers = _act(tiers, live - leaving, seen)
+    tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
     return LayerCache(recent=recent, queries=layer.queries, tiers=tiers)
@@ -107,6 +107,24 @@ def going_on(
     return jnp.where(best < 0, -1, jnp.take_along_axis(order, best, 1))
 
 
+def _watched(tiers: tuple[Tier, ...], ev: Evidence, kept: Queries | None, plan: LayerConfig) -> tuple[Tier, ...]:
+    """Tiers whose selectors, if they watch, know what the kept queries pay to everything that is there."""
+    select = plan.tiers[0].select if plan.tiers else None
+    if select is None or not select.watches:
+        return tiers
+    assert kept is not None
+    kept = kept.newest(select.needs.queries)
+    if ev.tiers:  # a step's log-sum-exp is of what it read alone
+        total = ev.over_keys(lambda p, q_pos, pos, index: p.sum(-1), kept)
+        kept = replace(kept, lse=kept.lse + jnp.log(jnp.maximum(total, 1e-30)))
+    order, after, out = jnp.argsort(kept.pos >= 0, axis=1, stable=True), replace(ev, tiers=tiers), []
+    for i, tier in enumerate(tiers):
+        paid = jnp.take_along_axis(after.paid(i, kept), order[:, None, None], 3)
+        rows = paid.reshape(*paid.shape[:2], -1, select.unit, paid.shape[3]).max(3)
+        out.append(replace(tier, summary=select.observe(tier.summary, rows, newest(tier, select.unit, rows.shape[1]))))
+    return tuple(out)
+
+
 def _gather(window: Window, order: Array) -> Window:
     index = order[:, None]
     return Window(
@@ -126,43 +144,6 @@ def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
     else:
         most = plan.budget.limit(plan.capacity, seen)
     return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
-
-
-def evidence(
-    layer: LayerCache,
-    packed: Window,
-    leaving: Array,
-    queries: tuple[Queries | None, Queries | None],
-    seen: Array,
-    prompt: Array,
-    limit: Array,
-    plan: LayerConfig,
-    rope: Rope,
-    model: ModelConfig,
-    fresh: bool,
-) -> Evidence:
-    """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go."""
-    b, h, w, _ = packed.k.shape
-    tiers = () if fresh else layer.tiers
-    own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]
-    columns = {name: jnp.concatenate([*(x[name] for x in own), y], -1) for name, y in packed.columns.items()}
-    newcomers = jnp.broadcast_to((jnp.arange(w)[None] < leaving[:, None])[:, None], (b, h, w))
-    pos = [jnp.broadcast_to(t.seen_by(h), (b, h, t.pos.shape[2])) for t in tiers]
-    return Evidence(
-        pos=jnp.concatenate([*pos, jnp.broadcast_to(packed.pos[:, None], (b, h, w))], -1),
-        may_go=jnp.concatenate([*(jnp.ones(p.shape, bool) for p in pos), newcomers], -1),
-        columns=columns,
-        window=packed,
-        tiers=tiers,
-        kept=queries[0],
-        new=queries[1],
-        seen=seen,
-        prompt=prompt,
-        limit=limit,
-        plan=plan,
-        rope=rope,
-        scale=model.scale,
-    )
 
 
 def _ranks(ev: Evidence, plan: LayerConfig) -> Array:
@@ -202,6 +183,8 @@ def _cascade(
         if not fresh:
             of_slots = jnp.broadcast_to(rank[:, :, start : start + c], of_slots.shape)
             tier = remembered(tier, ev.columns, start)
+            if plan.score.forgets:
+                tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
         limit = jnp.minimum(_share(config, ev, plan), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
         stages.append((new, slot, token))

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import attend, attend_causal, merge_all, visible
-from jkv.cache import Cache, LayerCache, Queries, Window, empty_layer, tree_bytes
+from jkv.cache import Cache, LayerCache, Queries, Tier, Window, empty_layer, tree_bytes
 from jkv.compiled import ANY, program
 from jkv.config import CacheConfig, LayerConfig, resolve
-from jkv.flush import evidence, flush, going_on
+from jkv.evidence import evidence
+from jkv.flush import flush, going_on
 from jkv.models import ModelConfig, Params, family
 from jkv.protocols import Born
 from jkv.sampling import Sampling, sample
-from jkv.tiers import attend_tier
+from jkv.tiers import attend_tier, observed
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         window = _window(new, pos, plan, rope, dtype)
         if begun:
             window = _longer(layer.recent, window)
-        part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window)
+        until = plan.score.until(window.columns, window.pos)
+        part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until)
         if not fresh:
             past = [
                 attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
@@ -216,10 +218,12 @@ def _write_queries(buffer: Queries, new: Queries, at: Array | int) -> Queries:
 
 @value
 class Moving:
-    """What one decode step changes: recent windows, kept queries, seen, fill. The tiers are constants to it."""
+    """What one decode step changes: recent windows, kept queries, seen, fill. The tiers are constants to it, but for
+    the summaries of selectors that watch: of each layer and tier, None where there is none."""
 
     recent: tuple[Window, ...]
     queries: tuple[Queries | None, ...]
+    summaries: tuple[tuple[Any, ...], ...]
     seen: Array
     fill: Array
 
@@ -230,8 +234,9 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
     net = family(model)
     pos = jnp.where(alive, moving.seen, -1)[:, None]
 
-    def run(i: int, new: Any) -> tuple[Array, tuple[Window, Queries | None]]:
-        plan, layer, rope, recent = cache.plan[i], cache.layers[i], model.ropes[i], moving.recent[i]
+    def run(i: int, new: Any) -> tuple[Array, tuple[Window, Queries | None, tuple[Any, ...]]]:
+        plan, rope, recent = cache.plan[i], model.ropes[i], moving.recent[i]
+        tiers = _tiers(cache.layers[i], moving.summaries[i])
         dtype = recent.k.dtype
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         one = _window(new, pos, plan, rope, dtype)
@@ -239,38 +244,50 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, moving.fill, 1 if a.ndim == 2 else 2), recent, one
         )
         parts = [attend(q, recent.k, recent.v, visible(pos, recent.pos[:, None], plan.window), model.scale)]
-        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+        for tier, config in zip(tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
         part, queries = merge_all(parts), moving.queries[i]
+        summaries = tuple(
+            observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if c.select and c.select.watches else None
+            for t, c in zip(tiers, plan.tiers, strict=True)
+        )
         if queries is not None:
             step = moving.fill - plan.stay
             queries = _write_queries(queries, Queries(q=q, pos=pos, lse=part.lse), plan.needs.queries + step)
-        return part.finish(), (recent, queries)
+        return part.finish(), (recent, queries, summaries)
 
-    x = net.embed(params, token[:, None])
-    recents, asked = [], []
+    x, moved = net.embed(params, token[:, None]), []
     for i in range(model.layers):
-        x, (recent, queries) = net.layer(params, i, x, pos, run)
-        recents.append(recent)
-        asked.append(queries)
+        x, parts = net.layer(params, i, x, pos, run)
+        moved.append(parts)
+    recent, queries, summaries = zip(*moved, strict=True)
     seen = moving.seen + alive.astype(jnp.int32)
-    moved = Moving(recent=tuple(recents), queries=tuple(asked), seen=seen, fill=moving.fill + 1)
-    return moved, net.head(params, x)[:, 0]
+    after = Moving(recent=recent, queries=queries, summaries=summaries, seen=seen, fill=moving.fill + 1)
+    return after, net.head(params, x)[:, 0]
 
 
 def _split(cache: Cache) -> Moving:
     return Moving(
         recent=tuple(x.recent for x in cache.layers),
         queries=tuple(x.queries for x in cache.layers),
+        summaries=tuple(
+            tuple(t.summary if c.select and c.select.watches else None for t, c in zip(x.tiers, p.tiers, strict=True))
+            for x, p in zip(cache.layers, cache.plan, strict=True)
+        ),
         seen=cache.seen,
         fill=cache.fill,
     )
 
 
+def _tiers(layer: LayerCache, summaries: tuple[Any, ...]) -> tuple[Tier, ...]:
+    """The layer's tiers, with the summaries that steps have changed."""
+    return tuple(t if s is None else replace(t, summary=s) for t, s in zip(layer.tiers, summaries, strict=True))
+
+
 def _join_cache(cache: Cache, moving: Moving) -> Cache:
     layers = tuple(
-        replace(layer, recent=r, queries=q)
-        for layer, r, q in zip(cache.layers, moving.recent, moving.queries, strict=True)
+        replace(layer, recent=r, queries=q, tiers=_tiers(layer, s))
+        for layer, r, q, s in zip(cache.layers, moving.recent, moving.queries, moving.summaries, strict=True)
     )
     return replace(cache, layers=layers, seen=moving.seen, fill=moving.fill)
 

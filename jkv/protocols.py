@@ -68,6 +68,7 @@ class Score:
 
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
+    forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
 
     def bound(self, params: Params) -> Score:
         """This score with the weights that were trained for the model; ValueError if there are none."""
@@ -88,6 +89,10 @@ class Score:
     def birth(self, new: Born) -> Columns:
         """Columns of new tokens."""
         return {}
+
+    def until(self, columns: Columns, pos: Array) -> Array | None:
+        """i32[B,H,W]: the last position whose query may see each token of a prompt i32[B,W]; None: all later ones."""
+        return None
 
     def observe(self, ev: Evidence) -> Columns:
         """Columns f32[B,H,S] after the new queries; every query is observed once."""
@@ -208,9 +213,19 @@ class Merge:
 
 
 class Selector:
-    """What a step reads of a tier, in units of `unit` slots that enter and leave the tier together."""
+    """What a step reads of a tier, in units of `unit` slots that enter and leave the tier together.
+
+    Its arrays, if it has any, serve all layers. A selector that `watches` is told what attention found, after every
+    step and every flush, and picks by what it remembers of each unit.
+    """
 
     unit: int = 1
+    needs: Needs = Needs()
+    watches: bool = False
+
+    def bound(self, params: Params) -> Selector:
+        """This selector with the weights that were trained for the model; ValueError if there are none."""
+        return self
 
     def summarize(self, k: Array) -> Any:
         """Leaves [...] for one unit of rotated keys f32[unit,D]; written when the unit is written."""
@@ -219,3 +234,11 @@ class Selector:
     def pick(self, q: Array, summary: Any, live: Array) -> Array:
         """Units i32[B,H,U] to read, -1 none, for rotated q f32[B,H,G,T,D] and live bool[B,H,units]."""
         raise NotImplementedError
+
+    def observe(self, summary: Any, rows: Array, pos: Array) -> Any:
+        """The summary after n queries: rows f32[B,H,units,n], oldest first: the most that each paid in a unit.
+
+        After a step: what it read, 0 for other units. After a flush: the `needs.queries` newest, of all that is there.
+        pos i32[B,H,units]: the newest token of a unit, -1 for none.
+        """
+        return summary

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.attend import Partial, merge, nothing, softmax_parts
+from jkv.attend import Partial, merge, nothing, softmax_parts, visible
 from jkv.cache import Tier, map_codec, put, take
 from jkv.config import TierConfig
 from jkv.pool import line, together
@@ -193,9 +193,7 @@ def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
     """i32[B,H,P]: the pages that the selector picks, -1 none."""
     select = config.select
     assert select is not None
-    pos = jnp.broadcast_to(tier.pos, (*q.shape[:2], config.capacity))
-    live = (pos.reshape(*q.shape[:2], -1, select.unit) >= 0).any(-1)
-    return select.pick(q, tier.summary, live)
+    return select.pick(q, tier.summary, newest(tier, select.unit, q.shape[1]) >= 0)
 
 
 def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Tier, Array]:
@@ -211,6 +209,38 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[T
     pos = take(tier.pos, index)
     k, v = jax.tree.map(gather, (tier.k, tier.v))
     return replace(tier, k=k, v=v, pos=jnp.where(index < 0, -1, pos)), take(at, index)
+
+
+def newest(tier: Tier, unit: int, heads: int) -> Array:
+    """i32[B,H,units]: the position of the newest token of every unit, -1 for none."""
+    b, _, c = tier.pos.shape
+    return jnp.broadcast_to(tier.pos, (b, heads, c)).reshape(b, heads, -1, unit).max(-1)
+
+
+def observed(
+    q: Array, q_pos: Array, lse: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
+) -> Any:
+    """The summary of a selector that watches, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
+
+    The logits of the few keys that were read are computed once more: no kernel has to give them away.
+    """
+    select, (b, h, g, t, _) = config.select, q.shape
+    assert select is not None
+    pos = newest(tier, select.unit, h)
+    units = picked(q, tier, config)
+    copy, at = gathered(units, tier, tier.pos if tier.at is None else tier.at, config)
+    n = copy.pos.shape[2]
+    ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
+    logits = key_logits(config.k, ask, flat(q), copy.k, at, rope).reshape(b, h, g, t, n) * scale
+    see = visible(q_pos, copy.pos, window)[:, :, None]
+    p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
+    most = p.reshape(b, h, g * t, -1, select.unit).max((2, 4))
+    row = put(jnp.zeros(pos.shape), jnp.where(units < 0, pos.shape[2], units), most)
+    after = select.observe(tier.summary, row[..., None], pos)
+    alive = (q_pos[:, 0] >= 0)[:, None, None]
+    return jax.tree.map(
+        lambda x, y: jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, y), after, tier.summary
+    )
 
 
 def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:

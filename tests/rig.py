@@ -16,7 +16,7 @@ from jkv import loop, methods
 from jkv.cache import Cache
 from jkv.generate import Cost, read
 from jkv.io import learned as io
-from jkv.scores import learned
+from jkv.scores import delayed, learned
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config
@@ -62,8 +62,9 @@ class Case:
     uniform: bool = False
     ranked: int = 0  # slots that remember where they act
     page: int = 0
+    index: int = 0  # numbers that are known of a page and head
+    spared: int = 0  # layers without pages
     pooled: bool = False
-    reads_all: bool = True
     merges: bool = False
     grows: float = 0.0  # of the generated tokens, kept on top of the prompt
     appends: bool = False  # all of them, on top of the budget
@@ -78,7 +79,7 @@ class Case:
         return self.text.format(b=EVERYTHING, p=64)
 
     def __str__(self) -> str:
-        return self.tight.replace(GATE, "tiny")  # the same in every worker
+        return self.tight.replace(_folder.name, "tiny")  # the same in every worker
 
 
 def gate(folder: str) -> str:
@@ -89,8 +90,26 @@ def gate(folder: str) -> str:
     return folder
 
 
+def switch(folder: str) -> str:
+    """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
+    rng = np.random.default_rng(6)
+    made = delayed.Switch(out=rng.normal(0, 0.4, (L, H, MODEL.width)), gain=rng.uniform(0.5, 1.5, (L, MODEL.width)))
+    io.write(folder, vars(made), {"method": "dms", "model": io.identities(PARAMS)})
+    return folder
+
+
+def predictor(folder: str) -> str:
+    """A folder with a predictor of attention for the tiny model, of random weights."""
+    rng = np.random.default_rng(5)
+    shapes = dict(first=(16, 1, 3, 3), first_bias=(16,), second=(32, 16, 3, 3), second_bias=(32,), last=(32,), rest=())
+    made = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()} | {"linear": np.array([0.5, 0.2, 0.3])}
+    io.write(folder, made, {"method": "attentionpredictor", "model": io.identities(PARAMS)})
+    return folder
+
+
 _folder = tempfile.TemporaryDirectory()  # gone with the process
-GATE = gate(_folder.name)
+GATE, SWITCH, PREDICTOR = (make(f"{_folder.name}/{make.__name__}") for make in (gate, switch, predictor))
+PREDICTOR_TEXT = f"page=8, sinks=8, rows=16, dense_layers=0, recent=16, predictor={PREDICTOR!r}"
 KIVI_TEXT = "kivi(recent=0, group=16)"
 CASES: dict[str, tuple[Case, ...]] = {
     "full": (Case("full", budget=False, uniform=True),),
@@ -124,7 +143,26 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "pooled": (Case("h2o(budget={b}, newest=0.2) | pooled(floor=0.5)", columns=1, queries=16, pooled=True),),
     "quest": (
-        Case("quest(pages={p}, page=8, dense_layers=1)", budget=False, unit=8, uniform=True, page=8, reads_all=False),
+        Case(
+            "quest(pages={p}, page=8, dense_layers=1)",
+            budget=False,
+            unit=8,
+            uniform=True,
+            page=8,
+            index=2 * D,
+            spared=1,
+        ),
+    ),
+    "attentionpredictor": (
+        Case(
+            f"attentionpredictor(pages={{p}}, {PREDICTOR_TEXT})",
+            budget=False,
+            unit=8,
+            uniform=True,
+            page=8,
+            index=16 + 32 + 1,
+            queries=32,
+        ),
     ),
     "zipcache": (  # the lossy forms are in test_mixed.py
         Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=16),
@@ -148,6 +186,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
     "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
+    "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

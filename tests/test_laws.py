@@ -213,8 +213,8 @@ def predicted(case: Case, longest: int) -> int:
         total += case.queries * (H * G * D * 4 + 4 + H * G * 4)
         total += round(slots * H * (case.slot.k + case.slot.v)) + slots * H * 4 * case.columns
         total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled
-        if case.page and layer:
-            total += slots // case.page * H * 2 * D * 4
+        if case.page and layer >= case.spared:
+            total += slots // case.page * H * case.index * 4
     return 2 * total
 
 

@@ -5,6 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
+import rig
 
 from jkv import loop, models
 from jkv.cache import empty_layer
@@ -76,12 +77,13 @@ def test_text_that_cannot_be(text, message):
         parse(text)
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS if a != "trimkv"))  # which needs a gate
+@pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS if a not in ("trimkv", "dms")))  # which need gates
 def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
     budget = "(budget=256)" if "budget" in inspect.signature(CATALOGUE[name].make).parameters else ""
     admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
     for other in admitted:
-        plan = loop.resolve(parse(f"{name}{budget} | {other}"), MODEL, 400, 40)[1]
+        trained = f"(dense_layers=0, predictor={rig.PREDICTOR!r})" if other == "attentionpredictor" else ""
+        plan = loop.resolve(parse(f"{name}{budget} | {other}{trained}"), MODEL, 400, 40)[1]
         layer = jax.eval_shape(lambda plan=plan: empty_layer(plan, 1, MODEL, jnp.float32))
 
         def flushed(layer, seen, generated, plan=plan):

@@ -8,18 +8,22 @@ import jax
 import optax
 
 
-def adamw(rate: float, rise: int, steps: int, clip: float = 1.0, decay: float = 0.0) -> Any:
-    """Clipped by global norm; up to `rate` in `rise` steps, then a cosine to 1e-6. Biases do not decay.
+def cosine(rate: float, rise: int, steps: int) -> Any:
+    """Up to `rate` in `rise` steps, then a cosine to 1e-6."""
+    return optax.warmup_cosine_decay_schedule(0.0, rate, rise, max(steps, rise + 1), 1e-6)
+
+
+def adamw(rates: Any, clip: float = 1.0, decay: float = 0.0) -> Any:
+    """With a learning rate, or one of each step; clipped by global norm. Biases do not decay.
 
     At a saturated gate the gradient is smaller than the usual epsilon of 1e-8.
     """
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, rise, max(steps, rise + 1), 1e-6)
 
     def matrices(tree: Any) -> Any:
         widest = max((x.ndim for x in jax.tree.leaves(tree)), default=0)
         return jax.tree.map(lambda x: x.ndim == widest, tree)
 
-    adam = optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-12, weight_decay=decay, mask=matrices)
+    adam = optax.adamw(rates, b1=0.9, b2=0.95, eps=1e-12, weight_decay=decay, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(clip), adam)
 
 

@@ -16,21 +16,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv import sharding
 from jkv.models import Params
-from jkv.scores.learned import Retention
 from jkv.training.checkpoints import Folder
 from jkv.training.data import Order, rows
 from jkv.training.losses import Batch, Teacher, distil, teach
-from jkv.training.optimiser import adamw, advance
+from jkv.training.optimiser import adamw, advance, cosine
 from jkv.training.student import fading, hidden, over
 from jkv.training.warm import Warm, warm
 from jkv.tree import part, value
 
 LESSONS = 2048  # texts whose teacher is remembered
+Told = tuple[Array, dict[str, Array]]  # a loss, and its parts
 
 
 @part
 class Recipe:
-    """How a gate is trained: everything that its numbers depend on, but the model and the texts.
+    """How a gate is trained: everything that its numbers depend on, but the model and the texts. TRIM-KV's.
 
     budget: tokens a head; warm: steps a layer, before the others; steps: of the whole model, each of `accumulate`
     batches of `batch` texts; rate: the largest learning rate, reached after `rise` steps, then a cosine to 1e-6; decay:
@@ -52,12 +52,20 @@ class Recipe:
     every: int = 25
     seed: int = 0
 
+    def rates(self) -> Any:
+        """The learning rate of every step."""
+        return cosine(self.rate, min(self.rise, self.steps), self.steps)
+
+    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
+        """The loss of a batch in a step, and its parts by name; key: for what is drawn."""
+        return objective(score, params, batch, teacher, self)
+
 
 @value
 class State:
     """What a training changes: the score, the optimiser's moments, layers warmed i32[] and steps done i32[]."""
 
-    score: Retention
+    score: Any
     moments: Any
     layers: Array
     steps: Array
@@ -68,17 +76,15 @@ class State:
 
 
 def optimiser(recipe: Recipe) -> Any:
-    return adamw(recipe.rate, min(recipe.rise, recipe.steps), recipe.steps, recipe.clip, recipe.decay)
+    return adamw(recipe.rates(), recipe.clip, recipe.decay)
 
 
-def start(score: Retention, recipe: Recipe) -> State:
+def start(score: Any, recipe: Recipe) -> State:
     """The state before anything is trained."""
     return State(score=score, moments=optimiser(recipe).init(score), layers=jnp.int32(0), steps=jnp.int32(0))
 
 
-def objective(
-    score: Retention, params: Params, batch: Batch, teacher: Teacher, recipe: Recipe
-) -> tuple[Array, dict[str, Array]]:
+def objective(score: Any, params: Params, batch: Batch, teacher: Teacher, recipe: Recipe) -> Told:
     """(KL + cross-entropy) / 2 + weight * capacity loss, and its three parts. Source: TRIM-KV (2512.03324)."""
     x, memos = hidden(params, batch, fading(score))
     kl, ce = distil(params, x, batch, teacher)
@@ -101,13 +107,15 @@ def update(
 
     Where a number is not finite the state is the given one, and `fine` says so.
     """
-    grad = jax.grad(objective, has_aux=True)
+    grad = jax.grad(recipe.loss, has_aux=True)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), state.steps), recipe.accumulate)
 
-    def one(total: Any, given: tuple[Batch, Teacher]) -> tuple[Any, dict[str, Array]]:
-        slope, told = grad(state.score, params, *given, recipe)
+    def one(total: Any, given: tuple[Batch, Teacher, Array]) -> tuple[Any, dict[str, Array]]:
+        batch, teacher, key = given
+        slope, told = grad(state.score, params, batch, teacher, state.steps, key)
         return jax.tree.map(jnp.add, total, slope), told
 
-    total, told = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state.score), (batches, teachers))
+    total, told = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state.score), (batches, teachers, keys))
     slope = jax.tree.map(lambda x: x / recipe.accumulate, total)
     score, moments = advance(optimiser(recipe), slope, state.moments, state.score)
     made = State(score=score, moments=moments, layers=state.layers, steps=state.steps + 1)
@@ -134,7 +142,7 @@ class Training:
             self.mesh = sharding.mesh(jax.devices(), self.params.config, self.recipe.batch)
             self.params = jax.device_put(self.params, sharding.of_params(self.params, self.mesh))
 
-    def run(self, score: Retention) -> State:
+    def run(self, score: Any) -> State:
         """The state at the end. ValueError if a loss is not finite; the last good state is then a checkpoint."""
         self.state = start(score, self.recipe)
         if (found := self.folder.last(self.state)) is not None:

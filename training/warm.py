@@ -26,7 +26,7 @@ from jkv.attend import attend_causal
 from jkv.models import Params, family
 from jkv.scores.learned import Gate
 from jkv.training.losses import Batch, over_capacity
-from jkv.training.optimiser import adamw, advance
+from jkv.training.optimiser import adamw, advance, cosine
 from jkv.tree import part, value
 
 QUERIES = 64  # sampled for a step
@@ -94,7 +94,7 @@ def fit(
     gate: Gate, data: Layer, key: Array, recipe: Warm, scale: float, window: int | None = None
 ) -> tuple[Gate, Array]:
     """A layer's gate after `recipe.steps` steps of Adam, each on some queries of one text, and their losses."""
-    tune = adamw(recipe.rate, recipe.steps // 20 + 1, recipe.steps)
+    tune = adamw(cosine(recipe.rate, recipe.steps // 20 + 1, recipe.steps))
     n, t = data.x.shape[:2]
 
     def step(carry: Any, key: Array) -> tuple[Any, Array]:

@@ -14,8 +14,10 @@ from jax import Array
 
 from jkv.attend import attend, attend_causal, visible
 from jkv.cache import Cache, map_codec
+from jkv.loop import settle, step
 from jkv.models import Params, family
 from jkv.report import divergence
+from jkv.tiers import picked
 from jkv.tree import value
 
 
@@ -96,6 +98,74 @@ def mass(params: Params, cache: Cache, ids: np.ndarray) -> np.ndarray:
     """f32[L,B,H]: what the rest of i32[B,T] pays to the tokens that the cache holds, of what it pays to all it saw."""
     which = jnp.zeros(params.config.layers, bool)
     return np.asarray(dense(plain(params), jnp.asarray(ids), stored(cache), which, int(cache.seen.max()))[1])
+
+
+@jax.jit
+def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Array]]:
+    """Of the dense model, a layer each: rotated queries f32[B,H,G,N,D] of late i32[N], and what they pay to the tokens
+    i32[B,T], f32[B,H,N,T], a mean over G."""
+    model, pos = params.config, jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+    queries, paid = [], []
+
+    def attend_layer(i: int, a: Any) -> tuple[Array, None]:
+        rope, window = model.ropes[i], model.windows[i]
+        q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
+        some = jnp.take(q, late, axis=3).astype(jnp.float32)
+        see = visible(jnp.broadcast_to(late[None], (ids.shape[0], late.shape[0])), pos[:, None], window)
+        p = jnp.einsum("bhgtd,bhsd->bhgts", some, k.astype(jnp.float32)) * model.scale
+        queries.append(some)
+        paid.append(jax.nn.softmax(jnp.where(see[:, :, None], p, -jnp.inf), -1).mean(2))
+        return attend_causal(q, k, a.v, pos, pos, model.scale, window).finish(), None
+
+    x = family(model).embed(params, ids)
+    for i in range(model.layers):
+        x, _ = family(model).layer(params, i, x, pos, attend_layer)
+    return queries, paid
+
+
+@jax.jit
+def found(cache: Cache, queries: list[Array], paid: list[Array], step: Array) -> tuple[Array, Array]:
+    """Of the dense model's attention at a step, the share f32[L,B,H] on what the cache would read; tokens i32[L,B,H].
+
+    The step's own token, which every cache reads, is among them.
+    """
+    shares, counts = [], []
+    for plan, layer, q, p in zip(cache.plan, cache.layers, queries, paid, strict=True):
+        b, h = p.shape[:2]
+        q, p = (jax.lax.dynamic_index_in_dim(x, step, axis, keepdims=False) for x, axis in ((q, 3), (p, 2)))
+        places = [
+            jnp.broadcast_to(layer.recent.pos[:, None], (b, h, layer.recent.pos.shape[1])),
+            cache.seen[:, None, None],
+        ]
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            pos = tier.seen_by(h) if config.select is None else picked(q[:, :, :, None], tier, tier.pos, config)[2]
+            places.append(jnp.broadcast_to(pos, (b, h, pos.shape[2])))
+        at = jnp.concatenate([jnp.broadcast_to(x, (b, h, x.shape[2])) for x in places], -1)
+        read = jax.vmap(jax.vmap(lambda i, n=p.shape[2]: jnp.zeros(n + 1, bool).at[i].set(True)))(at)[..., :-1]
+        shares.append((p * read.astype(p.dtype)).sum(-1) / p.sum(-1))
+        counts.append(read.sum(-1))
+    return jnp.stack(shares), jnp.stack(counts)
+
+
+def recovered(params: Params, cache: Cache, ids: np.ndarray) -> tuple[np.ndarray, float]:
+    """f32[L,N,B,H]: the share of the dense model's attention that each step reads; and how many tokens, a mean.
+
+    The cache has read the beginning of i32[B,T]; the other N tokens go through it one by one, with its flushes.
+    """
+    params, tokens = plain(params), jnp.asarray(ids)
+    first = int(cache.seen.max())
+    queries, paid = asked(params, tokens, jnp.arange(first, ids.shape[1]))
+    shares, counts = [], []
+    for i in range(ids.shape[1] - first):
+        cache = settled(cache)
+        share, count = found(cache, queries, paid, jnp.int32(i))
+        shares.append(np.asarray(share))
+        counts.append(float(count.mean()))
+        cache, _ = step(params, cache, tokens[:, first + i])
+    return np.stack(shares, 1), float(np.mean(counts))
+
+
+settled = jax.jit(settle)
 
 
 def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:

@@ -126,6 +126,35 @@ def fidelity(
             print(f"{row['cache']}: spare layers {row['spare'] or 'none'}")
 
 
+@app.command()
+def attention(
+    model: Model = "smollm2-135m",
+    cache: Caches = None,
+    corpus: Corpus = "pydoc",
+    text: Text = None,
+    tokens: Tokens = None,
+    prefix: Prefix = 2048,
+    rest: Rest = 64,
+    spared: Annotated[int, typer.Option(help="First layers to leave out of the mean.")] = 2,
+    samples: Samples = 4,
+    batch: Batch = 4,
+    seed: Seed = 0,
+    out: Out = None,
+    dtype: Dtype = "float32",
+) -> None:
+    """The share of the full model's attention that each step of a cache reads: what eviction or selection leaves."""
+    from jkv.eval import experiments
+
+    s = _setting(model, cache, False, prefix, batch, out, seed, dtype)
+    if not 0 <= spared < s.params.config.layers:
+        raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {s.params.config.layers} layers")
+    ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, rest, samples, seed)
+    with console.progress(len(s.caches)) as say:
+        found = experiments.attention(s, ids, source, prefix, spared, say)
+    for row in found.rows:
+        print(f"{row['cache']}: {row['recovered']:.4f} of the attention in {row['tokens_read']:.0f} tokens")
+
+
 def _asked(question: str) -> list[bool]:
     ways = {"seen": [True], "unseen": [False], "both": [True, False]}
     if question not in ways:

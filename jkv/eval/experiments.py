@@ -76,7 +76,7 @@ def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
     out = []
     for row in CATALOGUE.values():
         takes = inspect.signature(row.make).parameters
-        if "gate" in takes:
+        if {"gate", "predictor"} & {*takes}:
             continue
         if "budget" in takes:
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
@@ -124,6 +124,32 @@ def fidelity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool
         return found
     beside = measure.Fidelity(s.params, measure.Texts(ids, prefix, frozen, s.batch))
     s.each(found, say, [key], lambda config, _: beside(config, layers))
+    return found
+
+
+def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, say: Say) -> Results:
+    """One row a cache: the share of the full model's attention that its steps read, and of how many tokens.
+
+    `recovered`: a mean over the layers from `spared` on, which selectors leave whole; `by_layer`: of every layer.
+    """
+    how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "spared": spared}
+    found = s.results("attention", [ids.tobytes()], source=source, **how)
+
+    def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
+        shares, tokens = [], []
+        for rows, count in measure.batches(len(ids), s.batch):
+            cache, _ = measure.prefill(s.params, config, ids[rows][:, :prefix], room=ids.shape[1] - prefix)
+            share, read = measure.recovered(s.params, cache, ids[rows])
+            shares.append(share[:, :, :count])
+            tokens.append(read)
+        by_layer = np.concatenate(shares, 2).mean((1, 2, 3), dtype=float)
+        return {
+            "recovered": round(float(by_layer[spared:].mean()), 4),
+            "by_layer": by_layer.round(4).tolist(),
+            "tokens_read": round(float(np.mean(tokens)), 1),
+        }
+
+    s.each(found, say, [{"task": f"attention/{source}"}], run)
     return found
 
 

@@ -70,7 +70,7 @@ def check(models: Sequence[str], params: Params) -> None:
     own = fingerprint(params)
     if models and own not in models:
         raise ValueError(
-            f"the gate was trained for the model {models[0]}, and this one is {own}: load that model, or train a gate "
+            f"the weights were trained for the model {models[0]}, and this one is {own}: load that model, or train "
             "for this one with `jkv train`"
         )
 
@@ -83,6 +83,6 @@ def shipped(method: str, params: Params) -> str:
         if card and card.get("method") == method and own in card.get("model", ()):
             return str(folder)
     raise ValueError(
-        f"{method} needs a gate that was trained for this model ({own}), and none comes with jkv: "
-        f"run `jkv train {method} --model ... --out FOLDER`, then write {method}(..., gate='FOLDER')"
+        f"{method} needs weights that were trained for this model ({own}), and none come with jkv: "
+        f"run `jkv train {method} --model ... --out FOLDER`, then give that folder to {method}"
     )

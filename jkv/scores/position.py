@@ -55,6 +55,10 @@ class Wrapper(Score):
     def uniform(self) -> bool:  # type: ignore[override]
         return self.score.uniform
 
+    @property
+    def forgets(self) -> bool:  # type: ignore[override]
+        return self.score.forgets
+
     def bound(self, params: Params) -> Score:
         return replace(self, score=self.score.bound(params))
 
@@ -69,6 +73,9 @@ class Wrapper(Score):
 
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new)
+
+    def until(self, columns: Columns, pos: Array) -> Array | None:
+        return self.score.until(columns, pos)
 
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)

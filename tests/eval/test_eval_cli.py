@@ -54,6 +54,15 @@ def test_perplexity_writes_a_row_a_cache(tokens, tmp_path):
     assert OWN in done.stdout and "[2/2]" in done.stderr
 
 
+def test_the_full_cache_reads_all_of_the_attention(tokens, tmp_path):
+    out, given = tmp_path / "attention.json", ("attention", "--tokens", tokens, "--prefix", 92, "--continue", 4)
+    run(*given, "--spared", 1, "--json", out)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["recovered"] == 1 and row["by_layer"] == [1, 1] and row["tokens_read"] == 94.5  # 93 to 96
+    done = run(*given, "--spared", 2, code=1)
+    assert "--spared 2: 0 or more, and fewer than the model's 2 layers" in done.output
+
+
 def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
     out, real, calls = tmp_path / "ppl.json", measure.perplexity, []
 

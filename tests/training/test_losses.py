@@ -64,8 +64,13 @@ def turned(x: np.ndarray, pos: np.ndarray) -> np.ndarray:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def run(p, gate, ids: np.ndarray, pos: np.ndarray, drop: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Logits f64[T,V] of one row and log beta [L,H,T]; drop bool[L,H,T]: keys that nobody but themselves sees."""
+def run(
+    p, gate, ids: np.ndarray, pos: np.ndarray, drop: np.ndarray | None = None, bias=None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits f64[T,V] of one row and log beta [L,H,T]; drop bool[L,H,T]: keys that nobody but themselves sees.
+
+    bias(i, y f64[T,E], age i[T,T]) gives what is added to the logits f64[H,T,T] of a layer of normed input y.
+    """
     h, g, d = MODEL.heads, MODEL.groups, MODEL.head_dim
     t, see = len(ids), seen(pos)
     age = np.where(see, pos[:, None] - pos[None], 0)
@@ -79,8 +84,9 @@ def run(p, gate, ids: np.ndarray, pos: np.ndarray, drop: np.ndarray | None = Non
             z = silu(y @ gate.into[i].T + gate.bias[i]) @ gate.out[i].T + gate.offset[i]
             fade = -np.log1p(np.exp(-z)).T
         fades.append(fade)
+        added = age * fade[:, None] if bias is None else bias(i, y, age)
         for head in range(h * g):
-            logits = q[:, head] @ k[:, head // g].T * d**-0.5 + age * fade[head // g]
+            logits = q[:, head] @ k[:, head // g].T * d**-0.5 + added[head // g]
             mine = see if drop is None else see & (~drop[i, head // g][None] | np.eye(t, dtype=bool))
             out[:, head] = np.exp(log_softmax(np.where(mine, logits, -1e30))) @ v[:, head // g]
         x = x + out.reshape(t, -1) @ w["o"].T

@@ -1,0 +1,117 @@
+"""Eviction that is decided at birth and happens later: DMS."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.io import learned
+from jkv.models import linear
+from jkv.protocols import Born, Columns, Score
+from jkv.tree import leaf, part, value
+
+if TYPE_CHECKING:
+    from jkv.evidence import Evidence
+    from jkv.models import ModelConfig, Params
+
+METHOD = "dms"
+STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: at first a token leaves with probability sigmoid(-5)
+
+
+@value
+class Switch:
+    """a = 100 out (gain x) - 5 for each kv head, of a block's normed input x: above 0 the token *before* leaves.
+
+    out f[L,H,E], gain f[L,E]; in a layer's own score without L. The adapter of DMS (2506.05345) norms the residual by
+    itself, with a gain of its own: a gain on x is the same function.
+    """
+
+    out: Array
+    gain: Array
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T] of x f[B,T,E]."""
+        x = x.astype(jnp.float32) * self.gain[None, None]
+        return STEEP * linear(self.out, x).transpose(0, 2, 1) - KEEP
+
+
+def start(model: ModelConfig) -> Switch:
+    """A switch that keeps everything yet.
+
+    >>> from jkv import models
+    >>> start(models.read_config(models.TINY)).out.shape
+    (2, 2, 32)
+    """
+    layers, heads, e = model.layers, model.heads, model.width
+    return Switch(out=jnp.zeros((layers, heads, e)), gain=jnp.ones((layers, e)))
+
+
+def said_by_next(said: Array, pos: Array) -> Array:
+    """f32[B,H,W]: what the token after each of pos i32[B,1 or H,W] said; -KEEP, which keeps, where there is none yet.
+
+    Dead entries may be anywhere between.
+    """
+    order = jnp.argsort(pos < 0, axis=-1, stable=True)
+    live, heads = (pos >= 0).sum(-1, keepdims=True), said.shape[1]
+    order, live = (jnp.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in (order, live))
+    said = jnp.roll(jnp.take_along_axis(said, order, -1), -1, -1)
+    said = jnp.where(jnp.arange(pos.shape[-1])[None, None] < live - 1, said, -KEEP)
+    return jnp.take_along_axis(said, jnp.argsort(order, axis=-1), -1)
+
+
+@part
+class Delayed(Score):
+    """DMS: tokens that are marked at birth leave once they are more than `window` tokens old; the others stay.
+
+    What is said at a token marks the one before it (the column `said`; `mark` is what was said of a token), so the
+    newest has no mark yet. rank = -mark, -inf of a marked token beyond the window, +inf within it: where a budget is
+    too small, the least certain of the unmarked leave. A query of a prompt sees what it would have seen token by
+    token; in its chunks and while generating, marked tokens live until the next flush. gate: its weights, or None:
+    those that come with jkv for the model. Source: 2506.05345, the adapter form.
+    """
+
+    window: int = 128
+    gate: Switch | None = leaf(default=None)
+    models: tuple[str, ...] = ()
+
+    forgets = True  # type: ignore[assignment]
+
+    def bound(self, params: Params) -> Delayed:
+        if self.gate is None:
+            return trained(learned.shipped(METHOD, params), self.window)
+        learned.check(self.models, params)
+        return self
+
+    def birth(self, new: Born) -> Columns:
+        if self.gate is None:
+            raise ValueError(f"{METHOD} has no switch yet: give gate='FOLDER', as `jkv train {METHOD}` writes it")
+        said = self.gate(new.x)
+        return {"said": said, "mark": jnp.full_like(said, -KEEP)}
+
+    def until(self, columns: Columns, pos: Array) -> Array:
+        marked = said_by_next(columns["said"], pos[:, None]) > 0
+        return jnp.where(marked, pos[:, None] + self.window, jnp.iinfo(jnp.int32).max)
+
+    def observe(self, ev: Evidence) -> Columns:
+        said, mark = ev.columns["said"], ev.columns["mark"]
+        of_window = said_by_next(said[:, :, ev.slots :], ev.pos[:, :, ev.slots :])
+        return {"said": said, "mark": jnp.concatenate([mark[:, :, : ev.slots], of_window], -1)}
+
+    def rank(self, ev: Evidence) -> Array:
+        mark = ev.columns["mark"]
+        young = ev.pos >= (ev.seen - self.window)[:, None, None]
+        return jnp.where(young, jnp.inf, jnp.where(mark > 0, -jnp.inf, -mark))
+
+
+def trained(folder: str, window: int) -> Delayed:
+    """The switches in a folder that `jkv train dms` wrote; FormatError if it holds none."""
+    arrays, card = learned.read(folder, METHOD)
+    shapes = {name: x.shape for name, x in arrays.items()}
+    out = shapes.get("out", ())
+    if len(out) != 3 or shapes != {"out": out, "gain": (out[0], out[2])}:
+        found = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+        raise learned.broken(folder, f"its arrays are no switches ({found})")
+    gate = Switch(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+    return Delayed(window=window, gate=gate, models=tuple(card["model"]))

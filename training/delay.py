@@ -1,0 +1,96 @@
+"""Training DMS: a model that learns, beside itself with a full cache, which tokens it may forget after a while.
+
+Whether the token before is dropped is drawn, softly: z = (a + noise) / temperature, noise of a logistic distribution
+(the difference of two Gumbel ones), dropped with probability sigmoid(z). Attention of a query more than `window` tokens
+later has log(1 - sigmoid(z)) on its logit; what is counted is hard, 1 where z > 0, with the gradient of the soft one.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.models import Params, Projected
+from jkv.scores.delayed import KEEP, Delayed
+from jkv.training import trainer
+from jkv.training.losses import Batch, Teacher, distil
+from jkv.training.student import Bias, hidden
+from jkv.tree import part
+
+TEMPERATURE = 0.1
+
+
+@part
+class Recipe(trainer.Recipe):
+    """How switches are trained: `window` tokens are seen by all; the cache is to shrink to 1 / `ratio` of its tokens
+    beyond them, from all of them at first, in `fall` steps; `weight` of what is kept too many. The rate is constant.
+
+    `budget` and `warm` are TRIM-KV's and not used.
+    """
+
+    budget: int = 0
+    warm: int = 0
+    steps: int = 512
+    rate: float = 2e-4
+    window: int = 128
+    ratio: float = 8.0
+    fall: int = 480
+
+    def rates(self) -> float:
+        return self.rate
+
+    def target(self, step: Array | int) -> Array:
+        """The share of tokens to be marked in a step, 1 - 1 / ratio there; the ratio rises in a line.
+
+        >>> [round(float(Recipe(ratio=16.0, fall=510).target(step)), 4) for step in (0, 238, 510, 600)]
+        [0.0, 0.875, 0.9375, 0.9375]
+        """
+        done = jnp.minimum(jnp.asarray(step, jnp.float32) / self.fall, 1)
+        return 1 - 1 / (1 + (self.ratio - 1) * done)
+
+    def loss(
+        self, score: Delayed, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
+    ) -> trainer.Told:
+        """KL + weight * what is marked too little, and the parts; `marked` is the share. Source: DMS (2506.05345).
+
+        KL(teacher || student), as for other gates: the paper's text calls it forward, its code has the other one.
+        """
+        x, memos = hidden(params, batch, delaying(score, batch, key))
+        kl, ce = distil(params, x, batch, teacher)
+        short, marked = lacking(memos, batch, self.target(step))
+        loss = kl + self.weight * short
+        return loss, {"loss": loss, "kl": kl, "ce": ce, "short": short, "marked": marked}
+
+
+def drawn(said: Array, batch: Batch, key: Array) -> Array:
+    """z f32[B,H,T] of every token, of what the token after it said and a noise; where there is none, it is kept."""
+    noise = jax.random.logistic(key, said.shape)
+    z = (jnp.roll(said, -1, -1) + noise) / TEMPERATURE
+    return jnp.where(batch.labelled[:, None], z, -KEEP / TEMPERATURE)
+
+
+def delaying(score: Delayed, batch: Batch, key: Array) -> Bias:
+    """The bias of DMS on logits beyond the window; the memo is z f32[B,H,T]."""
+
+    def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
+        said = jax.tree.map(lambda x: x[i], score.gate)(a.x)
+        z = drawn(said, batch, jax.random.fold_in(key, i))
+        old = (age > score.window)[:, None]
+        return jnp.where(old, jax.nn.log_sigmoid(-z)[:, :, None], 0), z
+
+    return bias
+
+
+def lacking(memos: tuple[Array, ...], batch: Batch, target: Array) -> tuple[Array, Array]:
+    """A mean over texts of max(0, target - share marked), one share for all layers, heads and tokens; and the share.
+
+    So layers and heads differ as they like. A gradient passes through the hard marks as if they were the soft ones.
+    """
+    z = jnp.stack(memos, 1)
+    soft = jax.nn.sigmoid(z)
+    hard = soft + jax.lax.stop_gradient((z > 0).astype(jnp.float32) - soft)
+    use = batch.labelled[:, None, None]
+    count = batch.labelled.sum(1).astype(jnp.float32) * z.shape[1] * z.shape[2]
+    share = jnp.where(use, hard, 0).sum((1, 2, 3)) / jnp.maximum(count, 1)
+    return jnp.maximum(target - share, 0).mean(), share.mean()

@@ -1,0 +1,210 @@
+"""Training a forecast of attention: what a full model pays to each page, step after step, and what comes next.
+
+Nothing goes through the model but its texts, once. From every layer that selects, and from every kv head, some moments
+are drawn: the `rows` queries up to then, as the selector would have seen them had it read everything, and the query
+after them, which is to be forecast. The network learns by the mean squared error over the pages that the selector may
+choose from, one network for all layers and heads; its baseline of three numbers is the least squares of the same.
+Source: AttentionPredictor (2502.04077), whose training is not public: a reconstruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.models import Params, family
+from jkv.selectors.forecast import Convolution, Forecast, Linear, Predictor, forecast
+from jkv.training.checkpoints import Folder
+from jkv.training.losses import Batch
+from jkv.training.optimiser import adamw, advance, cosine
+from jkv.training.warm import through
+from jkv.tree import part, value
+
+RECENT = 64  # the newest tokens, which a step reads in any case
+BASELINE = "linear"
+
+
+@part
+class Recipe:
+    """steps: of `batch` moments each; rate: the largest learning rate; moments: drawn of each text, layer and kv head;
+    dense_layers: that do not select; every: steps between checkpoints."""
+
+    steps: int = 1000
+    batch: int = 32
+    rate: float = 2e-3
+    moments: int = 2
+    dense_layers: int = 2
+    every: int = 100
+    seed: int = 0
+
+
+@value
+class Moments:
+    """N moments: x f[N,n,rows] the history of each page, oldest first; y, mass f[N,n] of the query after it, the most
+    that a token of the page gets and what all of them get; use bool[N,n]: pages to choose from."""
+
+    x: Array
+    y: Array
+    mass: Array
+    use: Array
+
+
+def start(key: Array) -> Convolution:
+    """Weights as large as keep a signal's size through relu; biases of 0."""
+    one, two, three = jax.random.split(key, 3)
+    return Convolution(
+        first=jax.random.normal(one, (16, 1, 3, 3)) * (2 / 9) ** 0.5,
+        first_bias=jnp.zeros(16),
+        second=jax.random.normal(two, (32, 16, 3, 3)) * (2 / 144) ** 0.5,
+        second_bias=jnp.zeros(32),
+        last=jax.random.normal(three, (32,)) * (1 / 32) ** 0.5,
+        rest=jnp.zeros(()),
+    )
+
+
+@partial(jax.jit, static_argnames=("select", "scale", "window"))
+def moments(q: Array, k: Array, at: Array, select: Forecast, scale: float, window: int | None) -> Moments:
+    """What a layer's kv heads see before, and pay at, positions i32[m] of one text: q f[H,G,T,D], k f[H,T,D] rotated.
+
+    m moments of H heads are m * H moments.
+    """
+    h, g, t, _ = q.shape
+    n = t // select.unit
+
+    def one(at: Array) -> Moments:
+        asking = at - select.rows + jnp.arange(select.rows + 1)
+        asked = jnp.take(q, jnp.maximum(asking, 0), axis=2)
+        logits = jnp.einsum("hgqd,htd->hgqt", asked, k, preferred_element_type=jnp.float32) * scale
+        age = asking[:, None] - jnp.arange(t)[None]
+        see = (age >= 0) & (asking >= 0)[:, None]
+        see = see if window is None else see & (age < window)
+        p = jax.nn.softmax(jnp.where(see[None, None], logits, -1e30), -1)
+        p = jnp.where(see[None, None], p, 0)[..., : n * select.unit].reshape(h, g, select.rows + 1, n, select.unit)
+        most = p.max((1, 4))
+        ends = jnp.arange(1, n + 1) * select.unit
+        use = (ends <= at - RECENT) & (ends > select.sinks)
+        return Moments(
+            x=most[:, :-1].swapaxes(1, 2),
+            y=most[:, -1],
+            mass=p[:, :, -1].mean(1).sum(-1),
+            use=jnp.broadcast_to(use[None], (h, n)),
+        )
+
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(one)(at))
+
+
+def earliest(select: Forecast) -> int:
+    """The first position with three pages to choose from."""
+    return select.sinks + 3 * select.unit + RECENT
+
+
+def check(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> None:
+    """ValueError if no layer selects, or a text is too short to choose from."""
+    first, size, layers = earliest(select), int((texts.pos >= 0).sum(1).min()), params.config.layers
+    if size <= first:
+        raise ValueError(f"a text of {size} tokens leaves no page to choose: give a length above {first}")
+    if recipe.dense_layers >= layers:
+        raise ValueError(f"dense_layers={recipe.dense_layers}: fewer than the model's {layers} layers, or none selects")
+
+
+def collect(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> Iterator[Moments]:
+    """The moments of every text and layer, on the host; the same for the same seed."""
+    c, rng = params.config, np.random.default_rng(recipe.seed)
+    kinds = list(zip(c.ropes, c.windows, strict=True))
+    for row in range(texts.ids.shape[0]):
+        ids, pos = texts.ids[row : row + 1], texts.pos[row : row + 1]
+        size = int((pos >= 0).sum())
+        x = family(c).embed(params, jnp.maximum(ids, 0))
+        for i in range(c.layers):
+            kind = kinds.index(kinds[i])
+            x, seen = through(replace(params, layers=(params.layers[i],)), x, pos, kind)
+            if i >= recipe.dense_layers:
+                at = jnp.asarray(rng.integers(earliest(select), size, recipe.moments), jnp.int32)
+                yield jax.device_get(moments(seen.q[0], seen.k[0], at, select, c.scale, c.windows[i]))
+
+
+def error(net: Predictor, some: Moments) -> Array:
+    """Mean squared error over the pages to choose from."""
+    gap = jnp.where(some.use, forecast(net, some.x, some.use) - some.y, 0)
+    return (gap * gap).sum() / jnp.maximum(some.use.sum(), 1).astype(jnp.float32)
+
+
+def least_squares(every: Moments) -> Linear:
+    """The baseline's three numbers."""
+    seen = np.stack([every.x[..., -1], every.x[..., -2], every.x.mean(-1)], -1)[np.asarray(every.use)]
+    found = np.linalg.lstsq(seen.astype(np.float64), np.asarray(every.y)[every.use].astype(np.float64), rcond=None)[0]
+    return Linear(weights=jnp.asarray(found, jnp.float32))
+
+
+@partial(jax.jit, static_argnames=("pages",))
+def recovered(net: Predictor, some: Moments, pages: int) -> Array:
+    """Of the next query's attention to the pages to choose from, the share that the `pages` of highest forecast get."""
+    ahead = jnp.where(some.use, forecast(net, some.x, some.use), -jnp.inf)
+    best = jax.lax.top_k(ahead, min(pages, ahead.shape[1]))[1]
+    mass = jnp.where(some.use, some.mass, 0)
+    return (jnp.take_along_axis(mass, best, 1).sum(1) / mass.sum(1)).mean()
+
+
+@value
+class State:
+    """The network, the optimiser's moments, and steps done i32[]."""
+
+    net: Convolution
+    moments: Any
+    steps: Array
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def update(state: State, some: Moments, recipe: Recipe) -> tuple[State, Array]:
+    """The state after a step, and the error before it."""
+    loss, slope = jax.value_and_grad(error)(state.net, some)
+    net, moments = advance(_tune(recipe), slope, state.moments, state.net)
+    return State(net=net, moments=moments, steps=state.steps + 1), loss
+
+
+def _tune(recipe: Recipe) -> Any:
+    return adamw(cosine(recipe.rate, recipe.steps // 20 + 1, recipe.steps))
+
+
+@dataclass
+class Training:
+    """Moments, a recipe and a folder: `run` trains, and goes on where it was."""
+
+    every: Moments
+    recipe: Recipe
+    folder: Folder
+    say: Callable[[str], None] = lambda _: None
+
+    def run(self) -> Convolution:
+        """The network at the end. ValueError if its error is not finite; the last good state is then a checkpoint."""
+        recipe, net = self.recipe, start(jax.random.key(self.recipe.seed))
+        state = State(net=net, moments=_tune(recipe).init(net), steps=jnp.int32(0))
+        if (found := self.folder.last(state)) is not None:
+            state = jax.tree.map(jnp.asarray, found)
+            for _ in range(int(state.steps)):
+                self.say("done before")
+        total = self.every.x.shape[0]
+        try:
+            for step in range(int(state.steps), recipe.steps):
+                which = np.random.default_rng((recipe.seed, step)).integers(0, total, recipe.batch)
+                made, loss = update(state, jax.tree.map(lambda x, i=which: x[i], self.every), recipe)
+                if not np.isfinite(loss):
+                    raise ValueError(
+                        f"the error is not finite at step {step + 1}; the state after {step} steps is kept in "
+                        f"{self.folder.path}: train into another --out with a lower --rate"
+                    )
+                state = made
+                self.folder.add({"number": step + 1, "error": float(loss)})
+                self.say(f"step {step + 1}: error {float(loss):.3g}")
+                if (step + 1) % recipe.every == 0:
+                    self.folder.save(step + 1, state)
+        finally:
+            self.folder.save(int(state.steps), state)
+        return state.net

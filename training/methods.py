@@ -1,0 +1,161 @@
+"""What `jkv train` does for each method: texts, a training, and a folder of what it left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv import console
+from jkv.eval import measure
+from jkv.eval.results import digest
+from jkv.io import learned
+from jkv.methods import parse
+from jkv.models import Params
+from jkv.scores import delayed
+from jkv.scores.learned import Retention, start
+from jkv.selectors.forecast import Forecast
+from jkv.training import data, delay, forecast
+from jkv.training.checkpoints import Folder
+from jkv.training.losses import Batch
+from jkv.training.trainer import Recipe, Training
+
+METHODS: dict[str, Callable[..., None]] = {}
+
+
+def method(run: Callable[..., None]) -> Callable[..., None]:
+    METHODS[run.__name__] = run
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every training is given: a model, texts, how many are held back to measure on, a folder."""
+
+    name: str
+    model: str
+    params: Params
+    corpora: tuple[str, ...]
+    texts: int
+    length: int
+    check: int
+    seed: int
+    out: Path
+    resume: bool
+
+    def given(self) -> tuple[Batch, tuple[np.ndarray, str] | None]:
+        """Texts to train on, and those that are held back; ValueError before anything is written."""
+        made = data.texts(self.params, self.corpora, self.length, self.texts, self.seed)
+        if not self.check:
+            return made, None
+        return made, data.held_back(self.params, self.corpora[0], self.length, self.check, self.seed)
+
+    def what(self, made: Batch, recipe: Any, **more: Any) -> dict[str, Any]:
+        """All that the result depends on."""
+        return {
+            "method": self.name,
+            "model": learned.identities(self.params)[0],
+            "dtype": str(self.params.embed.dtype),
+            "corpora": list(self.corpora),
+            "texts": [self.texts, self.length, digest([jax.device_get(made.ids).tobytes()])],
+            **more,
+            "recipe": {k: v for k, v in asdict(recipe).items() if k != "every"},
+        }
+
+    def card(self, what: dict[str, Any], folder: Folder) -> dict[str, Any]:
+        named = {"name": self.model, "model": learned.identities(self.params)}
+        return what | named | {"losses": folder.metrics()[-1]}
+
+
+@method
+def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
+    """Retention gates."""
+    recipe = Recipe(**chosen, seed=run.seed)
+    made, held = run.given()
+    what = run.what(made, recipe, width=width)
+    folder = Folder(run.out, what, run.resume)
+    offset = math.log(run.length if recipe.warm else 10 * run.length)  # half faded at the end, or a tenth
+    gate = start(run.params.config, width, offset, jax.random.key(recipe.seed))
+    layers = run.params.config.layers if recipe.warm else 0
+    with console.progress(layers + recipe.steps) as say:
+        state = Training(run.params, made, recipe, folder, say).run(Retention(gate=gate))
+    card = run.card(what, folder)
+    assert state.score.gate is not None
+    learned.write(run.out, vars(state.score.gate), card)
+    print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+    if held is not None:
+        caches = (
+            "full",
+            f"streaming(budget={recipe.budget})",
+            f"trimkv(budget={recipe.budget}, gate={str(run.out)!r})",
+        )
+        card["eval"] = {"budget": recipe.budget} | perplexities(run.params, held, caches)
+        learned.write(run.out, vars(state.score.gate), card)
+
+
+def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str, ...]) -> dict[str, Any]:
+    """Perplexity of the last eighth of held-back texts through each cache, as `jkv eval ppl` measures it."""
+    (ids, source), found = held, {}
+    about = measure.Texts(ids, ids.shape[1] * 7 // 8)
+    for cache in caches:
+        name = cache.partition("(")[0]
+        found[name] = measure.perplexity(params, parse(cache), about)["ppl"]
+        print(f"{source}, {name}: perplexity {found[name]}")
+    return {"source": source, "samples": len(ids), "prefix": about.prefix, "ppl": found}
+
+
+@method
+def dms(run: Run, **chosen: Any) -> None:
+    """Switches of delayed eviction."""
+    recipe = delay.Recipe(**chosen, seed=run.seed)
+    made, held = run.given()
+    what = run.what(made, recipe)
+    folder = Folder(run.out, what, run.resume)
+    score = delayed.Delayed(window=recipe.window, gate=delayed.start(run.params.config))
+    with console.progress(recipe.steps) as say:
+        state = Training(run.params, made, recipe, folder, say).run(score)
+    card = run.card(what, folder)
+    learned.write(run.out, vars(state.score.gate), card)
+    print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+    if held is not None:
+        caches = ("full", f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})")
+        card["eval"] = perplexities(run.params, held, caches)
+        learned.write(run.out, vars(state.score.gate), card)
+
+
+@method
+def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
+    """A forecast of attention, and its baseline."""
+    recipe, select = forecast.Recipe(**chosen, seed=run.seed), Forecast(unit=page)
+    made, held = run.given()
+    forecast.check(run.params, made, select, recipe)
+    what = run.what(made, recipe, page=page)
+    folder = Folder(run.out, what, run.resume)
+    every = gathered(run.params, made, select, recipe)
+    with console.progress(recipe.steps) as say:
+        net = forecast.Training(every, recipe, folder, say).run()
+    line, card = forecast.least_squares(every), run.card(what, folder)
+    arrays = vars(net) | {forecast.BASELINE: line.weights}
+    learned.write(run.out, arrays, card)
+    print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+    if held is not None:
+        ids, source = jnp.asarray(held[0]), held[1]
+        pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
+        unseen = gathered(run.params, Batch(ids=ids, pos=pos), select, recipe)
+        shares = {
+            kind: {pages: round(float(forecast.recovered(of, unseen, pages)), 4) for pages in (4, 8, 16, 32)}
+            for kind, of in (("conv", net), (forecast.BASELINE, line))
+        }
+        card["eval"] = {"source": source, "samples": len(ids), "recovered": shares}
+        learned.write(run.out, arrays, card)
+        print(f"{source}, share of the next query's attention in so many pages: {shares}")
+
+
+def gathered(params: Params, texts: Batch, select: Forecast, recipe: forecast.Recipe) -> forecast.Moments:
+    return jax.tree.map(lambda *x: np.concatenate(x), *forecast.collect(params, texts, select, recipe))

@@ -17,7 +17,7 @@ from jkv.cache import Cache, map_codec
 from jkv.loop import settle, step
 from jkv.models import Params, family
 from jkv.report import divergence
-from jkv.tiers import picked
+from jkv.tiers import gathered, picked
 from jkv.tree import value
 
 
@@ -138,7 +138,9 @@ def found(cache: Cache, queries: list[Array], paid: list[Array], step: Array) ->
             cache.seen[:, None, None],
         ]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            pos = tier.seen_by(h) if config.select is None else picked(q[:, :, :, None], tier, tier.pos, config)[2]
+            pos = tier.seen_by(h)
+            if config.select is not None:
+                pos = gathered(picked(q[:, :, :, None], tier, config), tier, pos, config)[0].pos
             places.append(jnp.broadcast_to(pos, (b, h, pos.shape[2])))
         at = jnp.concatenate([jnp.broadcast_to(x, (b, h, x.shape[2])) for x in places], -1)
         read = jax.vmap(jax.vmap(lambda i, n=p.shape[2]: jnp.zeros(n + 1, bool).at[i].set(True)))(at)[..., :-1]

@@ -12,6 +12,7 @@ import numpy as np
 
 from jkv.compiled import forget
 from jkv.eval import corpora, measure, niah, shared, tasks
+from jkv.eval.attention import recovered
 from jkv.eval.results import PACKAGES, Results, digest
 from jkv.eval.tasks import Example
 from jkv.io.cache_file import fingerprint
@@ -139,7 +140,7 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
         shares, tokens = [], []
         for rows, count in measure.batches(len(ids), s.batch):
             cache, _ = measure.prefill(s.params, config, ids[rows][:, :prefix], room=ids.shape[1] - prefix)
-            share, read = measure.recovered(s.params, cache, ids[rows])
+            share, read = recovered(s.params, cache, ids[rows])
             shares.append(share[:, :, :count])
             tokens.append(read)
         by_layer = np.concatenate(shares, 2).mean((1, 2, 3), dtype=float)

@@ -43,7 +43,7 @@ def cases() -> list[check.Case]:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(tpu_sides, "_bits", lambda x: x)  # the interpreter reads no reference as another dtype
-    monkeypatch.setattr(whole, "TOGETHER", 256)  # several steps of several tiles
+    monkeypatch.setattr(whole, "TOGETHER", 384)  # two steps, of three tiles and of one
     return partial(tpu.attention, interpret=pltpu.InterpretParams())
 
 

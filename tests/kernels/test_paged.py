@@ -49,7 +49,7 @@ def kernel(monkeypatch):
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_tpu_kernel_equals_float64(case: check.Case, kernel):
-    good, text = check.run(case, "tpu", kernel)
+    good, text = check.run(case, "tpu", kernel, seed=3)  # of which a head picks the last page, and it is live
     assert good, text
 
 

@@ -43,13 +43,13 @@ def cases() -> list[check.Case]:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(tpu_sides, "_bits", lambda x: x)  # the interpreter reads no reference as another dtype
-    monkeypatch.setattr(whole, "TOGETHER", 256)  # several steps of several tiles
+    monkeypatch.setattr(whole, "TOGETHER", 384)  # two steps, of three tiles and of one
     return partial(tpu.attention, interpret=pltpu.InterpretParams())
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_tpu_kernel_equals_float64(case: check.Case, kernel):
-    good, text = check.run(case, "tpu", kernel)
+    good, text = check.run(case, "tpu", kernel, seed=3)  # of which a head picks the last page, and it is live
     assert good, text
 
 

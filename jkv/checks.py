@@ -43,7 +43,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             )
         if tier.at == "rank" and config.select:
             raise ValueError(
-                f"{config}: relative positions move keys, and {type(config.select).__name__} bounds them where they "
+                f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they "
                 "were written; leave out the selector, or use true positions (streaming(relative=False))"
             )
     _check_pool(config, model)

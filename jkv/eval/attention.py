@@ -125,7 +125,7 @@ def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Ar
 
 @jax.jit
 def found(cache: Cache, queries: list[Array], paid: list[Array], now: Array) -> tuple[Array, Array]:
-    """Of the dense model at step `now`: the share f32[L,B,H] of its attention that is read, in so many tokens i32[L,B,H].
+    """At step `now`: the share f32[L,B,H] of the dense model's attention that a cache reads, in tokens i32[L,B,H].
 
     The step's own token, which every cache reads, is among them.
     """

@@ -21,6 +21,10 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
     if config.recent < 0:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
+    if config.score.forgets and not config.recent:
+        raise ValueError(
+            f"{config}: the token after it decides whether one leaves, so the newest must wait: recent=1 or more"
+        )
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
@@ -54,7 +58,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             )
         if tier.at == "rank" and config.select:
             raise ValueError(
-                f"{config}: relative positions move keys, and {type(config.select).__name__} bounds them where they "
+                f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they "
                 "were written; leave out the selector, or use true positions (streaming(relative=False))"
             )
     _check_pool(config, model)

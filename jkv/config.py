@@ -149,6 +149,7 @@ class LayerConfig:
     """
 
     score: Score = leaf()
+    needs: Needs
     columns: tuple[str, ...]
     tiers: tuple[TierConfig, ...] = leaf()
     budget: Budget
@@ -177,10 +178,6 @@ class LayerConfig:
         """Queries in the buffer: those kept over a flush, then one a step."""
         needs = self.needs
         return needs.queries + self.block if needs.queries or needs.new else 0
-
-    @property
-    def needs(self) -> Needs:
-        return needs_of(self.score, self.merge, *(tier.select for tier in self.tiers))
 
     @property
     def uniform(self) -> bool:
@@ -232,6 +229,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     score = jax.tree.map(lambda x: x[i], config.score).for_layer(model, i)
     return LayerConfig(
         score=score,
+        needs=needs_of(score, config.merge, select),
         columns=_columns(score, model),
         tiers=tiers,
         budget=config.budget,

@@ -145,6 +145,11 @@ def test_numbers_that_cannot_be_are_refused(text, says):
         jkv.parse(text)
 
 
+def test_the_newest_token_must_wait_for_the_next_one():
+    with pytest.raises(ValueError, match="recent=1 or more"):
+        jkv.prefill(PARAMS, f"dms(keep=1.0, recent=0, gate={rig.SWITCH!r})", [[1, 2, 3]])
+
+
 def test_a_model_without_switches_says_how_to_train_them():
     with pytest.raises(ValueError, match="`jkv train dms --model"):
         jkv.prefill(PARAMS, "dms(keep=1.0)", [[1, 2, 3]])

@@ -180,6 +180,12 @@ def test_a_step_adds_what_it_read_and_a_flush_makes_all_rows_whole():
             np.testing.assert_allclose(after[0][row][:, live][..., -due:], want[:, live], atol=1e-5)
 
 
+def test_the_beginning_of_a_prompt_keeps_its_queries():
+    config = jkv.parse(CASE.tight)
+    first, whole = (loop.resolve(c, MODEL, 100, 0)[0] for c in (config.uncut(100), config))
+    assert not first.tiers and first.queries == whole.queries == 32
+
+
 def test_too_few_pages_to_choose_from_are_all_as_good():
     select = forecast.Forecast(unit=4, pages=2, sinks=4, rows=8, net=net())
     empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (1, 1, 6, *x.shape)), select.summarize(jnp.zeros((4, 2))))

@@ -22,48 +22,62 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 POSITIVE = ("budget", "batch", "accumulate", "width", "every", "window", "fall", "moments", "page", "texts", "length")
 
 
+def _told(option: str, about: str) -> str:
+    """The help of an option, with the methods that take it and their defaults."""
+    taken = "; ".join(f"{name}: {chosen[option]}" for name, chosen in DEFAULTS.items() if option in chosen)
+    return f"{about} {taken}."
+
+
+Budget = Annotated[int | None, typer.Option(help=_told("budget", "Tokens a head to train for."))]
+Warm = Annotated[
+    int | None, typer.Option(help=_told("warm", "Steps of each layer alone, without gradients through the model."))
+]
+Steps = Annotated[
+    int | None, typer.Option(help=_told("steps", "Steps of the whole model, or of what is trained without it."))
+]
+Batch = Annotated[int | None, typer.Option(help=_told("batch", "Texts, or moments, at a time."))]
+Accumulate = Annotated[int | None, typer.Option(help=_told("accumulate", "Batches of a step."))]
+Rate = Annotated[float | None, typer.Option(help=_told("rate", "The largest learning rate."))]
+Weight = Annotated[float | None, typer.Option(help=_told("weight", "Of the capacity loss."))]
+Width = Annotated[int | None, typer.Option(help=_told("width", "Of a gate."))]
+Top = Annotated[int | None, typer.Option(help=_told("top", "Tokens of the teacher that are compared; 0: all."))]
+Window = Annotated[int | None, typer.Option(help=_told("window", "Tokens that a marked one still lives."))]
+Ratio = Annotated[
+    float | None, typer.Option(help=_told("ratio", "Of all tokens to those that are not marked, at the end."))
+]
+Fall = Annotated[int | None, typer.Option(help=_told("fall", "Steps until that ratio."))]
+Moments = Annotated[int | None, typer.Option(help=_told("moments", "Drawn of each text, layer and kv head."))]
+Page = Annotated[int | None, typer.Option(help=_told("page", "Tokens of a page."))]
+Spared = Annotated[int | None, typer.Option(help=_told("dense_layers", "First layers, which select nothing."))]
+Every = Annotated[int | None, typer.Option(help=_told("every", "Steps between checkpoints."))]
+Corpus = Annotated[
+    list[str] | None, typer.Option(help="pydoc, stdlib, tasks, a dataset or a text file; can be repeated.")
+]
+
+
 def train(
     name: Annotated[str, typer.Argument(help="trimkv (gates), dms (switches) or attentionpredictor (a forecast).")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Checkpoints, metrics, and what was learned.")],
     model: Model = MODEL,
-    budget: Annotated[int | None, typer.Option(help="Tokens a head to train for. trimkv: 512.")] = None,
-    warm: Annotated[
-        int | None, typer.Option(help="Steps of each layer alone, without gradients through the model. trimkv: 500.")
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of the whole model, after that. trimkv: 0; dms: 512; attentionpredictor: 1000."),
-    ] = None,
-    corpus: Annotated[
-        list[str] | None, typer.Option(help="pydoc, stdlib, tasks, a dataset or a text file; can be repeated.")
-    ] = None,
+    budget: Budget = None,
+    warm: Warm = None,
+    steps: Steps = None,
+    corpus: Corpus = None,
     texts: Annotated[int, typer.Option(help="Texts of all corpora together.")] = 36,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 2048,
-    batch: Annotated[
-        int | None, typer.Option(help="Texts, or moments, at a time. trimkv, dms: 1; attentionpredictor: 32.")
-    ] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Batches of a step. trimkv, dms: 1.")] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="The largest learning rate. trimkv, dms: 2e-4; attentionpredictor: 2e-3.")
-    ] = None,
-    weight: Annotated[float | None, typer.Option(help="Of the capacity loss. trimkv, dms: 1.")] = None,
-    width: Annotated[int | None, typer.Option(help="Of a gate. trimkv: 128.")] = None,
-    top: Annotated[
-        int | None, typer.Option(help="Tokens of the teacher that are compared; 0: all. trimkv: 64.")
-    ] = None,
-    window: Annotated[int | None, typer.Option(help="Tokens that a marked one still lives. dms: 128.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="Of all tokens to those not marked, at the end. dms: 8.")] = None,
-    fall: Annotated[int | None, typer.Option(help="Steps until that ratio. dms: 480.")] = None,
-    moments: Annotated[
-        int | None, typer.Option(help="Drawn of each text, layer and kv head. attentionpredictor: 2.")
-    ] = None,
-    page: Annotated[int | None, typer.Option(help="Tokens of a page. attentionpredictor: 16.")] = None,
-    dense_layers: Annotated[
-        int | None, typer.Option(help="First layers, which select nothing. attentionpredictor: 2.")
-    ] = None,
-    every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints. trimkv, dms: 25; attentionpredictor: 100.")
-    ] = None,
+    batch: Batch = None,
+    accumulate: Accumulate = None,
+    rate: Rate = None,
+    weight: Weight = None,
+    width: Width = None,
+    top: Top = None,
+    window: Window = None,
+    ratio: Ratio = None,
+    fall: Fall = None,
+    moments: Moments = None,
+    page: Page = None,
+    dense_layers: Spared = None,
+    every: Every = None,
     check: Annotated[int, typer.Option(help="Held-back texts to measure the result on; 0: none.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the weights, the texts and their order.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what FOLDER holds.")] = False,
@@ -101,8 +115,10 @@ def settings(name: str, asked: dict[str, Any], texts: int, length: int, check: i
     if wrong := [f"{k}={sizes[k]}" for k in POSITIVE if sizes.get(k, 1) < 1]:
         raise ValueError(f"{wrong[0]}: 1 or more")
     amounts = {k: chosen[k] for k in ("warm", "steps", "top", "dense_layers") if k in chosen} | {"check": check}
-    work, budget = chosen.get("warm", 0) + chosen["steps"], chosen.get("budget", 0)
-    if min(amounts.values()) < 0 or work < 1 or budget >= length:
-        told = ", ".join(f"{k}={x}" for k, x in {**amounts, "budget": budget, "length": length}.items())
-        raise ValueError(f"{told}: none below 0, something to do, and a budget below the length")
+    work, held = chosen.get("warm", 0) + chosen["steps"], {k: chosen[k] for k in ("budget", "window") if k in chosen}
+    if min(amounts.values()) < 0 or work < 1 or max(held.values(), default=0) >= length:
+        told = ", ".join(f"{k}={x}" for k, x in {**amounts, **held, "length": length}.items())
+        raise ValueError(f"{told}: none below 0, something to do, and a budget below the length, a window too")
+    if chosen.get("ratio", 2) <= 1:
+        raise ValueError(f"ratio={chosen['ratio']}: all tokens to those that stay; above 1, or nothing is to be marked")
     return chosen

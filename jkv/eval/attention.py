@@ -124,15 +124,15 @@ def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Ar
 
 
 @jax.jit
-def found(cache: Cache, queries: list[Array], paid: list[Array], step: Array) -> tuple[Array, Array]:
-    """Of the dense model's attention at a step, the share f32[L,B,H] on what the cache would read; tokens i32[L,B,H].
+def found(cache: Cache, queries: list[Array], paid: list[Array], now: Array) -> tuple[Array, Array]:
+    """At step `now`: the share f32[L,B,H] of the dense model's attention that a cache reads, in tokens i32[L,B,H].
 
     The step's own token, which every cache reads, is among them.
     """
     shares, counts = [], []
     for plan, layer, q, p in zip(cache.plan, cache.layers, queries, paid, strict=True):
         b, h = p.shape[:2]
-        q, p = (jax.lax.dynamic_index_in_dim(x, step, axis, keepdims=False) for x, axis in ((q, 3), (p, 2)))
+        q, p = (jax.lax.dynamic_index_in_dim(x, now, axis, keepdims=False) for x, axis in ((q, 3), (p, 2)))
         places = [
             jnp.broadcast_to(layer.recent.pos[:, None], (b, h, layer.recent.pos.shape[1])),
             cache.seen[:, None, None],

@@ -139,7 +139,7 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
     def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
         shares, tokens = [], []
         for rows, count in measure.batches(len(ids), s.batch):
-            cache, _ = measure.prefill(s.params, config, ids[rows][:, :prefix], room=ids.shape[1] - prefix)
+            cache = measure.prefill(s.params, config, ids[rows][:, :prefix], room=ids.shape[1] - prefix)[0]
             share, read = recovered(s.params, cache, ids[rows])
             shares.append(share[:, :, :count])
             tokens.append(read)

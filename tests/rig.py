@@ -113,10 +113,7 @@ PREDICTOR_TEXT = f"page=8, sinks=8, rows=16, dense_layers=0, recent=16, predicto
 KIVI_TEXT = "kivi(recent=0, group=16)"
 CASES: dict[str, tuple[Case, ...]] = {
     "full": (Case("full", budget=False, uniform=True),),
-    "streaming": (
-        Case("streaming(budget={b})", uniform=True, ranked=4),
-        Case("streaming(budget={b}, relative=False)", uniform=True),
-    ),
+    "streaming": (Case("streaming(budget={b})", uniform=True, ranked=4),),
     "h2o": (
         Case("h2o(budget={b})", columns=1, queries=16),
         Case("h2o(budget={b}) | int8", slot=INT8, columns=1, queries=16),

@@ -249,7 +249,7 @@ def test_growth_times_no_token_twice(params):
 
 
 def test_growth_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     refused(call("bench", "growth", *TINY, "--plot", tmp_path / "g.png"), "pip install 'jkv[plot]'")
 
 

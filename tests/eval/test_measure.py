@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from tokenizers.decoders import ByteLevel as Bytes
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from jkv import flush, models
-from jkv.compiled import forget
+from jkv import models
+from jkv.cache import Cache, LayerCache
 from jkv.eval import attention, experiments, measure, shared, tasks
 from jkv.eval.measure import Fidelity, Texts
 from jkv.io.load import load
@@ -186,27 +187,24 @@ def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
         assert len(found.rows) == 13 and {r["score"] for r in found.rows} == {score}
 
 
-def test_a_real_model_finds_needles_and_a_broken_cache_loses_them(monkeypatch):
+def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
     params = load("smollm2-135m")
     task = tasks.TASKS["niah_single_1"]
-    asked = tasks.examples(task.name, 400, 4, 0, experiments.count(params))
-    prompts = [measure.cut(params, e) for e in asked]
+    asked = tasks.examples(task.name, 400, 3, 0, experiments.count(params))
+    prompts = [[*head, *tail] for head, tail in (measure.cut(params, e) for e in asked)]
+    cache, _ = measure.prefill(params, "int8", [p[:-8] for p in prompts], room=64)
 
-    def score() -> float:
-        answers = measure.answer(params, parse("h2o(budget=320)"), prompts, 16, True, 4)[0]
+    def score(cache: Cache) -> float:
+        answers = measure.generate(params, cache, [p[-8:] for p in prompts], max_new_tokens=16).text
         return np.mean([task.score(x, e.answers) for x, e in zip(answers, asked, strict=True)])
 
-    assert score() >= 0.75
-    real = flush._contest
+    def misplaced(layer: LayerCache) -> LayerCache:  # every value in the slot of another token
+        (tier,) = layer.tiers
+        values = jax.tree.map(lambda x: jnp.roll(x, 7, 2), tier.v)
+        return replace(layer, tiers=(replace(tier, v=values),))
 
-    def newest_of_all(slot_rank, slot_pos, new, limit, config):
-        slot, token = real(slot_rank, slot_pos, new, limit, config)
-        return slot, token[..., ::-1] * 0  # every slot gets the oldest newcomer
-
-    monkeypatch.setattr(flush, "_contest", newest_of_all)
-    forget()
-    assert score() <= 0.25
-    forget()
+    assert score(cache) > 0.5
+    assert score(replace(cache, layers=tuple(map(misplaced, cache.layers)))) == 0
 
 
 def test_every_method_is_in_the_matrix():

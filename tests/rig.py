@@ -114,10 +114,7 @@ KIVI_TEXT = "kivi(recent=0, group=16)"
 CASES: dict[str, tuple[Case, ...]] = {
     "full": (Case("full", budget=False, uniform=True),),
     "streaming": (Case("streaming(budget={b})", uniform=True, ranked=4),),
-    "h2o": (
-        Case("h2o(budget={b})", columns=1, queries=16),
-        Case("h2o(budget={b}) | int8", slot=INT8, columns=1, queries=16),
-    ),
+    "h2o": (Case("h2o(budget={b})", columns=1, queries=16),),
     "snapkv": (
         Case("snapkv(budget={b}, window=8)", recent=8, queries=24),
         Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=24),

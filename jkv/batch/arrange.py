@@ -110,9 +110,11 @@ def _sharing(whole: Bucket) -> Bucket:
             replace(g, members=tuple(i for i in g.members if len(rows[i].tokens) - g.length <= tail)) for g in found
         ]
         kept = [g for g in kept if len(g.members) > 1]
-        first = padded(max((g.length for g in kept), default=0))
+        if not kept:
+            continue
+        first = padded(max(g.length for g in kept))
         ends = [len(rows[i].tokens) - g.length for g in kept for i in g.members]
-        tails = tuple(bounds(ends, worth=PIECE)) if ends else ()
+        tails = tuple(bounds(ends, worth=PIECE))
         alone = sum(_enough(whole.lengths, len(rows[i].tokens)) for g in kept for i in g.members)
         gain = alone - sum(_enough(tails, n) for n in ends) - first * len(kept) - PIECE * (len(tails) - 1)
         if gain > least:

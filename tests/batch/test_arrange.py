@@ -86,6 +86,11 @@ def test_a_long_tail_does_not_lengthen_all_the_others():
     assert bucket.tails == (32,) and len(bucket.shared[0].members) == 20
 
 
+def test_a_short_tail_that_no_two_rows_have_hides_no_longer_one():
+    (bucket,) = arrange(requests([105] + [120] * 8, 100), True)
+    assert bucket.tails == (32,) and len(bucket.shared[0].members) == 9
+
+
 def test_rows_of_like_lengths_are_prefilled_together():
     (bucket,) = arrange(requests(np.random.default_rng(0).integers(16, 257, 200).tolist()), False)
     made = list(waves(bucket, 4, ()))

@@ -76,12 +76,7 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
         "texts that are read after a prompt": config.score.needs.probes,
     }
-    for other, there in others.items():
-        if there:
-            raise ValueError(
-                f"{config}: a prompt that goes on with fewer of its tokens (narrow) does not go with {other}; "
-                "leave out one"
-            )
+    _alone(config, "a prompt that goes on with fewer of its tokens (narrow) does", others)
 
 
 def check_prefill(config: CacheConfig, what: str) -> None:
@@ -108,11 +103,13 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
         f"a codec that codes {max(grains)} tokens together": max(grains) > 1,
         f"{model.heads} kv heads, more than {HEADS}": model.heads > HEADS,
     }
-    for other, there in others.items():
-        if there:
-            raise ValueError(
-                f"{config}: heads that compete for one pool of slots (pooled) do not go with {other}; leave out one"
-            )
+    _alone(config, "heads that compete for one pool of slots (pooled) do", others)
+
+
+def _alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
+    """Raise ValueError for the first of `others` that is there."""
+    for other in (name for name, there in others.items() if there):
+        raise ValueError(f"{config}: {what} not go with {other}; leave out one")
 
 
 def _check_budget(config: CacheConfig, model: ModelConfig) -> None:

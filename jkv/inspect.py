@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jkv.cache import Cache, LayerCache, tree_bytes
+from jkv.figures import blank
 from jkv.protocols import Code, Codec
 
 if TYPE_CHECKING:
@@ -204,20 +205,12 @@ def held(cache: Cache) -> np.ndarray:
 
 def check_path(path: str | Path) -> None:
     """Raise what `plot` would raise for this path, before any work is done for it."""
-    known = sorted(_figures()().canvas.get_supported_filetypes())
+    known = sorted(blank(1, 1).canvas.get_supported_filetypes())
     path = Path(path)
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"cannot draw {path}: its ending must be one of {', '.join(known)}; such as kept.png")
     if not path.parent.is_dir():
         raise ValueError(f"cannot draw {path}: there is no folder {path.parent}; make it, or give another path")
-
-
-def _figures() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib; run: pip install 'jkv[plot]'") from error
-    return Figure
 
 
 def plot(cache: Cache, path: str | Path) -> None:
@@ -240,13 +233,11 @@ def plot(cache: Cache, path: str | Path) -> None:
 
 def figure(cache: Cache) -> Figure:
     """The picture that `plot` writes; raises ImportError without matplotlib."""
-    new = _figures()
-
     share = held(cache)
     layers, seen = share.shape
     kept = np.asarray(cache.kept(), np.float32).mean(1)
     heads = kept.shape[1]
-    fig = new(figsize=(12.5, min(max(3.4 + 0.15 * layers, 4.6), 12)), layout="constrained")
+    fig = blank(12.5, min(max(3.4 + 0.15 * layers, 4.6), 12))
     wide = min(2 + 0.28 * heads, 5)
     grid = fig.add_gridspec(2, 2, width_ratios=(wide, 11 - wide), height_ratios=(4.5, 1))
     fig.suptitle(
@@ -296,15 +287,9 @@ def page(pieces: Sequence[str], weight: Any, label: str, width: int = 100) -> Fi
     >>> [text.get_text() for text in drawn.axes[0].texts]
     ['The tide ', 'tur', 'ns.']
     """
-    new = _figures()
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.patches import Rectangle
-
     weight = np.asarray(weight, float)
     if len(pieces) != len(weight):
         raise ValueError(f"{len(pieces)} pieces of text and {len(weight)} weights: give one a piece")
-    scale = ScalarMappable(cmap="YlOrBr")
-    scale.set_clim(0, 1.6)  # black letters are still read on its darker half
     runs, line, at = [], 0, 0
     for piece, w in zip(pieces, weight, strict=True):
         for i, part in enumerate(piece.split("\n")):
@@ -314,7 +299,12 @@ def page(pieces: Sequence[str], weight: Any, label: str, width: int = 100) -> Fi
                 runs.append((line, at, part[: width - at], w))
                 part, at = part[width - at :], min(at + len(part), width)
     tall, wide = LINE * (line + 1), LETTER * width
-    fig = new(figsize=(wide + 0.2, tall + 0.7))
+    fig = blank(wide + 0.2, tall + 0.7, None)
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.patches import Rectangle
+
+    scale = ScalarMappable(cmap="YlOrBr")
+    scale.set_clim(0, 1.6)  # black letters are still read on its darker half
     size = fig.get_size_inches()
     axes = fig.add_axes((0.1 / size[0], 0.6 / size[1], wide / size[0], tall / size[1]))
     axes.set(xlim=(0, width), ylim=(line + 1, 0))

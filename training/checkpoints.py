@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jkv.figures import blank
 from jkv.io.safetensors import read_json
 from jkv.results import overwrite
 
@@ -64,11 +65,9 @@ class Folder:
 
     def draw(self) -> Path:
         """The curves of all metrics: warm losses by layer, the others by step."""
-        from matplotlib.figure import Figure
-
         found = self.metrics()
         names = sorted({k for row in found for k, x in row.items() if isinstance(x, float)})
-        figure = Figure(figsize=(6.4, 2.2 * max(1, len(names))), layout="constrained")
+        figure = blank(6.4, 2.2 * max(1, len(names)))
         for axes, name in zip(figure.subplots(max(1, len(names)), squeeze=False)[:, 0], names, strict=False):
             rows = [row for row in found if name in row]
             axes.plot([row["number"] for row in rows], [row[name] for row in rows], linewidth=1)

@@ -24,21 +24,13 @@ TEMPERATURE = 0.1
 @part
 class Recipe(trainer.Recipe):
     """How switches are trained: `window` tokens are seen by all; the cache is to shrink to 1 / `ratio` of its tokens
-    beyond them, from all of them at first, in `fall` steps; `weight` of what is kept too many. The rate is constant.
-
-    `budget` and `warm` are TRIM-KV's and not used.
+    beyond them, from all of them at first, in `fall` steps. The rate is constant.
     """
 
-    budget: int = 0
-    warm: int = 0
     steps: int = 512
-    rate: float = 2e-4
     window: int = 128
     ratio: float = 8.0
     fall: int = 480
-
-    def rates(self) -> float:
-        return self.rate
 
     def target(self, step: Array | int) -> Array:
         """The share of tokens to be marked in a step, 1 - 1 / ratio there; the ratio rises in a line.

@@ -21,10 +21,10 @@ from jkv.models import Params
 from jkv.scores import delayed
 from jkv.scores.learned import Retention, start
 from jkv.selectors.forecast import Forecast
-from jkv.training import data, delay, forecast
+from jkv.training import data, delay, forecast, retention
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
-from jkv.training.trainer import Recipe, Training
+from jkv.training.trainer import Training
 
 METHODS: dict[str, Callable[..., None]] = {}
 
@@ -76,7 +76,7 @@ class Run:
 @method
 def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
     """Retention gates."""
-    recipe = Recipe(**chosen, seed=run.seed)
+    recipe = retention.Recipe(**chosen, seed=run.seed)
     made, held = run.given()
     what = run.what(made, recipe, width=width)
     folder = Folder(run.out, what, run.resume)

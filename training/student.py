@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.models import Params, Projected, family
-from jkv.training.losses import Batch, capacity, sees
+from jkv.training.losses import Batch, sees
 
 # layer, its projections, age i32[B,T,S] of every key -> what is added to the logits f32[B,H,T,S], and a memo
 Bias = Callable[[int, Projected, Array], tuple[Array, Any]]
@@ -42,22 +42,3 @@ def hidden(params: Params, batch: Batch, bias: Bias | None = None) -> tuple[Arra
         x, memo = layer(params, x)
         memos.append(memo)
     return x, tuple(memos)
-
-
-def fading(score: Any) -> Bias:
-    """The bias of TRIM-KV: every key's logit + age * log beta, in float32; the memo is log beta f32[B,H,T].
-
-    Source: 2512.03324. The token itself has age 0 and loses nothing; beta 1 is plain attention.
-    """
-
-    def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
-        log_beta = jax.tree.map(lambda x: x[i], score.gate)(a.x)
-        return age.astype(jnp.float32)[:, None] * log_beta[:, :, None], log_beta
-
-    return bias
-
-
-def over(memos: tuple[Array, ...], batch: Batch, budget: int) -> Array:
-    """TRIM-KV's capacity loss over all layers: the mean of what is over capacity."""
-    parts = [capacity(log_beta, batch, budget) for log_beta in memos]
-    return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)  # type: ignore[return-value]

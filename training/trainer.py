@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,9 @@ from jkv import sharding
 from jkv.models import Params
 from jkv.training.checkpoints import Folder
 from jkv.training.data import Order, rows
-from jkv.training.losses import Batch, Teacher, distil, teach
-from jkv.training.optimiser import adamw, advance, cosine
-from jkv.training.student import fading, hidden, over
-from jkv.training.warm import Warm, warm
+from jkv.training.losses import Batch, Teacher, teach
+from jkv.training.optimiser import adamw, advance
+from jkv.training.student import hidden
 from jkv.tree import part, value
 
 LESSONS = 2048  # texts whose teacher is remembered
@@ -30,35 +29,34 @@ Told = tuple[Array, dict[str, Array]]  # a loss, and its parts
 
 @part
 class Recipe:
-    """How a gate is trained: everything that its numbers depend on, but the model and the texts. TRIM-KV's.
+    """How a score is trained: everything that its numbers depend on, but the model and the texts.
 
-    budget: tokens a head; warm: steps a layer, before the others; steps: of the whole model, each of `accumulate`
-    batches of `batch` texts; rate: the largest learning rate, reached after `rise` steps, then a cosine to 1e-6; decay:
-    of the matrices; clip: the norm of the gradient; weight: of the capacity loss; top: tokens of the teacher (0: all);
-    every: steps between checkpoints.
+    steps: of the whole model, each of `accumulate` batches of `batch` texts; rate: the largest learning rate; clip: the
+    norm of the gradient; weight: of what is kept too many; top: tokens of the teacher (0: all); every: steps between
+    checkpoints. A method's own recipe adds its numbers and says what the loss is.
     """
 
-    budget: int
-    warm: int = 500
     steps: int = 0
     batch: int = 1
     accumulate: int = 1
     rate: float = 2e-4
-    rise: int = 100
-    decay: float = 1e-5
     clip: float = 1.0
     weight: float = 1.0
     top: int = 64
     every: int = 25
     seed: int = 0
 
-    def rates(self) -> Any:
-        """The learning rate of every step."""
-        return cosine(self.rate, min(self.rise, self.steps), self.steps)
+    def tune(self) -> Any:
+        """The optimiser."""
+        return adamw(self.rate, self.clip)
+
+    def warmed(self, params: Params, texts: Batch, score: Any, done: int) -> Iterator[tuple[Any, np.ndarray]]:
+        """The score after each layer, from layer `done` on, that is trained alone before the steps; and the losses."""
+        return iter(())
 
     def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
         """The loss of a batch in a step, and its parts by name; key: for what is drawn."""
-        return objective(score, params, batch, teacher, self)
+        raise NotImplementedError
 
 
 @value
@@ -75,22 +73,9 @@ class State:
         return int(self.layers) + int(self.steps)
 
 
-def optimiser(recipe: Recipe) -> Any:
-    return adamw(recipe.rates(), recipe.clip, recipe.decay)
-
-
 def start(score: Any, recipe: Recipe) -> State:
     """The state before anything is trained."""
-    return State(score=score, moments=optimiser(recipe).init(score), layers=jnp.int32(0), steps=jnp.int32(0))
-
-
-def objective(score: Any, params: Params, batch: Batch, teacher: Teacher, recipe: Recipe) -> Told:
-    """(KL + cross-entropy) / 2 + weight * capacity loss, and its three parts. Source: TRIM-KV (2512.03324)."""
-    x, memos = hidden(params, batch, fading(score))
-    kl, ce = distil(params, x, batch, teacher)
-    cap = over(memos, batch, recipe.budget)
-    loss = (kl + ce) / 2 + recipe.weight * cap
-    return loss, {"loss": loss, "kl": kl, "ce": ce, "capacity": cap}
+    return State(score=score, moments=recipe.tune().init(score), layers=jnp.int32(0), steps=jnp.int32(0))
 
 
 @partial(jax.jit, static_argnames=("k",))
@@ -117,7 +102,7 @@ def update(
 
     total, told = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state.score), (batches, teachers, keys))
     slope = jax.tree.map(lambda x: x / recipe.accumulate, total)
-    score, moments = advance(optimiser(recipe), slope, state.moments, state.score)
+    score, moments = advance(recipe.tune(), slope, state.moments, state.score)
     made = State(score=score, moments=moments, layers=state.layers, steps=state.steps + 1)
     metrics = {name: x.mean() for name, x in told.items()} | {"gradient": optax.tree.norm(slope)}
     fine = jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))).all()
@@ -157,16 +142,12 @@ class Training:
         return self.state
 
     def _warm(self) -> None:
-        recipe, done = self.recipe, int(self.state.layers)
-        if not recipe.warm or done == self.params.config.layers:
-            return
-        plan = Warm(steps=recipe.warm, budget=recipe.budget, weight=recipe.weight, seed=recipe.seed)
-        assert self.state.score.gate is not None
-        for gate, losses in warm(self.params, self.texts, self.state.score.gate, plan, done):
+        found = self.recipe.warmed(self.params, self.texts, self.state.score, int(self.state.layers))
+        for score, losses in found:
             layer = int(self.state.layers)
             if not np.isfinite(losses).all():
                 raise self._failed(f"the warm start of layer {layer}", f"{layer} layers")
-            self.state = replace(self.state, score=replace(self.state.score, gate=gate), layers=jnp.int32(layer + 1))
+            self.state = replace(self.state, score=score, layers=jnp.int32(layer + 1))
             self._tell(f"layer {layer}", {"warm": float(losses[-max(1, len(losses) // 10) :].mean())})
             self.folder.save(self.state.number, self.state)
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from jkv import checks, methods
 from jkv.bench.engines import Jkv
 from jkv.bench.speed import mib, number
+from jkv.figures import blank
 from jkv.models import ModelConfig, Params
 
 PROMPT, PIECE = 16, 16  # tokens before the first generated one; tokens timed at a time
@@ -78,9 +79,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws ms a token and MiB against the tokens generated, a line a cache; raises as `jkv.inspect.plot` does."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = blank(11, 4.2)
     for axis, key, scale, name in zip(
         figure.subplots(1, 2), ("ms", "bytes"), (1, 2**20), ("ms a token", "MiB of the cache"), strict=True
     ):

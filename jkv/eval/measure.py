@@ -227,7 +227,7 @@ def cut(params: Params, example: Example) -> tuple[list[int], list[int]]:
 def added(params: Params, text: str) -> list[int]:
     """Token ids of text that follows another."""
     assert params.tokenizer is not None
-    return params.tokenizer.core.encode(text, add_special_tokens=False).ids
+    return params.tokenizer.within(text)
 
 
 def overhead(params: Params) -> int:

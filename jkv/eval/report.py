@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from jkv.eval.points import METRICS, Point, Row, pareto
+from jkv.figures import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,17 +65,9 @@ def table(found: Sequence[Point]) -> Table:
     return out
 
 
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'jkv[plot]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def plot(found: Sequence[Point], cost: str, title: str) -> Figure:
     """Quality against `cost` ("bytes" or "ms_token"): a line a family of caches, the Pareto front in black."""
-    metric, figure = found[0].metric, _figure(9, 5.5)
+    metric, figure = found[0].metric, blank(9, 5.5)
     axes = figure.add_subplot()
     families: dict[str, list[Point]] = {}
     for p in found:
@@ -106,7 +99,7 @@ def heat(rows: Sequence[Row], title: str) -> Figure:
     cells = {tuple(r["task"].split("/")[1:]): r["score"] for r in rows}
     lengths = sorted({n for n, _ in cells}, key=int)
     depths = sorted({d for _, d in cells}, key=float)
-    figure = _figure(1.5 + 0.8 * len(lengths), 1.2 + 0.4 * len(depths))
+    figure = blank(1.5 + 0.8 * len(lengths), 1.2 + 0.4 * len(depths))
     axes = figure.add_subplot()
     grid = [[cells.get((n, d), float("nan")) for n in lengths] for d in depths]
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -120,7 +113,7 @@ def heat(rows: Sequence[Row], title: str) -> Figure:
 def layers(row: Row) -> Figure:
     """Of one fidelity row: the attention kept per layer and head, and what each layer's compression costs."""
     swept = "by_layer" in row
-    figure = _figure(9 if swept else 6, 4)
+    figure = blank(9 if swept else 6, 4)
     left, *right = figure.subplots(1, 2 if swept else 1, squeeze=False)[0]
     image = left.imshow(row["mass"], vmin=0, vmax=1, aspect="auto", cmap="viridis")
     left.set(xlabel="kv head", ylabel="layer", title="attention to the prefix that is kept")

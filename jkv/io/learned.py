@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from jkv.results import overwrite
 if TYPE_CHECKING:
     from jkv.models import Params
 
+T = TypeVar("T")
 WEIGHTS, CARD = "weights.safetensors", "card.json"
 SHIPPED = resources.files("jkv") / "learned"  # a folder for each that comes with the package
 
@@ -75,14 +77,22 @@ def check(models: Sequence[str], params: Params) -> None:
         )
 
 
-def shipped(method: str, params: Params) -> str:
-    """The folder that comes with jkv for a method and model; ValueError with how to train one."""
+def shipped(method: str, params: Params, make: Callable[..., T], *more: Hashable) -> T:
+    """make(folder, *more) of the folder that comes with jkv for a method and model; ValueError with how to train one.
+
+    Such a folder does not change: it is read once.
+    """
     own = fingerprint(params)
     for folder in sorted(Path(str(SHIPPED)).glob("*")):
         card = read_json(folder / CARD)
         if card and card.get("method") == method and own in card.get("model", ()):
-            return str(folder)
+            return _made(make, str(folder), *more)
     raise ValueError(
         f"{method} needs weights that were trained for this model ({own}), and none come with jkv: "
         f"run `jkv train {method} --model ... --out FOLDER`, then give that folder to {method}"
     )
+
+
+@cache
+def _made(make: Callable[..., T], folder: str, *more: Hashable) -> T:
+    return make(folder, *more)

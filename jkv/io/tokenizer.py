@@ -43,10 +43,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, after the begin token if the model wants one and `text` has none yet."""
-        ids = self.core.encode(text, add_special_tokens=False).ids
+        ids = self.within(text)
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def within(self, text: str) -> list[int]:
+        """Token ids of text that follows another: nothing is added to it."""
+        return self.core.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids without the special tokens; raises ValueError for ids that are negative or too large."""

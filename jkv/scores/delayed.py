@@ -80,7 +80,7 @@ class Delayed(Score):
 
     def bound(self, params: Params) -> Delayed:
         if self.gate is None:
-            return trained(learned.shipped(METHOD, params), self.window)
+            return learned.shipped(METHOD, params, trained, self.window)
         learned.check(self.models, params)
         return self
 

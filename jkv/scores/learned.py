@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import jax
@@ -72,7 +71,7 @@ class Retention(Score):
 
     def bound(self, params: Params) -> Retention:
         if self.gate is None:
-            return shipped(learned.shipped("trimkv", params))
+            return learned.shipped("trimkv", params, trained)
         learned.check(self.models, params)
         return self
 
@@ -101,9 +100,3 @@ def trained(folder: str) -> Retention:
         )
     gate = Gate(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
     return Retention(gate=gate, models=tuple(card["model"]))
-
-
-@cache
-def shipped(folder: str) -> Retention:
-    """`trained` of a folder that comes with jkv and does not change: it is read once."""
-    return trained(folder)

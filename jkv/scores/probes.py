@@ -69,7 +69,8 @@ class Rebuilt(Learned):
     sinks: int = 4
 
     def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
-        again, go_on = (words(params, text) for text in (AGAIN, GO_ON))
+        within = params.tokenizer.within if params.tokenizer else lambda text: []
+        again, go_on = within(AGAIN), within(GO_ON)
         out = []
         for start in range(0, max(map(len, rows)), self.piece):
             pieces = [r[start : start + self.piece] for r in rows]
@@ -93,11 +94,6 @@ class Rebuilt(Learned):
         best = ev.fold(lambda p, q_pos, pos, index: among(p, pos).max((2, 3)), asked, jnp.maximum)
         inside = (ev.pos >= first[:, None, None]) & (ev.pos < end[:, None, None])
         return {**ev.columns, "learned": jnp.where(inside, best, ev.columns["learned"])}
-
-
-def words(params: Params, text: str) -> list[int]:
-    """Token ids of a request within a prompt; none without a tokenizer."""
-    return [] if params.tokenizer is None else params.tokenizer.core.encode(text, add_special_tokens=False).ids
 
 
 def reach(params: Params, rows: list[list[int]], probes: list[list[int]], way_out: str) -> None:

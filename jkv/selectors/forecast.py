@@ -138,7 +138,7 @@ class Forecast(Selector):
 
     def bound(self, params: Params) -> Forecast:
         if self.net is None:
-            net, models = trained(learned.shipped(METHOD, params), self.kind)
+            net, models = learned.shipped(METHOD, params, trained, self.kind)
             return replace(self, net=net, models=models)
         learned.check(self.models, params)
         return self

@@ -11,8 +11,8 @@ from jkv import models
 from jkv.scores.learned import Gate, Retention, start
 from jkv.training import losses, trainer
 from jkv.training.losses import Batch
-from jkv.training.student import fading, hidden
-from jkv.training.trainer import Recipe
+from jkv.training.retention import Recipe, fading
+from jkv.training.student import hidden
 
 PARAMS = models.random(models.TINY)
 MODEL = PARAMS.config
@@ -143,8 +143,8 @@ def graded():
     """Metrics and gradient of the whole loss, and the exact teacher."""
     recipe = Recipe(budget=BUDGET, weight=0.7)
     teacher = trainer.lesson(PARAMS, BATCH, 0)
-    grad = jax.jit(jax.grad(trainer.objective, has_aux=True), static_argnums=4)
-    slope, told = grad(Retention(gate=GATE), PARAMS, BATCH, teacher, recipe)
+    grad = jax.jit(lambda score: jax.grad(recipe.loss, has_aux=True)(score, PARAMS, BATCH, teacher, None, None))
+    slope, told = grad(Retention(gate=GATE))
     return slope.gate, {name: float(x) for name, x in told.items()}, teacher
 
 

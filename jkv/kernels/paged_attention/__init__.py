@@ -11,6 +11,12 @@ from jax import Array
 from jkv.cache import take
 
 
+def refusal(unit: int, tile: int) -> str | None:
+    """Why pages of `unit` slots cannot be read in tiles of `tile`, or None."""
+    fits = tile % unit == 0 or unit % tile == 0
+    return None if fits else f"pages of {unit} slots; divisors and multiples of {tile} are"
+
+
 def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array]:
     """Tiles i32[B,H,U] of `tile` slots that hold picked pages i32[B,H,P], and what is to be read of them.
 

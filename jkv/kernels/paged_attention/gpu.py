@@ -8,16 +8,13 @@ from jax import Array
 
 from jkv.attend import Partial
 from jkv.kernels.decode_attention import gpu
-from jkv.kernels.paged_attention import visits
+from jkv.kernels.paged_attention import refusal, visits
 from jkv.protocols import Linear
 
 
 def supports(k: Linear, v: Linear, dim: int, queries: int, unit: int) -> str | None:
     """Why these codes, or pages of `unit` slots, have no kernel, or None."""
-    if (why := gpu.supports(k, v, dim, queries)) is not None:
-        return why
-    tile = gpu.tile_of(v)
-    return f"pages of {unit} slots; divisors and multiples of {tile} are" if tile % unit and unit % tile else None
+    return gpu.supports(k, v, dim, queries) or refusal(unit, gpu.tile_of(v))
 
 
 def attention(

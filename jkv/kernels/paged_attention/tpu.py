@@ -12,7 +12,7 @@ from jax import Array
 from jkv.attend import Partial
 from jkv.kernels.decode_attention import tpu
 from jkv.kernels.decode_attention.tpu_sides import LANES
-from jkv.kernels.paged_attention import visits
+from jkv.kernels.paged_attention import refusal, visits
 from jkv.protocols import Linear
 
 ROWS = 8  # of a block of steps that tokens share
@@ -20,10 +20,7 @@ ROWS = 8  # of a block of steps that tokens share
 
 def supports(k: Linear, v: Linear, dim: int, queries: int, unit: int) -> str | None:
     """Why these codes, or pages of `unit` slots, have no kernel, or None."""
-    if (why := tpu.supports(k, v, dim, queries)) is not None:
-        return why
-    least = least_tile(k)
-    return f"pages of {unit} slots; divisors and multiples of {least} are" if least % unit and unit % least else None
+    return tpu.supports(k, v, dim, queries) or refusal(unit, least_tile(k))
 
 
 def least_tile(k: Linear) -> int:

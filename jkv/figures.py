@@ -1,0 +1,17 @@
+"""Pictures, where matplotlib is installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def blank(width: float, height: float, layout: str | None = "constrained") -> Figure:
+    """A figure of so many inches that belongs to no window; raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib; run: pip install 'jkv[plot]'") from error
+    return Figure(figsize=(width, height), layout=layout)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from jkv.tree import static, value
 if TYPE_CHECKING:
     from jkv.config import CacheConfig, LayerConfig, TierConfig
     from jkv.models import ModelConfig, Params
+    from jkv.models.ssd import State
 
 
 def take(x: Array, index: Array) -> Array:
@@ -99,12 +100,13 @@ class LayerCache:
 class Cache:
     """What a model remembers of its rows.
 
-    layers; seen, prompt i32[B] tokens; fill i32[] entries used in every recent window; plan: the config of each
-    layer; model; name: the config's text; new: generated tokens it was made for. A value: nothing changes it, every
-    function returns a new one.
+    layers: of the blocks that attend; states: of those that recur, whose size no text changes; seen, prompt i32[B]
+    tokens; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
+    text; new: generated tokens it was made for. A value: nothing changes it, every function returns a new one.
     """
 
     layers: tuple[LayerCache, ...]
+    states: tuple[State, ...]
     seen: Array
     prompt: Array
     fill: Array
@@ -115,8 +117,23 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every array of the layers, metadata included."""
-        return tree_bytes(self.layers)
+        """Bytes of every array of the layers and states, metadata included."""
+        return tree_bytes((self.layers, self.states))
+
+    @property
+    def stay(self) -> int:
+        """Entries that a flush can leave in a recent window."""
+        return self.plan[0].stay if self.plan else 0
+
+    @property
+    def room(self) -> int:
+        """Entries of a recent window."""
+        return self.plan[0].room if self.plan else self.states[0].dt.shape[1]
+
+    @property
+    def dtype(self) -> Any:
+        """Of exact keys and values, and of what waits to enter a state."""
+        return self.layers[0].recent.k.dtype if self.layers else self.states[0].raw.dtype
 
     @property
     def rows(self) -> int:
@@ -124,6 +141,8 @@ class Cache:
 
     def kept(self) -> Array:
         """i32[L,B,H]: tokens held per layer, row and kv head, recent window included."""
+        if not self.layers:
+            return jnp.zeros((0, self.rows, self.model.heads), jnp.int32)
         return jnp.stack([layer_kept(layer) for layer in self.layers])
 
     def fork(self, n: int) -> Cache:
@@ -134,17 +153,23 @@ class Cache:
 
     def pick(self, index: Array) -> Cache:
         """The rows i32[n], in that order; a row that is named twice is copied."""
-        layers, seen, prompt = jax.tree.map(lambda x: x[index], (self.layers, self.seen, self.prompt))
-        return replace(self, layers=layers, seen=seen, prompt=prompt)
+        return self._with(jax.tree.map(lambda x: x[index], self._rows))
+
+    @property
+    def _rows(self) -> Any:
+        """What belongs to rows."""
+        return self.layers, self.states, self.seen, self.prompt
+
+    def _with(self, rows: Any) -> Cache:
+        layers, states, seen, prompt = rows
+        return replace(self, layers=layers, states=states, seen=seen, prompt=prompt)
 
     def put(self, slots: Array, rows: Cache) -> Cache:
         """The cache with rows of another of the same plan in `slots` i32[n]; a slot of B or more is dropped.
 
         The two must have flushed as long ago: one `fill` serves all rows.
         """
-        own, new = ((x.layers, x.seen, x.prompt) for x in (self, rows))
-        layers, seen, prompt = jax.tree.map(lambda a, b: a.at[slots].set(b, mode="drop"), own, new)
-        return replace(self, layers=layers, seen=seen, prompt=prompt)
+        return self._with(jax.tree.map(lambda a, b: a.at[slots].set(b, mode="drop"), self._rows, rows._rows))
 
     def rollback(self, n: int) -> Cache:
         """The cache without the newest n tokens of every row.
@@ -156,7 +181,7 @@ class Cache:
                 f"rollback({n}): {self.name} remembers what each step attended to, also those to be taken back; "
                 "a cache is a value, so keep the older one and go on from it"
             )
-        since = int(self.fill) - self.plan[0].stay
+        since = min(int(self.fill) - self.stay, *(int(x.count.min()) for x in self.states[:1]), self.room)
         if not 0 <= n <= since:
             raise ValueError(
                 f"rollback({n}): {since} tokens were added since the last flush; a cache is a value, so keep the older "
@@ -172,12 +197,15 @@ class Cache:
             return replace(layer, recent=recent, queries=queries)
 
         layers = tuple(cut(layer) for layer in self.layers)
-        return replace(self, layers=layers, seen=seen, fill=self.fill - n if self._dense_tail(n) else self.fill)
+        states = tuple(replace(x, count=x.count - n) for x in self.states)
+        fill = self.fill - n if self._dense_tail(n) else self.fill
+        return replace(self, layers=layers, states=states, seen=seen, fill=fill)
 
     def _dense_tail(self, n: int) -> bool:
         """Whether the newest n places of every recent window hold the newest n tokens: no row paused meanwhile."""
         fill = int(self.fill)
-        return bool((self.layers[0].recent.pos[:, fill - n : fill] >= self.seen[:, None] - n).all())
+        newest = (layer.recent.pos[:, fill - n : fill] for layer in self.layers[:1])
+        return all(bool((pos >= self.seen[:, None] - n).all()) for pos in newest)
 
     def save(self, path: str | Path, params: Params) -> None:
         """Write the cache to one file that only this model can load; see `Cache.load`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     """Raise ValueError if the config cannot work with the model, or with a prefill in chunks of `chunk` tokens."""
     kernels.check(config.kernels)
+    if not model.layers:
+        _check_idle(config, model)
     if config.block < 1:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
     if config.recent < 0:
@@ -75,8 +78,18 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         f"chunk={chunk}": bool(chunk),
         "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
         "texts that are read after a prompt": config.score.needs.probes,
+        "blocks that recur, which read every token": model.mixers is not None,
     }
     _alone(config, "a prompt that goes on with fewer of its tokens (narrow) does", others)
+
+
+def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
+    plain = replace(CacheConfig(), block=config.block, kernels=config.kernels, claim=config.claim, name=config.name)
+    if config != plain:
+        raise ValueError(
+            f"{config}: no block of this {model.family} model attends, so it has no keys and values to compress; its "
+            "states have a fixed size: use full"
+        )
 
 
 def check_prefill(config: CacheConfig, what: str) -> None:

@@ -17,11 +17,12 @@ from jkv.cache import Cache, tree_bytes
 from jkv.checks import check
 from jkv.compiled import compiled, use_disk_cache
 from jkv.config import CacheConfig
-from jkv.loop import Decoding, absorb, absorb_own, compress, empty, probe, run_blocks
+from jkv.loop import Decoding, absorb, absorb_own, compress, probe, run_blocks
 from jkv.methods import config as read_config
 from jkv.models import Params
 from jkv.prompts import Prompt, bucket, check_length, encode, pad, reaching, stop_ids_of
 from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of
+from jkv.sizes import empty
 
 if TYPE_CHECKING:
     from jkv.sharding import Over
@@ -138,11 +139,11 @@ def _extend(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tu
     if len(rows) != cache.rows:
         raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
     longest = int(cache.seen.max()) + max(map(len, rows)) + new
-    plan = cache.plan[0]
-    if plan.tiers and not plan.tiers[0].evicts and longest > plan.longest:
-        raise ValueError(
-            f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
-        )
+    for plan in cache.plan[:1]:
+        if plan.tiers and not plan.tiers[0].evicts and longest > plan.longest:
+            raise ValueError(
+                f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
+            )
     cost = Cost()
     params = replace(params, config=cache.model)
     cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))))
@@ -281,7 +282,7 @@ class _Run:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
             self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, self.room, chunk)
         self.params = replace(params, config=self.cache.model)
-        self.predicted = tree_bytes(jax.eval_shape(lambda: self.cache.layers))
+        self.predicted = self.cache.nbytes
         used = None
         if settings.get("repetition_penalty", 1.0) != 1.0:
             table = np.zeros((b, params.config.vocab), bool)
@@ -308,7 +309,7 @@ class _Run:
         program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
         self.temporary = program.temporary
         start = time.perf_counter()
-        size = self.cache.plan[0].block if live else self.new
+        size = self.cache.room - self.cache.stay if live else self.new
         unread: list[tuple[Array, Array]] = []
         for done in (*range(size, self.new, size), self.new):
             self.state = program(self.params, self.state, self.sampling, jnp.int32(done))
@@ -346,6 +347,7 @@ class _Run:
             tokens_kept=kept_tokens(state.cache),
             bytes_full=full_bytes(state.cache),
             bytes_kept=state.cache.nbytes,
+            bytes_states=tree_bytes(state.cache.states),
             bytes_predicted=self.predicted,
             bytes_temporary=self.temporary,
             prefill_tokens_per_s=prompt / max(self.prefill_cost.running, 1e-9),

@@ -57,14 +57,16 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A cache in numbers: `seen` tokens of each row, and every layer; its parts add up to `Cache.nbytes`."""
+    """A cache in numbers: `seen` tokens of each row, every layer that attends, and the bytes of the states of those
+    that recur; together they are `Cache.nbytes`."""
 
     seen: list[int]
     layers: list[Layer]
+    states: list[int]
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers) + sum(self.states)
 
 
 def summary(cache: Cache) -> Summary:
@@ -116,7 +118,7 @@ def summary(cache: Cache) -> Summary:
                 parts=parts,
             )
         )
-    return Summary(seen=np.asarray(cache.seen).tolist(), layers=layers)
+    return Summary(seen=np.asarray(cache.seen).tolist(), layers=layers, states=[tree_bytes(x) for x in cache.states])
 
 
 def _first(code: Code) -> int:

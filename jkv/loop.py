@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import attend, attend_causal, merge_all, visible
-from jkv.cache import Cache, LayerCache, Queries, Tier, Window, empty_layer, tree_bytes
+from jkv.cache import Cache, LayerCache, Queries, Tier, Window
 from jkv.compiled import ANY, program
-from jkv.config import CacheConfig, LayerConfig, resolve
+from jkv.config import LayerConfig
 from jkv.evidence import evidence
 from jkv.flush import flush, going_on
-from jkv.models import ModelConfig, Params, family
+from jkv.models import ModelConfig, Params, family, ssd
+from jkv.models import layer as block
+from jkv.models.ssd import State
 from jkv.protocols import Born
 from jkv.sampling import Sampling, sample
 from jkv.tiers import attend_tier, observed
@@ -25,39 +28,7 @@ from jkv.tree import value
 if TYPE_CHECKING:
     from jkv.rope import Rope
 
-
-def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
-    """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them generated."""
-    plan, layers = layout(config, model, rows, longest, new, dtype)
-    layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
-    return Cache(
-        layers=layers,
-        seen=jnp.zeros(rows, jnp.int32),
-        prompt=jnp.zeros(rows, jnp.int32),
-        fill=jnp.int32(plan[0].stay),
-        plan=plan,
-        model=model,
-        name=config.name,
-        new=new,
-    )
-
-
-def fitted(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> CacheConfig:
-    """The config with its budget in tokens, where it is in bytes of a cache of so many rows."""
-    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
-    return replace(config, budget=config.budget.fit(cost, longest))
-
-
-def layout(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
-    """The plan of each layer and the shapes of its cache, once the budget is a number of tokens."""
-    return _layers(fitted(config, model, rows, longest, new, dtype), model, rows, longest, new, dtype)
-
-
-def _layers(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
-    plan = resolve(config, model, longest, new)
-    kinds = {jax.tree.structure(p): p for p in plan}
-    shapes = {k: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for k, p in kinds.items()}
-    return plan, tuple(shapes[jax.tree.structure(p)] for p in plan)
+Weights = Mapping[str, Array]
 
 
 def positions(ids: Array, seen: Array) -> Array:
@@ -86,8 +57,9 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
 
     def run(pos: Array, i: int, new: Any) -> tuple[Array, tuple[LayerCache, Array | None]]:
         plan, layer, rope, dtype = cache.plan[i], cache.layers[i], model.ropes[i], cache.layers[i].recent.k.dtype
-        # Of the last layer only the newest row's output is used: only it and the queries that the score asks for run.
-        rows = pos.shape[1] if i < model.layers - 1 or plan.needs.new else max(1, plan.needs.queries)
+        # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
+        last = i == model.layers - 1 and model.attends(model.depth - 1)
+        rows = max(1, plan.needs.queries) if last and not plan.needs.new else pos.shape[1]
         q_pos = pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
         window = _window(new, pos, plan, rope, dtype)
@@ -107,17 +79,27 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh)
         return part.finish(), (layer, on)
 
-    x = net.embed(params, jnp.maximum(ids, 0))
-    layers = []
-    for i in range(model.layers):
-        x, (layer, on) = net.layer(params, i, x, pos, partial(run, pos))
-        layers.append(layer)
+    def mix(i: int, w: Weights, x: Array) -> tuple[Array, tuple[State, None]]:
+        assert model.mixers is not None
+        y, state = ssd.read(w, model.mixers, model.eps, x, pos >= 0, cache.states[i])
+        return y, (state, None)
+
+    x, made = net.embed(params, jnp.maximum(ids, 0)), []
+    for i in range(model.depth):
+        x, (one, on) = block(params, i, x, pos, partial(run, pos), mix)
+        made.append(one)
         if on is not None:
             x = jnp.take_along_axis(x, jnp.maximum(on, 0)[..., None], 1)
             pos = jnp.where(on < 0, -1, jnp.take_along_axis(pos, jnp.maximum(on, 0), 1))
     logits = net.head(params, x[:, -1:])[:, 0]
-    fill = jnp.int32(cache.plan[0].stay)
-    return replace(cache, layers=tuple(layers), seen=seen, prompt=cache.prompt + added, fill=fill), logits
+    layers, states = _sorted(model, made)
+    prompt, fill = cache.prompt + added, jnp.int32(cache.stay)
+    return replace(cache, layers=layers, states=states, seen=seen, prompt=prompt, fill=fill), logits
+
+
+def _sorted(model: ModelConfig, made: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What was made of each block: of those that attend, and of those that recur."""
+    return tuple(tuple(x for i, x in enumerate(made) if model.attends(i) is kind) for kind in (True, False))  # type: ignore[return-value]
 
 
 # For a cache that nobody needs any more: the new one takes its memory.
@@ -136,7 +118,7 @@ def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids:
     layers = tuple(
         replace(a, recent=b.recent, queries=b.queries) for a, b in zip(empty.layers, first.layers, strict=True)
     )
-    begun = replace(empty, layers=layers, seen=first.seen, prompt=first.prompt)
+    begun = replace(empty, layers=layers, states=first.states, seen=first.seen, prompt=first.prompt)
     return _absorbed(params, begun, ids, fresh=True, begun=True)
 
 
@@ -170,12 +152,15 @@ def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
         columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
         return part.finish(), replace(layer, recent=replace(layer.recent, columns=columns))
 
-    x = net.embed(params, jnp.maximum(ids, 0))
-    layers = []
-    for i in range(model.layers):
-        x, layer = net.layer(params, i, x, pos, run)
-        layers.append(layer)
-    return replace(cache, layers=tuple(layers))
+    def mix(i: int, w: Weights, x: Array) -> tuple[Array, None]:
+        assert model.mixers is not None
+        return ssd.read(w, model.mixers, model.eps, x, pos >= 0, cache.states[i])[0], None
+
+    x, made = net.embed(params, jnp.maximum(ids, 0)), []
+    for i in range(model.depth):
+        x, one = block(params, i, x, pos, run, mix)
+        made.append(one)
+    return replace(cache, layers=_sorted(model, made)[0])
 
 
 @program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
@@ -186,7 +171,8 @@ def compress(empty: Cache, whole: Cache) -> Cache:
         flush(a, b.recent, (None, None), whole.seen, generated, plan, rope, model, fresh=True)
         for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True)
     )
-    return replace(empty, layers=layers, seen=whole.seen, prompt=whole.prompt, fill=jnp.int32(empty.plan[0].stay))
+    fill = jnp.int32(empty.stay)
+    return replace(empty, layers=layers, states=whole.states, seen=whole.seen, prompt=whole.prompt, fill=fill)
 
 
 def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:
@@ -218,12 +204,13 @@ def _write_queries(buffer: Queries, new: Queries, at: Array | int) -> Queries:
 
 @value
 class Moving:
-    """What one decode step changes: recent windows, kept queries, seen, fill. The tiers are constants to it, but for
-    the summaries of selectors that watch: of each layer and tier, None where there is none."""
+    """What one decode step changes: recent windows, kept queries, states' windows, seen, fill. The tiers are constants
+    to it, but for the summaries of selectors that watch: of each layer and tier, None where there is none."""
 
     recent: tuple[Window, ...]
     queries: tuple[Queries | None, ...]
     summaries: tuple[tuple[Any, ...], ...]
+    states: tuple[State, ...]
     seen: Array
     fill: Array
 
@@ -256,13 +243,24 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
             queries = _write_queries(queries, Queries(q=q, pos=pos, lse=part.lse), plan.needs.queries + step)
         return part.finish(), (recent, queries, summaries)
 
+    def mix(i: int, w: Weights, x: Array) -> tuple[Array, State]:
+        assert model.mixers is not None
+        return ssd.step(w, model.mixers, model.eps, x, alive, moving.states[i])
+
     x, moved = net.embed(params, token[:, None]), []
-    for i in range(model.layers):
-        x, parts = net.layer(params, i, x, pos, run)
+    for i in range(model.depth):
+        x, parts = block(params, i, x, pos, run, mix)
         moved.append(parts)
-    recent, queries, summaries = zip(*moved, strict=True)
-    seen = moving.seen + alive.astype(jnp.int32)
-    after = Moving(recent=recent, queries=queries, summaries=summaries, seen=seen, fill=moving.fill + 1)
+    layers, states = _sorted(model, moved)
+    recent, queries, summaries = zip(*layers, strict=True) if layers else ((), (), ())
+    after = Moving(
+        recent=recent,
+        queries=queries,
+        summaries=summaries,
+        states=states,
+        seen=moving.seen + alive.astype(jnp.int32),
+        fill=moving.fill + 1,
+    )
     return after, net.head(params, x)[:, 0]
 
 
@@ -274,6 +272,7 @@ def _split(cache: Cache) -> Moving:
             tuple(t.summary if c.select and c.select.watches else None for t, c in zip(x.tiers, p.tiers, strict=True))
             for x, p in zip(cache.layers, cache.plan, strict=True)
         ),
+        states=cache.states,
         seen=cache.seen,
         fill=cache.fill,
     )
@@ -289,12 +288,12 @@ def _join_cache(cache: Cache, moving: Moving) -> Cache:
         replace(layer, recent=r, queries=q, tiers=_tiers(layer, s))
         for layer, r, q, s in zip(cache.layers, moving.recent, moving.queries, moving.summaries, strict=True)
     )
-    return replace(cache, layers=layers, seen=moving.seen, fill=moving.fill)
+    return replace(cache, layers=layers, states=moving.states, seen=moving.seen, fill=moving.fill)
 
 
 def settle(cache: Cache) -> Cache:
     """Flush if the recent windows are full; otherwise nothing changes."""
-    due = cache.fill >= cache.plan[0].room
+    due = cache.fill >= cache.room
     generated = cache.seen - cache.prompt
 
     def settled(i: int, layer: LayerCache) -> LayerCache:
@@ -311,7 +310,14 @@ def settle(cache: Cache) -> Cache:
         jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, i=i: settled(i, x), layer)
         for i, layer in enumerate(cache.layers)
     )
-    return replace(cache, layers=layers, fill=jnp.where(due, cache.plan[0].stay, cache.fill))
+    return replace(cache, layers=layers, fill=jnp.where(due, cache.stay, cache.fill))
+
+
+def entered(params: Params, cache: Cache) -> Cache:
+    """The cache whose states have taken in what waited."""
+    m, at = cache.model.mixers, cache.model.mixers.at if cache.model.mixers else ()
+    states = tuple(ssd.settle(params.layers[i], m, x) for i, x in zip(at, cache.states, strict=True) if m)
+    return replace(cache, states=states)
 
 
 def _begun(buffer: Queries, first: Queries) -> Queries:
@@ -347,8 +353,8 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
         return (state.count < stop) & state.alive.any()
 
     def block(state: Decoding) -> Decoding:
-        cache = settle(state.cache)
-        room = cache.plan[0].room
+        cache = entered(params, settle(state.cache))
+        room = cache.room
 
         def going(carry: Any) -> Array:
             moving, _, alive, _, _, count, _ = carry
@@ -392,6 +398,7 @@ def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots
 @jax.jit
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
-    cache = settle(cache)
+    due = (cache.fill >= cache.room).astype(jnp.int32)
+    cache = jax.lax.fori_loop(0, due, lambda _, x: entered(params, x), settle(cache)) if cache.states else settle(cache)
     moving, logits = _advance(params, cache, _split(cache), jnp.maximum(token, 0), token >= 0)
     return _join_cache(cache, moving), logits

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.table import Table
 
-from jkv import checks, loop, models, sampling, sharding
+from jkv import checks, loop, models, sampling, sharding, sizes
 from jkv.aot import Target
 from jkv.config import CacheConfig
 from jkv.models import ModelConfig
@@ -132,7 +132,7 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
 
     def shapes(kernels: str) -> Any:
         config = replace(job.config, kernels=kernels)
-        return jax.eval_shape(lambda: loop.empty(config, job.model, job.batch, job.context, new, job.dtype))
+        return jax.eval_shape(lambda: sizes.empty(config, job.model, job.batch, job.context, new, job.dtype))
 
     own = shapes(target.kernels)
     try:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.cache import Cache
+from jkv.cache import Cache, tree_bytes
 from jkv.tiers import reader_of
 
 
@@ -19,8 +19,9 @@ from jkv.tiers import reader_of
 class Report:
     """What one generation cost.
 
-    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the same tokens uncompressed, `bytes_predicted`
-    from the config before anything ran, `bytes_temporary` of the decode loop by the compiler. tokens_kept: per layer
+    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the same tokens uncompressed, `bytes_states` of the
+    blocks that recur (in both; no method changes them), `bytes_predicted` from the config before anything ran,
+    `bytes_temporary` of the decode loop by the compiler. tokens_kept: per layer
     and head, mean over rows. kl: mean KL(full || compressed) in nats over the generated tokens; divergence: index of
     the first token that the full cache would have chosen otherwise (-1: none); both None if not asked for.
     """
@@ -33,6 +34,7 @@ class Report:
     tokens_kept: list[list[float]]
     bytes_full: int
     bytes_kept: int
+    bytes_states: int
     bytes_predicted: int
     bytes_temporary: int
     prefill_tokens_per_s: float
@@ -51,16 +53,20 @@ class Report:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        kept = np.mean(self.tokens_kept)
         seen = (self.tokens_prompt + self.tokens_new) / self.rows
+        tokens = f"{seen:.0f} seen; no block attends"
+        if self.tokens_kept:
+            tokens = f"{np.mean(self.tokens_kept):.0f} kept of {seen:.0f} seen, per layer and head"
         lines = [
             f"cache        {self.config}",
             f"exactness    {self.exactness}",
             f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full: {self.ratio:.1f}x smaller",
-            f"tokens       {kept:.0f} kept of {seen:.0f} seen, per layer and head",
+            f"tokens       {tokens}",
             f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
             f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels}",
         ]
+        if self.bytes_states:
+            lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
         if self.kl is not None:
             where = "none" if self.divergence == -1 else f"at token {self.divergence}"
             lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
@@ -68,9 +74,10 @@ class Report:
 
 
 def full_bytes(cache: Cache) -> int:
-    """Bytes of keys and values of every token seen, in the dtype of the recent window, without padding."""
-    k = cache.layers[0].recent.k
-    return int(cache.seen.sum()) * cache.model.layers * 2 * cache.model.heads * cache.model.head_dim * k.dtype.itemsize
+    """Bytes of keys and values of every token seen, in the recent window's dtype, without padding; and of states."""
+    m = cache.model
+    token = m.layers * 2 * m.heads * m.head_dim * cache.dtype.itemsize
+    return int(cache.seen.sum()) * token + tree_bytes(cache.states)
 
 
 def kept_tokens(cache: Cache) -> list[list[float]]:
@@ -91,7 +98,7 @@ def kernels_of(cache: Cache) -> str:
 
 def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
     """Raise RuntimeError if a budget was asked for, was exceeded by the context, and nothing was left out."""
-    if not bounded:
+    if not bounded or not cache.plan:
         return
     longest = int(cache.seen.max())
     slack = cache.plan[0].block + cache.plan[0].unit - 1

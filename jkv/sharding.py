@@ -111,13 +111,20 @@ def of_params(params: Any, over: Mesh) -> Any:
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
     """Shardings of a cache or a decode state, whose arrays are [B], [B,n], [B,1,...] or [B,H,...].
 
+    States of mixers have heads of their own, and are divided if these can be; what waits is not.
+
     What its scores have learned, in the plan, is of no row: it is on every device.
     """
 
     def one(path: Any, x: Any) -> NamedSharding:
-        if "plan" in (getattr(key, "name", None) for key in path):
+        fields = [getattr(key, "name", None) for key in path]
+        if "plan" in fields:
             return NamedSharding(over, PartitionSpec())
-        names = (ROWS, HEADS if x.ndim > 2 and x.shape[1] == heads else None)
+        if "states" in fields:
+            shared = fields[-1] == "state" and x.shape[1] % over.shape.get(HEADS, 1) == 0
+        else:
+            shared = x.ndim > 2 and x.shape[1] == heads
+        names = (ROWS, HEADS if shared else None)
         return NamedSharding(over, PartitionSpec(*names[: x.ndim]))
 
     return jax.tree_util.tree_map_with_path(one, tree)

@@ -1,6 +1,6 @@
 """Model families as pure functions that know nothing of caches."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from . import gemma3, llama, mistral, params, qwen2, qwen3
-from .config import ModelConfig
-from .llama import Projected, linear
+from . import bamba, gemma3, llama, mamba2, mistral, params, qwen2, qwen3, ssd
+from .config import Mixers, ModelConfig
+from .llama import Attend, Projected, linear
 from .params import Params, Tensors
 
 __all__ = [
     "FAMILIES",
     "TINY",
+    "Mixers",
     "ModelConfig",
     "Params",
     "Projected",
@@ -23,9 +24,12 @@ __all__ = [
     "build",
     "family",
     "forward",
+    "fresh",
+    "layer",
     "linear",
     "random",
     "read_config",
+    "ssd",
 ]
 
 # the smallest config that says everything: for examples and tests
@@ -40,11 +44,21 @@ TINY = dict(
     max_position_embeddings=512,
 )
 
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma3_text": gemma3}
+FAMILIES = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma3_text": gemma3,
+    "mamba2": mamba2,
+    "bamba": bamba,
+}
+
+Mix = Callable[[int, Mapping[str, Array], Array], tuple[Array, Any]]  # mixer, its weights, normed x -> output, extra
 
 
 def family(config: ModelConfig) -> ModuleType:
-    """The module with `embed`, `project`, `layer` and `head` of a model.
+    """The module with `embed`, `layer` (or `recur`, or both) and `head` of a model.
 
     >>> family(random(TINY).config) is FAMILIES["llama"]
     True
@@ -57,7 +71,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
     >>> read_config({"model_type": "mamba"})
     Traceback (most recent call last):
-    ValueError: model_type 'mamba' is not supported: use one of gemma3_text, llama, mistral, qwen2, qwen3
+    ValueError: model_type 'mamba' is not supported: use one of bamba, gemma3_text, llama, mamba2, mistral, qwen2, qwen3
     """
     kind = hf.get("model_type")
     if kind == "gemma3":
@@ -102,10 +116,35 @@ def abstract(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
     return params.abstract(config, FAMILIES[config.family].TENSORS, dtype)
 
 
+def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend, mix: Mix) -> tuple[Array, Any]:
+    """Block i of x [B, T, E] at pos i32[B, T], and what the caller's function that it went through returned beside it.
+
+    A block that attends calls attend(a, projected) -> (o [B, H, G, n, D], extra) of the newest n rows, the a-th of its
+    kind; one that recurs calls mix(m, weights, normed x [B, T, E]) -> (output [B, T, E], extra).
+    """
+    c, net = params.config, family(params.config)
+    if c.mixers is None:
+        return net.layer(params, i, x, pos, attend)
+    before = sum(j < i for j in c.mixers.at)
+    if i in c.mixers.at:
+        return net.recur(params, i, x, lambda w, x: mix(before, w, x))
+    return net.layer(params, i, x, pos, lambda _, new: attend(i - before, new))
+
+
+def fresh(c: ModelConfig, pos: Array) -> Mix:
+    """The mixers of a model that has seen nothing, for rows at pos i32[B, T]; each also gives its state."""
+
+    def mix(_: int, w: Mapping[str, Array], x: Array) -> tuple[Array, ssd.State]:
+        assert c.mixers is not None
+        return ssd.read(w, c.mixers, c.eps, x, pos >= 0, ssd.start(c.mixers, x.shape[0], 0, x.dtype))
+
+    return mix
+
+
 def forward(p: Params, ids: Array, pos: Array) -> Array:
     """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
 
-    The oracle of the tests: softmax(scale q.k) v in float32 over all visible keys, no cache.
+    The oracle of the tests: softmax(scale q.k) v in float32 over all visible keys, and states from nothing; no cache.
 
     >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
     (1, 3, 100)
@@ -125,6 +164,6 @@ def forward(p: Params, ids: Array, pos: Array) -> Array:
         return jnp.einsum("bhgts,bhsd->bhgtd", weights, a.v.astype(jnp.float32)), None
 
     x = m.embed(p, ids)
-    for i in range(c.layers):
-        x, _ = m.layer(p, i, x, pos, attend)
+    for i in range(c.depth):
+        x, _ = layer(p, i, x, pos, attend, fresh(c, pos))
     return m.head(p, x)

@@ -2,19 +2,45 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jkv.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mixers:
+    """The blocks of a model that recur instead of attending: their places among all blocks, and their numbers.
+
+    heads (Hs) of head_dim channels (P), each with a state of `state` numbers (N) a channel; `groups` of heads share
+    what writes and reads it; kernel: tokens that the convolution before sees; limit: of the time steps.
+    """
+
+    at: tuple[int, ...]
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+    kernel: int
+    limit: tuple[float, float]
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: inputs, and what writes and reads the states."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Every number that changes the function, none that does not. Static under jit.
 
-    A layer has `heads` key/value heads (H) of `head_dim` channels (D), each read by `groups` query heads (G). Layer i
-    turns queries and keys with `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i]
-    (None: every p <= t). Logits of attention are `scale * q.k`.
+    `layers` of its blocks attend, the `mixers` recur. A layer has `heads` key/value heads (H) of `head_dim` channels
+    (D), each read by `groups` query heads (G). Layer i turns queries and keys with `ropes[i]`, and sees key position p
+    from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits of attention are `scale * q.k`.
 
     >>> from jkv.models import llama
     >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -42,6 +68,16 @@ class ModelConfig:
     embed_scale: float | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
+    mixers: Mixers | None = field(default=None, repr=False)
+
+    @property
+    def depth(self) -> int:
+        """Blocks of both kinds."""
+        return self.layers + (len(self.mixers.at) if self.mixers else 0)
+
+    def attends(self, i: int) -> bool:
+        """Whether block i attends."""
+        return self.mixers is None or i not in self.mixers.at
 
     def __hash__(self) -> int:
         # jit hashes its static arguments at every call; all layers' ropes would cost more than the lookup

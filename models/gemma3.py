@@ -13,16 +13,18 @@ from jkv.rope import Rope
 from .config import Fields, ModelConfig, by_layer_type, read, rope, sliding_window
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, along, mlp, newest, out, unembed
-from .params import Params
-from .qwen3 import normed
+from .params import Names, Params
+from .qwen3 import NORMS, normed
 
-TENSORS = LLAMA | {
-    "norm2": ("pre_feedforward_layernorm.weight",),
-    "post1": ("post_attention_layernorm.weight",),
-    "post2": ("post_feedforward_layernorm.weight",),
-    "q_norm": ("self_attn.q_norm.weight",),
-    "k_norm": ("self_attn.k_norm.weight",),
-}
+TENSORS = Names(
+    block={
+        **LLAMA.block,
+        "norm2": ("pre_feedforward_layernorm.weight",),
+        "post1": ("post_attention_layernorm.weight",),
+        "post2": ("post_feedforward_layernorm.weight",),
+        **NORMS,
+    }
+)
 
 
 def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:

@@ -10,17 +10,18 @@ from jax import Array
 from jkv.tree import value
 
 from .config import ModelConfig, read
-from .params import Params
+from .params import Names, Params
 
-# field of a layer -> the checkpoint's tensors that it stacks, in this order
-TENSORS = {
-    "norm1": ("input_layernorm.weight",),
-    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "o": ("self_attn.o_proj.weight",),
-    "norm2": ("post_attention_layernorm.weight",),
-    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "down": ("mlp.down_proj.weight",),
-}
+TENSORS = Names(
+    block={
+        "norm1": ("input_layernorm.weight",),
+        "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "o": ("self_attn.o_proj.weight",),
+        "norm2": ("post_attention_layernorm.weight",),
+        "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "down": ("mlp.down_proj.weight",),
+    }
+)
 
 ACTS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 

@@ -1,7 +1,7 @@
 """Weights as one pytree, and how they are built from named tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,30 @@ from jax import Array
 
 from jkv.tree import static, value
 
-from .config import ModelConfig
+from .config import Mixers, ModelConfig
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
+EXACT = ("a_log", "dt_bias", "skip")  # fields of a mixer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a checkpoint calls its tensors: field of a block -> the tensors that it stacks, in this order.
+
+    block: of the blocks that attend; mixer: of those that recur.
+    """
+
+    block: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mixer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    blocks: str = "model.layers"
+    embed: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+
+    def of(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
+        """The whole names of block i."""
+        table = self.block if c.attends(i) else self.mixer
+        return {n: tuple(f"{self.blocks}.{i}.{end}" for end in ends) for n, ends in table.items()}
 
 
 @value
@@ -22,7 +43,8 @@ class Params:
     """A model: embed [V,E], one dict of arrays a layer, norm [E], head [V,E] (None: embed is used), and its config.
 
     Matrices are stored [out, in]. Products of one input share a matrix: `qkv` [(HG + 2H) D, E] (all queries, then keys,
-    then values) and `gate_up` [2F, E], so that a decode step reads few, long matrices.
+    then values) and `gate_up` [2F, E], so that a decode step reads few, long matrices. The fields of `EXACT` are in
+    float32, whatever the dtype of the others.
 
     >>> from jkv import models
     >>> p = models.random(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -45,15 +67,16 @@ class Params:
         >>> models.random(models.TINY).first(1).config.layers
         1
         """
-        c = self.config
-        cut = dict(layers=layers, ropes=c.ropes[:layers], windows=c.windows[:layers])
+        c, n = self.config, sum(self.config.attends(i) for i in range(layers))
+        mixers = replace(c.mixers, at=tuple(i for i in c.mixers.at if i < layers)) if c.mixers else None
+        cut = dict(layers=n, ropes=c.ropes[:n], windows=c.windows[:n], mixers=mixers)
         return replace(self, layers=self.layers[:layers], config=replace(c, **cut))
 
 
 def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of a layer's tensor by the end of its name, as checkpoints store it: [out, in]."""
     q, kv = c.heads * c.groups * c.head_dim, c.heads * c.head_dim
-    return {
+    return (mixed(c.mixers, c.width) if c.mixers else {}) | {
         "q_proj.weight": (q, c.width),
         "k_proj.weight": (kv, c.width),
         "v_proj.weight": (kv, c.width),
@@ -67,34 +90,49 @@ def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "up_proj.weight": (c.hidden, c.width),
         "down_proj.weight": (c.width, c.hidden),
         "layernorm.weight": (c.width,),
+        "norm.weight": (c.width,),
     }
 
 
-def names(c: ModelConfig, table: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint and its shape; `table` maps a field of a layer to the tensors that it stacks."""
-    out = {"model.embed_tokens.weight": (c.vocab, c.width), "model.norm.weight": (c.width,)}
+def mixed(m: Mixers, width: int) -> dict[str, tuple[int, ...]]:
+    """The same of a mixer's tensors."""
+    return {
+        "in_proj.weight": (m.inner + m.channels + m.heads, width),
+        "conv1d.weight": (m.channels, 1, m.kernel),
+        "conv1d.bias": (m.channels,),
+        "dt_bias": (m.heads,),
+        "A_log": (m.heads,),
+        ".D": (m.heads,),
+        "mixer.norm.weight": (m.inner,),
+        "mamba.norm.weight": (m.inner,),
+        "out_proj.weight": (width, m.inner),
+    }
+
+
+def names(c: ModelConfig, table: Names) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint and its shape."""
+    out: dict[str, tuple[int, ...]] = {table.embed: (c.vocab, c.width), table.norm: (c.width,)}
     if not c.tied:
-        out["lm_head.weight"] = (c.vocab, c.width)
+        out[table.head] = (c.vocab, c.width)
     known = shapes(c)
-    for i in range(c.layers):
-        for tensor in (t for stack in table.values() for t in stack):
-            shape = next(s for end, s in known.items() if tensor.endswith(end))
-            out[f"model.layers.{i}.{tensor}"] = shape
+    for i in range(c.depth):
+        for tensor in (t for stack in table.of(c, i).values() for t in stack):
+            out[tensor] = next(s for end, s in known.items() if tensor.endswith(end))
     return out
 
 
-def _spare(name: str, c: ModelConfig) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (c.tied and name == "lm_head.weight")
+def _spare(name: str, c: ModelConfig, table: Names) -> bool:
+    return name.endswith("rotary_emb.inv_freq") or (c.tied and name == table.head)
 
 
-def assemble(c: ModelConfig, table: Mapping[str, tuple[str, ...]], tensors: Tensors, dtype: Any) -> Params:
+def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any) -> Params:
     """Params of named tensors. Each thunk is called once and dropped, so about one copy is in memory.
 
     ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
     """
     wanted = names(c, table)
     wrong = _complain("missing", [n for n in wanted if n not in tensors])
-    wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, c)])
+    wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, c, table)])
     if wrong:
         raise ValueError(f"the checkpoint does not fit the config of this {c.family} model: " + "; ".join(wrong))
 
@@ -106,34 +144,40 @@ def assemble(c: ModelConfig, table: Mapping[str, tuple[str, ...]], tensors: Tens
             wrong.append(f"{name} holds NaN or infinity")
         return got
 
-    def stack(ends: tuple[str, ...], at: str) -> Array | None:
-        before, parts = len(wrong), [get(at + end) for end in ends]
+    def stack(names: tuple[str, ...], dtype: Any) -> Array | None:
+        before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
         # a copy: jax would share the memory of an aligned numpy array, which may be a file or change later
         return jnp.array(np.concatenate(parts) if len(parts) > 1 else parts[0], dtype=dtype)
 
-    embed = stack(("embed_tokens.weight",), "model.")
-    layers = tuple({n: stack(t, f"model.layers.{i}.") for n, t in table.items()} for i in range(c.layers))
-    norm = stack(("norm.weight",), "model.")
-    head = None if c.tied else stack(("lm_head.weight",), "")
+    made = _stacked(c, table, stack, dtype)
     if wrong:
         raise ValueError("the checkpoint cannot be used: " + "; ".join(wrong[:8]) + _more(wrong, 8))
-    return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)  # type: ignore[arg-type]
+    return made
 
 
-def abstract(c: ModelConfig, table: Mapping[str, tuple[str, ...]], dtype: Any) -> Params:
+def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
     """Params of shapes alone, for compiling without weights."""
     known = names(c, table)
 
-    def stack(ends: tuple[str, ...], at: str) -> jax.ShapeDtypeStruct:
-        parts = [known[at + end] for end in ends]
+    def stack(names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        parts = [known[name] for name in names]
         return jax.ShapeDtypeStruct((sum(p[0] for p in parts), *parts[0][1:]), dtype)
 
-    layers = tuple({n: stack(t, f"model.layers.{i}.") for n, t in table.items()} for i in range(c.layers))
-    embed, norm = stack(("embed_tokens.weight",), "model."), stack(("norm.weight",), "model.")
-    head = None if c.tied else stack(("lm_head.weight",), "")
-    return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)  # type: ignore[arg-type]
+    return _stacked(c, table, stack, dtype)
+
+
+def _stacked(c: ModelConfig, table: Names, stack: Callable[[tuple[str, ...], Any], Any], dtype: Any) -> Params:
+    """Params of what `stack` makes of the tensors of each field."""
+
+    def block(i: int) -> dict[str, Any]:
+        return {n: stack(t, jnp.float32 if n in EXACT else dtype) for n, t in table.of(c, i).items()}
+
+    embed = stack((table.embed,), dtype)
+    layers = tuple(block(i) for i in range(c.depth))
+    norm, head = stack((table.norm,), dtype), None if c.tied else stack((table.head,), dtype)
+    return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)
 
 
 def _more(items: list[str], shown: int) -> str:
@@ -144,7 +188,7 @@ def _complain(what: str, found: list[str]) -> list[str]:
     return [f"{len(found)} tensors {what}: {', '.join(found[:5])}{_more(found, 5)}"] if found else []
 
 
-def seeded(c: ModelConfig, table: Mapping[str, tuple[str, ...]], seed: int) -> Tensors:
+def seeded(c: ModelConfig, table: Names, seed: int) -> Tensors:
     """Random tensors by name, float32, each from its own generator (seed, place in the list).
 
     Matrices have deviation 1/sqrt(in), so that activations keep their size at any width; norms are near 1, biases
@@ -154,7 +198,7 @@ def seeded(c: ModelConfig, table: Mapping[str, tuple[str, ...]], seed: int) -> T
     def draw(place: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = np.random.default_rng([seed, place]).standard_normal(shape, np.float32)
         if len(shape) == 1:
-            return noise * np.float32(0.1) + np.float32(name.endswith("norm.weight"))
+            return noise * np.float32(0.1) + np.float32("norm" in name.split(".")[-2])
         return noise * np.float32(shape[1] ** -0.5)
 
     return {n: partial(draw, i, n, s) for i, (n, s) in enumerate(names(c, table).items())}

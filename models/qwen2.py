@@ -8,11 +8,12 @@ from jax import Array
 from .config import Fields, ModelConfig, by_layer_type, read, sliding_window
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, along, block, embed, head, linear, rms, split
-from .params import Params
+from .params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 
-TENSORS = LLAMA | {"bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")}
+BIAS = {"bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")}
+TENSORS = Names(block={**LLAMA.block, **BIAS})
 
 
 def windows(f: Fields, layers: int) -> tuple[int | None, ...]:

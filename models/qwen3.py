@@ -8,12 +8,13 @@ from jax import Array
 from .config import ModelConfig, read
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, block, embed, head, linear, rms, split
-from .params import Params
+from .params import Names, Params
 from .qwen2 import windows
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 
-TENSORS = LLAMA | {"q_norm": ("self_attn.q_norm.weight",), "k_norm": ("self_attn.k_norm.weight",)}
+NORMS = {"q_norm": ("self_attn.q_norm.weight",), "k_norm": ("self_attn.k_norm.weight",)}
+TENSORS = Names(block={**LLAMA.block, **NORMS})
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:

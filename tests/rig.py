@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv.models as models
-from jkv import loop, methods
+from jkv import loop, methods, sizes
 from jkv.cache import Cache
 from jkv.generate import Cost, read
 from jkv.io import learned as io
@@ -187,7 +187,7 @@ ALL = [case for cases in CASES.values() for case in cases]
 
 
 def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS) -> Cache:
-    return loop.empty(methods.parse(text), MODEL, rows, longest, new, jnp.float32)
+    return sizes.empty(methods.parse(text), MODEL, rows, longest, new, jnp.float32)
 
 
 @dataclass(frozen=True)

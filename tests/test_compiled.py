@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jkv.models as models
-from jkv import loop, methods, sampling
+from jkv import loop, methods, sampling, sizes
 from jkv.cache import tree_bytes
 
 WIDE = dict(models.TINY, hidden_size=512, max_position_embeddings=32768, num_hidden_layers=4)
@@ -35,7 +35,7 @@ def shapes(tree: Any) -> Any:
 def compiled_loop(text: str) -> tuple[Any, Any]:
     """The compiled decode loop and the shapes of its cache, one row of up to 20,000 tokens."""
     params = models.random(WIDE)
-    empty = loop.empty(methods.parse(text), params.config, 1, 20_000, 64, jnp.float32)
+    empty = sizes.empty(methods.parse(text), params.config, 1, 20_000, 64, jnp.float32)
     state = loop.Decoding(
         cache=empty,
         logits=jnp.zeros((1, 100)),
@@ -72,7 +72,7 @@ def test_temporaries_are_under_a_tenth_of_the_cache(text: str):
 
 def prefill_temporaries(text: str, tokens: int) -> int:
     params = models.random(WIDE)
-    empty = loop.empty(methods.parse(text), params.config, 1, 6016, 16, jnp.float32)
+    empty = sizes.empty(methods.parse(text), params.config, 1, 6016, 16, jnp.float32)
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     program = loop.absorb.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile()
     return program.memory_analysis().temp_size_in_bytes

@@ -13,7 +13,7 @@ from rig import LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from test_scores import evidence
 
 import jkv
-from jkv import loop, models
+from jkv import loop, models, sizes
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
 from jkv.scores import delayed
@@ -154,4 +154,4 @@ def test_a_model_without_switches_says_how_to_train_them():
     with pytest.raises(ValueError, match="`jkv train dms --model"):
         jkv.prefill(PARAMS, "dms(keep=1.0)", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no switch yet"):
-        loop.layout(jkv.parse("dms(keep=1.0)"), MODEL, 1, 64, 0, jnp.float32)
+        sizes.layout(jkv.parse("dms(keep=1.0)"), MODEL, 1, 64, 0, jnp.float32)

@@ -8,7 +8,7 @@ import pytest
 import rig
 from test_laws import poison
 
-from jkv import loop
+from jkv import loop, sizes
 from jkv.budgets import Tokens
 from jkv.config import CacheConfig
 from jkv.protocols import Score
@@ -59,7 +59,7 @@ class Late(Score):
 
 def test_among_equals_the_older_stays():
     config = CacheConfig(score=Late(), budget=Tokens(tokens=48))
-    cache = loop.empty(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    cache = sizes.empty(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
     cache, _ = loop.absorb(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
     coded = [rig.held(cache, 0)[0][0, 0]]
     for i in range(33):

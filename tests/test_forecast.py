@@ -13,7 +13,8 @@ import rig
 from rig import CASES, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, H, L
 
 import jkv
-from jkv import loop
+from jkv import loop, sizes
+from jkv.config import resolve
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
 from jkv.selectors import forecast
@@ -182,7 +183,7 @@ def test_a_step_adds_what_it_read_and_a_flush_makes_all_rows_whole():
 
 def test_the_beginning_of_a_prompt_keeps_its_queries():
     config = jkv.parse(CASE.tight)
-    first, whole = (loop.resolve(c, MODEL, 100, 0)[0] for c in (config.uncut(100), config))
+    first, whole = (resolve(c, MODEL, 100, 0)[0] for c in (config.uncut(100), config))
     assert not first.tiers and first.queries == whole.queries == 32
 
 
@@ -250,7 +251,7 @@ def test_a_model_without_a_predictor_says_how_to_train_one():
     with pytest.raises(ValueError, match="`jkv train attentionpredictor --model"):
         jkv.prefill(PARAMS, "attentionpredictor", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no predictor yet"):
-        loop.layout(jkv.parse("attentionpredictor(dense_layers=0)"), MODEL, 1, 200, 0, jnp.float32)
+        sizes.layout(jkv.parse("attentionpredictor(dense_layers=0)"), MODEL, 1, 200, 0, jnp.float32)
 
 
 def test_what_was_attended_to_cannot_be_taken_back():

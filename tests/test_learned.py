@@ -12,7 +12,7 @@ from rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from test_scores import evidence
 
 import jkv
-from jkv import loop, models, sharding
+from jkv import models, sharding, sizes
 from jkv.eval import measure
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
@@ -107,7 +107,7 @@ def test_a_gate_of_another_model_is_refused():
     with pytest.raises(ValueError, match="`jkv train trimkv --model"):
         jkv.prefill(PARAMS, "trimkv(budget=48)", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no gate yet"):
-        loop.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
+        sizes.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
 
 
 def test_a_gate_serves_the_model_in_every_dtype():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from jkv import cli, loop, methods, models, plan, sharding
+from jkv import cli, methods, models, plan, sharding, sizes
 from jkv.aot import Target, target
 from jkv.cache import tree_bytes
 
@@ -23,7 +23,7 @@ JOB = plan.Job(
 def test_the_bytes_are_those_of_the_arrays():
     prefill, decode = plan.programs(JOB, target("cpu"))
     new = 64  # half of the context
-    cache = loop.empty(JOB.config, MODEL, 2, 128, new, jnp.float32)
+    cache = sizes.empty(JOB.config, MODEL, 2, 128, new, jnp.float32)
     assert prefill.weights == decode.weights == tree_bytes(models.random(models.TINY))
     assert prefill.cache == decode.cache == cache.nbytes
     assert decode.kernels == "xla" and decode.refused is None and decode.collectives == {}

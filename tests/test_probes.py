@@ -9,7 +9,7 @@ import rig
 from rig import MODEL, PARAMS, H, L
 
 import jkv
-from jkv import checks, loop
+from jkv import checks, loop, sizes
 from jkv.evictions import dapq, kvzip
 from jkv.methods import parse
 from jkv.prompts import pad
@@ -22,7 +22,7 @@ ROOM = 80
 def found(text: str) -> list[np.ndarray]:
     """f64[B,H,T] of each layer: what the probes of a score learn about each position of ROWS."""
     config = parse(text)
-    cache = loop.empty(config.uncut(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
+    cache = sizes.empty(config.uncut(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
     cache, _ = loop.absorb(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
     for part in config.score.probes(PARAMS, ROWS):
         cache = loop.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.about))

@@ -51,6 +51,8 @@ class Run:
 
     def given(self) -> tuple[Batch, tuple[np.ndarray, str] | None]:
         """Texts to train on, and those that are held back; ValueError before anything is written."""
+        if self.params.config.mixers is not None:
+            raise ValueError(f"{self.model} has blocks that recur, and training takes models that only attend")
         made = data.texts(self.params, self.corpora, self.length, self.texts, self.seed)
         if not self.check:
             return made, None

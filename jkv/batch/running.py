@@ -17,9 +17,10 @@ from jkv.batch.requests import DRAWS, Request, Settings
 from jkv.cache import Cache, tree_bytes
 from jkv.config import CacheConfig
 from jkv.generate import Cost, cut
-from jkv.loop import Decoding, absorb_after, absorb_own, admit, empty, fitted, run_blocks
+from jkv.loop import Decoding, absorb_after, absorb_own, admit, run_blocks
 from jkv.models import ModelConfig, Params
 from jkv.prompts import pad, stop_ids_of
+from jkv.sizes import empty, fitted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Shapes:
             logits=jnp.zeros((self.rows, vocab), jnp.float32),
             alive=jnp.zeros(self.rows, bool),
             used=jnp.zeros((self.rows, vocab), bool) if self.penalised else None,
-            out=jnp.full((self.rows, cache.plan[0].block), -1, jnp.int32),
+            out=jnp.full((self.rows, cache.room - cache.stay), -1, jnp.int32),
             count=jnp.int32(0),
         )
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import loop, methods, sampling
+from jkv import loop, methods, sampling, sizes
 from jkv.bench.measure import clock
 from jkv.compiled import Compiled, compiled
+from jkv.config import resolve
 from jkv.eval import presses
 from jkv.io.load import read
 from jkv.io.source import Source
@@ -38,7 +39,7 @@ class Jkv:
         self.sampling = sampling.make(rows, c.vocab, seeds=(0,) * rows, stop_ids=())
 
     def empty(self, longest: int, new: int) -> Any:
-        return loop.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
+        return sizes.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
 
     def prefill(self, ids: np.ndarray) -> Trial:
         cache, x = self.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
@@ -59,7 +60,7 @@ class Jkv:
         seconds that compiling it took. Raises ValueError for a prompt of no more than a block.
         """
         n, c = ids.shape[1], self.params.config
-        block = loop.resolve(self.config, c, n + steps, 1)[0].block
+        block = resolve(self.config, c, n + steps, 1)[0].block
         if n <= block:
             raise ValueError(f"--context {n}: {self.config} flushes every {block} tokens; give a context above that")
         state = self.decoding(ids[:, : n - block], block + steps)

@@ -90,8 +90,8 @@ def weight_bytes(params: Params) -> int:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of a cache that a decode step reads: whole windows and tiers; with a selector, its index and its picks."""
-    m, total = cache.model, 0
+    """Bytes of a cache that a decode step reads: states, windows and tiers; with a selector, its index and picks."""
+    m, total = cache.model, tree_bytes(cache.states)
     q = jax.ShapeDtypeStruct((cache.rows, m.heads, m.groups, 1, m.head_dim), jnp.float32)
     for plan, layer in zip(cache.plan, cache.layers, strict=True):
         total += tree_bytes((layer.recent.k, layer.recent.v, layer.recent.pos))

@@ -87,6 +87,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=100000.0,
         tie_word_embeddings=True,
     ),
+    **{
+        f"mamba2-{name}": dict(
+            model_type="mamba2",
+            vocab_size=50288,
+            hidden_size=width,
+            num_hidden_layers=depth,
+            num_heads=width // 32,
+            head_dim=64,
+            state_size=128,
+            n_groups=1,
+            tie_word_embeddings=True,
+        )
+        for name, width, depth in (("130m", 768, 24), ("780m", 1536, 48), ("2.7b", 2560, 64))
+    },
+    "bamba-9b": dict(
+        model_type="bamba",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        attn_layer_indices=[9, 18, 27],
+        mamba_n_heads=128,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        tie_word_embeddings=False,
+    ),
 }
 
 

@@ -15,7 +15,8 @@ from jax import Array
 from jkv.attend import attend, attend_causal, visible
 from jkv.cache import Cache, map_codec
 from jkv.loop import settle, step
-from jkv.models import Params, family
+from jkv.models import Params, family, fresh
+from jkv.models import layer as block
 from jkv.report import divergence
 from jkv.tiers import gathered, picked
 from jkv.tree import value
@@ -89,8 +90,8 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
         return o.at[:, :, :, prefix:].set(jnp.where(which[i], other, o[:, :, :, prefix:])), None
 
     x = net.embed(params, ids)
-    for i in range(model.layers):
-        x, _ = net.layer(params, i, x, pos, attend_layer)
+    for i in range(model.depth):
+        x, _ = block(params, i, x, pos, attend_layer, fresh(model, pos))
     return net.head(params, x[:, prefix - 1 : -1]), jnp.stack(kept)
 
 
@@ -118,8 +119,8 @@ def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Ar
         return attend_causal(q, k, a.v, pos, pos, model.scale, window).finish(), None
 
     x = family(model).embed(params, ids)
-    for i in range(model.layers):
-        x, _ = family(model).layer(params, i, x, pos, attend_layer)
+    for i in range(model.depth):
+        x, _ = block(params, i, x, pos, attend_layer, fresh(model, pos))
     return queries, paid
 
 

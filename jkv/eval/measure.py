@@ -19,11 +19,12 @@ from jkv.eval.attention import mass, plain, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generate import extend, generate, prefill
-from jkv.loop import Decoding, layout, run_blocks
+from jkv.loop import Decoding, run_blocks
 from jkv.models import Params
 from jkv.prompts import encode
 from jkv.report import divergence, full_bytes
 from jkv.sampling import make as sampling
+from jkv.sizes import layout
 
 SLICE = 64  # tokens whose logits exist at once
 
@@ -41,8 +42,7 @@ def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
     """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow."""
     seen = np.asarray(cache.seen)
     kept = np.asarray(cache.kept(), float) / seen[None, :, None]
-    dtype = cache.layers[0].recent.k.dtype
-    _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, dtype)
+    _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, cache.dtype)
     return Held(
         kept=round(float(kept.mean()), 4), bytes=tree_bytes(made), bytes_full=int(full_bytes(cache) / cache.rows)
     )

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 def fingerprint(params: Params) -> str:
     """Hex digest of a model: its config, and a slice of every layer's weights."""
-    digest = hashlib.sha256(repr(params.config).encode())
-    for x in (params.norm, *(layer["qkv"][:1] for layer in params.layers)):
+    c = params.config
+    digest = hashlib.sha256((repr(c) + (repr(c.mixers) if c.mixers else "")).encode())
+    for x in (params.norm, *(layer["qkv" if c.attends(i) else "mix"][:1] for i, layer in enumerate(params.layers))):
         digest.update(np.asarray(x, np.float32).tobytes())
     return digest.hexdigest()[:32]
 
@@ -35,14 +36,14 @@ def weights(plan: Any) -> str:
 
 def save(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
-    leaves = jax.tree_util.tree_leaves_with_path((cache.layers, cache.seen, cache.prompt, cache.fill))
+    leaves = jax.tree_util.tree_leaves_with_path((cache.layers, cache.states, cache.seen, cache.prompt, cache.fill))
     meta = {
         "model": fingerprint(params),
         "config": cache.name,
         "rows": cache.rows,
-        "longest": cache.plan[0].longest,
+        "longest": cache.plan[0].longest if cache.plan else 0,
         "new": cache.new,
-        "dtype": cache.layers[0].recent.k.dtype.name,
+        "dtype": cache.dtype.name,
         "weights": weights(cache.plan),
     }
     checkpoint.write(path, {jax.tree_util.keystr(where): x for where, x in leaves}, meta)
@@ -54,9 +55,9 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
     Raises FormatError for a file that is damaged, of another model (with both fingerprints) or of another shape.
     """
     from jkv.cache import Cache
-    from jkv.loop import layout
     from jkv.methods import parse
     from jkv.prompts import reaching
+    from jkv.sizes import layout
 
     arrays, meta = checkpoint.read(path)
     own = fingerprint(params)
@@ -68,14 +69,14 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
         config = (config or parse(meta["config"])).bound(params)
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
         model = reaching(params.config, longest) if config.unlimited else params.config
-        plan, layers = layout(config, model, rows, longest, new, dtype)
+        plan, (layers, states) = layout(config, model, rows, longest, new, dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(Path(path), f"its description cannot be used ({error})", again) from error
     if meta.get("weights", "") != weights(plan):
         cause = "the weights that its score was trained to are not those of this config"
         raise FormatError(Path(path), cause, "load it with the gate that it was made with, or " + again)
     vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    found, tree = jax.tree_util.tree_flatten_with_path((layers, vector, vector, number))
+    found, tree = jax.tree_util.tree_flatten_with_path((layers, states, vector, vector, number))
     leaves: list[Any] = []
     for where, want in found:
         name = jax.tree_util.keystr(where)
@@ -84,7 +85,15 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
             got = "missing" if x is None else f"{x.dtype}{list(x.shape)}"
             raise FormatError(Path(path), f"array {name} is {got}, not {want.dtype}{list(want.shape)}", again)
         leaves.append(jnp.asarray(x))
-    layers, seen, prompt, fill = jax.tree_util.tree_unflatten(tree, leaves)
+    layers, states, seen, prompt, fill = jax.tree_util.tree_unflatten(tree, leaves)
     return Cache(
-        layers=layers, seen=seen, prompt=prompt, fill=fill, plan=plan, model=model, name=config.name, new=new
-    )  # fmt: skip
+        layers=layers,
+        states=states,
+        seen=seen,
+        prompt=prompt,
+        fill=fill,
+        plan=plan,
+        model=model,
+        name=config.name,
+        new=new,
+    )

@@ -18,7 +18,7 @@ from rig import PROMPT
 from typer.testing import CliRunner
 
 import jkv
-from jkv import loop, methods, sampling, sharding
+from jkv import loop, methods, sampling, sharding, sizes
 from jkv.batch import fit
 from jkv.batch.arrange import arrange
 from jkv.batch.job import Job, run
@@ -184,7 +184,7 @@ def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def shapes(n: int):
         return task.shapes(bucket, requests, n)
 
-    needed, one = fit.needed(PARAMS, shapes(4), None), loop.empty(task.config, PARAMS.config, 1, 96, 64, jnp.float32)
+    needed, one = fit.needed(PARAMS, shapes(4), None), sizes.empty(task.config, PARAMS.config, 1, 96, 64, jnp.float32)
     state = jax.eval_shape(shapes(4).state)
     assert state.cache.nbytes == 4 * one.nbytes
     assert tree_bytes(state) < needed < 3 * tree_bytes(state)
@@ -212,7 +212,7 @@ def test_a_prompt_in_two_pieces_is_the_prompt():
     text = f"streaming(budget=48) | {rig.KIVI_TEXT}"
     whole = loop.absorb(rig.PARAMS, rig.empty(text), jnp.asarray(PROMPT), fresh=True)
     config = methods.parse(text)
-    first = loop.empty(config.uncut(64), rig.MODEL, 3, 64, 0, jnp.float32)
+    first = sizes.empty(config.uncut(64), rig.MODEL, 3, 64, 0, jnp.float32)
     ids = np.full((3, 64), -1, np.int32)
     cut = (60, 35)
     for row, n in enumerate(cut):

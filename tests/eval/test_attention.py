@@ -7,6 +7,7 @@ from rig import LENGTHS, MODEL, PARAMS, PROMPT, G, H
 
 from jkv import loop, methods
 from jkv.eval import attention
+from jkv.sizes import empty
 
 N, PREFIX, PAGE, RECENT = 3, LENGTHS[1] - 3, 8, 16
 IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])
@@ -14,7 +15,7 @@ IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])
 
 def test_what_quest_reads_of_the_first_layer_is_what_its_bounds_promise():
     config = methods.parse(f"quest(pages=3, page={PAGE}, dense_layers=0)")
-    cache = loop.empty(config, MODEL, 2, LENGTHS[1], N, jnp.float32)
+    cache = empty(config, MODEL, 2, LENGTHS[1], N, jnp.float32)
     cache, _ = loop.absorb(PARAMS, cache, jnp.asarray(IDS[:, :PREFIX]), fresh=True)
     shares, count = attention.recovered(PARAMS, cache, IDS)
     assert shares.shape == (MODEL.layers, N, 2, H)

@@ -65,6 +65,30 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA | dict(sliding_window_pattern=2, rope_scaling=dict(rope_type="linear", factor=8.0)),
     "gemma3-types": GEMMA
     | dict(layer_types=["full_attention", "sliding_attention", "sliding_attention"], tie_word_embeddings=False),
+    "mamba2": dict(
+        model_type="mamba2",
+        vocab_size=160,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_heads=6,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "bamba": BASE
+    | dict(
+        model_type="bamba",
+        num_hidden_layers=4,
+        attn_layer_indices=[1, 2],
+        mamba_n_heads=6,
+        mamba_d_state=8,
+        mamba_n_groups=2,
+        mamba_chunk_size=16,
+        rope_theta=1e4,
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import kernels, loop, methods, models
+from jkv import kernels, methods, models, sizes
 from jkv.report import kernels_of
 
 PARAMS = models.random(dict(models.TINY, hidden_size=256))
@@ -18,7 +18,7 @@ PARAMS = models.random(dict(models.TINY, hidden_size=256))
 
 def made(text: str, kind: str) -> str:
     config = replace(methods.parse(text), kernels=kind)
-    return kernels_of(loop.empty(config, PARAMS.config, 1, 256, 16, jnp.float32))
+    return kernels_of(sizes.empty(config, PARAMS.config, 1, 256, 16, jnp.float32))
 
 
 @pytest.mark.parametrize("text", ["full", "int8", "int4(group=16)", "snapkv(budget=64, window=8) | int4", "quest"])

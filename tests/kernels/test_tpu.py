@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv import loop, methods, models, sampling
+from jkv import loop, methods, models, sampling, sizes
 from jkv.cache import map_codec, put
 from jkv.codecs import Affine, Dense
 from jkv.kernels.decode_attention import reference
@@ -173,7 +173,8 @@ def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str):
 
     def logits(kind: str) -> np.ndarray:
         config = replace(methods.parse(text), kernels=kind)
-        cache, first = loop.absorb(params, loop.empty(config, params.config, 2, 120, new, jnp.float32), ids, fresh=True)
+        empty = sizes.empty(config, params.config, 2, 120, new, jnp.float32)
+        cache, first = loop.absorb(params, empty, ids, fresh=True)
         if kind == "tpu":
             assert {tier.capacity % 128 for tier in cache.plan[0].tiers} == {0}
         state = loop.Decoding(

@@ -8,6 +8,7 @@ import pytest
 from make import CASES, weights
 
 from jkv import models
+from jkv.models.params import EXACT
 
 
 def thunks(tensors):
@@ -108,6 +109,8 @@ def test_random_is_seeded(case):
     one, same, other = (models.random(CASES[case], seed=s) for s in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, one, same)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), one, other)))
-    assert 0.5 < np.std(one.layers[0]["qkv"]) * one.config.width**0.5 < 2
+    first = one.layers[0]["qkv" if one.config.attends(0) else "mix"]
+    assert 0.5 < np.std(first) * one.config.width**0.5 < 2
     half = models.random(one.config, seed=3, dtype=jnp.bfloat16)
     assert half.embed.dtype == jnp.bfloat16
+    assert {x.dtype for layer in half.layers for n, x in layer.items() if n in EXACT} <= {jnp.dtype(jnp.float32)}

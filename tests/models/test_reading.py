@@ -57,6 +57,20 @@ CHANGES = [  # case, field, new value, the ModelConfig field that must differ
     ("gemma3", "rope_local_base_freq", 1e5, "ropes"),
     ("gemma3", "rope_scaling", None, "ropes"),
     ("gemma3-types", "layer_types", ["full_attention"] * 3, "windows"),
+    *[("mamba2", name, 2 * CASES["mamba2"].get(name, 4), "mixers") for name in ("state_size", "conv_kernel")],
+    ("mamba2", "num_hidden_layers", 2, "mixers"),
+    ("mamba2", "n_groups", 1, "mixers"),
+    ("mamba2", "time_step_limit", [0.0, 0.1], "mixers"),
+    ("mamba2", "layer_norm_epsilon", 1e-4, "eps"),
+    ("mamba2", "tie_word_embeddings", True, "tied"),
+    ("bamba", "attn_layer_indices", [1], "layers"),
+    ("bamba", "attn_layer_indices", [0, 2], "mixers"),
+    ("bamba", "num_hidden_layers", 3, "mixers"),
+    ("bamba", "mamba_n_heads", 12, "mixers"),
+    *[("bamba", name, 1, "mixers") for name in ("mamba_n_groups", "mamba_d_conv", "mamba_d_state")],
+    ("bamba", "mamba_expand", 4, "mixers"),
+    ("bamba", "time_step_limit", [0.0, 0.1], "mixers"),
+    ("bamba", "rope_theta", 1e5, "ropes"),
 ]
 
 
@@ -77,6 +91,7 @@ FUNCTION = {
     "windows": None,
     "family": ("qwen3", "llama"),
     "embed_scale": ("gemma3", 1.0),
+    "mixers": ("mamba2", dataclasses.replace(models.read_config(CASES["mamba2"]).mixers, limit=(0.1, 0.2))),
 }
 SHAPES = {"layers": 2, "heads": 1, "groups": 1, "head_dim": 8, "width": 32, "hidden": 96, "vocab": 161, "tied": True}
 OTHERS = {"context", "eos", "bos"}
@@ -143,6 +158,20 @@ REFUSALS = [  # case, change, what the message must say
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3", {"sliding_window": None}, "sliding layers need sliding_window"),
     ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.*full_attention"),
+    ("mamba2", {"num_heads": 5}, "num_heads.*80 must be 96"),
+    ("mamba2", {"n_groups": 4}, "n_groups.*divide the 6 heads"),
+    ("mamba2", {"use_bias": True}, "use_bias.*only false"),
+    *[
+        ("mamba2", {"time_step_limit": x}, "time_step_limit.*smaller one first")
+        for x in ([0.1, 0.0], [0.1], 3, [{}, 1])
+    ],
+    ("mamba2", {"sliding_window": 8}, "sliding_window.*HARMLESS"),
+    ("bamba", {"attn_layer_indices": []}, "attn_layer_indices.*one or more of the 4 blocks"),
+    ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices"),
+    ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor.*only 0.5"),
+    ("bamba", {"mamba_d_head": 10}, "mamba_d_head.*6 heads of a mixer share 96 channels"),
+    ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias"),
+    ("bamba", {"mamba_new": 1}, "mamba_new.*HARMLESS"),
 ]
 
 

@@ -1,0 +1,184 @@
+"""Models whose blocks recur, all of them or most: the states go through everything that a cache goes through."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_generate import PROMPTS
+
+import jkv
+from jkv import inspect, loop
+from jkv.cache import Cache, tree_bytes
+from jkv.io import load as loading
+from jkv.models.ssd import STRETCH
+
+SIZES = dict(vocab_size=160, hidden_size=48, num_hidden_layers=4)
+PURE = jkv.models.random(SIZES | dict(model_type="mamba2", num_heads=6, head_dim=16, state_size=8, n_groups=2))
+HYBRID = jkv.models.random(
+    SIZES
+    | dict(model_type="bamba", attn_layer_indices=[0, 2], num_attention_heads=4, num_key_value_heads=2)
+    | dict(intermediate_size=80, max_position_embeddings=512, mamba_n_heads=6, mamba_d_state=8, mamba_n_groups=2)
+)
+BOTH = pytest.mark.parametrize("params", [PURE, HYBRID], ids=["mamba2", "bamba"])
+LONG = [[(5 * i * i + 3 * i) % 151 for i in range(STRETCH + 40)], PROMPTS[1]]
+
+
+forward = jax.jit(jkv.models.forward)
+
+
+def check_greedy(params, prompts, answers):
+    """Each token is the argmax after those before it: one pass of the whole model over prompts and answers."""
+    longest = 32 * -(-max(len(a) + len(b) for a, b in zip(prompts, answers, strict=True)) // 32)
+    ids = np.full((len(prompts), longest), -1)
+    for row, (a, b) in zip(ids, zip(prompts, answers, strict=True), strict=True):
+        row[longest - len(a) - len(b) :] = [*a, *b]
+    pos = np.where(ids >= 0, np.cumsum(ids >= 0, 1) - 1, -1)
+    best = np.asarray(forward(params, np.maximum(ids, 0), pos)).argmax(-1)
+    for row, b in zip(best, answers, strict=True):
+        assert row[longest - len(b) - 1 : -1].tolist() == list(b)
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        np.testing.assert_allclose(x, y, atol=1e-4 * max(1, abs(y).max()), rtol=0)
+
+
+@BOTH
+def test_generation_is_the_models_own(params):
+    out = jkv.generate(params, "full", PROMPTS, max_new_tokens=40, stop_ids=())
+    assert [len(x) for x in out.tokens] == [40, 40]
+    check_greedy(params, PROMPTS, out.tokens)
+
+
+@BOTH
+def test_chunks_and_extensions_give_the_same_state(params):
+    whole, want = jkv.prefill(params, "full", LONG, room=64)
+    parts, got = jkv.prefill(params, "full", LONG, room=64, chunk=48)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    same(parts.states, whole.states)
+    begun, _ = jkv.prefill(params, "full", [LONG[0][:100], LONG[1][:3]], room=256)
+    for i in range(3):  # some tokens wait when the rest comes, and of one row fewer than of the other
+        begun, _ = loop.step(params, begun, jnp.asarray([LONG[0][100 + i], LONG[1][2 + i] if i else -1]))
+    assert begun.states[0].count.tolist() == [3, 2]
+    ended, got = jkv.extend(params, begun, [LONG[0][103:], LONG[1][5:]])
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    same(ended.states, whole.states)
+
+
+@BOTH
+def test_single_steps_give_what_blocks_do(params):
+    """Over several blocks, a row pausing in between."""
+    cache, logits = jkv.prefill(params, "full", PROMPTS, room=64)
+    out = jkv.generate(params, "full", PROMPTS, max_new_tokens=40, stop_ids=())
+    for i in range(40):
+        token = jnp.asarray([row[i] for row in out.tokens])
+        if i % 7 == 3:
+            cache, _ = loop.step(params, cache, token.at[1].set(-1))
+            cache, _ = loop.step(params, cache, token.at[0].set(-1))
+        else:
+            cache, logits = loop.step(params, cache, token)
+    np.testing.assert_allclose(logits, out.logits, atol=1e-4)
+
+
+@BOTH
+def test_tokens_are_taken_back_and_read_again(params):
+    cache, _ = jkv.prefill(params, "full", PROMPTS, room=64)
+    kept = [cache]
+    for i in range(6):
+        kept.append(loop.step(params, kept[-1], jnp.asarray([i, i + 1]))[0])
+    back = kept[6].rollback(4)
+    again, was = (loop.step(params, x, jnp.asarray([9, 8]))[1] for x in (back, kept[2]))
+    np.testing.assert_allclose(again, was, atol=1e-6)
+    assert back.seen.tolist() == kept[2].seen.tolist()
+    with pytest.raises(ValueError, match="rollback.7.: 6 tokens were added since the last flush"):
+        kept[6].rollback(7)
+
+
+@BOTH
+def test_a_cache_is_saved_forked_and_picked_with_its_states(params, tmp_path):
+    cache, logits = jkv.prefill(params, "full", PROMPTS, room=64)
+    cache, _ = loop.step(params, cache, logits.argmax(-1).astype(jnp.int32))
+    cache.save(tmp_path / "cache", params)
+    again = Cache.load(tmp_path / "cache", params)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+    forked = cache.fork(2).pick(jnp.asarray([3, 0]))
+    alone = loop.step(params, forked, jnp.asarray([5, 6]))[1]
+    both = loop.step(params, cache, jnp.asarray([6, 5]))[1]
+    np.testing.assert_allclose(alone, both[::-1], atol=1e-5)
+    assert inspect.summary(cache).nbytes == cache.nbytes
+
+
+@BOTH
+def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
+    m, block = params.config.mixers, 16
+    state = m.heads * m.head_dim * m.state * 4
+    waits = (m.kernel - 1 + block) * m.channels * 4 + block * m.heads * 4 + 4
+    sizes = []
+    for length in (30, 120):
+        out = jkv.generate(params, "full", LONG[0][:length], max_new_tokens=8, stop_ids=())
+        assert out.report.bytes_kept == out.cache.nbytes == out.report.bytes_predicted
+        sizes.append(out.report.bytes_states)
+    assert sizes == [len(m.at) * (state + waits)] * 2
+    assert f"states       {sizes[0]:,} of these bytes" in str(out.report)
+    c = params.config
+    assert out.report.bytes_full == sizes[0] + 128 * c.layers * 2 * c.heads * c.head_dim * 4
+
+
+def test_methods_compress_the_layers_that_attend():
+    text = "snapkv(budget=40, window=8) | int8"
+    out = jkv.generate(HYBRID, text, LONG, max_new_tokens=24, stop_ids=(), compare=True)
+    assert np.shape(out.report.tokens_kept) == (2, 2) and max(map(max, out.report.tokens_kept)) <= 40 + 16
+    c = HYBRID.config
+    full = sum(map(len, LONG)) * c.layers * 2 * c.heads * c.head_dim * 4
+    assert out.cache.nbytes - tree_bytes(out.cache.states) < full
+    assert out.report.kl > 0
+    again, want = jkv.prefill(HYBRID, text, [LONG[1]], room=64)
+    np.testing.assert_allclose(want[0], jkv.prefill(HYBRID, "full", LONG)[1][1], atol=1e-4)  # read, and then cut
+    alone = jkv.generate(HYBRID, again, [[7]], max_new_tokens=20, stop_ids=())
+    both, _ = jkv.prefill(HYBRID, text, LONG, room=64)
+    assert alone.tokens[0] == jkv.generate(HYBRID, both, [[9], [7]], max_new_tokens=20, stop_ids=()).tokens[1]
+
+
+def test_one_budget_in_bytes_leaves_room_for_the_states():
+    cache, _ = jkv.prefill(HYBRID, "knorm(bytes='60kB')", [LONG[0] * 2], room=32)
+    assert tree_bytes(cache.states) < cache.nbytes <= 60_000
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ValueError, match="no block of this mamba2 model attends.*use full"):
+        jkv.prefill(PURE, "h2o(budget=40)", PROMPTS)
+    with pytest.raises(ValueError, match="blocks that recur, which read every token"):
+        jkv.prefill(HYBRID, "fastkv(budget=40, layer=0)", PROMPTS)
+
+
+@BOTH
+def test_a_batch_job_gives_each_row_what_it_gets_alone(params, tmp_path, monkeypatch):
+    """Rows come and go, and some begin alike: their state is taken where the common part ends."""
+    from test_cli import call
+
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": params)
+    rng = np.random.default_rng(0)
+    head = rng.integers(0, 100, 40).tolist()
+    asked = [head * (i % 2) + rng.integers(0, 100, 3 + 2 * i).tolist() for i in range(9)]
+    new = [1 + 5 * i % 24 for i in range(9)]
+    rows = [{"id": i, "tokens": asked[i], "max_new_tokens": new[i]} for i in range(9)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = call("batch", tmp_path / "in.jsonl", tmp_path / "out", "--batch", 3, "--cache", "full")
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(x) for path in (tmp_path / "out").glob("rows-*.jsonl") for x in path.read_text().splitlines()]
+    assert sorted(x["id"] for x in lines) == list(range(9))
+    lines.sort(key=lambda x: x["id"])
+    assert [len(x["tokens"]) for x in lines] == new
+    check_greedy(params, asked, [x["tokens"] for x in lines])
+
+
+def test_training_takes_models_that_only_attend(tmp_path, monkeypatch):
+    from test_cli import call
+
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": HYBRID)
+    result = call("train", "trimkv", "--out", tmp_path / "gate", "--length", 64, "--budget", 8)
+    assert result.exit_code and "blocks that recur" in result.output and not (tmp_path / "gate").exists()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.attend import prompt_kernel
 from jkv.cache import Cache
 from jkv.tiers import reader_of
 
@@ -39,6 +40,7 @@ class Report:
     decode_tokens_per_s: float
     compile_s: float
     kernels: str
+    prefill_kernel: str
     kl: float | None = None
     divergence: int | None = None
 
@@ -59,7 +61,7 @@ class Report:
             f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full: {self.ratio:.1f}x smaller",
             f"tokens       {kept:.0f} kept of {seen:.0f} seen, per layer and head",
             f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
-            f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels}",
+            f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels} (prefill {self.prefill_kernel})",
         ]
         if self.kl is not None:
             where = "none" if self.divergence == -1 else f"at token {self.divergence}"
@@ -87,6 +89,12 @@ def kernels_of(cache: Cache) -> str:
         for tier, config in zip(layer.tiers, plan.tiers, strict=True)
     )
     return next(iter(count), "xla") if len(count) < 2 else ", ".join(f"{name} {n}" for name, n in count.items())
+
+
+def prefill_kernel_of(cache: Cache) -> str:
+    """What attends a prompt's tokens to each other; tiers that are there before are read by xla."""
+    model = cache.model
+    return prompt_kernel(cache.plan[0].kernels, cache.layers[0].recent.k.dtype, model.head_dim, model.groups)
 
 
 def check_compressed(cache: Cache, bounded: bool, config: str) -> None:

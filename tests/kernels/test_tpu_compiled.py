@@ -16,6 +16,16 @@ import pytest
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden_tpu.json").read_text())
+LOOPS = [
+    "llama-3.1-8b int8",
+    "llama-3.1-8b snapkv(budget=16384) | int4",
+    "llama-3.1-8b kivi",
+    "llama-3.1-8b full",
+    "llama-3.1-8b quest(pages=64, dense_layers=0)",
+    "llama-3.1-8b adakv(budget=4096) | int8",
+    "qwen3-8b int8",
+    "smollm2-135m int4(group=32)",
+]
 SLACK = 1.05  # of a schedule, from one compiler to the next
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="no TPU compiler: pip install 'jkv[tpu-aot]'")
 
@@ -37,11 +47,14 @@ def test_the_kernel_compiles_and_costs_what_it_did(case: str):
         assert found["cycles"] <= golden["cycles"] * SLACK
 
 
-@pytest.mark.parametrize(
-    "kind", ["int8", "snapkv(budget=16384) | int4", "kivi", "full", "quest(pages=64, dense_layers=0)"]
-)
-def test_the_decode_loop_moves_no_tier(kind: str):
-    """Of two layers: beside what the full cache's loop needs, less than half of one layer's tier."""
-    found, full = (report("tpu_loop.py")[x] for x in (kind, "full"))
+@pytest.mark.parametrize("case", LOOPS)
+def test_the_decode_loop_moves_no_tier(case: str):
+    """Of two layers: beside what the full cache's loop of Llama needs, less than half of one layer's tier."""
+    found, full = (report("tpu_loop.py")[x] for x in (case, "llama-3.1-8b full"))
     assert found["kernels"] == "tpu" and found["copies"] == []
     assert found["temporary"] - full["temporary"] < found["cache"] / 4
+
+
+def test_a_prompt_is_attended_by_the_kernel_in_every_layer():
+    found = report("tpu_loop.py")["prefill"]
+    assert found["kernels"] == "tpu" and found["calls"] == 2

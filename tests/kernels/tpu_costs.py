@@ -45,6 +45,11 @@ CASES = [
     ("v5e:2x2", "int4", 128, 8, 512),
     *((chip, "int4", 128, 8, 16) for chip in ("v6e:2x2", "v5p:2x2x1")),
 ]
+PROMPTS = [  # chip, dtype, head dim, groups, tokens
+    *(("v5e:2x2", "bfloat16", d, g, 2048) for d, g in ((64, 3), (64, 1), (128, 4), (128, 8), (256, 4))),
+    *((chip, "bfloat16", 128, 4, 32768) for chip in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")),
+    ("v5e:2x2", "float32", 64, 3, 2048),
+]
 
 
 def stored(shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1) -> Linear:

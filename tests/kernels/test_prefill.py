@@ -23,9 +23,10 @@ CASES = [
 
 @pytest.fixture
 def small(monkeypatch):
-    """Tiles of 128 keys, and of 256 queries and groups where they are few."""
+    """Tiles of two parts of 128 keys, or one of float32, and of 256 queries and groups where they are few."""
     monkeypatch.setattr(tpu, "ROWS", 256)
-    monkeypatch.setattr(tpu, "KEYS", 128)
+    monkeypatch.setattr(tpu, "KEYS", 256)
+    monkeypatch.setattr(tpu, "PART", 128)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -91,7 +92,7 @@ def test_which_one_runs():
     for dtype, dim, groups, why in (
         (jnp.float16, 64, 1, "keys in float16; bfloat16 or float32"),
         (jnp.bfloat16, 100, 1, "head_dim=100; multiples of 8 up to 256"),
-        (jnp.bfloat16, 64, 32, "32 queries a kv head; 16 at most"),
+        (jnp.bfloat16, 64, 32, "32 queries a kv head of 64 channels; 16 at most"),
     ):
         with pytest.raises(ValueError, match=f"the tpu kernel of prefill_attention does not take {why}"):
             attend.prompt_kernel("tpu", dtype, dim, groups)

@@ -1,8 +1,11 @@
 """Pallas for TPU: a tile of queries, those of all its groups below each other, against one tile of keys after another.
 
-Which tiles of keys a tile of queries sees is found outside, from the positions, and so is whether it sees all of one:
-then nothing is masked. The last axis of the grid is as long as the longest such walk, and a shorter one stays where it
-ends, so that nothing is fetched.
+Which tiles of keys a tile of queries sees is found outside, from the positions. The last axis of the grid is as long as
+the longest such walk, and a shorter one stays where it ends, so that nothing is fetched. A tile of keys is taken in
+parts, so that the products of one run under the exponentials of another.
+
+jax comes with splash attention, which masks by index, the same for all rows, and computes what is dead. Here rows have
+holes and gaps; a step costs as much.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from jkv.attend import Partial
 from jkv.kernels.prefill_attention import padded, spans
 
 LANES = 128
-ROWS, KEYS = 1024, 1024  # of a grid step, about: queries times groups, and keys
+ROWS, KEYS, PART = 1024, 1024, 256  # of a grid step, about: queries times groups, and keys; keys of a part of it
+WIDTH = 2048  # groups times channels of 128 queries, which must fit
 FLOOR, MASKED = -5e29, -1e30  # the maximum before any key is half of a masked logit, so that exp() of that is 0
 LOG2E = 1.4426950408889634
 
@@ -31,7 +35,8 @@ def supports(dtype: Any, dim: int, groups: int) -> str | None:
         return f"keys in {jnp.dtype(dtype)}; bfloat16 or float32"
     if dim % 8 or dim > 256:
         return f"head_dim={dim}; multiples of 8 up to 256"
-    return f"{groups} queries a kv head; 16 at most" if groups > 16 else None
+    most = WIDTH // max(dim, LANES)
+    return f"{groups} queries a kv head of {dim} channels; {most} at most" if groups > most else None
 
 
 def attention(
@@ -53,56 +58,55 @@ def attention(
     tq, tk = tile_sizes(g, t, k.shape[2], k.dtype)
     v = padded(jnp.where((pos >= 0)[:, None, :, None], v, 0), tk, axis=2)
     k, pos = padded(k, tk, axis=2), padded(pos, tk, -1)
-    q = (q.astype(jnp.float32) * (scale * LOG2E)).astype(k.dtype)
     first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on: the dead are at -1
-    begin, end = spans(pos, first, last, tq, tk)
-    tables = begin, end, *_sure(pos, first, last, tq, tk)
-    rows = [q.reshape(b * h, g, t, d), *(x.reshape(b * h, -1, d) for x in (k, v))]
+    walks = spans(pos, first, last, tq, tk)
+    rows = [q.astype(k.dtype).reshape(b * h, g, t, d), *(x.reshape(b * h, -1, d) for x in (k, v))]
     masks = [jnp.stack([first, last], 1), pos[:, None]]
     if until is not None:
         masks.append(padded(until, tk, -1, axis=2).reshape(b * h, 1, -1))
-    out, lse = _run(tables, rows, masks, h, (tq, tk), interpret)
+    out, lse = _run(walks, rows, masks, h, (tq, tk), scale * LOG2E, interpret)
     out, lse = out.reshape(q.shape), lse.reshape(b, h, g, t)
     return Partial(acc=out, m=lse, l=jnp.where(lse == -jnp.inf, 0.0, 1.0))
 
 
 def tile_sizes(groups: int, tokens: int, keys: int, dtype: Any) -> tuple[int, int]:
     """Queries and keys of a grid step."""
-    whole = lambda most, n: min(max(most // LANES, 1), -(-n // LANES)) * LANES  # noqa: E731
-    return whole(ROWS // groups, tokens), whole(KEYS * 2 // jnp.dtype(dtype).itemsize, keys)
-
-
-def _sure(pos: Array, first: Array, last: Array, tq: int, tk: int) -> tuple[Array, ...]:
-    """What all queries of a tile see: positions from i32[B,T/tq] to i32[B,T/tq]; and a tile's, i32[B,S/tk] twice."""
-    of_queries, of_keys = (lambda x, n=n: x.reshape(x.shape[0], -1, n) for n in (tq, tk))
-    return of_queries(first).max(2), of_queries(last).min(2), of_keys(pos).min(2), of_keys(pos).max(2)
+    whole = lambda most, n, unit: min(max(most // unit, 1), -(-n // unit)) * unit  # noqa: E731
+    return whole(ROWS // groups, tokens, LANES), whole(KEYS * 2 // jnp.dtype(dtype).itemsize, keys, PART)
 
 
 def _run(
-    tables: tuple[Array, ...], rows: list[Array], masks: list[Array], h: int, tiles: tuple[int, int], interpret: Any
+    walks: tuple[Array, Array],
+    rows: list[Array],
+    masks: list[Array],
+    h: int,
+    tiles: tuple[int, int],
+    scale: float,
+    interpret: Any,
 ) -> Any:
     q, k, _ = rows
-    (all_, g, t, d), (tq, tk), walks = q.shape, tiles, tables[0].shape[1]
+    (all_, g, t, d), (tq, tk), count = q.shape, tiles, walks[0].shape[1]
 
-    def key(block: Array, i: Array, j: Array, begin: Array, end: Array, *_: Array) -> Array:
-        at = lax.div(block, h) * walks + i
+    def key(block: Array, i: Array, j: Array, begin: Array, end: Array) -> Array:
+        at = lax.div(block, h) * count + i
         return jnp.minimum(begin[at] + j, jnp.maximum(end[at] - 1, 0))
 
     queries = pl.BlockSpec((1, g, tq, d), lambda block, i, *_: (block, 0, i, 0))
-    keys = pl.BlockSpec((1, tk, d), lambda block, i, j, *tables: (block, key(block, i, j, *tables), 0))
+    keys = pl.BlockSpec((1, tk, d), lambda block, i, j, *x: (block, key(block, i, j, *x), 0))
     bounds = pl.BlockSpec((1, 2, tq), lambda block, i, *_: (lax.div(block, h), 0, i))
     places = pl.BlockSpec((1, 1, tk), lambda block, i, j, *x: (lax.div(block, h), 0, key(block, i, j, *x)))
     ends = pl.BlockSpec((1, 1, tk), lambda block, i, j, *x: (block, 0, key(block, i, j, *x)))
-    steps = jnp.maximum((tables[1] - tables[0]).max(), 1)
+    steps = jnp.maximum((walks[1] - walks[0]).max(), 1)
     wide = lambda n, dtype=jnp.float32: pltpu.VMEM((n, LANES), dtype)  # noqa: E731
     return pl.pallas_call(
-        partial(_kernel, h, walks, k.shape[1] // tk, len(masks) > 2),
+        partial(_kernel, h, count, scale, len(masks) > 2),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tables),
-            grid=(all_, walks, steps),
+            num_scalar_prefetch=len(walks),
+            grid=(all_, count, steps),
             in_specs=[queries, keys, keys, bounds, places, *[ends] * (len(masks) - 2)],
             out_specs=[queries, pl.BlockSpec((1, g, tq), lambda block, i, *_: (block, 0, i))],
             scratch_shapes=[
+                pltpu.VMEM((g * tq, d), k.dtype),
                 pltpu.VMEM((g * tq, d), jnp.float32),
                 wide(g * tq),
                 wide(g * tq),
@@ -114,51 +118,47 @@ def _run(
         cost_estimate=pl.CostEstimate(
             flops=2 * q.size * k.shape[1],  # half of all pairs
             transcendentals=q.size // d * k.shape[1] // 2,
-            bytes_accessed=6 * q.size + walks * k.nbytes,
+            bytes_accessed=6 * q.size + count * k.nbytes,
         ),
         interpret=interpret,
         name="prefill_attention",
-    )(*(x.reshape(-1) for x in tables), *rows, *masks)
+    )(*(x.reshape(-1) for x in walks), *rows, *masks)
 
 
-def _kernel(h: int, walks: int, tiles: int, lasting: bool, *refs: Any) -> None:
-    begin, end, most, least, low, high, q, k, v, bounds, pos = refs[:11]
-    until, (out, lse, acc, m, l, first, last) = refs[11 : 11 + lasting], refs[11 + lasting :]  # noqa: E741
+def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None:
+    begin, end, q, k, v, bounds, pos = refs[:7]
+    until, (out, lse, ask, acc, m, l, first, last) = refs[7 : 7 + lasting], refs[7 + lasting :]  # noqa: E741
     (_, g, tq, d), tk = q.shape, k.shape[1]
-    row, j = lax.div(pl.program_id(0), h), pl.program_id(2)
-    walk = row * walks + pl.program_id(1)
-    tile = begin[walk] + j
-    at = row * tiles + jnp.minimum(tile, tiles - 1)
-    sure = jnp.logical_and(low[at] >= most[walk], high[at] <= least[walk])
-    there = tile < end[walk]
+    j = pl.program_id(2)
+    walk = lax.div(pl.program_id(0), h) * walks + pl.program_id(1)
 
     @pl.when(j == 0)
     def _() -> None:
+        ask[...] = (q[0].astype(jnp.float32) * scale).astype(ask.dtype).reshape(ask.shape)
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
         m[...] = jnp.full(m.shape, FLOOR, jnp.float32)
         l[...] = jnp.zeros(l.shape, jnp.float32)
         for ref, x in zip((first, last), (bounds[0, :1], bounds[0, 1:]), strict=True):
             ref[...] = jnp.broadcast_to(x, (LANES, tq)).T
 
-    def step(masked: bool) -> None:
-        logits = _dot(q[0].reshape(g * tq, d), k[0], 1)
-        if masked:
-            see = (pos[0] >= _wide(first[...], tk)) & (pos[0] <= _wide(last[...], tk))
-            if lasting:
-                see = see & (until[0][0] >= _wide(last[...], tk))
-            logits = jnp.concatenate([jnp.where(see, logits[n * tq : (n + 1) * tq], MASKED) for n in range(g)], 0)
+    def step(some: Any) -> None:
+        low, high = (_wide(x[...], PART) for x in (first, last))
+        see = (pos[0, :, some] >= low) & (pos[0, :, some] <= high)
+        if lasting:
+            see = see & (until[0][0, :, some] >= high)
+        logits = _dot(ask[...], k[0, some], 1)
+        logits = jnp.concatenate([jnp.where(see, logits[n * tq : (n + 1) * tq], MASKED) for n in range(g)], 0)
         before = m[...]
         now = jnp.maximum(before, logits.max(-1, keepdims=True))
-        p, fade = jnp.exp2(logits - _wide(now, tk)), jnp.exp2(before - now)
+        p, fade = jnp.exp2(logits - _wide(now, PART)), jnp.exp2(before - now)
         m[...] = now
         l[...] = l[...] * fade + p.sum(-1, keepdims=True)
-        acc[...] = acc[...] * _wide(fade, d) + _dot(p.astype(v.dtype), v[0], 0)
+        acc[...] = acc[...] * _wide(fade, d) + _dot(p.astype(v.dtype), v[0, some], 0)
 
-    if lasting:
-        pl.when(there)(partial(step, True))
-    else:
-        pl.when(jnp.logical_and(there, sure))(partial(step, False))
-        pl.when(jnp.logical_and(there, jnp.logical_not(sure)))(partial(step, True))
+    @pl.when(begin[walk] + j < end[walk])
+    def _() -> None:
+        for start in range(0, tk, PART):
+            step(pl.ds(start, PART))
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:

@@ -102,15 +102,15 @@ def program(h: int, walks: int, scale: float, masks: int, ops: Ops, *refs: Ref, 
 
     def body(_: Any, pos_s: Ref, k_s: Ref, v_s: Ref, *more: Any) -> Any:
         *until_s, (m, l, acc) = more  # noqa: E741
-        s = ops.matmul(([q_s], [k_s]))[0] * (scale * LOG2E)
+        s = ops.matmul(([q_s], [k_s]))[0]
         at = columns(ops.column(pos_s), s.shape)
         see = (at >= rows(first, s.shape)) & (at <= rows(last, s.shape))
         for ref in until_s:
             see = see & (columns(ops.column(ref), s.shape) >= rows(last, s.shape))
         s = jnp.where(see, s, -jnp.inf)
-        top = jnp.maximum(m, s.max(1))
+        top = jnp.maximum(m, s.max(1) * (scale * LOG2E))
         fade = jnp.exp2(m - top)
-        p = jnp.exp2(s - rows(top, s.shape))
+        p = jnp.exp2(s * (scale * LOG2E) - rows(top, s.shape))  # one instruction: products come unscaled
         mixed = ops.matmul(([p.astype(v_s.dtype)], [v_s]))[0]
         plgpu.commit_smem()  # positions were read by loads: only now may a copy overwrite them
         return top, l * fade + p.sum(1), acc * rows(fade, acc.shape) + mixed

@@ -171,7 +171,7 @@ def test_inner_loops_are_as_short_as_they_were(measured):
     golden = json.loads(GOLDEN.read_text())
     known = golden.get(measured["jax"]) or golden[max(golden, key=lambda x: tuple(map(int, x.split("."))))]
     loops = {name: x["loop"] for name, x in measured["machines"].items()}
-    assert set(loops) == set(known)
+    assert set(known) <= set(loops)  # the numbers of another jax may know fewer
     longer = {name: (loops[name], known[name]) for name in known if not 0 < loops[name] <= known[name] * 1.05}
     assert not longer, f"measured and golden: {longer}"
 

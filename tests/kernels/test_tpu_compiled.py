@@ -55,6 +55,12 @@ def test_the_decode_loop_moves_no_tier(case: str):
     assert found["temporary"] - full["temporary"] < found["cache"] / 4
 
 
+@pytest.mark.parametrize("case", [x for x in LOOPS if "int" in x or "kivi" in x])
+def test_what_encodes_newcomers_gives_their_codes_to_the_one_pass_over_the_tier(case: str):
+    """One fusion rounds, packs and turns them, in the chip's own memory: a kernel of both would save nothing."""
+    assert report("tpu_loop.py")[case]["encoded"] == ["fusion on the chip"]
+
+
 def test_a_prompt_is_attended_by_the_kernel():
     found = report("tpu_loop.py")["prefill"]
     assert found["kernels"] == "tpu" and found["calls"] == 1

@@ -46,7 +46,15 @@ def loop(name: str, spec: str) -> dict[str, object]:
         "temporary": program.temporary,
         "copies": sorted(set(map(" ".join, moved))),
         "collectives": program.collectives,
+        "encoded": encoded(program.text),
     }
+
+
+def encoded(text: str) -> list[str]:
+    """What makes the codes of newcomers that `place` reads, and where they are: S(1) is the chip's own memory."""
+    made = {name: (op, "S(1)" in where) for name, where, op in re.findall(r"^\s+(%\S+) = (\S+) ([\w-]+)\(", text, re.M)}
+    codes = re.findall(r"= u8\S+ custom-call\(%\S+, (%\S+), %\S+\),.*/place/pallas_call", text)
+    return sorted({f"{op} {'on' if inside else 'off'} the chip" for op, inside in map(made.__getitem__, codes)})
 
 
 def prefill(name: str, spec: str, tokens: int) -> dict[str, object]:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv import attend, kernels
+from jkv import attend, kernels, loop, methods, models
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 
 CASES = [
     check.Case(floats="float32", dim=64, group=3, new=150, before=120, window=100),
     check.Case(dim=128, group=4, new=300),
     check.Case(dim=256, group=1, new=65, before=200, lasting=True),
-    check.Case(dim=64, group=8, new=40, before=300, window=90),
 ]
+WINDOWED = check.Case(dim=64, group=8, new=40, before=300, window=90)
 
 
 @pytest.fixture
@@ -33,6 +34,27 @@ def small(monkeypatch):
 def test_the_tpu_kernel_equals_float64(case: check.Case, small):
     good, text = check.run(case, "tpu", partial(tpu.attention, interpret=pltpu.InterpretParams()))
     assert good, text
+
+
+def test_the_door_asks_the_kernel_for_the_same(small):
+    def door(q, k, v, pos, first, last, scale):
+        with pltpu.force_tpu_interpret_mode():
+            return attend.attend_causal(q, k, v, last, pos, scale, WINDOWED.window, kind="tpu")
+
+    good, text = check.run(WINDOWED, "tpu", door)
+    assert good, text
+
+
+@pytest.mark.parametrize("kind", ["tpu", "xla"])
+def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str):
+    """As traced: of the first of two layers; of the last one only the newest queries run."""
+    params = models.random(dict(models.TINY, hidden_size=256))
+    config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncut(80)
+    cache = loop.empty(config, params.config, 1, 80, 0, jnp.float32)
+    ids, about = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
+    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (2, loop.probe, about)):
+        traced = str(jax.make_jaxpr(function)(params, cache, ids, *more))
+        assert traced.count("name=prefill_attention") == (calls if kind == "tpu" else 0)
 
 
 def interpreted(**arguments):

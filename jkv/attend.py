@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv import kernels
 from jkv.tree import value
 
 QUERY_TILE, KEY_TILE = 256, 512  # of the blocked prefill sweep: a tile of scores stays in cache
+FEW = 16  # query tokens a row: those of steps, and more are a prompt's; there are kernels for both
 
 
 @value
@@ -88,6 +91,11 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:
     return Partial(acc=acc, m=m, l=l)
 
 
+def prompt_kernel(kind: str, dtype: Any, dim: int, groups: int) -> str:
+    """Which implementation attends a prompt's tokens, for keys of that dtype and `groups` queries each."""
+    return kernels.choose("prefill_attention", kind, lambda module: module.supports(dtype, dim, groups))
+
+
 def attend_causal(
     q: Array,
     k: Array,
@@ -97,14 +105,23 @@ def attend_causal(
     scale: float,
     window: int | None,
     until: Array | None = None,
+    kind: str = "xla",
 ) -> Partial:
     """Queries [B,H,G,T,D] over a window [B,H,S,D] whose last T entries are their own keys; positions rise with index.
 
-    until i32[B,H,S]: the last position whose query may see a key, or None: all later ones.
+    until i32[B,H,S]: the last position whose query may see a key, or None: all later ones. kind: of kernels.
     Query tile by query tile, key tile by key tile: the score matrix [T,S] never exists, and the half of it that lies
     in the future is not computed.
     """
     t, s = q.shape[3], k.shape[2]
+    if t > FEW and (name := prompt_kernel(kind, k.dtype, q.shape[4], q.shape[2])) != "xla":
+        attention = kernels.implementation("prefill_attention", name).attention
+        first = jnp.zeros_like(q_pos) if window is None else jnp.maximum(q_pos - window + 1, 0)
+
+        def run(q: Array, k: Array, v: Array, *masks: Array) -> Partial:
+            return attention(q, k, v, *masks[:3], scale, *masks[3:])
+
+        return kernels.over_mesh(run, q, k, v, k_pos, first, q_pos, *([] if until is None else [until]))
     if t * s <= QUERY_TILE * KEY_TILE:
         return attend(q, k, v, lasting(visible(q_pos, k_pos[:, None], window), q_pos, until), scale)
     tq, tk = min(QUERY_TILE, t), min(KEY_TILE, s)

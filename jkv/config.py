@@ -164,6 +164,7 @@ class LayerConfig:
     append: int
     grows: float
     narrow: Narrow | None
+    kernels: str
 
     @property
     def stay(self) -> int:
@@ -244,6 +245,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         append=capacity - min(held, capacity),
         grows=config.append,
         narrow=config.narrow if config.narrow and config.narrow.after(model) == i else None,
+        kernels=config.kernels,
     )
 
 

@@ -21,7 +21,7 @@ from jkv.loop import Decoding, absorb, absorb_own, compress, probe, run_blocks
 from jkv.methods import config as read_config
 from jkv.models import Params
 from jkv.prompts import Prompt, bucket, check_length, encode, pad, reaching, stop_ids_of
-from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of
+from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of, prefill_kernel_of
 from jkv.sizes import empty
 
 if TYPE_CHECKING:
@@ -354,6 +354,7 @@ class _Run:
             decode_tokens_per_s=new / max(self.cost.running, 1e-9),
             compile_s=self.prefill_cost.compiling + self.cost.compiling,
             kernels=kernels_of(state.cache),
+            prefill_kernel=prefill_kernel_of(state.cache),
             kl=kl,
             divergence=divergence,
         )

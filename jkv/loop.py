@@ -66,7 +66,7 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         if begun:
             window = _longer(layer.recent, window)
         until = plan.score.until(window.columns, window.pos)
-        part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until)
+        part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until, plan.kernels)
         if not fresh:
             past = [
                 attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
@@ -146,7 +146,7 @@ def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
         dtype, before = layer.recent.k.dtype, layer.recent.pos.shape[1]
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         window = _longer(layer.recent, _window(new, pos, plan, rope, dtype))
-        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window)
+        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
         asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(cache.seen)
         ev = evidence(layer, window, nobody, asked, cache.seen, cache.prompt, nobody, plan, rope, model, fresh=True)
         columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}

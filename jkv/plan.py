@@ -21,7 +21,7 @@ from jkv import checks, loop, models, sampling, sharding, sizes
 from jkv.aot import Target
 from jkv.config import CacheConfig
 from jkv.models import ModelConfig
-from jkv.report import kernels_of
+from jkv.report import kernels_of, prefill_kernel_of
 
 NEW = 256  # tokens generated
 COLLECTIVE = pattern(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
@@ -136,7 +136,7 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
 
     own = shapes(target.kernels)
     try:
-        kernels_of(own)
+        kernels_of(own), prefill_kernel_of(own)
     except ValueError:
         return shapes("xla"), new
     return own, new
@@ -159,7 +159,7 @@ def _compile(
         what=what,
         weights=bytes_of(params, of_params),
         cache=bytes_of(cache.layers, (of_carried.cache if state else of_carried).layers),
-        kernels=kernels_of(cache),
+        kernels=kernels_of(cache) if state else prefill_kernel_of(cache),
         compile_s=0.0,
     )
     start = time.perf_counter()

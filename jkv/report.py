@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.attend import prompt_kernel
 from jkv.cache import Cache, tree_bytes
 from jkv.tiers import reader_of
 
@@ -41,6 +42,7 @@ class Report:
     decode_tokens_per_s: float
     compile_s: float
     kernels: str
+    prefill_kernel: str
     kl: float | None = None
     divergence: int | None = None
 
@@ -63,7 +65,7 @@ class Report:
             f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full: {self.ratio:.1f}x smaller",
             f"tokens       {tokens}",
             f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
-            f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels}",
+            f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels} (prefill {self.prefill_kernel})",
         ]
         if self.bytes_states:
             lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
@@ -94,6 +96,13 @@ def kernels_of(cache: Cache) -> str:
         for tier, config in zip(layer.tiers, plan.tiers, strict=True)
     )
     return next(iter(count), "xla") if len(count) < 2 else ", ".join(f"{name} {n}" for name, n in count.items())
+
+
+def prefill_kernel_of(cache: Cache) -> str:
+    """What attends a prompt's tokens to each other; tiers that are there before are read by xla."""
+    if not cache.plan:
+        return "xla"
+    return prompt_kernel(cache.plan[0].kernels, cache.dtype, cache.model.head_dim, cache.model.groups)
 
 
 def check_compressed(cache: Cache, bounded: bool, config: str) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.attend import Partial, merge, nothing, softmax_parts, visible
+from jkv.attend import FEW, Partial, merge, nothing, softmax_parts, visible
 from jkv.cache import Tier, map_codec, put, take
 from jkv.config import TierConfig
 from jkv.pool import line, together
@@ -20,7 +20,7 @@ from jkv.protocols import Code, Codec, Linear
 from jkv.rope import Rope
 
 TILE = 512  # slots of a coded tier that are read at a time
-FEW = 16  # query tokens a row for which there are kernels (more are a prompt's chunk); slots that are read at once
+LEAST = 16  # slots that are read at once
 
 
 def cut(tree: Any, start: Array | int, n: int, slots: int) -> Any:
@@ -55,7 +55,7 @@ def tile_size(tiled: bool, slots: int, queries: int, unit: int) -> int:
     What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
     layers before the first layer runs, and even before the decode loop, as its constants.
     """
-    if (queries == 1 and not tiled) or slots <= FEW:
+    if (queries == 1 and not tiled) or slots <= LEAST:
         return slots
     tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if tiled else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)

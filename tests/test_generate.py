@@ -1,7 +1,7 @@
 """The public functions: prompts of every kind, sampling, stops, receipts, and what they refuse."""
 
-import sys
 from dataclasses import replace
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ def calls(monkeypatch):
         program, seconds = compiled.compiled(*args, **static)
         return Program(program) if args[0] is loop.run_blocks else program, seconds
 
-    monkeypatch.setattr(sys.modules["jkv.generate"], "compiled", counted)
+    monkeypatch.setattr(import_module("jkv.generate"), "compiled", counted)
     return asked
 
 

@@ -64,3 +64,17 @@ def kernel_cycles(folder: str | Path, name: str, count: Callable[[list[int]], in
     if not found:
         raise FileNotFoundError(f"{folder} has no schedule of a kernel {name}")
     return count(block_cycles(found[-1]))
+
+
+def kernel_memory(text: str, name: str) -> int:
+    """Bytes of VMEM that one call of a kernel takes, its operands' blocks and scratch, from a compiled program's text.
+
+    >>> line = '%x = f32[8] custom-call(), op_name="name/pallas_call", "used_scoped_memory_configs":[{"size":"4096"}]'
+    >>> kernel_memory(line, "name")
+    4096
+    """
+    calls = [line for line in text.splitlines() if "custom-call(" in line and f"{name}/pallas_call" in line]
+    if not calls:
+        raise ValueError(f"the program has no kernel {name}")
+    found = re.search(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"', calls[0])
+    return int(found[1]) if found else 0

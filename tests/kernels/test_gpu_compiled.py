@@ -26,6 +26,7 @@ if __name__ != "__main__":
 
 from jkv.kernels.decode_attention import gpu  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
+from jkv.kernels.prefill_attention import gpu as prefill  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden_gpu.json")  # version of jax -> name -> instructions of the inner loop
 SHORT, MIDDLE, LONG = 1024, 16384, 131072
@@ -82,6 +83,19 @@ def programs():
         yield f"{name} D={dim} G={group} pages", pages_of_16, *arguments(form, dim, group, LONG), PAGES
 
 
+def prompt(*arrays):
+    return prefill.attention(*arrays[:6], 0.1, *arrays[6:])
+
+
+def prompts():
+    """The same, of whole prompts; the last with keys that not all later queries see."""
+    for dim, group, tokens, lasting in ((64, 3, 2048, False), (128, 4, 32768, False), (128, 4, 2048, True)):
+        q, k = (Shape((2, 8, *x, tokens, dim), jnp.bfloat16) for x in ((group,), ()))
+        places = Shape((2, tokens), jnp.int32)
+        until = [Shape((2, 8, tokens), jnp.int32)] * lasting
+        yield f"prompt D={dim} G={group} T={tokens}", prompt, q, k, k, places, places, places, *until
+
+
 def decode(form, q, codes, pos, first, last, *pages):
     """Steps in an inner loop, and a flush that scatters into the tier in an outer one: as `jkv.loop` does."""
 
@@ -122,7 +136,7 @@ def moved(text: str, leaves: list[tuple[int, ...]]) -> list[str]:
 
 def measure() -> dict:
     where, out = jax.__version__.rpartition(".")[0], {}
-    for name, function, *args in programs():
+    for name, function, *args in (*programs(), *prompts()):
         machines = cuda.machines(function, *args)
         assert len(machines) == 1, f"{name}: {len(machines)} kernels"
         out[name] = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
@@ -157,7 +171,7 @@ def test_inner_loops_are_as_short_as_they_were(measured):
     golden = json.loads(GOLDEN.read_text())
     known = golden.get(measured["jax"]) or golden[max(golden, key=lambda x: tuple(map(int, x.split("."))))]
     loops = {name: x["loop"] for name, x in measured["machines"].items()}
-    assert set(loops) == set(known)
+    assert set(known) <= set(loops)  # the numbers of another jax may know fewer
     longer = {name: (loops[name], known[name]) for name in known if not 0 < loops[name] <= known[name] * 1.05}
     assert not longer, f"measured and golden: {longer}"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,10 +106,9 @@ def check(
     scale = d**-0.5
     dead = np.broadcast_to(pos < 0, (B, h, c))
     out, lse = truth(q, wide(k), wide(v), pos, first, last, scale)
-    got = kernel.attention(
-        jnp.asarray(q), poisoned(k, dead), poisoned(v, dead), *map(jnp.asarray, (pos, first, last)), scale,
-        interpret=pltpu.InterpretParams(),
-    )  # fmt: skip
+    got = jax.jit(partial(kernel.attention, scale=scale, interpret=pltpu.InterpretParams()))(
+        jnp.asarray(q), poisoned(k, dead), poisoned(v, dead), *map(jnp.asarray, (pos, first, last))
+    )
     of_out, of_lse = allowed(q, k, v, wide(k), wide(v), scale)
     np.testing.assert_array_equal(np.isfinite(got.m), np.isfinite(lse))
     assert np.isneginf(lse).any() and (np.asarray(got.l)[np.isneginf(lse)] == 0).all()
@@ -158,7 +159,7 @@ def test_newcomers_take_their_slots_and_nothing_else_moves(dtype, rows: int, hea
     top = 60000 if dtype == jnp.uint16 else 250
     x, new = (jnp.asarray(rng.uniform(0, top, (B, heads, n, rows)), jnp.float32).astype(dtype) for n in (c, m))
     index = np.sort(np.stack([[rng.choice(c + 40, m, replace=False) for _ in range(own)] for _ in range(B)]), -1)
-    got = placing.place(x, jnp.asarray(index, jnp.int32), new, interpret=pltpu.InterpretParams())
+    got = jax.jit(partial(placing.place, interpret=pltpu.InterpretParams()))(x, jnp.asarray(index, jnp.int32), new)
     np.testing.assert_array_equal(got, put(x, jnp.asarray(index, jnp.int32), new))
 
 

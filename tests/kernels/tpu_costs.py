@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jkv.aot import tpu
 from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
 from jkv.kernels.paged_attention.tpu import attention as paged
+from jkv.kernels.prefill_attention import tpu as prefill
 from jkv.protocols import Linear
 
 GOLDEN = Path(__file__).with_name("golden_tpu.json")
@@ -44,6 +45,13 @@ CASES = [
     *(("v5e:2x2", "int8", 128, g, 16) for g in (1, 3, 4)),
     ("v5e:2x2", "int4", 128, 8, 512),
     *((chip, "int4", 128, 8, 16) for chip in ("v6e:2x2", "v5p:2x2x1")),
+]
+PROMPTS = [  # head dim, groups, tokens; a seventh word: of keys that not all later queries see
+    ("v5e:2x2", "prompt", 64, 3, 2048, "until"),
+    ("v5e:2x2", "prompt", 128, 4, 2048),
+    ("v5e:2x2", "prompt", 128, 8, 2048),
+    ("v5e:2x2", "prompt", 256, 2, 2048),
+    *((chip, "prompt", 128, 4, 32768) for chip in ("v6e:2x2", "v5p:2x2x1")),
 ]
 
 
@@ -68,9 +76,8 @@ def logical(x: Linear) -> Linear:
 
 
 def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0) -> dict[str, Any]:
-    """Temporaries, copies of something large, and cycles of a token and kv head; of those in tiles of picked pages."""
-    mesh = Mesh(np.array(tpu.devices(topology)[:1]), ("x",))
-    shape = lambda s, t: jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, PartitionSpec()))  # noqa: E731
+    """Of decode attention: cycles of a token and kv head; of those in tiles of picked pages."""
+    shape, mesh = placed(topology)
     k, v = (stored(shape, d, **how) for how in FORMS[form])
     bounds = shape((1, 1), jnp.int32)
     arguments = shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, H, C), jnp.int32), bounds, bounds
@@ -80,14 +87,41 @@ def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0) 
         return function(q, logical(k), logical(v), pos, first, last, d**-0.5)
 
     pages = [shape((1, H, PAGES), jnp.int32)] if unit else []
-    with jax.set_mesh(mesh):
-        program = jax.jit(run).trace(*arguments, *pages).lower().compile()
-    text = program.as_text()
     name, tokens, count = ("paged_attention", TOGETHER, sum) if unit else ("decode_attention", tile_of(k, v) * H, max)
+    found = compiled(mesh, run, name, *arguments, *pages)
+    return found | {"cycles": round(tpu.kernel_cycles(folder, name, count) / tokens, 4)}
+
+
+def prompt(folder: Path, topology: str, _: str, d: int, g: int, t: int, *until: str) -> dict[str, Any]:
+    """Of prefill attention: cycles of 128 queries, those of all groups counted, and 128 keys."""
+    shape, mesh = placed(topology)
+    q, k = (shape((1, H, *x, t, d), jnp.bfloat16) for x in ((g,), ()))
+    places = [shape(x, jnp.int32) for x in (*[(1, t)] * 3, *[(1, H, t)] * len(until))]
+
+    def run(q: Any, k: Any, v: Any, pos: Any, first: Any, last: Any, *until: Any) -> Any:
+        return prefill.attention(q, k, v, pos, first, last, d**-0.5, *until)
+
+    tq, tk = prefill.tile_sizes(g, t, t, jnp.bfloat16)
+    found = compiled(mesh, run, "prefill_attention", q, k, k, *places)
+    blocks = g * tq * tk / 128**2
+    return found | {"cycles": round(tpu.kernel_cycles(folder, "prefill_attention") / blocks, 1)}
+
+
+def placed(topology: str) -> tuple[Any, Mesh]:
+    """A shape on one device of a topology, and its mesh."""
+    mesh = Mesh(np.array(tpu.devices(topology)[:1]), ("x",))
+    return lambda s, t: jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, PartitionSpec())), mesh
+
+
+def compiled(mesh: Mesh, function: Any, name: str, *arguments: Any) -> dict[str, Any]:
+    """Temporaries, copies of something large, and the kernel's memory on the chip, VMEM, all in bytes."""
+    with jax.set_mesh(mesh):
+        program = jax.jit(function).trace(*arguments).lower().compile()
+    text = program.as_text()
     return {
         "temporaries": program.memory_analysis().temp_size_in_bytes,
         "copies": len(re.findall(rf"= (?:u8|bf16)\[1,{H},\d+,{C}\]\S* copy\(", text)),
-        "cycles": round(tpu.kernel_cycles(folder, name, count) / tokens, 4),
+        "vmem": tpu.kernel_memory(text, name),
     }
 
 
@@ -101,10 +135,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tpu.dump_schedules(folder)
         found = {}
-        for case in CASES:
+        for measure, case in [*((cost, x) for x in CASES), *((prompt, x) for x in PROMPTS)]:
             for old in Path(folder).iterdir():
                 old.unlink()
-            found[" ".join(map(str, case))] = cost(Path(folder), *case)
+            found[" ".join(map(str, case))] = measure(Path(folder), *case)
     if "--write" in sys.argv:
         GOLDEN.write_text(json.dumps({"jax": jax.__version__, "rows": found}, indent=1) + "\n")
     print(json.dumps(found))

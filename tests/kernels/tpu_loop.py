@@ -1,4 +1,4 @@
-"""The decode loop of two layers of Llama-3.1-8B on v5e:2x4, as the TPU compiler makes it: JSON, a row a cache."""
+"""Programs of two layers, or one, on v5e:2x4, as the TPU compiler makes them: JSON, a row a model and cache."""
 
 from __future__ import annotations
 
@@ -13,25 +13,55 @@ import jax.numpy as jnp
 from jkv import methods, models
 from jkv.aot import target
 from jkv.bench.shapes import SHAPES
-from jkv.plan import Job, decode
+from jkv.plan import Job, decode, programs
 
-CACHES = "int8", "snapkv(budget=16384) | int4", "kivi", "full", "quest(pages=64, dense_layers=0)"
+LLAMA, QWEN, SMOLLM = "llama-3.1-8b", "qwen3-8b", "smollm2-135m"
+SIZES = {LLAMA: (8, 32768), QWEN: (8, 32768), SMOLLM: (64, 8192)}  # rows, and tokens of each
+DECODE = [
+    (QWEN, "int8"),
+    (LLAMA, "snapkv(budget=16384) | int4"),
+    (LLAMA, "kivi"),
+    (LLAMA, "full"),
+    (LLAMA, "quest(pages=64, dense_layers=0)"),
+    (LLAMA, "adakv(budget=4096) | int8"),  # a pool
+    (SMOLLM, "int4(group=32)"),  # three kv heads: the devices divide rows
+]
+PREFILL = LLAMA, "h2o(budget=1024)", 2048
 
 
-def cost(spec: str) -> dict[str, object]:
-    model = models.read_config({**SHAPES["llama-3.1-8b"], "num_hidden_layers": 2})
-    job = Job(model=model, config=methods.parse(spec), batch=8, context=32768, chunk=0, dtype=jnp.bfloat16)
-    program = decode(job, target("v5e:2x4"))
-    # codes of the 8 rows and the one kv head of a device, of 10,000 slots or more; a fusion's root may work in place
-    moved = re.findall(r"^\s+%\S+ = ((?:u8|bf16)\[8,1,\d{5,},\d+\])\S* (copy|convert|transpose)\(", program.text, re.M)
+def job(name: str, spec: str, tokens: int, layers: int = 2) -> Job:
+    model = models.read_config({**SHAPES[name], "num_hidden_layers": layers})
+    batch, config = SIZES[name][0], methods.parse(spec)
+    return Job(model=model, config=config, batch=batch, context=tokens, chunk=0, dtype=jnp.bfloat16)
+
+
+def loop(name: str, spec: str) -> dict[str, object]:
+    program = decode(job(name, spec, SIZES[name][1]), target("v5e:2x4"))
+    # Codes of a device's rows and kv heads, of 4,000 slots or more; a fusion's root may work in place.
+    codes = r"(?:u8|bf16)\[\d+,\d+,(?:[4-9]\d{3}|\d{5,}),\d+\]"
+    moved = re.findall(rf"^\s+%\S+ = ({codes})\S* (copy|convert|transpose)\(", program.text, re.M)
     return {
         "kernels": program.kernels,
         "cache": program.cache,
         "temporary": program.temporary,
         "copies": sorted(set(map(" ".join, moved))),
         "collectives": program.collectives,
+        "encoded": encoded(program.text),
     }
 
 
+def encoded(text: str) -> list[str]:
+    """What makes the codes of newcomers that `place` reads, and where they are: S(1) is the chip's own memory."""
+    made = {name: (op, "S(1)" in where) for name, where, op in re.findall(r"^\s+(%\S+) = (\S+) ([\w-]+)\(", text, re.M)}
+    codes = re.findall(r"= u8\S+ custom-call\(%\S+, (%\S+), %\S+\),.*/place/pallas_call", text)
+    return sorted({f"{op} {'on' if inside else 'off'} the chip" for op, inside in map(made.__getitem__, codes)})
+
+
+def prefill(name: str, spec: str, tokens: int) -> dict[str, object]:
+    program = next(programs(job(name, spec, tokens, layers=1), target("v5e:2x4")))
+    calls = len(re.findall(r"custom-call\(.*prefill_attention", program.text))
+    return {"kernels": program.kernels, "calls": calls, "temporary": program.temporary}
+
+
 if __name__ == "__main__":
-    print(json.dumps({spec: cost(spec) for spec in CACHES}))
+    print(json.dumps({" ".join(x): loop(*x) for x in DECODE} | {"prefill": prefill(*PREFILL)}))

@@ -192,7 +192,10 @@ def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -
     )
     dead = np.broadcast_to(dead, p["k"].codes.shape[:3])[..., None]
     (k, k_codes), (v, v_codes) = ([np.where(dead, 0, x) for x in dense(p[name], dim)] for name in ("k", "v"))
-    see = np.broadcast_to(((pos >= 0) & (pos >= first) & (pos <= last))[:, :, None], (*q.shape[:4], pos.shape[-1]))
+    see = (pos >= 0) & (pos >= first) & (pos <= last)
+    if "until" in p:
+        see = see & (p["until"][:, :, None] >= last)
+    see = np.broadcast_to(see[:, :, None], (*q.shape[:4], pos.shape[-1]))
     seen = see.any(-1)
     s = np.where(see, np.einsum("bhgtd,bhsd->bhgts", q, k) * scale, -np.inf)
     top = np.where(seen, s.max(-1), 0)
@@ -220,7 +223,11 @@ def rounding(case: Case, kernel: str) -> tuple[float, float]:
 
 def verdict(case: Case, p: dict[str, Any], part: Any, kernel: str) -> tuple[bool, str]:
     """Is the Partial right, and the worst error beside its bound."""
-    t = truth(p, rounding(case, kernel), 2.0 ** case.v.size[1])
+    return judged(truth(p, rounding(case, kernel), 2.0 ** case.v.size[1]), part)
+
+
+def judged(t: dict[str, np.ndarray], part: Any) -> tuple[bool, str]:
+    """The same, by a truth."""
     acc, m, l = (np.asarray(x, np.float64) for x in (part.acc, part.m, part.l))  # noqa: E741
     seen = t["seen"]
     silent = bool(((m == -np.inf) == ~seen).all() and (l[~seen] == 0).all() and (acc[~seen] == 0).all())

@@ -1,0 +1,128 @@
+"""Attention of prompts by kernels: under the interpreters against float64, and which of them runs in the loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jkv import attend, kernels, loop, methods, models, sizes
+from jkv.kernels.prefill_attention import check, reference, spans, tpu
+
+CASES = [
+    check.Case(floats="float32", dim=64, group=3, new=150, before=120, window=100),
+    check.Case(dim=128, group=4, new=300),
+    check.Case(dim=256, group=1, new=65, before=200, lasting=True),
+]
+WINDOWED = check.Case(dim=64, group=8, new=40, before=300, window=90)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles of two parts of 128 keys, or one of float32, and of 256 queries and groups where they are few."""
+    monkeypatch.setattr(tpu, "ROWS", 256)
+    monkeypatch.setattr(tpu, "KEYS", 256)
+    monkeypatch.setattr(tpu, "PART", 128)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_tpu_kernel_equals_float64(case: check.Case, small):
+    good, text = check.run(case, "tpu", partial(tpu.attention, interpret=pltpu.InterpretParams()))
+    assert good, text
+
+
+def test_the_door_asks_the_kernel_for_the_same(small):
+    def door(q, k, v, pos, first, last, scale):
+        with pltpu.force_tpu_interpret_mode():
+            return attend.attend_causal(q, k, v, last, pos, scale, WINDOWED.window, kind="tpu")
+
+    good, text = check.run(WINDOWED, "tpu", door)
+    assert good, text
+
+
+@pytest.mark.parametrize("kind", ["tpu", "xla"])
+def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str):
+    """As traced: of the first of two layers; of the last one only the newest queries run."""
+    params = models.random(dict(models.TINY, hidden_size=256))
+    config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncut(80)
+    cache = sizes.empty(config, params.config, 1, 80, 0, jnp.float32)
+    ids, about = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
+    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (2, loop.probe, about)):
+        traced = str(jax.make_jaxpr(function)(params, cache, ids, *more))
+        assert traced.count("name=prefill_attention") == (calls if kind == "tpu" else 0)
+
+
+def interpreted(**arguments):
+    pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jkv.kernels.prefill_attention import gpu
+
+    try:
+        parameters = plgpu.InterpretGPUParams
+    except AttributeError:  # private before jax 0.11
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as parameters
+    return gpu.attention(**arguments, interpret=parameters())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        check.Case(floats="float16", dim=64, group=3, new=100, before=70, window=50),
+        check.Case(dim=128, group=1, new=140, lasting=True),
+    ],
+    ids=str,
+)
+def test_the_gpu_kernel_equals_float64(case: check.Case):
+    good, text = check.run(case, "gpu", interpreted)
+    assert good, text
+
+
+def test_the_reference_equals_float64():
+    case = replace(CASES[2], floats="float32")
+    good, text = check.run(case, "gpu", reference.attention)
+    assert good, text
+
+
+def test_the_check_sees_a_wrong_kernel():
+    def wrong(last, **rest):
+        return reference.attention(last=last + 1, **rest)
+
+    assert not check.run(replace(CASES[2], floats="float32"), "gpu", wrong)[0]
+
+
+def test_spans_are_the_tiles_that_are_seen():
+    p = check.problem(check.Case(new=96, before=64, window=40))
+    begin, end = (np.asarray(x) for x in spans(*map(jnp.asarray, (p["pos"], p["first"], p["last"])), 32, 16))
+    at = p["pos"][:, None]
+    see = (at >= 0) & (at >= p["first"][:, :, None]) & (at <= p["last"][:, :, None])
+    some = see.reshape(2, 3, 32, 10, 16).any((2, 4))
+    for row in range(2):
+        for tile in range(3):
+            seen = np.flatnonzero(some[row, tile])
+            assert (begin[row, tile], end[row, tile]) == ((seen[0], seen[-1] + 1) if len(seen) else (0, 0))
+
+
+def test_which_one_runs():
+    assert attend.prompt_kernel("tpu", jnp.bfloat16, 128, 8) == "tpu"
+    assert attend.prompt_kernel("xla", jnp.float16, 512, 8) == "xla"
+    for dtype, dim, groups, why in (
+        (jnp.float16, 64, 1, "keys in float16; bfloat16 or float32"),
+        (jnp.bfloat16, 100, 1, "head_dim=100; multiples of 8 up to 256"),
+        (jnp.bfloat16, 64, 32, "32 queries a kv head of 64 channels; 16 at most"),
+    ):
+        with pytest.raises(ValueError, match=f"the tpu kernel of prefill_attention does not take {why}"):
+            attend.prompt_kernel("tpu", dtype, dim, groups)
+
+
+def test_an_automatic_choice_falls_back_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "native", lambda: "tpu")
+    kernels._say.cache_clear()
+    with caplog.at_level("INFO", "jkv"):
+        assert attend.prompt_kernel("auto", jnp.bfloat16, 512, 1) == "xla"
+    assert "prefill_attention runs on xla: the tpu kernel does not take head_dim=512" in caplog.text

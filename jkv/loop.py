@@ -17,9 +17,10 @@ from jkv.compiled import ANY, program
 from jkv.config import LayerConfig
 from jkv.evidence import evidence
 from jkv.flush import flush, going_on
-from jkv.models import ModelConfig, Params, family, ssd
+from jkv.models import Mix, ModelConfig, Params, family, ssd
 from jkv.models import layer as block
 from jkv.models.ssd import State
+from jkv.prompts import positions
 from jkv.protocols import Born
 from jkv.sampling import Sampling, sample
 from jkv.tiers import attend_tier, observed
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
     from jkv.rope import Rope
 
 Weights = Mapping[str, Array]
-
-
-def positions(ids: Array, seen: Array) -> Array:
-    """i32[B,T] positions of right-aligned tokens; ids are -1 in the padding, and so are positions."""
-    live = ids >= 0
-    return jnp.where(live, seen[:, None] + jnp.cumsum(live, 1) - 1, -1).astype(jnp.int32)
 
 
 @program(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh",))
@@ -79,9 +74,10 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh)
         return part.finish(), (layer, on)
 
+    read = _reading(cache, pos)
+
     def mix(i: int, w: Weights, x: Array) -> tuple[Array, tuple[State, None]]:
-        assert model.mixers is not None
-        y, state = ssd.read(w, model.mixers, model.eps, x, pos >= 0, cache.states[i])
+        y, state = read(i, w, x)
         return y, (state, None)
 
     x, made = net.embed(params, jnp.maximum(ids, 0)), []
@@ -95,6 +91,17 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
     layers, states = _sorted(model, made)
     prompt, fill = cache.prompt + added, jnp.int32(cache.stay)
     return replace(cache, layers=layers, states=states, seen=seen, prompt=prompt, fill=fill), logits
+
+
+def _reading(cache: Cache, pos: Array) -> Mix:
+    """The mixers of blocks that recur, for tokens at pos i32[B,T] after those of the cache; beside it the new state."""
+
+    def mix(i: int, w: Weights, x: Array) -> tuple[Array, State]:
+        m = cache.model.mixers
+        assert m is not None
+        return ssd.read(w, m, cache.model.eps, x, pos >= 0, cache.states[i])
+
+    return mix
 
 
 def _sorted(model: ModelConfig, made: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -152,13 +159,9 @@ def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
         columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
         return part.finish(), replace(layer, recent=replace(layer.recent, columns=columns))
 
-    def mix(i: int, w: Weights, x: Array) -> tuple[Array, None]:
-        assert model.mixers is not None
-        return ssd.read(w, model.mixers, model.eps, x, pos >= 0, cache.states[i])[0], None
-
     x, made = net.embed(params, jnp.maximum(ids, 0)), []
     for i in range(model.depth):
-        x, one = block(params, i, x, pos, run, mix)
+        x, one = block(params, i, x, pos, run, _reading(cache, pos))
         made.append(one)
     return replace(cache, layers=_sorted(model, made)[0])
 

@@ -31,6 +31,12 @@ def bucket(n: int) -> int:
     return -(-n // step) * step
 
 
+def positions(ids: Array, seen: Array) -> Array:
+    """i32[B,T] positions of right-aligned tokens; ids are -1 in the padding, and so are positions."""
+    live = ids >= 0
+    return jnp.where(live, seen[:, None] + jnp.cumsum(live, 1) - 1, -1).astype(jnp.int32)
+
+
 def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
     """Token ids per row, and whether the prompt was a single row.
 

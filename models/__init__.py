@@ -16,6 +16,7 @@ from .params import Params, Tensors
 __all__ = [
     "FAMILIES",
     "TINY",
+    "Mix",
     "Mixers",
     "ModelConfig",
     "Params",

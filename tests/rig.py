@@ -16,6 +16,7 @@ from jkv import loop, methods, sizes
 from jkv.cache import Cache
 from jkv.generate import Cost, read
 from jkv.io import learned as io
+from jkv.prompts import positions
 from jkv.scores import delayed, learned
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
@@ -249,7 +250,7 @@ def _net() -> Any:
 @jax.jit
 def dense_prompt(ids: jax.Array) -> tuple[jax.Array, list[Any]]:
     """Logits [B,T,V] and, per layer, q [B,H,G,T,D], k, v [B,H,T,D] rotated, p [B,H,G,T,T] of plain attention."""
-    pos = loop.positions(ids, jnp.zeros(ids.shape[0], jnp.int32))
+    pos = positions(ids, jnp.zeros(ids.shape[0], jnp.int32))
     see = (pos[:, None, :] <= pos[:, :, None]) & (pos[:, None, :] >= 0)
     taps = []
 

@@ -14,6 +14,7 @@ from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, ST
 from jkv import loop, models, sampling
 from jkv.budgets import pyramid
 from jkv.methods import CATALOGUE
+from jkv.prompts import positions
 
 every = pytest.mark.parametrize("case", ALL, ids=str)
 compressed = pytest.mark.parametrize("case", [c for c in ALL if c.budget], ids=str)
@@ -41,7 +42,7 @@ def test_a_cache_that_holds_everything_changes_nothing(case: Case):
         expected = replayed(case.wide)
     else:
         ids = np.concatenate([prompt, forced], 1)
-        pos = loop.positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32))
+        pos = positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32))
         expected = np.asarray(models.forward(PARAMS, jnp.asarray(ids), pos)).transpose(1, 0, 2)[prompt.shape[1] - 1 :]
     for i, (logits, after) in enumerate(zip(got.logits, got.caches, strict=True)):
         assert np.array_equal(np.asarray(after.kept())[:, :, 0], np.tile(np.asarray(after.seen), (L, 1))), i

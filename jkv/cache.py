@@ -62,6 +62,26 @@ class Queries:
         total = self.pos.shape[1]
         return self.cut(total - min(n, total), total)
 
+    def then(self, new: Queries) -> Queries:
+        return Queries(
+            q=jnp.concatenate([self.q, new.q], 3),
+            pos=jnp.concatenate([self.pos, new.pos], 1),
+            lse=jnp.concatenate([self.lse, new.lse], 3),
+        )
+
+    def put(self, new: Queries, at: Array | int) -> Queries:
+        at = jnp.int32(at)
+        return Queries(
+            q=jax.lax.dynamic_update_slice_in_dim(self.q, new.q.astype(self.q.dtype), at, 3),
+            pos=jax.lax.dynamic_update_slice_in_dim(self.pos, new.pos, at, 1),
+            lse=jax.lax.dynamic_update_slice_in_dim(self.lse, new.lse, at, 3),
+        )
+
+    def begun(self, first: Queries) -> Queries:
+        """As many, of which the first are these; the rest is dead."""
+        empty = jax.tree.map(jnp.zeros_like, self)
+        return replace(empty, pos=empty.pos - 1).put(first, 0)
+
 
 @value
 class Tier:

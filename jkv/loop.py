@@ -184,25 +184,8 @@ def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Quer
         return (None, None), None
     assert layer.queries is not None
     n = plan.needs.queries
-    both = _join(layer.queries.cut(0, n), new).newest(n)
-    return (both if n else None, new if plan.needs.new else None), _begun(layer.queries, both)
-
-
-def _join(a: Queries, b: Queries) -> Queries:
-    return Queries(
-        q=jnp.concatenate([a.q, b.q], 3),
-        pos=jnp.concatenate([a.pos, b.pos], 1),
-        lse=jnp.concatenate([a.lse, b.lse], 3),
-    )
-
-
-def _write_queries(buffer: Queries, new: Queries, at: Array | int) -> Queries:
-    at = jnp.int32(at)
-    return Queries(
-        q=jax.lax.dynamic_update_slice_in_dim(buffer.q, new.q.astype(buffer.q.dtype), at, 3),
-        pos=jax.lax.dynamic_update_slice_in_dim(buffer.pos, new.pos, at, 1),
-        lse=jax.lax.dynamic_update_slice_in_dim(buffer.lse, new.lse, at, 3),
-    )
+    both = layer.queries.cut(0, n).then(new).newest(n)
+    return (both if n else None, new if plan.needs.new else None), layer.queries.begun(both)
 
 
 @value
@@ -243,7 +226,7 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         )
         if queries is not None:
             step = moving.fill - plan.stay
-            queries = _write_queries(queries, Queries(q=q, pos=pos, lse=part.lse), plan.needs.queries + step)
+            queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), plan.needs.queries + step)
         return part.finish(), (recent, queries, summaries)
 
     def mix(i: int, w: Weights, x: Array) -> tuple[Array, State]:
@@ -305,7 +288,7 @@ def settle(cache: Cache) -> Cache:
             n = plan.needs.queries
             kept, new = queries.newest(n), queries.cut(n, plan.queries)
             asked = (kept if n else None, new if plan.needs.new else None)
-            layer = replace(layer, queries=_begun(queries, kept))
+            layer = replace(layer, queries=queries.begun(kept))
         return flush(layer, layer.recent, asked, cache.seen, generated, plan, cache.model.ropes[i], cache.model)
 
     # A loop of one turn or none: the tiers stay where they are, and a layer's scratch is gone before the next begins.
@@ -321,12 +304,6 @@ def entered(params: Params, cache: Cache) -> Cache:
     m, at = cache.model.mixers, cache.model.mixers.at if cache.model.mixers else ()
     states = tuple(ssd.settle(params.layers[i], m, x) for i, x in zip(at, cache.states, strict=True) if m)
     return replace(cache, states=states)
-
-
-def _begun(buffer: Queries, first: Queries) -> Queries:
-    """A buffer that begins with these queries; the rest is dead."""
-    empty = jax.tree.map(jnp.zeros_like, buffer)
-    return _write_queries(replace(empty, pos=empty.pos - 1), first, 0)
 
 
 @value

@@ -43,8 +43,9 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
 
 
 def fitted(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> CacheConfig:
-    """The config with its budget in tokens, where it is in bytes of a cache of so many rows."""
-    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
+    """The config with its budget in tokens, where it is in bytes of a cache of so many rows, on whatever devices."""
+    one = replace(config, devices=1)
+    cost = lambda budget: tree_bytes(_layers(replace(one, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
     return replace(config, budget=config.budget.fit(cost, longest))
 
 
@@ -307,10 +308,11 @@ def settle(cache: Cache) -> Cache:
         return flush(layer, layer.recent, asked, cache.seen, generated, plan, cache.model.ropes[i], cache.model)
 
     # A loop of one turn or none: the tiers stay where they are, and a layer's scratch is gone before the next begins.
-    layers = tuple(
-        jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, i=i: settled(i, x), layer)
-        for i, layer in enumerate(cache.layers)
-    )
+    with jax.named_scope("flush"):  # programs are read by such names, see aot/collectives.py
+        layers = tuple(
+            jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, i=i: settled(i, x), layer)
+            for i, layer in enumerate(cache.layers)
+        )
     return replace(cache, layers=layers, fill=jnp.where(due, cache.plan[0].stay, cache.fill))
 
 
@@ -369,7 +371,8 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
             return moving, logits, alive, used, out, count + 1, trace
 
         carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
-        moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
+        with jax.named_scope("step"):
+            moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
         cache = _join_cache(cache, moving)
         return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
-from re import compile as pattern
 from typing import Any
 
 import jax
@@ -19,18 +17,21 @@ from rich.table import Table
 
 from jkv import checks, loop, models, sampling, sharding
 from jkv.aot import Target
+from jkv.aot.collectives import Collective, collectives
 from jkv.config import CacheConfig
 from jkv.models import ModelConfig
 from jkv.report import kernels_of
 
 NEW = 256  # tokens generated
-COLLECTIVE = pattern(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 TRIES = 6  # compilations in search of the largest batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all)."""
+    """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all).
+
+    mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the rows.
+    """
 
     model: ModelConfig
     config: CacheConfig
@@ -38,6 +39,13 @@ class Job:
     context: int
     chunk: int
     dtype: Any
+    mesh: str | None = None
+
+    def over(self, target: Target) -> sharding.Over:
+        """The mesh of the target's devices; ValueError if they cannot share the job so."""
+        if self.mesh is None:
+            return sharding.Over(sharding.mesh(target.devices, self.model, self.batch))
+        return sharding.Over(sharding.named(self.mesh, target.devices, self.model, self.batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +63,7 @@ class Program:
     temporary: int = 0
     peak: int = 0
     refused: str | None = None
-    collectives: dict[str, int] | None = None
+    collectives: tuple[Collective, ...] = ()
     text: str = ""
 
     def fits(self, target: Target) -> bool:
@@ -99,7 +107,7 @@ def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:
         fits = program.refused is None and memory > program.weights
         return (program.peak - program.weights) / (memory - program.weights) if fits else inf
 
-    return search(share, sharding.unit(target.devices, job.model))
+    return search(share, replace(job, batch=0).over(target).mesh.shape[sharding.ROWS])
 
 
 def search(share: Callable[[int], float], unit: int, most: int | None = None) -> int:
@@ -126,12 +134,13 @@ def search(share: Callable[[int], float], unit: int, most: int | None = None) ->
 
 def _shapes(job: Job, target: Target) -> tuple[Any, int]:
     """The shapes of the cache for the target's kernels (xla where it has none), and the new tokens it has room for."""
-    checks.check(job.config, job.model, job.chunk)
-    checks.check_prefill(job.config, "jkv plan")
+    divided = job.over(target).divided(job.config)
+    checks.check(divided, job.model, job.chunk)
+    checks.check_prefill(divided, "jkv plan")
     new = min(NEW, job.context // 2)
 
     def shapes(kernels: str) -> Any:
-        config = replace(job.config, kernels=kernels)
+        config = replace(divided, kernels=kernels)
         return jax.eval_shape(lambda: loop.empty(config, job.model, job.batch, job.context, new, job.dtype))
 
     own = shapes(target.kernels)
@@ -146,7 +155,7 @@ def _compile(
     job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, static: tuple[Any, ...] = ()
 ) -> Program:
     """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
-    mesh = sharding.mesh(target.devices, job.model, job.batch)
+    mesh = job.over(target).mesh
     params = models.abstract(job.model, job.dtype)
     of_params, of_carried = sharding.of_params(params, mesh), sharding.of_rows(carried, mesh, job.model.heads)
     state = isinstance(carried, loop.Decoding)
@@ -176,7 +185,7 @@ def _compile(
         out,
         temporary=memory.temp_size_in_bytes,
         peak=inside + memory.temp_size_in_bytes,
-        collectives=dict(Counter(COLLECTIVE.findall(text))),
+        collectives=collectives(text),
         text=text,
         compile_s=time.perf_counter() - start,
     )

@@ -1,18 +1,20 @@
-"""Where the arrays of a model and its cache lie on a mesh of devices: rows of the batch, and kv heads."""
+"""Where the arrays of a model and its cache lie on a mesh of devices: rows of the batch, kv heads, slots of tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jkv.cache import Cache
-from jkv.kernels import HEADS, ROWS
+from jkv.cache import Cache, Tier
+from jkv.config import CacheConfig
+from jkv.kernels import CONTEXT, HEADS, ROWS
 from jkv.loop import Decoding
 from jkv.models import ModelConfig, Params
 
@@ -24,13 +26,13 @@ def unit(devices: Sequence[Any], model: ModelConfig) -> int:
 
 
 def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
-    """A mesh (data, model) over all devices: as many as can share the kv heads do, the others divide the rows.
+    """A mesh over all devices: as many as can share the kv heads do, the others divide the rows.
 
     Raises ValueError if they cannot. Example:
 
     >>> from jkv import models
     >>> dict(mesh(jax.devices()[:1], models.random(models.TINY).config, rows=3).shape)
-    {'data': 1, 'model': 1}
+    {'data': 1, 'model': 1, 'context': 1}
     """
     by_rows = unit(devices, model)
     if rows % by_rows:
@@ -38,21 +40,22 @@ def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
             f"{len(devices)} devices: {len(devices) // by_rows} share the {model.heads} kv heads, so rows come in "
             f"multiples of {by_rows}, and there are {rows}; give a batch that is one, or fewer devices"
         )
-    return Mesh(np.array(devices).reshape(by_rows, -1), (ROWS, HEADS))
+    return Mesh(np.array(devices).reshape(by_rows, -1, 1), (ROWS, HEADS, CONTEXT))
 
 
-def named(text: str, devices: Sequence[Any], model: ModelConfig) -> Mesh:
-    """The mesh of a text such as "data=4,model=2", over the first devices; an axis that is left out is 1.
+def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) -> Mesh:
+    """The mesh of a text such as "data=4,model=2,context=2", over the first devices; an axis that is left out is 1.
 
-    Raises ValueError for an unknown axis, more devices than there are, and kv heads that cannot be shared so.
+    Raises ValueError for an unknown axis, more devices than there are, and kv heads or rows that cannot be shared so.
     """
-    sizes = {ROWS: 1, HEADS: 1}
+    sizes = {ROWS: 1, HEADS: 1, CONTEXT: 1}
     for part in text.split(","):
         name, _, number = part.partition("=")
         name = name.strip()
         if name not in sizes:
             raise ValueError(
-                f"mesh {text!r}: its axes are {ROWS} (rows) and {HEADS} (kv heads), such as data=4,model=2"
+                f"mesh {text!r}: its axes are {ROWS} (rows), {HEADS} (kv heads) and {CONTEXT} (slots of tiers), such "
+                "as data=4,model=2"
             )
         if not number.strip().isdigit() or int(number) < 1:
             raise ValueError(f"mesh {text!r}: {name} is a number of devices, 1 or more")
@@ -60,12 +63,14 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig) -> Mesh:
     if model.heads % sizes[HEADS]:
         raise ValueError(
             f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
-            f"{model.heads} to {HEADS}, and the other devices to {ROWS}"
+            f"{model.heads} to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
         )
-    total = sizes[ROWS] * sizes[HEADS]
+    total = prod(sizes.values())
     if total > len(devices):
-        raise ValueError(f"mesh {text!r}: it has {total} devices and this process {len(devices)}; give fewer")
-    return Mesh(np.array(devices[:total]).reshape(sizes[ROWS], sizes[HEADS]), (ROWS, HEADS))
+        raise ValueError(f"mesh {text!r}: it takes {total} devices, and there are {len(devices)}; give fewer")
+    if rows % sizes[ROWS]:
+        raise ValueError(f"mesh {text!r}: {ROWS}={sizes[ROWS]} divides the rows, and there are {rows}; give a multiple")
+    return Mesh(np.array(devices[:total]).reshape(*sizes.values()), tuple(sizes))
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class Over:
     """
 
     mesh: Mesh
+
+    def divided(self, config: CacheConfig) -> CacheConfig:
+        """The config of caches that lie on the mesh: a pool's slots are divided by those that would share heads too."""
+        heads = 1 if config.pooled is None else self.mesh.shape[HEADS]
+        return replace(config, devices=self.mesh.shape[CONTEXT] * heads)
 
     def shardings(self, x: Any) -> Any:
         """Of one argument or result."""
@@ -109,18 +119,21 @@ def of_params(params: Any, over: Mesh) -> Any:
 
 
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
-    """Shardings of a cache or a decode state, whose arrays are [B], [B,n], [B,1,...] or [B,H,...].
+    """Shardings of a cache or a decode state: of arrays [B], [B,n], [B,1,...] or [B,H,...], in tiers [B,H,C,...].
 
     What its scores have learned, in the plan, is of no row: it is on every device.
     """
 
-    def one(path: Any, x: Any) -> NamedSharding:
-        if "plan" in (getattr(key, "name", None) for key in path):
-            return NamedSharding(over, PartitionSpec())
-        names = (ROWS, HEADS if x.ndim > 2 and x.shape[1] == heads else None)
+    def where(x: Any, *slots: tuple[str, ...]) -> NamedSharding:
+        names = (ROWS, HEADS if x.ndim > 2 and 1 < heads == x.shape[1] else None, *slots)
         return NamedSharding(over, PartitionSpec(*names[: x.ndim]))
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    def one(path: Any, x: Any) -> Any:
+        if "plan" in (getattr(key, "name", None) for key in path):
+            return NamedSharding(over, PartitionSpec())
+        return jax.tree.map(lambda y: where(y, x.axes), x) if isinstance(x, Tier) else where(x)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, Tier))
 
 
 def of_rest(x: Any, over: Mesh, rows: int) -> Any:

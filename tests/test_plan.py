@@ -26,7 +26,7 @@ def test_the_bytes_are_those_of_the_arrays():
     cache = loop.empty(JOB.config, MODEL, 2, 128, new, jnp.float32)
     assert prefill.weights == decode.weights == tree_bytes(models.random(models.TINY))
     assert prefill.cache == decode.cache == cache.nbytes
-    assert decode.kernels == "xla" and decode.refused is None and decode.collectives == {}
+    assert decode.kernels == "xla" and decode.refused is None and decode.collectives == ()
     assert prefill.what == "prefill, 32 tokens" and decode.what == "decode"
     for program in (prefill, decode):  # the new cache takes the old one's memory
         assert (

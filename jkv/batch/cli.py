@@ -25,7 +25,7 @@ def batch(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder: rows as JSON lines, and report.json.")],
     model: Model = MODEL,
     cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
-    mesh: Annotated[str | None, typer.Option(help="Devices of each process, such as data=4,model=2.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Devices of each process, such as data=4,model=2,context=2.")] = None,
     batch: Annotated[str, typer.Option(help="Rows at once; auto: as many as fit.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, a row.")] = 128,
     temperature: Temperature = 0.0,

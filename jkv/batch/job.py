@@ -95,6 +95,11 @@ class Job:
         """Rows come in multiples of it."""
         return 1 if self.over is None else self.over.mesh.devices.shape[0]
 
+    @property
+    def divided(self) -> CacheConfig:
+        """The config of its caches."""
+        return self.config if self.over is None else self.over.divided(self.config)
+
     def about(self, digest: str, rows: Sequence[Request | Refused]) -> dict[str, Any]:
         """What must be the same for a job to go on: whatever its tokens depend on, and who writes which rows."""
         prompts = hashlib.sha256()
@@ -116,7 +121,7 @@ class Job:
         """Of a batch of the bucket, in a job of these rows."""
         model, longest = self.params.config, bucket.length + bucket.new
         return Shapes(
-            config=self.config,
+            config=self.divided,
             model=reaching(model, longest) if self.config.unlimited else model,
             bucket=bucket,
             rows=batch,
@@ -135,7 +140,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     """
     use_disk_cache()
     job = replace(job, config=job.config.bound(job.params))
-    check(job.config, job.params.config)
+    check(job.divided, job.params.config)
     check_prefill(job.config, "jkv batch")
     checked(job.defaults, job.params)
     if job.batch % job.unit:

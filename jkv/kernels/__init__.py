@@ -17,7 +17,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-ROWS, HEADS = "data", "model"  # axes of a mesh
+ROWS, HEADS, CONTEXT = "data", "model", "context"  # axes of a mesh: rows, kv heads, slots of tiers
 SLOTS = 128  # of a tier, that the kernels read together
 KERNELS = ("auto", "xla", "tpu", "gpu")
 log = logging.getLogger("jkv")

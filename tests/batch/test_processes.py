@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,12 +114,42 @@ def test_a_signal_ends_a_process_that_does_not_listen():
     assert "run the same command again" in process.communicate(timeout=5)[1] and process.returncode == 0
 
 
-def test_a_mesh_gives_the_rows_of_one_device():
+@pytest.fixture(scope="module")
+def eight() -> list[Any]:
+    """What a process with eight devices prints."""
     env = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
     command = [sys.executable, str(HERE / "eight_devices.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
-    lines = [x.split("; ") for x in done.stdout.splitlines()]
-    assert [(x[1], x[2]) for x in lines] == [("True", str(i == 0)) for i in range(3)], done.stdout
-    for line in lines:
-        assert any(re.search("'data', 'model'", spec) for spec in line[4:])
+    return [json.loads(x) for x in done.stdout.splitlines()]
+
+
+def test_a_mesh_gives_the_rows_of_one_device(eight: list[Any]):
+    found = eight[1]
+    assert all(found["same"]) and len(found["same"]) == 10 and found["shared"]
+    assert set(found["codes"]) == {8}
+
+
+def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
+    """Of every kind of tier; and each has an eighth of the codes, by rows, heads and slots."""
+    assert len(eight) == 2 + 4
+    for found in eight[2:]:
+        assert found["same"] == 1 and found["apart"] < 1e-4, found["cache"]
+        assert set(found["codes"]) == {8}, found["cache"]
+
+
+def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
+    """Neither in a step nor in a flush: no message is an array of four axes of as many slots as a device has."""
+    for found in eight[2:]:
+        assert {x[0] for x in found["sent"]} >= {"step", "flush"}
+        for place, kind, shapes, *_ in found["sent"]:
+            for dims in re.findall(r"\[([\d,]*)\]", shapes):
+                sizes = dims.split(",")
+                assert len(sizes) != 4 or max(map(int, sizes)) < found["slots"], (found["cache"], place, kind, shapes)
+
+
+def test_the_messages_of_a_program_are_found_where_they_are_and_counted(eight: list[Any]):
+    assert eight[0] == [
+        ["step", "all-reduce", "f32[2,6]", 3, 3 * 48],
+        ["flush", "all-gather", "f32[16,6]", 1, 384],
+    ]

@@ -29,7 +29,6 @@ def cost(spec: str) -> dict[str, object]:
         "cache": program.cache,
         "temporary": program.temporary,
         "copies": sorted(set(map(" ".join, moved))),
-        "collectives": program.collectives,
     }
 
 

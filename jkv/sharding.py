@@ -48,6 +48,27 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) 
 
     Raises ValueError for an unknown axis, more devices than there are, and kv heads or rows that cannot be shared so.
     """
+    sizes = _sizes(text)
+    if model.heads % sizes[HEADS]:
+        raise ValueError(
+            f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
+            f"{model.heads} to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
+        )
+    total = prod(sizes.values())
+    if total > len(devices):
+        raise ValueError(f"mesh {text!r}: it takes {total} devices, and there are {len(devices)}; give fewer")
+    if rows % sizes[ROWS]:
+        raise ValueError(f"mesh {text!r}: {ROWS}={sizes[ROWS]} divides the rows, and there are {rows}; give a multiple")
+    return Mesh(np.array(devices[:total]).reshape(*sizes.values()), tuple(sizes))
+
+
+def here(text: str, model: ModelConfig) -> Mesh:
+    """The mesh of a text over the devices of all processes, if it takes them all, or over this one's; see `named`."""
+    every = jax.devices()
+    return named(text, every if prod(_sizes(text).values()) == len(every) else jax.local_devices(), model)
+
+
+def _sizes(text: str) -> dict[str, int]:
     sizes = {ROWS: 1, HEADS: 1, CONTEXT: 1}
     for part in text.split(","):
         name, _, number = part.partition("=")
@@ -60,17 +81,7 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) 
         if not number.strip().isdigit() or int(number) < 1:
             raise ValueError(f"mesh {text!r}: {name} is a number of devices, 1 or more")
         sizes[name] = int(number)
-    if model.heads % sizes[HEADS]:
-        raise ValueError(
-            f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
-            f"{model.heads} to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
-        )
-    total = prod(sizes.values())
-    if total > len(devices):
-        raise ValueError(f"mesh {text!r}: it takes {total} devices, and there are {len(devices)}; give fewer")
-    if rows % sizes[ROWS]:
-        raise ValueError(f"mesh {text!r}: {ROWS}={sizes[ROWS]} divides the rows, and there are {rows}; give a multiple")
-    return Mesh(np.array(devices[:total]).reshape(*sizes.values()), tuple(sizes))
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -89,11 +100,20 @@ class Over:
 
     def shardings(self, x: Any) -> Any:
         """Of one argument or result."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
         if isinstance(x, Params):
             return of_params(x, self.mesh)
-        if isinstance(x, Cache | Decoding):
-            return of_rows(x, self.mesh, (x if isinstance(x, Cache) else x.cache).model.heads)
-        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), x)
+        if isinstance(x, Cache):
+            return of_rows(x, self.mesh, x.model.heads)
+        if isinstance(x, Decoding):  # what the host reads is everywhere
+            return replace(
+                of_rows(x, self.mesh, x.cache.model.heads), out=everywhere, alive=everywhere, count=everywhere
+            )
+        return jax.tree.map(lambda _: everywhere, x)
+
+    def put(self, x: Any) -> Any:
+        """A value that every process has, where it belongs."""
+        return jax.jit(lambda x: x, out_shardings=self.shardings(x))(x)
 
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""

@@ -53,18 +53,41 @@ def reaches(process: subprocess.Popen[str], out: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def whole(source: Path) -> dict[int, dict]:
-    """The rows of two processes that find each other, each with its own half."""
-    out = source.parent / "whole"
+def both(source: Path, out: Path, *more: str) -> list[str]:
+    """What two processes say that find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    both = [started(source, out, f"{address},{i},2") for i in range(2)]
-    said = [p.communicate(timeout=120) for p in both]
-    assert [p.returncode for p in both] == [0, 0], said
-    assert all(f"rows         {ROWS} done, 0 failed, of {ROWS}\n" in x[0] for x in said)  # of the other's rows too
+    pair = [started(source, out, f"{address},{i},2", *more) for i in range(2)]
+    said = [p.communicate(timeout=300) for p in pair]
+    assert [p.returncode for p in pair] == [0, 0], said
+    return [x for x, _ in said]
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path) -> dict[int, dict]:
+    """The rows of two processes, each with its own half."""
+    out = source.parent / "whole"
+    said = both(source, out)
+    assert all(f"rows         {ROWS} done, 0 failed, of {ROWS}\n" in x for x in said)  # of the other's rows too
     return rows(out)
+
+
+def test_two_processes_share_a_mesh(source: Path, tmp_path: Path, monkeypatch: Any):
+    """Of two devices each; they go on with a job that one process began, and the first of them writes."""
+    short, alone, out = tmp_path / "in.jsonl", tmp_path / "alone", tmp_path / "out"
+    asked = [json.loads(x) | {"max_new_tokens": 9} for x in source.read_text().splitlines()[:8]]
+    short.write_text("".join(json.dumps(x) + "\n" for x in asked))
+    said = started(short, alone).communicate(timeout=300)
+    out.mkdir()
+    for path in alone.iterdir():
+        lines = path.read_text().splitlines(keepends=True)
+        (out / path.name).write_text("".join(lines[:3] if path.name.startswith("rows-") else lines))
+    assert len(rows(out)) == 3 and len(rows(alone)) == 8, said
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2")
+    said = both(short, out, "data=2,model=2")
+    assert all("rows         8 done, 0 failed, of 8\n" in x for x in said)
+    assert [p.name for p in out.glob("rows-*")] == ["rows-00000-of-00001.jsonl"] and rows(out) == rows(alone)
 
 
 def test_two_processes_divide_the_rows(source: Path, whole: dict[int, dict]):

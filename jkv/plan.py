@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.table import Table
 
@@ -75,7 +74,7 @@ def programs(job: Job, target: Target) -> Iterator[Program]:
     shapes, new = _shapes(job, target)
     prompt = job.chunk or job.context - new
     ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
-    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own, shapes, ids, static=(not job.chunk,))
+    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own, shapes, ids, fresh=not job.chunk)
     yield decode(job, target)
 
 
@@ -151,30 +150,20 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
     return own, new
 
 
-def _compile(
-    job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, static: tuple[Any, ...] = ()
-) -> Program:
+def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, **static: Any) -> Program:
     """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
-    mesh = job.over(target).mesh
-    params = models.abstract(job.model, job.dtype)
-    of_params, of_carried = sharding.of_params(params, mesh), sharding.of_rows(carried, mesh, job.model.heads)
-    state = isinstance(carried, loop.Decoding)
-    jitted = function.over(
-        (of_params, of_carried, *(sharding.of_rest(x, mesh, job.batch) for x in rest)),
-        of_carried if state else (of_carried, NamedSharding(mesh, PartitionSpec(sharding.ROWS))),
-    )
-    cache = carried.cache if state else carried
+    over, params = job.over(target), models.abstract(job.model, job.dtype)
+    cache = carried.cache if isinstance(carried, loop.Decoding) else carried
     out = Program(
         what=what,
-        weights=bytes_of(params, of_params),
-        cache=bytes_of(cache.layers, (of_carried.cache if state else of_carried).layers),
+        weights=bytes_of(params, over.shardings(params)),
+        cache=bytes_of(cache.layers, over.shardings(cache).layers),
         kernels=kernels_of(cache),
         compile_s=0.0,
     )
     start = time.perf_counter()
     try:
-        with jax.set_mesh(mesh):
-            program = jitted.trace(params, carried, *rest, *static).lower().compile()
+        program = over.lower(function, (params, carried, *rest), static).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -154,12 +154,3 @@ def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
         return jax.tree.map(lambda y: where(y, x.axes), x) if isinstance(x, Tier) else where(x)
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, Tier))
-
-
-def of_rest(x: Any, over: Mesh, rows: int) -> Any:
-    """Shardings of what else a program takes: [B,...] by rows, the others on every device."""
-
-    def one(x: Any) -> NamedSharding:
-        return NamedSharding(over, PartitionSpec(ROWS) if x.ndim and x.shape[0] == rows else PartitionSpec())
-
-    return jax.tree.map(one, x)

@@ -162,11 +162,11 @@ def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
 
 
 def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
-    """Neither in a step nor in a flush: no message is an array of four axes of as many slots as a device has."""
+    """In no message of a step or a flush are codes or floats of four axes, of as many slots as a device has."""
     for found in eight[2:]:
         assert {x[0] for x in found["sent"]} >= {"step", "flush"}
         for place, kind, shapes, *_ in found["sent"]:
-            for dims in re.findall(r"\[([\d,]*)\]", shapes):
+            for dims in re.findall(r"[fu]\d+\[([\d,]*)\]", shapes):
                 sizes = dims.split(",")
                 assert len(sizes) != 4 or max(map(int, sizes)) < found["slots"], (found["cache"], place, kind, shapes)
 

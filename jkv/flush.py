@@ -47,6 +47,7 @@ class Newcomers:
     head: Array | None = None
 
 
+@jax.named_scope("flush")  # programs are read by such names, see aot/collectives.py
 def flush(
     layer: LayerCache,
     window: Window,

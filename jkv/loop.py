@@ -308,11 +308,10 @@ def settle(cache: Cache) -> Cache:
         return flush(layer, layer.recent, asked, cache.seen, generated, plan, cache.model.ropes[i], cache.model)
 
     # A loop of one turn or none: the tiers stay where they are, and a layer's scratch is gone before the next begins.
-    with jax.named_scope("flush"):  # programs are read by such names, see aot/collectives.py
-        layers = tuple(
-            jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, i=i: settled(i, x), layer)
-            for i, layer in enumerate(cache.layers)
-        )
+    layers = tuple(
+        jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, i=i: settled(i, x), layer)
+        for i, layer in enumerate(cache.layers)
+    )
     return replace(cache, layers=layers, fill=jnp.where(due, cache.plan[0].stay, cache.fill))
 
 
@@ -371,7 +370,7 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
             return moving, logits, alive, used, out, count + 1, trace
 
         carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
-        with jax.named_scope("step"):
+        with jax.named_scope("step"):  # programs are read by such names, see aot/collectives.py
             moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
         cache = _join_cache(cache, moving)
         return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)

@@ -11,7 +11,7 @@ from math import prod
 from rich import box
 from rich.table import Table
 
-PLACES = ("step", "flush", "once")  # the first two are named scopes of the decode loop
+PLACES = ("step", "flush", "once")  # the first two are named scopes of the programs
 KIND = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all|collective-broadcast"
 MESSAGE = re.compile(rf" = (.*?) ({KIND})(-start)?\(")
 ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")

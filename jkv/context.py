@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jkv.cache import put, take
+from jkv.kernels import HEADS, ROWS
 
 Axes = tuple[str, ...]  # of a mesh, that divide slots
 Part = Array | None  # i32[]: which part of the slots a device has; None: it has all
@@ -40,6 +41,33 @@ def each(run: Callable[[Any, Part], Any], tree: Any, axes: Axes, join: Join | No
     back = PartitionSpec() if join else PartitionSpec(*[None] * axis, names)
     mapped = jax.shard_map(own, in_specs=given, out_specs=back, axis_names=set(names), check_vma=False)
     return mapped(tree, jnp.arange(prod(mesh.shape[x] for x in names), dtype=jnp.int32))
+
+
+def each_given(
+    run: Callable[..., Any], tree: Any, axes: Axes, *shared: Any, like: Any = None, join: Join | None = None
+) -> Any:
+    """run(own slots, part, *shared), which closes over nothing: every device sees its own rows and heads of all arrays.
+
+    join None: the result is of slots, as the tree; else as the array `like`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = tuple(x for x in axes if mesh.shape.get(x, 1) > 1)
+    if not names:
+        return run(tree, None, *shared)
+
+    def spec(x: Array, *slots: Axes) -> PartitionSpec:
+        heads = HEADS if HEADS not in names and x.ndim > 2 and x.shape[1] > 1 else None
+        return PartitionSpec(ROWS, heads, *slots)
+
+    def own(part: Array, tree: Any, *shared: Any) -> Any:
+        out = run(tree, part[0], *shared)
+        return out if join is None else join(out, names)
+
+    held = jax.tree.map(lambda x: spec(x, names), tree)
+    back = held if join is None else spec(like)
+    given = PartitionSpec(names), held, *jax.tree.map(spec, shared)
+    mapped = jax.shard_map(own, in_specs=given, out_specs=back, check_vma=False)
+    return mapped(jnp.arange(prod(mesh.shape[x] for x in names), dtype=jnp.int32), tree, *shared)
 
 
 def whole(tree: Any, axes: Axes, axis: int = 2) -> Any:
@@ -71,16 +99,16 @@ def own(index: Array, part: Part, n: int) -> Array:
 def read(x: Array, index: Array, axes: Axes) -> Array:
     """x [B,H,C,...] at index i32[B,Hi,m] -> [B,H,m,...], from whichever device has it; of C or more: anything."""
 
-    def mine(x: Array, part: Part) -> Array:
+    def mine(x: Array, part: Part, index: Array) -> Array:
         if part is None:
             return take(x, index)
         at = own(index, part, x.shape[2])
         here = (at < x.shape[2]).reshape(*at.shape, *[1] * (x.ndim - 3))
         return jnp.where(here, take(x, at), 0)
 
-    return each(mine, x, axes, join=jax.lax.psum)
+    return each_given(mine, x, axes, index, like=x, join=jax.lax.psum)
 
 
 def write(x: Array, index: Array, new: Array, axes: Axes, by: Callable[[Array, Array, Array], Array] = put) -> Array:
     """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m], by the device that has it; C or more: dropped."""
-    return each(lambda x, part: by(x, own(index, part, x.shape[2]), new), x, axes)
+    return each_given(lambda x, part, index, new: by(x, own(index, part, x.shape[2]), new), x, axes, index, new)

@@ -147,12 +147,12 @@ def _attend(
         tier = replace(tier, pos=line(tier.pos, tier.head))
     pages = None if config.select is None else picked(q, tier, config)
 
-    def own(tier: Tier, part: context.Part) -> Partial:
+    def own(tier: Tier, part: context.Part, q: Array, first: Array, last: Array, pages: Array | None) -> Partial:
         here = None if pages is None else _pages_here(pages, part, tier, config)
         return _attend_own(q, first, last, tier, here, config, rope, scale, tokens)
 
     tier = replace(tier, at=at, columns={}, summary=None)
-    return context.each(own, tier, tier.axes, join=merge_over)
+    return context.each_given(own, tier, tier.axes, q, first, last, pages, like=q, join=merge_over)
 
 
 def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig) -> Array:

@@ -54,6 +54,14 @@ def merge_all(parts: list[Partial]) -> Partial:
     return reduce(merge, parts)
 
 
+def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
+    """`merge` of what all devices of a mesh's axes have, each of keys of its own."""
+    m = jax.lax.pmax(part.m, axes)
+    scale = jnp.exp(part.m - jnp.where(m == -jnp.inf, 0, m))
+    acc, l = jax.lax.psum((part.acc * scale[..., None], part.l * scale), axes)  # noqa: E741
+    return Partial(acc=acc, m=m, l=l)
+
+
 def nothing(q: Array) -> Partial:
     """The neutral element for queries f[B,H,G,T,D]."""
     zero = jnp.zeros(q.shape[:-1], jnp.float32)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.kernels import CONTEXT, HEADS
 from jkv.protocols import Code, Codec, Columns
 from jkv.tree import static, value
 
@@ -99,6 +100,11 @@ class Tier:
     at: Array | None
     head: Array | None
     summary: Any
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of a mesh that divide its slots: in a pool also the one that elsewhere divides heads."""
+        return (CONTEXT,) if self.head is None else (HEADS, CONTEXT)
 
     def seen_by(self, heads: int) -> Array:
         """pos i32[B,Hs,C] for each of the kv heads; another head's slots of a pool are -1."""

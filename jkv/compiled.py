@@ -74,7 +74,15 @@ class Compiled:
         self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0  # bytes beside in- and outputs
 
     def __call__(self, *args: Any) -> Any:
-        return self.program(*args if self.formats is None else jax.device_put(args, self.formats))
+        return self.program(*args if self.formats is None else jax.tree.map(_where, args, self.formats))
+
+
+def _where(x: Any, format: Any) -> Any:
+    """An argument where the program takes it, if it does; what every process has, a mesh of several takes as it is."""
+    sharding = format.sharding
+    if sharding is None or (x.is_fully_addressable and not sharding.is_fully_addressable):
+        return x
+    return jax.device_put(x, format)
 
 
 def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any) -> tuple[Compiled, float]:

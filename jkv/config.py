@@ -73,7 +73,7 @@ class CacheConfig:
     exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of
     the generated tokens that is kept on top of the budget; narrow: how a prompt goes on after some layer, or None: with
     all its tokens; dense_layers: layers that read everything; kernels: "auto",
-    "xla", "tpu" or "gpu"; name: the text it was made from.
+    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -90,6 +90,7 @@ class CacheConfig:
     narrow: Narrow | None = None
     dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
+    devices: int = 1
     claim: str = "exact"
     name: str = ""
 
@@ -126,9 +127,10 @@ class CacheConfig:
 
 @part
 class TierConfig:
-    """A tier of one layer: its slots, its share of what is stored, and how it is coded and read."""
+    """A tier of one layer: its slots, how many may be in use, its share of what is stored, how it is coded and read."""
 
     capacity: int
+    most: int
     share: float | None
     k: Codec
     v: Codec
@@ -214,7 +216,8 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     sharing = 1 if config.pooled is None else model.heads
     tiers = tuple(
         TierConfig(
-            capacity=_whole(size * sharing, unit, config.kernels),
+            capacity=_whole(size * sharing, unit, config),
+            most=size * sharing,
             share=s.size if isinstance(s.size, float) else None,
             k=config.codecs(s)[0],
             v=config.codecs(s)[1],
@@ -255,10 +258,10 @@ def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
     return tuple(sorted(jax.eval_shape(score.birth, Born(x=x, k=k, v=k))))  # type: ignore[arg-type] - shapes, not arrays
 
 
-def _whole(slots: int, unit: int, kind: str) -> int:
-    """Slots in whole tiles of the kernels, which read 128 at a time; how many are in use stays the budget's matter."""
-    tile = 1 if kernels.wanted(kind) == "xla" else lcm(unit, kernels.SLOTS)
-    return ceil(slots / tile) * tile
+def _whole(slots: int, unit: int, config: CacheConfig) -> int:
+    """Slots in whole units on each device, or tiles of the kernels, which read 128 at a time; not all are used."""
+    tile = unit if kernels.wanted(config.kernels) == "xla" else lcm(unit, kernels.SLOTS)
+    return ceil(slots / (tile * config.devices)) * tile * config.devices
 
 
 def _sizes(config: CacheConfig, total: int, unit: int) -> list[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv import context
 from jkv.attend import visible
 from jkv.cache import LayerCache, Queries, Tier, Window, map_codec
 from jkv.config import LayerConfig, TierConfig, needs_of
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 QUERIES, KEYS = 64, 512  # a tile of probabilities
 Step = Callable[[Array, Array, Array, Array], Any]
-Part = tuple[Callable[..., tuple[Array, ...]], int, int]  # how a tile of keys is read, how many there are, a tile's
+Source = Callable[..., Any]  # source(use, join): use(how a tile of keys is read, how many there are, a tile's)
 
 
 @value
@@ -95,46 +96,47 @@ class Evidence:
         query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once. A step
         gives f32[B,H,s], or several of them; join(older, newer) puts tiles of queries together, and 0 changes nothing.
         """
-        parts = [self._folded(part, step, queries, join) for part in self._parts()]
+        parts = [self._folded(source, step, queries, join) for source in self._sources()]
         return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
 
     def paid(self, tier: int, queries: Queries) -> Array:
         """f32[B,H,C,N]: the most that every query, of at most QUERIES, pays to each slot of a tier, over G."""
         most = lambda p, q_pos, pos, index: jnp.moveaxis(p.max(2), 2, 3)  # noqa: E731
-        return self._folded(self._parts()[tier], most, queries, jnp.add)
+        return self._folded(self._sources()[tier], most, queries, jnp.add)
 
-    def _folded(self, part: Part, step: Step, queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
-        read, total, tile = part
+    def _folded(self, source: Source, step: Step, queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
         b, h, g, n, _ = queries.q.shape
         n = min(n, QUERIES)
         one = (b, h, g, n, 1), (b, n), (b, h, 1), (1,)
         types = jnp.float32, jnp.int32, jnp.int32, jnp.int32
         form = jax.eval_shape(step, *(jax.ShapeDtypeStruct(s, t) for s, t in zip(one, types, strict=True)))
 
-        def keys(start: Array, fresh: Array, out: Any) -> Any:
-            def some(q: Array, q_pos: Array, lse: Array) -> Any:
-                return step(*read(start, fresh.shape[0], q, q_pos, lse))
+        def use(read: Callable[..., Any], total: int, tile: int) -> Any:
+            def keys(start: Array, fresh: Array, out: Any) -> Any:
+                def some(q: Array, q_pos: Array, lse: Array) -> Any:
+                    return step(*read(start, fresh.shape[0], q, q_pos, lse))
 
-            new = _over_queries(some, queries, join)
-            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 2), out, new)
+                new = _over_queries(some, queries, join)
+                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 2), out, new)
 
-        empty = jax.tree.map(lambda x: jnp.zeros((b, h, total, *x.shape[3:]), x.dtype), form)
-        return over_tiles(keys, empty, total, tile)
+            empty = jax.tree.map(lambda x: jnp.zeros((b, h, total, *x.shape[3:]), x.dtype), form)
+            return over_tiles(keys, empty, total, tile)
+
+        return source(use)
 
     def over_keys(self, step: Step, queries: Queries) -> Array:
         """f32[B,H,G,N]: what every query gets: sums over all keys of step f32[B,H,G,n]; its arguments as in `fold`."""
 
         def some(q: Array, q_pos: Array, lse: Array) -> Array:
-            out = jnp.zeros(lse.shape, jnp.float32)
-            for read, total, tile in self._parts():
-
-                def keys(start: Array, fresh: Array, out: Array, read: Any = read) -> Array:
+            def use(read: Callable[..., Any], total: int, tile: int) -> Array:
+                def keys(start: Array, fresh: Array, out: Array) -> Array:
                     p, _, pos, index = read(start, fresh.shape[0], q, q_pos, lse)
                     p, pos = jnp.where(fresh[None, None, None, None], p, 0), jnp.where(fresh[None, None], pos, -1)
                     return out + step(p, q_pos, pos, index)
 
-                out = over_tiles(keys, out, total, tile)
-            return out
+                return over_tiles(keys, jnp.zeros(lse.shape, jnp.float32), total, tile)
+
+            return reduce(jnp.add, [source(use, jax.lax.psum) for source in self._sources()])
 
         n = queries.pos.shape[1]
         if n <= QUERIES:
@@ -147,29 +149,44 @@ class Evidence:
 
         return jax.lax.fori_loop(0, len(starts), body, jnp.zeros(queries.lse.shape, jnp.float32))
 
-    def _parts(self) -> list[Part]:
-        """Of every tier and the window: how a tile of it is read, its keys, and how many at a time."""
-        out = [
-            (
-                partial(self._tier_tile, tier, config),
-                config.capacity,
-                tile_size(True, config.capacity, QUERIES, config.unit),
-            )
-            for tier, config in zip(self.tiers, self.plan.tiers, strict=False)
-        ]
+    def _sources(self) -> list[Source]:
+        """Every tier and the window."""
+        tiers = [partial(self._of_tier, *x) for x in zip(self.tiers, self.plan.tiers, strict=False)]
+        return [*tiers, self._of_window]
+
+    def _of_tier(self, tier: Tier, config: TierConfig, use: Callable[..., Any], join: Any = None) -> Any:
+        """Each device for its own slots; join: as `context.each` takes it, or None: every device gets all."""
+
+        def own(tier: Tier, part: context.Part) -> Any:
+            c = tier.pos.shape[2]
+            read = partial(self._tier_tile, tier, config, context.first(part, c))
+            return use(read, c, tile_size(True, c, QUERIES, config.unit))
+
+        out = context.each(own, replace(tier, columns={}, summary=None), tier.axes, join)
+        return out if join else context.whole(out, tier.axes)
+
+    def _of_window(self, use: Callable[..., Any], join: Any = None) -> Any:
         total = self.window.pos.shape[1]
-        return [*out, (self._window_tile, total, min(KEYS, total))]
+        return use(self._window_tile, total, min(KEYS, total))
 
     def _tier_tile(
-        self, tier: Tier, config: TierConfig, start: Array, n: int, q: Array, q_pos: Array, lse: Array
+        self,
+        tier: Tier,
+        config: TierConfig,
+        first: Array | int,
+        start: Array,
+        n: int,
+        q: Array,
+        q_pos: Array,
+        lse: Array,
     ) -> tuple[Array, ...]:
-        at, c = tier.pos if tier.at is None else tier.at, config.capacity
+        at, c = tier.pos if tier.at is None else tier.at, tier.pos.shape[2]
         places, slots, whose = jax.tree.map(lambda x: _cut(x, start, n), (at, tier.pos, tier.head))
         code, rows = cut(tier.k, start, n, c), asked(flat(q), tier)
         ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
         logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
         logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
-        return *_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n)
+        return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)
 
     def _window_tile(self, start: Array, n: int, q: Array, q_pos: Array, lse: Array) -> tuple[Array, ...]:
         k, pos = _cut(self.window.k, start, n), _cut(self.pos, self.slots + start, n)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv import context
 from jkv.cache import LayerCache, Queries, Tier, Window, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence, evidence
@@ -46,6 +47,7 @@ class Newcomers:
     head: Array | None = None
 
 
+@jax.named_scope("flush")  # programs are read by such names, see aot/collectives.py
 def flush(
     layer: LayerCache,
     window: Window,
@@ -61,6 +63,7 @@ def flush(
 
     window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty.
     """
+    layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
     live = (window.pos >= 0).sum(1)
@@ -76,7 +79,13 @@ def flush(
     tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return LayerCache(recent=recent, queries=layer.queries, tiers=tiers)
+    return LayerCache(recent=recent, queries=layer.queries, tiers=tuple(map(_known, tiers)))
+
+
+def _known(tier: Tier) -> Tier:
+    """The tier with what all devices know of all slots; codes and summaries stay where they are."""
+    pos, columns, at, head = context.whole((tier.pos, tier.columns, tier.at, tier.head), tier.axes)
+    return replace(tier, pos=pos, columns=columns, at=at, head=head)
 
 
 def going_on(
@@ -207,8 +216,8 @@ def _pooled(
     assert plan.floor is not None and tier.head is not None
     b, h, n = new.rank.shape
     head = jnp.broadcast_to(jnp.repeat(jnp.arange(h, dtype=jnp.uint8), n), (b, 1, h * n))
-    new = replace(jax.tree.map(together, new), head=head)
     slots = rank[:, :, : ev.slots].max(1, keepdims=True)  # a slot is dead to all heads but its own
+    slots, new = context.whole((slots, replace(jax.tree.map(together, new), head=head)), tier.axes)
     if not plan.tiers[0].evicts:
         return slots, new
     pos, of = tier.pos[:, :, : ev.slots], tier.head[:, :, : ev.slots]
@@ -218,15 +227,15 @@ def _pooled(
 
 
 def _share(config: TierConfig, ev: Evidence, plan: LayerConfig) -> Array:
-    """i32[B]: slots of a tier in use: its share, in whole units, of the units stored now; or all it has.
+    """i32[B]: slots of a tier in use: its share, in whole units, of the units stored now; or all it may have.
 
     In integers, so that what the first tier does not take fits into the next: 0.6 of 5 units is 3, never 4.
     """
     if config.share is None:
-        return jnp.full_like(ev.limit, config.capacity)
+        return jnp.full_like(ev.limit, config.most)
     stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.recent, 0)) // config.unit
     part = Fraction(config.share).limit_denominator(1000)
-    return jnp.minimum(-(-stored * part.numerator // part.denominator) * config.unit, config.capacity)
+    return jnp.minimum(-(-stored * part.numerator // part.denominator) * config.unit, config.most)
 
 
 def _grains(rank: Array, g: int) -> Array:
@@ -286,7 +295,7 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
     def stored(old: Any, fresh: Any, grain_of: int) -> Any:
         def one(x: Array, y: Array) -> Array:
             grain = grain_of // x.shape[2]
-            return write(x, place[:, :, ::grain] // grain, y, config)
+            return write(x, place[:, :, ::grain] // grain, y, tier, config)
 
         return jax.tree.map(one, old, fresh)
 
@@ -297,7 +306,7 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         keys = keys.reshape(*keys.shape[:2], -1, config.select.unit, keys.shape[-1])
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
         at = place[:, :, :: config.select.unit] // config.select.unit
-        summary = jax.tree.map(lambda x, y: put(x, at, y), summary, made)
+        summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     return Tier(
         k=stored(tier.k, map_codec(config.k.encode, rotated), config.capacity),
         v=stored(tier.v, map_codec(config.v.encode, v), config.capacity),
@@ -324,7 +333,7 @@ def _losers(
     def old(code: Any, codec: Any) -> Array:
         def gather(x: Array) -> Array:
             grain = config.capacity // x.shape[2]
-            return take(x, place[:, :, ::grain] // grain)
+            return context.read(x, place[:, :, ::grain] // grain, tier.axes)
 
         return map_codec(codec.decode, jax.tree.map(gather, code))
 

@@ -355,7 +355,8 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
             return moving, logits, alive, used, out, count + 1, trace
 
         carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
-        moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
+        with jax.named_scope("step"):  # programs are read by such names, see aot/collectives.py
+            moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
         cache = _join_cache(cache, moving)
         return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
 

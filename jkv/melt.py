@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv import context
 from jkv.cache import Tier, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence
@@ -39,7 +40,9 @@ def merged(
     for tier, config in zip(ev.tiers, plan.tiers, strict=False):
         if config.k.rewritable and config.v.rewritable and config.k.rope == "before":
             inside = (survivor >= at) & (survivor < at + config.capacity)
-            k, v = (map_codec(c.decode, _slots(x, survivor - at)) for c, x in ((config.k, tier.k), (config.v, tier.v)))
+            k, v = (
+                _decoded(codec, code, survivor - at, tier) for codec, code in ((config.k, tier.k), (config.v, tier.v))
+            )
             into_k, into_v = (jnp.where(inside[..., None], x, y) for x, y in ((k, into_k), (v, into_v)))
             open_to = open_to | inside
             starts.append(at)
@@ -60,8 +63,8 @@ def merged(
     return out, [_with_shares(x, index, k, v, columns, total) for x in stages]
 
 
-def _slots(code: Code, index: Array) -> Code:
-    return jax.tree.map(lambda x: take(x, index), code)
+def _decoded(codec: Codec, code: Code, index: Array, tier: Tier) -> Array:
+    return map_codec(codec.decode, jax.tree.map(lambda x: context.read(x, index, tier.axes), code))
 
 
 def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) -> Tier:
@@ -71,7 +74,7 @@ def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) ->
     def stored(old: Code, codec: Codec, x: Array) -> Code:
         dtype = jax.tree.leaves(old)[0].dtype
         fresh = map_codec(codec.encode, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
-        return jax.tree.map(lambda a, y: write(a, slot, y, config), old, fresh)
+        return jax.tree.map(lambda a, y: write(a, slot, y, tier, config), old, fresh)
 
     return replace(tier, k=stored(tier.k, config.k, k), v=stored(tier.v, config.v, v))
 

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
-from re import compile as pattern
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.table import Table
 
 from jkv import checks, loop, models, sampling, sharding, sizes
 from jkv.aot import Target
+from jkv.aot.collectives import Collective, collectives
 from jkv.config import CacheConfig
 from jkv.models import ModelConfig
 from jkv.report import kernels_of, prefill_kernel_of
 
 NEW = 256  # tokens generated
-COLLECTIVE = pattern(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 TRIES = 6  # compilations in search of the largest batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all)."""
+    """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all).
+
+    mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the rows.
+    """
 
     model: ModelConfig
     config: CacheConfig
@@ -38,6 +38,13 @@ class Job:
     context: int
     chunk: int
     dtype: Any
+    mesh: str | None = None
+
+    def over(self, target: Target) -> sharding.Over:
+        """The mesh of the target's devices; ValueError if they cannot share the job so."""
+        if self.mesh is None:
+            return sharding.Over(sharding.mesh(target.devices, self.model, self.batch))
+        return sharding.Over(sharding.named(self.mesh, target.devices, self.model, self.batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,7 @@ class Program:
     temporary: int = 0
     peak: int = 0
     refused: str | None = None
-    collectives: dict[str, int] | None = None
+    collectives: tuple[Collective, ...] = ()
     text: str = ""
 
     def fits(self, target: Target) -> bool:
@@ -67,7 +74,7 @@ def programs(job: Job, target: Target) -> Iterator[Program]:
     shapes, new = _shapes(job, target)
     prompt = job.chunk or job.context - new
     ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
-    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own, shapes, ids, static=(not job.chunk,))
+    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own, shapes, ids, fresh=not job.chunk)
     yield decode(job, target)
 
 
@@ -99,7 +106,7 @@ def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:
         fits = program.refused is None and memory > program.weights
         return (program.peak - program.weights) / (memory - program.weights) if fits else inf
 
-    return search(share, sharding.unit(target.devices, job.model))
+    return search(share, replace(job, batch=0).over(target).mesh.shape[sharding.ROWS])
 
 
 def search(share: Callable[[int], float], unit: int, most: int | None = None) -> int:
@@ -126,12 +133,13 @@ def search(share: Callable[[int], float], unit: int, most: int | None = None) ->
 
 def _shapes(job: Job, target: Target) -> tuple[Any, int]:
     """The shapes of the cache for the target's kernels (xla where it has none), and the new tokens it has room for."""
-    checks.check(job.config, job.model, job.chunk)
-    checks.check_prefill(job.config, "jkv plan")
+    divided = job.over(target).divided(job.config)
+    checks.check(divided, job.model, job.chunk)
+    checks.check_prefill(divided, "jkv plan")
     new = min(NEW, job.context // 2)
 
     def shapes(kernels: str) -> Any:
-        config = replace(job.config, kernels=kernels)
+        config = replace(divided, kernels=kernels)
         return jax.eval_shape(lambda: sizes.empty(config, job.model, job.batch, job.context, new, job.dtype))
 
     own = shapes(target.kernels)
@@ -142,30 +150,20 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
     return own, new
 
 
-def _compile(
-    job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, static: tuple[Any, ...] = ()
-) -> Program:
+def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, **static: Any) -> Program:
     """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
-    mesh = sharding.mesh(target.devices, job.model, job.batch)
-    params = models.abstract(job.model, job.dtype)
-    of_params, of_carried = sharding.of_params(params, mesh), sharding.of_rows(carried, mesh, job.model.heads)
-    state = isinstance(carried, loop.Decoding)
-    jitted = function.over(
-        (of_params, of_carried, *(sharding.of_rest(x, mesh, job.batch) for x in rest)),
-        of_carried if state else (of_carried, NamedSharding(mesh, PartitionSpec(sharding.ROWS))),
-    )
-    cache = carried.cache if state else carried
+    over, params = job.over(target), models.abstract(job.model, job.dtype)
+    cache = carried.cache if isinstance(carried, loop.Decoding) else carried
     out = Program(
         what=what,
-        weights=bytes_of(params, of_params),
-        cache=bytes_of(cache.layers, (of_carried.cache if state else of_carried).layers),
-        kernels=kernels_of(cache) if state else prefill_kernel_of(cache),
+        weights=bytes_of(params, over.shardings(params)),
+        cache=bytes_of((cache.layers, cache.states), (over.shardings(cache).layers, over.shardings(cache).states)),
+        kernels=kernels_of(cache) if isinstance(carried, loop.Decoding) else prefill_kernel_of(cache),
         compile_s=0.0,
     )
     start = time.perf_counter()
     try:
-        with jax.set_mesh(mesh):
-            program = jitted.trace(params, carried, *rest, *static).lower().compile()
+        program = over.lower(function, (params, carried, *rest), static).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -176,7 +174,7 @@ def _compile(
         out,
         temporary=memory.temp_size_in_bytes,
         peak=inside + memory.temp_size_in_bytes,
-        collectives=dict(Counter(COLLECTIVE.findall(text))),
+        collectives=collectives(text),
         text=text,
         compile_s=time.perf_counter() - start,
     )

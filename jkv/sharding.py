@@ -1,20 +1,23 @@
-"""Where the arrays of a model and its cache lie on a mesh of devices: rows of the batch, and kv heads."""
+"""Where the arrays of a model and its cache lie on a mesh of devices: rows of the batch, kv heads, slots of tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jkv.cache import Cache
-from jkv.kernels import HEADS, ROWS
+from jkv.cache import Cache, Tier
+from jkv.config import CacheConfig
+from jkv.kernels import CONTEXT, HEADS, ROWS
 from jkv.loop import Decoding
 from jkv.models import ModelConfig, Params
+from jkv.models.ssd import State
 
 
 def unit(devices: Sequence[Any], model: ModelConfig) -> int:
@@ -24,13 +27,13 @@ def unit(devices: Sequence[Any], model: ModelConfig) -> int:
 
 
 def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
-    """A mesh (data, model) over all devices: as many as can share the kv heads do, the others divide the rows.
+    """A mesh over all devices: as many as can share the kv heads do, the others divide the rows.
 
     Raises ValueError if they cannot. Example:
 
     >>> from jkv import models
     >>> dict(mesh(jax.devices()[:1], models.random(models.TINY).config, rows=3).shape)
-    {'data': 1, 'model': 1}
+    {'data': 1, 'model': 1, 'context': 1}
     """
     by_rows = unit(devices, model)
     if rows % by_rows:
@@ -38,34 +41,48 @@ def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
             f"{len(devices)} devices: {len(devices) // by_rows} share the {model.heads} kv heads, so rows come in "
             f"multiples of {by_rows}, and there are {rows}; give a batch that is one, or fewer devices"
         )
-    return Mesh(np.array(devices).reshape(by_rows, -1), (ROWS, HEADS))
+    return Mesh(np.array(devices).reshape(by_rows, -1, 1), (ROWS, HEADS, CONTEXT))
 
 
-def named(text: str, devices: Sequence[Any], model: ModelConfig) -> Mesh:
-    """The mesh of a text such as "data=4,model=2", over the first devices; an axis that is left out is 1.
+def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) -> Mesh:
+    """The mesh of a text such as "data=4,model=2,context=2", over the first devices; an axis that is left out is 1.
 
-    Raises ValueError for an unknown axis, more devices than there are, and kv heads that cannot be shared so.
+    Raises ValueError for an unknown axis, more devices than there are, and kv heads or rows that cannot be shared so.
     """
-    sizes = {ROWS: 1, HEADS: 1}
+    sizes = _sizes(text)
+    if model.heads % sizes[HEADS]:
+        raise ValueError(
+            f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
+            f"{model.heads} to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
+        )
+    total = prod(sizes.values())
+    if total > len(devices):
+        raise ValueError(f"mesh {text!r}: it takes {total} devices, and there are {len(devices)}; give fewer")
+    if rows % sizes[ROWS]:
+        raise ValueError(f"mesh {text!r}: {ROWS}={sizes[ROWS]} divides the rows, and there are {rows}; give a multiple")
+    return Mesh(np.array(devices[:total]).reshape(*sizes.values()), tuple(sizes))
+
+
+def here(text: str, model: ModelConfig) -> Mesh:
+    """The mesh of a text over the devices of all processes, if it takes them all, or over this one's; see `named`."""
+    every = jax.devices()
+    return named(text, every if prod(_sizes(text).values()) == len(every) else jax.local_devices(), model)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes = {ROWS: 1, HEADS: 1, CONTEXT: 1}
     for part in text.split(","):
         name, _, number = part.partition("=")
         name = name.strip()
         if name not in sizes:
             raise ValueError(
-                f"mesh {text!r}: its axes are {ROWS} (rows) and {HEADS} (kv heads), such as data=4,model=2"
+                f"mesh {text!r}: its axes are {ROWS} (rows), {HEADS} (kv heads) and {CONTEXT} (slots of tiers), such "
+                "as data=4,model=2"
             )
         if not number.strip().isdigit() or int(number) < 1:
             raise ValueError(f"mesh {text!r}: {name} is a number of devices, 1 or more")
         sizes[name] = int(number)
-    if model.heads % sizes[HEADS]:
-        raise ValueError(
-            f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
-            f"{model.heads} to {HEADS}, and the other devices to {ROWS}"
-        )
-    total = sizes[ROWS] * sizes[HEADS]
-    if total > len(devices):
-        raise ValueError(f"mesh {text!r}: it has {total} devices and this process {len(devices)}; give fewer")
-    return Mesh(np.array(devices[:total]).reshape(sizes[ROWS], sizes[HEADS]), (ROWS, HEADS))
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -77,13 +94,27 @@ class Over:
 
     mesh: Mesh
 
+    def divided(self, config: CacheConfig) -> CacheConfig:
+        """The config of caches that lie on the mesh: a pool's slots are divided by those that would share heads too."""
+        heads = 1 if config.pooled is None else self.mesh.shape[HEADS]
+        return replace(config, devices=self.mesh.shape[CONTEXT] * heads)
+
     def shardings(self, x: Any) -> Any:
         """Of one argument or result."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
         if isinstance(x, Params):
             return of_params(x, self.mesh)
-        if isinstance(x, Cache | Decoding):
-            return of_rows(x, self.mesh, (x if isinstance(x, Cache) else x.cache).model.heads)
-        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), x)
+        if isinstance(x, Cache):
+            return of_rows(x, self.mesh, x.model.heads)
+        if isinstance(x, Decoding):  # what the host reads is everywhere
+            return replace(
+                of_rows(x, self.mesh, x.cache.model.heads), out=everywhere, alive=everywhere, count=everywhere
+            )
+        return jax.tree.map(lambda _: everywhere, x)
+
+    def put(self, x: Any) -> Any:
+        """A value that every process has, where it belongs."""
+        return jax.jit(lambda x: x, out_shardings=self.shardings(x))(x)
 
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
@@ -109,31 +140,24 @@ def of_params(params: Any, over: Mesh) -> Any:
 
 
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
-    """Shardings of a cache or a decode state, whose arrays are [B], [B,n], [B,1,...] or [B,H,...].
+    """Shardings of a cache or a decode state: of arrays [B], [B,n], [B,1,...] or [B,H,...], in tiers [B,H,C,...].
 
     States of mixers have heads of their own, and are divided if these can be; what waits is not.
 
     What its scores have learned, in the plan, is of no row: it is on every device.
     """
 
-    def one(path: Any, x: Any) -> NamedSharding:
-        fields = [getattr(key, "name", None) for key in path]
-        if "plan" in fields:
-            return NamedSharding(over, PartitionSpec())
-        if "states" in fields:
-            shared = fields[-1] == "state" and x.shape[1] % over.shape.get(HEADS, 1) == 0
-        else:
-            shared = x.ndim > 2 and x.shape[1] == heads
-        names = (ROWS, HEADS if shared else None)
+    def where(x: Any, *slots: tuple[str, ...]) -> NamedSharding:
+        names = (ROWS, HEADS if x.ndim > 2 and 1 < heads == x.shape[1] else None, *slots)
         return NamedSharding(over, PartitionSpec(*names[: x.ndim]))
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    def one(path: Any, x: Any) -> Any:
+        if "plan" in (getattr(key, "name", None) for key in path):
+            return NamedSharding(over, PartitionSpec())
+        if isinstance(x, State):
+            shared = x.state.shape[1] % over.shape[HEADS] == 0
+            rows = jax.tree.map(lambda y: NamedSharding(over, PartitionSpec(ROWS)), x)
+            return replace(rows, state=NamedSharding(over, PartitionSpec(ROWS, HEADS if shared else None)))
+        return jax.tree.map(lambda y: where(y, x.axes), x) if isinstance(x, Tier) else where(x)
 
-
-def of_rest(x: Any, over: Mesh, rows: int) -> Any:
-    """Shardings of what else a program takes: [B,...] by rows, the others on every device."""
-
-    def one(x: Any) -> NamedSharding:
-        return NamedSharding(over, PartitionSpec(ROWS) if x.ndim and x.shape[0] == rows else PartitionSpec())
-
-    return jax.tree.map(one, x)
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, Tier | State))

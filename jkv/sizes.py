@@ -31,8 +31,9 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
 
 
 def fitted(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> CacheConfig:
-    """The config with its budget in tokens, where it is in bytes of a cache of so many rows."""
-    cost = lambda budget: tree_bytes(_layers(replace(config, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
+    """The config with its budget in tokens, where it is in bytes of a cache of so many rows, on whatever devices."""
+    one = replace(config, devices=1)
+    cost = lambda budget: tree_bytes(_layers(replace(one, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
     return replace(config, budget=config.budget.fit(cost, longest))
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv import kernels
-from jkv.attend import FEW, Partial, merge, nothing, softmax_parts, visible
+from jkv import context, kernels
+from jkv.attend import FEW, Partial, merge, merge_over, nothing, softmax_parts, visible
 from jkv.cache import Tier, map_codec, put, take
 from jkv.config import TierConfig
 from jkv.pool import line, together
@@ -115,13 +115,13 @@ def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
     return name if name == "xla" else f"{name} after a gather"
 
 
-def write(x: Array, index: Array, new: Array, config: TierConfig) -> Array:
-    """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
+def write(x: Array, index: Array, new: Array, tier: Tier, config: TierConfig) -> Array:
+    """Codes x [B,H,C,...] of a tier with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
     if x.ndim == 4 and kernels.wanted(config.kernels) == "tpu":
         place = kernels.implementation("place", "tpu")
         if place.supports(x, index.shape[2]) is None:
-            return kernels.over_mesh(place.place, x, index, new)
-    return put(x, index, new)
+            return context.write(x, index, new, tier.axes, partial(kernels.over_mesh, place.place))
+    return context.write(x, index, new, tier.axes)
 
 
 def attend_tier(
@@ -143,23 +143,54 @@ def _attend(
 ) -> Partial:
     """The same for queries that see 0 <= first <= pos <= last, i32[B,T]; `tokens` of a row are asking."""
     at = tier.pos if tier.at is None else tier.at
-    b, h, g, t, d = q.shape
     if tier.head is not None:
         tier = replace(tier, pos=line(tier.pos, tier.head))
-    if config.select is not None:
-        pages = picked(q, tier, config)
+    pages = None if config.select is None else picked(q, tier, config)
+
+    def own(tier: Tier, part: context.Part, q: Array, first: Array, last: Array, pages: Array | None) -> Partial:
+        here = None if pages is None else _pages_here(pages, part, tier, config)
+        return _attend_own(q, first, last, tier, here, config, rope, scale, tokens)
+
+    tier = replace(tier, at=at, columns={}, summary=None)
+    return context.each_given(own, tier, tier.axes, q, first, last, pages, like=q, join=merge_over)
+
+
+def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig) -> Array:
+    """Pages i32[B,H,P] of all devices as those of one, -1 where they are another's."""
+    assert config.select is not None
+    units = tier.pos.shape[2] // config.select.unit
+    here = context.own(pages, part, units)
+    return jnp.where(here < units, here, -1)
+
+
+def _attend_own(
+    q: Array,
+    first: Array,
+    last: Array,
+    tier: Tier,
+    pages: Array | None,
+    config: TierConfig,
+    rope: Rope,
+    scale: float,
+    tokens: int,
+) -> Partial:
+    """The same over the slots of one device, or over those of its pages; keys act at `tier.at`."""
+    b, h, g, t, d = q.shape
+    at = tier.at
+    assert at is not None
+    if pages is not None:
         if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale, pages)) is not None:
             return part
         tier, at = gathered(pages, tier, at, config)
-        config = replace(config, select=None, capacity=at.shape[2])
+        config = replace(config, select=None)
     if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale)) is not None:
         return part
-    k, v, pos, slots = tier.k, tier.v, tier.pos, config.capacity
+    k, v, pos, size = tier.k, tier.v, tier.pos, tier.pos.shape[2]
     ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
         n = fresh.shape[0]
-        kt, vt = cut(k, start, n, slots), cut(v, start, n, slots)
+        kt, vt = cut(k, start, n, size), cut(v, start, n, size)
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
         logits = key_logits(config.k, ask, flat(q), kt, att, rope).reshape(b, h, g, t, n) * scale
         pt = jnp.where(fresh, pt, -1)[:, :, None, None]
@@ -168,8 +199,8 @@ def _attend(
         acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
         return merge(part, Partial(acc=acc, m=m, l=l))
 
-    tile = tile_size(config.k.tiled or config.v.tiled, slots, tokens, config.unit)
-    return over_tiles(body, nothing(q), slots, tile)
+    tile = tile_size(config.k.tiled or config.v.tiled, size, tokens, config.unit)
+    return over_tiles(body, nothing(q), size, tile)
 
 
 def _by_kernel(
@@ -203,7 +234,7 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[T
     index = (pages[..., None] * u + jnp.arange(u)[None, None, None]).reshape(b, h, -1)
 
     def gather(x: Array) -> Array:
-        grain = config.capacity // x.shape[2]
+        grain = tier.pos.shape[2] // x.shape[2]
         return take(x, index[:, :, ::grain] // grain)
 
     pos = take(tier.pos, index)
@@ -246,43 +277,54 @@ def observed(
 def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
     """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
     at = tier.pos if tier.at is None else tier.at
-    shape = (*x.shape[:3], config.capacity)
+    shape = (*x.shape[:3], tier.pos.shape[2])
     x = asked(x.astype(jnp.float32), tier)
     b, h, n, _ = x.shape
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
     turned = of == "k" and codec.rope == "after"
     ask = None if turned else map_codec(codec.query, x)
 
-    def body(start: Array, fresh: Array, out: Array) -> Array:
-        size = fresh.shape[0]
-        part = cut(code, start, size, config.capacity)
-        places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
-        dots = key_logits(codec, ask, x, part, places, rope) if turned else map_codec(codec.logits, ask, part)
-        return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
+    def own(held: Any, part: context.Part) -> Array:
+        code, at = held
+        c = at.shape[2]
 
-    tile = tile_size(codec.tiled, config.capacity, shape[2], config.unit)
-    return over_tiles(body, jnp.zeros((b, h, n, shape[3]), jnp.float32), shape[3], tile).reshape(shape)
+        def body(start: Array, fresh: Array, out: Array) -> Array:
+            size = fresh.shape[0]
+            tile = cut(code, start, size, c)
+            places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
+            dots = key_logits(codec, ask, x, tile, places, rope) if turned else map_codec(codec.logits, ask, tile)
+            return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
+
+        tile = tile_size(codec.tiled, c, shape[2], config.unit)
+        return over_tiles(body, jnp.zeros((b, h, n, c), jnp.float32), c, tile)
+
+    return context.whole(context.each(own, (code, at), tier.axes, axis=3), tier.axes, axis=3).reshape(shape)
 
 
 def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
     """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
     at = tier.pos if tier.at is None else tier.at
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
-    live = (tier.pos >= 0)[:, :, None]
     shape = w.shape[:3]
     w = asked(w, tier)
-
-    def body(start: Array, fresh: Array, out: Array) -> Array:
-        size = fresh.shape[0]
-        part = cut(code, start, size, config.capacity)
-        wt = jax.lax.dynamic_slice_in_dim(w, start, size, 3) * fresh[None, None, None].astype(w.dtype)
-        alive = jax.lax.dynamic_slice_in_dim(live, start, size, 3)
-        x = map_codec(codec.decode, part)
-        if of == "k" and codec.rope == "after":
-            x = rope.rotate(x, jax.lax.dynamic_slice_in_dim(at, start, size, 2))
-        x = jnp.where(alive[:, :, 0, :, None], x, 0)
-        return out + jnp.einsum("bhns,bhsd->bhnd", wt, x)
-
-    tile = tile_size(True, config.capacity, shape[2], config.unit)
     d = jax.eval_shape(lambda c: map_codec(codec.decode, c), code).shape[-1]
-    return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), config.capacity, tile).reshape(*shape, d)
+
+    def own(held: Any, part: context.Part) -> Array:
+        code, at, pos = held
+        c, live = pos.shape[2], (pos >= 0)[:, :, None]
+
+        def body(start: Array, fresh: Array, out: Array) -> Array:
+            size = fresh.shape[0]
+            tile = cut(code, start, size, c)
+            wt = jax.lax.dynamic_slice_in_dim(w, context.first(part, c) + start, size, 3)
+            alive = jax.lax.dynamic_slice_in_dim(live, start, size, 3)
+            x = map_codec(codec.decode, tile)
+            if of == "k" and codec.rope == "after":
+                x = rope.rotate(x, jax.lax.dynamic_slice_in_dim(at, start, size, 2))
+            x = jnp.where(alive[:, :, 0, :, None], x, 0)
+            return out + jnp.einsum("bhns,bhsd->bhnd", wt * fresh[None, None, None].astype(w.dtype), x)
+
+        tile = tile_size(True, c, shape[2], config.unit)
+        return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), c, tile)
+
+    return context.each(own, (code, at, tier.pos), tier.axes, join=jax.lax.psum).reshape(*shape, d)

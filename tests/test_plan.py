@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from typer.testing import CliRunner
 
 from jkv import cli, methods, models, plan, sharding, sizes
@@ -26,7 +28,7 @@ def test_the_bytes_are_those_of_the_arrays():
     cache = sizes.empty(JOB.config, MODEL, 2, 128, new, jnp.float32)
     assert prefill.weights == decode.weights == tree_bytes(models.random(models.TINY))
     assert prefill.cache == decode.cache == cache.nbytes
-    assert decode.kernels == "xla" and decode.refused is None and decode.collectives == {}
+    assert decode.kernels == "xla" and decode.refused is None and decode.collectives == ()
     assert prefill.what == "prefill, 32 tokens" and decode.what == "decode"
     for program in (prefill, decode):  # the new cache takes the old one's memory
         assert (
@@ -55,6 +57,29 @@ def test_the_search_finds_the_largest_batch(monkeypatch, most: int):
     assert most - max(1, most // 16) <= found <= most and len(said) <= plan.TRIES
 
 
+def test_a_budget_in_bytes_and_a_tier_of_fixed_size_keep_what_they_keep_on_one_device():
+    """Capacities are rounded up so that devices can divide them; how many slots are used is not."""
+    one = methods.parse("streaming(bytes='40KiB', sinks=5) | kivi(group=8, recent=8)")
+    many = sharding.Over(Mesh(np.array([*jax.devices()] * 3).reshape(1, 1, 3), ("data", "model", "context"))).divided(
+        one
+    )
+    plans = [sizes.layout(x, MODEL, 2, 300, 16, jnp.float32)[0][0] for x in (one, many)]
+    assert [t.capacity for t in plans[0].tiers] == [t.most for t in plans[0].tiers] == [t.most for t in plans[1].tiers]
+    assert plans[0].capacity == plans[1].capacity and plans[1].tiers[0].most == 8
+    for tier in plans[1].tiers:
+        assert tier.capacity % 24 == 0 and tier.most <= tier.capacity < tier.most + 24
+
+
+def test_the_mesh_that_is_asked_for_is_the_jobs():
+    job, machine = replace(JOB, mesh="data=2,context=3"), replace(target("cpu"), devices=[*jax.devices()] * 6)
+    assert dict(job.over(machine).mesh.shape) == {"data": 2, "model": 1, "context": 3}
+    with pytest.raises(ValueError, match="data=2 divides the rows, and there are 3; give a multiple"):
+        replace(job, batch=3).over(machine)
+    watching = replace(job, config=methods.parse("attentionpredictor"))
+    with pytest.raises(ValueError, match="context in a mesh.*give them to data or model, or take quest"):
+        plan.decode(watching, machine)
+
+
 def test_devices_that_cannot_share_the_rows_are_refused():
     devices = [*jax.devices()] * 3  # two kv heads: three devices divide rows only
     assert sharding.unit(devices, MODEL) == 3
@@ -69,6 +94,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--topology", "cpu", "--dtype", "int3"], "must be one of"),
     (["--topology", "cpu", "--cache", "snapkw"], "snapkv"),
     (["--topology", "cpu", "--largest"], "is not known"),
+    (["--topology", "cpu", "--mesh", "context=2"], "it takes 2 devices, and there are 1"),
 ]
 
 

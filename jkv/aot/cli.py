@@ -20,6 +20,12 @@ def plan(
     cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated. Default: full.")] = None,
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens prefilled at a time; 0: the whole prompt.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of weights and uncompressed tokens.")] = "bfloat16",
+    mesh: Annotated[
+        str | None, typer.Option(help="Such as data=2,model=4,context=2. Default: model as large as kv heads allow.")
+    ] = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Also what the devices send each other in a step and a flush.")
+    ] = False,
     largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that decodes.")] = False,
 ) -> None:
     """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
@@ -28,6 +34,7 @@ def plan(
 
     from jkv import methods, models
     from jkv.aot import target
+    from jkv.aot.collectives import table as messages
     from jkv.bench.shapes import config_of
     from jkv.io.load import check_dtype
     from jkv.plan import TRIES, Job, gib, programs, table
@@ -42,7 +49,15 @@ def plan(
     rows = []
     with console.progress(len(configs) * (TRIES if largest else 2)) as say:
         for config in configs:
-            job = Job(model=shape, config=config, batch=batch, context=context, chunk=chunk, dtype=jnp.dtype(dtype))
+            job = Job(
+                model=shape,
+                config=config,
+                batch=batch,
+                context=context,
+                chunk=chunk,
+                dtype=jnp.dtype(dtype),
+                mesh=mesh,
+            )
             if largest:
                 most = search(job, machine, say)
                 print(f"{config}: largest batch {most}")
@@ -53,6 +68,8 @@ def plan(
                 rows.append((str(config), program))
     if rows:
         console.show(table(rows, machine))
+        if collectives:
+            console.show(messages([(name, p.what, p.collectives) for name, p in rows]))
         for name, program in rows:
             if program.refused:
                 print(f"{name}, {program.what}: {program.refused}")

@@ -25,7 +25,9 @@ def batch(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder: rows as JSON lines, and report.json.")],
     model: Model = MODEL,
     cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
-    mesh: Annotated[str | None, typer.Option(help="Devices of each process, such as data=4,model=2.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Devices of each process, or of all, such as data=4,model=2,context=2.")
+    ] = None,
     batch: Annotated[str, typer.Option(help="Rows at once; auto: as many as fit.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, a row.")] = 128,
     temperature: Temperature = 0.0,
@@ -88,8 +90,6 @@ def start(
     tell: Tell,
 ) -> Report:
     """Loads the model and runs the job; what is wrong with the cache or the input is said before anything is loaded."""
-    import jax
-
     from jkv import sharding
     from jkv.batch.job import Job, run
     from jkv.io import load as loading
@@ -101,9 +101,9 @@ def start(
     if hosts is not None:
         join(hosts)
     params = loading.load(model, dtype)
-    over = None if mesh is None else sharding.Over(sharding.named(mesh, jax.local_devices(), params.config))
+    over = None if mesh is None else sharding.Over(sharding.here(mesh, params.config))
     if over is not None:
-        params = jax.device_put(params, over.shardings(params))
+        params = over.put(params)
     job = Job(source=source, out=out, params=params, config=config, defaults=settings, batch=at_once, over=over)
     return run(job, stopped, tell)
 

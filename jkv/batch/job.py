@@ -19,6 +19,7 @@ from jkv.batch.arrange import Bucket, arrange
 from jkv.batch.folder import Shard, claim
 from jkv.batch.requests import Refused, Request, Settings, checked, lines, read
 from jkv.batch.running import Answer, Running, Shapes
+from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.checks import check, check_prefill
 from jkv.compiled import use_disk_cache
 from jkv.config import CacheConfig
@@ -77,8 +78,8 @@ class Report:
 class Job:
     """What is asked for.
 
-    batch 0: as many rows at once as fit; over: the mesh of this process, if there is one; shares: whether common
-    beginnings are prefilled once, where the cache allows it.
+    batch 0: as many rows at once as fit; over: the mesh of this process, or of all processes, if there is one; shares:
+    whether common beginnings are prefilled once, where the cache allows it.
     """
 
     source: Path
@@ -95,6 +96,21 @@ class Job:
         """Rows come in multiples of it."""
         return 1 if self.over is None else self.over.mesh.devices.shape[0]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of how many that divide the rows this process is: those that share a mesh are one."""
+        return (0, 1) if spans(self.over) else (jax.process_index(), jax.process_count())
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes its rows: of those that share a mesh the first does."""
+        return not spans(self.over) or jax.process_index() == 0
+
+    @property
+    def divided(self) -> CacheConfig:
+        """The config of its caches."""
+        return self.config if self.over is None else self.over.divided(self.config)
+
     def about(self, digest: str, rows: Sequence[Request | Refused]) -> dict[str, Any]:
         """What must be the same for a job to go on: whatever its tokens depend on, and who writes which rows."""
         prompts = hashlib.sha256()
@@ -108,7 +124,7 @@ class Job:
             "dtype": self.params.embed.dtype.name,
             "cache": repr(self.config) if not self.config.name else self.config.name,
             "trained": weights(self.config.score) or None,  # what the cache's text names may be trained again
-            "processes": jax.process_count(),
+            "processes": self.place[1],
             **asdict(self.defaults),
         }
 
@@ -116,7 +132,7 @@ class Job:
         """Of a batch of the bucket, in a job of these rows."""
         model, longest = self.params.config, bucket.length + bucket.new
         return Shapes(
-            config=self.config,
+            config=self.divided,
             model=reaching(model, longest) if self.config.unlimited else model,
             bucket=bucket,
             rows=batch,
@@ -135,17 +151,25 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     """
     use_disk_cache()
     job = replace(job, config=job.config.bound(job.params))
-    check(job.config, job.params.config)
+    check(job.divided, job.params.config)
     check_prefill(job.config, "jkv batch")
     checked(job.defaults, job.params)
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
     numbered, digest = lines(job.source)
     rows = list(read(numbered, job.params, job.config, job.defaults))
-    claim(job.out, job.about(digest, rows))
-    shard = Shard(job.out, jax.process_index(), jax.process_count())
+    process, processes = job.place
+    if job.writes:
+        claim(job.out, job.about(digest, rows))
+    shard = Shard(job.out, process, processes) if job.writes else Heard()
     try:
-        return _Work(job, shard, len(rows), rows[jax.process_index() :: jax.process_count()], tell).finish(stop)
+        if spans(job.over):
+            stop = any_of(stop)
+            done = gathered(np.array([r.line in shard.done for r in rows], np.int64))[0]
+            shard.done.update(
+                {r.line: None for r, is_done in zip(rows, done, strict=True) if is_done and not job.writes}
+            )
+        return _Work(job, shard, len(rows), rows[process::processes], tell).finish(stop)
     finally:
         shard.close()
 
@@ -153,7 +177,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
 class _Work:
     """One run of a job by one process."""
 
-    def __init__(self, job: Job, shard: Shard, total: int, rows: list[Request | Refused], tell: Tell) -> None:
+    def __init__(self, job: Job, shard: Shard | Heard, total: int, rows: list[Request | Refused], tell: Tell) -> None:
         self.job, self.shard, self.total, self.tell = job, shard, total, tell
         self.share = len(rows)
         refused = [r for r in rows if isinstance(r, Refused) and r.line not in shard.done]
@@ -182,6 +206,8 @@ class _Work:
             shapes = partial(job.shapes, bucket, self.requests)
             most = max(len(b.rows) for b in self.buckets)
             self.batch = job.batch or fit.largest(job.params, shapes, most, job.unit, job.over)
+            if spans(job.over):
+                self.batch = int(gathered(np.array([self.batch], np.int64)).min())
         return self.batch
 
     def follow(self, shapes: Shapes, stop: Callable[[], bool]) -> None:
@@ -207,8 +233,8 @@ class _Work:
         done = [x for x in self.shard.done.values() if x is not None]
         counts = [len(done), len(self.shard.done) - len(done), sum(p for p, _ in done), sum(n for _, n in done)]
         seconds = time.perf_counter() - self.start
-        own = [*counts, self.new, self.prefilled, self.saved, self.stopped]
-        every = _gathered(np.array([*own, self.cache_bytes, int(seconds * 1e3)], np.int64))
+        own = np.array([*counts, self.new, self.prefilled, self.saved, self.stopped], np.int64) * self.job.writes
+        every = gathered(np.array([*own, self.cache_bytes, int(seconds * 1e3)], np.int64))
         all_done, failed, read_, new, now, prefilled, saved, stopped = map(int, every[:, :8].sum(0))
         cache_bytes, slowest = map(int, every[:, 8:].max(0))
         report = Report(
@@ -233,15 +259,6 @@ class _Work:
         if jax.process_index() == 0:
             overwrite(self.job.out / "report.json", json.dumps(asdict(report), indent=1) + "\n")
         return report
-
-
-def _gathered(x: np.ndarray) -> np.ndarray:
-    """[processes,...] of what each process has."""
-    if jax.process_count() == 1:
-        return x[None]
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(x.view(np.int32))).view(np.int64)  # jax has no int64 here
 
 
 def _row(answer: Answer) -> dict[str, Any]:

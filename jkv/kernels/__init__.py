@@ -17,7 +17,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-ROWS, HEADS = "data", "model"  # axes of a mesh
+ROWS, HEADS, CONTEXT = "data", "model", "context"  # axes of a mesh: rows, kv heads, slots of tiers
 SLOTS = 128  # of a tier, that the kernels read together
 KERNELS = ("auto", "xla", "tpu", "gpu")
 log = logging.getLogger("jkv")
@@ -77,7 +77,7 @@ def over_mesh(run: Callable[..., Any], *args: Any) -> Any:
     Arrays are [B,H,...] or, for all heads, [B,1,...] and [B,n].
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names):
         return run(*args)
     rows, heads = (name if name in mesh.axis_names else None for name in (ROWS, HEADS))
 

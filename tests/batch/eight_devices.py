@@ -1,52 +1,126 @@
-"""Rows over a mesh of eight devices beside the same rows on one, as a program of its own; prints what differs.
+"""Rows over meshes of eight devices beside the same rows on one, as a program of its own; prints a JSON line a case.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python eight_devices.py [CACHE...]
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv import methods, sharding
+from jkv import loop, methods, sampling, sharding, sizes
+from jkv.aot.collectives import collectives
 from jkv.batch.arrange import arrange
 from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running, Shapes
+from jkv.cache import Cache
+from jkv.compiled import compiled
 from jkv.generate import Cost
 
-# dense; two tiers, the second coded by channel and by token; a pool, which no two devices share
-CACHES = "full", "streaming(budget=48) | kivi(group=8, recent=8)", "adakv(budget=48, window=8) | int4"
+# two tiers, one of a fixed size, keys by channel and turned at read; a pool, that the heads' devices divide too; pages;
+# survivors that take shares of the evicted where they lie
+CACHES = (
+    "streaming(budget=48) | kivi(group=8, recent=8)",
+    "adakv(budget=80, window=8) | int4",
+    "quest(page=8, pages=3, dense_layers=0) | int8",
+    "kvmerger(budget=56)",
+)
+PARAMS = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 100, (4, 96)).astype(np.int32)
 
 
-def main(caches: tuple[str, ...]) -> None:
-    params = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
-    over = sharding.Over(sharding.named("data=4,model=2", jax.devices(), params.config))
-    divided, rng = jax.device_put(params, over.shardings(params)), np.random.default_rng(0)
-    head = rng.integers(0, 100, 40)
-    prompts = [np.append(head, rng.integers(0, 100, 3 + i)).astype(np.int32) for i in range(10)]
+def rows_that_come_and_go() -> dict[str, Any]:
+    """Rows of a job with a common beginning."""
+    over, head = (
+        sharding.Over(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config)),
+        RNG.integers(0, 100, 40),
+    )
+    prompts = [np.append(head, RNG.integers(0, 100, 3 + i)).astype(np.int32) for i in range(10)]
     new = [1 + 7 * i % 30 for i in range(10)]
-    for cache in caches:
-        config, cost = methods.parse(cache), Cost(over=over)
-        rows = [
-            Request(line=i, id=i, tokens=p, settings=Settings(max_new_tokens=n))
-            for i, (p, n) in enumerate(zip(prompts, new, strict=True))
-        ]
-        (bucket,) = arrange(rows, cache == "full")
-        shapes = Shapes(
-            config=config, model=params.config, bucket=bucket, rows=8, several=4, dtype=jnp.float32, greedy=True,
-            penalised=False,
-        )  # fmt: skip
-        running = Running(divided, shapes, cost)
-        got = {a.request.line: a.tokens for ended in running.answers(()) for a in ended}
-        alone = jkv.generate(params, cache, [p.tolist() for p in prompts], max_new_tokens=30).tokens
-        where = {x.sharding.spec for x in jax.tree.leaves(running.state.cache.layers) if x.ndim > 2}
-        same = [got[i] == alone[i][:n] for i, n in enumerate(new)]
-        print(cache, all(same), bool(bucket.shared), cost.programs, *sorted(map(str, where)), sep="; ")
+    rows = [
+        Request(line=i, id=i, tokens=p, settings=Settings(max_new_tokens=n))
+        for i, (p, n) in enumerate(zip(prompts, new, strict=True))
+    ]
+    (bucket,) = arrange(rows, True)
+    shapes = Shapes(
+        config=methods.parse("full"), model=PARAMS.config, bucket=bucket, rows=8, several=4, dtype=jnp.float32,
+        greedy=True, penalised=False,
+    )  # fmt: skip
+    running = Running(jax.device_put(PARAMS, over.shardings(PARAMS)), shapes, Cost(over=over))
+    got = {a.request.line: a.tokens for ended in running.answers(()) for a in ended}
+    alone = jkv.generate(PARAMS, "full", [p.tolist() for p in prompts], max_new_tokens=30).tokens
+    return {
+        "same": [got[i] == alone[i][:n] for i, n in enumerate(new)],
+        "shared": bool(bucket.shared),
+        "codes": parts(running.state.cache),
+    }
+
+
+def parts(cache: Cache) -> list[int]:
+    """How many times smaller than the whole what a device has of codes is, array by array."""
+    codes = jax.tree.leaves([(tier.k, tier.v) for layer in cache.layers for tier in layer.tiers])
+    return [x.nbytes // x.addressable_shards[0].data.nbytes for x in codes]
+
+
+def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:
+    """The state after TOKENS, which all go through decode steps and their flushes, and the text of the program."""
+    config, (n, steps), model, params = methods.parse(cache), TOKENS.shape, PARAMS.config, PARAMS
+    if over is not None:
+        config, params = over.divided(config), jax.device_put(params, over.shardings(params))
+    state = loop.Decoding(
+        cache=sizes.empty(config, model, n, steps, steps, jnp.float32), logits=jnp.zeros((n, model.vocab)),
+        alive=jnp.ones(n, bool), used=None, out=jnp.full((n, steps), -1), count=jnp.int32(0),
+        trace=jnp.zeros((n, steps, model.vocab)), forced=jnp.asarray(TOKENS),
+    )  # fmt: skip
+    draws = sampling.make(n, model.vocab, seeds=range(n), stop_ids=())
+    program, _ = compiled(loop.run_blocks, params, state, draws, jnp.int32(0), over=over)
+    return program(params, state, draws, jnp.int32(steps)), program.program.as_text()
+
+
+def slots(cache: str) -> dict[str, Any]:
+    """Rows, heads and slots: what each step would draw, and how far its logits are from those of one device."""
+    over = sharding.Over(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
+    (here, _), (there, text) = forced(cache, None), forced(cache, over)
+    a, b = np.asarray(here.trace), np.asarray(there.trace)
+    tiers = there.cache.layers[0].tiers
+    return {
+        "same": (a.argmax(-1) == b.argmax(-1)).mean(),
+        "apart": float(abs(a - b).max() / a.std()),
+        "codes": parts(there.cache),
+        "slots": max(x.pos.addressable_shards[0].data.shape[2] for x in tiers),
+        "sent": sent(text),
+    }
+
+
+def messages() -> list[list[Any]]:
+    """Those of a program that sums three times in a loop, in the scope of a step, and gathers once in a flush's."""
+    mesh = sharding.named("data=8", jax.devices(), PARAMS.config)
+
+    def run(x: jax.Array) -> jax.Array:
+        with jax.named_scope("step"):
+            x = jax.lax.fori_loop(0, 3, lambda i, x: jax.lax.psum(jnp.sin(x), "data"), x)
+        with jax.named_scope("flush"):
+            return jax.lax.all_gather(x, "data", tiled=True).astype(jnp.bfloat16)
+
+    rows, every = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=every, check_vma=False))
+    return sent(mapped.lower(jnp.zeros((16, 6))).compile().as_text())
+
+
+def sent(text: str) -> list[list[Any]]:
+    return [[x.place, x.kind, x.shape, x.count, x.bytes] for x in collectives(text)]
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]) or CACHES)
+    if len(sys.argv) == 1:
+        print(json.dumps(messages()))
+        print(json.dumps(rows_that_come_and_go()))
+    for cache in sys.argv[1:] or CACHES:
+        print(json.dumps({"cache": cache, **slots(cache)}))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,18 +53,41 @@ def reaches(process: subprocess.Popen[str], out: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def whole(source: Path) -> dict[int, dict]:
-    """The rows of two processes that find each other, each with its own half."""
-    out = source.parent / "whole"
+def both(source: Path, out: Path, *more: str) -> list[str]:
+    """What two processes say that find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    both = [started(source, out, f"{address},{i},2") for i in range(2)]
-    said = [p.communicate(timeout=120) for p in both]
-    assert [p.returncode for p in both] == [0, 0], said
-    assert all(f"rows         {ROWS} done, 0 failed, of {ROWS}\n" in x[0] for x in said)  # of the other's rows too
+    pair = [started(source, out, f"{address},{i},2", *more) for i in range(2)]
+    said = [p.communicate(timeout=300) for p in pair]
+    assert [p.returncode for p in pair] == [0, 0], said
+    return [x for x, _ in said]
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path) -> dict[int, dict]:
+    """The rows of two processes, each with its own half."""
+    out = source.parent / "whole"
+    said = both(source, out)
+    assert all(f"rows         {ROWS} done, 0 failed, of {ROWS}\n" in x for x in said)  # of the other's rows too
     return rows(out)
+
+
+def test_two_processes_share_a_mesh(source: Path, tmp_path: Path, monkeypatch: Any):
+    """Of two devices each; they go on with a job that one process began, and the first of them writes."""
+    short, alone, out = tmp_path / "in.jsonl", tmp_path / "alone", tmp_path / "out"
+    asked = [json.loads(x) | {"max_new_tokens": 9} for x in source.read_text().splitlines()[:8]]
+    short.write_text("".join(json.dumps(x) + "\n" for x in asked))
+    said = started(short, alone).communicate(timeout=300)
+    out.mkdir()
+    for path in alone.iterdir():
+        lines = path.read_text().splitlines(keepends=True)
+        (out / path.name).write_text("".join(lines[:3] if path.name.startswith("rows-") else lines))
+    assert len(rows(out)) == 3 and len(rows(alone)) == 8, said
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2")
+    said = both(short, out, "data=2,model=2")
+    assert all("rows         8 done, 0 failed, of 8\n" in x for x in said)
+    assert [p.name for p in out.glob("rows-*")] == ["rows-00000-of-00001.jsonl"] and rows(out) == rows(alone)
 
 
 def test_two_processes_divide_the_rows(source: Path, whole: dict[int, dict]):
@@ -113,12 +137,42 @@ def test_a_signal_ends_a_process_that_does_not_listen():
     assert "run the same command again" in process.communicate(timeout=5)[1] and process.returncode == 0
 
 
-def test_a_mesh_gives_the_rows_of_one_device():
+@pytest.fixture(scope="module")
+def eight() -> list[Any]:
+    """What a process with eight devices prints."""
     env = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
     command = [sys.executable, str(HERE / "eight_devices.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
-    lines = [x.split("; ") for x in done.stdout.splitlines()]
-    assert [(x[1], x[2]) for x in lines] == [("True", str(i == 0)) for i in range(3)], done.stdout
-    for line in lines:
-        assert any(re.search("'data', 'model'", spec) for spec in line[4:])
+    return [json.loads(x) for x in done.stdout.splitlines()]
+
+
+def test_a_mesh_gives_the_rows_of_one_device(eight: list[Any]):
+    found = eight[1]
+    assert all(found["same"]) and len(found["same"]) == 10 and found["shared"]
+    assert set(found["codes"]) == {8}
+
+
+def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
+    """Of every kind of tier; and each has an eighth of the codes, by rows, heads and slots."""
+    assert len(eight) == 2 + 4
+    for found in eight[2:]:
+        assert found["same"] == 1 and found["apart"] < 1e-4, found["cache"]
+        assert set(found["codes"]) == {8}, found["cache"]
+
+
+def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
+    """In no message of a step or a flush are codes or floats of four axes, of as many slots as a device has."""
+    for found in eight[2:]:
+        assert {x[0] for x in found["sent"]} >= {"step", "flush"}
+        for place, kind, shapes, *_ in found["sent"]:
+            for dims in re.findall(r"[fu]\d+\[([\d,]*)\]", shapes):
+                sizes = dims.split(",")
+                assert len(sizes) != 4 or max(map(int, sizes)) < found["slots"], (found["cache"], place, kind, shapes)
+
+
+def test_the_messages_of_a_program_are_found_where_they_are_and_counted(eight: list[Any]):
+    assert eight[0] == [
+        ["step", "all-reduce", "f32[2,6]", 3, 3 * 48],
+        ["flush", "all-gather", "f32[16,6]", 1, 384],
+    ]

@@ -162,15 +162,17 @@ def test_a_job_without_a_good_row_is_done_at_once(tmp_path: Path):
     ("mesh", "says"),
     [
         ("data=2,model=3", "model=3 cannot share the 2 kv heads evenly; give a divisor of 2 to model, and the other"),
-        ("rows=2", "its axes are data \\(rows\\) and model \\(kv heads\\)"),
+        ("rows=2", "its axes are data \\(rows\\), model \\(kv heads\\) and context \\(slots of tiers\\)"),
         ("data=0", "data is a number of devices"),
-        ("data=2", "it has 2 devices and this process 1"),
+        ("data=2", "it takes 2 devices, and there are 1"),
     ],
 )
 def test_a_mesh_that_cannot_work_is_refused(mesh: str, says: str):
     with pytest.raises(ValueError, match=says):
         sharding.named(mesh, jax.devices()[:1], PARAMS.config)
-    assert dict(sharding.named("model=2, data=3", [*jax.devices()] * 6, PARAMS.config).shape) == {"data": 3, "model": 2}
+    assert dict(sharding.named("model=2, data=3", [*jax.devices()] * 6, PARAMS.config).shape) == {
+        "data": 3, "model": 2, "context": 1,
+    }  # fmt: skip
 
 
 def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """`jkv batch` on a tiny model, as a program of its own: it can be killed, and be one of several.
 
-python tiny_job.py SOURCE OUT CACHE [HOSTS]
+python tiny_job.py SOURCE OUT CACHE [HOSTS [MESH]]
 """
 
 from __future__ import annotations
@@ -20,4 +20,5 @@ def tiny(*_: object):
 
 if __name__ == "__main__":
     load.load = tiny
-    batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch="4", hosts=(*sys.argv[4:], None)[0])
+    hosts, mesh, *_ = *sys.argv[4:], None, None
+    batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch="4", hosts=hosts, mesh=mesh)

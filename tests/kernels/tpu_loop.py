@@ -26,17 +26,18 @@ DECODE = [
     (LLAMA, "adakv(budget=4096) | int8"),  # a pool
     (SMOLLM, "int4(group=32)"),  # three kv heads: the devices divide rows
 ]
+CONTEXT = LLAMA, "int8", "data=1,model=4,context=2"
 PREFILL = LLAMA, "h2o(budget=1024)", 2048
 
 
-def job(name: str, spec: str, tokens: int, layers: int = 2) -> Job:
+def job(name: str, spec: str, tokens: int, layers: int = 2, mesh: str | None = None) -> Job:
     model = models.read_config({**SHAPES[name], "num_hidden_layers": layers})
     batch, config = SIZES[name][0], methods.parse(spec)
-    return Job(model=model, config=config, batch=batch, context=tokens, chunk=0, dtype=jnp.bfloat16)
+    return Job(model=model, config=config, batch=batch, context=tokens, chunk=0, dtype=jnp.bfloat16, mesh=mesh)
 
 
-def loop(name: str, spec: str) -> dict[str, object]:
-    program = decode(job(name, spec, SIZES[name][1]), target("v5e:2x4"))
+def loop(name: str, spec: str, mesh: str | None = None) -> dict[str, object]:
+    program = decode(job(name, spec, SIZES[name][1], mesh=mesh), target("v5e:2x4"))
     # Codes of a device's rows and kv heads, of 4,000 slots or more; a fusion's root may work in place.
     codes = r"(?:u8|bf16)\[\d+,\d+,(?:[4-9]\d{3}|\d{5,}),\d+\]"
     moved = re.findall(rf"^\s+%\S+ = ({codes})\S* (copy|convert|transpose)\(", program.text, re.M)
@@ -45,7 +46,7 @@ def loop(name: str, spec: str) -> dict[str, object]:
         "cache": program.cache,
         "temporary": program.temporary,
         "copies": sorted(set(map(" ".join, moved))),
-        "collectives": program.collectives,
+        "messages": [[x.place, x.kind, x.shape, x.count, x.bytes] for x in program.collectives],
         "encoded": encoded(program.text),
     }
 
@@ -64,4 +65,5 @@ def prefill(name: str, spec: str, tokens: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({" ".join(x): loop(*x) for x in DECODE} | {"prefill": prefill(*PREFILL)}))
+    found = {" ".join(x): loop(*x) for x in DECODE}
+    print(json.dumps(found | {"prefill": prefill(*PREFILL), "context": loop(*CONTEXT)}))

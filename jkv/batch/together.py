@@ -1,0 +1,44 @@
+"""Processes of one job: they divide its rows, or share a mesh, run the same programs and agree on what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.batch.folder import tally
+from jkv.sharding import Over
+
+
+def spans(over: Over | None) -> bool:
+    """Whether some devices of the mesh are another process's."""
+    return over is not None and len({d.process_index for d in over.mesh.devices.flat}) > 1
+
+
+def gathered(x: np.ndarray) -> np.ndarray:
+    """i64[processes,...] of what each process has."""
+    if jax.process_count() == 1:
+        return x[None]
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x.view(np.int32))).view(np.int64)  # jax has no int64 here
+
+
+def any_of(stop: Callable[[], bool]) -> Callable[[], bool]:
+    """`stop` of all processes: true for all as soon as it is for one."""
+    return lambda: bool(gathered(np.array([stop()], np.int64)).any())
+
+
+class Heard:
+    """What is done of the rows that another process writes; see `folder.Shard`."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, tuple[int, int] | None] = {}
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.done |= map(tally, rows)
+
+    def close(self) -> None:
+        """There is nothing to close."""

@@ -49,10 +49,10 @@ def test_the_kernel_compiles_and_costs_what_it_did(case: str):
 
 @pytest.mark.parametrize("case", LOOPS)
 def test_the_decode_loop_moves_no_tier(case: str):
-    """Of two layers: beside what the full cache's loop of Llama needs, less than half of one layer's tier."""
+    """Beside what the full cache's loop of Llama needs: less than half of one layer's tier."""
     found, full = (report("tpu_loop.py")[x] for x in (case, "llama-3.1-8b full"))
     assert found["kernels"] == "tpu" and found["copies"] == []
-    assert found["temporary"] - full["temporary"] < found["cache"] / 4
+    assert found["temporary"] - full["temporary"] < found["layer"] / 2
 
 
 @pytest.mark.parametrize("case", [x for x in LOOPS if "int" in x or "kivi" in x])

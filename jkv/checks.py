@@ -89,7 +89,8 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
 
 
 def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
-    plain = replace(CacheConfig(), block=config.block, kernels=config.kernels, claim=config.claim, name=config.name)
+    same = ("block", "kernels", "devices", "claim", "name")
+    plain = replace(CacheConfig(), **{field: getattr(config, field) for field in same})
     if config != plain:
         raise ValueError(
             f"{config}: no block of this {model.family} model attends, so it has no keys and values to compress; its "

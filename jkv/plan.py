@@ -144,7 +144,8 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
 
     own = shapes(target.kernels)
     try:
-        kernels_of(own), prefill_kernel_of(own)
+        kernels_of(own)
+        prefill_kernel_of(own)
     except ValueError:
         return shapes("xla"), new
     return own, new

@@ -62,7 +62,22 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
                 "were written; leave out the selector, or use true positions (streaming(relative=False))"
             )
     _check_pool(config, model)
+    _check_rest(config, model)
     _check_budget(config, model)
+
+
+def _check_rest(config: CacheConfig, model: ModelConfig) -> None:
+    others = {
+        "a merge, which takes the same tokens": config.merge is not None,
+        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "a score whose tokens leave before their slots are needed": config.score.forgets,
+        "layers that see a window of the newest tokens": any(model.windows),
+    }
+    for other, there in others.items():
+        if config.rest and there:
+            raise ValueError(
+                f"{config}: the evicted as one token more of their head (rest) do not go with {other}; leave out one"
+            )
 
 
 def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:

@@ -24,6 +24,7 @@ from jkv.evidence import Evidence, evidence
 from jkv.melt import merged, remembered
 from jkv.pool import compete, together
 from jkv.protocols import Columns
+from jkv.rest import joined
 from jkv.tiers import newest, write
 from jkv.tree import value
 
@@ -44,6 +45,11 @@ class Newcomers:
     columns: Columns
     index: Array
     head: Array | None = None
+
+    def of(self, heads: int) -> Array:
+        """bool[B,H,n]: which of them each kv head has."""
+        whose = True if self.head is None else self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None]
+        return jnp.broadcast_to((self.pos >= 0) & whose, (self.pos.shape[0], heads, self.pos.shape[2]))
 
 
 def flush(
@@ -71,12 +77,15 @@ def flush(
     ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
     ev = replace(ev, columns=plan.score.observe(ev))
     tiers = layer.tiers
+    rest = layer.rest
     if tiers and most:
-        tiers = _cascade(tiers, ev, leaving, most, plan, rope)
+        tiers, lost = _cascade(tiers, ev, leaving, most, plan, rope)
+        if rest is not None and lost is not None:
+            rest = joined(rest, lost.k, lost.v, lost.of(rest.count.shape[1]))
     tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return LayerCache(recent=recent, queries=layer.queries, tiers=tiers)
+    return LayerCache(recent=recent, queries=layer.queries, tiers=tiers, rest=rest)
 
 
 def going_on(
@@ -158,7 +167,8 @@ def _ranks(ev: Evidence, plan: LayerConfig) -> Array:
 
 def _cascade(
     tiers: tuple[Tier, ...], ev: Evidence, leaving: Array, most: int, plan: LayerConfig, rope: Rope
-) -> tuple[Tier, ...]:
+) -> tuple[tuple[Tier, ...], Newcomers | None]:
+    """The tiers after the contests, and, for a merge or a rest, who found no place; None: nobody is ever evicted."""
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else _ranks(ev, plan)
@@ -189,15 +199,16 @@ def _cascade(
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
         stages.append((new, slot, token))
         out.append(tier)
-        if config is not plan.tiers[-1] or (plan.merge and not simple):
+        if config is not plan.tiers[-1] or ((plan.merge or plan.rest) and not simple):
             new = _losers(tier, new, slot, token, of_slots, start, config, rope)
         start, left = start + c, left - limit
     if plan.merge and not simple:
         out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
         stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
-    return tuple(
+    tiers = tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
+    return tiers, None if simple else new
 
 
 def _pooled(
@@ -338,6 +349,7 @@ def _losers(
         rank=put(new.rank, token, take(slot_rank, place)),
         columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},
         index=put(new.index, token, start + place),
+        head=put(new.head, token, take(tier.head, place)) if tier.head is not None and new.head is not None else None,
     )
 
 

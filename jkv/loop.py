@@ -18,6 +18,7 @@ from jkv.evidence import evidence
 from jkv.flush import flush, going_on
 from jkv.models import ModelConfig, Params, family
 from jkv.protocols import Born
+from jkv.rest import beside
 from jkv.sampling import Sampling, sample
 from jkv.tiers import attend_tier, observed
 from jkv.tree import value
@@ -100,7 +101,7 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
                 attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
-            part = merge_all([part, *past])
+            part = merge_all([part, *past, *beside(q, layer.rest, model.scale)])
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
         narrowed = plan.narrow is not None and not begun
         on = going_on(layer, window, asked, seen, plan, rope, model) if narrowed else None
@@ -246,7 +247,7 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         parts = [attend(q, recent.k, recent.v, visible(pos, recent.pos[:, None], plan.window), model.scale)]
         for tier, config in zip(tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
-        part, queries = merge_all(parts), moving.queries[i]
+        part, queries = merge_all([*parts, *beside(q, cache.layers[i].rest, model.scale)]), moving.queries[i]
         summaries = tuple(
             observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if c.select and c.select.watches else None
             for t, c in zip(tiers, plan.tiers, strict=True)

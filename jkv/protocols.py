@@ -108,6 +108,14 @@ class Budget:
 
     bounded: bool = True  # fewer tokens than the model's context can be asked for
 
+    def bound(self, params: Params) -> Budget:
+        """This budget with what was found out about the model; ValueError if there is nothing."""
+        return self
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Budget:
+        """This budget in one layer of a model."""
+        return self
+
     def fit(self, cost: Callable[[Budget], int], longest: int) -> Budget:
         """This budget in tokens, once `cost` in bytes of a cache of at most `longest` tokens can be asked."""
         return self

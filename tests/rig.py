@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -10,17 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny import FINDERS, FOLDER, GATE, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITCH, D, G, H, L  # noqa: F401
 
 import jkv.models as models
 from jkv import loop, methods
 from jkv.cache import Cache
 from jkv.generate import Cost, read
-from jkv.io import learned as io
-from jkv.scores import delayed, learned
 
-PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
-MODEL = PARAMS.config
-H, G, D, L = MODEL.heads, MODEL.groups, MODEL.head_dim, MODEL.layers
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS
 BUDGET, EVERYTHING = 48, 4000
@@ -69,6 +64,8 @@ class Case:
     grows: float = 0.0  # of the generated tokens, kept on top of the prompt
     appends: bool = False  # all of them, on top of the budget
     narrow: bool = False  # upper layers see fewer tokens of the prompt
+    whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
+    rest: bool = False  # what leaves is one token more of its head
 
     @property
     def tight(self) -> str:
@@ -79,36 +76,9 @@ class Case:
         return self.text.format(b=EVERYTHING, p=64)
 
     def __str__(self) -> str:
-        return self.tight.replace(_folder.name, "tiny")  # the same in every worker
+        return self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
 
 
-def gate(folder: str) -> str:
-    """A folder with a retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
-    made = learned.start(MODEL, 8, 3.0, jax.random.key(7))
-    made = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, made)
-    io.write(folder, vars(made), {"method": "trimkv", "model": io.identities(PARAMS)})
-    return folder
-
-
-def switch(folder: str) -> str:
-    """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
-    rng = np.random.default_rng(6)
-    made = delayed.Switch(out=rng.normal(0, 0.4, (L, H, MODEL.width)), gain=rng.uniform(0.5, 1.5, (L, MODEL.width)))
-    io.write(folder, vars(made), {"method": "dms", "model": io.identities(PARAMS)})
-    return folder
-
-
-def predictor(folder: str) -> str:
-    """A folder with a predictor of attention for the tiny model, of random weights."""
-    rng = np.random.default_rng(5)
-    shapes = dict(first=(16, 1, 3, 3), first_bias=(16,), second=(32, 16, 3, 3), second_bias=(32,), last=(32,), rest=())
-    made = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()} | {"linear": np.array([0.5, 0.2, 0.3])}
-    io.write(folder, made, {"method": "attentionpredictor", "model": io.identities(PARAMS)})
-    return folder
-
-
-_folder = tempfile.TemporaryDirectory()  # gone with the process
-GATE, SWITCH, PREDICTOR = (make(f"{_folder.name}/{make.__name__}") for make in (gate, switch, predictor))
 PREDICTOR_TEXT = f"page=8, sinks=8, rows=16, dense_layers=0, recent=16, predictor={PREDICTOR!r}"
 KIVI_TEXT = "kivi(recent=0, group=16)"
 CASES: dict[str, tuple[Case, ...]] = {
@@ -181,6 +151,15 @@ CASES: dict[str, tuple[Case, ...]] = {
     "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
     "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2),),
+    "compresskv": (
+        Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=24, uniform=True, appends=True),
+    ),
+    "razorattention": (
+        Case(
+            f"razorattention(local={{b}}, share=0.0, heads={KEEPERS!r})", budget=False, pooled=True, whole=1, rest=True
+        ),
+    ),
+    "rest": (Case("knorm(budget={b}) | rest", columns=1, rest=True),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]
@@ -198,18 +177,20 @@ class Run:
     logits: list[np.ndarray]
 
 
-def run(text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None) -> Run:
+def run(
+    text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Any = PARAMS
+) -> Run:
     config, state = methods.parse(text), empty(text, prompt.shape[0])
     if config.score.needs.probes:
         rows = [row[row >= 0].tolist() for row in prompt]
-        state, logits = read(PARAMS, config, state, rows, jnp.asarray(prompt), Cost())
+        state, logits = read(params, config, state, rows, jnp.asarray(prompt), Cost())
     else:
-        state, logits = loop.absorb(PARAMS, state, jnp.asarray(prompt), fresh=True)
+        state, logits = loop.absorb(params, state, jnp.asarray(prompt), fresh=True)
     caches, out = [state], [np.asarray(logits)]
     for i in range(forced.shape[1]):
         if poison is not None and i % 10 == 0:
             state = poison(state)
-        state, logits = loop.step(PARAMS, state, jnp.asarray(forced[:, i]))
+        state, logits = loop.step(params, state, jnp.asarray(forced[:, i]))
         caches.append(state)
         out.append(np.asarray(logits))
     return Run(caches, out)

@@ -60,13 +60,25 @@ def replayed(text: str) -> list[np.ndarray]:
     [
         c
         for c in ALL
-        if (c.budget or c.grows) and not (c.ranked or c.merges or c.narrow or (c.slot.lossy and c.unit > 1))
+        if (c.budget or c.grows) and not (c.ranked or c.merges or c.rest or c.narrow or (c.slot.lossy and c.unit > 1))
     ],  # of narrow prompts in test_narrow.py
     ids=str,
 )
 def test_attention_is_over_the_tokens_that_are_held(case: Case):
     for got, expected in zip(rig.shared(case.tight).logits, replayed(case.tight), strict=True):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.rest], ids=str)
+def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
+    """One token with the weight of many is then these tokens: the logits are those of the full model."""
+    keys = slice(H * G * D, H * (G + 1) * D)
+    blind = loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[keys].set(0)} for x in PARAMS.layers))
+    got, ids = rig.run(case.tight, params=blind), np.concatenate([PROMPT, FORCED], 1)
+    expected = models.forward(blind, jnp.asarray(ids), loop.positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32)))
+    expected = np.asarray(expected).transpose(1, 0, 2)[PROMPT.shape[1] - 1 :]
+    np.testing.assert_allclose(np.stack(got.logits), expected, atol=TOLERANCE, rtol=0)
+    assert all((np.asarray(layer.rest.count).max() > 50) for layer in got.caches[-1].layers)
 
 
 # -------------------------------------------------------------------------------------------------------- 2 poison
@@ -205,11 +217,14 @@ def predicted(case: Case, longest: int) -> int:
             capacity = longest - STEPS + case.recent + ceil(case.grows * (STEPS - case.recent))
         if case.budget:
             capacity = BUDGET + (STEPS if case.appends else 0)
+        if case.whole:
+            capacity = ceil((case.whole * longest + (H - case.whole) * (BUDGET + 4)) / H)
         if "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)
         slots = ceil((capacity - case.recent) / case.unit) * case.unit
         total += room * (H * 2 * D * 4 + 4 + H * 4 * case.columns)
+        total += H * (2 * D + 1) * 4 * case.rest
         total += case.queries * (H * G * D * 4 + 4 + H * G * 4)
         total += round(slots * H * (case.slot.k + case.slot.v)) + slots * H * 4 * case.columns
         total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled

@@ -62,7 +62,7 @@ def read(folder: str | Path, method: str) -> tuple[dict[str, np.ndarray], dict[s
 
 
 def broken(folder: str | Path, cause: str) -> FormatError:
-    return FormatError(folder, cause, "give a folder that `jkv train` wrote")
+    return FormatError(folder, cause, "give a folder that `jkv train` or `jkv calibrate` wrote")
 
 
 def check(models: Sequence[str], params: Params) -> None:
@@ -70,19 +70,19 @@ def check(models: Sequence[str], params: Params) -> None:
     own = fingerprint(params)
     if models and own not in models:
         raise ValueError(
-            f"the weights were trained for the model {models[0]}, and this one is {own}: load that model, or train "
-            "for this one with `jkv train`"
+            f"the weights were trained for the model {models[0]}, and this one is {own}: load that model, or make "
+            "those of this one with `jkv train` or `jkv calibrate`"
         )
 
 
-def shipped(method: str, params: Params) -> str:
-    """The folder that comes with jkv for a method and model; ValueError with how to train one."""
+def shipped(method: str, params: Params, how: str = "train") -> str:
+    """The folder that comes with jkv for a method and model; ValueError with the command that makes one."""
     own = fingerprint(params)
     for folder in sorted(Path(str(SHIPPED)).glob("*")):
         card = read_json(folder / CARD)
         if card and card.get("method") == method and own in card.get("model", ()):
             return str(folder)
     raise ValueError(
-        f"{method} needs weights that were trained for this model ({own}), and none come with jkv: "
-        f"run `jkv train {method} --model ... --out FOLDER`, then give that folder to {method}"
+        f"{method} needs weights that were made for this model ({own}), and none come with jkv: "
+        f"run `jkv {how} {method} --model ... --out FOLDER`, then give that folder to {method}"
     )

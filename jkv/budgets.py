@@ -10,6 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jkv.io import learned
@@ -182,6 +183,55 @@ class Weighted(Budget):
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         weights = self.weights or (1.0,) * model.layers
         return weighted(self.tokens, weights, self.least, 3 * self.tokens)[layer]
+
+    def limit(self, capacity: int, seen: Array) -> Array:
+        return jnp.full_like(seen, capacity)
+
+
+def asked_for(total: int, asked: Sequence[float], most: int) -> list[int]:
+    """Parts of `total` by what each asks, none above `most`; what that leaves is spread evenly, the first get one more.
+
+    Where all have `most`, the rest is spread over all. Source: CAKE (2503.12491), which clips once.
+
+    >>> asked_for(12, [4, 1, 1], 6), asked_for(8, [3, 1], 5), asked_for(9, [1, 1], 2)
+    ([6, 3, 3], [5, 3], [5, 4])
+    """
+    out, open_to = [int(total * x / sum(asked)) for x in asked], list(range(len(asked)))
+    while over := total - sum(min(x, most) for x in out):
+        out = [min(x, most) for x in out]
+        open_to = [i for i, x in enumerate(out) if x < most]
+        if not open_to:
+            open_to, most = list(range(len(out))), total
+        for n, i in enumerate(open_to):
+            out[i] += over // len(open_to) + (n < over % len(open_to))
+    return out
+
+
+@part
+class Asked(Budget):
+    """`tokens` on average, divided among the layers for each row by what they ask; `window` of them are every layer's.
+
+    A layer has slots for the most that a row gets, in steps of `step` tokens: few prompts need programs of their own.
+    capacities of each layer, or None: not divided yet. Source: CAKE (2503.12491).
+    """
+
+    tokens: int
+    window: int
+    step: int
+    capacities: tuple[int, ...] | None = None
+
+    measures = True  # type: ignore[assignment]
+
+    def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        total = (self.tokens - self.window) * len(asked)
+        rows = zip(np.maximum(asked, 1e-30).T.tolist(), lengths, strict=True)
+        return np.array([asked_for(total, row, max(n - self.window, 1)) for row, n in rows]).T
+
+    def of(self, capacities: Sequence[int]) -> Asked:
+        return replace(self, capacities=tuple(int(x) for x in capacities))
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        return -(-self.capacities[layer] // self.step) * self.step if self.capacities else self.tokens
 
     def limit(self, capacity: int, seen: Array) -> Array:
         return jnp.full_like(seen, capacity)

@@ -97,12 +97,16 @@ class Rest:
 
 @value
 class LayerCache:
-    """One layer: the recent window (capacity R), the queries that its score keeps, the tiers, and the rest, if any."""
+    """One layer: the recent window (capacity R), the queries that its score keeps, the tiers, and the rest, if any.
+
+    share i32[B]: tokens that the tiers of each row may hold, where its prompt was asked; or None: the budget's limit.
+    """
 
     recent: Window
     queries: Queries | None
     tiers: tuple[Tier, ...]
     rest: Rest | None
+    share: Array | None
 
 
 @value
@@ -268,4 +272,5 @@ def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) ->
     if plan.rest:
         k, v = (jnp.zeros((rows, h, d), jnp.float32) for _ in range(2))
         rest = Rest(k=k, v=v, count=jnp.zeros((rows, h), jnp.float32))
-    return LayerCache(recent=recent, queries=queries, tiers=tiers, rest=rest)
+    share = jnp.zeros(rows, jnp.int32) if plan.budget.measures else None
+    return LayerCache(recent=recent, queries=queries, tiers=tiers, rest=rest, share=share)

@@ -28,13 +28,14 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
-    if needs.probes and (needs.queries or needs.new):
+    if config.waits and needs.new:
         raise ValueError(
-            f"{config}: a score that reads texts after a prompt ranks by them alone, and no queries are kept"
+            f"{config}: a prompt that stays whole is ranked by texts that are read after it and by its last queries, "
+            "and this score wants all of them; take one such as snapkv's"
         )
-    if chunk and needs.probes:
+    if chunk and config.waits:
         raise ValueError(
-            f"{config} reads texts after the prompt, which stays whole until then, and chunk={chunk} would cut it; "
+            f"{config} {_why(config)}, which stays whole until then, and chunk={chunk} would cut it; "
             "prefill in one piece (chunk=0)"
         )
     _check_narrow(config, model, chunk)
@@ -89,7 +90,7 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
     others = {
         f"chunk={chunk}": bool(chunk),
         "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
-        "texts that are read after a prompt": config.score.needs.probes,
+        "a prompt that stays whole until more is known": config.waits,
     }
     for other, there in others.items():
         if there:
@@ -101,11 +102,15 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
 
 def check_prefill(config: CacheConfig, what: str) -> None:
     """Raise ValueError for `what` runs a prompt through one program, if the config's prefill is more than that."""
-    if config.score.needs.probes:
+    if config.waits:
         raise ValueError(
-            f"{config} reads texts after a prompt, and {what} prefills in one program; jkv.generate, jkv.prefill and "
-            "jkv eval take it"
+            f"{config} {_why(config)}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv eval "
+            "take it"
         )
+
+
+def _why(config: CacheConfig) -> str:
+    return "reads texts after the prompt" if config.score.needs.probes else "asks every layer about the prompt"
 
 
 def _check_pool(config: CacheConfig, model: ModelConfig) -> None:

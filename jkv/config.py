@@ -116,6 +116,11 @@ class CacheConfig:
         """
         return not needs_of(self.score, self.merge, self.select).whole_prompt and self.narrow is None
 
+    @property
+    def waits(self) -> bool:
+        """Whether a prompt stays whole until more is known: texts that are read after it, or what its layers ask."""
+        return self.score.needs.probes or self.budget.measures
+
     def uncut(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
         return replace(self, recent=length, budget=All())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jkv.budgets import Keep, Pyramid, Split, Weighted
+from jkv.budgets import Keep, Pyramid
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
 from jkv.config import Narrow, TierSpec
 from jkv.merges import Nearest
 from jkv.scores import delayed
 from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
-from jkv.scores.heads import Keepers, Retrievers
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Oldest, Pool, Protect
@@ -265,47 +264,3 @@ def elasticcache(
         budget=size(budget, keep, bytes),
         recent=1,
     )
-
-
-@row("2508.02401", "as snapkv; needles are answered for the model, which must agree; generated tokens are kept on top")
-def compresskv(
-    *,
-    budget: int,
-    window: int = 8,
-    pool: int = 5,
-    top: int = 4,
-    least: int | None = None,
-    heads: str | None = None,
-) -> Axes:
-    """CompressKV: a layer's `top` retrieval heads choose for all; `heads` is a folder of `jkv calibrate compresskv`."""
-    least = at_most(32, budget, 2) if least is None else least
-    above("compresskv", budget, window, "its observation window")
-    if not 0 <= least <= budget or top < 1:
-        raise ValueError(f"compresskv: least={least}, top={top}: from 0 to budget={budget} tokens, and 1 head or more")
-    score, size = Retrievers(queries=window, top=top), Weighted(tokens=budget, least=max(least, window + 1))
-    if heads is not None:
-        score, size = score.of(heads), size.of(heads)
-    return dict(score=Pool(score=score, width=pool), budget=size, recent=window, append=1.0)
-
-
-@row("2407.15891", "reconstruction; heads by repeated random tokens; lagged by block - 1")
-def razorattention(
-    *,
-    local: int = 4000,
-    share: float = 0.2,
-    sinks: int = 4,
-    induction: float = 0.14,
-    echo: float = 0.01,
-    heads: str | None = None,
-) -> Axes:
-    """RazorAttention: retrieval heads keep all, the others the newest `local` or `share`, and the mean of the rest."""
-    if local < 1 or not 0 <= share <= 1 or min(induction, echo) < 0 or max(induction, echo) > 1:
-        raise ValueError(
-            f"razorattention: local={local}, share={share}, induction={induction}, echo={echo}: 1 token or more, and "
-            "fractions from 0 to 1"
-        )
-    score = Keepers(induction=float(induction), echo=float(echo))
-    size = Split(local=local, share=float(share), first=sinks, induction=float(induction), echo=float(echo))
-    if heads is not None:
-        score, size = score.of(heads), size.of(heads)
-    return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, rest=True)

@@ -73,7 +73,7 @@ def flush(
     leaving = jnp.maximum(live - plan.recent, 0) // plan.unit * plan.unit
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
-    limit = _limit(plan, seen, generated)
+    limit = _limit(plan, seen, generated, layer.share)
     ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
     ev = replace(ev, columns=plan.score.observe(ev))
     tiers = layer.tiers
@@ -85,7 +85,7 @@ def flush(
     tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return LayerCache(recent=recent, queries=layer.queries, tiers=tiers, rest=rest)
+    return replace(layer, recent=recent, tiers=tiers, rest=rest)
 
 
 def going_on(
@@ -144,14 +144,15 @@ def _gather(window: Window, order: Array) -> Window:
     )
 
 
-def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
-    """i32[B]: tokens that all tiers together may hold."""
+def _limit(plan: LayerConfig, seen: Array, generated: Array, share: Array | None) -> Array:
+    """i32[B]: tokens that all tiers together may hold; share i32[B]: of those that are not on top of the budget."""
+    most = plan.budget.limit(plan.capacity - plan.append, seen - generated if plan.append else seen)
+    if share is not None:
+        most = jnp.minimum(most, share + plan.recent)
     if plan.append:
         older = jnp.maximum(generated - plan.recent, 0)
         more = generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
-        most = plan.budget.limit(plan.capacity - plan.append, seen - generated) + more
-    else:
-        most = plan.budget.limit(plan.capacity, seen)
+        most = most + more
     return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
 
 

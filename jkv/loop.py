@@ -14,7 +14,6 @@ from jkv.attend import attend, attend_causal, merge_all, visible
 from jkv.cache import Cache, LayerCache, Queries, Tier, Window, empty_layer, tree_bytes
 from jkv.compiled import ANY, program
 from jkv.config import CacheConfig, LayerConfig, resolve
-from jkv.evidence import evidence
 from jkv.flush import flush, going_on
 from jkv.models import ModelConfig, Params, family
 from jkv.protocols import Born
@@ -91,9 +90,9 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         rows = pos.shape[1] if i < model.layers - 1 or plan.needs.new else max(1, plan.needs.queries)
         q_pos = pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
-        window = _window(new, pos, plan, rope, dtype)
+        window = as_window(new, pos, plan, rope, dtype)
         if begun:
-            window = _longer(layer.recent, window)
+            window = longer(layer.recent, window)
         until = plan.score.until(window.columns, window.pos)
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until)
         if not fresh:
@@ -141,53 +140,14 @@ def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids:
     return _absorbed(params, begun, ids, fresh=True, begun=True)
 
 
-def _window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any) -> Window:
+def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any) -> Window:
     """New tokens as a window holds them: keys rotated."""
     k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
     return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v)))
 
 
-def _longer(a: Window, b: Window) -> Window:
+def longer(a: Window, b: Window) -> Window:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1 if x.ndim == 2 else 2), a, b)
-
-
-@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("cache",))
-def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
-    """The cache after its score has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
-
-    The cache was made by `CacheConfig.uncut`; about i32[B,2] is `Probe.about`.
-    """
-    model = cache.model
-    net, pos = family(model), positions(ids, cache.seen)
-
-    def run(i: int, new: Any) -> tuple[Array, LayerCache]:
-        plan, layer, rope = cache.plan[i], cache.layers[i], model.ropes[i]
-        dtype, before = layer.recent.k.dtype, layer.recent.pos.shape[1]
-        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = _longer(layer.recent, _window(new, pos, plan, rope, dtype))
-        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window)
-        asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(cache.seen)
-        ev = evidence(layer, window, nobody, asked, cache.seen, cache.prompt, nobody, plan, rope, model, fresh=True)
-        columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
-        return part.finish(), replace(layer, recent=replace(layer.recent, columns=columns))
-
-    x = net.embed(params, jnp.maximum(ids, 0))
-    layers = []
-    for i in range(model.layers):
-        x, layer = net.layer(params, i, x, pos, run)
-        layers.append(layer)
-    return replace(cache, layers=tuple(layers))
-
-
-@program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
-def compress(empty: Cache, whole: Cache) -> Cache:
-    """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
-    model, generated = empty.model, jnp.zeros_like(whole.seen)
-    layers = tuple(
-        flush(a, b.recent, (None, None), whole.seen, generated, plan, rope, model, fresh=True)
-        for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True)
-    )
-    return replace(empty, layers=layers, seen=whole.seen, prompt=whole.prompt, fill=jnp.int32(empty.plan[0].stay))
 
 
 def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:
@@ -240,7 +200,7 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         tiers = _tiers(cache.layers[i], moving.summaries[i])
         dtype = recent.k.dtype
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        one = _window(new, pos, plan, rope, dtype)
+        one = as_window(new, pos, plan, rope, dtype)
         recent = jax.tree.map(
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, moving.fill, 1 if a.ndim == 2 else 2), recent, one
         )

@@ -14,7 +14,8 @@ from tiny import FINDERS, FOLDER, GATE, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITC
 import jkv.models as models
 from jkv import loop, methods
 from jkv.cache import Cache
-from jkv.generate import Cost, read
+from jkv.generate import Cost
+from jkv.whole import read
 
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS
@@ -66,6 +67,7 @@ class Case:
     narrow: bool = False  # upper layers see fewer tokens of the prompt
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
+    measured: bool = False  # layers divide the budget by what they ask
 
     @property
     def tight(self) -> str:
@@ -160,6 +162,13 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "rest": (Case("knorm(budget={b}) | rest", columns=1, rest=True),),
+    "cake": (Case("cake(budget={b}, window=8, step={b})", recent=8, queries=24, measured=True),),
+    "speckv": (
+        Case("speckv(budget={b}, tokens=8, layers=1, window=8)", recent=8, queries=24, columns=1, appends=True),
+    ),
+    "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)", recent=8, queries=24),),
+    "mikv": (Case("mikv(keep=1.0, recent=16)", budget=False, columns=1, queries=16),),
+    "ems": (Case("ems(budget={b}, window=8, threshold=0.2)", recent=8, queries=24, columns=3, merges=True),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]
@@ -181,7 +190,7 @@ def run(
     text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Any = PARAMS
 ) -> Run:
     config, state = methods.parse(text), empty(text, prompt.shape[0])
-    if config.score.needs.probes:
+    if config.waits:
         rows = [row[row >= 0].tolist() for row in prompt]
         state, logits = read(params, config, state, rows, jnp.asarray(prompt), Cost())
     else:

@@ -210,7 +210,7 @@ def test_the_path_is_kept_by_its_share():
         plan = loop.resolve(methods.parse(text), MODEL, 100 + made, made)[0]
         assert plan.capacity == 100 + want
         for prompt in (100, 61):  # a row's own prompt, not its batch's
-            got = _limit(plan, jnp.array([prompt + made]), jnp.array([made]))
+            got = _limit(plan, jnp.array([prompt + made]), jnp.array([made]), None)
             assert got.tolist() == [prompt + want - window]
 
 
@@ -280,7 +280,7 @@ def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
     assert Nearest().survivor(ev, kept)[0, 0, :5].tolist() == [0, 0, 0, 4, 4]
     lost = jnp.array([[5.0], [8.0]])
     into = jnp.full((2, 1), 2.0)
-    index, k, _ = shares(Nearest(), jnp.array([0, 0]), lost, lost, into, into, none=9)
+    index, k, _ = shares(Nearest(), jnp.array([0, 0]), jnp.ones(2), lost, lost, into, into, none=9)
     assert index.tolist() == [0, 9] and k[0, 0] == 5
 
 

@@ -164,7 +164,7 @@ def test_pads_change_nothing(text: str):
 # --------------------------------------------------------------------------------------------------- 4 one compile
 
 
-@every
+@pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
     rig.shared(case.tight)
     programs = (loop.absorb, loop.step)
@@ -207,8 +207,8 @@ def decoding(cache, logits):
 # --------------------------------------------------------------------------------------------------------- 5 bytes
 
 
-def predicted(case: Case, longest: int) -> int:
-    """Bytes of the tight cache for two rows, from the numbers of the case alone."""
+def predicted(case: Case, longest: int, plan=None) -> int:
+    """Bytes of the tight cache for two rows, from the numbers of the case alone; where layers asked, of this plan."""
     room = case.recent + case.unit - 1 + 16
     total = 0
     for layer in range(L):
@@ -217,6 +217,9 @@ def predicted(case: Case, longest: int) -> int:
             capacity = longest - STEPS + case.recent + ceil(case.grows * (STEPS - case.recent))
         if case.budget:
             capacity = BUDGET + (STEPS if case.appends else 0)
+        if case.measured:
+            total += 4  # the row's share
+            capacity = plan[layer].capacity if plan else BUDGET
         if case.whole:
             capacity = ceil((case.whole * longest + (H - case.whole) * (BUDGET + 4)) / H)
         if "pyramid" in case.text:
@@ -235,7 +238,8 @@ def predicted(case: Case, longest: int) -> int:
 
 @every
 def test_bytes_are_those_of_the_formula(case: Case):
-    assert rig.shared(case.tight).caches[0].nbytes == predicted(case, LONGEST)
+    cache = rig.shared(case.tight).caches[0]
+    assert cache.nbytes == predicted(case, LONGEST, cache.plan)
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.budget or c.slot.lossy], ids=str)
@@ -348,6 +352,9 @@ def test_the_budget_is_what_is_kept(case: Case):
     if "pyramid" in case.text:
         budget[:, 0, 0] = np.array(pyramid(BUDGET - case.recent, L, 20)) + case.recent
         assert budget.mean() == BUDGET
+    if case.measured:
+        budget = np.stack([layer.share for layer in caches[0].layers])[:, :, None] + case.recent
+        assert (budget.mean(0) == BUDGET).all() and len(np.unique(budget)) > 1
     flushes = {0, *rig.flushed(caches)}
     for i, cache in enumerate(caches):
         more = i if case.appends else 0

@@ -158,7 +158,8 @@ def melt(k: np.ndarray, limit: int, mass, **settings):
     kept = jnp.zeros(k.shape[0], bool).at[jnp.argsort(-score.rank(ev)[0, 0], stable=True)[:limit]].set(True)
     survivor = merge.survivor(ev, kept[None, None])[0, 0]
     into = jnp.asarray(k)[jnp.maximum(survivor, 0)]
-    index, new, _ = merges.shares(merge, survivor, jnp.asarray(k), jnp.asarray(k), into, into, none=99)
+    lost = jnp.asarray(k)
+    index, new, _ = merges.shares(merge, survivor, jnp.ones(len(k)), lost, lost, into, into, none=99)
     out = np.array(k)
     for i, x in zip(np.asarray(index), np.asarray(new), strict=True):
         if i < 99:

@@ -124,7 +124,7 @@ def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost():
     [
         ("kvmerger(budget=48) | rest", "a merge"),
         ("streaming(budget=48) | rest", "positions within the cache"),
-        ("dms(keep=1.0) | rest", "before their slots are needed"),
+        (f"dms(keep=1.0, gate={rig.SWITCH!r}) | rest", "before their slots are needed"),
         ("compresskv(budget=8)", "must exceed its observation window of 8"),
         ("compresskv(budget=64, least=65)", "least=65"),
         ("razorattention(share=2)", "fractions from 0 to 1"),
@@ -190,12 +190,25 @@ def test_heads_that_look_at_needles_and_layers_that_lose(monkeypatch):
             pooled = np.stack([padded[i : i + end - 8] for i in range(5)]).sum(0)
             held = np.arange(n) >= end - 8
             held[np.argsort(-pooled, kind="stable")[:24]] = True
+            p = p[:, :, -6:]
             cut = p * held / (p * held).sum(-1, keepdims=True)
-            both = [np.einsum("hgts,hsd->hgtd", w[:, :, -6:], v) for w in (p, cut)]
+            both = [np.einsum("hgts,hsd->hgtd", w, v) for w in (p, cut)]
             o, less = (np.asarray(out(PARAMS.layers[layer], jnp.asarray(x[None], jnp.float32)))[0] for x in both)
             off = np.linalg.norm(less - o, axis=-1) / (np.linalg.norm(o, axis=-1) + 1e-5)
             lost[layer] += off[first:].sum()
     np.testing.assert_allclose(got["layers"], lost / lost.sum(), atol=1e-4)
+    with pytest.raises(ValueError, match="answers none of 1 questions.*shorter length"):
+        heads.choice(PARAMS, needles()[2:], lambda what: None)
+
+
+def test_a_needle_is_where_it_is_said_to_be():
+    (one,) = heads.needles(TINY, 1, 478, 0)
+    ids = [x for x in one.ids[0].tolist() if x >= 0]
+    assert len(ids) == int(one.end) + len(one.answer) - 1
+    needle = TINY.tokenizer.decode(ids[int(one.first) : int(one.last)])
+    code = TINY.tokenizer.decode(one.answer.tolist())
+    assert needle.strip().startswith("The lighthouse keeper of") and needle.endswith(f"with the code{code}.")
+    assert TINY.tokenizer.decode(ids[: int(one.end)]).endswith("opens the door with the code")
 
 
 def test_heads_that_look_at_what_repeats():
@@ -218,14 +231,13 @@ def test_what_is_found_is_used(tmp_path, monkeypatch):
     folder = tmp_path / "found"
     result = call("calibrate", "razorattention", "--out", folder, "--texts", 1, "--length", 81)
     assert result.exit_code == 0, result.output
-    text = f"razorattention(local=40, share=0.0, heads={str(folder)!r})"
-    done = jkv.generate(TINY, text, "the quick brown fox " * 4, max_new_tokens=4)
-    assert done.report.config == text
+    config = parse(f"razorattention(local=40, share=0.0, heads={str(folder)!r})").bound(TINY)
+    table = np.asarray(config.score.score.heads)
+    assert table.shape == (2, 2) and 1 <= table.sum() <= 2 and config.budget.whole == tuple(table.sum(1))
     refused(call("calibrate", "razorattention", "--out", folder), "holds a card.json already", "another --out")
     refused(call("calibrate", "snapkv", "--out", tmp_path / "x"), "nothing to calibrate for 'snapkv'", "compresskv")
     refused(call("calibrate", "razorattention", "--out", tmp_path / "x", "--length", 8), "length=8", "9 to 512")
-    length = ("--texts", 1, "--length", 400)
-    refused(call("calibrate", "compresskv", "--out", tmp_path / "x", *length), "answers none of 1 questions", "shorter")
+    refused(call("calibrate", "compresskv", "--out", tmp_path / "x", "--length", 500), "length=500", "at most 480")
     assert not (tmp_path / "x").exists()
 
 

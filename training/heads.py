@@ -158,7 +158,7 @@ def choice(params: Params, given: list[Needle], say: Say) -> Found:
             x, found = looks(single, x, one, kind)
             paid.append(found)
         said = (net.head(params, x[:, -one.answer.shape[0] :])[0].argmax(-1) == one.answer).astype(jnp.float32)
-        share = float(said.sum() / (one.answer >= 0).sum())
+        share = float(said.sum()) / int((one.answer >= 0).sum())
         say(f"needle: {share:.0%} of the answer")
         if share > 0.5:
             heads = heads + np.asarray((jnp.stack(paid) * said[None, None, None]).sum(-1)) / float(said.sum())
@@ -199,8 +199,8 @@ def repeats(params: Params, x: Array, pos: Array, kind: int, size: int) -> tuple
             asked, i = at
             p = _paid(params, asked[None, :, :, None], k, i[None, None], pos, kind)[0, :, :, 0]
             gap = i - pos[0]
-            old = (gap > 0) & (pos[0] > 0)
-            return jnp.stack([jnp.where(old & (gap % size == r), p, 0).sum(-1) for r in (0, size - 1)])
+            copies, after = (gap > 0) & (pos[0] > 0) & (gap % size == 0), (pos[0] > 1) & ((gap + 1) % size == 0)
+            return jnp.stack([jnp.where(x, p, 0).sum(-1) for x in (copies, after)])
 
         late = size + 1
         paid = jax.lax.map(row, (jnp.moveaxis(q[0], 2, 0)[late:], pos[0, late:]), batch_size=64)

@@ -186,15 +186,19 @@ class Run:
     logits: list[np.ndarray]
 
 
-def run(
-    text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Any = PARAMS
-) -> Run:
+def begun(text: str, prompt: np.ndarray = PROMPT, params: Any = PARAMS) -> tuple[Cache, jax.Array]:
+    """The cache after a prompt, and the next logits."""
     config, state = methods.parse(text), empty(text, prompt.shape[0])
     if config.waits:
         rows = [row[row >= 0].tolist() for row in prompt]
-        state, logits = read(params, config, state, rows, jnp.asarray(prompt), Cost())
-    else:
-        state, logits = loop.absorb(params, state, jnp.asarray(prompt), fresh=True)
+        return read(params, config, state, rows, jnp.asarray(prompt), Cost())
+    return loop.absorb(params, state, jnp.asarray(prompt), fresh=True)
+
+
+def run(
+    text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Any = PARAMS
+) -> Run:
+    state, logits = begun(text, prompt, params)
     caches, out = [state], [np.asarray(logits)]
     for i in range(forced.shape[1]):
         if poison is not None and i % 10 == 0:
@@ -203,6 +207,11 @@ def run(
         caches.append(state)
         out.append(np.asarray(logits))
     return Run(caches, out)
+
+
+@cache
+def prompted(text: str) -> Cache:
+    return begun(text)[0]
 
 
 @cache

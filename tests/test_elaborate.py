@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from test_oracles import best, newest, prompt_taps
 from test_scores import evidence
 
 import jkv
+from jkv import loop
 from jkv.budgets import asked_for
 from jkv.cache import map_codec
 from jkv.merges import ZeroClass, shares
+from jkv.prompts import pad
 from jkv.scores.attention import WindowMass
 from jkv.scores.dispersion import Dispersed
 from jkv.scores.hybrid import Even
@@ -62,7 +65,7 @@ def test_attention_that_moves_counts_more():
 
 def test_the_layers_of_a_prompt_divide_its_budget():
     (case,) = CASES["cake"]
-    cache = rig.shared(case.tight).caches[0]
+    cache = rig.prompted(case.tight)
     for row, n in enumerate(LENGTHS):
         taps = [prompt_taps(layer, row)[3].astype(np.float64)[:, :, -8:, :-8] for layer in range(L)]
         mean, variance = [p.mean(2) for p in taps], [p.var(2, ddof=1) for p in taps]
@@ -78,10 +81,10 @@ def test_the_layers_of_a_prompt_divide_its_budget():
 
 
 def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
-    text = "cake(budget=48, window=8, step=4)"
-    cache, _ = jkv.prefill(PARAMS, text, ROWS[:1], room=16)
+    (case,) = CASES["cake"]
+    cache = rig.prompted(case.tight)
     sizes = [plan.capacity for plan in cache.plan]
-    assert len(set(sizes)) > 1 and sum(sizes) <= 2 * 48 + 2 * 4  # slots that another layer has not
+    assert sorted(sizes) == [BUDGET, 2 * BUDGET]  # in steps of the budget
     cache.save(tmp_path / "c", PARAMS)
     again = jkv.Cache.load(tmp_path / "c", PARAMS)
     assert [plan.capacity for plan in again.plan] == sizes
@@ -93,21 +96,18 @@ def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
 
 def test_a_draft_looks_back():
     (case,) = CASES["speckv"]
-    cache = rig.shared(case.tight).caches[0]
+    cache = rig.prompted(case.tight)
     (part,) = Drafted(tokens=8, layers=1).probes(PARAMS, ROWS)
-    for row, ids in enumerate(part.ids):
-        text, draft = list(ROWS[row]), PARAMS.first(1)
-        every = np.asarray(jkv.models.forward(draft, jnp.asarray([text + ids]), jnp.arange(len(text) + 8)[None]))[0]
-        assert ids == every[len(text) - 1 : -1].argmax(-1).tolist()
-        taps = rig.dense_prompt(jnp.asarray([text + ids]))[1]
-        n = len(text)
-        for layer in range(L):
-            p = np.asarray(taps[layer][3], np.float64)[0][:, :, n - 8 :, : n - 8].max((1, 2))
-            padded = np.pad(p, ((0, 0), (3, 3)), constant_values=-np.inf)
-            pooled = np.stack([padded[:, i : i + n - 8] for i in range(7)]).max(0)
-            kept = best(np.pad(pooled, ((0, 0), (0, 8))), newest(n, 8), BUDGET)
-            got = np.logical_or(*rig.held(cache, layer))[row, :, :n]
-            assert (got != kept).sum() <= 2  # equal maxima of neighbours that differ in their last bits
+    ids = pad([[*row, *said] for row, said in zip(ROWS, part.ids, strict=True)], max(LENGTHS) + 8)
+    told = jkv.models.forward(PARAMS.first(1), ids, loop.positions(ids, jnp.zeros(2, jnp.int32)))
+    assert np.asarray(told)[:, -9:-1].argmax(-1).tolist() == part.ids
+    for (row, n), layer in product(enumerate(LENGTHS), range(L)):
+        p = np.asarray(rig.dense_prompt(ids)[1][layer][3], np.float64)[row][:, :, -16:, -n - 8 : -16].max((1, 2))
+        padded = np.pad(p, ((0, 0), (3, 3)), constant_values=-np.inf)
+        pooled = np.stack([padded[:, i : i + n - 8] for i in range(7)]).max(0)
+        kept = best(np.pad(pooled, ((0, 0), (0, 8))), newest(n, 8), BUDGET)
+        got = np.logical_or(*rig.held(cache, layer))[row, :, :n]
+        assert (got != kept).sum() <= 2  # equal maxima of neighbours that differ in their last bits
     assert Drafted(tokens=0).probes(PARAMS, ROWS) == []
 
 
@@ -133,7 +133,7 @@ TIERS = {  # score, bits of the lower tier, tokens of the upper one and of both 
 @pytest.mark.parametrize("text", TIERS)
 def test_the_best_stay_as_they_are_and_the_next_at_few_bits(text: str):
     score, bits, sizes = TIERS[text]
-    cache, _ = jkv.prefill(PARAMS, text, ROWS, room=16)
+    cache = rig.prompted(text)
     assert text.startswith("mikv") or cache.plan[0].block == 13  # a third of 40
     for layer, row in np.ndindex(L, 2):
         n, plan = LENGTHS[row], cache.plan[layer].tiers
@@ -190,7 +190,7 @@ def test_a_survivor_turns_by_worth_and_keeps_its_length():
 
 def test_a_prompt_melts_into_those_that_are_alike():
     (case,) = CASES["ems"]
-    cache = rig.shared(case.tight).caches[0]
+    cache = rig.prompted(case.tight)
     tier = cache.layers[0].tiers[0]
     merged = 0
     for row, n in enumerate(LENGTHS):

@@ -42,7 +42,7 @@ def test_layers_get_by_what_they_lose():
 
 def test_the_best_heads_choose_for_their_layer(tmp_path):
     arrays, _ = learned.read(rig.FINDERS, "compresskv")
-    cache = rig.shared(CHOICE.tight).caches[0]
+    cache = rig.prompted(CHOICE.tight)
     for layer in range(L):
         assert cache.layers[layer].tiers[0].pos.shape[1] == 1
         got = np.logical_or(*rig.held(cache, layer))

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.cache import LayerCache, Queries, Tier, Window, map_codec, put, take
+from jkv.cache import LayerCache, Queries, Rest, Tier, Window, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence, evidence
 from jkv.melt import merged, remembered
 from jkv.pool import compete, together
 from jkv.protocols import Columns
 from jkv.rest import joined
-from jkv.tiers import newest, write
+from jkv.tiers import after, newest, write
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ def flush(
     tiers = layer.tiers
     rest = layer.rest
     if tiers and most:
-        tiers, lost = _cascade(tiers, ev, leaving, most, plan, rope)
-        if rest is not None and lost is not None:
-            rest = joined(rest, lost.k, lost.v, lost.of(rest.count.shape[1]))
+        tiers, rest = _cascade(tiers, rest, ev, leaving, most, plan, rope)
     tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
@@ -167,9 +165,14 @@ def _ranks(ev: Evidence, plan: LayerConfig) -> Array:
 
 
 def _cascade(
-    tiers: tuple[Tier, ...], ev: Evidence, leaving: Array, most: int, plan: LayerConfig, rope: Rope
-) -> tuple[tuple[Tier, ...], Newcomers | None]:
-    """The tiers after the contests, and, for a merge or a rest, who found no place; None: nobody is ever evicted."""
+    tiers: tuple[Tier, ...],
+    rest: Rest | None,
+    ev: Evidence,
+    leaving: Array,
+    most: int,
+    plan: LayerConfig,
+    rope: Rope,
+) -> tuple[tuple[Tier, ...], Rest | None]:
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else _ranks(ev, plan)
@@ -198,18 +201,21 @@ def _cascade(
                 tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
         limit = jnp.minimum(_share(config, ev, plan), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
-        stages.append((new, slot, token))
-        out.append(tier)
+        taken, out = new, [*out, tier]
         if config is not plan.tiers[-1] or ((plan.merge or plan.rest) and not simple):
             new = _losers(tier, new, slot, token, of_slots, start, config, rope)
+            slot = after(slot, (new.k, new.v), config.capacity)
+        stages.append((taken, slot, token))
         start, left = start + c, left - limit
     if plan.merge and not simple:
         out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
         stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
+    if rest is not None and not simple:
+        rest = joined(rest, new.k, new.v, new.of(rest.count.shape[1]))
     tiers = tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
-    return tiers, None if simple else new
+    return tiers, rest
 
 
 def _pooled(

@@ -93,10 +93,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "tova": (Case("tova(budget={b})", recent=0, queries=17, uniform=True),),
     "keydiff": (Case("keydiff(budget={b})", recent=0, columns=1),),
-    "knorm": (
-        Case("knorm(budget={b})", columns=1),
-        Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),
-    ),
+    "knorm": (Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),),
     "pyramidkv": (Case("pyramidkv(budget={b}, window=8)", recent=8, queries=24),),
     "expected_attention": (Case("expected_attention(budget={b})", columns=1, queries=80),),
     "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),

@@ -95,30 +95,6 @@ def test_a_rest_weighs_what_it_stands_for():
     np.testing.assert_allclose(got, weight / weight.sum() @ v, atol=1e-5)
 
 
-def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost():
-    caches = rig.shared(SPLIT.tight).caches
-    for i in (0, rig.flushed(caches)[2]):
-        cache, whole = caches[i], (1, 0)
-        for layer in range(L):
-            held, rest = np.logical_or(*rig.held(cache, layer)), cache.layers[layer].rest
-            for row, n in enumerate(LENGTHS):
-                n, few = n + i, BUDGET + 4
-                assert held[row, whole[layer], :n].all() and rest.count[row, whole[layer]] == 0
-                local = held[row, 1 - whole[layer], :n]
-                first = np.argmin(local[4:]) + 4  # the first that is gone
-                lost = np.flatnonzero(~local)
-                assert local[:4].all() and first == 4 and (np.diff(lost) == 1).all()
-                late = int(i > 0)  # the token that came since the flush
-                assert n - few - 1 - late <= len(lost) <= n - few - late
-                assert rest.count[row, 1 - whole[layer]] == len(lost)
-                if i:
-                    continue
-                _, k, v, _ = prompt_taps(layer, row)
-                for got, x in ((rest.k, k), (rest.v, v)) if layer == 0 else ():
-                    np.testing.assert_allclose(got[row, 1], 0 * x[1, 0], atol=0)
-                    np.testing.assert_allclose(got[row, 0], x[0, lost].mean(0), atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

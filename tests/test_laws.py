@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import rig
 from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L
+from test_oracles import prompt_taps
 
 from jkv import loop, models, sampling
 from jkv.budgets import pyramid
@@ -79,6 +80,31 @@ def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
     expected = np.asarray(expected).transpose(1, 0, 2)[PROMPT.shape[1] - 1 :]
     np.testing.assert_allclose(np.stack(got.logits), expected, atol=TOLERANCE, rtol=0)
     assert all((np.asarray(layer.rest.count).max() > 50) for layer in got.caches[-1].layers)
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.whole], ids=str)
+def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost(case: Case):
+    caches = rig.shared(case.tight).caches
+    for i in (0, rig.flushed(caches)[2]):
+        cache, whole = caches[i], (1, 0)
+        for layer in range(L):
+            held, rest = np.logical_or(*rig.held(cache, layer)), cache.layers[layer].rest
+            for row, n in enumerate(LENGTHS):
+                n, few = n + i, BUDGET + 4
+                assert held[row, whole[layer], :n].all() and rest.count[row, whole[layer]] == 0
+                local = held[row, 1 - whole[layer], :n]
+                first = np.argmin(local[4:]) + 4  # the first that is gone
+                lost = np.flatnonzero(~local)
+                assert local[:4].all() and first == 4 and (np.diff(lost) == 1).all()
+                late = int(i > 0)  # the token that came since the flush
+                assert n - few - 1 - late <= len(lost) <= n - few - late
+                assert rest.count[row, 1 - whole[layer]] == len(lost)
+                if i:
+                    continue
+                _, k, v, _ = prompt_taps(layer, row)
+                for got, x in ((rest.k, k), (rest.v, v)) if layer == 0 else ():
+                    np.testing.assert_allclose(got[row, 1], 0 * x[1, 0], atol=0)
+                    np.testing.assert_allclose(got[row, 0], x[0, lost].mean(0), atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- 2 poison

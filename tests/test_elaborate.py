@@ -99,7 +99,7 @@ def test_a_draft_looks_back():
     cache = rig.prompted(case.tight)
     (part,) = Drafted(tokens=8, layers=1).probes(PARAMS, ROWS)
     ids = pad([[*row, *said] for row, said in zip(ROWS, part.ids, strict=True)], max(LENGTHS) + 8)
-    told = jkv.models.forward(PARAMS.first(1), ids, loop.positions(ids, jnp.zeros(2, jnp.int32)))
+    told = jax.jit(jkv.models.forward)(PARAMS.first(1), ids, loop.positions(ids, jnp.zeros(2, jnp.int32)))
     assert np.asarray(told)[:, -9:-1].argmax(-1).tolist() == part.ids
     for (row, n), layer in product(enumerate(LENGTHS), range(L)):
         p = np.asarray(rig.dense_prompt(ids)[1][layer][3], np.float64)[row][:, :, -16:, -n - 8 : -16].max((1, 2))
@@ -180,7 +180,7 @@ def test_a_survivor_turns_by_worth_and_keeps_its_length():
     own_k, own_v = (np.repeat(x[:1], 3, 0) for x in (own_k, own_v))
     worth = np.array([0.5, 0.25, 2.0], np.float32)
     given = map(jnp.asarray, (np.zeros(3, int), worth, k, v, own_k, own_v))
-    index, new_k, new_v = shares(ZeroClass(), *given, none=9)
+    index, new_k, new_v = jax.jit(lambda *x: shares(ZeroClass(), *x, none=9))(*given)
     assert index.tolist() == [0, 9, 9]
     mean = [(own[0] + worth @ x) / (1 + worth.sum()) for own, x in ((own_k, k), (own_v, v))]
     length = np.linalg.norm(own_k[0])

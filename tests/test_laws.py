@@ -19,6 +19,7 @@ from jkv.methods import CATALOGUE
 every = pytest.mark.parametrize("case", ALL, ids=str)
 compressed = pytest.mark.parametrize("case", [c for c in ALL if c.budget], ids=str)
 SHORT = np.where(np.arange(PROMPT.shape[1]) < 60, -1, PROMPT)  # 30 tokens: fills no budget
+forward = jax.jit(models.forward)
 TOLERANCE = 1e-4  # float32 logits of size 1, sums of at most 142 terms in another order
 
 
@@ -43,7 +44,7 @@ def test_a_cache_that_holds_everything_changes_nothing(case: Case):
     else:
         ids = np.concatenate([prompt, forced], 1)
         pos = loop.positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32))
-        expected = np.asarray(models.forward(PARAMS, jnp.asarray(ids), pos)).transpose(1, 0, 2)[prompt.shape[1] - 1 :]
+        expected = np.asarray(forward(PARAMS, jnp.asarray(ids), pos)).transpose(1, 0, 2)[prompt.shape[1] - 1 :]
     for i, (logits, after) in enumerate(zip(got.logits, got.caches, strict=True)):
         assert np.array_equal(np.asarray(after.kept())[:, :, 0], np.tile(np.asarray(after.seen), (L, 1))), i
         np.testing.assert_allclose(logits, expected[i], atol=TOLERANCE, rtol=0)
@@ -76,7 +77,7 @@ def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
     keys = slice(H * G * D, H * (G + 1) * D)
     blind = loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[keys].set(0)} for x in PARAMS.layers))
     got, ids = rig.run(case.tight, params=blind), np.concatenate([PROMPT, FORCED], 1)
-    expected = models.forward(blind, jnp.asarray(ids), loop.positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32)))
+    expected = forward(blind, jnp.asarray(ids), loop.positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32)))
     expected = np.asarray(expected).transpose(1, 0, 2)[PROMPT.shape[1] - 1 :]
     np.testing.assert_allclose(np.stack(got.logits), expected, atol=TOLERANCE, rtol=0)
     assert all((np.asarray(layer.rest.count).max() > 50) for layer in got.caches[-1].layers)

@@ -235,6 +235,21 @@ def held(tree: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
     return coded[..., :-1], exact[..., :-1]
 
 
+def codes(cache) -> dict[tuple[int, ...], bytes]:
+    """Bytes of every token in the tiers by (layer, row, head, position)."""
+    out = {}
+    for i, layer in enumerate(cache.layers):
+        for n, tier in enumerate(layer.tiers):
+            slots = tier.pos.shape[2]
+            leaves = [np.asarray(x) for x in jax.tree.leaves((tier.k, tier.v))]
+            leaves = [np.broadcast_to(x, (2, H, *x.shape[2:])) for x in leaves]
+            pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (2, H, slots))
+            for b, h, c in zip(*np.nonzero(pos >= 0), strict=True):
+                parts = [x[b, h, c * x.shape[2] // slots].tobytes() for x in leaves]
+                out[i, b, h, pos[b, h, c]] = b"".join(parts) + bytes([n])
+    return out
+
+
 # ---------------------------------------------------------------- a dense model that is told which tokens to see
 
 

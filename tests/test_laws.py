@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L
+from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
 from test_oracles import prompt_taps
 
 from jkv import loop, models, sampling
@@ -277,21 +277,6 @@ def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
 
 
 # ------------------------------------------------------------------------------------------------------ 6 survivors
-
-
-def codes(cache) -> dict[tuple[int, ...], bytes]:
-    """Bytes of every token in the tiers by (layer, row, head, position)."""
-    out = {}
-    for i, layer in enumerate(cache.layers):
-        for n, tier in enumerate(layer.tiers):
-            slots = tier.pos.shape[2]
-            leaves = [np.asarray(x) for x in jax.tree.leaves((tier.k, tier.v))]
-            leaves = [np.broadcast_to(x, (2, H, *x.shape[2:])) for x in leaves]
-            pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (2, H, slots))
-            for b, h, c in zip(*np.nonzero(pos >= 0), strict=True):
-                parts = [x[b, h, c * x.shape[2] // slots].tobytes() for x in leaves]
-                out[i, b, h, pos[b, h, c]] = b"".join(parts) + bytes([n])
-    return out
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if not c.merges], ids=str)  # a merge rewrites dense slots

@@ -232,6 +232,12 @@ def pooled(*, floor: float = 0.2) -> Axes:
     return dict(pooled=float(floor))
 
 
+@row("2407.15891", "changes only what the evicted leave")
+def rest() -> Axes:
+    """What a kv head evicts becomes one token more, the mean of all of them, with the weight of all of them."""
+    return dict(rest=True)
+
+
 @row("-", "changes nothing but the budget")
 def append() -> Axes:
     """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from jkv.io import learned
 from jkv.protocols import Budget
+from jkv.scores import heads
 from jkv.tree import part
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
 
 
 @part
@@ -136,3 +140,137 @@ class Pyramid(Budget):
 
     def limit(self, capacity: int, seen: Array) -> Array:
         return jnp.full_like(seen, capacity)
+
+
+def weighted(tokens: int, weights: Sequence[float], least: int, most: int) -> tuple[int, ...]:
+    """Tokens per layer that sum to tokens * layers: `least`, and of the others a share by weight; `most` at most.
+
+    Shares are rounded; what that leaves or lacks goes token by token to or from the heaviest layers that may take it.
+    Source: CompressKV (2508.02401).
+
+    >>> weighted(64, [0.75, 0.25], least=32, most=192), weighted(64, [1.0, 0.0, 0.0], least=32, most=100)
+    ((80, 48), (100, 46, 46))
+    """
+    total, layers = tokens * len(weights), range(len(weights))
+    free = total - least * len(weights)
+    out = [min(least + round(w / sum(weights) * free), most) for w in weights]
+    heavy = sorted(layers, key=lambda i: -weights[i])
+    while gap := total - sum(out):
+        step = 1 if gap > 0 else -1
+        able = [i for i in heavy if least <= out[i] + step <= most]
+        for i in able[: abs(gap)]:
+            out[i] += step
+    return tuple(out)
+
+
+@part
+class Weighted(Budget):
+    """`tokens` on average, more in layers that lose more by compression: `weighted` with `least` and most = 3 tokens.
+
+    weights of the layers, or None: those that come with jkv for the model; until it is known, layers are equal.
+    """
+
+    tokens: int
+    least: int
+    weights: tuple[float, ...] | None = None
+
+    def of(self, folder: str) -> Weighted:
+        return replace(self, weights=tuple(heads.found(folder, heads.CHOICE)[0]["layers"].tolist()))
+
+    def bound(self, params: Params) -> Weighted:
+        return self if self.weights else self.of(learned.shipped(heads.CHOICE, params, str, how="calibrate"))
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        weights = self.weights or (1.0,) * model.layers
+        return weighted(self.tokens, weights, self.least, 3 * self.tokens)[layer]
+
+    def limit(self, capacity: int, seen: Array) -> Array:
+        return jnp.full_like(seen, capacity)
+
+
+def asked_for(total: int, asked: Sequence[float], most: int) -> list[int]:
+    """Parts of `total` by what each asks, none above `most`; what that leaves is spread evenly, the first get one more.
+
+    Where all have `most`, the rest is spread over all. Source: CAKE (2503.12491), which clips once.
+
+    >>> asked_for(12, [4, 1, 1], 6), asked_for(8, [3, 1], 5), asked_for(9, [1, 1], 2)
+    ([6, 3, 3], [5, 3], [5, 4])
+    """
+    out, open_to = [int(total * x / sum(asked)) for x in asked], list(range(len(asked)))
+    while over := total - sum(min(x, most) for x in out):
+        out = [min(x, most) for x in out]
+        open_to = [i for i, x in enumerate(out) if x < most]
+        if not open_to:
+            open_to, most = list(range(len(out))), total
+        for n, i in enumerate(open_to):
+            out[i] += over // len(open_to) + (n < over % len(open_to))
+    return out
+
+
+@part
+class Asked(Budget):
+    """`tokens` on average, divided among the layers for each row by what they ask; `window` of them are every layer's.
+
+    A layer has slots for the most that a row gets, in steps of `step` tokens: few prompts need programs of their own.
+    capacities of each layer, or None: not divided yet. Source: CAKE (2503.12491).
+    """
+
+    tokens: int
+    window: int
+    step: int
+    capacities: tuple[int, ...] | None = None
+
+    measures = True  # type: ignore[assignment]
+
+    def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        total = (self.tokens - self.window) * len(asked)
+        rows = zip(np.maximum(asked, 1e-30).T.tolist(), lengths, strict=True)
+        return np.array([asked_for(total, row, max(n - self.window, 1)) for row, n in rows]).T
+
+    def of(self, capacities: Sequence[int]) -> Asked:
+        return replace(self, capacities=tuple(int(x) for x in capacities))
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        return -(-self.capacities[layer] // self.step) * self.step if self.capacities else self.tokens
+
+    def limit(self, capacity: int, seen: Array) -> Array:
+        return jnp.full_like(seen, capacity)
+
+
+@part
+class Split(Budget):
+    """Some kv heads of a layer hold every token; each of the others `first` tokens and `local`, or a `share` if more.
+
+    The number is the mean over a layer's heads, rounded up. whole: how many heads of each layer hold everything, or
+    None: those that come with jkv for the model. The share is of what a row has seen. Source: RazorAttention
+    (2407.15891).
+    """
+
+    local: int
+    share: float
+    first: int
+    induction: float
+    echo: float
+    whole: tuple[int, ...] | None = None
+    mine: tuple[int, int] = (0, 1)  # of this layer: those that hold everything, and all
+
+    def of(self, folder: str) -> Split:
+        keep, _ = heads.retrieval(folder, self.induction, self.echo)
+        return replace(self, whole=tuple(keep.sum(1).tolist()))
+
+    def bound(self, params: Params) -> Split:
+        return self if self.whole else self.of(learned.shipped(heads.SPLIT, params, str, how="calibrate"))
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Split:
+        return replace(self, mine=(self.whole[layer] if self.whole else 0, model.heads))
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        whole, every = self.for_layer(model, layer).mine
+        few = min(max(self.local, ceil(self.share * longest)) + self.first, longest)
+        return -(-(whole * longest + (every - whole) * few) // every)
+
+    def limit(self, capacity: int, seen: Array) -> Array:
+        whole, every = self.mine
+        local = jnp.floor(self.share * seen.astype(jnp.float32)).astype(jnp.int32)
+        few = jnp.minimum(jnp.maximum(local, self.local) + self.first, seen)
+        return jnp.minimum(-(-(whole * seen + (every - whole) * few) // every), capacity)

@@ -114,12 +114,26 @@ class Tier:
 
 
 @value
+class Rest:
+    """What left a layer without a trace, one token a kv head: the means k (rotated), v f32[B,H,D] of count f32[B,H]."""
+
+    k: Array
+    v: Array
+    count: Array
+
+
+@value
 class LayerCache:
-    """One layer: the recent window (capacity R), the queries that its score keeps, and the tiers."""
+    """One layer: the recent window (capacity R), the queries that its score keeps, the tiers, and the rest, if any.
+
+    share i32[B]: tokens that the tiers of each row may hold, where its prompt was asked; or None: the budget's limit.
+    """
 
     recent: Window
     queries: Queries | None
     tiers: tuple[Tier, ...]
+    rest: Rest | None
+    share: Array | None
 
 
 @value
@@ -308,4 +322,9 @@ def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) ->
             lse=jnp.zeros((rows, h, g, n), jnp.float32),
         )
     tiers = tuple(empty_tier(tier, plan, rows, model, dtype) for tier in plan.tiers)
-    return LayerCache(recent=recent, queries=queries, tiers=tiers)
+    rest = None
+    if plan.rest:
+        k, v = (jnp.zeros((rows, h, d), jnp.float32) for _ in range(2))
+        rest = Rest(k=k, v=v, count=jnp.zeros((rows, h), jnp.float32))
+    share = jnp.zeros(rows, jnp.int32) if plan.budget.measures else None
+    return LayerCache(recent=recent, queries=queries, tiers=tiers, rest=rest, share=share)

@@ -31,13 +31,14 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
-    if needs.probes and (needs.queries or needs.new):
+    if config.waits and needs.new:
         raise ValueError(
-            f"{config}: a score that reads texts after a prompt ranks by them alone, and no queries are kept"
+            f"{config}: a prompt that stays whole is ranked by texts that are read after it and by its last queries, "
+            "and this score wants all of them; take one such as snapkv's"
         )
-    if chunk and needs.probes:
+    if chunk and config.waits:
         raise ValueError(
-            f"{config} reads texts after the prompt, which stays whole until then, and chunk={chunk} would cut it; "
+            f"{config} {_why(config)}, which stays whole until then, and chunk={chunk} would cut it; "
             "prefill in one piece (chunk=0)"
         )
     _check_narrow(config, model, chunk)
@@ -70,7 +71,22 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
         )
     _check_pool(config, model)
+    _check_rest(config, model)
     _check_budget(config, model)
+
+
+def _check_rest(config: CacheConfig, model: ModelConfig) -> None:
+    others = {
+        "a merge, which takes the same tokens": config.merge is not None,
+        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "a score whose tokens leave before their slots are needed": config.score.forgets,
+        "layers that see a window of the newest tokens": any(model.windows),
+    }
+    for other, there in others.items():
+        if config.rest and there:
+            raise ValueError(
+                f"{config}: the evicted as one token more of their head (rest) do not go with {other}; leave out one"
+            )
 
 
 def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
@@ -82,7 +98,7 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
     others = {
         f"chunk={chunk}": bool(chunk),
         "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
-        "texts that are read after a prompt": config.score.needs.probes,
+        "a prompt that stays whole until more is known": config.waits,
         "blocks that recur, which read every token": model.mixers is not None,
     }
     _alone(config, "a prompt that goes on with fewer of its tokens (narrow) does", others)
@@ -100,11 +116,15 @@ def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
 
 def check_prefill(config: CacheConfig, what: str) -> None:
     """Raise ValueError for `what` runs a prompt through one program, if the config's prefill is more than that."""
-    if config.score.needs.probes:
+    if config.waits:
         raise ValueError(
-            f"{config} reads texts after a prompt, and {what} prefills in one program; jkv.generate, jkv.prefill and "
-            "jkv eval take it"
+            f"{config} {_why(config)}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv eval "
+            "take it"
         )
+
+
+def _why(config: CacheConfig) -> str:
+    return "reads texts after the prompt" if config.score.needs.probes else "asks every layer about the prompt"
 
 
 def _check_pool(config: CacheConfig, model: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""The command line: jkv generate, batch, inspect, methods, eval, bench, recommend, plan, train, fetch; light."""
+"""The command line: generate, batch, inspect, methods, eval, bench, recommend, plan, train, calibrate, fetch; light."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ app.add_typer(bench_cli.app, name="bench", cls=Group)
 app.command()(bench_cli.recommend)
 app.command()(aot_cli.plan)
 app.command()(training_cli.train)
+app.command()(training_cli.calibrate)
 app.command()(batch_cli.batch)
 
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]

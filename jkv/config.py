@@ -69,11 +69,12 @@ class CacheConfig:
 
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
-    every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
-    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of
-    the generated tokens that is kept on top of the budget; narrow: how a prompt goes on after some layer, or None: with
-    all its tokens; dense_layers: layers that read everything; kernels: "auto",
-    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
+    every head has its own; merge: what the evicted leave; rest: or whether they are one token
+    more of their head, their mean with the weight of all of them; select: what a step reads; recent: newest tokens,
+    always exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the
+    share of the generated tokens that is kept on top of the budget; narrow: how a prompt goes on after some layer, or
+    None: with all its tokens; dense_layers: layers that read everything; kernels: "auto", "xla", "tpu" or "gpu";
+    devices: that divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -82,6 +83,7 @@ class CacheConfig:
     budget: Budget = All()
     pooled: float | None = None
     merge: Merge | None = None
+    rest: bool = False
     select: Selector | None = leaf(default=None)
     recent: int = 16
     block: int = 16
@@ -100,7 +102,7 @@ class CacheConfig:
     def bound(self, params: Params) -> CacheConfig:
         """This config with the weights that its parts need of a model; ValueError if they were trained for another."""
         select = self.select.bound(params) if self.select else None
-        return replace(self, score=self.score.bound(params), select=select)
+        return replace(self, score=self.score.bound(params), budget=self.budget.bound(params), select=select)
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
@@ -114,6 +116,11 @@ class CacheConfig:
         fewer tokens.
         """
         return not needs_of(self.score, self.merge, self.select).whole_prompt and self.narrow is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a prompt stays whole until more is known: texts that are read after it, or what its layers ask."""
+        return self.score.needs.probes or self.budget.measures
 
     def uncut(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
@@ -157,6 +164,7 @@ class LayerConfig:
     budget: Budget
     floor: float | None
     merge: Merge | None
+    rest: bool
     recent: int
     block: int
     unit: int
@@ -204,7 +212,8 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
     # A layer's own copy: a program that takes a cache over takes its plan along.
     select = None if i in config.dense_layers else jax.tree.map(jnp.copy, config.select)
-    held = config.budget.capacity(model, i, longest - new if config.append else longest)
+    budget = config.budget.for_layer(model, i)
+    held = budget.capacity(model, i, longest - new if config.append else longest)
     older = max(new - config.recent, 0)
     wanted = held + (new - older + ceil(config.append * older) if config.append else 0)
     window = model.windows[i]
@@ -236,9 +245,10 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         needs=needs_of(score, config.merge, select),
         columns=_columns(score, model),
         tiers=tiers,
-        budget=config.budget,
+        budget=budget,
         floor=config.pooled,
         merge=config.merge,
+        rest=config.rest,
         recent=config.recent,
         block=ceil(config.block / unit) * unit,
         unit=unit,

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import context
-from jkv.cache import LayerCache, Queries, Tier, Window, map_codec, put, take
+from jkv.cache import LayerCache, Queries, Rest, Tier, Window, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence, evidence
 from jkv.melt import merged, remembered
 from jkv.pool import compete, together
 from jkv.protocols import Columns
-from jkv.tiers import newest, write
+from jkv.rest import joined
+from jkv.tiers import after, newest, write
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class Newcomers:
     columns: Columns
     index: Array
     head: Array | None = None
+
+    def of(self, heads: int) -> Array:
+        """bool[B,H,n]: which of them each kv head has."""
+        whose = True if self.head is None else self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None]
+        return jnp.broadcast_to((self.pos >= 0) & whose, (self.pos.shape[0], heads, self.pos.shape[2]))
 
 
 @jax.named_scope("flush")  # programs are read by such names, see aot/collectives.py
@@ -70,16 +76,17 @@ def flush(
     leaving = jnp.maximum(live - plan.recent, 0) // plan.unit * plan.unit
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
-    limit = _limit(plan, seen, generated)
+    limit = _limit(plan, seen, generated, layer.share)
     ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
     ev = replace(ev, columns=plan.score.observe(ev))
     tiers = layer.tiers
+    rest = layer.rest
     if tiers and most:
-        tiers = _cascade(tiers, ev, leaving, most, plan, rope)
+        tiers, rest = _cascade(tiers, rest, ev, leaving, most, plan, rope)
     tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return LayerCache(recent=recent, queries=layer.queries, tiers=tuple(map(_known, tiers)))
+    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), rest=rest)
 
 
 def _known(tier: Tier) -> Tier:
@@ -144,14 +151,15 @@ def _gather(window: Window, order: Array) -> Window:
     )
 
 
-def _limit(plan: LayerConfig, seen: Array, generated: Array) -> Array:
-    """i32[B]: tokens that all tiers together may hold."""
+def _limit(plan: LayerConfig, seen: Array, generated: Array, share: Array | None) -> Array:
+    """i32[B]: tokens that all tiers together may hold; share i32[B]: of those that are not on top of the budget."""
+    most = plan.budget.limit(plan.capacity - plan.append, seen - generated if plan.append else seen)
+    if share is not None:
+        most = jnp.minimum(most, share + plan.recent)
     if plan.append:
         older = jnp.maximum(generated - plan.recent, 0)
         more = generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
-        most = plan.budget.limit(plan.capacity - plan.append, seen - generated) + more
-    else:
-        most = plan.budget.limit(plan.capacity, seen)
+        most = most + more
     return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
 
 
@@ -166,8 +174,14 @@ def _ranks(ev: Evidence, plan: LayerConfig) -> Array:
 
 
 def _cascade(
-    tiers: tuple[Tier, ...], ev: Evidence, leaving: Array, most: int, plan: LayerConfig, rope: Rope
-) -> tuple[Tier, ...]:
+    tiers: tuple[Tier, ...],
+    rest: Rest | None,
+    ev: Evidence,
+    leaving: Array,
+    most: int,
+    plan: LayerConfig,
+    rope: Rope,
+) -> tuple[tuple[Tier, ...], Rest | None]:
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else _ranks(ev, plan)
@@ -196,17 +210,21 @@ def _cascade(
                 tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
         limit = jnp.minimum(_share(config, ev, plan), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
-        stages.append((new, slot, token))
-        out.append(tier)
-        if config is not plan.tiers[-1] or (plan.merge and not simple):
+        taken, out = new, [*out, tier]
+        if config is not plan.tiers[-1] or ((plan.merge or plan.rest) and not simple):
             new = _losers(tier, new, slot, token, of_slots, start, config, rope)
+            slot = after(slot, (new.k, new.v), config.capacity)
+        stages.append((taken, slot, token))
         start, left = start + c, left - limit
     if plan.merge and not simple:
         out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
         stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
-    return tuple(
+    if rest is not None and not simple:
+        rest = joined(rest, new.k, new.v, new.of(rest.count.shape[1]))
+    tiers = tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
+    return tiers, rest
 
 
 def _pooled(
@@ -347,6 +365,7 @@ def _losers(
         rank=put(new.rank, token, take(slot_rank, place)),
         columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},
         index=put(new.index, token, start + place),
+        head=put(new.head, token, take(tier.head, place)) if tier.head is not None and new.head is not None else None,
     )
 
 

@@ -17,12 +17,13 @@ from jkv.cache import Cache, tree_bytes
 from jkv.checks import check
 from jkv.compiled import compiled, use_disk_cache
 from jkv.config import CacheConfig
-from jkv.loop import Decoding, absorb, absorb_own, compress, probe, run_blocks
+from jkv.loop import Decoding, absorb, absorb_own, run_blocks
 from jkv.methods import config as read_config
 from jkv.models import Params
 from jkv.prompts import Prompt, bucket, check_length, encode, pad, reaching, stop_ids_of
 from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of, prefill_kernel_of
 from jkv.sizes import empty
+from jkv.whole import read
 
 if TYPE_CHECKING:
     from jkv.sharding import Over
@@ -110,20 +111,6 @@ def _prefill(
         cache, logits = cost.run(absorb_own, params, cache, ids[:, i : i + chunk])
     assert logits is not None
     return cache, logits, cost
-
-
-def read(
-    params: Params, config: CacheConfig, cache: Cache, rows: list[list[int]], ids: Array, cost: Cost
-) -> tuple[Cache, Array]:
-    """An empty cache after rows in one piece, and after what their score reads behind them."""
-    if not config.score.needs.probes:
-        return cost.run(absorb_own, params, cache, ids, fresh=True)
-    dense = empty(config.uncut(ids.shape[1]), cache.model, len(rows), ids.shape[1], 0, params.embed.dtype)
-    dense, logits = cost.run(absorb_own, params, dense, ids, fresh=True)
-    for part in config.score.probes(params, rows):
-        asked = pad(part.ids, bucket(max(map(len, part.ids))))
-        dense = cost.run(probe, params, dense, asked, jnp.asarray(part.about, jnp.int32))
-    return cost.run(compress, cache, dense), logits
 
 
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:

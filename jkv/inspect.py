@@ -108,6 +108,12 @@ def summary(cache: Cache) -> Summary:
         if layer.queries is not None:
             size = tree_bytes(layer.queries)
             parts.append(Part(name="queries", codec="float", tokens=[0.0] * heads, codes=0, scales=0, metadata=size))
+        if layer.rest is not None:
+            size = tree_bytes((layer.rest.k, layer.rest.v))
+            metadata = tree_bytes(layer.rest.count)
+            parts.append(
+                Part(name="rest", codec="float32", tokens=[0.0] * heads, codes=size, scales=0, metadata=metadata)
+            )
         live = _positions(layer)
         live = live[live >= 0]
         layers.append(

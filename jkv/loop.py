@@ -15,13 +15,13 @@ from jkv.attend import attend, attend_causal, merge_all, visible
 from jkv.cache import Cache, LayerCache, Queries, Tier, Window
 from jkv.compiled import ANY, program
 from jkv.config import LayerConfig
-from jkv.evidence import evidence
 from jkv.flush import flush, going_on
 from jkv.models import Mix, ModelConfig, Params, family, ssd
 from jkv.models import layer as block
 from jkv.models.ssd import State
 from jkv.prompts import positions
 from jkv.protocols import Born
+from jkv.rest import beside
 from jkv.sampling import Sampling, sample
 from jkv.tiers import attend_tier, observed
 from jkv.tree import value
@@ -57,9 +57,9 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         rows = max(1, plan.needs.queries) if last and not plan.needs.new else pos.shape[1]
         q_pos = pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
-        window = _window(new, pos, plan, rope, dtype)
+        window = as_window(new, pos, plan, rope, dtype)
         if begun:
-            window = _longer(layer.recent, window)
+            window = longer(layer.recent, window)
         until = plan.score.until(window.columns, window.pos)
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until, plan.kernels)
         if not fresh:
@@ -67,14 +67,14 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
                 attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
-            part = merge_all([part, *past])
+            part = merge_all([part, *past, *beside(q, layer.rest, model.scale)])
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
         narrowed = plan.narrow is not None and not begun
         on = going_on(layer, window, asked, seen, plan, rope, model) if narrowed else None
         layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh)
         return part.finish(), (layer, on)
 
-    read = _reading(cache, pos)
+    read = reading(cache, pos)
 
     def mix(i: int, w: Weights, x: Array) -> tuple[Array, tuple[State, None]]:
         y, state = read(i, w, x)
@@ -88,12 +88,12 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
             x = jnp.take_along_axis(x, jnp.maximum(on, 0)[..., None], 1)
             pos = jnp.where(on < 0, -1, jnp.take_along_axis(pos, jnp.maximum(on, 0), 1))
     logits = net.head(params, x[:, -1:])[:, 0]
-    layers, states = _sorted(model, made)
+    layers, states = by_kind(model, made)
     prompt, fill = cache.prompt + added, jnp.int32(cache.stay)
     return replace(cache, layers=layers, states=states, seen=seen, prompt=prompt, fill=fill), logits
 
 
-def _reading(cache: Cache, pos: Array) -> Mix:
+def reading(cache: Cache, pos: Array) -> Mix:
     """The mixers of blocks that recur, for tokens at pos i32[B,T] after those of the cache; beside it the new state."""
 
     def mix(i: int, w: Weights, x: Array) -> tuple[Array, State]:
@@ -104,7 +104,7 @@ def _reading(cache: Cache, pos: Array) -> Mix:
     return mix
 
 
-def _sorted(model: ModelConfig, made: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def by_kind(model: ModelConfig, made: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What was made of each block: of those that attend, and of those that recur."""
     return tuple(tuple(x for i, x in enumerate(made) if model.attends(i) is kind) for kind in (True, False))  # type: ignore[return-value]
 
@@ -129,53 +129,14 @@ def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids:
     return _absorbed(params, begun, ids, fresh=True, begun=True)
 
 
-def _window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any) -> Window:
+def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any) -> Window:
     """New tokens as a window holds them: keys rotated."""
     k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
     return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v)))
 
 
-def _longer(a: Window, b: Window) -> Window:
+def longer(a: Window, b: Window) -> Window:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1 if x.ndim == 2 else 2), a, b)
-
-
-@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("cache",))
-def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
-    """The cache after its score has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
-
-    The cache was made by `CacheConfig.uncut`; about i32[B,2] is `Probe.about`.
-    """
-    model = cache.model
-    net, pos = family(model), positions(ids, cache.seen)
-
-    def run(i: int, new: Any) -> tuple[Array, LayerCache]:
-        plan, layer, rope = cache.plan[i], cache.layers[i], model.ropes[i]
-        dtype, before = layer.recent.k.dtype, layer.recent.pos.shape[1]
-        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = _longer(layer.recent, _window(new, pos, plan, rope, dtype))
-        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
-        asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(cache.seen)
-        ev = evidence(layer, window, nobody, asked, cache.seen, cache.prompt, nobody, plan, rope, model, fresh=True)
-        columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
-        return part.finish(), replace(layer, recent=replace(layer.recent, columns=columns))
-
-    x, made = net.embed(params, jnp.maximum(ids, 0)), []
-    for i in range(model.depth):
-        x, one = block(params, i, x, pos, run, _reading(cache, pos))
-        made.append(one)
-    return replace(cache, layers=_sorted(model, made)[0])
-
-
-@program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
-def compress(empty: Cache, whole: Cache) -> Cache:
-    """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
-    model, generated = empty.model, jnp.zeros_like(whole.seen)
-    layers = tuple(
-        flush(a, b.recent, (None, None), whole.seen, generated, plan, rope, model, fresh=True)
-        for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True)
-    )
-    fill = jnp.int32(empty.stay)
-    return replace(empty, layers=layers, states=whole.states, seen=whole.seen, prompt=whole.prompt, fill=fill)
 
 
 def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:
@@ -212,14 +173,14 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         tiers = _tiers(cache.layers[i], moving.summaries[i])
         dtype = recent.k.dtype
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        one = _window(new, pos, plan, rope, dtype)
+        one = as_window(new, pos, plan, rope, dtype)
         recent = jax.tree.map(
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, moving.fill, 1 if a.ndim == 2 else 2), recent, one
         )
         parts = [attend(q, recent.k, recent.v, visible(pos, recent.pos[:, None], plan.window), model.scale)]
         for tier, config in zip(tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
-        part, queries = merge_all(parts), moving.queries[i]
+        part, queries = merge_all([*parts, *beside(q, cache.layers[i].rest, model.scale)]), moving.queries[i]
         summaries = tuple(
             observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if c.select and c.select.watches else None
             for t, c in zip(tiers, plan.tiers, strict=True)
@@ -237,7 +198,7 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
     for i in range(model.depth):
         x, parts = block(params, i, x, pos, run, mix)
         moved.append(parts)
-    layers, states = _sorted(model, moved)
+    layers, states = by_kind(model, moved)
     recent, queries, summaries = zip(*layers, strict=True) if layers else ((), (), ())
     after = Moving(
         recent=recent,

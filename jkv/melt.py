@@ -50,7 +50,10 @@ def merged(
             starts.append(None)
         at += config.capacity
     survivor = jnp.where(gone & open_to, survivor, -1)
-    index, k, v = jax.vmap(jax.vmap(lambda *x: shares(merge, *x, none=total)))(survivor, lost.k, lost.v, into_k, into_v)
+    worth = merge.worth(ev)
+    worth = take(worth, index) / jnp.maximum(take(worth, survivor), 1e-30)
+    melt = jax.vmap(jax.vmap(lambda *x: shares(merge, *x, none=total)))
+    index, k, v = melt(survivor, worth, lost.k, lost.v, into_k, into_v)
     columns = merge.remember(ev)
     out, start = [], 0
     for i, (tier, config) in enumerate(zip(tiers, plan.tiers, strict=True)):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import put, take
 from jkv.protocols import Columns, Merge
 from jkv.scores.mixed import pivots, runs, unsorted
 from jkv.tree import part
@@ -38,7 +39,7 @@ class Runs(Merge):
         target = jnp.take_along_axis(order, jnp.minimum(best, n - 1), -1)
         return unsorted(order, jnp.where(goes & ~stays & (best < n), target, -1))
 
-    def weigh(self, distance: Array, run: Array) -> Array:
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
         n = distance.shape[0]
         total, count = (jax.ops.segment_sum(x, run, n) for x in (distance, jnp.ones_like(distance)))
         variance = self.width**2 * total / jnp.maximum(count, 1)
@@ -74,15 +75,49 @@ class Nearest(Merge):
         target = jnp.take_along_axis(order, jnp.clip(best, 0, n - 1), -1)
         return unsorted(order, jnp.where((best >= 0) & (best < n), target, -1))
 
-    def weigh(self, distance: Array, run: Array) -> Array:
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
         return jnp.ones_like(distance)
 
 
-def shares(merge: Merge, survivor: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
+@part
+class ZeroClass(Merge):
+    """Of the evicted, the `candidates` of highest rank go to the kept token whose key is most like theirs; or nowhere.
+
+    Nowhere, the zero class, is as like as `threshold`: cosine of rotated keys. Shares are by worth, the rank at the
+    flush; a survivor's key turns and keeps its length. Tokens of the recent window take no shares. Reads the columns
+    `worth` and `k_norm`, as the score `Remembered` keeps them. Source: EMS (2412.08521), a reconstruction.
+    """
+
+    candidates: int = 64
+    threshold: float = 0.6
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        total = ev.pos.shape[2]
+        most = min(self.candidates, ev.plan.block if ev.generating else total)
+        rank, index = jax.lax.top_k(jnp.where(ev.live & ~kept, self.worth(ev), -jnp.inf), most)
+        mine = (index[..., None] == jnp.arange(total)[None, None, None]).astype(jnp.float32)
+        lengths = jnp.where(ev.live, ev.columns["k_norm"], 1)
+        alike = ev.dot(ev.mix(mine, "k")) / jnp.maximum(lengths[:, :, None] * take(lengths, index)[..., None], 1e-30)
+        alike = jnp.where((kept & ev.may_go)[:, :, None], alike, -jnp.inf)
+        goes = (alike.max(-1) > self.threshold) & (rank > -jnp.inf)
+        return put(jnp.full(ev.pos.shape, -1), index, jnp.where(goes, alike.argmax(-1), -1))
+
+    def worth(self, ev: Evidence) -> Array:
+        return ev.columns["worth"]
+
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
+        return worth
+
+    def key(self, mixed: Array, own: Array) -> Array:
+        length = lambda x: jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))  # noqa: E731
+        return mixed * length(own) / jnp.maximum(length(mixed), 1e-30)
+
+
+def shares(merge: Merge, survivor: Array, worth: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
     """What survivors become, for one row and head: (index i32[m], `none` where there is none, k, v f32[m,D]).
 
-    survivor i32[m] (-1 none) of m evicted tokens k, v [m,D]; into_k, into_v [m,D] are those survivors. Sums over
-    segments of the evicted, sorted by survivor; nothing has the size of a tier.
+    survivor i32[m] (-1 none) of m evicted tokens k, v [m,D], each worth f32[m] times its survivor; into_k, into_v
+    [m,D] are those survivors. Sums over segments of the evicted, sorted by survivor; nothing has the size of a tier.
     """
     m = survivor.shape[0]
     s = jnp.where(survivor >= 0, survivor, none)
@@ -91,9 +126,10 @@ def shares(merge: Merge, survivor: Array, k: Array, v: Array, into_k: Array, int
     ok = (s < none)[:, None]
     k, v, into_k, into_v = (jnp.where(ok, x[order].astype(jnp.float32), 0) for x in (k, v, into_k, into_v))
     run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), s[1:] != s[:-1]]).astype(jnp.int32))
-    g = jnp.where(ok[:, 0], merge.weigh(jnp.square(k - into_k).sum(-1), run), 0)
+    worth = jnp.where(ok[:, 0], worth[order], 0)
+    g = jnp.where(ok[:, 0], merge.weigh(jnp.square(k - into_k).sum(-1), run, worth), 0)
     first = jnp.minimum(jax.ops.segment_min(jnp.arange(m), run, m), m - 1)
     total = 1 + jax.ops.segment_sum(g, run, m)[:, None]
     merged = [(p[first] + jax.ops.segment_sum(g[:, None] * x, run, m)) / total for x, p in ((k, into_k), (v, into_v))]
     used = jnp.arange(m) <= run[-1]
-    return jnp.where(used, s[first], none), *merged
+    return jnp.where(used, s[first], none), merge.key(merged[0], into_k[first]), merged[1]

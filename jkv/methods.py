@@ -7,7 +7,7 @@ import difflib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from jkv import basics, evictions  # noqa: F401 - to be in the catalogue
+from jkv import basics, elaborate, evictions  # noqa: F401 - to be in the catalogue
 from jkv.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, Axes, Row
 from jkv.checks import check
 from jkv.config import CacheConfig

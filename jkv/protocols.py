@@ -7,12 +7,13 @@ S tokens known at a flush: every slot of every tier, then the window, oldest fir
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jkv.tree import static, value
@@ -78,6 +79,10 @@ class Score:
         """This score in one layer of a model."""
         return self
 
+    def ask(self, ev: Evidence) -> Array:
+        """f32[B]: how much a layer asks of a budget that `measures`, after a prompt, of which nothing may go yet."""
+        raise NotImplementedError
+
     def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
         """What is read after the prompts of these token ids; one program serves probes of one padded length."""
         return []
@@ -107,6 +112,15 @@ class Budget:
     """How many tokens. Shapes are host integers; how much of a shape is used may depend on the row."""
 
     bounded: bool = True  # fewer tokens than the model's context can be asked for
+    measures: bool = False  # layers divide it by what they ask for a prompt, which stays whole until then
+
+    def bound(self, params: Params) -> Budget:
+        """This budget with what was found out about the model; ValueError if there is nothing."""
+        return self
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Budget:
+        """This budget in one layer of a model."""
+        return self
 
     def fit(self, cost: Callable[[Budget], int], longest: int) -> Budget:
         """This budget in tokens, once `cost` in bytes of a cache of at most `longest` tokens can be asked."""
@@ -118,6 +132,14 @@ class Budget:
 
     def limit(self, capacity: int, seen: Array) -> Array:
         """i32[B] of that capacity in use, for rows that have seen i32[B] tokens."""
+        raise NotImplementedError
+
+    def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """i[L,B]: tokens of the tiers of each layer, by what it asks, f[L,B], for prompts of these lengths."""
+        raise NotImplementedError
+
+    def of(self, capacities: Sequence[int]) -> Budget:
+        """This budget, divided: tokens that each layer may hold."""
         raise NotImplementedError
 
 
@@ -200,12 +222,21 @@ class Merge:
         """i32[B,H,S]: the kept token (an index in S) that takes each token's share, -1 none; kept bool[B,H,S]."""
         raise NotImplementedError
 
-    def weigh(self, distance: Array, run: Array) -> Array:
-        """g f32[m] of m evicted tokens of one row and head, from squared distances of their keys to their survivors'.
+    def worth(self, ev: Evidence) -> Array:
+        """f32[B,H,S]: what each token counts, beside its survivor's."""
+        return jnp.ones(ev.pos.shape)
+
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
+        """g f32[m] of m evicted tokens of one row and head, from squared distances of their keys to their survivors',
+        and what they are worth over what these are.
 
         run i32[m] rises; those of one survivor have one number.
         """
         raise NotImplementedError
+
+    def key(self, mixed: Array, own: Array) -> Array:
+        """f32[m,D]: what the keys of m survivors become, from the mean of all shares and what they were."""
+        return mixed
 
     def remember(self, ev: Evidence) -> Columns:
         """Columns f32[B,H,S] of the survivors after the merge."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -10,18 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny import FINDERS, FOLDER, GATE, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITCH, D, G, H, L  # noqa: F401
 
 import jkv.models as models
 from jkv import loop, methods, sizes
 from jkv.cache import Cache
-from jkv.generate import Cost, read
-from jkv.io import learned as io
+from jkv.generate import Cost
 from jkv.prompts import positions
-from jkv.scores import delayed, learned
+from jkv.whole import read
 
-PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
-MODEL = PARAMS.config
-H, G, D, L = MODEL.heads, MODEL.groups, MODEL.head_dim, MODEL.layers
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS
 BUDGET, EVERYTHING = 48, 4000
@@ -70,6 +66,9 @@ class Case:
     grows: float = 0.0  # of the generated tokens, kept on top of the prompt
     appends: bool = False  # all of them, on top of the budget
     narrow: bool = False  # upper layers see fewer tokens of the prompt
+    whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
+    rest: bool = False  # what leaves is one token more of its head
+    measured: bool = False  # layers divide the budget by what they ask
 
     @property
     def tight(self) -> str:
@@ -80,36 +79,9 @@ class Case:
         return self.text.format(b=EVERYTHING, p=64)
 
     def __str__(self) -> str:
-        return self.tight.replace(_folder.name, "tiny")  # the same in every worker
+        return self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
 
 
-def gate(folder: str) -> str:
-    """A folder with a retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
-    made = learned.start(MODEL, 8, 3.0, jax.random.key(7))
-    made = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, made)
-    io.write(folder, vars(made), {"method": "trimkv", "model": io.identities(PARAMS)})
-    return folder
-
-
-def switch(folder: str) -> str:
-    """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
-    rng = np.random.default_rng(6)
-    made = delayed.Switch(out=rng.normal(0, 0.4, (L, H, MODEL.width)), gain=rng.uniform(0.5, 1.5, (L, MODEL.width)))
-    io.write(folder, vars(made), {"method": "dms", "model": io.identities(PARAMS)})
-    return folder
-
-
-def predictor(folder: str) -> str:
-    """A folder with a predictor of attention for the tiny model, of random weights."""
-    rng = np.random.default_rng(5)
-    shapes = dict(first=(16, 1, 3, 3), first_bias=(16,), second=(32, 16, 3, 3), second_bias=(32,), last=(32,), rest=())
-    made = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()} | {"linear": np.array([0.5, 0.2, 0.3])}
-    io.write(folder, made, {"method": "attentionpredictor", "model": io.identities(PARAMS)})
-    return folder
-
-
-_folder = tempfile.TemporaryDirectory()  # gone with the process
-GATE, SWITCH, PREDICTOR = (make(f"{_folder.name}/{make.__name__}") for make in (gate, switch, predictor))
 PREDICTOR_TEXT = f"page=8, sinks=8, rows=16, dense_layers=0, recent=16, predictor={PREDICTOR!r}"
 KIVI_TEXT = "kivi(recent=0, group=16)"
 CASES: dict[str, tuple[Case, ...]] = {
@@ -122,10 +94,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "tova": (Case("tova(budget={b})", recent=0, queries=17, uniform=True),),
     "keydiff": (Case("keydiff(budget={b})", recent=0, columns=1),),
-    "knorm": (
-        Case("knorm(budget={b})", columns=1),
-        Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),
-    ),
+    "knorm": (Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),),
     "pyramidkv": (Case("pyramidkv(budget={b}, window=8)", recent=8, queries=24),),
     "expected_attention": (Case("expected_attention(budget={b})", columns=1, queries=80),),
     "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),
@@ -182,6 +151,22 @@ CASES: dict[str, tuple[Case, ...]] = {
     "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
     "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2),),
+    "compresskv": (
+        Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=24, uniform=True, appends=True),
+    ),
+    "razorattention": (
+        Case(
+            f"razorattention(local={{b}}, share=0.0, heads={KEEPERS!r})", budget=False, pooled=True, whole=1, rest=True
+        ),
+    ),
+    "rest": (Case("knorm(budget={b}) | rest", columns=1, rest=True),),
+    "cake": (Case("cake(budget={b}, window=8, step={b})", recent=8, queries=24, measured=True),),
+    "speckv": (
+        Case("speckv(budget={b}, tokens=8, layers=1, window=8)", recent=8, queries=24, columns=1, appends=True),
+    ),
+    "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)", recent=8, queries=24),),
+    "mikv": (Case("mikv(keep=1.0, recent=16)", budget=False, columns=1, queries=16),),
+    "ems": (Case("ems(budget={b}, window=8, threshold=0.2)", recent=8, queries=24, columns=3, merges=True),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]
@@ -199,21 +184,32 @@ class Run:
     logits: list[np.ndarray]
 
 
-def run(text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None) -> Run:
+def begun(text: str, prompt: np.ndarray = PROMPT, params: Any = PARAMS) -> tuple[Cache, jax.Array]:
+    """The cache after a prompt, and the next logits."""
     config, state = methods.parse(text), empty(text, prompt.shape[0])
-    if config.score.needs.probes:
+    if config.waits:
         rows = [row[row >= 0].tolist() for row in prompt]
-        state, logits = read(PARAMS, config, state, rows, jnp.asarray(prompt), Cost())
-    else:
-        state, logits = loop.absorb(PARAMS, state, jnp.asarray(prompt), fresh=True)
+        return read(params, config, state, rows, jnp.asarray(prompt), Cost())
+    return loop.absorb(params, state, jnp.asarray(prompt), fresh=True)
+
+
+def run(
+    text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Any = PARAMS
+) -> Run:
+    state, logits = begun(text, prompt, params)
     caches, out = [state], [np.asarray(logits)]
     for i in range(forced.shape[1]):
         if poison is not None and i % 10 == 0:
             state = poison(state)
-        state, logits = loop.step(PARAMS, state, jnp.asarray(forced[:, i]))
+        state, logits = loop.step(params, state, jnp.asarray(forced[:, i]))
         caches.append(state)
         out.append(np.asarray(logits))
     return Run(caches, out)
+
+
+@cache
+def prompted(text: str) -> Cache:
+    return begun(text)[0]
 
 
 @cache
@@ -238,6 +234,21 @@ def held(tree: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
         coded[rows, heads, pos] = True  # -1 is the last place, cut off below
     exact[rows, heads, np.asarray(part.recent.pos)[:, None]] = True
     return coded[..., :-1], exact[..., :-1]
+
+
+def codes(cache) -> dict[tuple[int, ...], bytes]:
+    """Bytes of every token in the tiers by (layer, row, head, position)."""
+    out = {}
+    for i, layer in enumerate(cache.layers):
+        for n, tier in enumerate(layer.tiers):
+            slots = tier.pos.shape[2]
+            leaves = [np.asarray(x) for x in jax.tree.leaves((tier.k, tier.v))]
+            leaves = [np.broadcast_to(x, (2, H, *x.shape[2:])) for x in leaves]
+            pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (2, H, slots))
+            for b, h, c in zip(*np.nonzero(pos >= 0), strict=True):
+                parts = [x[b, h, c * x.shape[2] // slots].tobytes() for x in leaves]
+                out[i, b, h, pos[b, h, c]] = b"".join(parts) + bytes([n])
+    return out
 
 
 # ---------------------------------------------------------------- a dense model that is told which tokens to see

@@ -18,7 +18,7 @@ WIDE = dict(models.TINY, hidden_size=512, max_position_embeddings=32768, num_hid
 TOKENS = 16384
 TEXTS = [
     "full",
-    f"h2o(budget={TOKENS})",
+    f"h2o(budget={TOKENS}) | rest",
     f"snapkv(budget={TOKENS}, window=32) | int8",
     "kivi(recent=0)",
     f"streaming(budget={TOKENS})",

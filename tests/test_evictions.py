@@ -14,9 +14,10 @@ from test_ladder import Given
 from test_oracles import best, newest, prompt_taps
 from test_scores import attending, evidence
 
-from jkv import loop, methods
+from jkv import methods
 from jkv.budgets import pyramid
 from jkv.cache import Queries, Window
+from jkv.config import resolve
 from jkv.evidence import Evidence
 from jkv.flush import _limit
 from jkv.merges import Nearest, shares
@@ -38,7 +39,7 @@ class Scene:
 
     def __init__(self, text: str, n: int = 40, queries: int = 40, limit: int = 24, seed: int = 0):
         rng = np.random.default_rng(seed)
-        self.n, self.plan = n, loop.resolve(methods.parse(text), MODEL, 64, 0)[0]
+        self.n, self.plan = n, resolve(methods.parse(text), MODEL, 64, 0)[0]
         self.k, self.v = (rng.standard_normal((2, n, D)) for _ in range(2))
         q = 2 * rng.standard_normal((2, 2, queries, D))
         at = np.arange(n - queries, n)
@@ -207,10 +208,10 @@ def test_the_path_is_kept_by_its_share():
     """Of generated tokens: the newest 32 and a quarter of the others; 10 and 1,056 of them are events of the spec."""
     for window, period, made, want in ((2, 8, 10, 4), (2, 8, 34, 10), (32, 1024, 1056, 288), (32, 1024, 2080, 544)):
         text = f"rpc(window={window}, period={period})"
-        plan = loop.resolve(methods.parse(text), MODEL, 100 + made, made)[0]
+        plan = resolve(methods.parse(text), MODEL, 100 + made, made)[0]
         assert plan.capacity == 100 + want
         for prompt in (100, 61):  # a row's own prompt, not its batch's
-            got = _limit(plan, jnp.array([prompt + made]), jnp.array([made]))
+            got = _limit(plan, jnp.array([prompt + made]), jnp.array([made]), None)
             assert got.tolist() == [prompt + want - window]
 
 
@@ -280,7 +281,7 @@ def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
     assert Nearest().survivor(ev, kept)[0, 0, :5].tolist() == [0, 0, 0, 4, 4]
     lost = jnp.array([[5.0], [8.0]])
     into = jnp.full((2, 1), 2.0)
-    index, k, _ = shares(Nearest(), jnp.array([0, 0]), lost, lost, into, into, none=9)
+    index, k, _ = shares(Nearest(), jnp.array([0, 0]), jnp.ones(2), lost, lost, into, into, none=9)
     assert index.tolist() == [0, 9] and k[0, 0] == 5
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
+import tiny
 from rig import CASES, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, H, L
 
 import jkv
@@ -227,7 +228,7 @@ def card(folder, **changes):
     ],
 )
 def test_a_folder_without_a_predictor_is_refused(tmp_path, harm, says):
-    rig.predictor(str(tmp_path))
+    tiny.predictor(str(tmp_path))
     harm(tmp_path)
     with pytest.raises(FormatError, match=says):
         jkv.parse(f"attentionpredictor(predictor={str(tmp_path)!r})")

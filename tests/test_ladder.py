@@ -11,7 +11,8 @@ import pytest
 from rig import MODEL, L
 from test_scores import evidence
 
-from jkv import loop, methods
+from jkv import methods
+from jkv.config import resolve
 from jkv.evidence import Evidence
 from jkv.protocols import Score
 from jkv.scores.ladder import Contest, Ladder
@@ -36,7 +37,7 @@ def placed(score, pos: list[int], columns: dict[str, np.ndarray], limit: int, se
     return [pos[i] for i in kept], {name: np.asarray(x)[0, 0, kept] for name, x in columns.items()}
 
 
-LADDER = loop.resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)[0]
+LADDER = resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)[0]
 
 
 @jax.jit
@@ -130,7 +131,7 @@ def test_contests_are_those_of_one_at_a_time():
 
 
 def test_a_ladder_knows_its_layer_and_must_leave_something_out():
-    plans = loop.resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)
+    plans = resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)
     assert [p.score.score.layer for p in plans] == [0, 1] and plans[0].score.score.layers == L
     with pytest.raises(ValueError, match="span=2 and overlap=0 in a model of 2 layers leave nothing out"):
-        loop.resolve(methods.parse("lacache(budget=48, span=2)"), MODEL, 64, 0)
+        resolve(methods.parse("lacache(budget=48, span=2)"), MODEL, 64, 0)

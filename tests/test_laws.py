@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L
+from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
+from test_oracles import prompt_taps
 
 from jkv import loop, models, sampling
 from jkv.budgets import pyramid
@@ -19,6 +20,7 @@ from jkv.prompts import positions
 every = pytest.mark.parametrize("case", ALL, ids=str)
 compressed = pytest.mark.parametrize("case", [c for c in ALL if c.budget], ids=str)
 SHORT = np.where(np.arange(PROMPT.shape[1]) < 60, -1, PROMPT)  # 30 tokens: fills no budget
+forward = jax.jit(models.forward)
 TOLERANCE = 1e-4  # float32 logits of size 1, sums of at most 142 terms in another order
 
 
@@ -43,7 +45,7 @@ def test_a_cache_that_holds_everything_changes_nothing(case: Case):
     else:
         ids = np.concatenate([prompt, forced], 1)
         pos = positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32))
-        expected = np.asarray(models.forward(PARAMS, jnp.asarray(ids), pos)).transpose(1, 0, 2)[prompt.shape[1] - 1 :]
+        expected = np.asarray(forward(PARAMS, jnp.asarray(ids), pos)).transpose(1, 0, 2)[prompt.shape[1] - 1 :]
     for i, (logits, after) in enumerate(zip(got.logits, got.caches, strict=True)):
         assert np.array_equal(np.asarray(after.kept())[:, :, 0], np.tile(np.asarray(after.seen), (L, 1))), i
         np.testing.assert_allclose(logits, expected[i], atol=TOLERANCE, rtol=0)
@@ -61,13 +63,50 @@ def replayed(text: str) -> list[np.ndarray]:
     [
         c
         for c in ALL
-        if (c.budget or c.grows) and not (c.ranked or c.merges or c.narrow or (c.slot.lossy and c.unit > 1))
+        if (c.budget or c.grows) and not (c.ranked or c.merges or c.rest or c.narrow or (c.slot.lossy and c.unit > 1))
     ],  # of narrow prompts in test_narrow.py
     ids=str,
 )
 def test_attention_is_over_the_tokens_that_are_held(case: Case):
     for got, expected in zip(rig.shared(case.tight).logits, replayed(case.tight), strict=True):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.rest], ids=str)
+def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
+    """One token with the weight of many is then these tokens: the logits are those of the full model."""
+    keys = slice(H * G * D, H * (G + 1) * D)
+    blind = loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[keys].set(0)} for x in PARAMS.layers))
+    got, ids = rig.run(case.tight, params=blind), np.concatenate([PROMPT, FORCED], 1)
+    expected = forward(blind, jnp.asarray(ids), positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32)))
+    expected = np.asarray(expected).transpose(1, 0, 2)[PROMPT.shape[1] - 1 :]
+    np.testing.assert_allclose(np.stack(got.logits), expected, atol=TOLERANCE, rtol=0)
+    assert all((np.asarray(layer.rest.count).max() > 50) for layer in got.caches[-1].layers)
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.whole], ids=str)
+def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost(case: Case):
+    caches = rig.shared(case.tight).caches
+    for i in (0, rig.flushed(caches)[2]):
+        cache, whole = caches[i], (1, 0)
+        for layer in range(L):
+            held, rest = np.logical_or(*rig.held(cache, layer)), cache.layers[layer].rest
+            for row, n in enumerate(LENGTHS):
+                n, few = n + i, BUDGET + 4
+                assert held[row, whole[layer], :n].all() and rest.count[row, whole[layer]] == 0
+                local = held[row, 1 - whole[layer], :n]
+                first = np.argmin(local[4:]) + 4  # the first that is gone
+                lost = np.flatnonzero(~local)
+                assert local[:4].all() and first == 4 and (np.diff(lost) == 1).all()
+                late = int(i > 0)  # the token that came since the flush
+                assert n - few - 1 - late <= len(lost) <= n - few - late
+                assert rest.count[row, 1 - whole[layer]] == len(lost)
+                if i:
+                    continue
+                _, k, v, _ = prompt_taps(layer, row)
+                for got, x in ((rest.k, k), (rest.v, v)) if layer == 0 else ():
+                    np.testing.assert_allclose(got[row, 1], 0 * x[1, 0], atol=0)
+                    np.testing.assert_allclose(got[row, 0], x[0, lost].mean(0), atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- 2 poison
@@ -153,7 +192,7 @@ def test_pads_change_nothing(text: str):
 # --------------------------------------------------------------------------------------------------- 4 one compile
 
 
-@every
+@pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
     rig.shared(case.tight)
     programs = (loop.absorb, loop.step)
@@ -196,8 +235,8 @@ def decoding(cache, logits):
 # --------------------------------------------------------------------------------------------------------- 5 bytes
 
 
-def predicted(case: Case, longest: int) -> int:
-    """Bytes of the tight cache for two rows, from the numbers of the case alone."""
+def predicted(case: Case, longest: int, plan=None) -> int:
+    """Bytes of the tight cache for two rows, from the numbers of the case alone; where layers asked, of this plan."""
     room = case.recent + case.unit - 1 + 16
     total = 0
     for layer in range(L):
@@ -206,11 +245,17 @@ def predicted(case: Case, longest: int) -> int:
             capacity = longest - STEPS + case.recent + ceil(case.grows * (STEPS - case.recent))
         if case.budget:
             capacity = BUDGET + (STEPS if case.appends else 0)
+        if case.measured:
+            total += 4  # the row's share
+            capacity = plan[layer].capacity if plan else BUDGET
+        if case.whole:
+            capacity = ceil((case.whole * longest + (H - case.whole) * (BUDGET + 4)) / H)
         if "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)
         slots = ceil((capacity - case.recent) / case.unit) * case.unit
         total += room * (H * 2 * D * 4 + 4 + H * 4 * case.columns)
+        total += H * (2 * D + 1) * 4 * case.rest
         total += case.queries * (H * G * D * 4 + 4 + H * G * 4)
         total += round(slots * H * (case.slot.k + case.slot.v)) + slots * H * 4 * case.columns
         total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled
@@ -221,7 +266,8 @@ def predicted(case: Case, longest: int) -> int:
 
 @every
 def test_bytes_are_those_of_the_formula(case: Case):
-    assert rig.shared(case.tight).caches[0].nbytes == predicted(case, LONGEST)
+    cache = rig.shared(case.tight).caches[0]
+    assert cache.nbytes == predicted(case, LONGEST, cache.plan)
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.budget or c.slot.lossy], ids=str)
@@ -232,21 +278,6 @@ def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
 
 
 # ------------------------------------------------------------------------------------------------------ 6 survivors
-
-
-def codes(cache) -> dict[tuple[int, ...], bytes]:
-    """Bytes of every token in the tiers by (layer, row, head, position)."""
-    out = {}
-    for i, layer in enumerate(cache.layers):
-        for n, tier in enumerate(layer.tiers):
-            slots = tier.pos.shape[2]
-            leaves = [np.asarray(x) for x in jax.tree.leaves((tier.k, tier.v))]
-            leaves = [np.broadcast_to(x, (2, H, *x.shape[2:])) for x in leaves]
-            pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (2, H, slots))
-            for b, h, c in zip(*np.nonzero(pos >= 0), strict=True):
-                parts = [x[b, h, c * x.shape[2] // slots].tobytes() for x in leaves]
-                out[i, b, h, pos[b, h, c]] = b"".join(parts) + bytes([n])
-    return out
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if not c.merges], ids=str)  # a merge rewrites dense slots
@@ -334,6 +365,9 @@ def test_the_budget_is_what_is_kept(case: Case):
     if "pyramid" in case.text:
         budget[:, 0, 0] = np.array(pyramid(BUDGET - case.recent, L, 20)) + case.recent
         assert budget.mean() == BUDGET
+    if case.measured:
+        budget = np.stack([layer.share for layer in caches[0].layers])[:, :, None] + case.recent
+        assert (budget.mean(0) == BUDGET).all() and len(np.unique(budget)) > 1
     flushes = {0, *rig.flushed(caches)}
     for i, cache in enumerate(caches):
         more = i if case.appends else 0

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
+import tiny
 from rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from test_scores import evidence
 
@@ -118,7 +119,7 @@ def test_a_gate_serves_the_model_in_every_dtype():
 
 def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "SHIPPED", tmp_path)
-    rig.gate(str(tmp_path / "tiny"))
+    tiny.gate(str(tmp_path / "tiny"))
     found = jkv.parse("trimkv(budget=48)").bound(PARAMS)
     want = jax.tree.leaves(jkv.parse(TEXT).score)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
@@ -145,7 +146,7 @@ def card(folder, **changes):
     ],
 )
 def test_a_broken_folder_is_refused(tmp_path, harm, says):
-    rig.gate(str(tmp_path))
+    tiny.gate(str(tmp_path))
     harm(tmp_path)
     with pytest.raises(FormatError, match=says):
         jkv.parse(f"trimkv(budget=48, gate={str(tmp_path)!r})")

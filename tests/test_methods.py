@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 import rig
 
-from jkv import loop, models
+from jkv import models
 from jkv.cache import empty_layer
 from jkv.checks import check
+from jkv.config import resolve
 from jkv.flush import flush
 from jkv.methods import CATALOGUE, pairs, parse
 
@@ -79,11 +80,12 @@ def test_text_that_cannot_be(text, message):
 
 @pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS if a not in ("trimkv", "dms")))  # which need gates
 def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
-    budget = "(budget=256)" if "budget" in inspect.signature(CATALOGUE[name].make).parameters else ""
+    given = ["budget=256"] if "budget" in inspect.signature(CATALOGUE[name].make).parameters else []
+    given += [f"heads={x!r}" for x in {"compresskv": [rig.FINDERS], "razorattention": [rig.KEEPERS]}.get(name, ())]
     admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
     for other in admitted:
         trained = f"(dense_layers=0, predictor={rig.PREDICTOR!r})" if other == "attentionpredictor" else ""
-        plan = loop.resolve(parse(f"{name}{budget} | {other}{trained}"), MODEL, 400, 40)[1]
+        plan = resolve(parse(f"{name}({', '.join(given)}) | {other}{trained}"), MODEL, 400, 40)[1]
         layer = jax.eval_shape(lambda plan=plan: empty_layer(plan, 1, MODEL, jnp.float32))
 
         def flushed(layer, seen, generated, plan=plan):

@@ -13,6 +13,7 @@ from jkv import loop, merges, methods
 from jkv.cache import Queries, Window, map_codec
 from jkv.codecs import Separable
 from jkv.codecs.affine import floats
+from jkv.config import resolve
 from jkv.evidence import Evidence
 from jkv.flush import flush
 from jkv.protocols import Born
@@ -50,7 +51,7 @@ def test_separable_contracts_like_the_decoded_and_errs_by_half_a_step(bits: int)
 def evidence(k, text: str, limit: int, mass=None) -> Evidence:
     """The first flush of one row and head of keys f[n,D]; queries are zero, so attention is uniform."""
     n = k.shape[0]
-    plan = loop.resolve(methods.parse(text), MODEL, 64, 0)[0]
+    plan = resolve(methods.parse(text), MODEL, 64, 0)[0]
     k, pos = jnp.asarray(k, jnp.float32)[None, None], jnp.arange(n)[None]
     zero = jnp.zeros((1, 1, 1, n, D))
     new = Queries(q=zero, pos=pos, lse=jnp.log(pos.astype(jnp.float32) + 1)[:, None, None])
@@ -78,7 +79,7 @@ def test_probes_are_the_last_and_a_seeded_sample_of_each_row():
 # -------------------------------------------------------------------------------------------------------- zipcache
 
 
-RAGGED = [(20, 20, 0.6, (58, 41)), (8, 16, 0.6, (77, 30)), (4, 8, 0.6, (37, 3))]  # 0.6 of 25 is above 15 in float32
+RAGGED = [(20, 20, 0.6, (58, 41)), (4, 8, 0.6, (37, 3))]  # 0.6 of 25 is above 15 in float32
 
 
 @pytest.mark.parametrize("group, block, share, lengths", RAGGED)
@@ -158,7 +159,8 @@ def melt(k: np.ndarray, limit: int, mass, **settings):
     kept = jnp.zeros(k.shape[0], bool).at[jnp.argsort(-score.rank(ev)[0, 0], stable=True)[:limit]].set(True)
     survivor = merge.survivor(ev, kept[None, None])[0, 0]
     into = jnp.asarray(k)[jnp.maximum(survivor, 0)]
-    index, new, _ = merges.shares(merge, survivor, jnp.asarray(k), jnp.asarray(k), into, into, none=99)
+    lost = jnp.asarray(k)
+    index, new, _ = merges.shares(merge, survivor, jnp.ones(len(k)), lost, lost, into, into, none=99)
     out = np.array(k)
     for i, x in zip(np.asarray(index), np.asarray(new), strict=True):
         if i < 99:
@@ -276,9 +278,8 @@ def test_kvmerger_holds_its_budget_and_its_sinks_and_with_all_of_it_changes_noth
     np.testing.assert_allclose(np.stack(got.logits), np.stack(full.logits), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_integers_that_survive_keep_their_bits(codec: str):
-    caches = rig.shared(f"{MERGE} | {codec}").caches
+def test_integers_that_survive_keep_their_bits():
+    caches = rig.shared(f"{MERGE} | int8").caches
     before = codes(caches[0])
     for i in rig.flushed(caches):
         after = codes(caches[i])

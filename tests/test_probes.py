@@ -9,7 +9,7 @@ import rig
 from rig import MODEL, PARAMS, H, L
 
 import jkv
-from jkv import checks, loop, sizes
+from jkv import checks, loop, sizes, whole
 from jkv.evictions import dapq, kvzip
 from jkv.methods import parse
 from jkv.prompts import pad
@@ -25,7 +25,7 @@ def found(text: str) -> list[np.ndarray]:
     cache = sizes.empty(config.uncut(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
     cache, _ = loop.absorb(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
     for part in config.score.probes(PARAMS, ROWS):
-        cache = loop.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.about))
+        cache = whole.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.about))
     out = []
     for layer in cache.layers:
         pos, x = np.asarray(layer.recent.pos), np.asarray(layer.recent.columns["learned"], float)

@@ -1,4 +1,4 @@
-"""jkv train NAME. Imports jax and optax only when it runs."""
+"""jkv train NAME, jkv calibrate NAME. Imports jax and optax only when they run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         window=128, ratio=8.0, fall=480, steps=512, batch=1, accumulate=1, rate=2e-4, weight=1.0, top=64, every=25
     ),
     "attentionpredictor": dict(steps=1000, batch=32, rate=2e-3, moments=2, page=16, dense_layers=2, every=100),
+}
+# What is found out about a model by forward passes: how many texts, of how many tokens, where nothing is said.
+FOUND: dict[str, dict[str, int]] = {
+    "compresskv": dict(texts=24, length=1024),
+    "razorattention": dict(texts=4, length=1601),
 }
 POSITIVE = ("budget", "batch", "accumulate", "width", "every", "window", "fall", "moments", "page", "texts", "length")
 
@@ -122,3 +127,31 @@ def settings(name: str, asked: dict[str, Any], texts: int, length: int, check: i
     if chosen.get("ratio", 2) <= 1:
         raise ValueError(f"ratio={chosen['ratio']}: all tokens to those that stay; above 1, or nothing is to be marked")
     return chosen
+
+
+def calibrate(
+    name: Annotated[str, typer.Argument(help="compresskv or razorattention: which heads look back, and for what.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="What was found.")],
+    model: Model = MODEL,
+    texts: Annotated[int | None, typer.Option(help="Texts to look at: 24 and 4.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a text: 1,024 and 1,601.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    dtype: Dtype = "float32",
+) -> None:
+    """Find out what a method must know about a model's heads, from texts that are made for it; nothing is trained."""
+    if name not in FOUND:
+        raise ValueError(f"there is nothing to calibrate for {name!r}; names are: {', '.join(FOUND)}")
+    from jkv import console
+    from jkv.io import learned
+    from jkv.io.load import load
+    from jkv.training import heads
+
+    if (out / learned.CARD).exists():
+        raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
+    given = {k: FOUND[name][k] if x is None else x for k, x in dict(texts=texts, length=length).items()}
+    params = load(model, dtype)
+    with console.progress(2 * given["texts"] if name == "compresskv" else given["texts"]) as say:
+        arrays, told = heads.METHODS[name](params, given["texts"], given["length"], seed, say)
+    card = {"method": name, "model": learned.identities(params), "name": model, **given, "seed": seed, **told}
+    learned.write(out, arrays, card)
+    print(f"found: {out}")

@@ -68,8 +68,8 @@ class Setting:
 def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
     """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
 
-    "append" and "pooled" are no methods by themselves and are left out, and so is what must be trained first; quest
-    keeps everything and reads the fraction.
+    "append", "pooled" and "rest" are no methods by themselves and are left out, and so is what must be trained or
+    calibrated first; quest keeps everything and reads the fraction.
 
     >>> [x for x in catalogue(1024, keeps=(0.25,)) if "snapkv" in x]
     ['snapkv(budget=256)', 'snapkv(budget=256) | int8', 'snapkv(budget=256) | int4']
@@ -77,13 +77,13 @@ def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
     out = []
     for row in CATALOGUE.values():
         takes = inspect.signature(row.make).parameters
-        if {"gate", "predictor"} & {*takes}:
+        if {"gate", "predictor", "heads"} & {*takes}:
             continue
         if "budget" in takes:
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page'].default})" for keep in keeps]
-        elif row.axes not in (("append",), ("pooled",)):
+        elif row.axes not in (("append",), ("pooled",), ("rest",)):
             out.append(row.name)
     return out + [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ def save(cache: Cache, path: str | Path, params: Params) -> None:
         "rows": cache.rows,
         "longest": cache.plan[0].longest if cache.plan else 0,
         "new": cache.new,
+        "capacities": [plan.capacity - plan.append for plan in cache.plan],
         "dtype": cache.dtype.name,
         "weights": weights(cache.plan),
     }
@@ -67,6 +69,8 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
     again = "prefill the prompt again"
     try:
         config = (config or parse(meta["config"])).bound(params)
+        if config.budget.measures:
+            config = replace(config, budget=config.budget.of(meta["capacities"]))
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
         model = reaching(params.config, longest) if config.unlimited else params.config
         plan, (layers, states) = layout(config, model, rows, longest, new, dtype)

@@ -64,7 +64,7 @@ def read(folder: str | Path, method: str) -> tuple[dict[str, np.ndarray], dict[s
 
 
 def broken(folder: str | Path, cause: str) -> FormatError:
-    return FormatError(folder, cause, "give a folder that `jkv train` wrote")
+    return FormatError(folder, cause, "give a folder that `jkv train` or `jkv calibrate` wrote")
 
 
 def check(models: Sequence[str], params: Params) -> None:
@@ -72,15 +72,15 @@ def check(models: Sequence[str], params: Params) -> None:
     own = fingerprint(params)
     if models and own not in models:
         raise ValueError(
-            f"the weights were trained for the model {models[0]}, and this one is {own}: load that model, or train "
-            "for this one with `jkv train`"
+            f"the weights were trained for the model {models[0]}, and this one is {own}: load that model, or make "
+            "those of this one with `jkv train` or `jkv calibrate`"
         )
 
 
-def shipped(method: str, params: Params, make: Callable[..., T], *more: Hashable) -> T:
-    """make(folder, *more) of the folder that comes with jkv for a method and model; ValueError with how to train one.
+def shipped(method: str, params: Params, make: Callable[..., T], *more: Hashable, how: str = "train") -> T:
+    """make(folder, *more) of the folder that comes with jkv for a method and model, which is read once.
 
-    Such a folder does not change: it is read once.
+    ValueError with the command that makes one, where there is none.
     """
     own = fingerprint(params)
     for folder in sorted(Path(str(SHIPPED)).glob("*")):
@@ -88,8 +88,8 @@ def shipped(method: str, params: Params, make: Callable[..., T], *more: Hashable
         if card and card.get("method") == method and own in card.get("model", ()):
             return _made(make, str(folder), *more)
     raise ValueError(
-        f"{method} needs weights that were trained for this model ({own}), and none come with jkv: "
-        f"run `jkv train {method} --model ... --out FOLDER`, then give that folder to {method}"
+        f"{method} needs weights that were made for this model ({own}), and none come with jkv: "
+        f"run `jkv {how} {method} --model ... --out FOLDER`, then give that folder to {method}"
     )
 
 

@@ -38,7 +38,8 @@ class WindowMass(Score):
         return Needs(queries=self.queries)
 
     def rank(self, ev: Evidence) -> Array:
-        return mass(ev, ev.kept, "mean")
+        assert ev.kept is not None
+        return mass(ev, ev.kept.newest(self.queries), "mean")
 
 
 @part

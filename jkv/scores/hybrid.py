@@ -12,6 +12,7 @@ from jax import Array
 
 from jkv.attend import visible
 from jkv.protocols import Born, Columns, Needs, Score
+from jkv.scores.keys import norms
 from jkv.scores.position import Wrapper
 from jkv.tree import leaf, part
 
@@ -85,6 +86,33 @@ class Normalised(Wrapper):
         low = jnp.where(live, rank, jnp.inf).min(-1, keepdims=True)
         high = jnp.where(live, rank, -jnp.inf).max(-1, keepdims=True)
         return jnp.where(high > low, (rank - low) / jnp.maximum(high - low, 1e-30), 0)
+
+
+@part
+class Even(Wrapper):
+    """The score over its mean: 1 on average over the live tokens."""
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        live = ev.live[:, : rank.shape[1]]
+        count = jnp.maximum(live.sum(-1, keepdims=True), 1).astype(jnp.float32)
+        mean = jnp.where(live, rank, 0).sum(-1, keepdims=True) / count
+        return rank / jnp.maximum(mean, 1e-30)
+
+
+@part
+class Remembered(Wrapper):
+    """The score, and for a merge the rank of each token and the length of its key: columns `worth` and `k_norm`."""
+
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new) | {"worth": jnp.zeros(new.k.shape[:3], jnp.float32), "k_norm": norms(new.k)}
+
+    def observe(self, ev: Evidence) -> Columns:
+        ev = replace(ev, columns={**ev.columns, **self.score.observe(ev)})
+        return {**ev.columns, "worth": jnp.broadcast_to(self.score.rank(ev), ev.pos.shape)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns["worth"]
 
 
 @part

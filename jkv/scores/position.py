@@ -65,6 +65,9 @@ class Wrapper(Score):
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         return replace(self, score=self.score.for_layer(model, layer))
 
+    def ask(self, ev: Evidence) -> Array:
+        return self.score.ask(ev)
+
     def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
         return self.score.probes(params, rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,6 +14,7 @@ from jkv.scores.attention import mass
 from jkv.tree import part
 
 if TYPE_CHECKING:
+    from jkv.cache import Queries
     from jkv.evidence import Evidence
     from jkv.models import Params
 
@@ -94,6 +95,50 @@ class Rebuilt(Learned):
         best = ev.fold(lambda p, q_pos, pos, index: among(p, pos).max((2, 3)), asked, jnp.maximum)
         inside = (ev.pos >= first[:, None, None]) & (ev.pos < end[:, None, None])
         return {**ev.columns, "learned": jnp.where(inside, best, ev.columns["learned"])}
+
+
+@part
+class Drafted(Learned):
+    """The most attention that a token gets from what a draft says after the prompt, and from the prompt's last queries.
+
+    s_j = max over i and G of p[i,j]; i are `tokens` tokens that the model's first `layers` layers (None: all of them)
+    say greedily, and the last `queries` of the prompt. Source: SpecKV (2506.08373), where the draft is a smaller model
+    of its own.
+    """
+
+    tokens: int = 32
+    layers: int | None = None
+    queries: int = 33
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(probes=True, queries=self.queries)
+
+    def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
+        from jkv.generate import generate
+
+        if not self.tokens:
+            return []
+        if (self.layers or 0) > params.config.layers:
+            raise ValueError(f"speckv: layers={self.layers}, and the model has {params.config.layers}")
+        reach(params, rows, [[0] * self.tokens] * len(rows), "speckv: fewer tokens=")
+        draft = params if self.layers is None else params.first(self.layers)
+        said = iter(generate(draft, None, [r for r in rows if r], max_new_tokens=self.tokens, stop_ids=()).tokens)
+        ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token
+        return [Probe(ids=ids, about=[(0, len(r)) for r in rows])]
+
+    def probed(self, ev: Evidence, about: Array) -> Columns:
+        assert ev.new is not None
+        return {**ev.columns, "learned": most(ev, ev.new)}
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        return jnp.maximum(ev.columns["learned"], most(ev, ev.kept))
+
+
+def most(ev: Evidence, queries: Queries) -> Array:
+    """f32[B,H,S]: the highest probability that one of these queries pays to each key."""
+    return ev.fold(lambda p, q_pos, pos, index: p.max((2, 3)), queries, jnp.maximum)
 
 
 def reach(params: Params, rows: list[list[int]], probes: list[list[int]], way_out: str) -> None:

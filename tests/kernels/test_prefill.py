@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv import attend, kernels, loop, methods, models, sizes
+from jkv import attend, kernels, loop, methods, models, sizes, whole
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 
 CASES = [
@@ -52,7 +52,7 @@ def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str)
     config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncut(80)
     cache = sizes.empty(config, params.config, 1, 80, 0, jnp.float32)
     ids, about = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
-    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (2, loop.probe, about)):
+    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (2, whole.probe, about)):
         traced = str(jax.make_jaxpr(function)(params, cache, ids, *more))
         assert traced.count("name=prefill_attention") == (calls if kind == "tpu" else 0)
 

@@ -1,0 +1,167 @@
+"""Rows of the catalogue: eviction that knows more: a model's heads, all layers, what is said next, who is alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jkv.budgets import Asked, Split, Weighted
+from jkv.catalogue import Axes, row, size
+from jkv.codecs import Affine
+from jkv.config import TierSpec
+from jkv.evictions import above, at_most
+from jkv.merges import ZeroClass
+from jkv.scores.attention import Accumulated, WindowMass
+from jkv.scores.dispersion import Dispersed
+from jkv.scores.heads import Keepers, Retrievers
+from jkv.scores.hybrid import ByPhase, Even, Plus, Remembered
+from jkv.scores.position import Pool, Protect
+from jkv.scores.probes import Drafted
+from jkv.scores.wrappers import PerQuery
+
+
+@row("2508.02401", "as snapkv; needles are answered for the model, which must agree; generated tokens are kept on top")
+def compresskv(
+    *,
+    budget: int,
+    window: int = 8,
+    pool: int = 5,
+    top: int = 4,
+    least: int | None = None,
+    heads: str | None = None,
+) -> Axes:
+    """CompressKV: a layer's `top` retrieval heads choose for all; `heads` is a folder of `jkv calibrate compresskv`."""
+    least = at_most(32, budget, 2) if least is None else least
+    above("compresskv", budget, window, "its observation window")
+    if not 0 <= least <= budget or top < 1:
+        raise ValueError(f"compresskv: least={least}, top={top}: from 0 to budget={budget} tokens, and 1 head or more")
+    score, size = Retrievers(queries=window, top=top), Weighted(tokens=budget, least=max(least, window + 1))
+    if heads is not None:
+        score, size = score.of(heads), size.of(heads)
+    return dict(score=Pool(score=score, width=pool), budget=size, recent=window, append=1.0)
+
+
+@row("2407.15891", "reconstruction; heads by repeated random tokens; lagged by block - 1")
+def razorattention(
+    *,
+    local: int = 4000,
+    share: float = 0.2,
+    sinks: int = 4,
+    induction: float = 0.14,
+    echo: float = 0.01,
+    heads: str | None = None,
+) -> Axes:
+    """RazorAttention: retrieval heads keep all, the others the newest `local` or `share`, and the mean of the rest."""
+    if local < 1 or not 0 <= share <= 1 or min(induction, echo) < 0 or max(induction, echo) > 1:
+        raise ValueError(
+            f"razorattention: local={local}, share={share}, induction={induction}, echo={echo}: 1 token or more, and "
+            "fractions from 0 to 1"
+        )
+    score = Keepers(induction=float(induction), echo=float(echo))
+    size = Split(local=local, share=float(share), first=sinks, induction=float(induction), echo=float(echo))
+    if heads is not None:
+        score, size = score.of(heads), size.of(heads)
+    return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, rest=True)
+
+
+@row("2503.12491", "final shares: a prompt is whole until all layers are asked; decode lagged by block - 1")
+def cake(
+    *,
+    budget: int,
+    window: int = 32,
+    pool: int = 5,
+    gamma: float = 200.0,
+    tempers: tuple[float, float] = (1.0, 1.0),
+    step: int | None = None,
+) -> Axes:
+    """CAKE: layers whose attention is spread and moves get more of the budget; slots come in steps of `step` tokens."""
+    above("cake", budget, window, "its observation window")
+    step = max(budget // 4, 1) if step is None else step
+    if len(tempers) != 2 or min(*tempers) <= 0 or step < 1 or gamma < 0:
+        raise ValueError(f"cake: tempers={tempers}, step={step}, gamma={gamma}: two above 0, 1 or more, and 0 or more")
+    prompt = Dispersed(queries=window, gamma=float(gamma), tempers=(float(tempers[0]), float(tempers[1])))
+    return dict(
+        score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
+        budget=Asked(tokens=budget, window=window, step=step),
+        recent=window,
+    )
+
+
+@row("2506.08373", "reconstruction: the draft is the model's own first layers; generated tokens are kept on top")
+def speckv(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    tokens: int = 32,
+    layers: int | None = None,
+    window: int = 33,
+    pool: int = 7,
+) -> Axes:
+    """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: all) draft them."""
+    above("speckv", budget, window, "its observation window")
+    if tokens < 0 or (layers is not None and layers < 1):
+        raise ValueError(f"speckv: tokens={tokens}, layers={layers}: 0 or more, and 1 or more of the model's layers")
+    score = Drafted(tokens=tokens, layers=layers, queries=window)
+    return dict(
+        score=Pool(score=score, width=pool, kind="max"), budget=size(budget, keep, bytes), recent=window, append=1.0
+    )
+
+
+@row("2402.18096", "reconstruction: no balancer of keys; demoted at a flush, coded once; nothing is evicted")
+def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32) -> Axes:
+    """MiKV: what H2O would evict stays at `bits` bits; the heavy `keep` of all tokens is exact, or in another codec."""
+    if not 0 < keep <= 1:
+        raise ValueError(f"mikv: keep={keep}: the fraction of tokens that stays as it is, above 0 and at most 1")
+    low = Affine(bits=bits, group=group)
+    tiers = (TierSpec(size=float(keep)), TierSpec(k=low, v=low))
+    return dict(score=Accumulated(), tiers=tiers, recent=recent)
+
+
+@row("-", "reconstruction: the exact share is given, where the paper measures it by layer; 8-bit integers for its fp8")
+def arkv(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    share: float = 0.5,
+    window: int = 32,
+    pool: int = 5,
+    gamma: float = 263.81,
+) -> Axes:
+    """ARKV: the best `share` of the budget stays as it is, the rest is 8 bits; nothing leaves before a third is new."""
+    above("arkv", budget, window, "its observation window")
+    if not 0 < share <= 1:
+        raise ValueError(f"arkv: share={share}: the fraction of the budget that stays as it is, above 0 and at most 1")
+    prompt = Dispersed(queries=window, gamma=float(gamma))
+    low = Affine(bits=8)
+    return dict(
+        score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
+        budget=size(budget, keep, bytes),
+        tiers=(TierSpec(size=float(share)), TierSpec(k=low, v=low)),
+        recent=window,
+        block=max(((budget or 512) - window) // 3, 1),
+    )
+
+
+@row("2412.08521", "reconstruction; none go into the recent window; lagged by block - 1; into int tiers only newcomers")
+def ems(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    window: int = 32,
+    candidates: int = 64,
+    threshold: float = 0.6,
+) -> Axes:
+    """EMS: of what leaves, the best `candidates` melt into the kept token whose key is most like theirs, or vanish."""
+    above("ems", budget, window, "its window")
+    if candidates < 1:
+        raise ValueError(f"ems: candidates={candidates}: evicted tokens that may be merged at a time, 1 or more")
+    parts = PerQuery(score=Accumulated()), WindowMass(queries=window)
+    score = Plus(scores=tuple(Even(score=x) for x in parts), weights=(1.0, 1.0))
+    return dict(
+        score=Remembered(score=score),
+        merge=ZeroClass(candidates=candidates, threshold=float(threshold)),
+        budget=size(budget, keep, bytes),
+        recent=window,
+    )

@@ -1,0 +1,62 @@
+"""How attention of a window of queries is spread: over tokens, and from query to query (CAKE)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Needs, Score
+from jkv.tree import part
+
+if TYPE_CHECKING:
+    from jkv.evidence import Evidence
+
+
+@part
+class Dispersed(Score):
+    """Tokens that the last n = `queries` queries look at, and some more than others: m_j + gamma v_j, averaged over G.
+
+    m_j = sum_i p[i,j] / n and v_j = sum_i (p[i,j] - m_j)^2 / (n - 1). A layer asks for E^(1/a) V^(1/b), (a, b) its
+    `tempers`: E = -sum p log(p + 1e-10) and V = sum v_j over its query heads and the tokens before the window. Source:
+    CAKE (2503.12491).
+    """
+
+    queries: int = 32
+    gamma: float = 200.0
+    tempers: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(queries=self.queries)
+
+    def moments(self, ev: Evidence) -> tuple[Array, Array]:
+        """m and v, f32[B,H,G,S]."""
+        assert ev.kept is not None
+        groups, n = ev.kept.q.shape[2], (ev.kept.pos >= 0).sum(1).astype(jnp.float32)[:, None, None, None]
+
+        def step(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, ...]:
+            return tuple(x.sum(3)[:, :, i] for x in (p, p * p) for i in range(groups))
+
+        sums = ev.fold(step, ev.kept)
+        first, second = (jnp.stack(x, 2) for x in (sums[:groups], sums[groups:]))
+        mean = first / jnp.maximum(n, 1)
+        return mean, jnp.maximum(second - first * mean, 0) / jnp.maximum(n - 1, 1)
+
+    def rank(self, ev: Evidence) -> Array:
+        mean, variance = self.moments(ev)
+        return (mean + self.gamma * variance).mean(2)
+
+    def ask(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        window = (ev.seen - self.queries)[:, None, None]
+
+        def entropy(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            p = jnp.where((pos < window)[:, :, None, None], p, 0)
+            return -(p * jnp.log(p + 1e-10)).sum(-1)
+
+        spread = ev.over_keys(entropy, ev.kept).sum((1, 2, 3))
+        old = (ev.live & (ev.pos < window))[:, :, None]
+        shift = jnp.where(old, self.moments(ev)[1], 0).sum((1, 2, 3))
+        return spread ** (1 / self.tempers[0]) * shift ** (1 / self.tempers[1])

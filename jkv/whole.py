@@ -1,0 +1,111 @@
+"""Prompts that stay whole until more is known: what is read behind them, what the layers say, and then one flush."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.attend import attend_causal
+from jkv.cache import Cache, LayerCache, Queries
+from jkv.compiled import ANY, program
+from jkv.evidence import evidence
+from jkv.flush import flush
+from jkv.loop import absorb_own, as_window, by_kind, longer, reading
+from jkv.models import family
+from jkv.models import layer as block
+from jkv.prompts import bucket, pad, positions
+from jkv.sizes import empty
+
+if TYPE_CHECKING:
+    from jkv.config import CacheConfig, LayerConfig
+    from jkv.generate import Cost
+    from jkv.models import Params
+    from jkv.rope import Rope
+
+
+def read(
+    params: Params, config: CacheConfig, cache: Cache, rows: list[list[int]], ids: Array, cost: Cost
+) -> tuple[Cache, Array]:
+    """An empty cache after rows in one piece, and after what their score reads behind them and their budget asks."""
+    if not config.waits:
+        return cost.run(absorb_own, params, cache, ids, fresh=True)
+    dense = empty(config.uncut(ids.shape[1]), cache.model, len(rows), ids.shape[1], 0, params.embed.dtype)
+    dense, logits = cost.run(absorb_own, params, dense, ids, fresh=True)
+    for part in config.score.probes(params, rows):
+        asked = pad(part.ids, bucket(max(map(len, part.ids))))
+        dense = cost.run(probe, params, dense, asked, jnp.asarray(part.about, jnp.int32))
+    if config.budget.measures:
+        cache = shared(config, cache, dense, [len(row) for row in rows], cost)
+    return cost.run(compress, cache, dense), logits
+
+
+def shared(config: CacheConfig, cache: Cache, dense: Cache, lengths: list[int], cost: Cost) -> Cache:
+    """An empty cache as another, of the sizes that the layers of a prompt ask for; shares of each row are in it."""
+    shares = config.budget.divided(np.asarray(cost.run(ask, dense), float), lengths)
+    plan, dtype = cache.plan[0], dense.dtype
+    config = replace(config, budget=config.budget.of((shares.max(1) + config.recent).tolist()))
+    made = empty(config, cache.model, len(lengths), plan.longest, cache.new, dtype)
+    shares = jnp.asarray(shares, jnp.int32)
+    return replace(made, layers=tuple(replace(x, share=y) for x, y in zip(made.layers, shares, strict=True)))
+
+
+@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("cache",))
+def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
+    """The cache after its score has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
+
+    The cache was made by `CacheConfig.uncut`; about i32[B,2] is `Probe.about`.
+    """
+    model = cache.model
+    net, pos = family(model), positions(ids, cache.seen)
+
+    def run(i: int, new: Any) -> tuple[Array, LayerCache]:
+        plan, layer, rope = cache.plan[i], cache.layers[i], model.ropes[i]
+        dtype, before = layer.recent.k.dtype, layer.recent.pos.shape[1]
+        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        window = longer(layer.recent, as_window(new, pos, plan, rope, dtype))
+        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
+        asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(cache.seen)
+        ev = evidence(layer, window, nobody, asked, cache.seen, cache.prompt, nobody, plan, rope, model, fresh=True)
+        columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
+        return part.finish(), replace(layer, recent=replace(layer.recent, columns=columns))
+
+    x, made = net.embed(params, jnp.maximum(ids, 0)), []
+    for i in range(model.depth):
+        x, one = block(params, i, x, pos, run, reading(cache, pos))
+        made.append(one)
+    return replace(cache, layers=by_kind(model, made)[0])
+
+
+def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
+    """The last queries of a prompt that is whole, as a flush is given them."""
+    n = plan.needs.queries
+    return (layer.queries.cut(0, n) if n and layer.queries is not None else None), None
+
+
+@program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
+def compress(empty: Cache, whole: Cache) -> Cache:
+    """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
+    model, generated = empty.model, jnp.zeros_like(whole.seen)
+    layers = tuple(
+        flush(replace(a, queries=b.queries), b.recent, _kept(b, plan), whole.seen, generated, plan, rope, model, True)
+        for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True)
+    )
+    fill = jnp.int32(empty.stay)
+    return replace(empty, layers=layers, states=whole.states, seen=whole.seen, prompt=whole.prompt, fill=fill)
+
+
+@program(arguments=(ANY,), results=None)
+def ask(whole: Cache) -> Array:
+    """f32[L,B]: how much each layer of a cache made by `CacheConfig.uncut` asks of the budget."""
+    model, nobody = whole.model, jnp.zeros_like(whole.seen)
+
+    def said(layer: LayerCache, plan: LayerConfig, rope: Rope) -> Array:
+        asked = _kept(layer, plan)
+        ev = evidence(layer, layer.recent, nobody, asked, whole.seen, whole.prompt, nobody, plan, rope, model, True)
+        return plan.score.ask(ev)
+
+    return jnp.stack([said(*x) for x in zip(whole.layers, whole.plan, model.ropes, strict=True)])

@@ -1,0 +1,247 @@
+"""CAKE, SpecKV, MiKV and EMS: the specs' numbers by hand, and the methods on the model against plain float64 numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rig
+from rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, D, H, L
+from test_evictions import Scene
+from test_oracles import best, newest, prompt_taps
+from test_scores import evidence
+
+import jkv
+from jkv.budgets import asked_for
+from jkv.cache import map_codec
+from jkv.merges import ZeroClass, shares
+from jkv.prompts import pad, positions
+from jkv.scores.attention import WindowMass
+from jkv.scores.dispersion import Dispersed
+from jkv.scores.hybrid import Even
+from jkv.scores.probes import Drafted
+
+ROWS = [row[row >= 0].tolist() for row in PROMPT]
+
+# ------------------------------------------------------------------------------------------------------------ cake
+
+
+def test_layers_get_what_they_ask_for():
+    assert asked_for(12, [4, 1, 1], 6) == [6, 3, 3] and asked_for(8, [3, 1], 5) == [5, 3]
+    rng = np.random.default_rng(0)
+    for most in (20, 60, 400):
+        asked = rng.dirichlet(np.full(30, 0.5))
+        got = np.array(asked_for(1200, list(asked), most))
+        assert got.sum() == 1200 and (np.diff(got[np.argsort(asked, kind="stable")]) >= -1).all()
+        if 30 * most > 1200:
+            assert got.max() <= most
+    np.testing.assert_allclose(got, 1200 * asked, atol=2)  # nobody is clipped
+
+
+def spread(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indicator [H,n] and preference of p [H,G,N,n]; the tokens before the window are those that p is of."""
+    mean, variance = p.mean(2), p.var(2, ddof=1)
+    entropy = -(p * np.log(p + 1e-10)).sum()
+    return (mean + 200 * variance).mean(1), entropy ** (1 / 1.6) * variance.sum() ** (1 / 0.4)
+
+
+def test_attention_that_moves_counts_more():
+    scene = Scene("snapkv(budget=48, window=8)", queries=8)
+    score = Dispersed(queries=8, tempers=(1.6, 0.4))
+    want, asked = spread(scene.p[..., : scene.n - 8])
+    got = np.asarray(jax.jit(score.rank)(scene.ev))[0]
+    np.testing.assert_allclose(got[:, : scene.n - 8], want, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(score.ask)(scene.ev)[0], asked, rtol=1e-4)
+    last = WindowMass(queries=1).rank(scene.ev)[0]  # of the eight that are kept
+    np.testing.assert_allclose(last, scene.p[:, :, -1].mean(1), atol=1e-6)
+    plain = Dispersed(queries=8, gamma=0.0).rank(scene.ev)[0]
+    np.testing.assert_allclose(plain, scene.p.sum(2).mean(1) / 8, atol=1e-6)  # snapkv
+
+
+def test_the_layers_of_a_prompt_divide_its_budget():
+    (case,) = CASES["cake"]
+    cache = rig.prompted(case.tight)
+    for row, n in enumerate(LENGTHS):
+        taps = [prompt_taps(layer, row)[3].astype(np.float64)[:, :, -8:, :-8] for layer in range(L)]
+        mean, variance = [p.mean(2) for p in taps], [p.var(2, ddof=1) for p in taps]
+        asked = [-(p * np.log(p + 1e-10)).sum() * v.sum() for p, v in zip(taps, variance, strict=True)]
+        want = asked_for((BUDGET - 8) * L, asked, n - 8)
+        for layer in range(L):
+            part = cache.layers[layer]
+            assert part.share[row] == want[layer] and part.tiers[0].pos.shape[2] >= want[layer]
+            score = np.pad((mean[layer] + 200 * variance[layer]).mean(1), ((0, 0), (2, 2)))
+            pooled = np.stack([score[:, i : i + n - 8] for i in range(5)]).mean(0)
+            kept = best(np.pad(pooled, ((0, 0), (0, 8))), newest(n, 8), want[layer] + 8)
+            np.testing.assert_array_equal(np.logical_or(*rig.held(cache, layer))[row, :, :n], kept)
+
+
+def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
+    (case,) = CASES["cake"]
+    cache = rig.prompted(case.tight)
+    sizes = [plan.capacity for plan in cache.plan]
+    assert sorted(sizes) == [BUDGET, 2 * BUDGET]  # in steps of the budget
+    cache.save(tmp_path / "c", PARAMS)
+    again = jkv.Cache.load(tmp_path / "c", PARAMS)
+    assert [plan.capacity for plan in again.plan] == sizes
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------- speckv
+
+
+def test_a_draft_looks_back():
+    (case,) = CASES["speckv"]
+    cache = rig.prompted(case.tight)
+    (part,) = Drafted(tokens=8, layers=1).probes(PARAMS, ROWS)
+    ids = pad([[*row, *said] for row, said in zip(ROWS, part.ids, strict=True)], max(LENGTHS) + 8)
+    told = jax.jit(jkv.models.forward)(PARAMS.first(1), ids, positions(ids, jnp.zeros(2, jnp.int32)))
+    assert np.asarray(told)[:, -9:-1].argmax(-1).tolist() == part.ids
+    for (row, n), layer in product(enumerate(LENGTHS), range(L)):
+        p = np.asarray(rig.dense_prompt(ids)[1][layer][3], np.float64)[row][:, :, -16:, -n - 8 : -16].max((1, 2))
+        padded = np.pad(p, ((0, 0), (3, 3)), constant_values=-np.inf)
+        pooled = np.stack([padded[:, i : i + n - 8] for i in range(7)]).max(0)
+        kept = best(np.pad(pooled, ((0, 0), (0, 8))), newest(n, 8), BUDGET)
+        got = np.logical_or(*rig.held(cache, layer))[row, :, :n]
+        assert (got != kept).sum() <= 2  # equal maxima of neighbours that differ in their last bits
+    assert Drafted(tokens=0).probes(PARAMS, ROWS) == []
+
+
+# --------------------------------------------------------------------------------------------------- mikv and arkv
+
+
+def heavy(p: np.ndarray, n: int) -> np.ndarray:
+    return p.sum((1, 2))[:, : n - 16]
+
+
+def indicated(p: np.ndarray, n: int) -> np.ndarray:
+    late = p[:, :, -8:, : n - 8]
+    score = np.pad((late.mean(2) + 263.81 * late.var(2, ddof=1)).mean(1), ((0, 0), (2, 2)))
+    return np.stack([score[:, i : i + n - 8] for i in range(5)]).mean(0)
+
+
+TIERS = {  # score, bits of the lower tier, tokens of the upper one and of both of n that are no longer recent
+    "mikv(keep=0.25, recent=16, bits=2)": (heavy, 2, lambda n: (-(-n // 4), n)),
+    "arkv(budget=48, window=8, share=0.5)": (indicated, 8, lambda n: (20, 40)),
+}
+
+
+@pytest.mark.parametrize("text", TIERS)
+def test_the_best_stay_as_they_are_and_the_next_at_few_bits(text: str):
+    score, bits, sizes = TIERS[text]
+    cache = rig.prompted(text)
+    assert text.startswith("mikv") or cache.plan[0].block == 13  # a third of 40
+    for layer, row in np.ndindex(L, 2):
+        n, plan = LENGTHS[row], cache.plan[layer].tiers
+        _, k, v, p = prompt_taps(layer, row)
+        rank = score(p.astype(np.float64), n)
+        exact, held = (best(rank, np.zeros(rank.shape[1], bool), size) for size in sizes(rank.shape[1]))
+        for h in range(H):
+            wanted = exact[h], held[h] & ~exact[h]
+            for tier, config, want in zip(cache.layers[layer].tiers, plan, wanted, strict=True):
+                pos = np.asarray(tier.pos)[row, h]
+                assert sorted(pos[pos >= 0]) == np.flatnonzero(want).tolist()
+                for codec, code, x in ((config.k, tier.k, k), (config.v, tier.v, v)):
+                    got = np.asarray(map_codec(codec.decode, code))[row, h][pos >= 0]
+                    x = x[h, pos[pos >= 0]]
+                    step = np.ptp(x, axis=1, keepdims=True) / (2**bits - 1) if config is plan[1] else 0 * x[:, :1]
+                    assert (np.abs(got - x) <= step * 0.6 + 0.02 * (config is plan[1]) + 1e-5).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- ems
+
+
+def alike(keys: np.ndarray, worth: list[float], threshold: float, kept: list[int]) -> list[int]:
+    """The survivors of keys f[n,D] that are not kept."""
+    ev = evidence(keys)
+    lengths = np.linalg.norm(keys, axis=1)
+    columns = {"worth": jnp.asarray([[worth]], jnp.float32), "k_norm": jnp.asarray(lengths, jnp.float32)[None, None]}
+    stays = jnp.asarray(np.isin(np.arange(len(keys)), kept))[None, None]
+    return ZeroClass(candidates=3, threshold=threshold).survivor(replace(ev, columns=columns), stays)[0, 0].tolist()
+
+
+def test_candidates_go_to_their_like_or_nowhere():
+    angle = np.arccos([1, 0.4, 0.7, 0.99, 0.99])
+    keys = np.stack([np.cos(angle), np.sin(angle)], 1) * [[2], [1], [3], [1], [1]]
+    keys = np.concatenate([keys[:3], [[1.0, -5.0]], keys[3:]])
+    worth = [9, 3, 4, 8, 2, 1]
+    assert alike(keys, worth, 0.6, [0, 3]) == [-1, -1, 0, -1, 0, -1]  # 0.4 vanishes; the fourth is no candidate
+    assert alike(keys, worth, 1.01, [0, 3]) == [-1] * 6
+    assert alike(keys, worth, -1.01, [0, 3]) == [-1, 0, 0, -1, 0, -1]
+
+
+def test_a_survivor_turns_by_worth_and_keeps_its_length():
+    rng = np.random.default_rng(0)
+    k, v, own_k, own_v = rng.standard_normal((4, 3, D)).astype(np.float32)
+    own_k, own_v = (np.repeat(x[:1], 3, 0) for x in (own_k, own_v))
+    worth = np.array([0.5, 0.25, 2.0], np.float32)
+    given = map(jnp.asarray, (np.zeros(3, int), worth, k, v, own_k, own_v))
+    index, new_k, new_v = jax.jit(lambda *x: shares(ZeroClass(), *x, none=9))(*given)
+    assert index.tolist() == [0, 9, 9]
+    mean = [(own[0] + worth @ x) / (1 + worth.sum()) for own, x in ((own_k, k), (own_v, v))]
+    length = np.linalg.norm(own_k[0])
+    np.testing.assert_allclose(new_k[0], mean[0] / np.linalg.norm(mean[0]) * length, rtol=1e-5)
+    np.testing.assert_allclose(new_v[0], mean[1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_prompt_melts_into_those_that_are_alike():
+    (case,) = CASES["ems"]
+    cache = rig.prompted(case.tight)
+    tier = cache.layers[0].tiers[0]
+    merged = 0
+    for row, n in enumerate(LENGTHS):
+        _, k, v, p = (x.astype(np.float64) for x in prompt_taps(0, row))
+        mean = p.mean(1).sum(1) / (n - np.arange(n))
+        late = p[:, :, -8:].mean(1).sum(1)
+        worth = sum(x / x.mean(-1, keepdims=True) for x in (mean, late))
+        kept = best(worth, newest(n, 8), BUDGET)
+        np.testing.assert_array_equal(np.logical_or(*rig.held(cache, 0))[row, :, :n], kept)
+        unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+        for h in range(H):
+            centres, gone = np.flatnonzero(kept[h, : n - 8]), np.flatnonzero(~kept[h])
+            into = {c: [] for c in centres}
+            for i in gone[np.argsort(-worth[h, gone], kind="stable")][:64]:
+                cos = unit[h, centres] @ unit[h, i]
+                if cos.max() > 0.2:
+                    into[centres[cos.argmax()]].append(i)
+            pos = np.asarray(tier.pos)[row, h]
+            for c, members in into.items():
+                all_of = [c, *members]
+                w = worth[h, all_of] / worth[h, all_of].sum()
+                want_k = w @ k[h, all_of]
+                want_k *= np.linalg.norm(k[h, c]) / np.linalg.norm(want_k)
+                (slot,) = np.flatnonzero(pos == c)
+                np.testing.assert_allclose(tier.k.slots[row, h, slot], want_k, atol=1e-4)
+                np.testing.assert_allclose(tier.v.slots[row, h, slot], w @ v[h, all_of], atol=1e-4)
+                merged += len(members)
+    assert merged > 50
+
+
+def test_an_even_score_is_one_on_average():
+    ev = evidence(np.eye(4))
+    ev = replace(ev, columns={"given": jnp.asarray([[[1.0, 2.0, 5.0, jnp.nan]]])}, pos=ev.pos.at[0, 0, 3].set(-1))
+    from test_ladder import Given
+
+    np.testing.assert_allclose(Even(score=Given()).rank(ev)[0, 0, :3], [0.375, 0.75, 1.875])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cake(budget=8, window=8)", "must exceed its observation window of 8"),
+        ("cake(budget=64, tempers=(1, 0))", "two above 0"),
+        ("cake(budget=64, chunk=64)", "asks every layer about the prompt, which stays whole until then, and chunk=64"),
+        ("speckv(budget=64, layers=3)", "layers=3, and the model has 2"),
+        ("speckv(budget=64, tokens=-1)", "0 or more"),
+        ("mikv(keep=0)", "above 0 and at most 1"),
+        ("arkv(budget=64, share=0)", "above 0 and at most 1"),
+        ("mikv | int4(group=3)", "does not divide"),
+        ("ems(budget=64, candidates=0)", "1 or more"),
+    ],
+)
+def test_what_cannot_be(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        jkv.prefill(PARAMS, text, ROWS, room=16)

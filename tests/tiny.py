@@ -1,0 +1,63 @@
+"""The tiny llama of the runtime's tests, and folders of what its methods have learned: random, but telling."""
+
+from __future__ import annotations
+
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv.models as models
+from jkv.io import learned as io
+from jkv.scores import delayed, learned
+
+PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
+MODEL = PARAMS.config
+H, G, D, L = MODEL.heads, MODEL.groups, MODEL.head_dim, MODEL.layers
+
+
+def gate(folder: str) -> str:
+    """A folder with a retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
+    made = learned.start(MODEL, 8, 3.0, jax.random.key(7))
+    made = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, made)
+    io.write(folder, vars(made), {"method": "trimkv", "model": io.identities(PARAMS)})
+    return folder
+
+
+def switch(folder: str) -> str:
+    """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
+    rng = np.random.default_rng(6)
+    made = delayed.Switch(out=rng.normal(0, 0.4, (L, H, MODEL.width)), gain=rng.uniform(0.5, 1.5, (L, MODEL.width)))
+    io.write(folder, vars(made), {"method": "dms", "model": io.identities(PARAMS)})
+    return folder
+
+
+def predictor(folder: str) -> str:
+    """A folder with a predictor of attention for the tiny model, of random weights."""
+    rng = np.random.default_rng(5)
+    shapes = dict(first=(16, 1, 3, 3), first_bias=(16,), second=(32, 16, 3, 3), second_bias=(32,), last=(32,), rest=())
+    made = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()} | {"linear": np.array([0.5, 0.2, 0.3])}
+    io.write(folder, made, {"method": "attentionpredictor", "model": io.identities(PARAMS)})
+    return folder
+
+
+def finders(folder: str) -> str:
+    """A folder that says which query heads of the tiny model find things, two in each kv head; its layers are equal."""
+    heads = np.random.default_rng(8).uniform(0.1, 1, (L, H, G))
+    made = {"heads": heads, "layers": np.full(L, 1 / L)}
+    io.write(folder, made, {"method": "compresskv", "model": io.identities(PARAMS)})
+    return folder
+
+
+def keepers(folder: str) -> str:
+    """A folder by which one kv head of each layer of the tiny model keeps everything: the second, then the first."""
+    made = {"induction": np.array([[0.1, 0.9], [0.3, 0.2]]), "echo": np.array([[0.1, 0.2], [0.8, 0.4]])}
+    io.write(folder, made, {"method": "razorattention", "model": io.identities(PARAMS)})
+    return folder
+
+
+FOLDER = tempfile.TemporaryDirectory()  # gone with the process
+GATE, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
+    make(f"{FOLDER.name}/{make.__name__}") for make in (gate, switch, predictor, finders, keepers)
+)

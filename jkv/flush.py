@@ -79,8 +79,7 @@ def flush(
     limit = _limit(plan, seen, generated, layer.share)
     ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
     ev = replace(ev, columns=plan.score.observe(ev))
-    tiers = layer.tiers
-    rest = layer.rest
+    tiers, rest = layer.tiers, layer.rest
     if tiers and most:
         tiers, rest = _cascade(tiers, rest, ev, leaving, most, plan, rope)
     tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)

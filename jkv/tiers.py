@@ -127,7 +127,7 @@ def write(x: Array, index: Array, new: Array, tier: Tier, config: TierConfig) ->
 def after(slot: Array, read: tuple[Array, ...], none: int) -> Array:
     """The slots i32[B,Hs,m], which now depend on what was read, [B,H,n,D]: XLA copies a tier that is read and written,
     unless the write must wait. No number is below and above 0."""
-    total = sum(x.astype(jnp.float32).sum((2, 3)) for x in read)
+    total = jnp.stack([x.astype(jnp.float32).sum((2, 3)) for x in read]).sum(0)
     never = (total < 0) & (total > 0)
     if slot.shape[1] == 1:
         never = never.any(1, keepdims=True)

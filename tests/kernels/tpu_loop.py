@@ -18,13 +18,13 @@ from jkv.plan import Job, decode, programs
 LLAMA, QWEN, SMOLLM = "llama-3.1-8b", "qwen3-8b", "smollm2-135m"
 SIZES = {LLAMA: (8, 32768), QWEN: (8, 32768), SMOLLM: (64, 8192)}  # rows, and tokens of each
 DECODE = [
-    (QWEN, "int8"),
+    (QWEN, "int8", 1),
     (LLAMA, "snapkv(budget=16384) | int4"),
-    (LLAMA, "kivi"),
+    (LLAMA, "kivi", 1),
     (LLAMA, "full"),
     (LLAMA, "quest(pages=64, dense_layers=0)"),
     (LLAMA, "adakv(budget=4096) | int8", 1),  # a pool, in one layer: its contests take long to compile
-    (SMOLLM, "int4(group=32)"),  # three kv heads: the devices divide rows
+    (SMOLLM, "int4(group=32)", 1),  # three kv heads: the devices divide rows
 ]
 CONTEXT = LLAMA, "int8", 2, "data=1,model=4,context=2"
 PREFILL = LLAMA, "full", 2048

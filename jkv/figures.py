@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def blank(width: float, height: float, layout: str | None = "constrained") -> Figure:
+def blank(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
     """A figure of so many inches that belongs to no window; raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing needs matplotlib; run: pip install 'jkv[plot]'") from error
-    return Figure(figsize=(width, height), layout=layout)  # type: ignore[arg-type]
+    return Figure(figsize=(width, height), layout=layout)

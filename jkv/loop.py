@@ -106,7 +106,8 @@ def reading(cache: Cache, pos: Array) -> Mix:
 
 def by_kind(model: ModelConfig, made: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What was made of each block: of those that attend, and of those that recur."""
-    return tuple(tuple(x for i, x in enumerate(made) if model.attends(i) is kind) for kind in (True, False))  # type: ignore[return-value]
+    attend = tuple(x for i, x in enumerate(made) if model.attends(i))
+    return attend, tuple(x for i, x in enumerate(made) if not model.attends(i))
 
 
 # For a cache that nobody needs any more: the new one takes its memory.

@@ -189,7 +189,6 @@ def read(
     context = f.number("max_position_embeddings")
     seen = windows(f, layers) if windows else (None,) * layers
     turns, context = (ropes or one_rope)(f, dim, context, seen)
-    eos = f.take("eos_token_id", ())
     out = ModelConfig(
         family=family,
         layers=layers,
@@ -205,12 +204,16 @@ def read(
         ropes=turns,
         windows=seen,
         tied=bool(f.take("tie_word_embeddings", tied)),
-        eos=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
-        bos=f.take("bos_token_id", None),
-        **({"scale": dim**-0.5} | (extra(f, width) if extra else {})),
+        **({"scale": dim**-0.5} | (extra(f, width) if extra else {}) | ends(f)),
     )
     f.done()
     return out
+
+
+def ends(f: Fields) -> dict[str, Any]:
+    """The ids that begin and end a text."""
+    eos = f.take("eos_token_id", ())
+    return {"eos": tuple(eos) if isinstance(eos, list | tuple) else (eos,), "bos": f.take("bos_token_id", None)}
 
 
 def sliding_window(f: Fields) -> int | None:

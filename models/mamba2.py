@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .config import Fields, Mixers, ModelConfig
+from .config import Fields, Mixers, ModelConfig, ends
 from .llama import rms, unembed
 from .params import Names, Params
 
@@ -57,7 +57,6 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         kernel=f.number("conv_kernel", 4),
         limit=limit(f),
     )
-    eos = f.take("eos_token_id", ())
     out = ModelConfig(
         family="mamba2",
         layers=0,
@@ -74,9 +73,8 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         ropes=(),
         windows=(),
         tied=bool(f.take("tie_word_embeddings", False)),
-        eos=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
-        bos=f.take("bos_token_id", None),
         mixers=checked(f, mixers),
+        **ends(f),
     )
     f.done()
     return out

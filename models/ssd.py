@@ -153,13 +153,14 @@ def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Arr
     def stretch(s: Array, part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         x, write, ask, dt = part
         cum = jnp.cumsum(dt * rate, -1)
-        gap = cum[..., :, None] - cum[..., None, :]
-        decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool)[None, None, None], gap, -jnp.inf))
+        # summed for each pair: cum_l - cum_s would lose in rounding what near tokens differ by
+        gap = jnp.cumsum(jnp.where(jnp.tri(size, k=-1, dtype=bool), (dt * rate)[..., None], 0), -2)
+        decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool), gap, -jnp.inf))
         pairs = jnp.einsum("bgln,bgsn->bgls", ask, write)[:, :, None] * decay * dt[..., None, :]
         y = jnp.einsum("bgrls,bgrsp->bgrlp", pairs, x)
         y = y + jnp.einsum("bgln,bgrpn->bgrlp", ask, s) * jnp.exp(cum)[..., None]
-        end = cum[..., -1:]
-        s = s * jnp.exp(end)[..., None] + jnp.einsum("bgrs,bgrsp,bgsn->bgrpn", jnp.exp(end - cum) * dt, x, write)
+        gain = decay[..., -1, :] * dt
+        s = s * jnp.exp(cum[..., -1:])[..., None] + jnp.einsum("bgrs,bgrsp,bgsn->bgrpn", gain, x, write)
         return s, y
 
     state, y = jax.lax.scan(stretch, state, (cut(x, 3), cut(write, 2), cut(ask, 2), cut(dt, 3)))

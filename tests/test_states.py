@@ -43,7 +43,7 @@ def check_greedy(params, prompts, answers):
 def same(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
-        np.testing.assert_allclose(x, y, atol=1e-4 * max(1, abs(y).max()), rtol=0)
+        np.testing.assert_allclose(x, y, atol=1e-5 * max(1, abs(y).max()), rtol=0)
 
 
 @BOTH

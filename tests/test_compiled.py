@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from typing import Any
@@ -16,6 +17,8 @@ from jkv.cache import tree_bytes
 
 WIDE = dict(models.TINY, hidden_size=512, max_position_embeddings=32768, num_hidden_layers=4)
 TOKENS = 16384
+# the other tests compile quickly; see conftest.py
+AS_USERS = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
 TEXTS = [
     "full",
     f"h2o(budget={TOKENS}) | rest",
@@ -45,7 +48,7 @@ def compiled_loop(text: str) -> tuple[Any, Any]:
         count=jnp.int32(0),
     )
     drawn = sampling.make(1, 100, seeds=(0,), stop_ids=())
-    return loop.run_blocks.lower(params, state, drawn, jnp.int32(64)).compile(), shapes(empty)
+    return loop.run_blocks.lower(params, state, drawn, jnp.int32(64)).compile(AS_USERS), shapes(empty)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -74,7 +77,7 @@ def prefill_temporaries(text: str, tokens: int) -> int:
     params = models.random(WIDE)
     empty = sizes.empty(methods.parse(text), params.config, 1, 6016, 16, jnp.float32)
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    program = loop.absorb.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile()
+    program = loop.absorb.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile(AS_USERS)
     return program.memory_analysis().temp_size_in_bytes
 
 

@@ -43,8 +43,10 @@ def whole(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
-def spare(devices: list[Any]) -> int:
-    """Bytes that are free on each device; on a CPU, four fifths of the free memory for all of them together."""
+def spare(over: Over | None) -> int:
+    """Bytes free on each device of this process; on a CPU, four fifths of the free memory for all of them together."""
+    own = jax.local_devices()
+    devices = own[:1] if over is None else [d for d in over.mesh.devices.flat if d in own]
     stats = [s for d in devices if (s := d.memory_stats())]
     if len(stats) == len(devices):
         return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
@@ -71,10 +73,10 @@ def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
     return max(peak_bytes(block), held + peak_bytes(prefill)) - here(params)
 
 
-def largest(params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: Over | None) -> int:
-    """The largest batch, at most `rows` and a multiple of `unit`, that fits. ValueError if none does."""
-    devices = list(over.mesh.devices.flat) if over is not None else jax.local_devices()[:1]
-    free = spare(devices)
+def largest(
+    params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: Over | None, free: int
+) -> int:
+    """The largest batch, at most `rows` and a multiple of `unit`, that fits `free` bytes a device. ValueError if none does."""
 
     def share(batch: int) -> float:
         try:
@@ -84,7 +86,7 @@ def largest(params: Params, shapes: Callable[[int], Shapes], rows: int, unit: in
                 raise
             return inf
 
-    most = whole(min(rows, AT_ONCE.get(devices[0].platform, ELSEWHERE)), unit)
+    most = whole(min(rows, AT_ONCE.get(jax.default_backend(), ELSEWHERE)), unit)
     found = search(share, unit, most)
     if not found:
         raise ValueError(f"not even {unit} rows fit into the {free:,} free bytes: take a smaller cache or shorter rows")

@@ -200,15 +200,18 @@ class _Work:
         return self.report()
 
     def size(self) -> int:
-        """Rows at once, found out for the longest bucket of the job when they are first asked for."""
-        if not self.batch:
-            job, bucket = self.job, self.buckets[0]
-            shapes = partial(job.shapes, bucket, self.requests)
-            most = max(len(b.rows) for b in self.buckets)
-            self.batch = job.batch or fit.largest(job.params, shapes, most, job.unit, job.over)
-            if spans(job.over):
-                self.batch = int(gathered(np.array([self.batch], np.int64)).min())
+        """Rows at once; `largest`, when they are first asked for, unless the job says how many."""
+        self.batch = self.batch or self.job.batch or self.largest()
         return self.batch
+
+    def largest(self) -> int:
+        """Rows at once that fit in the longest bucket of the job."""
+        job, most = self.job, max(len(b.rows) for b in self.buckets)
+        free = fit.spare(job.over)
+        if spans(job.over):  # all try the same
+            free = int(gathered(np.array([free], np.int64)).min())
+        shapes = partial(job.shapes, self.buckets[0], self.requests)
+        return fit.largest(job.params, shapes, most, job.unit, job.over, free)
 
     def follow(self, shapes: Shapes, stop: Callable[[], bool]) -> None:
         """Run a bucket, and write its rows as they end, until all have or the job is to stop."""

@@ -53,14 +53,18 @@ def reaches(process: subprocess.Popen[str], out: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-def both(source: Path, out: Path, *more: str) -> list[str]:
-    """What two processes say that find each other."""
+def pair(source: Path, out: Path, *more: str) -> list[subprocess.Popen[str]]:
+    """Two processes that find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    pair = [started(source, out, f"{address},{i},2", *more) for i in range(2)]
-    said = [p.communicate(timeout=300) for p in pair]
-    assert [p.returncode for p in pair] == [0, 0], said
+    return [started(source, out, f"{address},{i},2", *more) for i in range(2)]
+
+
+def both(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """What they say, and that they end well."""
+    said = [p.communicate(timeout=300) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said
     return [x for x, _ in said]
 
 
@@ -68,26 +72,26 @@ def both(source: Path, out: Path, *more: str) -> list[str]:
 def whole(source: Path) -> dict[int, dict]:
     """The rows of two processes, each with its own half."""
     out = source.parent / "whole"
-    said = both(source, out)
+    said = both(pair(source, out))
     assert all(f"rows         {ROWS} done, 0 failed, of {ROWS}\n" in x for x in said)  # of the other's rows too
     return rows(out)
 
 
-def test_two_processes_share_a_mesh(source: Path, tmp_path: Path, monkeypatch: Any):
-    """Of two devices each; they go on with a job that one process began, and the first of them writes."""
-    short, alone, out = tmp_path / "in.jsonl", tmp_path / "alone", tmp_path / "out"
-    asked = [json.loads(x) | {"max_new_tokens": 9} for x in source.read_text().splitlines()[:8]]
-    short.write_text("".join(json.dumps(x) + "\n" for x in asked))
-    said = started(short, alone).communicate(timeout=300)
-    out.mkdir()
-    for path in alone.iterdir():
-        lines = path.read_text().splitlines(keepends=True)
-        (out / path.name).write_text("".join(lines[:3] if path.name.startswith("rows-") else lines))
-    assert len(rows(out)) == 3 and len(rows(alone)) == 8, said
+def test_two_processes_share_a_mesh(source: Path, whole: dict[int, dict], tmp_path: Path, monkeypatch: Any):
+    """Of two devices each; the first of them writes. One is taken away, so both stop, and two others go on."""
+    short, out = tmp_path / "in.jsonl", tmp_path / "out"
+    asked = [json.loads(x) for x in source.read_text().splitlines()[:8]]
+    new = [9, 9, 9, *(x["max_new_tokens"] for x in asked[3:])]
+    short.write_text("".join(json.dumps(x | {"max_new_tokens": n}) + "\n" for x, n in zip(asked, new, strict=True)))
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2")
-    said = both(short, out, "data=2,model=2")
-    assert all("rows         8 done, 0 failed, of 8\n" in x for x in said)
-    assert [p.name for p in out.glob("rows-*")] == ["rows-00000-of-00001.jsonl"] and rows(out) == rows(alone)
+    first = pair(short, out, "data=2,model=2")
+    reaches(first[0], out, 3)
+    first[1].send_signal(signal.SIGTERM)
+    assert all("left: run the same command again" in x for x in both(first))
+    assert 3 <= len(rows(out)) < 8
+    assert all("rows         8 done, 0 failed, of 8\n" in x for x in both(pair(short, out, "data=2,model=2")))
+    assert [p.name for p in out.glob("rows-*")] == ["rows-00000-of-00001.jsonl"]
+    assert [rows(out)[i + 1]["tokens"] for i in range(8)] == [whole[i + 1]["tokens"][:n] for i, n in enumerate(new)]
 
 
 def test_two_processes_divide_the_rows(source: Path, whole: dict[int, dict]):

@@ -194,12 +194,10 @@ def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fit, "needed", lambda params, x, over: tried.append(x.rows) or 100 * x.rows)
     for free, most in ((1300, 12), (200, 2), (9999, fit.AT_ONCE["cpu"])):
         tried.clear()
-        monkeypatch.setattr(fit, "spare", lambda devices, free=free: free)
-        assert fit.largest(PARAMS, shapes, 40, 2, None) == most and len(tried) <= TRIES
+        assert fit.largest(PARAMS, shapes, 40, 2, None, free) == most and len(tried) <= TRIES
     assert tried == [most]  # which is as much as can be of use, so nothing else is compiled
-    monkeypatch.setattr(fit, "spare", lambda devices: 199)
     with pytest.raises(ValueError, match="not even 2 rows fit into the 199 free bytes"):
-        fit.largest(PARAMS, shapes, 40, 2, None)
+        fit.largest(PARAMS, shapes, 40, 2, None, 199)
 
 
 def test_a_greedy_row_beside_others_takes_the_best_token():

@@ -21,4 +21,5 @@ def tiny(*_: object):
 if __name__ == "__main__":
     load.load = tiny
     hosts, mesh, *_ = *sys.argv[4:], None, None
-    batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch="4", hosts=hosts, mesh=mesh)
+    rows = "auto" if mesh else "4"
+    batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch=rows, hosts=hosts, mesh=mesh)

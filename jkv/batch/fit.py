@@ -73,10 +73,8 @@ def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
     return max(peak_bytes(block), held + peak_bytes(prefill)) - here(params)
 
 
-def largest(
-    params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: Over | None, free: int
-) -> int:
-    """The largest batch, at most `rows` and a multiple of `unit`, that fits `free` bytes a device. ValueError if none does."""
+def largest(params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: Over | None, free: int) -> int:
+    """The largest batch, at most `rows`, a multiple of `unit`, that fits `free` bytes a device; ValueError if none."""
 
     def share(batch: int) -> float:
         try:

@@ -45,7 +45,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def linear(w: Array, x: Array, dtype: Any = None) -> Array:
-    """x [..., in] with w [out, in] -> [..., out]: the one product that all weights go through.
+    """x [..., in] with w [*out, in] -> [..., *out]: the one product that all weights go through.
 
     `dtype` is the type of the result (default: x's). It is the type of the sums too: logits need float32.
     Stored [out, in]: the products of a decode step of SmolLM2-135M (538 MB of float32, XLA CPU, 2 cores, three runs)
@@ -56,12 +56,15 @@ def linear(w: Array, x: Array, dtype: Any = None) -> Array:
     >>> linear(jnp.ones((3, 2)), jnp.ones((1, 2))).tolist()
     [[2.0, 2.0, 2.0]]
     """
-    return jnp.einsum("...e,oe->...o", x, w, preferred_element_type=dtype or x.dtype)
+    flat = w.reshape(-1, w.shape[-1])  # XLA's product on a CPU copies an array of more axes
+    y = jnp.einsum("...e,oe->...o", x, flat, preferred_element_type=dtype or x.dtype)
+    return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 def along(w: Array, x: Array) -> Array:
-    """A vector w [D] shaped to act on the last axis of x, so that no rank is promoted silently."""
-    return jax.lax.broadcast_in_dim(w, (1,) * (x.ndim - 1) + w.shape, (x.ndim - 1,))
+    """w shaped to act on the last axes of x, so that no rank is promoted silently."""
+    first = x.ndim - w.ndim
+    return jax.lax.broadcast_in_dim(w, (1,) * first + w.shape, range(first, x.ndim))
 
 
 def rms(w: Array, x: Array, eps: float) -> Array:
@@ -77,11 +80,9 @@ def embed(params: Params, ids: Array) -> Array:
 
 
 def split(c: ModelConfig, qkv: Array) -> tuple[Array, Array, Array]:
-    """[B, T, (HG + 2H) D] -> q [B, H, G, T, D], k and v [B, H, T, D]."""
-    b, t, h, g, d = *qkv.shape[:2], c.heads, c.groups, c.head_dim
-    q, k, v = jnp.split(qkv, (h * g * d, h * (g + 1) * d), axis=-1)
-    k, v = (a.reshape(b, t, h, d).transpose(0, 2, 1, 3) for a in (k, v))
-    return q.reshape(b, t, h, g, d).transpose(0, 2, 3, 1, 4), k, v
+    """[B, T, H, G + 2, D] -> q [B, H, G, T, D], k and v [B, H, T, D]."""
+    every = qkv.transpose(0, 2, 3, 1, 4)
+    return every[:, :, : c.groups], every[:, :, c.groups], every[:, :, c.groups + 1]
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
@@ -100,8 +101,9 @@ def out(w: Mapping[str, Array], o: Array) -> Array:
 
 def mlp(w: Mapping[str, Array], x: Array, act: str) -> Array:
     """down(act(gate x) * up x), [B, T, E] -> [B, T, E]."""
-    gate, up = jnp.split(linear(w["gate_up"], x), 2, axis=-1)
-    return linear(w["down"], ACTS[act](gate) * up)
+    both = linear(w["gate_up"], x)
+    y = ACTS[act](both[..., 0, :]) * both[..., 1, :]
+    return linear(w["down"], y.reshape(*x.shape[:-1], -1))
 
 
 def newest(x: Array, o: Array) -> Array:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -42,15 +43,16 @@ class Names:
 class Params:
     """A model: embed [V,E], one dict of arrays a layer, norm [E], head [V,E] (None: embed is used), and its config.
 
-    Matrices are stored [out, in]. Products of one input share a matrix: `qkv` [(HG + 2H) D, E] (all queries, then keys,
-    then values) and `gate_up` [2F, E], so that a decode step reads few, long matrices. The fields of `EXACT` are in
-    float32, whatever the dtype of the others.
+    Matrices are stored [out, in]. Products of one input share an array, so that a decode step reads few, long ones:
+    `qkv` [H, G + 2, D, E], of each kv head its queries, its key and its value, and `gate_up` [H, 2, F / H, E], so that
+    devices that divide H have what belongs together. The fields of `EXACT` are in float32, whatever the dtype of the
+    others.
 
     >>> from jkv import models
     >>> p = models.random(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
     ...     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512))
     >>> p.embed.shape, p.layers[0]["qkv"].shape, p.config.heads
-    ((100, 32), (64, 32), 2)
+    ((100, 32), (2, 4, 8, 32), 2)
     """
 
     embed: Array
@@ -148,8 +150,11 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any) -> Para
         before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
+        if len(parts) > 1:
+            n, _, size = together([len(x) for x in parts], c.heads)
+            parts = [np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)]
         # a copy: jax would share the memory of an aligned numpy array, which may be a file or change later
-        return jnp.array(np.concatenate(parts) if len(parts) > 1 else parts[0], dtype=dtype)
+        return jnp.array(parts[0], dtype=dtype)
 
     made = _stacked(c, table, stack, dtype)
     if wrong:
@@ -162,10 +167,21 @@ def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
     known = names(c, table)
 
     def stack(names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        parts = [known[name] for name in names]
-        return jax.ShapeDtypeStruct((sum(p[0] for p in parts), *parts[0][1:]), dtype)
+        rows, (_, *rest) = [known[name][0] for name in names], known[names[0]]
+        return jax.ShapeDtypeStruct((*(together(rows, c.heads) if len(rows) > 1 else rows), *rest), dtype)
 
     return _stacked(c, table, stack, dtype)
+
+
+def together(rows: list[int], heads: int) -> tuple[int, int, int]:
+    """(n, parts, size) of the array that tensors of so many rows share: piece by piece, each cut into n pieces.
+
+    >>> together([64, 16, 16], 2), together([100, 100], 3)
+    ((2, 6, 8), (1, 2, 100))
+    """
+    n = gcd(heads, *rows)
+    size = min(rows) // n
+    return n, sum(rows) // (n * size), size
 
 
 def _stacked(c: ModelConfig, table: Names, stack: Callable[[tuple[str, ...], Any], Any], dtype: Any) -> Params:

@@ -24,8 +24,10 @@ def fingerprint(params: Params) -> str:
     """Hex digest of a model: its config, and a slice of every layer's weights."""
     c = params.config
     digest = hashlib.sha256((repr(c) + (repr(c.mixers) if c.mixers else "")).encode())
-    for x in (params.norm, *(layer["qkv" if c.attends(i) else "mix"][:1] for i, layer in enumerate(params.layers))):
-        digest.update(np.asarray(x, np.float32).tobytes())
+    digest.update(np.asarray(params.norm, np.float32).tobytes())
+    for i, layer in enumerate(params.layers):
+        x = layer["qkv" if c.attends(i) else "mix"]
+        digest.update(np.asarray(x[(0,) * (x.ndim - 1)], np.float32).tobytes())
     return digest.hexdigest()[:32]
 
 

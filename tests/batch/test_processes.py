@@ -165,6 +165,13 @@ def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
         assert set(found["codes"]) == {8}, found["cache"]
 
 
+def test_nothing_is_made_on_another_device_than_it_is_needed_on(eight: list[Any]):
+    """Queries, keys and values of a head, and a gate and what it gates: the weights that make them lie together."""
+    for found in eight[2:]:
+        kinds = {kind for place, kind, *_ in found["sent"] if place == "step"}
+        assert "all-reduce" in kinds and "collective-permute" not in kinds, found["cache"]
+
+
 def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
     """In no message of a step or a flush are codes or floats of four axes, of as many slots as a device has."""
     for found in eight[2:]:

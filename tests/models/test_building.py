@@ -23,9 +23,12 @@ def tensors():
 def test_products_of_one_input_are_stacked_in_order(tensors):
     p = models.build(CASES["llama"], thunks(tensors), jnp.float32)
     q, k, v = (tensors[f"model.layers.1.self_attn.{n}_proj.weight"] for n in "qkv")
-    np.testing.assert_array_equal(p.layers[1]["qkv"], np.concatenate([q, k, v]))
+    h, g, d = p.config.heads, p.config.groups, p.config.head_dim
+    for head in range(h):
+        own = [q[head * g * d :][: g * d], k[head * d :][:d], v[head * d :][:d]]
+        np.testing.assert_array_equal(p.layers[1]["qkv"][head].reshape(-1, p.config.width), np.concatenate(own))
     gate, up = (tensors[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up"))
-    np.testing.assert_array_equal(p.layers[1]["gate_up"], np.concatenate([gate, up]))
+    np.testing.assert_array_equal(p.layers[1]["gate_up"].swapaxes(0, 1).reshape(2, *gate.shape), [gate, up])
     total = sum(a.size for a in tensors.values())
     assert sum(a.size for a in jax.tree.leaves(p)) == total
 

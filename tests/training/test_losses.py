@@ -77,7 +77,8 @@ def run(
     x, fades = p.embed[np.maximum(ids, 0)], []
     for i, w in enumerate(p.layers):
         y = norm(w["norm1"], x)
-        q, k, v = np.split(y @ w["qkv"].T, [h * g * d, h * (g + 1) * d], -1)
+        own = np.einsum("te,hgde->thgd", y, w["qkv"])
+        q, k, v = own[:, :, :g].reshape(t, -1), own[:, :, g].reshape(t, -1), own[:, :, g + 1].reshape(t, -1)
         q, k = turned(q.reshape(t, h * g, d), pos), turned(k.reshape(t, h, d), pos)
         v, out, fade = v.reshape(t, h, d), np.zeros((t, h * g, d)), np.zeros((h, t))
         if gate is not None:
@@ -90,7 +91,7 @@ def run(
             mine = see if drop is None else see & (~drop[i, head // g][None] | np.eye(t, dtype=bool))
             out[:, head] = np.exp(log_softmax(np.where(mine, logits, -1e30))) @ v[:, head // g]
         x = x + out.reshape(t, -1) @ w["o"].T
-        a, b = np.split(norm(w["norm2"], x) @ w["gate_up"].T, 2, -1)
+        a, b = (norm(w["norm2"], x) @ part.reshape(-1, x.shape[1]).T for part in w["gate_up"].swapaxes(0, 1))
         x = x + (silu(a) * b) @ w["down"].T
     return norm(p.norm, x) @ p.head.T, np.stack(fades)
 

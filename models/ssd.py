@@ -28,6 +28,7 @@ from .config import Mixers
 from .llama import along, linear
 
 STRETCH = 128  # tokens that are read as attention with decay
+UNIT = 16  # tokens whose decay is summed for each pair; it divides a stretch
 
 
 @value
@@ -92,7 +93,8 @@ def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, 
     inputs, write, ask, gain, decay = _waiting(w, m, new)
     newest = jnp.maximum(new.count - 1, 0)
     ask, now = ask[rows, :, newest], inputs[rows, :, :, newest]
-    y = jnp.einsum("bgn,bgrpn->bgrp", ask, _grouped(new.state, m, 1)) * decay[..., None]
+    # the state comes first: as the second of the two it would be copied, turned, in every step
+    y = jnp.einsum("bgrpn,bgn->bgrp", _grouped(new.state, m, 1), ask) * decay[..., None]
     seen = jnp.einsum("bgn,bgsn->bgs", ask, write)[:, :, None] * gain
     y = y + jnp.einsum("bgrs,bgrsp->bgrp", seen, inputs) + _grouped(w["skip"], m, 0)[None, :, :, None] * now
     return _finish(w, m, eps, y.reshape(b, 1, m.inner), z), new
@@ -102,12 +104,12 @@ def settle(w: Mapping[str, Array], m: Mixers, old: State) -> State:
     """The state after all tokens, in which nothing waits."""
     b, room = old.dt.shape[:2]
     inputs, write, _, gain, decay = _waiting(w, m, old)
-    state = _grouped(old.state, m, 1) * decay[..., None, None]
-    state = state + jnp.einsum("bgrs,bgrsp,bgsn->bgrpn", gain, inputs, write)
+    added = jnp.einsum("bgrsp,bgsn->bgrpn", gain[..., None] * inputs, write).reshape(old.state.shape)
+    state = old.state * decay.reshape(b, m.heads)[..., None, None] + added
     fresh = start(m, b, room, old.raw.dtype)
     tail = old.count[:, None] + jnp.arange(m.kernel - 1)[None]
     raw = fresh.raw.at[:, : m.kernel - 1].set(_moved(old.raw, tail))
-    return replace(fresh, state=state.reshape(old.state.shape), raw=raw)
+    return replace(fresh, state=state, raw=raw)
 
 
 def waits(x: State) -> Array:
@@ -135,15 +137,21 @@ def _convolved(w: Mapping[str, Array], m: Mixers, raw: Array) -> tuple[Array, Ar
 
 def _waiting(w: Mapping[str, Array], m: Mixers, x: State) -> tuple[Array, Array, Array, Array, Array]:
     """`_convolved` of the window, exp(cum_end - cum_s) dt_s f32[B,G,R,W], and exp(cum_end) f32[B,G,R]."""
-    dt = _grouped(jnp.where(waits(x)[..., None], x.dt, 0).swapaxes(1, 2), m, 1)
+    live = waits(x)
+    there = jnp.pad(live, ((0, 0), (m.kernel - 1, 0)), constant_values=True)
+    dt = _grouped(jnp.where(live[..., None], x.dt, 0).swapaxes(1, 2), m, 1)
     cum = jnp.cumsum(dt * _rate(w, m), -1)
-    return *_convolved(w, m, x.raw), jnp.exp(cum[..., -1:] - cum) * dt, jnp.exp(cum[..., -1])
+    return (
+        *_convolved(w, m, jnp.where(there[..., None], x.raw, 0)),
+        jnp.exp(cum[..., -1:] - cum) * dt,
+        jnp.exp(cum[..., -1]),
+    )
 
 
 def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Array) -> tuple[Array, Array]:
     """Outputs f32[B,G,R,L,P] without D x, and the state f32[B,G,R,P,N] at the end; rate f32[1,G,R,1]."""
     n = x.shape[3]
-    size = min(STRETCH, n)
+    size = min(STRETCH, -(-n // UNIT) * UNIT)
     early = -n % size  # dt = 0 changes nothing
 
     def cut(a: Array, axis: int) -> Array:
@@ -153,19 +161,35 @@ def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Arr
     def stretch(s: Array, part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         x, write, ask, dt = part
         cum = jnp.cumsum(dt * rate, -1)
-        # summed for each pair: cum_l - cum_s would lose in rounding what near tokens differ by
-        gap = jnp.cumsum(jnp.where(jnp.tri(size, k=-1, dtype=bool), (dt * rate)[..., None], 0), -2)
-        decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool), gap, -jnp.inf))
+        decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool), _between(dt * rate), -jnp.inf))
         pairs = jnp.einsum("bgln,bgsn->bgls", ask, write)[:, :, None] * decay * dt[..., None, :]
         y = jnp.einsum("bgrls,bgrsp->bgrlp", pairs, x)
         y = y + jnp.einsum("bgln,bgrpn->bgrlp", ask, s) * jnp.exp(cum)[..., None]
-        gain = decay[..., -1, :] * dt
-        s = s * jnp.exp(cum[..., -1:])[..., None] + jnp.einsum("bgrs,bgrsp,bgsn->bgrpn", gain, x, write)
+        gain = (decay[..., -1, :] * dt)[..., None]
+        s = s * jnp.exp(cum[..., -1:])[..., None] + jnp.einsum("bgrsp,bgsn->bgrpn", gain * x, write)
         return s, y
 
     state, y = jax.lax.scan(stretch, state, (cut(x, 3), cut(write, 2), cut(ask, 2), cut(dt, 3)))
     y = jnp.moveaxis(y, 0, 3)
     return y.reshape(*y.shape[:3], -1, y.shape[-1])[:, :, :, early:], state
+
+
+def _between(a: Array) -> Array:
+    """f32[...,L,L]: the sum of a f32[...,L] from behind s up to l, by l and s <= l.
+
+    No difference of two longer sums, which would lose in rounding what near tokens differ by: of one unit, a sum for
+    each pair; of two, what follows s in its own, the whole ones between, and what leads to l.
+    """
+
+    def pairs(x: Array) -> Array:
+        return jnp.cumsum(jnp.where(jnp.tri(x.shape[-1], k=-1, dtype=bool), x[..., None], 0), -2)
+
+    x = a.reshape(*a.shape[:-1], -1, UNIT)
+    near, upto = pairs(x), jnp.cumsum(x, -1)
+    whole = jnp.pad(pairs(x.sum(-1))[..., :-1, :], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)])
+    far = near[..., None, None, :, -1, :] + whole[..., :, None, :, None] + upto[..., None, None]
+    own = jnp.eye(x.shape[-2], dtype=bool)[:, None, :, None]
+    return jnp.where(own, near[..., :, :, None, :], far).reshape(*a.shape, -1)
 
 
 def _finish(w: Mapping[str, Array], m: Mixers, eps: float, y: Array, z: Array) -> Array:

@@ -30,6 +30,9 @@ def test_the_bytes_are_those_of_the_arrays():
     assert prefill.cache == decode.cache == cache.nbytes
     assert decode.kernels == "xla" and decode.refused is None and decode.collectives == ()
     assert prefill.what == "prefill, 32 tokens" and decode.what == "decode"
+    weights = decode.weights / 4 - MODEL.vocab * MODEL.width  # all but the embedding of tokens are multiplied
+    assert 1 < prefill.flops / (2 * 64 * weights) < 1.5 and 1 < decode.flops / (2 * 2 * weights) < 5
+    assert all(p.moved > p.weights + p.cache for p in (prefill, decode))
     for program in (prefill, decode):  # the new cache takes the old one's memory
         assert (
             program.weights + program.cache < program.peak - program.temporary < program.weights + 1.5 * program.cache

@@ -165,7 +165,7 @@ def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
 
 
 def test_one_budget_in_bytes_leaves_room_for_the_states():
-    cache, _ = jkv.prefill(HYBRID, "knorm(bytes='60kB')", [PROMPTS[0] * 2], room=32)
+    cache = sizes.empty(methods.parse("knorm(bytes='60kB')"), HYBRID.config, 1, 400, 32, jnp.float32)
     assert tree_bytes(cache.states) < cache.nbytes <= 60_000
 
 

@@ -28,7 +28,6 @@ from .config import Mixers
 from .llama import along, linear
 
 STRETCH = 128  # tokens that are read as attention with decay
-UNIT = 16  # tokens whose decay is summed for each pair; it divides a stretch
 
 
 @value
@@ -151,7 +150,7 @@ def _waiting(w: Mapping[str, Array], m: Mixers, x: State) -> tuple[Array, Array,
 def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Array) -> tuple[Array, Array]:
     """Outputs f32[B,G,R,L,P] without D x, and the state f32[B,G,R,P,N] at the end; rate f32[1,G,R,1]."""
     n = x.shape[3]
-    size = min(STRETCH, -(-n // UNIT) * UNIT)
+    size = min(STRETCH, n)
     early = -n % size  # dt = 0 changes nothing
 
     def cut(a: Array, axis: int) -> Array:
@@ -161,7 +160,9 @@ def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Arr
     def stretch(s: Array, part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         x, write, ask, dt = part
         cum = jnp.cumsum(dt * rate, -1)
-        decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool), _between(dt * rate), -jnp.inf))
+        # summed for each pair: cum_l - cum_s would lose in rounding what near tokens differ by
+        gap = jnp.cumsum(jnp.where(jnp.tri(size, k=-1, dtype=bool), (dt * rate)[..., None], 0), -2)
+        decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool), gap, -jnp.inf))
         pairs = jnp.einsum("bgln,bgsn->bgls", ask, write)[:, :, None] * decay * dt[..., None, :]
         y = jnp.einsum("bgrls,bgrsp->bgrlp", pairs, x)
         y = y + jnp.einsum("bgln,bgrpn->bgrlp", ask, s) * jnp.exp(cum)[..., None]
@@ -172,24 +173,6 @@ def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Arr
     state, y = jax.lax.scan(stretch, state, (cut(x, 3), cut(write, 2), cut(ask, 2), cut(dt, 3)))
     y = jnp.moveaxis(y, 0, 3)
     return y.reshape(*y.shape[:3], -1, y.shape[-1])[:, :, :, early:], state
-
-
-def _between(a: Array) -> Array:
-    """f32[...,L,L]: the sum of a f32[...,L] from behind s up to l, by l and s <= l.
-
-    No difference of two longer sums, which would lose in rounding what near tokens differ by: of one unit, a sum for
-    each pair; of two, what follows s in its own, the whole ones between, and what leads to l.
-    """
-
-    def pairs(x: Array) -> Array:
-        return jnp.cumsum(jnp.where(jnp.tri(x.shape[-1], k=-1, dtype=bool), x[..., None], 0), -2)
-
-    x = a.reshape(*a.shape[:-1], -1, UNIT)
-    near, upto = pairs(x), jnp.cumsum(x, -1)
-    whole = jnp.pad(pairs(x.sum(-1))[..., :-1, :], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)])
-    far = near[..., None, None, :, -1, :] + whole[..., :, None, :, None] + upto[..., None, None]
-    own = jnp.eye(x.shape[-2], dtype=bool)[:, None, :, None]
-    return jnp.where(own, near[..., :, :, None, :], far).reshape(*a.shape, -1)
 
 
 def _finish(w: Mapping[str, Array], m: Mixers, eps: float, y: Array, z: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -106,3 +107,19 @@ def test_what_cannot_be_planned_is_said_in_one_line(arguments: list[str], says: 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     result = CliRunner().invoke(cli.app, ["plan", "--model", "smollm2-135m", *arguments])
     assert result.exit_code == 1 and says in result.output and "Traceback" not in result.output
+
+
+def test_what_a_program_costs_is_shown_and_kept(monkeypatch: Any, tmp_path: Any):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    made = dict(what="decode", weights=3 << 20, flops=2e9, moved=2**21)
+    one = plan.Program(**made, cache=1 << 20, kernels="xla", compile_s=0)
+    monkeypatch.setattr(plan, "programs", lambda job, machine: iter([one]))
+    path = tmp_path / "new" / "costs.json"
+    arguments = ["plan", "--model", "smollm2-135m", "--topology", "cpu", "--costs", "--json", str(path)]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0 and "weights and cache MiB" in result.output, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row.items() >= (made | {"cache": "full", "bytes": 1 << 20}).items()
+    machine = replace(target("cpu"), rates=(1e12, 2**30))
+    cells = [list(column.cells)[0] for column in plan.costs([("full", one)], machine).columns]
+    assert cells == ["full", "decode", "2.00", "2.000", "2.0", "1.953", "4.0"]

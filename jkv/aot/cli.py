@@ -10,7 +10,7 @@ import typer
 
 from jkv import console
 
-NUMBERS = ("what", "weights", "cache", "kernels", "temporary", "peak", "flops", "moved", "refused", "compile_s")
+NUMBERS = ("what", "weights", "kernels", "temporary", "peak", "flops", "moved", "refused", "compile_s")
 
 
 def plan(
@@ -81,7 +81,8 @@ def plan(
                 about = results.meta(
                     model, 1, topology=topology, batch=batch, context=context, chunk=chunk, dtype=dtype
                 )
-                results.save(out, about, [{"cache": c} | {k: vars(p)[k] for k in NUMBERS} for c, p in rows])
+                numbers = [{"cache": c, "bytes": p.cache} | {k: vars(p)[k] for k in NUMBERS} for c, p in rows]
+                results.save(out, about, numbers)
     if rows:
         console.show(table(rows, machine))
         if costs:

@@ -267,8 +267,9 @@ def entered(params: Params, cache: Cache, due: Array | bool) -> Cache:
     if m is None:
         return cache
     turns = (due & (cache.states[0].count > 0).any()).astype(jnp.int32)
+    taken = lambda i, x: ssd.settle(params.layers[i], m, x)  # noqa: E731
     states = tuple(
-        jax.lax.fori_loop(0, turns, lambda _, x, i=i: ssd.settle(params.layers[i], m, x), state)
+        jax.lax.fori_loop(0, turns, lambda _, x, i=i: taken(i, x), state)
         for i, state in zip(m.at, cache.states, strict=True)
     )
     return replace(cache, states=states)

@@ -261,10 +261,17 @@ def settle(cache: Cache) -> Cache:
     return replace(cache, layers=layers, fill=jnp.where(due, cache.stay, cache.fill))
 
 
-def entered(params: Params, cache: Cache) -> Cache:
-    """The cache whose states have taken in what waited."""
-    m, at = cache.model.mixers, cache.model.mixers.at if cache.model.mixers else ()
-    states = tuple(ssd.settle(params.layers[i], m, x) for i, x in zip(at, cache.states, strict=True) if m)
+def entered(params: Params, cache: Cache, due: Array | bool) -> Cache:
+    """The cache whose states have taken in what waited, if it is due; a loop of one turn or none, as in `settle`."""
+    m = cache.model.mixers
+    if m is None:
+        return cache
+    turns = (due & (cache.states[0].count > 0).any()).astype(jnp.int32)
+    taken = lambda i, x: ssd.settle(params.layers[i], m, x)  # noqa: E731
+    states = tuple(
+        jax.lax.fori_loop(0, turns, lambda _, x, i=i: taken(i, x), state)
+        for i, state in zip(m.at, cache.states, strict=True)
+    )
     return replace(cache, states=states)
 
 
@@ -295,7 +302,7 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
         return (state.count < stop) & state.alive.any()
 
     def block(state: Decoding) -> Decoding:
-        cache = entered(params, settle(state.cache))
+        cache = entered(params, settle(state.cache), True)
         room = cache.room
 
         def going(carry: Any) -> Array:
@@ -341,7 +348,6 @@ def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots
 @jax.jit
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
-    due = (cache.fill >= cache.room).astype(jnp.int32)
-    cache = jax.lax.fori_loop(0, due, lambda _, x: entered(params, x), settle(cache)) if cache.states else settle(cache)
+    cache = entered(params, settle(cache), cache.fill >= cache.room)
     moving, logits = _advance(params, cache, _split(cache), jnp.maximum(token, 0), token >= 0)
     return _join_cache(cache, moving), logits

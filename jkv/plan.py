@@ -51,7 +51,8 @@ class Job:
 class Program:
     """One compiled program: bytes on each device, or why the compiler refused it.
 
-    weights and cache follow from shapes and shardings; temporary, peak, collectives and the text are the compiler's.
+    weights and cache follow from shapes and shardings; temporary, peak, collectives, the text, flops and bytes moved
+    are the compiler's: of a loop whose length it does not know, those of one turn.
     """
 
     what: str
@@ -61,6 +62,8 @@ class Program:
     compile_s: float
     temporary: int = 0
     peak: int = 0
+    flops: float = 0.0
+    moved: float = 0.0
     refused: str | None = None
     collectives: tuple[Collective, ...] = ()
     text: str = ""
@@ -169,12 +172,14 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return replace(out, refused=str(error).splitlines()[0], compile_s=time.perf_counter() - start)
-    memory, text = program.memory_analysis(), program.as_text()
+    memory, text, cost = program.memory_analysis(), program.as_text(), program.cost_analysis() or {}
     inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return replace(
         out,
         temporary=memory.temp_size_in_bytes,
         peak=inside + memory.temp_size_in_bytes,
+        flops=cost.get("flops", 0.0),
+        moved=cost.get("bytes accessed", 0.0),
         collectives=collectives(text),
         text=text,
         compile_s=time.perf_counter() - start,
@@ -207,6 +212,23 @@ def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
         made = ("-", "-") if p.refused else (gib(p.temporary), gib(p.peak))
         fits = "yes" if p.fits(target) else "no"
         out.add_row(cache, p.what, gib(p.weights), gib(p.cache), *made, fits, p.kernels, f"{p.compile_s:.0f}")
+    return out
+
+
+def costs(found: Sequence[tuple[str, Program]], target: Target) -> Table:
+    """Markdown: what a device computes and moves, and the seconds that this takes at the rates that its vendor states.
+
+    The decode program: one step and what a block does once. Least: weights and cache, read once.
+    """
+    out = Table(box=box.MARKDOWN)
+    for name in ("cache", "program", "GFLOP", "ms of them", "moved MiB", "ms of them", "weights and cache MiB"):
+        out.add_column(name, justify="left" if name in ("cache", "program") else "right")
+    flops, bandwidth = target.rates or (inf, inf)
+    for cache, p in found:
+        if p.refused is None:
+            took = (f"{1e3 * p.flops / flops:,.3f}", f"{1e3 * p.moved / bandwidth:,.3f}")
+            least = f"{(p.weights + p.cache) / 2**20:,.1f}"
+            out.add_row(cache, p.what, f"{p.flops / 1e9:,.2f}", took[0], f"{p.moved / 2**20:,.1f}", took[1], least)
     return out
 
 

@@ -63,16 +63,17 @@ class Params:
     tokenizer: Any = static(default=None)
 
     def first(self, layers: int) -> "Params":
-        """The model cut after its first layers: it makes no sense, and its programs compile sooner.
+        """The model cut in front of a layer, so that `layers` attend: a draft, and its programs compile sooner.
 
         >>> from jkv import models
         >>> models.random(models.TINY).first(1).config.layers
         1
         """
-        c, n = self.config, sum(self.config.attends(i) for i in range(layers))
-        mixers = replace(c.mixers, at=tuple(i for i in c.mixers.at if i < layers)) if c.mixers else None
-        cut = dict(layers=n, ropes=c.ropes[:n], windows=c.windows[:n], mixers=mixers)
-        return replace(self, layers=self.layers[:layers], config=replace(c, **cut))
+        c, depth = self.config, self.config.depth
+        end = next((i for i in range(depth) if sum(map(c.attends, range(i + 1))) > layers), depth)
+        mixers = replace(c.mixers, at=tuple(i for i in c.mixers.at if i < end)) if c.mixers else None
+        cut = dict(layers=layers, ropes=c.ropes[:layers], windows=c.windows[:layers], mixers=mixers)
+        return replace(self, layers=self.layers[:end], config=replace(c, **cut))
 
 
 def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:

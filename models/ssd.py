@@ -92,7 +92,8 @@ def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, 
     inputs, write, ask, gain, decay = _waiting(w, m, new)
     newest = jnp.maximum(new.count - 1, 0)
     ask, now = ask[rows, :, newest], inputs[rows, :, :, newest]
-    y = jnp.einsum("bgn,bgrpn->bgrp", ask, _grouped(new.state, m, 1)) * decay[..., None]
+    # the state comes first: as the second of the two it would be copied, turned, in every step
+    y = jnp.einsum("bgrpn,bgn->bgrp", _grouped(new.state, m, 1), ask) * decay[..., None]
     seen = jnp.einsum("bgn,bgsn->bgs", ask, write)[:, :, None] * gain
     y = y + jnp.einsum("bgrs,bgrsp->bgrp", seen, inputs) + _grouped(w["skip"], m, 0)[None, :, :, None] * now
     return _finish(w, m, eps, y.reshape(b, 1, m.inner), z), new
@@ -102,12 +103,12 @@ def settle(w: Mapping[str, Array], m: Mixers, old: State) -> State:
     """The state after all tokens, in which nothing waits."""
     b, room = old.dt.shape[:2]
     inputs, write, _, gain, decay = _waiting(w, m, old)
-    state = _grouped(old.state, m, 1) * decay[..., None, None]
-    state = state + jnp.einsum("bgrs,bgrsp,bgsn->bgrpn", gain, inputs, write)
+    added = jnp.einsum("bgrsp,bgsn->bgrpn", gain[..., None] * inputs, write).reshape(old.state.shape)
+    state = old.state * decay.reshape(b, m.heads)[..., None, None] + added
     fresh = start(m, b, room, old.raw.dtype)
     tail = old.count[:, None] + jnp.arange(m.kernel - 1)[None]
     raw = fresh.raw.at[:, : m.kernel - 1].set(_moved(old.raw, tail))
-    return replace(fresh, state=state.reshape(old.state.shape), raw=raw)
+    return replace(fresh, state=state, raw=raw)
 
 
 def waits(x: State) -> Array:
@@ -135,9 +136,15 @@ def _convolved(w: Mapping[str, Array], m: Mixers, raw: Array) -> tuple[Array, Ar
 
 def _waiting(w: Mapping[str, Array], m: Mixers, x: State) -> tuple[Array, Array, Array, Array, Array]:
     """`_convolved` of the window, exp(cum_end - cum_s) dt_s f32[B,G,R,W], and exp(cum_end) f32[B,G,R]."""
-    dt = _grouped(jnp.where(waits(x)[..., None], x.dt, 0).swapaxes(1, 2), m, 1)
+    live = waits(x)
+    there = jnp.pad(live, ((0, 0), (m.kernel - 1, 0)), constant_values=True)
+    dt = _grouped(jnp.where(live[..., None], x.dt, 0).swapaxes(1, 2), m, 1)
     cum = jnp.cumsum(dt * _rate(w, m), -1)
-    return *_convolved(w, m, x.raw), jnp.exp(cum[..., -1:] - cum) * dt, jnp.exp(cum[..., -1])
+    return (
+        *_convolved(w, m, jnp.where(there[..., None], x.raw, 0)),
+        jnp.exp(cum[..., -1:] - cum) * dt,
+        jnp.exp(cum[..., -1]),
+    )
 
 
 def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Array) -> tuple[Array, Array]:
@@ -159,8 +166,8 @@ def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Arr
         pairs = jnp.einsum("bgln,bgsn->bgls", ask, write)[:, :, None] * decay * dt[..., None, :]
         y = jnp.einsum("bgrls,bgrsp->bgrlp", pairs, x)
         y = y + jnp.einsum("bgln,bgrpn->bgrlp", ask, s) * jnp.exp(cum)[..., None]
-        gain = decay[..., -1, :] * dt
-        s = s * jnp.exp(cum[..., -1:])[..., None] + jnp.einsum("bgrs,bgrsp,bgsn->bgrpn", gain, x, write)
+        gain = (decay[..., -1, :] * dt)[..., None]
+        s = s * jnp.exp(cum[..., -1:])[..., None] + jnp.einsum("bgrsp,bgsn->bgrpn", gain * x, write)
         return s, y
 
     state, y = jax.lax.scan(stretch, state, (cut(x, 3), cut(write, 2), cut(ask, 2), cut(dt, 3)))

@@ -1,26 +1,28 @@
-"""What the tests of the runtime share: a tiny llama, ragged prompts, the catalogue's compositions and their runs."""
+"""What the tests of the runtime share: tiny models, ragged prompts, the catalogue's compositions and their runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import FINDERS, FOLDER, GATE, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITCH, D, G, H, L  # noqa: F401
+from dense import dense_prompt, dense_step
+from tiny import FINDERS, FOLDER, GATE, HYBRID, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITCH, D, G, H, L  # noqa: F401
 
-import jkv.models as models
 from jkv import loop, methods, sizes
 from jkv.cache import Cache
 from jkv.generate import Cost
-from jkv.prompts import positions
+from jkv.models import Params
+from jkv.rope import Rope
 from jkv.whole import read
 
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS
 BUDGET, EVERYTHING = 48, 4000
+MODELS = {"llama": PARAMS, "bamba": HYBRID}
 
 _rng = np.random.default_rng(0)
 PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
@@ -69,6 +71,11 @@ class Case:
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
     measured: bool = False  # layers divide the budget by what they ask
+    model: str = "llama"
+
+    @property
+    def params(self) -> Params:
+        return MODELS[self.model]
 
     @property
     def tight(self) -> str:
@@ -79,7 +86,8 @@ class Case:
         return self.text.format(b=EVERYTHING, p=64)
 
     def __str__(self) -> str:
-        return self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
+        text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
+        return text if self.model == "llama" else f"{self.model}: {text}"
 
 
 PREDICTOR_TEXT = f"page=8, sinks=8, rows=16, dense_layers=0, recent=16, predictor={PREDICTOR!r}"
@@ -170,10 +178,12 @@ CASES: dict[str, tuple[Case, ...]] = {
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]
+# of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
+RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
 
 
-def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS) -> Cache:
-    return sizes.empty(methods.parse(text), MODEL, rows, longest, new, jnp.float32)
+def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS) -> Cache:
+    return sizes.empty(methods.parse(text), params.config, rows, longest, new, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -184,9 +194,9 @@ class Run:
     logits: list[np.ndarray]
 
 
-def begun(text: str, prompt: np.ndarray = PROMPT, params: Any = PARAMS) -> tuple[Cache, jax.Array]:
+def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
     """The cache after a prompt, and the next logits."""
-    config, state = methods.parse(text), empty(text, prompt.shape[0])
+    config, state = methods.parse(text), empty(text, prompt.shape[0], params=params)
     if config.waits:
         rows = [row[row >= 0].tolist() for row in prompt]
         return read(params, config, state, rows, jnp.asarray(prompt), Cost())
@@ -194,7 +204,7 @@ def begun(text: str, prompt: np.ndarray = PROMPT, params: Any = PARAMS) -> tuple
 
 
 def run(
-    text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Any = PARAMS
+    text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Params = PARAMS
 ) -> Run:
     state, logits = begun(text, prompt, params)
     caches, out = [state], [np.asarray(logits)]
@@ -213,8 +223,8 @@ def prompted(text: str) -> Cache:
 
 
 @cache
-def shared(text: str) -> Run:
-    return run(text)
+def shared(text: str, model: str = "llama") -> Run:
+    return run(text, params=MODELS[model])
 
 
 def flushed(caches: list[Cache]) -> list[int]:
@@ -254,53 +264,6 @@ def codes(cache) -> dict[tuple[int, ...], bytes]:
 # ---------------------------------------------------------------- a dense model that is told which tokens to see
 
 
-def _net() -> Any:
-    return models.family(MODEL)
-
-
-@jax.jit
-def dense_prompt(ids: jax.Array) -> tuple[jax.Array, list[Any]]:
-    """Logits [B,T,V] and, per layer, q [B,H,G,T,D], k, v [B,H,T,D] rotated, p [B,H,G,T,T] of plain attention."""
-    pos = positions(ids, jnp.zeros(ids.shape[0], jnp.int32))
-    see = (pos[:, None, :] <= pos[:, :, None]) & (pos[:, None, :] >= 0)
-    taps = []
-
-    def attend(i: int, a: Any) -> tuple[jax.Array, None]:
-        q, k = MODEL.ropes[i].rotate(a.q, pos[:, None, None]), MODEL.ropes[i].rotate(a.k, pos[:, None])
-        p = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale
-        p = jax.nn.softmax(jnp.where(see[:, None, None], p, -1e30), -1) * (pos >= 0)[:, None, None, :, None].astype(
-            jnp.float32
-        )
-        taps.append((q, k, a.v, p))
-        return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v), None
-
-    x = _net().embed(PARAMS, jnp.maximum(ids, 0))
-    for i in range(L):
-        x, _ = _net().layer(PARAMS, i, x, pos, attend)
-    return _net().head(PARAMS, x), taps
-
-
-@jax.jit
-def dense_step(token: jax.Array, pos: jax.Array, ks: list[Any], vs: list[Any], sees: list[Any]) -> tuple[Any, ...]:
-    """Logits [B,V] and new q, k, v, p per layer; ks, vs [B,H,LONGEST,D] by position, sees bool[B,H,LONGEST]."""
-    taps = []
-
-    def attend(i: int, a: Any) -> tuple[jax.Array, None]:
-        q, k = MODEL.ropes[i].rotate(a.q, pos[:, None, None, None]), MODEL.ropes[i].rotate(a.k, pos[:, None, None])
-        at = (jnp.arange(LONGEST)[None] == pos[:, None])[:, None, :, None]
-        keys, values = jnp.where(at, k, ks[i]), jnp.where(at, a.v, vs[i])
-        see = sees[i] | at[..., 0]
-        p = jnp.einsum("bhgtd,bhsd->bhgts", q, keys) * MODEL.scale
-        p = jax.nn.softmax(jnp.where(see[:, :, None, None], p, -jnp.inf), -1)
-        taps.append((q, k, a.v, p))
-        return jnp.einsum("bhgts,bhsd->bhgtd", p, values), None
-
-    x = _net().embed(PARAMS, token[:, None])
-    for i in range(L):
-        x, _ = _net().layer(PARAMS, i, x, pos[:, None], attend)
-    return _net().head(PARAMS, x)[:, 0], taps
-
-
 @partial(jax.jit, static_argnames=("codec", "grain"))
 def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
     """decode(encode(x)) of x [B,H,LONGEST,D]; groups of tokens are counted from position 0."""
@@ -309,13 +272,13 @@ def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
     return jax.vmap(jax.vmap(lambda y: codec.decode(codec.encode(y))))(padded)[:, :, :n]
 
 
-def stored(codec: Any, code: Any, pos: jax.Array, layer: int) -> np.ndarray:
+def stored(codec: Any, code: Any, pos: jax.Array, rope: Rope) -> np.ndarray:
     """f32[B,H,LONGEST,D]: what a tier's codes say, by position i32[B,Hs,C]; keys rotated."""
     x = jax.vmap(jax.vmap(codec.decode))(code)
     x = jnp.broadcast_to(x, (x.shape[0], H, *x.shape[2:]))
     pos = jnp.broadcast_to(pos, x.shape[:3])
     if codec.rope == "after":
-        x = MODEL.ropes[layer].rotate(x, pos)
+        x = rope.rotate(x, pos)
     out = jnp.zeros((*x.shape[:2], LONGEST + 1, D))
     return np.asarray(jax.vmap(jax.vmap(lambda o, p, y: o.at[p].set(y)))(out, pos, x)[:, :, :-1])
 
@@ -336,9 +299,9 @@ def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarr
 class Replay:
     """The dense model over exactly those tokens, coded or exact, that a cache says it holds."""
 
-    def __init__(self, plan: Any):
-        self.plan = plan
-        logits, taps = dense_prompt(jnp.asarray(PROMPT))
+    def __init__(self, plan: Any, params: Params = PARAMS):
+        self.plan, self.params = plan, params
+        logits, taps, self.states = dense_prompt(jnp.asarray(PROMPT), params)
         self.logits = np.asarray(logits[:, -1])
         self.k, self.v = ([self._by_position(np.asarray(t[j])) for t in taps] for j in (1, 2))
         self.seen = np.array(LENGTHS, np.int32)
@@ -359,12 +322,15 @@ class Replay:
             if tier is not None:
                 pick, held_by = coded[..., None], after.layers[i].tiers[0]
                 mine = (np.asarray(round_trip(c, jnp.asarray(x), c.grain)) for c, x in ((tier.k, k), (tier.v, v)))
-                k = coded_as(k, next(mine), stored(tier.k, held_by.k, held_by.seen_by(H), i), pick)
-                v = coded_as(v, next(mine), stored(tier.v, held_by.v, held_by.seen_by(H), i), pick)
+                rope = self.params.config.ropes[i]
+                k = coded_as(k, next(mine), stored(tier.k, held_by.k, held_by.seen_by(H), rope), pick)
+                v = coded_as(v, next(mine), stored(tier.v, held_by.v, held_by.seen_by(H), rope), pick)
             ks.append(jnp.asarray(k))
             vs.append(jnp.asarray(v))
             sees.append(jnp.asarray(coded | exact))
-        logits, taps = dense_step(jnp.asarray(token), jnp.asarray(self.seen), ks, vs, sees)
+        logits, taps, self.states = dense_step(
+            jnp.asarray(token), jnp.asarray(self.seen), ks, vs, sees, self.states, self.params
+        )
         self.taps = taps
         for i, (_, k, v, _) in enumerate(taps):
             for row in range(2):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from test_laws import poison
+from poison import poison
 
 from jkv import loop, sizes
 from jkv.budgets import Tokens

@@ -129,7 +129,7 @@ def taken():
                     coded[row, head] &= np.pad(np.repeat(pages, PAGE), (0, LONGEST))[:LONGEST]
             read.append(coded | exact)
         ks, vs, sees = ([jnp.asarray(x) for x in xs] for xs in (replay.k, replay.v, read))
-        logits, taps = rig.dense_step(jnp.asarray(FORCED[:, i]), jnp.asarray(replay.seen), ks, vs, sees)
+        logits, taps, _ = rig.dense_step(jnp.asarray(FORCED[:, i]), jnp.asarray(replay.seen), ks, vs, sees, [])
         for layer, (_, k, v, _) in enumerate(taps):
             for row in range(2):
                 replay.k[layer][row, :, replay.seen[row]] = np.asarray(k)[row, :, 0]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from rig import ALL, BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
+from poison import poison
+from rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
 from test_oracles import prompt_taps
 
 from jkv import loop, models, sampling
@@ -17,6 +18,7 @@ from jkv.budgets import pyramid
 from jkv.methods import CATALOGUE
 from jkv.prompts import positions
 
+ALL = [*rig.ALL, *rig.RECURRING]
 every = pytest.mark.parametrize("case", ALL, ids=str)
 compressed = pytest.mark.parametrize("case", [c for c in ALL if c.budget], ids=str)
 SHORT = np.where(np.arange(PROMPT.shape[1]) < 60, -1, PROMPT)  # 30 tokens: fills no budget
@@ -37,24 +39,24 @@ def test_a_cache_that_holds_everything_changes_nothing(case: Case):
     prompt, forced, got = PROMPT, FORCED, None
     if case.budget and not case.slot.lossy and "pyramid" not in case.text:
         prompt, forced = SHORT, FORCED[:, : BUDGET - 31]
-        got = rig.run(case.tight, prompt, forced)
+        got = rig.run(case.tight, prompt, forced, params=case.params)
         assert rig.flushed(got.caches)
-    got = got or rig.shared(case.wide)
+    got = got or rig.shared(case.wide, case.model)
     if case.slot.lossy:
-        expected = replayed(case.wide)
+        expected = replayed(case.wide, case.model)
     else:
         ids = np.concatenate([prompt, forced], 1)
         pos = positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32))
-        expected = np.asarray(forward(PARAMS, jnp.asarray(ids), pos)).transpose(1, 0, 2)[prompt.shape[1] - 1 :]
+        expected = np.asarray(forward(case.params, jnp.asarray(ids), pos)).transpose(1, 0, 2)[prompt.shape[1] - 1 :]
     for i, (logits, after) in enumerate(zip(got.logits, got.caches, strict=True)):
         assert np.array_equal(np.asarray(after.kept())[:, :, 0], np.tile(np.asarray(after.seen), (L, 1))), i
         np.testing.assert_allclose(logits, expected[i], atol=TOLERANCE, rtol=0)
 
 
-def replayed(text: str) -> list[np.ndarray]:
+def replayed(text: str, model: str) -> list[np.ndarray]:
     """Logits of a dense model whose tokens are decode(encode(x)) from the step on at which the cache encodes them."""
-    caches = rig.shared(text).caches
-    replay = rig.Replay(caches[0].plan)
+    caches = rig.shared(text, model).caches
+    replay = rig.Replay(caches[0].plan, rig.MODELS[model])
     return [replay.logits, *(replay.step(FORCED[:, i], caches[i + 1]) for i in range(STEPS))]
 
 
@@ -68,7 +70,7 @@ def replayed(text: str) -> list[np.ndarray]:
     ids=str,
 )
 def test_attention_is_over_the_tokens_that_are_held(case: Case):
-    for got, expected in zip(rig.shared(case.tight).logits, replayed(case.tight), strict=True):
+    for got, expected in zip(rig.shared(case.tight, case.model).logits, replayed(case.tight, case.model), strict=True):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
 
 
@@ -111,56 +113,11 @@ def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost(ca
 # -------------------------------------------------------------------------------------------------------- 2 poison
 
 
-def poison(cache):
-    """Dead slots with NaN keys, columns, summaries and queries, and huge values; integers 255."""
-
-    scales = {jnp.dtype(jnp.uint16): jnp.bfloat16}  # of integers; kept as bits
-
-    def fill(x, live, number):
-        bad = jnp.asarray(255 if x.dtype == jnp.uint8 else number, scales.get(x.dtype, x.dtype))
-        if x.dtype in scales:
-            bad = jax.lax.bitcast_convert_type(bad, x.dtype)
-        grain = live.shape[2] // x.shape[2]
-        alive = live.reshape(*live.shape[:2], -1, grain).any(-1)
-        return jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, bad)
-
-    def all_of(tree, live, number):
-        return jax.tree.map(lambda x: fill(x, live, number), tree)
-
-    def of(store, live):
-        huge = 1e15 if any(x.dtype == jnp.uint8 for x in jax.tree.leaves(store.v)) else 3e38  # scales multiply
-        bad = dict(k=np.nan, v=huge, columns=np.nan)
-        return {name: all_of(getattr(store, name), live, x) for name, x in bad.items()}
-
-    layers = []
-    for layer in cache.layers:
-        tiers = [
-            loop.replace(
-                t,
-                **of(t, t.pos >= 0),
-                head=all_of(t.head, t.pos >= 0, 0),
-                summary=all_of(t.summary, t.pos >= 0, np.nan),
-            )
-            for t in layer.tiers
-        ]
-        recent = loop.replace(layer.recent, **of(layer.recent, layer.recent.pos[:, None] >= 0))
-        queries = layer.queries
-        if queries is not None:
-            live = (queries.pos >= 0)[:, None, None]
-            queries = loop.replace(
-                queries,
-                q=jnp.where(live[..., None], queries.q, jnp.nan),
-                lse=jnp.where(live, queries.lse, jnp.nan),
-            )
-        layers.append(loop.replace(layer, recent=recent, tiers=tuple(tiers), queries=queries))
-    return loop.replace(cache, layers=tuple(layers))
-
-
 @every
 def test_dead_slots_are_never_read(case: Case):
-    clean, bad = rig.shared(case.tight), rig.run(case.tight, poison=poison)
+    clean, bad = rig.shared(case.tight, case.model), rig.run(case.tight, poison=poison, params=case.params)
     np.testing.assert_array_equal(np.stack(bad.logits), np.stack(clean.logits))
-    clean, bad = rig.run(case.tight, SHORT), rig.run(case.tight, SHORT, poison=poison)
+    clean, bad = (rig.run(case.tight, SHORT, poison=x, params=case.params) for x in (None, poison))
     np.testing.assert_array_equal(np.stack(bad.logits), np.stack(clean.logits))
 
 
@@ -169,10 +126,12 @@ def test_dead_slots_are_never_read(case: Case):
 
 @every
 def test_a_row_does_not_see_its_neighbours(case: Case):
-    together = rig.shared(case.tight)
+    together = rig.shared(case.tight, case.model)
     nobody = np.full_like(PROMPT[:1], -1), np.full_like(FORCED[:1], -1)
     prompt, forced = np.concatenate([PROMPT[1:], nobody[0]]), np.concatenate([FORCED[1:], nobody[1]])
-    apart = rig.run(case.tight, prompt, forced)  # row 1, the shorter, moved to row 0, beside a row that has no token
+    apart = rig.run(
+        case.tight, prompt, forced, params=case.params
+    )  # row 1, the shorter, moved to row 0, beside a row that has no token
     for a, b in zip(apart.logits, together.logits, strict=True):
         np.testing.assert_allclose(a[0], b[1], atol=1e-5, rtol=0)
     for layer in range(L):
@@ -193,25 +152,26 @@ def test_pads_change_nothing(text: str):
 
 @pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
-    rig.shared(case.tight)
-    programs = (loop.absorb, loop.step)
-    kinds = {(jax.tree.structure(c), *map(jax.typeof, jax.tree.leaves(c))) for c in rig.shared(case.tight).caches}
+    caches, programs = rig.shared(case.tight, case.model).caches, (loop.absorb, loop.step)
+    kinds = {(jax.tree.structure(c), *map(jax.typeof, jax.tree.leaves(c))) for c in caches}
     assert len(kinds) == 1
     before = [f._cache_size() for f in programs]
-    rig.run(case.tight, (PROMPT + 1) % 50, (FORCED + 1) % 50)
+    rig.run(case.tight, (PROMPT + 1) % 50, (FORCED + 1) % 50, params=case.params)
     assert [f._cache_size() for f in programs] == before
 
 
-@pytest.mark.parametrize("text", ["full", "streaming(budget=48)", "snapkv(budget=48, window=8) | int4"])
-def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(text: str):
+@pytest.mark.parametrize(
+    "case", [CASES["full"][0], CASES["streaming"][0], CASES["snapkv"][1], rig.RECURRING[1]], ids=str
+)
+def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(case: Case):
     sizes = []
     for _ in range(2):
-        start = rig.shared(text)
+        start = rig.shared(case.tight, case.model)
         state = decoding(start.caches[0], start.logits[0])
-        state = loop.run_blocks(PARAMS, state, greedy(), jnp.int32(STEPS))
+        state = loop.run_blocks(case.params, state, greedy(), jnp.int32(STEPS))
         sizes.append(loop.run_blocks._cache_size())
     assert sizes[0] == sizes[1]
-    again = rig.run(text, forced=np.asarray(state.out))
+    again = rig.run(case.tight, forced=np.asarray(state.out), params=case.params)
     np.testing.assert_array_equal(np.stack(again.logits[:-1]).argmax(-1).T, state.out)
     np.testing.assert_allclose(again.logits[-1], state.logits, atol=TOLERANCE, rtol=0)
 
@@ -260,20 +220,28 @@ def predicted(case: Case, longest: int, plan=None) -> int:
         total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled
         if case.page and layer >= case.spared:
             total += slots // case.page * H * case.index * 4
-    return 2 * total
+    return 2 * (total + states(case))
+
+
+def states(case: Case) -> int:
+    """Bytes of a row's states: with inputs of the 3 tokens before, of 16 that wait, their step sizes, and a count."""
+    m = case.params.config.mixers
+    if m is None:
+        return 0
+    return len(m.at) * 4 * (m.heads * m.head_dim * m.state + (3 + 16) * m.channels + 16 * m.heads + 1)
 
 
 @every
 def test_bytes_are_those_of_the_formula(case: Case):
-    cache = rig.shared(case.tight).caches[0]
+    cache = rig.shared(case.tight, case.model).caches[0]
     assert cache.nbytes == predicted(case, LONGEST, cache.plan)
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.budget or c.slot.lossy], ids=str)
 def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
-    size = rig.empty(case.tight, longest=1000).nbytes
+    size = rig.empty(case.tight, longest=1000, params=case.params).nbytes
     assert size == predicted(case, 1000)
-    assert size < 2 * L * 1000 * H * 2 * D * 4 * (0.25 if case.budget else 0.5)
+    assert size - 2 * states(case) < 2 * L * 1000 * H * 2 * D * 4 * (0.25 if case.budget else 0.5)
 
 
 # ------------------------------------------------------------------------------------------------------ 6 survivors
@@ -281,7 +249,7 @@ def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
 
 @pytest.mark.parametrize("case", [c for c in ALL if not c.merges], ids=str)  # a merge rewrites dense slots
 def test_survivors_are_never_coded_again(case: Case):
-    caches = rig.shared(case.tight).caches
+    caches = rig.shared(case.tight, case.model).caches
     flushes = rig.flushed(caches)
     assert len(flushes) >= 3
     before, admitted = codes(caches[0]), 0
@@ -359,7 +327,7 @@ def test_a_cache_is_a_value(text: str):
 
 @compressed
 def test_the_budget_is_what_is_kept(case: Case):
-    caches = rig.shared(case.tight).caches
+    caches = rig.shared(case.tight, case.model).caches
     budget = np.full((L, 1, 1), BUDGET)
     if "pyramid" in case.text:
         budget[:, 0, 0] = np.array(pyramid(BUDGET - case.recent, L, 20)) + case.recent

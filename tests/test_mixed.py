@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, H, L
-from test_laws import codes, poison
+from poison import poison
+from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, H, L, codes
 
 from jkv import loop, merges, methods
 from jkv.cache import Queries, Window, map_codec

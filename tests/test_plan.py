@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,9 @@ def test_the_bytes_are_those_of_the_arrays():
     assert prefill.cache == decode.cache == cache.nbytes
     assert decode.kernels == "xla" and decode.refused is None and decode.collectives == ()
     assert prefill.what == "prefill, 32 tokens" and decode.what == "decode"
+    weights = decode.weights / 4 - MODEL.vocab * MODEL.width  # all but the embedding of tokens are multiplied
+    assert 1 < prefill.flops / (2 * 64 * weights) < 1.5 and 1 < decode.flops / (2 * 2 * weights) < 5
+    assert all(p.moved > p.weights + p.cache for p in (prefill, decode))
     for program in (prefill, decode):  # the new cache takes the old one's memory
         assert (
             program.weights + program.cache < program.peak - program.temporary < program.weights + 1.5 * program.cache
@@ -103,3 +107,19 @@ def test_what_cannot_be_planned_is_said_in_one_line(arguments: list[str], says: 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     result = CliRunner().invoke(cli.app, ["plan", "--model", "smollm2-135m", *arguments])
     assert result.exit_code == 1 and says in result.output and "Traceback" not in result.output
+
+
+def test_what_a_program_costs_is_shown_and_kept(monkeypatch: Any, tmp_path: Any):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    made = dict(what="decode", weights=3 << 20, flops=2e9, moved=2**21)
+    one = plan.Program(**made, cache=1 << 20, kernels="xla", compile_s=0)
+    monkeypatch.setattr(plan, "programs", lambda job, machine: iter([one]))
+    path = tmp_path / "new" / "costs.json"
+    arguments = ["plan", "--model", "smollm2-135m", "--topology", "cpu", "--costs", "--json", str(path)]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0 and "weights and cache MiB" in result.output, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row.items() >= (made | {"cache": "full", "bytes": 1 << 20}).items()
+    machine = replace(target("cpu"), rates=(1e12, 2**30))
+    cells = [list(column.cells)[0] for column in plan.costs([("full", one)], machine).columns]
+    assert cells == ["full", "decode", "2.00", "2.000", "2.0", "1.953", "4.0"]

@@ -1,28 +1,42 @@
-"""Models whose blocks recur, all of them or most: the states go through everything that a cache goes through."""
+"""Models whose blocks recur, all of them or most: the states go through everything that a cache goes through.
+
+The laws of test_laws.py run over such a model too. Prompts, room and chunk are the same in most tests: so are programs.
+"""
 
 import json
+import math
+import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import PROMPTS
 
 import jkv
-from jkv import inspect, loop
+from jkv import compiled, inspect, loop, methods, sizes
+from jkv.aot.collectives import PLACES, lines
 from jkv.cache import Cache, tree_bytes
 from jkv.io import load as loading
 from jkv.models.ssd import STRETCH
 
 SIZES = dict(vocab_size=160, hidden_size=48, num_hidden_layers=4)
-PURE = jkv.models.random(SIZES | dict(model_type="mamba2", num_heads=6, head_dim=16, state_size=8, n_groups=2))
+PURE = jkv.models.random(SIZES | dict(model_type="mamba2", num_heads=12, head_dim=8, state_size=8, n_groups=2))
 HYBRID = jkv.models.random(
     SIZES
     | dict(model_type="bamba", attn_layer_indices=[0, 2], num_attention_heads=4, num_key_value_heads=2)
-    | dict(intermediate_size=80, max_position_embeddings=512, mamba_n_heads=6, mamba_d_state=8, mamba_n_groups=2)
+    | dict(intermediate_size=80, max_position_embeddings=512, mamba_n_heads=12, mamba_d_state=8, mamba_n_groups=2)
 )
 BOTH = pytest.mark.parametrize("params", [PURE, HYBRID], ids=["mamba2", "bamba"])
-LONG = [[(5 * i * i + 3 * i) % 151 for i in range(STRETCH + 40)], PROMPTS[1]]
+PROMPTS = [[(5 * i * i + 3 * i) % 151 for i in range(STRETCH + 40)], [(11 * i) % 89 for i in range(41)]]
+NEW = 40
+
+
+@cache
+def answered(hybrid):
+    """What a model generates after the prompts, and the program that did it."""
+    out = jkv.generate(HYBRID if hybrid else PURE, "full", PROMPTS, max_new_tokens=NEW, stop_ids=())
+    return out, compiled.PROGRAMS[next(key for key in reversed(compiled.PROGRAMS) if key[0] is loop.run_blocks)]
 
 
 forward = jax.jit(jkv.models.forward)
@@ -48,22 +62,44 @@ def same(a, b):
 
 @BOTH
 def test_generation_is_the_models_own(params):
-    out = jkv.generate(params, "full", PROMPTS, max_new_tokens=40, stop_ids=())
-    assert [len(x) for x in out.tokens] == [40, 40]
+    out, _ = answered(params is HYBRID)
+    assert [len(x) for x in out.tokens] == [NEW, NEW]
     check_greedy(params, PROMPTS, out.tokens)
 
 
 @BOTH
+def test_a_step_reads_states_and_writes_none(params):
+    """As compiled: arguments are taken over, steps ask the host nothing, and no state is made but once in a block."""
+    out, program = answered(params is HYBRID)
+    text, m = program.program.as_text(), params.config.mixers
+    assert not re.search(r"\b(infeed|outfeed|send|recv)(-start|-done)?\(|callback|xla_(ffi_)?python", text)
+    shape = out.cache.states[0].state.shape
+    state = f"f32[{','.join(map(str, shape))}]"
+    taken = {int(n) for n in re.findall(r"\{\d+\}: \((\d+), \{\}, (?:may|must)-alias\)", text.splitlines()[0])}
+    given = re.findall(r"(\S+) parameter\((\d+)\)", text[text.index("\nENTRY") :])
+    places = [int(n) for kind, n in given if kind.startswith(state)]
+    assert len(places) == len(m.at) and taken.issuperset(places)
+    made = {place: [] for place in PLACES}
+    for place, _, line in lines(text):
+        hit = re.search(r" = f32\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        dims = [int(n) for n in hit[1].split(",")] if hit else []
+        if dims[-1:] == [m.state] and math.prod(dims) == math.prod(shape):
+            made[place].append(hit[2])
+    assert set(made["step"]) == {"get-tuple-element", "bitcast"} and not made["flush"]
+    assert made["once"].count("fusion") == 2 * len(m.at) and "copy" not in made["once"]
+
+
+@BOTH
 def test_chunks_and_extensions_give_the_same_state(params):
-    whole, want = jkv.prefill(params, "full", LONG, room=64)
-    parts, got = jkv.prefill(params, "full", LONG, room=64, chunk=48)
+    whole, want = jkv.prefill(params, "full", PROMPTS, room=64)
+    parts, got = jkv.prefill(params, "full", PROMPTS, room=64, chunk=48)
     np.testing.assert_allclose(got, want, atol=1e-4)
     same(parts.states, whole.states)
-    begun, _ = jkv.prefill(params, "full", [LONG[0][:100], LONG[1][:3]], room=256)
+    begun, _ = jkv.prefill(params, "full", [PROMPTS[0][:150], PROMPTS[1][:3]], room=64)
     for i in range(3):  # some tokens wait when the rest comes, and of one row fewer than of the other
-        begun, _ = loop.step(params, begun, jnp.asarray([LONG[0][100 + i], LONG[1][2 + i] if i else -1]))
+        begun, _ = loop.step(params, begun, jnp.asarray([PROMPTS[0][150 + i], PROMPTS[1][2 + i] if i else -1]))
     assert begun.states[0].count.tolist() == [3, 2]
-    ended, got = jkv.extend(params, begun, [LONG[0][103:], LONG[1][5:]])
+    ended, got = jkv.extend(params, begun, [PROMPTS[0][153:], PROMPTS[1][5:]])
     np.testing.assert_allclose(got, want, atol=1e-4)
     same(ended.states, whole.states)
 
@@ -72,8 +108,8 @@ def test_chunks_and_extensions_give_the_same_state(params):
 def test_single_steps_give_what_blocks_do(params):
     """Over several blocks, a row pausing in between."""
     cache, logits = jkv.prefill(params, "full", PROMPTS, room=64)
-    out = jkv.generate(params, "full", PROMPTS, max_new_tokens=40, stop_ids=())
-    for i in range(40):
+    out, _ = answered(params is HYBRID)
+    for i in range(NEW):
         token = jnp.asarray([row[i] for row in out.tokens])
         if i % 7 == 3:
             cache, _ = loop.step(params, cache, token.at[1].set(-1))
@@ -114,37 +150,31 @@ def test_a_cache_is_saved_forked_and_picked_with_its_states(params, tmp_path):
 
 @BOTH
 def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
-    m, block = params.config.mixers, 16
+    c, m, block = params.config, params.config.mixers, 16
     state = m.heads * m.head_dim * m.state * 4
     waits = (m.kernel - 1 + block) * m.channels * 4 + block * m.heads * 4 + 4
-    sizes = []
-    for length in (30, 120):
-        out = jkv.generate(params, "full", LONG[0][:length], max_new_tokens=8, stop_ids=())
-        assert out.report.bytes_kept == out.cache.nbytes == out.report.bytes_predicted
-        sizes.append(out.report.bytes_states)
-    assert sizes == [len(m.at) * (state + waits)] * 2
-    assert f"states       {sizes[0]:,} of these bytes" in str(out.report)
-    c = params.config
-    assert out.report.bytes_full == sizes[0] + 128 * c.layers * 2 * c.heads * c.head_dim * 4
-
-
-def test_methods_compress_the_layers_that_attend():
-    """A row alone gives what it gives in a batch; a prompt is cut after it was read."""
-    text, c = "snapkv(budget=40, window=8) | int8", HYBRID.config
-    both, logits = jkv.prefill(HYBRID, text, LONG, room=32)
-    np.testing.assert_allclose(logits, jkv.prefill(HYBRID, "full", LONG, room=64)[1], atol=1e-4)
-    assert np.asarray(both.kept()).max() == 40
-    full = sum(map(len, LONG)) * c.layers * 2 * c.heads * c.head_dim * 4
-    assert both.nbytes - tree_bytes(both.states) < full
-    out = jkv.generate(HYBRID, both, [[9], [7]], max_new_tokens=20, stop_ids=())
-    alone, _ = jkv.prefill(HYBRID, text, [LONG[1]], room=32)
-    assert jkv.generate(HYBRID, alone, [[7]], max_new_tokens=20, stop_ids=()).tokens[0] == out.tokens[1]
-    assert np.shape(out.report.tokens_kept) == (2, 2) and max(map(max, out.report.tokens_kept)) <= 40 + 16
+    want = 2 * len(m.at) * (state + waits)
+    assert [tree_bytes(sizes.empty(methods.parse("full"), c, 2, n, 16, jnp.float32).states) for n in (32, 512)] == [
+        want
+    ] * 2
+    out, _ = answered(params is HYBRID)
+    assert out.report.bytes_kept == out.cache.nbytes == out.report.bytes_predicted
+    assert out.report.bytes_states == want and f"states       {want:,} of these bytes" in str(out.report)
+    tokens = sum(map(len, PROMPTS)) + 2 * NEW
+    assert out.report.bytes_full == want + tokens * c.layers * 2 * c.heads * c.head_dim * 4
 
 
 def test_one_budget_in_bytes_leaves_room_for_the_states():
-    cache, _ = jkv.prefill(HYBRID, "knorm(bytes='60kB')", [LONG[0] * 2], room=32)
+    cache = sizes.empty(methods.parse("knorm(bytes='60kB')"), HYBRID.config, 1, 400, 32, jnp.float32)
     assert tree_bytes(cache.states) < cache.nbytes <= 60_000
+
+
+def test_a_draft_is_cut_in_front_of_a_layer_that_attends():
+    draft = HYBRID.first(1)  # the block that attends, and the one behind it, which recurs
+    assert (draft.config.layers, draft.config.mixers.at, len(draft.layers)) == (1, (1,), 2)
+    assert HYBRID.first(2).config == HYBRID.config and len(HYBRID.first(2).layers) == 4
+    with pytest.raises(ValueError, match="layers=3, and the model has 2"):
+        methods.parse("speckv(budget=40, layers=3)").score.probes(HYBRID, PROMPTS)
 
 
 def test_what_cannot_work_is_refused():

@@ -1,4 +1,4 @@
-"""The tiny llama of the runtime's tests, and folders of what its methods have learned: random, but telling."""
+"""The tiny models of the runtime's tests, and folders of what methods have learned of one: random, but telling."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from jkv.scores import delayed, learned
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config
 H, G, D, L = MODEL.heads, MODEL.groups, MODEL.head_dim, MODEL.layers
+# the same, with a block that recurs between the two that attend
+HYBRID = models.random(
+    dict(models.TINY, model_type="bamba", hidden_size=64, num_hidden_layers=3, attn_layer_indices=[0, 2])
+    | dict(mamba_n_heads=8, mamba_d_state=8, mamba_n_groups=2, tie_word_embeddings=False),
+    0,
+    jnp.float32,
+)
 
 
 def gate(folder: str) -> str:

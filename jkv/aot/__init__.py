@@ -8,12 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is compiled for: its devices, bytes of memory of each (None: not known), and its kernels."""
+    """What is compiled for: its devices, bytes of memory of each (None: not known), and its kernels.
+
+    rates: of each device, bfloat16 FLOP and bytes of memory a second, as its vendor states them; None: not known.
+    """
 
     name: str
     devices: list[Any]
     memory: int | None
     kernels: str
+    rates: tuple[float, float] | None = None
 
 
 def target(name: str) -> Target:
@@ -31,6 +35,9 @@ def target(name: str) -> Target:
     if name in cuda.CHIPS:
         if (text := cuda.missing()) is not None:
             raise ValueError(text)
-        return Target(name=name, devices=[cuda.device(name)], memory=cuda.CHIPS[name][2], kernels="gpu")
-    devices = tpu.devices(name)
-    return Target(name=name, devices=devices, memory=tpu.CHIPS[name.partition(":")[0]], kernels="tpu")
+        _, bandwidth, memory, _ = cuda.CHIPS[name]
+        return Target(
+            name=name, devices=[cuda.device(name)], memory=memory, kernels="gpu", rates=(cuda.FLOPS, bandwidth)
+        )
+    devices, chip = tpu.devices(name), name.partition(":")[0]
+    return Target(name=name, devices=devices, memory=tpu.CHIPS[chip], kernels="tpu", rates=tpu.RATES[chip])

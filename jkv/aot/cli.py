@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jkv import console
+
+NUMBERS = ("what", "weights", "kernels", "temporary", "peak", "flops", "moved", "refused", "compile_s")
 
 
 def plan(
@@ -26,6 +29,12 @@ def plan(
     collectives: Annotated[
         bool, typer.Option("--collectives", help="Also what the devices send each other in a step and a flush.")
     ] = False,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Also FLOPs and bytes moved, by the compiler, and their time at full rates.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Also write the programs to this file.")
+    ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that decodes.")] = False,
 ) -> None:
     """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
@@ -35,12 +44,15 @@ def plan(
     from jkv import methods, models
     from jkv.aot import target
     from jkv.aot.collectives import table as messages
+    from jkv.bench import results
     from jkv.bench.shapes import config_of
     from jkv.io.load import check_dtype
     from jkv.plan import TRIES, Job, gib, programs, table
+    from jkv.plan import costs as prices
     from jkv.plan import largest as search
 
     check_dtype(dtype)
+    results.check_path(out)
     configs = [methods.parse(x) for x in cache or ["full"]]
     shape = models.read_config(config_of(model))
     if context > shape.context:
@@ -66,8 +78,15 @@ def plan(
                 fits = f"{gib(program.peak)} GiB at the peak" if program.refused is None else program.refused
                 say(f"{config}, {program.what}: {fits}")
                 rows.append((str(config), program))
+                about = results.meta(
+                    model, 1, topology=topology, batch=batch, context=context, chunk=chunk, dtype=dtype
+                )
+                numbers = [{"cache": c, "bytes": p.cache} | {k: vars(p)[k] for k in NUMBERS} for c, p in rows]
+                results.save(out, about, numbers)
     if rows:
         console.show(table(rows, machine))
+        if costs:
+            console.show(prices(rows, machine))
         if collectives:
             console.show(messages([(name, p.what, p.collectives) for name, p in rows]))
         for name, program in rows:

@@ -44,7 +44,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
     """
     count: Counter[tuple[str, str, str]] = Counter()
     size: dict[tuple[str, str, str], int] = {}
-    for place, turns, line in _lines(_computations(text)):
+    for place, turns, line in lines(text):
         if (hit := MESSAGE.search(line)) is None:
             continue
         arrays = [(x[0], _bytes(x)) for x in ARRAY.finditer(hit[1])]
@@ -69,8 +69,9 @@ def _computations(text: str) -> dict[str, list[str]]:
     return out
 
 
-def _lines(computations: dict[str, list[str]]) -> Iterator[tuple[str, int, str]]:
-    """Every line where it is called: its place, and how often a loop of known length runs it."""
+def lines(text: str) -> Iterator[tuple[str, int, str]]:
+    """Every line of a program where it is called: its place, and how often a loop of known length runs it."""
+    computations = _computations(text)
     waiting = [("", "once", 1)]
     while waiting:
         name, place, turns = waiting.pop()

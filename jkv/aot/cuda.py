@@ -32,6 +32,7 @@ CHIPS = {  # name: bytes a second, bytes, GHz; one compute capability (9.0) and 
     "h100": ("NVIDIA H100 80GB HBM3", 3_350_000_000_000, 85_045_280_768, 1.98),
     "h200": ("NVIDIA H200", 4_800_000_000_000, 150_754_820_096, 1.98),
 }
+FLOPS = 989e12  # a second, of either in bfloat16
 TARGET = """gpu_device_info {{
  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128

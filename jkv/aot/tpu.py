@@ -11,6 +11,13 @@ from typing import Any
 
 # HBM bytes of a device, as the vendor states them; tpu7x shows two devices a chip.
 CHIPS = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30, "tpu7x": 96 * 2**30}
+RATES = {  # of a device: FLOP a second in bfloat16, bytes a second
+    "v4": (275e12, 1228e9),
+    "v5e": (197e12, 819e9),
+    "v5p": (459e12, 2765e9),
+    "v6e": (918e12, 1640e9),
+    "tpu7x": (1153e12, 3690e9),
+}
 
 
 def devices(topology: str) -> list[Any]:

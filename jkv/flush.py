@@ -25,7 +25,7 @@ from jkv.evidence import Evidence, evidence
 from jkv.melt import merged, remembered
 from jkv.pool import compete, together
 from jkv.protocols import Columns
-from jkv.rest import joined
+from jkv.rest import joined, weighed
 from jkv.tiers import acting, after, newest, write
 from jkv.tree import value
 
@@ -230,7 +230,7 @@ def _cascade(
         gone = new.of(rest.count.shape[1])
         weight = gone.astype(jnp.float32)
         if plan.score.compensates:
-            weight, rest = left(rest, *plan.score.outside(ev), gone, new.index)
+            weight, rest = weighed(rest, *plan.score.outside(ev), gone, new.index)
         rest = joined(rest, new.k, new.v, weight)
     tiers = tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)

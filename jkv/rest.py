@@ -49,7 +49,7 @@ def joined(rest: Rest, k: Array, v: Array, weight: Array) -> Rest:
     return replace(rest, k=mean(rest.k, k), v=mean(rest.v, v), count=count)
 
 
-def left(rest: Rest, attention: Array, total: Array, lost: Array, index: Array) -> tuple[Array, Rest]:
+def weighed(rest: Rest, attention: Array, total: Array, lost: Array, index: Array) -> tuple[Array, Rest]:
     """Weights f32[B,H,m] of what is lost now, and the rest with the odds of everything that is, at most 19.
 
     attention f32[B,H,S] of `total` f32[B]; lost bool[B,H,m] at index i32[B,Hs,m] in S.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,14 @@ def test_taps_are_of_the_eight_that_came_after():
         assert words[row] == sorted(np.argsort(-looked)[:5].tolist())
     with pytest.raises(ValueError, match="keeps fewer than 8 queries"):
         taps.taps(rig.prompted("full"))
+
+
+def test_a_token_is_compared_with_those_before_it(monkeypatch):
+    got = np.arange(1.0, 25.0).reshape(2, 12)  # the token asked about is the fourth
+    monkeypatch.setattr(taps, "received", lambda cache, lag: ([[got], [got[:, ::-1]]], np.array([[1.0, 3.0]])))
+    found = taps.taps(SimpleNamespace(rows=1))  # type: ignore[arg-type]
+    np.testing.assert_allclose(found.level[:, 0], [1, (9 + 21) / (12 + 24)])
+    assert found.heads.tolist() == [[9 / 8, 21 / 8]] and found.share.tolist() == [[0.25, 0.75]]
 
 
 def test_what_is_not_known_is_needed():

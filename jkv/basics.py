@@ -140,24 +140,23 @@ def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
     return dict(codec=(k, v), recent=recent, block=group)
 
 
+def coded(bits: int, group: int, size: float | None = None) -> TierSpec:
+    """A tier of keys by channel and values by token in so many bits; 16 are the plain floats."""
+    if bits == 16:
+        return TierSpec(k=Dense(), v=Dense(), size=size)
+    return TierSpec(k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size)
+
+
 @row("2405.14256", "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice")
 def zipcache(
     *, high: int = 4, low: int = 2, share: float = 0.6, group: int = 20, recent: int = 0, block: int = 100
 ) -> Axes:
     """ZipCache: the salient `share` of the tokens in `high` bits, the others in `low`; 16 bits are the plain floats."""
 
-    def tier(bits: int, size: float | None) -> TierSpec:
-        if bits == 16:
-            return TierSpec(k=Dense(), v=Dense(), size=size)
-        return TierSpec(
-            k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size
-        )
-
     if not 0 < share <= 1:
         raise ValueError(f"zipcache: share={share}: the fraction of tokens in {high} bits, above 0 and at most 1")
-    return dict(
-        score=Sticky(score=Salience()), tiers=(tier(high, float(share)), tier(low, None)), recent=recent, block=block
-    )
+    tiers = coded(high, group, float(share)), coded(low, group)
+    return dict(score=Sticky(score=Salience()), tiers=tiers, recent=recent, block=block)
 
 
 @row("2407.08454", "reconstruction; lagged by block - 1; into int tiers only newcomers merge")

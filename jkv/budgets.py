@@ -142,6 +142,20 @@ class Pyramid(Budget):
         return jnp.full_like(seen, capacity)
 
 
+@part
+class Above(Budget):
+    """`tokens` in every layer from `layer` on, and every token in those below it."""
+
+    tokens: int
+    layer: int
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        return longest if layer < self.layer else self.tokens
+
+    def limit(self, capacity: int, seen: Array) -> Array:
+        return jnp.full_like(seen, capacity)
+
+
 def weighted(tokens: int, weights: Sequence[float], least: int, most: int) -> tuple[int, ...]:
     """Tokens per layer that sum to tokens * layers: `least`, and of the others a share by weight; `most` at most.
 
@@ -207,18 +221,23 @@ def asked_for(total: int, asked: Sequence[float], most: int) -> list[int]:
     return out
 
 
+def pairs(parts: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """(most, least) of the rows of each layer."""
+    return tuple((int(max(x)), int(min(x))) for x in parts)
+
+
 @part
 class Asked(Budget):
     """`tokens` on average, divided among the layers for each row by what they ask; `window` of them are every layer's.
 
     A layer has slots for the most that a row gets, in steps of `step` tokens: few prompts need programs of their own.
-    capacities of each layer, or None: not divided yet. Source: CAKE (2503.12491).
+    Source: CAKE (2503.12491).
     """
 
     tokens: int
     window: int
     step: int
-    capacities: tuple[int, ...] | None = None
+    parts: tuple[tuple[int, int], ...] | None = None  # type: ignore[assignment]
 
     measures = True  # type: ignore[assignment]
 
@@ -227,11 +246,58 @@ class Asked(Budget):
         rows = zip(np.maximum(asked, 1e-30).T.tolist(), lengths, strict=True)
         return np.array([asked_for(total, row, max(n - self.window, 1)) for row, n in rows]).T
 
-    def of(self, capacities: Sequence[int]) -> Asked:
-        return replace(self, capacities=tuple(int(x) for x in capacities))
+    def of(self, parts: Sequence[Sequence[int]]) -> Asked:
+        return replace(self, parts=pairs(parts))
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
-        return -(-self.capacities[layer] // self.step) * self.step if self.capacities else self.tokens
+        return -(-(self.parts[layer][0] + self.window) // self.step) * self.step if self.parts else self.tokens
+
+    def limit(self, capacity: int, seen: Array) -> Array:
+        return jnp.full_like(seen, capacity)
+
+
+@part
+class Inside(Budget):
+    """`tokens` in every layer, or all; by what a layer asks, the best of them are in its first tier, row by row.
+
+    With tokens, a layer gets round(a / max a (tokens - window)) for a, the most of all layers; else the a that it asks.
+    A first tier has slots for the most of all rows, the next for what the least of them leaves, in steps of `step`
+    tokens. Sources: ARKV; ZipVL (2410.08584).
+
+    >>> Inside(tokens=410, window=10, step=1).divided(np.array([[1.0], [2.0], [4.0]]), [1000]).tolist()
+    [[100], [200], [400]]
+    """
+
+    tokens: int | None
+    window: int
+    step: int
+    parts: tuple[tuple[int, int], ...] | None = None  # type: ignore[assignment]
+
+    measures = True  # type: ignore[assignment]
+    inside = True  # type: ignore[assignment]
+
+    @property
+    def bounded(self) -> bool:  # type: ignore[override]
+        return self.tokens is not None
+
+    def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        old = np.maximum(np.array(lengths) - self.window, 0)
+        if self.tokens is not None:
+            old = np.minimum(old, self.tokens - self.window)
+            asked = asked / np.maximum(asked.max(0), 1e-30) * (self.tokens - self.window)
+        return np.minimum(np.round(asked).astype(int), old)
+
+    def of(self, parts: Sequence[Sequence[int]]) -> Inside:
+        return replace(self, parts=pairs(parts))
+
+    def inner(self, layer: int) -> tuple[int, int] | None:
+        if self.parts is None:
+            return None
+        most, least = self.parts[layer]
+        return max(-(-most // self.step), 1) * self.step, least // self.step * self.step
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        return longest if self.tokens is None else self.tokens
 
     def limit(self, capacity: int, seen: Array) -> Array:
         return jnp.full_like(seen, capacity)

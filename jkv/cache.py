@@ -115,11 +115,15 @@ class Tier:
 
 @value
 class Rest:
-    """What left a layer without a trace, one token a kv head: the means k (rotated), v f32[B,H,D] of count f32[B,H]."""
+    """What left a layer without a trace, one token a kv head: the means k (rotated), v f32[B,H,D] of weight f32[B,H].
+
+    odds f32[B,H]: attention that it gets for each unit that all others get, or None: by its key.
+    """
 
     k: Array
     v: Array
     count: Array
+    odds: Array | None = None
 
 
 @value
@@ -325,6 +329,7 @@ def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) ->
     rest = None
     if plan.rest:
         k, v = (jnp.zeros((rows, h, d), jnp.float32) for _ in range(2))
-        rest = Rest(k=k, v=v, count=jnp.zeros((rows, h), jnp.float32))
+        odds = jnp.zeros((rows, h), jnp.float32) if plan.score.compensates else None
+        rest = Rest(k=k, v=v, count=jnp.zeros((rows, h), jnp.float32), odds=odds)
     share = jnp.zeros(rows, jnp.int32) if plan.budget.measures else None
     return LayerCache(recent=recent, queries=queries, tiers=tiers, rest=rest, share=share)

@@ -34,7 +34,21 @@ class Row:
         return tuple(k for k in self.make(**needed) if k in AXES)
 
 
-AXES = ("score", "codec", "tiers", "budget", "pooled", "merge", "rest", "select", "recent", "block", "append", "narrow")
+AXES = (
+    "score",
+    "codec",
+    "tiers",
+    "budget",
+    "pooled",
+    "merge",
+    "rest",
+    "select",
+    "recent",
+    "block",
+    "append",
+    "shorten",
+    "narrow",
+)
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
 CATALOGUE: dict[str, Row] = {}

@@ -41,6 +41,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} {_why(config)}, which stays whole until then, and chunk={chunk} would cut it; "
             "prefill in one piece (chunk=0)"
         )
+    _check_shorten(config, model)
     _check_narrow(config, model, chunk)
     if chunk and not config.splits:
         raise ValueError(
@@ -89,6 +90,19 @@ def _check_rest(config: CacheConfig, model: ModelConfig) -> None:
             )
 
 
+def _check_shorten(config: CacheConfig, model: ModelConfig) -> None:
+    shorten = config.shorten
+    if shorten is None:
+        return
+    depth = shorten.depth(model)
+    attending = sum(model.attends(i) for i in range(min(depth, model.depth)))
+    if depth > model.depth or shorten.start(attending) >= attending:
+        raise ValueError(
+            f"{config}: layers={shorten.layers}, first={shorten.first}: a draft of {depth} blocks, of which "
+            f"{attending} attend, and the model has {model.depth}; take no more, and a first= below what attends"
+        )
+
+
 def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
     narrow = config.narrow
     if narrow is None:
@@ -116,7 +130,7 @@ def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
 
 def check_prefill(config: CacheConfig, what: str) -> None:
     """Raise ValueError for `what` runs a prompt through one program, if the config's prefill is more than that."""
-    if config.waits:
+    if config.waits or config.shorten:
         raise ValueError(
             f"{config} {_why(config)}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv eval "
             "take it"
@@ -124,6 +138,8 @@ def check_prefill(config: CacheConfig, what: str) -> None:
 
 
 def _why(config: CacheConfig) -> str:
+    if config.shorten and not config.waits:
+        return "has a draft read the prompt first"
     return "reads texts after the prompt" if config.score.needs.probes else "asks every layer about the prompt"
 
 

@@ -17,6 +17,7 @@ from jkv.budgets import All
 from jkv.codecs import Dense
 from jkv.protocols import Born, Budget, Codec, Merge, Needs, Score, Selector
 from jkv.scores.position import Newest
+from jkv.shorten import Shorten
 from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ class CacheConfig:
 
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
-    every head has its own; merge: what the evicted leave; rest: or whether they are one token
-    more of their head, their mean with the weight of all of them; select: what a step reads; recent: newest tokens,
-    always exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the
-    share of the generated tokens that is kept on top of the budget; narrow: how a prompt goes on after some layer, or
-    None: with all its tokens; dense_layers: layers that read everything; kernels: "auto", "xla", "tpu" or "gpu";
-    devices: that divide the slots of each tier; name: the text it was made from.
+    every head has its own; merge: what the evicted leave; rest: or whether they are one token more of their head,
+    their mean with the weight of all of them; select: what a step reads; recent: newest tokens, always exact;
+    block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of the
+    generated tokens that is kept on top of the budget; shorten: which tokens of a prompt are read at all, or None:
+    every one; narrow: how a prompt goes on after some layer, or None: with all its tokens; dense_layers: layers
+    that read everything; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name:
+    the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -89,6 +91,7 @@ class CacheConfig:
     block: int = 16
     chunk: int = 0
     append: float = 0.0
+    shorten: Shorten | None = None
     narrow: Narrow | None = None
     dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
@@ -221,7 +224,11 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         wanted = min(wanted, window)  # older tokens are invisible to every later query
     capacity = min(wanted, longest)
     unit = lcm(*(c.grain for s in config.tiers for c in config.codecs(s)), config.select.unit if config.select else 1)
-    sizes = _sizes(config, max(capacity - config.recent, 0), unit)
+    specs, total = config.tiers, max(capacity - config.recent, 0)
+    if (part := budget.inner(i)) is not None:  # rows that use less of it have more in the next
+        first, least = (min(x, total) for x in part)
+        specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
+    sizes = _sizes(specs, total, unit)
     sharing = 1 if config.pooled is None else model.heads
     tiers = tuple(
         TierConfig(
@@ -236,7 +243,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             evicts=capacity < longest or len(sizes) > 1 or config.score.forgets,
             kernels=config.kernels,
         )
-        for s, size in zip(config.tiers, sizes, strict=True)
+        for s, size in zip(specs, sizes, strict=True)
         if size
     )
     score = jax.tree.map(lambda x: x[i], config.score).for_layer(model, i)
@@ -274,13 +281,13 @@ def _whole(slots: int, unit: int, config: CacheConfig) -> int:
     return ceil(slots / (tile * config.devices)) * tile * config.devices
 
 
-def _sizes(config: CacheConfig, total: int, unit: int) -> list[int]:
+def _sizes(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:
     """Slots of each tier in whole units: fixed sizes, then shares of what they leave, then the rest."""
-    fixed = sum(s.size for s in config.tiers if isinstance(s.size, int))
+    fixed = sum(s.size for s in specs if isinstance(s.size, int))
     rest = max(total - fixed, 0)
-    shared = sum(int(s.size * rest) for s in config.tiers if isinstance(s.size, float))
+    shared = sum(int(s.size * rest) for s in specs if isinstance(s.size, float))
     out = []
-    for spec in config.tiers:
+    for spec in specs:
         size = spec.size if spec.size is not None else rest - shared
         out.append(ceil((int(size * rest) if isinstance(size, float) else size) / unit) * unit)
     return out

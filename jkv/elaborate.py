@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from jkv.budgets import Asked, Split, Weighted
+from jkv.basics import coded
+from jkv.budgets import Above, Asked, Inside, Split, Weighted
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Affine
 from jkv.config import TierSpec
 from jkv.evictions import above, at_most
+from jkv.evidence import QUERIES
 from jkv.merges import ZeroClass
+from jkv.scores.assisted import Assisted
 from jkv.scores.attention import Accumulated, WindowMass
-from jkv.scores.dispersion import Dispersed
+from jkv.scores.dispersion import Dispersed, Tailed
 from jkv.scores.heads import Keepers, Retrievers
 from jkv.scores.hybrid import ByPhase, Even, Plus, Remembered
+from jkv.scores.mixed import Sticky
 from jkv.scores.position import Pool, Protect
 from jkv.scores.probes import Drafted
-from jkv.scores.wrappers import PerQuery
+from jkv.scores.wrappers import AcrossHeads, PerQuery, Reaching
+from jkv.selectors.heavy import Heavy
+from jkv.shorten import Shorten
 
 
 @row("2508.02401", "as snapkv; needles are answered for the model, which must agree; generated tokens are kept on top")
@@ -107,6 +113,50 @@ def speckv(
     )
 
 
+@row("2506.08373", "reconstruction: the draft is the model's own first layers; the others are never read")
+def specpc(
+    *,
+    tokens: int = 2048,
+    drafted: int = 1,
+    layers: int | None = None,
+    first: int | None = None,
+    window: int = 64,
+    around: int = 32,
+) -> Axes:
+    """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at."""
+    above("specpc", tokens, window, "its newest tokens")
+    least = {"drafted": drafted, "around": around, "window": window, "layers": layers or 0, "first": first or 0}
+    if min(least.values()) < 0 or layers == 0:
+        raise ValueError(f"specpc: {least}: 0 or more, and layers 1 or more")
+    shorten = Shorten(tokens=tokens, drafted=drafted, window=window, around=around, layers=layers, first=first)
+    return dict(shorten=shorten)
+
+
+@row("2508.02751", "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value")
+def smallkv(*, budget: int, layers: int = 1, window: int = 32) -> Axes:
+    """SmallKV: the first `layers` hold all, the others what these look at, and a mean of the rest by weight."""
+    above("smallkv", budget, window, "its newest queries")
+    if layers < 1:
+        raise ValueError(f"smallkv: layers={layers}: the model's first layers, which hold every token; 1 or more")
+    return dict(
+        score=Assisted(queries=window, draft=layers),
+        budget=Above(tokens=budget, layer=layers),
+        rest=True,
+        recent=window,
+    )
+
+
+@row("2403.17312", "approximation, from notes of the paper: chosen anew at a flush; a number of tokens, not a share")
+def alisa(*, tokens: int = 128, page: int = 1, window: int | None = None) -> Axes:
+    """ALISA: a step reads the newest `tokens`, and as many others that the last `window` queries looked at most."""
+    window = min(tokens, QUERIES) if window is None else window
+    if page < 1 or tokens < page or not 2 <= window <= QUERIES:
+        raise ValueError(
+            f"alisa: tokens={tokens}, page={page}, window={window}: a page or more, 1 or more, and 2 to {QUERIES}"
+        )
+    return dict(select=Heavy(unit=page, pages=tokens // page, queries=window), recent=tokens)
+
+
 @row("2402.18096", "reconstruction: no balancer of keys; demoted at a flush, coded once; nothing is evicted")
 def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32) -> Axes:
     """MiKV: what H2O would evict stays at `bits` bits; the heavy `keep` of all tokens is exact, or in another codec."""
@@ -117,29 +167,53 @@ def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32
     return dict(score=Accumulated(), tiers=tiers, recent=recent)
 
 
-@row("-", "reconstruction: the exact share is given, where the paper measures it by layer; 8-bit integers for its fp8")
+@row("-", "reconstruction: demoted as soon as a prompt is read, and once; 8-bit integers for its fp8")
 def arkv(
     *,
     budget: int | None = None,
     keep: float | None = None,
     bytes: Any = None,
-    share: float = 0.5,
+    share: float | None = None,
     window: int = 32,
     pool: int = 5,
     gamma: float = 263.81,
+    step: int | None = None,
 ) -> Axes:
-    """ARKV: the best `share` of the budget stays as it is, the rest is 8 bits; nothing leaves before a third is new."""
+    """ARKV: a layer's best tokens stay as they are, as many as it asks for (or a `share`); the others get 8 bits."""
     above("arkv", budget, window, "its observation window")
-    if not 0 < share <= 1:
+    if share is None and budget is None:
+        raise ValueError(
+            "arkv: what a layer asks is a part of budget= in tokens; give that, or a share= for all layers"
+        )
+    if share is not None and not 0 < share <= 1:
         raise ValueError(f"arkv: share={share}: the fraction of the budget that stays as it is, above 0 and at most 1")
-    prompt = Dispersed(queries=window, gamma=float(gamma))
+    step = max((budget or 512) // 4, 1) if step is None else step
+    if step < 1:
+        raise ValueError(f"arkv: step={step}: tokens by which the exact tiers of layers differ, 1 or more")
     low = Affine(bits=8)
+    score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=WindowMass(queries=1))
     return dict(
-        score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
-        budget=size(budget, keep, bytes),
-        tiers=(TierSpec(size=float(share)), TierSpec(k=low, v=low)),
+        score=Pool(score=score, width=pool),
+        budget=Inside(tokens=budget, window=window, step=step) if share is None else size(budget, keep, bytes),
+        tiers=(TierSpec(size=1.0 if share is None else float(share)), TierSpec(k=low, v=low)),
         recent=window,
         block=max(((budget or 512) - window) // 3, 1),
+    )
+
+
+@row("2410.08584", "reconstruction, for text: a prompt attends to all of itself; what is generated gets the lower bits")
+def zipvl(
+    *, mass: float = 0.95, high: int = 4, low: int = 2, group: int = 20, window: int = 64, step: int = 240
+) -> Axes:
+    """ZipVL: in each layer the fewest tokens that have `mass` of the attention get `high` bits, the others `low`."""
+    if not 0 < mass <= 1 or step < 1:
+        raise ValueError(f"zipvl: mass={mass}, step={step}: above 0 and at most 1; 1 token or more")
+    score = Reaching(score=AcrossHeads(score=WindowMass(queries=window)), share=float(mass), newest=window)
+    return dict(
+        score=Sticky(score=score),
+        budget=Inside(tokens=None, window=window, step=step),
+        tiers=(coded(high, group, 1.0), coded(low, group)),
+        recent=window,
     )
 
 

@@ -15,7 +15,7 @@ from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.position import Oldest, Pool, Protect
 from jkv.scores.probes import Pseudo, Rebuilt
-from jkv.scores.wrappers import AcrossHeads, PerQuery, Representatives, Units
+from jkv.scores.wrappers import AcrossHeads, Groups, PerQuery, Representatives, Units
 
 RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
 
@@ -116,15 +116,18 @@ def kvcrush(
     return dict(score=score, budget=size(budget, keep, bytes))
 
 
-@row("2503.17922", "as snapkv; a group's layers choose by themselves")
+@row("2503.17922", "as snapkv; the layers of a group differ by one token at most")
 def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, beta: int = 14, task: str = "qa") -> Axes:
     """WindowKV: whole units of neighbours, one choice for all heads, more of them in the lower groups of layers."""
     kinds = {"qa": "half", "summary": "mean"}
     if task not in kinds:
         raise ValueError(f"windowkv: task={task!r}: 'qa' looks for a place in the text, 'summary' for all of it")
     above("windowkv", budget, window, "its observation window")
+    if min(group, unit) < 1:
+        raise ValueError(f"windowkv: group={group}, unit={unit}: layers that share a choice, and tokens; 1 or more")
+    units = Units(score=WindowMass(queries=window), width=unit, kind=kinds[task])
     return dict(
-        score=AcrossHeads(score=Units(score=WindowMass(queries=window), width=unit, kind=kinds[task])),
+        score=Groups(score=AcrossHeads(score=units), width=group),
         budget=Pyramid(tokens=budget, window=window, beta=beta, group=group),
         recent=window,
     )

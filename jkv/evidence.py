@@ -34,7 +34,8 @@ class Evidence:
 
     pos i32[B,H,S] (-1 dead); may_go bool[B,H,S]: slots and newcomers, the rest of the window stays in any case;
     columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen, prompt i32[B]: tokens in
-    all, and those that were given; limit i32[B]: tokens that the tiers may hold.
+    all, and those that were given; limit i32[B]: tokens that the tiers may hold; below: the layers below, which have
+    flushed already, lowest first.
     """
 
     pos: Array
@@ -48,6 +49,7 @@ class Evidence:
     prompt: Array
     limit: Array
     plan: LayerConfig
+    below: tuple[LayerCache, ...] = ()
     rope: Rope = static()
     scale: float = static()
 
@@ -98,6 +100,11 @@ class Evidence:
         """
         parts = [self._folded(source, step, queries, join) for source in self._sources()]
         return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
+
+    def complete(self, queries: Queries) -> Queries:
+        """The queries with a log-sum-exp over everything that is there, where a step read a part of it."""
+        total = self.over_keys(lambda p, q_pos, pos, index: p.sum(-1), queries)
+        return replace(queries, lse=queries.lse + jnp.log(jnp.maximum(total, 1e-30)))
 
     def paid(self, tier: int, queries: Queries) -> Array:
         """f32[B,H,C,N]: the most that every query, of at most QUERIES, pays to each slot of a tier, over G."""
@@ -206,6 +213,7 @@ def evidence(
     rope: Rope,
     model: ModelConfig,
     fresh: bool,
+    below: tuple[LayerCache, ...] = (),
 ) -> Evidence:
     """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go."""
     b, h, w, _ = packed.k.shape
@@ -226,6 +234,7 @@ def evidence(
         prompt=prompt,
         limit=limit,
         plan=plan,
+        below=below,
         rope=rope,
         scale=model.scale,
     )

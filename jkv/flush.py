@@ -25,8 +25,8 @@ from jkv.evidence import Evidence, evidence
 from jkv.melt import merged, remembered
 from jkv.pool import compete, together
 from jkv.protocols import Columns
-from jkv.rest import joined
-from jkv.tiers import after, newest, write
+from jkv.rest import joined, weighed
+from jkv.tiers import acting, after, newest, write
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -64,10 +64,12 @@ def flush(
     rope: Rope,
     model: ModelConfig,
     fresh: bool = False,
+    below: tuple[LayerCache, ...] = (),
 ) -> LayerCache:
     """The layer after its window has flushed.
 
-    window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty.
+    window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty;
+    below: the layers below, which have flushed.
     """
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
@@ -77,12 +79,15 @@ def flush(
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, seen, generated, layer.share)
-    ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh)
+    ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh, below)
+    if ev.tiers and plan.tiers[0].select is not None:
+        ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
     tiers, rest = layer.tiers, layer.rest
     if tiers and most:
-        tiers, rest = _cascade(tiers, rest, ev, leaving, most, plan, rope)
-    tiers = _watched(_act(tiers, live - leaving, seen), ev, queries[0], plan)
+        first = layer.share if plan.budget.inside else None
+        tiers, rest = _cascade(tiers, rest, ev, leaving, most, first, plan, rope)
+    tiers = _watched(acting(tiers, live - leaving, seen), ev, queries[0], plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
     return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), rest=rest)
@@ -102,6 +107,7 @@ def going_on(
     plan: LayerConfig,
     rope: Rope,
     model: ModelConfig,
+    below: tuple[LayerCache, ...],
 ) -> Array:
     """i32[B,n]: the entries of a prompt's window that the next layers see, oldest first, after some of -1.
 
@@ -111,7 +117,8 @@ def going_on(
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
     leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
-    ev = evidence(layer, _gather(window, order), leaving, queries, seen, seen, none, plan, rope, model, fresh=True)
+    packed = _gather(window, order)
+    ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, below)
     rank = _ranks(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
     rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
@@ -130,8 +137,7 @@ def _watched(tiers: tuple[Tier, ...], ev: Evidence, kept: Queries | None, plan: 
     assert kept is not None
     kept = kept.newest(select.needs.queries)
     if ev.tiers:  # a step's log-sum-exp is of what it read alone
-        total = ev.over_keys(lambda p, q_pos, pos, index: p.sum(-1), kept)
-        kept = replace(kept, lse=kept.lse + jnp.log(jnp.maximum(total, 1e-30)))
+        kept = ev.complete(kept)
     order, after, out = jnp.argsort(kept.pos >= 0, axis=1, stable=True), replace(ev, tiers=tiers), []
     for i, tier in enumerate(tiers):
         paid = jnp.take_along_axis(after.paid(i, kept), order[:, None, None], 3)
@@ -153,7 +159,7 @@ def _gather(window: Window, order: Array) -> Window:
 def _limit(plan: LayerConfig, seen: Array, generated: Array, share: Array | None) -> Array:
     """i32[B]: tokens that all tiers together may hold; share i32[B]: of those that are not on top of the budget."""
     most = plan.budget.limit(plan.capacity - plan.append, seen - generated if plan.append else seen)
-    if share is not None:
+    if share is not None and not plan.budget.inside:
         most = jnp.minimum(most, share + plan.recent)
     if plan.append:
         older = jnp.maximum(generated - plan.recent, 0)
@@ -178,9 +184,11 @@ def _cascade(
     ev: Evidence,
     leaving: Array,
     most: int,
+    first: Array | None,
     plan: LayerConfig,
     rope: Rope,
 ) -> tuple[tuple[Tier, ...], Rest | None]:
+    """first i32[B]: slots of the first tier in use, or None: as its config says."""
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else _ranks(ev, plan)
@@ -207,7 +215,7 @@ def _cascade(
             tier = remembered(tier, ev.columns, start)
             if plan.score.forgets:
                 tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
-        limit = jnp.minimum(_share(config, ev, plan), left)
+        limit = jnp.minimum(_share(config, ev, plan, None if out else first), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
         taken, out = new, [*out, tier]
         if config is not plan.tiers[-1] or ((plan.merge or plan.rest) and not simple):
@@ -219,7 +227,11 @@ def _cascade(
         out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
         stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
     if rest is not None and not simple:
-        rest = joined(rest, new.k, new.v, new.of(rest.count.shape[1]))
+        gone = new.of(rest.count.shape[1])
+        weight = gone.astype(jnp.float32)
+        if plan.score.compensates:
+            weight, rest = weighed(rest, *plan.score.outside(ev), gone, new.index)
+        rest = joined(rest, new.k, new.v, weight)
     tiers = tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
@@ -243,11 +255,13 @@ def _pooled(
     return rank[:, :, : ev.slots], replace(new, rank=rank[:, :, ev.slots :])
 
 
-def _share(config: TierConfig, ev: Evidence, plan: LayerConfig) -> Array:
-    """i32[B]: slots of a tier in use: its share, in whole units, of the units stored now; or all it may have.
+def _share(config: TierConfig, ev: Evidence, plan: LayerConfig, given: Array | None) -> Array:
+    """i32[B]: slots of a tier in use: those given, its share of the units stored now, or all it may have; whole units.
 
     In integers, so that what the first tier does not take fits into the next: 0.6 of 5 units is 3, never 4.
     """
+    if given is not None:
+        return jnp.minimum(-(-given // config.unit) * config.unit, config.most)
     if config.share is None:
         return jnp.full_like(ev.limit, config.most)
     stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.recent, 0)) // config.unit
@@ -365,25 +379,6 @@ def _losers(
         columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},
         index=put(new.index, token, start + place),
         head=put(new.head, token, take(tier.head, place)) if tier.head is not None and new.head is not None else None,
-    )
-
-
-def _act(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ...]:
-    """Where keys act in a cache of relative positions: rank among the kept + (seen - kept).
-
-    The newest kept token then acts at seen - 1, its true position, so queries and the recent window need no shift.
-    """
-    if all(t.at is None for t in tiers):
-        return tiers
-    pos = jnp.concatenate([t.pos for t in tiers], -1)
-    late = jnp.iinfo(jnp.int32).max
-    rank = jnp.argsort(jnp.argsort(jnp.where(pos < 0, late, pos), -1), -1)
-    kept = (pos >= 0).sum(-1, keepdims=True) + staying[:, None, None]
-    at = rank + (seen[:, None, None] - kept)
-    cuts = [sum(t.pos.shape[2] for t in tiers[: i + 1]) for i in range(len(tiers) - 1)]
-    return tuple(
-        t if t.at is None else replace(t, at=a.astype(jnp.int32))
-        for t, a in zip(tiers, jnp.split(at, cuts, -1), strict=True)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from jkv.whole import read
 if TYPE_CHECKING:
     from jkv.sharding import Over
 
+Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
 
 
@@ -94,16 +95,19 @@ def _prefill(
     params: Params, config: CacheConfig, rows: list[list[int]], room: int, chunk: int | None
 ) -> tuple[Cache, Array, Cost]:
     use_disk_cache()
-    model, longest, config = params.config, max(map(len, rows)), config.bound(params)
+    model, config, cost = params.config, config.bound(params), Cost()
     chunk = config.chunk if chunk is None else chunk
     check(config, model, chunk)
-    check_length(config, model, longest, room)
+    check_length(config, model, max(map(len, rows)), room)
+    if config.shorten:
+        rows = config.shorten.rows(params, rows, cost)
+    longest = max(map(len, rows))
     if config.unlimited:
         params = replace(params, config=reaching(model, longest + room))
     whole = not chunk or chunk >= longest
     length = bucket(longest) if whole else -(-longest // chunk) * chunk
     cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
-    cost, ids = Cost(), pad(rows, length)
+    ids = pad(rows, length)
     if whole:
         return *read(params, config, cache, rows, ids, cost), cost
     logits = None
@@ -153,6 +157,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     chunk: int | None = None,
     compare: bool = False,
+    until: Until | None = None,
 ) -> Result:
     """Text after a prompt, through a compressed cache.
 
@@ -160,7 +165,8 @@ def generate(
     on from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
     depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. stop: texts that
     end a row (left out of it); stop_ids: tokens that do (default: the model's). compare: also run the full cache on
-    the generated tokens and report KL and first divergence.
+    the generated tokens and report KL and first divergence. until(cache, logits f32[B,V], tokens): asked after every
+    block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -179,8 +185,9 @@ def generate(
         stop_ids,
         chunk,
         compare,
+        until,
     )
-    for _ in run.blocks(live=bool(stop)):
+    for _ in run.blocks(live=bool(stop or until)):
         pass
     return run.result()
 
@@ -190,7 +197,9 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
     The generator's return value is the Result: `result = yield from stream(...)`.
     """
-    defaults: dict[str, Any] = dict(max_new_tokens=128, seed=0, stop=(), stop_ids=None, chunk=None, compare=False)
+    defaults: dict[str, Any] = dict(
+        max_new_tokens=128, seed=0, stop=(), stop_ids=None, chunk=None, compare=False, until=None
+    )
     known = {name: options.pop(name, value) for name, value in defaults.items()}
     run = _Run(params, cache, prompt, known.pop("max_new_tokens"), options, **known)
     if len(run.rows) != 1 or params.tokenizer is None:
@@ -242,6 +251,7 @@ class _Run:
         stop_ids: Sequence[int] | None,
         chunk: int | None,
         compare: bool,
+        until: Until | None,
     ) -> None:
         if compare and isinstance(cache, Cache):
             raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
@@ -256,7 +266,7 @@ class _Run:
             raise ValueError(f"seed has {len(seeds)} numbers for {b} rows: give one a row, or a single number")
         ids = stop_ids_of(params) if stop_ids is None else tuple(stop_ids)
         self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)
-        self.stop, self.new, self.chunk, self.given = stop, new, chunk, cache
+        self.stop, self.until, self.new, self.chunk, self.given = stop, until, new, chunk, cache
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
             self.name, self.bounded, self.claim = "continued", False, "as the cache given"
@@ -290,7 +300,7 @@ class _Run:
     def blocks(self, live: bool) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row: after every block if live, else once at the end.
 
-        The device runs one block ahead of the reader, unless a stop text in what is read may end a row.
+        The device runs one block ahead of the reader, unless what is read may end a row.
         """
         stop = jnp.int32(self.new)
         program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
@@ -301,14 +311,14 @@ class _Run:
         for done in (*range(size, self.new, size), self.new):
             self.state = program(self.params, self.state, self.sampling, jnp.int32(done))
             unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next call takes the state
-            if len(unread) == 1 and not self.stop:
+            if len(unread) == 1 and not (self.stop or self.until):
                 continue
             out, alive = unread.pop(0)
             tokens = _tokens(out)
             yield tokens
             if not bool(alive.any()):
                 break
-            if self.stop:
+            if self.stop or self.until:
                 self._end_rows(tokens)
         for out, _ in unread:
             yield _tokens(out)
@@ -316,15 +326,19 @@ class _Run:
         self.cost.running = time.perf_counter() - start
 
     def _end_rows(self, tokens: list[list[int]]) -> None:
-        text = [self.params.tokenizer.decode(t) for t in tokens]
-        over = jnp.asarray([any(s in t for s in self.stop) for t in text])
-        self.state = replace(self.state, alive=self.state.alive & ~over)
+        over = np.zeros(len(tokens), bool)
+        if self.stop:
+            over |= [any(s in self.params.tokenizer.decode(t) for s in self.stop) for t in tokens]
+        if self.until:
+            over |= np.asarray(self.until(self.state.cache, self.state.logits, tokens), bool)
+        self.state = replace(self.state, alive=self.state.alive & ~jnp.asarray(over))
 
     def result(self) -> Result:
         state, tokens = self.state, _tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
         kl, divergence = self._fidelity()
         prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
+        unread = 0 if isinstance(self.given, Cache) else prompt - int(state.cache.prompt.sum())
         report = Report(
             config=self.name,
             exactness=self.claim,
@@ -332,7 +346,7 @@ class _Run:
             tokens_prompt=prompt,
             tokens_new=new,
             tokens_kept=kept_tokens(state.cache),
-            bytes_full=full_bytes(state.cache),
+            bytes_full=full_bytes(state.cache, unread),
             bytes_kept=state.cache.nbytes,
             bytes_states=tree_bytes(state.cache.states),
             bytes_predicted=self.predicted,

@@ -110,7 +110,7 @@ def summary(cache: Cache) -> Summary:
             parts.append(Part(name="queries", codec="float", tokens=[0.0] * heads, codes=0, scales=0, metadata=size))
         if layer.rest is not None:
             size = tree_bytes((layer.rest.k, layer.rest.v))
-            metadata = tree_bytes(layer.rest.count)
+            metadata = tree_bytes((layer.rest.count, layer.rest.odds))
             parts.append(
                 Part(name="rest", codec="float32", tokens=[0.0] * heads, codes=size, scales=0, metadata=metadata)
             )

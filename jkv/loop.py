@@ -21,7 +21,7 @@ from jkv.models import layer as block
 from jkv.models.ssd import State
 from jkv.prompts import positions
 from jkv.protocols import Born
-from jkv.rest import beside
+from jkv.rest import beside, compensated
 from jkv.sampling import Sampling, sample
 from jkv.tiers import attend_tier, observed
 from jkv.tree import value
@@ -50,7 +50,9 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
     added = (ids >= 0).sum(1).astype(jnp.int32)
     seen, generated = cache.seen + added, cache.seen - cache.prompt
 
-    def run(pos: Array, i: int, new: Any) -> tuple[Array, tuple[LayerCache, Array | None]]:
+    def run(
+        pos: Array, below: tuple[LayerCache, ...], i: int, new: Any
+    ) -> tuple[Array, tuple[LayerCache, Array | None]]:
         plan, layer, rope, dtype = cache.plan[i], cache.layers[i], model.ropes[i], cache.layers[i].recent.k.dtype
         # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
         last = i == model.layers - 1 and model.attends(model.depth - 1)
@@ -67,11 +69,11 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
                 attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
-            part = merge_all([part, *past, *beside(q, layer.rest, model.scale)])
+            part = compensated(merge_all([part, *past, *beside(q, layer.rest, model.scale)]), layer.rest)
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
         narrowed = plan.narrow is not None and not begun
-        on = going_on(layer, window, asked, seen, plan, rope, model) if narrowed else None
-        layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh)
+        on = going_on(layer, window, asked, seen, plan, rope, model, below) if narrowed else None
+        layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh, below)
         return part.finish(), (layer, on)
 
     read = reading(cache, pos)
@@ -82,7 +84,7 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
 
     x, made = net.embed(params, jnp.maximum(ids, 0)), []
     for i in range(model.depth):
-        x, (one, on) = block(params, i, x, pos, partial(run, pos), mix)
+        x, (one, on) = block(params, i, x, pos, partial(run, pos, by_kind(model, made)[0]), mix)
         made.append(one)
         if on is not None:
             x = jnp.take_along_axis(x, jnp.maximum(on, 0)[..., None], 1)
@@ -181,7 +183,8 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         parts = [attend(q, recent.k, recent.v, visible(pos, recent.pos[:, None], plan.window), model.scale)]
         for tier, config in zip(tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
-        part, queries = merge_all([*parts, *beside(q, cache.layers[i].rest, model.scale)]), moving.queries[i]
+        rest, queries = cache.layers[i].rest, moving.queries[i]
+        part = compensated(merge_all([*parts, *beside(q, rest, model.scale)]), rest)
         summaries = tuple(
             observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if c.select and c.select.watches else None
             for t, c in zip(tiers, plan.tiers, strict=True)
@@ -244,20 +247,21 @@ def settle(cache: Cache) -> Cache:
     due = cache.fill >= cache.room
     generated = cache.seen - cache.prompt
 
-    def settled(i: int, layer: LayerCache) -> LayerCache:
+    def settled(i: int, below: tuple[LayerCache, ...], layer: LayerCache) -> LayerCache:
         plan, queries, asked = cache.plan[i], layer.queries, (None, None)
         if queries is not None:
             n = plan.needs.queries
             kept, new = queries.newest(n), queries.cut(n, plan.queries)
             asked = (kept if n else None, new if plan.needs.new else None)
             layer = replace(layer, queries=queries.begun(kept))
-        return flush(layer, layer.recent, asked, cache.seen, generated, plan, cache.model.ropes[i], cache.model)
+        rope, model = cache.model.ropes[i], cache.model
+        return flush(layer, layer.recent, asked, cache.seen, generated, plan, rope, model, below=below)
 
     # A loop of one turn or none: the tiers stay where they are, and a layer's scratch is gone before the next begins.
-    layers = tuple(
-        jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, i=i: settled(i, x), layer)
-        for i, layer in enumerate(cache.layers)
-    )
+    layers: tuple[LayerCache, ...] = ()
+    for i, layer in enumerate(cache.layers):
+        turn = partial(settled, i, layers)
+        layers += (jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, turn=turn: turn(x), layer),)
     return replace(cache, layers=layers, fill=jnp.where(due, cache.stay, cache.fill))
 
 

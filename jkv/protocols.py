@@ -69,6 +69,7 @@ class Score:
 
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
+    compensates: bool = False  # knows what is lost: a `rest` gets the attention that `outside` leaves to it
     forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
 
     def bound(self, params: Params) -> Score:
@@ -80,7 +81,7 @@ class Score:
         return self
 
     def ask(self, ev: Evidence) -> Array:
-        """f32[B]: how much a layer asks of a budget that `measures`, after a prompt, of which nothing may go yet."""
+        """f32[B,...]: what a layer says of a prompt that is whole; f32[B]: what it asks of a budget that `measures`."""
         raise NotImplementedError
 
     def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
@@ -103,6 +104,10 @@ class Score:
         """Columns f32[B,H,S] after the new queries; every query is observed once."""
         return ev.columns
 
+    def outside(self, ev: Evidence) -> tuple[Array, Array]:
+        """Attention f32[B,H,S] that each token gets, and f32[B] that all get, those included that are lost."""
+        raise NotImplementedError
+
     def rank(self, ev: Evidence) -> Array:
         """f32[B,Hs,S]: the highest stay; +inf is protected, -inf leaves. Among equals the older stays."""
         raise NotImplementedError
@@ -113,6 +118,8 @@ class Budget:
 
     bounded: bool = True  # fewer tokens than the model's context can be asked for
     measures: bool = False  # layers divide it by what they ask for a prompt, which stays whole until then
+    inside: bool = False  # what a layer asks is the size of its first tier; its own is that of all layers
+    parts: tuple[tuple[int, int], ...] | None = None  # of each layer: the most and the least that a row got
 
     def bound(self, params: Params) -> Budget:
         """This budget with what was found out about the model; ValueError if there is nothing."""
@@ -135,12 +142,16 @@ class Budget:
         raise NotImplementedError
 
     def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """i[L,B]: tokens of the tiers of each layer, by what it asks, f[L,B], for prompts of these lengths."""
+        """i[L,B]: tokens of each layer's tiers, or its first, by what it asks, f[L,B], for prompts of these lengths."""
         raise NotImplementedError
 
-    def of(self, capacities: Sequence[int]) -> Budget:
-        """This budget, divided: tokens that each layer may hold."""
+    def of(self, parts: Sequence[Sequence[int]]) -> Budget:
+        """This budget, divided: its `parts`."""
         raise NotImplementedError
+
+    def inner(self, layer: int) -> tuple[int, int] | None:
+        """Slots of a layer's first tier, and how many of them every row uses; None: as the config has it."""
+        return None
 
 
 @value

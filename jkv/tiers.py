@@ -284,6 +284,25 @@ def observed(
     )
 
 
+def acting(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ...]:
+    """Where keys act in a cache of relative positions: rank among the kept + (seen - kept).
+
+    The newest kept token then acts at seen - 1, its true position, so queries and the recent window need no shift.
+    """
+    if all(t.at is None for t in tiers):
+        return tiers
+    pos = jnp.concatenate([t.pos for t in tiers], -1)
+    late = jnp.iinfo(jnp.int32).max
+    rank = jnp.argsort(jnp.argsort(jnp.where(pos < 0, late, pos), -1), -1)
+    kept = (pos >= 0).sum(-1, keepdims=True) + staying[:, None, None]
+    at = rank + (seen[:, None, None] - kept)
+    cuts = [sum(t.pos.shape[2] for t in tiers[: i + 1]) for i in range(len(tiers) - 1)]
+    return tuple(
+        t if t.at is None else replace(t, at=a.astype(jnp.int32))
+        for t, a in zip(tiers, jnp.split(at, cuts, -1), strict=True)
+    )
+
+
 def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
     """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
     at = tier.pos if tier.at is None else tier.at

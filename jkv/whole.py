@@ -33,21 +33,27 @@ def read(
     """An empty cache after rows in one piece, and after what their score reads behind them and their budget asks."""
     if not config.waits:
         return cost.run(absorb_own, params, cache, ids, fresh=True)
-    dense = empty(config.uncut(ids.shape[1]), cache.model, len(rows), ids.shape[1], 0, params.embed.dtype)
-    dense, logits = cost.run(absorb_own, params, dense, ids, fresh=True)
+    whole, logits = dense(params, config, rows, ids, cost)
+    if config.budget.measures:
+        cache = shared(config, cache, whole, [len(row) for row in rows], cost)
+    return cost.run(compress, cache, whole), logits
+
+
+def dense(params: Params, config: CacheConfig, rows: list[list[int]], ids: Array, cost: Cost) -> tuple[Cache, Array]:
+    """Rows in one piece, of which all stays, with what the score has learned from the texts that it reads behind."""
+    whole = empty(config.uncut(ids.shape[1]), params.config, len(rows), ids.shape[1], 0, params.embed.dtype)
+    whole, logits = cost.run(absorb_own, params, whole, ids, fresh=True)
     for part in config.score.probes(params, rows):
         asked = pad(part.ids, bucket(max(map(len, part.ids))))
-        dense = cost.run(probe, params, dense, asked, jnp.asarray(part.about, jnp.int32))
-    if config.budget.measures:
-        cache = shared(config, cache, dense, [len(row) for row in rows], cost)
-    return cost.run(compress, cache, dense), logits
+        whole = cost.run(probe, params, whole, asked, jnp.asarray(part.about, jnp.int32))
+    return whole, logits
 
 
 def shared(config: CacheConfig, cache: Cache, dense: Cache, lengths: list[int], cost: Cost) -> Cache:
     """An empty cache as another, of the sizes that the layers of a prompt ask for; shares of each row are in it."""
     shares = config.budget.divided(np.asarray(cost.run(ask, dense), float), lengths)
     plan, dtype = cache.plan[0], dense.dtype
-    config = replace(config, budget=config.budget.of((shares.max(1) + config.recent).tolist()))
+    config = replace(config, budget=config.budget.of(shares.tolist()))
     made = empty(config, cache.model, len(lengths), plan.longest, cache.new, dtype)
     shares = jnp.asarray(shares, jnp.int32)
     return replace(made, layers=tuple(replace(x, share=y) for x, y in zip(made.layers, shares, strict=True)))
@@ -89,18 +95,18 @@ def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
 @program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
 def compress(empty: Cache, whole: Cache) -> Cache:
     """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
-    model, generated = empty.model, jnp.zeros_like(whole.seen)
-    layers = tuple(
-        flush(replace(a, queries=b.queries), b.recent, _kept(b, plan), whole.seen, generated, plan, rope, model, True)
-        for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True)
-    )
+    model, seen, generated = empty.model, whole.seen, jnp.zeros_like(whole.seen)
+    layers: tuple[LayerCache, ...] = ()
+    for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True):
+        a = replace(a, queries=b.queries)
+        layers += (flush(a, b.recent, _kept(b, plan), seen, generated, plan, rope, model, True, layers),)
     fill = jnp.int32(empty.stay)
     return replace(empty, layers=layers, states=whole.states, seen=whole.seen, prompt=whole.prompt, fill=fill)
 
 
 @program(arguments=(ANY,), results=None)
 def ask(whole: Cache) -> Array:
-    """f32[L,B]: how much each layer of a cache made by `CacheConfig.uncut` asks of the budget."""
+    """f32[L,B,...]: what each layer of a cache made by `CacheConfig.uncut` says, by `Score.ask`."""
     model, nobody = whole.model, jnp.zeros_like(whole.seen)
 
     def said(layer: LayerCache, plan: LayerConfig, rope: Rope) -> Array:

@@ -16,6 +16,7 @@ from jkv import loop, methods, sizes
 from jkv.cache import Cache
 from jkv.generate import Cost
 from jkv.models import Params
+from jkv.prompts import pad
 from jkv.rope import Rope
 from jkv.whole import read
 
@@ -70,7 +71,10 @@ class Case:
     narrow: bool = False  # upper layers see fewer tokens of the prompt
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
+    draft: int = 0  # lower layers that hold everything; in the others what leaves is a mean of known weight
+    follows: int = 0  # upper layers that keep what the one below keeps, and no queries
     measured: bool = False  # layers divide the budget by what they ask
+    tiers: int = 1  # each with slots for every token
     model: str = "llama"
 
     @property
@@ -146,7 +150,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
     "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
     "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=24, uniform=True),),
-    "windowkv": (Case("windowkv(budget={b}, window=8, beta=1, group=1)", recent=8, queries=24, uniform=True),),
+    "windowkv": (
+        Case("windowkv(budget={b}, window=8, beta=2, group=2)", recent=8, queries=24, uniform=True, follows=1),
+    ),
     "rpc": (Case("rpc(window={p}, period=16)", recent=3, queries=19, uniform=True, budget=False, grows=0.25),),
     "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=18, uniform=True),),
     "elasticcache": (
@@ -175,6 +181,29 @@ CASES: dict[str, tuple[Case, ...]] = {
     "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)", recent=8, queries=24),),
     "mikv": (Case("mikv(keep=1.0, recent=16)", budget=False, columns=1, queries=16),),
     "ems": (Case("ems(budget={b}, window=8, threshold=0.2)", recent=8, queries=24, columns=3, merges=True),),
+    "specpc": (Case("specpc(tokens={b}, window=8, around=6)", budget=False, uniform=True),),
+    "alisa": (
+        Case(
+            "alisa(tokens={b}, page=8, window=16, recent=16)",
+            budget=False,
+            unit=8,
+            uniform=True,
+            page=8,
+            index=1,
+            queries=32,
+        ),
+    ),
+    "zipvl": (
+        Case(
+            "zipvl(mass=0.6, high=16, low=16, window=16, step=4000)",
+            budget=False,
+            queries=32,
+            uniform=True,
+            measured=True,
+            tiers=2,
+        ),
+    ),
+    "smallkv": (Case("smallkv(budget={b}, window=8)", budget=False, recent=8, queries=24, columns=1, draft=1),),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]
@@ -183,7 +212,8 @@ RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["
 
 
 def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS) -> Cache:
-    return sizes.empty(methods.parse(text), params.config, rows, longest, new, jnp.float32)
+    made = sizes.empty(methods.parse(text), params.config, rows, longest, new, jnp.float32)
+    return replace(made, name="")  # so what has the same plan has the same programs
 
 
 @dataclass(frozen=True)
@@ -197,8 +227,11 @@ class Run:
 def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
     """The cache after a prompt, and the next logits."""
     config, state = methods.parse(text), empty(text, prompt.shape[0], params=params)
+    rows = [row[row >= 0].tolist() for row in prompt] if config.waits or config.shorten else []
+    if config.shorten:
+        rows = config.shorten.rows(params, rows, Cost())
+        prompt = np.asarray(pad(rows, prompt.shape[1]))
     if config.waits:
-        rows = [row[row >= 0].tolist() for row in prompt]
         return read(params, config, state, rows, jnp.asarray(prompt), Cost())
     return loop.absorb(params, state, jnp.asarray(prompt), fresh=True)
 

@@ -68,6 +68,19 @@ def test_a_stop_token_ends_its_row_alone(params):
     assert out.tokens[1] == free.tokens[1]
 
 
+def test_a_callback_ends_rows_between_blocks(params):
+    asked, options = [], dict(max_new_tokens=20, stop_ids=())
+
+    def until(cache, logits, tokens):
+        asked.append((cache.seen.tolist(), np.asarray(logits).argmax(-1).tolist(), [len(t) for t in tokens]))
+        return [len(tokens[0]) >= 16, False]
+
+    free = jkv.generate(params, None, PROMPTS, **options).tokens
+    out = jkv.generate(params, None, PROMPTS, until=until, **options)
+    assert out.tokens == [free[0][:16], free[1]] and out.cache.seen.tolist() == [70 + 16, 41 + 20]
+    assert asked[0] == ([70 + 16, 41 + 16], [t[16] for t in free], [16, 16]) and asked[1][2] == [16, 20]
+
+
 def test_chunks_prefill_the_same_cache(params):
     whole, want = jkv.prefill(params, "full", PROMPTS, room=64)
     parts, got = jkv.prefill(params, "full", PROMPTS, room=64, chunk=16)

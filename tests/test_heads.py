@@ -22,7 +22,7 @@ from jkv.io import learned
 from jkv.io import load as loading
 from jkv.methods import parse
 from jkv.models.llama import out
-from jkv.rest import beside, joined
+from jkv.rest import beside, compensated, joined
 from jkv.training import heads
 
 (CHOICE,), (SPLIT,) = CASES["compresskv"], CASES["razorattention"]
@@ -79,7 +79,7 @@ def test_a_rest_weighs_what_it_stands_for():
     (none,) = beside(query, nothing, 1.0)
     assert merge(kept, none).finish().item() == 6
     values = jnp.asarray([2.0, jnp.nan, 4.0]).reshape(1, 1, 3, 1)
-    two = joined(nothing, jnp.zeros((1, 1, 3, 1)), values, jnp.array([[[True, False, True]]]))
+    two = joined(nothing, jnp.zeros((1, 1, 3, 1)), values, jnp.array([[[1.0, 0.0, 1.0]]]))
     (rest,) = beside(query, two, 1.0)
     np.testing.assert_allclose(merge(kept, rest).finish().item(), 4, rtol=1e-6)
     rng = np.random.default_rng(0)  # dropped keys that are equal: full attention, whatever the values, in two goes
@@ -88,16 +88,45 @@ def test_a_rest_weighs_what_it_stands_for():
     rest = Rest(k=jnp.zeros((1, 1, D)), v=jnp.zeros((1, 1, D)), count=jnp.zeros((1, 1)))
     for some in (slice(3, 5), slice(5, 9)):
         new = (jnp.asarray(x[some], jnp.float32)[None, None] for x in (k, v))
-        rest = joined(rest, *new, jnp.ones((1, 1, some.stop - some.start), bool))
+        rest = joined(rest, *new, jnp.ones((1, 1, some.stop - some.start)))
     (last,) = beside(jnp.asarray(q, jnp.float32).reshape(1, 1, 1, 1, D), rest, 1.0)
     got = merge(one_key(q, k[:3], v[:3]), last).finish().ravel()
     weight = np.exp(k @ q - (k @ q).max())
     np.testing.assert_allclose(got, weight / weight.sum() @ v, atol=1e-5)
 
 
+def test_a_layer_keeps_what_the_head_alike_below_looks_at_and_the_rest_by_its_weight():
+    cache = rig.prompted(rig.CASES["smallkv"][0].tight)
+    assert np.asarray(cache.kept())[0].tolist() == [[n] * H for n in rig.LENGTHS]
+    part = cache.layers[1]
+    assert part.rest is not None and part.rest.odds is not None
+    for row, n in enumerate(rig.LENGTHS):
+        (_, _, _, below), (_, _, v, above) = (prompt_taps(layer, row) for layer in range(2))
+        theirs, own = (p.astype(np.float64)[:, :, -8:].mean(1).sum(1) for p in (below, above))
+        cosine = own @ theirs.T / np.linalg.norm(own, axis=1)[:, None] / np.linalg.norm(theirs, axis=1)
+        looked = theirs[cosine.argmax(1)]
+        kept = best(looked, newest(n, 8), BUDGET)
+        np.testing.assert_array_equal(np.logical_or(*rig.held(cache, 1))[row, :, :n], kept)
+        for h in range(H):
+            lost = looked[h] * ~kept[h]
+            np.testing.assert_allclose(part.rest.v[row, h], lost @ v[h] / lost.sum(), atol=1e-5)
+            np.testing.assert_allclose(part.rest.odds[row, h], lost.sum() / (8 - lost.sum()), rtol=1e-4)
+
+
+def test_a_rest_of_known_odds_has_its_share():
+    part = Partial(acc=jnp.full((1, 1, 1, 1, 2), 6.0), m=jnp.zeros((1, 1, 1, 1)), l=jnp.full((1, 1, 1, 1), 3.0))
+    one = jnp.ones((1, 1))
+    rest = Rest(k=jnp.zeros((1, 1, 2)), v=jnp.asarray([[[10.0, 2.0]]]), count=one, odds=one)
+    np.testing.assert_allclose(compensated(part, rest).finish().ravel(), [(2 + 10) / 2, 2])
+    assert compensated(part, replace(rest, odds=None)) is part
+    assert beside(jnp.zeros((1, 1, 1, 1, 2)), rest, 1.0) == []
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("smallkv(budget=48, layers=2, window=8)", "layers=2 hold all, and the model has 2"),
+        ("smallkv(budget=32)", "must exceed its newest queries of 32"),
         ("kvmerger(budget=48) | rest", "a merge"),
         ("streaming(budget=48) | rest", "positions within the cache"),
         (f"dms(keep=1.0, gate={rig.SWITCH!r}) | rest", "before their slots are needed"),
@@ -106,7 +135,7 @@ def test_a_rest_weighs_what_it_stands_for():
         ("razorattention(share=2)", "fractions from 0 to 1"),
         (f"compresskv(budget=48, heads={rig.KEEPERS!r})", "describes 'razorattention', not compresskv"),
     ],
-    ids=range(7),  # folders have other names in every process
+    ids=range(9),  # folders have other names in every process
 )
 def test_what_cannot_be(text: str, message: str):
     with pytest.raises(ValueError, match=message):

@@ -92,7 +92,7 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
             n, queries = plan.needs.queries, layer.queries
             kept = queries.newest(n) if n else None
             new = queries.cut(n, plan.queries) if plan.needs.new else None
-            return flush(layer, layer.recent, (kept, new), seen, generated, plan, MODEL.ropes[1], MODEL)
+            return flush(layer, layer.recent, (kept, new), seen, generated, plan, MODEL.ropes[1], MODEL, below=(layer,))
 
         number = jax.ShapeDtypeStruct((1,), jnp.int32)
         after = jax.eval_shape(flushed, layer, number, number)
@@ -101,7 +101,7 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
 
 def test_what_does_not_go_together_says_why():
     refused = {pair: why for pair, why in PAIRS.items() if why}
-    others = {"kivi", "int8", "int4", "mustafar", "quest", "attentionpredictor"}
+    others = {"kivi", "int8", "int4", "mustafar", "quest", "attentionpredictor", "alisa"}
     assert {b for a, b in refused if a == "lacache"} == others
     assert "every tier of this method has its own codecs" in refused["treekv", "int8"]
     assert "relative positions move keys" in refused["streaming", "quest"]

@@ -107,6 +107,27 @@ def check_mass(cache, mass: np.ndarray) -> None:
         np.testing.assert_allclose(np.asarray(tier.columns["mass"])[pos >= 0], want[pos >= 0], atol=1e-4)
 
 
+def test_mass_is_also_of_what_no_step_reads():
+    """In the first layer, whose queries and keys depend on the tokens alone."""
+    caches = rig.shared("h2o(budget=48) | quest(pages=1, page=8, dense_layers=0)").caches
+    taps = rig.dense_prompt(jnp.asarray(np.concatenate([PROMPT, FORCED], 1)))[1][0]
+    flushes = rig.flushed(caches)
+    for row, n in enumerate(LENGTHS):
+        q, k = (np.asarray(x, float)[row][..., SHIFT[row] :, :] for x in taps[:2])
+        logits = np.einsum("hgtd,hsd->hgts", q, k) * MODEL.scale
+        mass, see = np.zeros((H, n + STEPS)), np.tri(n + STEPS, dtype=bool)
+        for i in range(1 - n, flushes[2] + 1):
+            if i in flushes:
+                tier = caches[i].layers[0].tiers[0]
+                pos = np.asarray(tier.pos)[row]
+                want = np.take_along_axis(mass, np.maximum(pos, 0), 1)
+                np.testing.assert_allclose(np.asarray(tier.columns["mass"])[row][pos >= 0], want[pos >= 0], atol=1e-4)
+            at = n + i - 1
+            there = np.logical_or(*rig.held(caches[i], 0))[row, :, : n + STEPS] if i > 0 else see[at]
+            p = np.where(there[:, None] if i > 0 else there, np.exp(logits[:, :, at]), 0)
+            mass += (p / p.sum(-1, keepdims=True)).sum(1)
+
+
 # ------------------------------------------------------------------------------------------------------- streaming
 
 

@@ -138,6 +138,11 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
 
     def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
         shares, tokens = [], []
+        if config.shorten:
+            raise ValueError(
+                f"{config} reads a prompt as fewer tokens, at other places than the full model: their attention cannot "
+                "be compared token by token; jkv eval fidelity and its tasks take it"
+            )
         for rows, count in measure.batches(len(ids), s.batch):
             cache = measure.prefill(s.params, config, ids[rows][:, :prefix], room=ids.shape[1] - prefix)[0]
             share, read = recovered(s.params, cache, ids[rows])

@@ -42,8 +42,8 @@ def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
     """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow."""
     seen = np.asarray(cache.seen)
     kept = np.asarray(cache.kept(), float) / seen[None, :, None]
-    if config.budget.measures:
-        config = replace(config, budget=config.budget.of([plan.capacity - plan.append for plan in cache.plan]))
+    if config.budget.measures:  # as its prompt divided it
+        config = replace(config, budget=cache.plan[0].budget)
     _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, cache.dtype)
     return Held(
         kept=round(float(kept.mean()), 4), bytes=tree_bytes(made), bytes_full=int(full_bytes(cache) / cache.rows)

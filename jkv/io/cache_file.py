@@ -46,7 +46,7 @@ def save(cache: Cache, path: str | Path, params: Params) -> None:
         "rows": cache.rows,
         "longest": cache.plan[0].longest if cache.plan else 0,
         "new": cache.new,
-        "capacities": [plan.capacity - plan.append for plan in cache.plan],
+        "parts": cache.plan[0].budget.parts if cache.plan else None,
         "dtype": cache.dtype.name,
         "weights": weights(cache.plan),
     }
@@ -72,7 +72,7 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
     try:
         config = (config or parse(meta["config"])).bound(params)
         if config.budget.measures:
-            config = replace(config, budget=config.budget.of(meta["capacities"]))
+            config = replace(config, budget=config.budget.of(meta["parts"]))
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
         model = reaching(params.config, longest) if config.unlimited else params.config
         plan, (layers, states) = layout(config, model, rows, longest, new, dtype)

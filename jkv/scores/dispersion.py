@@ -60,3 +60,31 @@ class Dispersed(Score):
         old = (ev.live & (ev.pos < window))[:, :, None]
         shift = jnp.where(old, self.moments(ev)[1], 0).sum((1, 2, 3))
         return spread ** (1 / self.tempers[0]) * shift ** (1 / self.tempers[1])
+
+
+@part
+class Tailed(Dispersed):
+    """As Dispersed; a layer asks for E^(1/a) V^(1/b) K^(1/c), (a, b) its `tempers` and c its `tail`: that of ARKV.
+
+    K = sum of m4 / max(m2, 1e-8)^2 over the same heads and tokens, m2 and m4 the moments of p[i,j] about m_j.
+    """
+
+    gamma: float = 263.81
+    tempers: tuple[float, float] = (7.774, 5.407)
+    tail: float = 5.528
+
+    def ask(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        groups, mean = ev.kept.q.shape[2], self.moments(ev)[0]
+
+        def step(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, ...]:
+            off = p - jnp.take(mean, index, axis=-1)[:, :, :, None]
+            off = jnp.where((q_pos >= 0)[:, None, None, :, None], off, 0)
+            return tuple((off**n).sum(3)[:, :, i] for n in (2, 4) for i in range(groups))
+
+        n = jnp.maximum((ev.kept.pos >= 0).sum(1), 1).astype(jnp.float32)[:, None, None, None]
+        sums = ev.fold(step, ev.kept)
+        m2, m4 = (jnp.stack(x, 2) / n for x in (sums[:groups], sums[groups:]))
+        old = (ev.live & (ev.pos < (ev.seen - self.queries)[:, None, None]))[:, :, None]
+        tails = jnp.where(old, m4 / jnp.square(jnp.maximum(m2, 1e-8)), 0).sum((1, 2, 3))
+        return super().ask(ev) * tails ** (1 / self.tail)

@@ -121,7 +121,7 @@ class Drafted(Learned):
             return []
         if (self.layers or 0) > params.config.layers:
             raise ValueError(f"speckv: layers={self.layers}, and the model has {params.config.layers}")
-        reach(params, rows, [[0] * self.tokens] * len(rows), "speckv: fewer tokens=")
+        reach(params, rows, [[0] * self.tokens] * len(rows), "fewer tokens of a draft")
         draft = params if self.layers is None else params.first(self.layers)
         said = iter(generate(draft, None, [r for r in rows if r], max_new_tokens=self.tokens, stop_ids=()).tokens)
         ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token
@@ -134,6 +134,22 @@ class Drafted(Learned):
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
         return jnp.maximum(ev.columns["learned"], most(ev, ev.kept))
+
+
+@part
+class Sought(Drafted):
+    """As Drafted, but the i-th of the prompt's last n queries counts i / (n - 1); a layer says the most of its heads.
+
+    Source: SpecPC (2506.08373).
+    """
+
+    def ask(self, ev: Evidence) -> Array:
+        """f32[B,S]"""
+        assert ev.kept is not None
+        age = (ev.seen[:, None] - 1 - ev.kept.pos).astype(jnp.float32)
+        weight = jnp.maximum(1 - age / max(self.queries - 1, 1), 0)
+        late = replace(ev.kept, lse=ev.kept.lse - jnp.log(weight)[:, None, None])
+        return jnp.maximum(ev.columns["learned"], most(ev, late)).max(1)
 
 
 def most(ev: Evidence, queries: Queries) -> Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.protocols import Score
 from jkv.scores.ladder import aged
 from jkv.scores.mixed import segments, unsorted
 from jkv.scores.position import Wrapper
@@ -15,6 +16,7 @@ from jkv.tree import part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
+    from jkv.models import ModelConfig
 
 
 @part
@@ -37,6 +39,55 @@ class PerQuery(Wrapper):
         if ev.plan.window is not None:
             age = jnp.minimum(age, ev.plan.window)
         return rank / jnp.maximum(age, 1).astype(jnp.float32)
+
+
+@part
+class Reaching(Wrapper):
+    """The score; a layer asks for as many of its best old tokens as together have `share` of what all of them have.
+
+    Of a score with one set of tokens for all heads; old are all but the `newest`. Source: ZipVL (2410.08584).
+    """
+
+    share: float = 0.9
+    newest: int = 64
+
+    def rank(self, ev: Evidence) -> Array:
+        return self.score.rank(ev)
+
+    def ask(self, ev: Evidence) -> Array:
+        old = (ev.pos < (ev.seen - self.newest)[:, None, None]) & ev.live
+        best = jnp.sort(jnp.where(old[:, 0], self.rank(ev)[:, 0], 0), -1, descending=True)
+        total = jnp.cumsum(best, -1)
+        before = jnp.concatenate([jnp.zeros_like(total[:, :1]), total[:, :-1]], -1)
+        return (before < self.share * total[:, -1:]).sum(-1).astype(jnp.float32)
+
+
+@part
+class Follower(Score):
+    """What the layer below keeps: rank = 1 for its tokens, and 0 for others. It asks for no queries."""
+
+    uniform = True
+
+    def rank(self, ev: Evidence) -> Array:
+        pos = ev.pos[:, :1]
+        nobody = jnp.full_like(pos[..., :1], -1)
+        held = jnp.sort(jnp.concatenate([nobody, *(tier.pos for tier in ev.below[-1].tiers)], -1), -1)
+        at = jax.vmap(jnp.searchsorted)(held[:, 0], pos[:, 0])[:, None]
+        return (jnp.take_along_axis(held, jnp.minimum(at, held.shape[-1] - 1), -1) == pos).astype(jnp.float32)
+
+
+@part
+class Groups(Wrapper):
+    """The first of every `width` layers chooses for all of them; local layers and others do not follow each other.
+
+    Of a score with one set of tokens for all heads. Source: WindowKV (2503.17922).
+    """
+
+    width: int = 8
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        alike = layer % self.width and model.windows[layer] == model.windows[layer - 1]
+        return Follower() if alike else self.score.for_layer(model, layer)
 
 
 def numbered(pos: Array, width: int) -> Array:

@@ -1,0 +1,83 @@
+"""Prompts that are read as fewer tokens: a draft looks at all of them, and the model at those that the draft looked at.
+
+What is not chosen is never read: the tokens that are stand next to each other, at positions of their own.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from jkv.tree import part
+
+if TYPE_CHECKING:
+    from jkv.generate import Cost
+    from jkv.models import ModelConfig, Params
+
+
+def chosen(score: np.ndarray, most: int, last: int, around: int) -> list[int]:
+    """Indices, rising, of `most` of the tokens of score f[n]: the `last`, then the best, each with its neighbours.
+
+    A score is the largest of its `around` neighbours, half of them on either side; those neighbours come along, the
+    nearest first and the older of two, as long as there is room. Source: SpecPC (2506.08373).
+
+    >>> chosen(np.array([0, 0, 0, 9, 0, 0, 0, 0, 1, 0]), most=4, last=1, around=0), chosen(np.arange(9), 4, 1, 2)
+    ([0, 3, 8, 9], [5, 6, 7, 8])
+    """
+    n, half = len(score), around // 2
+    padded = np.pad(score.astype(float), half, constant_values=-np.inf)
+    best = np.argsort(-sliding_window_view(padded, 2 * half + 1).max(1), kind="stable")
+    taken = dict.fromkeys(range(max(n - last, 0), n))
+    steps = sorted(range(-half, half + 1), key=abs)
+    for i in best[:most].tolist():
+        taken.update(dict.fromkeys(i + step for step in steps if 0 <= i + step < n))
+        if len(taken) >= most:
+            break
+    return sorted(islice(taken, most))
+
+
+@part
+class Shorten:
+    """A longer prompt is read as `tokens` of its tokens, those that a draft's layers from `first` on look at most.
+
+    The draft is the model's own first `layers` blocks; it says `drafted` tokens, and its last `window` queries of the
+    prompt count more the later they are. None: half of the model, and the upper half of that. The draft sees the
+    prompt whole. Source: SpecPC (2506.08373), where it is a smaller model of its own.
+    """
+
+    tokens: int
+    drafted: int = 1
+    window: int = 64
+    around: int = 32
+    layers: int | None = None
+    first: int | None = None
+
+    def depth(self, model: ModelConfig) -> int:
+        """Blocks of the draft."""
+        return max(model.depth // 2, 1) if self.layers is None else self.layers
+
+    def start(self, layers: int) -> int:
+        """The first that counts of a draft's layers that attend."""
+        return layers // 2 if self.first is None else self.first
+
+    def rows(self, params: Params, rows: list[list[int]], cost: Cost) -> list[list[int]]:
+        """The token ids of the prompts as they are read."""
+        from jkv.config import CacheConfig
+        from jkv.prompts import bucket, pad
+        from jkv.scores.probes import Sought
+        from jkv.whole import ask, dense
+
+        if max(map(len, rows)) <= self.tokens:
+            return rows
+        draft = params.first(self.depth(params.config))
+        config = CacheConfig(score=Sought(tokens=self.drafted, queries=self.window))
+        cache, _ = dense(draft, config, rows, pad(rows, bucket(max(map(len, rows)))), cost)
+        score = np.asarray(cost.run(ask, cache))[self.start(draft.config.layers) :].max(0)
+        live = np.asarray(cache.layers[0].recent.pos) >= 0
+        return [
+            row if len(row) <= self.tokens else [row[i] for i in chosen(x[at], self.tokens, self.window, self.around)]
+            for row, x, at in zip(rows, score, live, strict=True)
+        ]

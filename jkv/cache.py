@@ -63,6 +63,15 @@ class Queries:
         total = self.pos.shape[1]
         return self.cut(total - min(n, total), total)
 
+    def packed(self) -> Queries:
+        """The dead ones first."""
+        order = jnp.argsort(self.pos >= 0, axis=1, stable=True)
+        return Queries(
+            q=jnp.take_along_axis(self.q, order[:, None, None, :, None], 3),
+            pos=jnp.take_along_axis(self.pos, order, 1),
+            lse=jnp.take_along_axis(self.lse, order[:, None, None], 3),
+        )
+
     def then(self, new: Queries) -> Queries:
         return Queries(
             q=jnp.concatenate([self.q, new.q], 3),

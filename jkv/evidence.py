@@ -16,7 +16,7 @@ from jkv.attend import visible
 from jkv.cache import LayerCache, Queries, Tier, Window, map_codec
 from jkv.config import LayerConfig, TierConfig, needs_of
 from jkv.protocols import Columns
-from jkv.tiers import asked, cut, flat, key_logits, over_tiles, tier_dot, tier_mix, tile_size
+from jkv.tiers import asked, cut, flat, key_logits, newest, over_tiles, tier_dot, tier_mix, tile_size
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
@@ -279,3 +279,25 @@ def _over_queries(one: Callable[[Array, Array, Array], Any], queries: Queries, j
     form = jax.eval_shape(one, first.q, first.pos, first.lse)
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
     return jax.lax.fori_loop(0, (n + pad) // QUERIES, body, zero)
+
+
+def watching(ev: Evidence, kept: Queries | None, plan: LayerConfig) -> Queries | None:
+    """The kept queries that the tiers' selector watches, if it does."""
+    select = plan.tiers[0].select if plan.tiers else None
+    if select is None or not select.watches:
+        return None
+    assert kept is not None
+    kept = kept.newest(select.needs.queries).packed()
+    return ev.complete(kept) if ev.tiers else kept  # a step's log-sum-exp is of what it read alone
+
+
+def watched(tiers: tuple[Tier, ...], ev: Evidence, kept: Queries, plan: LayerConfig) -> tuple[Tier, ...]:
+    """Tiers whose selectors know what the kept queries pay to everything that is there."""
+    select = plan.tiers[0].select
+    assert select is not None
+    now, out = replace(ev, tiers=tiers), []
+    for i, tier in enumerate(tiers):
+        paid = now.paid(i, kept)
+        rows = paid.reshape(*paid.shape[:2], -1, select.unit, paid.shape[3]).max(3)
+        out.append(replace(tier, summary=select.observe(tier.summary, rows, newest(tier, select.unit, rows.shape[1]))))
+    return tuple(out)

@@ -21,12 +21,12 @@ from jax import Array
 from jkv import context
 from jkv.cache import LayerCache, Queries, Rest, Tier, Window, map_codec, put, take
 from jkv.config import LayerConfig, TierConfig
-from jkv.evidence import Evidence, evidence
+from jkv.evidence import Evidence, evidence, watched, watching
 from jkv.melt import merged, remembered
 from jkv.pool import compete, together
 from jkv.protocols import Columns
 from jkv.rest import joined, weighed
-from jkv.tiers import acting, after, newest, write
+from jkv.tiers import acting, after, write
 from jkv.tree import value
 
 if TYPE_CHECKING:
@@ -83,11 +83,17 @@ def flush(
     if ev.tiers and plan.tiers[0].select is not None:
         ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
+    watch = watching(ev, queries[0], plan)
+    read = (*ev.columns.values(), *([] if watch is None else [watch.lse]))
+    if ev.tiers and read:
+        leaving = after(leaving, read, 0)
     tiers, rest = layer.tiers, layer.rest
     if tiers and most:
         first = layer.share if plan.budget.inside else None
         tiers, rest = _cascade(tiers, rest, ev, leaving, most, first, plan, rope)
-    tiers = _watched(acting(tiers, live - leaving, seen), ev, queries[0], plan)
+    tiers = acting(tiers, live - leaving, seen)
+    if watch is not None:
+        tiers = watched(tiers, ev, watch, plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
     return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), rest=rest)
@@ -127,23 +133,6 @@ def going_on(
     goes = jnp.arange(n)[None] < jnp.clip(plan.narrow.count(live), plan.recent, live)[:, None]
     best = jnp.sort(jnp.where(goes, best, -1), -1)
     return jnp.where(best < 0, -1, jnp.take_along_axis(order, best, 1))
-
-
-def _watched(tiers: tuple[Tier, ...], ev: Evidence, kept: Queries | None, plan: LayerConfig) -> tuple[Tier, ...]:
-    """Tiers whose selectors, if they watch, know what the kept queries pay to everything that is there."""
-    select = plan.tiers[0].select if plan.tiers else None
-    if select is None or not select.watches:
-        return tiers
-    assert kept is not None
-    kept = kept.newest(select.needs.queries)
-    if ev.tiers:  # a step's log-sum-exp is of what it read alone
-        kept = ev.complete(kept)
-    order, after, out = jnp.argsort(kept.pos >= 0, axis=1, stable=True), replace(ev, tiers=tiers), []
-    for i, tier in enumerate(tiers):
-        paid = jnp.take_along_axis(after.paid(i, kept), order[:, None, None], 3)
-        rows = paid.reshape(*paid.shape[:2], -1, select.unit, paid.shape[3]).max(3)
-        out.append(replace(tier, summary=select.observe(tier.summary, rows, newest(tier, select.unit, rows.shape[1]))))
-    return tuple(out)
 
 
 def _gather(window: Window, order: Array) -> Window:

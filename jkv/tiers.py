@@ -124,14 +124,14 @@ def write(x: Array, index: Array, new: Array, tier: Tier, config: TierConfig) ->
     return context.write(x, index, new, tier.axes)
 
 
-def after(slot: Array, read: tuple[Array, ...], none: int) -> Array:
-    """The slots i32[B,Hs,m], which now depend on what was read, [B,H,n,D]: XLA copies a tier that is read and written,
-    unless the write must wait. No number is below and above 0."""
-    total = jnp.stack([x.astype(jnp.float32).sum((2, 3)) for x in read]).sum(0)
+def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
+    """x i32[B] or i32[B,Hs,m], which now depends on what was read, [B,H,...]: XLA copies a tier that is read and
+    written, unless the write must wait. No number is below and above 0."""
+    total = sum(y.astype(jnp.float32).sum(range(2, y.ndim)) for y in read)
     never = (total < 0) & (total > 0)
-    if slot.shape[1] == 1:
-        never = never.any(1, keepdims=True)
-    return jnp.where(never[..., None], none, slot)
+    if x.ndim == 1:
+        return jnp.where(never.any(1), none, x)
+    return jnp.where((never.any(1, keepdims=True) if x.shape[1] == 1 else never)[..., None], none, x)
 
 
 def attend_tier(

@@ -26,7 +26,8 @@ TEXTS = [
     "kivi(recent=0)",
     f"streaming(budget={TOKENS})",
     f"adakv(budget={TOKENS // 2}) | int8",
-    f"treekv(budget={TOKENS})",
+    f"smallkv(budget={TOKENS})",
+    "alisa",
 ]
 
 

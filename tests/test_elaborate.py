@@ -150,7 +150,7 @@ def test_what_is_not_chosen_was_never_there():
     text = CASES["specpc"][0].tight
     got = jkv.generate(PARAMS, text, ROWS, max_new_tokens=1, stop_ids=())
     short = parse(text).shorten.rows(PARAMS, ROWS, Cost())  # type: ignore[union-attr]
-    logits, taps = rig.dense_prompt(pad(short, BUDGET))
+    logits, taps, _ = rig.dense_prompt(pad(short, BUDGET))
     assert [x for (x,) in got.tokens] == np.asarray(logits)[:, -1].argmax(-1).tolist()
     np.testing.assert_allclose(got.cache.layers[0].tiers[0].k.slots[:, :, :32], taps[0][1][:, :, :32], atol=1e-5)
     assert got.cache.prompt.tolist() == [BUDGET] * 2 and got.report.tokens_prompt == sum(LENGTHS)

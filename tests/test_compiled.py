@@ -15,7 +15,7 @@ import jkv.models as models
 from jkv import loop, methods, sampling, sizes
 from jkv.cache import tree_bytes
 
-WIDE = dict(models.TINY, hidden_size=512, max_position_embeddings=32768, num_hidden_layers=3)
+WIDE = dict(models.TINY, hidden_size=512, max_position_embeddings=32768, num_hidden_layers=4)
 TOKENS = 16384
 # the other tests compile quickly; see conftest.py
 AS_USERS = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}

@@ -1,5 +1,6 @@
 """Settings of every test: small programs compile fast, nothing is promoted silently, no compiled program is reused."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -9,6 +10,7 @@ QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_pas
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -191,7 +191,7 @@ def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
 def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
     params = load("smollm2-135m")
     task = tasks.TASKS["niah_single_1"]
-    asked = tasks.examples(task.name, 400, 3, 0, experiments.count(params))
+    asked = tasks.examples(task.name, 300, 2, 0, experiments.count(params))
     prompts = [[*head, *tail] for head, tail in (measure.cut(params, e) for e in asked)]
     whole, first = measure.prefill(params, "int8", prompts, room=64)
 

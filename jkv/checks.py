@@ -94,12 +94,12 @@ def _check_shorten(config: CacheConfig, model: ModelConfig) -> None:
     shorten = config.shorten
     if shorten is None:
         return
-    depth = shorten.depth(model)
-    attending = sum(model.attends(i) for i in range(min(depth, model.depth)))
-    if depth > model.depth or shorten.start(attending) >= attending:
+    counting = shorten.counting(model)
+    if counting.stop > model.layers or not counting:
         raise ValueError(
-            f"{config}: layers={shorten.layers}, first={shorten.first}: a draft of {depth} blocks, of which "
-            f"{attending} attend, and the model has {model.depth}; take no more, and a first= below what attends"
+            f"{config}: layers={shorten.layers}, first={shorten.first}: a draft of {counting.stop} blocks, of which "
+            f"{min(counting.stop, model.layers)} attend, and the model has {model.layers}; take no more, and a first= "
+            "below what attends"
         )
 
 

@@ -43,8 +43,8 @@ def chosen(score: np.ndarray, most: int, last: int, around: int) -> list[int]:
 class Shorten:
     """A longer prompt is read as `tokens` of its tokens, those that a draft's layers from `first` on look at most.
 
-    The draft is the model's own first `layers` blocks; it says `drafted` tokens, and its last `window` queries of the
-    prompt count more the later they are. None: half of the model, and the upper half of that. The draft sees the
+    The draft is the model up to its first `layers` that attend; it says `drafted` tokens, and its last `window` queries
+    of the prompt count more the later they are. None: half of the model, and the upper half of that. The draft sees the
     prompt whole. Source: SpecPC (2506.08373), where it is a smaller model of its own.
     """
 
@@ -55,13 +55,10 @@ class Shorten:
     layers: int | None = None
     first: int | None = None
 
-    def depth(self, model: ModelConfig) -> int:
-        """Blocks of the draft."""
-        return max(model.depth // 2, 1) if self.layers is None else self.layers
-
-    def start(self, layers: int) -> int:
-        """The first that counts of a draft's layers that attend."""
-        return layers // 2 if self.first is None else self.first
+    def counting(self, model: ModelConfig) -> range:
+        """The layers of the draft that count; it ends where they do."""
+        layers = max(model.layers // 2, 1) if self.layers is None else self.layers
+        return range(layers // 2 if self.first is None else self.first, layers)
 
     def rows(self, params: Params, rows: list[list[int]], cost: Cost) -> list[list[int]]:
         """The token ids of the prompts as they are read."""
@@ -72,10 +69,11 @@ class Shorten:
 
         if max(map(len, rows)) <= self.tokens:
             return rows
-        draft = params.first(self.depth(params.config))
+        counting = self.counting(params.config)
+        draft = params.first(counting.stop)
         config = CacheConfig(score=Sought(tokens=self.drafted, queries=self.window))
         cache, _ = dense(draft, config, rows, pad(rows, bucket(max(map(len, rows)))), cost)
-        score = np.asarray(cost.run(ask, cache))[self.start(draft.config.layers) :].max(0)
+        score = np.asarray(cost.run(ask, cache))[counting.start :].max(0)
         live = np.asarray(cache.layers[0].recent.pos) >= 0
         return [
             row if len(row) <= self.tokens else [row[i] for i in chosen(x[at], self.tokens, self.window, self.around)]

@@ -31,9 +31,6 @@ class All(Budget):
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return longest
 
-    def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.full_like(seen, capacity)
-
 
 @part
 class Tokens(Budget):
@@ -43,9 +40,6 @@ class Tokens(Budget):
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return self.tokens
-
-    def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.full_like(seen, capacity)
 
 
 @part
@@ -138,9 +132,6 @@ class Pyramid(Budget):
         # A row shorter than its layer's share keeps everything anyway, so the pyramid never depends on the prompt.
         return self.window + pyramid(self.tokens - self.window, model.layers, self.beta, self.group)[layer]
 
-    def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.full_like(seen, capacity)
-
 
 @part
 class Above(Budget):
@@ -151,9 +142,6 @@ class Above(Budget):
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return longest if layer < self.layer else self.tokens
-
-    def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.full_like(seen, capacity)
 
 
 def weighted(tokens: int, weights: Sequence[float], least: int, most: int) -> tuple[int, ...]:
@@ -198,9 +186,6 @@ class Weighted(Budget):
         weights = self.weights or (1.0,) * model.layers
         return weighted(self.tokens, weights, self.least, 3 * self.tokens)[layer]
 
-    def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.full_like(seen, capacity)
-
 
 def asked_for(total: int, asked: Sequence[float], most: int) -> list[int]:
     """Parts of `total` by what each asks, none above `most`; what that leaves is spread evenly, the first get one more.
@@ -221,13 +206,22 @@ def asked_for(total: int, asked: Sequence[float], most: int) -> list[int]:
     return out
 
 
-def pairs(parts: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """(most, least) of the rows of each layer."""
-    return tuple((int(max(x)), int(min(x))) for x in parts)
+@part
+class Measured(Budget):
+    """Divided by what the layers ask for a prompt; `window` tokens are every layer's, and sizes are steps of `step`."""
+
+    window: int
+    step: int
+    parts: tuple[tuple[int, int], ...] | None = None
+
+    measures = True
+
+    def of(self, parts: Sequence[Sequence[int]]) -> Budget:
+        return replace(self, parts=tuple((int(max(x)), int(min(x))) for x in parts))
 
 
 @part
-class Asked(Budget):
+class Asked(Measured):
     """`tokens` on average, divided among the layers for each row by what they ask; `window` of them are every layer's.
 
     A layer has slots for the most that a row gets, in steps of `step` tokens: few prompts need programs of their own.
@@ -235,29 +229,18 @@ class Asked(Budget):
     """
 
     tokens: int
-    window: int
-    step: int
-    parts: tuple[tuple[int, int], ...] | None = None  # type: ignore[assignment]
-
-    measures = True  # type: ignore[assignment]
 
     def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         total = (self.tokens - self.window) * len(asked)
         rows = zip(np.maximum(asked, 1e-30).T.tolist(), lengths, strict=True)
         return np.array([asked_for(total, row, max(n - self.window, 1)) for row, n in rows]).T
 
-    def of(self, parts: Sequence[Sequence[int]]) -> Asked:
-        return replace(self, parts=pairs(parts))
-
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return -(-(self.parts[layer][0] + self.window) // self.step) * self.step if self.parts else self.tokens
 
-    def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.full_like(seen, capacity)
-
 
 @part
-class Inside(Budget):
+class Inside(Measured):
     """`tokens` in every layer, or all; by what a layer asks, the best of them are in its first tier, row by row.
 
     With tokens, a layer gets round(a / max a (tokens - window)) for a, the most of all layers; else the a that it asks.
@@ -269,15 +252,11 @@ class Inside(Budget):
     """
 
     tokens: int | None
-    window: int
-    step: int
-    parts: tuple[tuple[int, int], ...] | None = None  # type: ignore[assignment]
 
-    measures = True  # type: ignore[assignment]
-    inside = True  # type: ignore[assignment]
+    inside = True
 
     @property
-    def bounded(self) -> bool:  # type: ignore[override]
+    def bounded(self) -> bool:
         return self.tokens is not None
 
     def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -287,9 +266,6 @@ class Inside(Budget):
             asked = asked / np.maximum(asked.max(0), 1e-30) * (self.tokens - self.window)
         return np.minimum(np.round(asked).astype(int), old)
 
-    def of(self, parts: Sequence[Sequence[int]]) -> Inside:
-        return replace(self, parts=pairs(parts))
-
     def inner(self, layer: int) -> tuple[int, int] | None:
         if self.parts is None:
             return None
@@ -298,9 +274,6 @@ class Inside(Budget):
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return longest if self.tokens is None else self.tokens
-
-    def limit(self, capacity: int, seen: Array) -> Array:
-        return jnp.full_like(seen, capacity)
 
 
 @part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -257,26 +257,26 @@ def settle(cache: Cache) -> Cache:
         rope, model = cache.model.ropes[i], cache.model
         return flush(layer, layer.recent, asked, cache.seen, generated, plan, rope, model, below=below)
 
-    # A loop of one turn or none: the tiers stay where they are, and a layer's scratch is gone before the next begins.
     layers: tuple[LayerCache, ...] = ()
     for i, layer in enumerate(cache.layers):
-        turn = partial(settled, i, layers)
-        layers += (jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x, turn=turn: turn(x), layer),)
+        layers += (_if(due, partial(settled, i, layers), layer),)
     return replace(cache, layers=layers, fill=jnp.where(due, cache.stay, cache.fill))
 
 
 def entered(params: Params, cache: Cache, due: Array | bool) -> Cache:
-    """The cache whose states have taken in what waited, if it is due; a loop of one turn or none, as in `settle`."""
+    """The cache whose states have taken in what waited, if it is due."""
     m = cache.model.mixers
     if m is None:
         return cache
-    turns = (due & (cache.states[0].count > 0).any()).astype(jnp.int32)
-    taken = lambda i, x: ssd.settle(params.layers[i], m, x)  # noqa: E731
-    states = tuple(
-        jax.lax.fori_loop(0, turns, lambda _, x, i=i: taken(i, x), state)
-        for i, state in zip(m.at, cache.states, strict=True)
-    )
-    return replace(cache, states=states)
+    due = due & (cache.states[0].count > 0).any()
+    states = zip(m.at, cache.states, strict=True)
+    return replace(cache, states=tuple(_if(due, partial(ssd.settle, params.layers[i], m), x) for i, x in states))
+
+
+def _if(due: Array, change: Callable[[Any], Any], x: Any) -> Any:
+    """change(x) if it is due. A loop of one turn or none, not a branch: x stays where it is, and the scratch of one
+    change is gone before the next begins."""
+    return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x: change(x), x)
 
 
 @value

@@ -77,4 +77,4 @@ def fading(score: Any) -> Bias:
 def over(memos: tuple[Array, ...], batch: Batch, budget: int) -> Array:
     """TRIM-KV's capacity loss over all layers: the mean of what is over capacity."""
     parts = [capacity(log_beta, batch, budget) for log_beta in memos]
-    return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)  # type: ignore[return-value]
+    return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)

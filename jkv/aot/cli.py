@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jkv import console
+
+if TYPE_CHECKING:
+    from jkv.aot import Target
+    from jkv.plan import Program
 
 NUMBERS = ("what", "weights", "kernels", "temporary", "peak", "flops", "moved", "refused", "compile_s")
 
@@ -43,12 +47,10 @@ def plan(
 
     from jkv import methods, models
     from jkv.aot import target
-    from jkv.aot.collectives import table as messages
     from jkv.bench import results
     from jkv.bench.shapes import config_of
     from jkv.io.load import check_dtype
-    from jkv.plan import TRIES, Job, gib, programs, table
-    from jkv.plan import costs as prices
+    from jkv.plan import TRIES, Job, gib, programs
     from jkv.plan import largest as search
 
     check_dtype(dtype)
@@ -58,37 +60,35 @@ def plan(
     if context > shape.context:
         raise ValueError(f"--context {context}: the context of {model} is {shape.context}; give less")
     machine = target(topology)
+    about = results.meta(model, 1, topology=topology, batch=batch, context=context, chunk=chunk, dtype=dtype)
     rows = []
     with console.progress(len(configs) * (TRIES if largest else 2)) as say:
         for config in configs:
             job = Job(
-                model=shape,
-                config=config,
-                batch=batch,
-                context=context,
-                chunk=chunk,
-                dtype=jnp.dtype(dtype),
-                mesh=mesh,
+                model=shape, config=config, batch=batch, context=context, chunk=chunk, dtype=jnp.dtype(dtype), mesh=mesh
             )
             if largest:
-                most = search(job, machine, say)
-                print(f"{config}: largest batch {most}")
+                print(f"{config}: largest batch {search(job, machine, say)}")
                 continue
             for program in programs(job, machine):
-                fits = f"{gib(program.peak)} GiB at the peak" if program.refused is None else program.refused
-                say(f"{config}, {program.what}: {fits}")
+                say(f"{config}, {program.what}: {program.refused or f'{gib(program.peak)} GiB at the peak'}")
                 rows.append((str(config), program))
-                about = results.meta(
-                    model, 1, topology=topology, batch=batch, context=context, chunk=chunk, dtype=dtype
-                )
                 numbers = [{"cache": c, "bytes": p.cache} | {k: vars(p)[k] for k in NUMBERS} for c, p in rows]
                 results.save(out, about, numbers)
     if rows:
-        console.show(table(rows, machine))
-        if costs:
-            console.show(prices(rows, machine))
-        if collectives:
-            console.show(messages([(name, p.what, p.collectives) for name, p in rows]))
-        for name, program in rows:
-            if program.refused:
-                print(f"{name}, {program.what}: {program.refused}")
+        _show(rows, machine, costs, collectives)
+
+
+def _show(rows: list[tuple[str, Program]], machine: Target, costs: bool, collectives: bool) -> None:
+    """The tables of the programs that were compiled, and what the compiler says of those that it refused."""
+    from jkv import plan
+    from jkv.aot.collectives import table as messages
+
+    console.show(plan.table(rows, machine))
+    if costs:
+        console.show(plan.costs(rows, machine))
+    if collectives:
+        console.show(messages([(name, p.what, p.collectives) for name, p in rows]))
+    for name, program in rows:
+        if program.refused:
+            print(f"{name}, {program.what}: {program.refused}")

@@ -68,7 +68,7 @@ class Affine(Codec):
     rope: Literal["before", "after"] = "before"
 
     @property
-    def grain(self) -> int:  # type: ignore[override] - a constant of most codecs
+    def grain(self) -> int:  # a constant of most codecs
         return self.group if self.axis == "channel" else 1
 
     def check(self, model: Any) -> None:

@@ -19,7 +19,7 @@ class Dense(Codec):
     rewritable = True
 
     @property
-    def tiled(self) -> bool:  # type: ignore[override] - a constant of most codecs
+    def tiled(self) -> bool:  # a constant of most codecs
         return self.rope == "after"  # what is rotated is a copy
 
     def encode(self, x: Array) -> Code:

@@ -25,7 +25,7 @@ class Separable(Codec):
     scale_dtype: str = "bfloat16"
 
     @property
-    def grain(self) -> int:  # type: ignore[override] - a constant of most codecs
+    def grain(self) -> int:  # a constant of most codecs
         return self.group
 
     @property

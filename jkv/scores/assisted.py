@@ -24,7 +24,7 @@ class Looked(Score):
     queries: int = 32
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def birth(self, new: Born) -> Columns:
@@ -49,7 +49,7 @@ class Assisted(Looked):
 
     draft: int = 1
 
-    compensates = True  # type: ignore[assignment]
+    compensates = True
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         if self.draft >= model.layers:

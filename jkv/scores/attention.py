@@ -34,7 +34,7 @@ class WindowMass(Score):
     queries: int = 32
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def rank(self, ev: Evidence) -> Array:
@@ -54,7 +54,7 @@ class Accumulated(Score):
     decay: float = 1.0
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(new=True, whole_prompt=self.decay == 1)
 
     def birth(self, new: Born) -> Columns:
@@ -89,7 +89,7 @@ class Persistence(Score):
     queries: int = 400
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def rank(self, ev: Evidence) -> Array:
@@ -166,7 +166,7 @@ class PathMass(Score):
     queries: int = 32
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def rank(self, ev: Evidence) -> Array:

@@ -76,7 +76,7 @@ class Delayed(Score):
     gate: Switch | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    forgets = True  # type: ignore[assignment]
+    forgets = True
 
     def bound(self, params: Params) -> Delayed:
         if self.gate is None:

@@ -28,7 +28,7 @@ class Dispersed(Score):
     tempers: tuple[float, float] = (1.0, 1.0)
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def moments(self, ev: Evidence) -> tuple[Array, Array]:

@@ -61,7 +61,7 @@ class Retrievers(Score):
     uniform = True
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def of(self, folder: str) -> Retrievers:

@@ -123,11 +123,11 @@ class Plus(Score):
     weights: tuple[float, ...]
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return reduce(or_, (s.needs for s in self.scores))
 
     @property
-    def uniform(self) -> bool:  # type: ignore[override]
+    def uniform(self) -> bool:
         return all(s.uniform for s in self.scores)
 
     def bound(self, params: Params) -> Score:
@@ -155,7 +155,7 @@ class ByPhase(Wrapper):
     path: Score = leaf()
 
     @property
-    def uniform(self) -> bool:  # type: ignore[override]
+    def uniform(self) -> bool:
         return self.score.uniform and self.path.uniform
 
     def observe(self, ev: Evidence) -> Columns:

@@ -62,7 +62,7 @@ class Expected(Score):
     queries: int = 64
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries, new=True, whole_prompt=True)
 
     def birth(self, new: Born) -> Columns:

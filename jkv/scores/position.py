@@ -48,15 +48,15 @@ class Wrapper(Score):
     score: Score = leaf()
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return self.score.needs
 
     @property
-    def uniform(self) -> bool:  # type: ignore[override]
+    def uniform(self) -> bool:
         return self.score.uniform
 
     @property
-    def forgets(self) -> bool:  # type: ignore[override]
+    def forgets(self) -> bool:
         return self.score.forgets
 
     def bound(self, params: Params) -> Score:

@@ -111,7 +111,7 @@ class Drafted(Learned):
     queries: int = 33
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(probes=True, queries=self.queries)
 
     def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:

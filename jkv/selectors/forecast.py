@@ -130,10 +130,10 @@ class Forecast(Selector):
     net: Predictor | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    watches = True  # type: ignore[assignment]
+    watches = True
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.rows)
 
     def bound(self, params: Params) -> Forecast:

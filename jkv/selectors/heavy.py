@@ -22,10 +22,10 @@ class Heavy(Selector):
     pages: int = 128
     queries: int = 64
 
-    watches = True  # type: ignore[assignment]
+    watches = True
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]
+    def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def summarize(self, k: Array) -> Array:

@@ -53,7 +53,7 @@ class Newcomers:
         return jnp.broadcast_to((self.pos >= 0) & whose, (self.pos.shape[0], heads, self.pos.shape[2]))
 
 
-@jax.named_scope("flush")  # programs are read by such names, see aot/collectives.py
+@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
 def flush(
     layer: LayerCache,
     window: Window,

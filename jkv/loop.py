@@ -39,11 +39,14 @@ def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tup
     Every layer flushes as soon as its attention is done, so only one layer's dense keys and values exist at a time.
     `fresh`: the cache is known to be empty.
     """
-    return _absorbed(params, cache, ids, fresh, begun=not fresh)
+    return _absorbed(params, cache if fresh else entered(params, cache, True), ids, fresh, begun=not fresh)
 
 
 def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool) -> tuple[Cache, Array]:
-    """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like."""
+    """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like.
+
+    Nothing waits for the states.
+    """
     model = cache.model
     net = family(model)
     pos = positions(ids, cache.seen)
@@ -328,7 +331,7 @@ def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array)
             return moving, logits, alive, used, out, count + 1, trace
 
         carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
-        with jax.named_scope("step"):  # programs are read by such names, see aot/collectives.py
+        with jax.named_scope("step"):  # programs are read by such names, see aot/hlo.py
             moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
         cache = _join_cache(cache, moving)
         return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)

@@ -17,6 +17,7 @@ from rich.table import Table
 from jkv import checks, loop, models, sampling, sharding, sizes
 from jkv.aot import Target
 from jkv.aot.collectives import Collective, collectives
+from jkv.aot.hlo import cycles
 from jkv.config import CacheConfig
 from jkv.models import ModelConfig
 from jkv.report import kernels_of, prefill_kernel_of
@@ -51,8 +52,9 @@ class Job:
 class Program:
     """One compiled program: bytes on each device, or why the compiler refused it.
 
-    weights and cache follow from shapes and shardings; temporary, peak, collectives, the text, flops and bytes moved
-    are the compiler's: of a loop whose length it does not know, those of one turn.
+    weights and cache follow from shapes and shardings; temporary, peak, collectives, the text, flops, bytes moved and
+    cycles are the compiler's: of a loop whose length it does not know, those of one turn. The cycles are those of a
+    step, or of a program without steps; Pallas kernels are not in them.
     """
 
     what: str
@@ -64,6 +66,7 @@ class Program:
     peak: int = 0
     flops: float = 0.0
     moved: float = 0.0
+    cycles: int = 0
     refused: str | None = None
     collectives: tuple[Collective, ...] = ()
     text: str = ""
@@ -173,6 +176,7 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
             raise
         return replace(out, refused=str(error).splitlines()[0], compile_s=time.perf_counter() - start)
     memory, text, cost = program.memory_analysis(), program.as_text(), program.cost_analysis() or {}
+    schedule = cycles(text)
     inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return replace(
         out,
@@ -180,6 +184,7 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
         peak=inside + memory.temp_size_in_bytes,
         flops=cost.get("flops", 0.0),
         moved=cost.get("bytes accessed", 0.0),
+        cycles=schedule.get("step", sum(schedule.values())),
         collectives=collectives(text),
         text=text,
         compile_s=time.perf_counter() - start,
@@ -216,19 +221,25 @@ def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
 
 
 def costs(found: Sequence[tuple[str, Program]], target: Target) -> Table:
-    """Markdown: what a device computes and moves, and the seconds that this takes at the rates that its vendor states.
+    """Markdown: what a device computes and moves, and the milliseconds that this takes at the rates of its vendor.
 
-    The decode program: one step and what a block does once. Least: weights and cache, read once.
+    The decode program: one step and what a block does once. Least: weights and cache, read once. Schedule: the
+    compiler's own cycles of all that is no Pallas kernel, and the share of the peak that the FLOPs then reach.
     """
     out = Table(box=box.MARKDOWN)
-    for name in ("cache", "program", "GFLOP", "ms of them", "moved MiB", "ms of them", "weights and cache MiB"):
+    rest = ("GFLOP", "ms of them", "moved MiB", "ms of them", "weights and cache MiB", "schedule ms", "of peak")
+    for name in ("cache", "program", *rest):
         out.add_column(name, justify="left" if name in ("cache", "program") else "right")
     flops, bandwidth = target.rates or (inf, inf)
     for cache, p in found:
         if p.refused is None:
             took = (f"{1e3 * p.flops / flops:,.3f}", f"{1e3 * p.moved / bandwidth:,.3f}")
-            least = f"{(p.weights + p.cache) / 2**20:,.1f}"
-            out.add_row(cache, p.what, f"{p.flops / 1e9:,.2f}", took[0], f"{p.moved / 2**20:,.1f}", took[1], least)
+            least, own = f"{(p.weights + p.cache) / 2**20:,.1f}", ("-", "-")
+            if target.clock is not None and p.cycles:
+                seconds = p.cycles / target.clock
+                own = (f"{1e3 * seconds:,.3f}", f"{p.flops / flops / seconds:.0%}")
+            gflop, moved = f"{p.flops / 1e9:,.2f}", f"{p.moved / 2**20:,.1f}"
+            out.add_row(cache, p.what, gflop, took[0], moved, took[1], least, *own)
     return out
 
 

@@ -55,25 +55,19 @@ def start(m: Mixers, rows: int, window: int, dtype: Any) -> State:
 
 
 def read(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, live: Array, old: State) -> tuple[Array, State]:
-    """A mixer's output [B,T,E] for normed rows x [B,T,E], and the state after them, in which nothing waits.
+    """A mixer's output [B,T,E] for normed rows x [B,T,E], and the state after them; nothing waits in either state.
 
     live bool[B,T]: right-aligned; a row that is not leaves the state as it was, and its output means nothing.
     """
     (b, t, _), before = x.shape, m.kernel - 1
     z, raw, dt = _project(w, m, x)
-    tail = jnp.zeros((b, before), bool)
-    there = jnp.concatenate([tail, waits(old), live], 1)
-    # neighbours in the text become neighbours here: the convolution must not meet a gap
-    order = jnp.argsort(there.at[:, :before].set(True), axis=1, stable=True)
-    raw = jnp.concatenate([old.raw, raw.astype(old.raw.dtype)], 1)
-    raw = _moved(jnp.where(there.at[:, :before].set(True)[..., None], raw, 0), order)
-    dt = jnp.concatenate([jnp.zeros((b, before, m.heads)), old.dt, dt], 1)
-    dt = _moved(jnp.where(there[..., None], dt, 0), order)
-    inputs, write, ask = _convolved(w, m, jnp.pad(raw, ((0, 0), (before, 0), (0, 0))))
+    raw = _behind(old.raw[:, :before], raw.astype(old.raw.dtype), live)
+    dt = jnp.where(live[..., None], dt, 0)  # which changes no state
+    inputs, write, ask = _convolved(w, m, raw)
     y, state = _scan(_grouped(old.state, m, 1), inputs, write, ask, _grouped(dt.swapaxes(1, 2), m, 1), _rate(w, m))
-    y = (y + _grouped(w["skip"], m, 0)[None, :, :, None, None] * inputs)[:, :, :, -t:]
+    y = y + _grouped(w["skip"], m, 0)[None, :, :, None, None] * inputs
     fresh = start(m, b, old.dt.shape[1], old.raw.dtype)
-    raw = fresh.raw.at[:, :before].set(raw[:, raw.shape[1] - before :])
+    raw = fresh.raw.at[:, :before].set(raw[:, t:])
     y = y.transpose(0, 3, 1, 2, 4).reshape(b, t, m.inner)
     return _finish(w, m, eps, y, z), replace(fresh, state=state.reshape(old.state.shape), raw=raw)
 
@@ -157,11 +151,9 @@ def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Arr
         a = jnp.pad(a, [(early, 0) if i == axis else (0, 0) for i in range(a.ndim)])
         return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, size, *a.shape[axis + 1 :]), axis, 0)
 
-    def stretch(s: Array, part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        x, write, ask, dt = part
-        cum = jnp.cumsum(dt * rate, -1)
-        # summed for each pair: cum_l - cum_s would lose in rounding what near tokens differ by
-        gap = jnp.cumsum(jnp.where(jnp.tri(size, k=-1, dtype=bool), (dt * rate)[..., None], 0), -2)
+    def stretch(s: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, write, ask, dt, cum, lost = part
+        gap = (cum[..., :, None] - cum[..., None, :]) + (lost[..., :, None] - lost[..., None, :])
         decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool), gap, -jnp.inf))
         pairs = jnp.einsum("bgln,bgsn->bgls", ask, write)[:, :, None] * decay * dt[..., None, :]
         y = jnp.einsum("bgrls,bgrsp->bgrlp", pairs, x)
@@ -170,9 +162,16 @@ def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Arr
         s = s * jnp.exp(cum[..., -1:])[..., None] + jnp.einsum("bgrsp,bgsn->bgrpn", gain * x, write)
         return s, y
 
-    state, y = jax.lax.scan(stretch, state, (cut(x, 3), cut(write, 2), cut(ask, 2), cut(dt, 3)))
+    parts = (cut(x, 3), cut(write, 2), cut(ask, 2), cut(dt, 3), *_sums(cut(dt * rate, 3)))
+    state, y = jax.lax.scan(stretch, state, parts)
     y = jnp.moveaxis(y, 0, 3)
     return y.reshape(*y.shape[:3], -1, y.shape[-1])[:, :, :, early:], state
+
+
+def _sums(x: Array) -> tuple[Array, Array]:
+    """Sums of f32[...,n] from its beginning, and what rounding took from them: near sums differ by little more."""
+    total = jnp.cumsum(x, -1)
+    return total, jnp.cumsum(x - jnp.diff(total, axis=-1, prepend=0), -1)
 
 
 def _finish(w: Mapping[str, Array], m: Mixers, eps: float, y: Array, z: Array) -> Array:
@@ -187,6 +186,19 @@ def _finish(w: Mapping[str, Array], m: Mixers, eps: float, y: Array, z: Array) -
 def _rate(w: Mapping[str, Array], m: Mixers) -> Array:
     """a f32[1,G,R,1]."""
     return -jnp.exp(_grouped(w["a_log"], m, 0))[None, :, :, None]
+
+
+def _behind(old: Array, new: Array, live: Array) -> Array:
+    """[B,K-1+T,C]: new [B,T,C] where live, directly behind old [B,K-1,C], and zeros before.
+
+    By comparisons, one for each of the few old ones: nothing of the text's length is gathered.
+    """
+    before, dead = old.shape[1], (~live).sum(1)
+    out = jnp.pad(jnp.where(live[..., None], new, 0), ((0, 0), (before, 0), (0, 0)))
+    place = jnp.arange(out.shape[1])[None] - dead[:, None]
+    for k in range(before):
+        out = jnp.where((place == k)[..., None], old[:, k, None], out)
+    return out
 
 
 def _grouped(x: Array, m: Mixers, axis: int) -> Array:

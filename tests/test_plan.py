@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from typer.testing import CliRunner
 
 from jkv import cli, methods, models, plan, sharding, sizes
-from jkv.aot import Target, target
+from jkv.aot import Target, hlo, target
 from jkv.cache import tree_bytes
 
 MODEL = models.random(models.TINY).config
@@ -111,7 +111,7 @@ def test_what_cannot_be_planned_is_said_in_one_line(arguments: list[str], says: 
 
 def test_what_a_program_costs_is_shown_and_kept(monkeypatch: Any, tmp_path: Any):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    made = dict(what="decode", weights=3 << 20, flops=2e9, moved=2**21)
+    made = dict(what="decode", weights=3 << 20, flops=2e9, moved=2**21, cycles=4_000_000)
     one = plan.Program(**made, cache=1 << 20, kernels="xla", compile_s=0)
     monkeypatch.setattr(plan, "programs", lambda job, machine: iter([one]))
     path = tmp_path / "new" / "costs.json"
@@ -121,5 +121,36 @@ def test_what_a_program_costs_is_shown_and_kept(monkeypatch: Any, tmp_path: Any)
     (row,) = json.loads(path.read_text())["rows"]
     assert row.items() >= (made | {"cache": "full", "bytes": 1 << 20}).items()
     machine = replace(target("cpu"), rates=(1e12, 2**30))
-    cells = [list(column.cells)[0] for column in plan.costs([("full", one)], machine).columns]
-    assert cells == ["full", "decode", "2.00", "2.000", "2.0", "1.953", "4.0"]
+    for clock, own in ((None, ["-", "-"]), (1e9, ["4.000", "50%"])):
+        shown = plan.costs([("full", one)], replace(machine, clock=clock))
+        cells = [list(column.cells)[0] for column in shown.columns]
+        assert cells == ["full", "decode", "2.00", "2.000", "2.0", "1.953", "4.0", *own]
+
+
+LOOPS = """%limit (x: s32[]) -> pred[] {
+  %most = s32[] constant(17)
+  ROOT %lt = pred[] compare(%at, %most), direction=LT
+}
+%open (x: s32[]) -> pred[] {
+  %most = s32[] constant(9)
+  ROOT %and = pred[] and(%lt, %alive)
+}
+%fused (x: f32[8]) -> f32[8] {
+  %add = f32[8] add(%x, %x)
+}
+%body (x: f32[8]) -> f32[8] {
+  %inner = f32[8] fusion(%x), calls=%fused, backend_config={"estimated_cycles":"100"}
+}
+%turn (x: f32[8]) -> f32[8] {
+  %one = f32[8] fusion(%x), calls=%fused, metadata={op_name="f/step/a"}, backend_config={"estimated_cycles":"7"}
+  %loop = f32[8] while(%x), condition=%limit, body=%body, metadata={op_name="f/step/b"}
+}
+ENTRY %main () -> f32[8] {
+  %first = f32[8] while(%x), condition=%limit, body=%body
+  %known = f32[8] while(%x), condition=%open, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %rest = f32[8] while(%x), condition=%open, body=%turn
+}"""
+
+
+def test_the_cycles_of_a_schedule_are_counted_where_they_are_spent():
+    assert hlo.cycles(LOOPS) == {"once": 2000, "step": 1707}

@@ -15,7 +15,7 @@ import pytest
 
 import jkv
 from jkv import compiled, inspect, loop, methods, sizes
-from jkv.aot.collectives import PLACES, lines
+from jkv.aot.hlo import PLACES, lines
 from jkv.cache import Cache, tree_bytes
 from jkv.io import load as loading
 from jkv.models.ssd import STRETCH

@@ -10,7 +10,8 @@ from typing import Any
 class Target:
     """What is compiled for: its devices, bytes of memory of each (None: not known), and its kernels.
 
-    rates: of each device, bfloat16 FLOP and bytes of memory a second, as its vendor states them; None: not known.
+    rates: of each device, bfloat16 FLOP and bytes of memory a second, as its vendor states them; clock: cycles a
+    second; None: not known.
     """
 
     name: str
@@ -18,6 +19,7 @@ class Target:
     memory: int | None
     kernels: str
     rates: tuple[float, float] | None = None
+    clock: float | None = None
 
 
 def target(name: str) -> Target:
@@ -40,4 +42,5 @@ def target(name: str) -> Target:
             name=name, devices=[cuda.device(name)], memory=memory, kernels="gpu", rates=(cuda.FLOPS, bandwidth)
         )
     devices, chip = tpu.devices(name), name.partition(":")[0]
-    return Target(name=name, devices=devices, memory=tpu.CHIPS[chip], kernels="tpu", rates=tpu.RATES[chip])
+    clock = tpu.RATES[chip][0] / tpu.PER_CYCLE[chip]
+    return Target(name=name, devices=devices, memory=tpu.CHIPS[chip], kernels="tpu", rates=tpu.RATES[chip], clock=clock)

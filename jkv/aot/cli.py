@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jkv.aot import Target
     from jkv.plan import Program
 
-NUMBERS = ("what", "weights", "kernels", "temporary", "peak", "flops", "moved", "refused", "compile_s")
+NUMBERS = ("what", "weights", "kernels", "temporary", "peak", "flops", "moved", "cycles", "refused", "compile_s")
 
 
 def plan(

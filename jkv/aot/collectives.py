@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from rich import box
 from rich.table import Table
 
-PLACES = ("step", "flush", "once")  # the first two are named scopes of the programs
+from jkv.aot.hlo import PLACES, lines
+
 KIND = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all|collective-broadcast"
 MESSAGE = re.compile(rf" = (.*?) ({KIND})(-start)?\(")
 ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
-CALLED = re.compile(
-    r"\b(?:body|condition|calls|to_apply|called_computations|branch_computations)=\{?(%[^,\s}]+(?:, %[^,\s}]+)*)"
-)
-TURNS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,37 +52,6 @@ def collectives(text: str) -> tuple[Collective, ...]:
         size[key] = sum(n for _, n in arrays)
     made = [Collective(place=p, kind=k, shape=s, count=n, bytes=n * size[p, k, s]) for (p, k, s), n in count.items()]
     return tuple(sorted(made, key=lambda x: (PLACES.index(x.place), -x.bytes, x.kind, x.shape)))
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of every computation by its name; that of the entry is ''."""
-    out: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            lines = out.setdefault("" if line.startswith("ENTRY") else line.split()[0], [])
-        else:
-            lines.append(line)
-    return out
-
-
-def lines(text: str) -> Iterator[tuple[str, int, str]]:
-    """Every line of a program where it is called: its place, and how often a loop of known length runs it."""
-    computations = _computations(text)
-    waiting = [("", "once", 1)]
-    while waiting:
-        name, place, turns = waiting.pop()
-        for line in computations.get(name, ()):
-            own = _place(line) or place
-            yield own, turns, line
-            times = int(found[1]) if (found := TURNS.search(line)) else 1
-            for called in CALLED.findall(line):
-                waiting += [(x, own, turns * times) for x in called.split(", ")]
-
-
-def _place(line: str) -> str | None:
-    name = re.search(r'op_name="([^"]*)"', line)
-    return next((p for p in PLACES if name and f"/{p}/" in name[1]), None)
 
 
 def _bytes(array: re.Match[str]) -> int:

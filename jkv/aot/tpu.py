@@ -18,6 +18,8 @@ RATES = {  # of a device: FLOP a second in bfloat16, bytes a second
     "v6e": (918e12, 1640e9),
     "tpu7x": (1153e12, 3690e9),
 }
+ARRAY = 2 * 128 * 128  # FLOP of a matrix unit of 128 rows and columns in a cycle
+PER_CYCLE = {"v4": 8 * ARRAY, "v5e": 4 * ARRAY, "v5p": 8 * ARRAY, "v6e": 16 * ARRAY, "tpu7x": 16 * ARRAY}
 
 
 def devices(topology: str) -> list[Any]:

@@ -101,7 +101,7 @@ def test_it_does_not_matter_where_a_text_is_cut(whole, first):
 
 
 def test_steps_settle_and_pauses_are_the_same_text(whole):
-    """The last tokens one by one, a row pausing now and then, a window that settles; and what waits is read along."""
+    """The last tokens one by one, a row pausing now and then, a window that settles; also before more is read."""
     n, cut = 20, T - 20
     _, state = reading(GIVEN[:, :cut], LIVE[:, :cut], fresh())
     done, turn = np.zeros(3, int), 0
@@ -117,7 +117,7 @@ def test_steps_settle_and_pauses_are_the_same_text(whole):
             close(y[r, 0], TRUTH[r][0][LENGTHS[r] - n + done[r]])
         done += alive
     assert int(state.count.min()) < int(state.count.max())
-    y, after = reading(GIVEN[:, T - 3 :], LIVE[:, T - 3 :], state)
+    y, after = reading(GIVEN[:, T - 3 :], LIVE[:, T - 3 :], settling(state))
     close(np.asarray(y)[LIVE[:, T - 3 :]], np.asarray(whole[0])[:, T - 3 :][LIVE[:, T - 3 :]])
     close(after.state, np.asarray(whole[1].state))
     close(after.raw, np.asarray(whole[1].raw))
@@ -129,5 +129,5 @@ def test_what_waits_can_be_taken_back(whole):
         noise = jnp.asarray(X[:, T - 6 + i if i < 2 else 5])[:, None]
         _, state = stepping(noise, jnp.asarray([True, True, i >= 4]), state)
     back = replace(state, count=jnp.asarray([2, 2, 0]))
-    _, after = reading(GIVEN[:, T - 4 :], LIVE[:, T - 4 :], back)
+    _, after = reading(GIVEN[:, T - 4 :], LIVE[:, T - 4 :], settling(back))
     close(after.state, np.asarray(whole[1].state))

@@ -25,9 +25,10 @@ from jax import Array
 from jkv.tree import value
 
 from .config import Mixers
-from .llama import along, linear
+from .llama import linear
 
 STRETCH = 128  # tokens that are read as attention with decay
+BESIDE = 8  # stretches of which the products are made at once
 
 
 @value
@@ -61,14 +62,11 @@ def read(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, live: Array, o
     """
     (b, t, _), before = x.shape, m.kernel - 1
     z, raw, dt = _project(w, m, x)
-    raw = _behind(old.raw[:, :before], raw.astype(old.raw.dtype), live)
-    dt = jnp.where(live[..., None], dt, 0)  # which changes no state
-    inputs, write, ask = _convolved(w, m, raw)
-    y, state = _scan(_grouped(old.state, m, 1), inputs, write, ask, _grouped(dt.swapaxes(1, 2), m, 1), _rate(w, m))
-    y = y + _grouped(w["skip"], m, 0)[None, :, :, None, None] * inputs
+    raw = _behind(old.raw[:, :before].swapaxes(1, 2), raw.astype(old.raw.dtype), live)
+    dt = jnp.where(live[:, None], dt, 0)  # which changes no state
+    y, state = _scan(w, m, _grouped(old.state, m, 1), _convolved(w, m, raw), dt)
     fresh = start(m, b, old.dt.shape[1], old.raw.dtype)
-    raw = fresh.raw.at[:, :before].set(raw[:, t:])
-    y = y.transpose(0, 3, 1, 2, 4).reshape(b, t, m.inner)
+    raw = fresh.raw.at[:, :before].set(raw[:, :, t:].swapaxes(1, 2))
     return _finish(w, m, eps, y, z), replace(fresh, state=state.reshape(old.state.shape), raw=raw)
 
 
@@ -79,29 +77,29 @@ def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, 
     rows, place = jnp.arange(b), jnp.where(alive, old.count, room)
     new = State(
         state=old.state,
-        raw=old.raw.at[rows, place + m.kernel - 1].set(raw[:, 0].astype(old.raw.dtype), mode="drop"),
-        dt=old.dt.at[rows, place].set(dt[:, 0], mode="drop"),
+        raw=old.raw.at[rows, place + m.kernel - 1].set(raw[:, :, 0].astype(old.raw.dtype), mode="drop"),
+        dt=old.dt.at[rows, place].set(dt[:, :, 0], mode="drop"),
         count=old.count + alive.astype(jnp.int32),
     )
     inputs, write, ask, gain, decay = _waiting(w, m, new)
     newest = jnp.maximum(new.count - 1, 0)
-    ask, now = ask[rows, :, newest], inputs[rows, :, :, newest]
+    ask, now = ask[rows, :, :, newest], inputs[rows, :, :, :, newest]
     # the state comes first: as the second of the two it would be copied, turned, in every step
     y = jnp.einsum("bgrpn,bgn->bgrp", _grouped(new.state, m, 1), ask) * decay[..., None]
-    seen = jnp.einsum("bgn,bgsn->bgs", ask, write)[:, :, None] * gain
-    y = y + jnp.einsum("bgrs,bgrsp->bgrp", seen, inputs) + _grouped(w["skip"], m, 0)[None, :, :, None] * now
-    return _finish(w, m, eps, y.reshape(b, 1, m.inner), z), new
+    seen = jnp.einsum("bgn,bgns->bgs", ask, write)[:, :, None] * gain
+    y = y + jnp.einsum("bgrs,bgrps->bgrp", seen, inputs) + _skip(w, m) * now
+    return _finish(w, m, eps, y.reshape(b, m.inner, 1), z), new
 
 
 def settle(w: Mapping[str, Array], m: Mixers, old: State) -> State:
     """The state after all tokens, in which nothing waits."""
     b, room = old.dt.shape[:2]
     inputs, write, _, gain, decay = _waiting(w, m, old)
-    added = jnp.einsum("bgrsp,bgsn->bgrpn", gain[..., None] * inputs, write).reshape(old.state.shape)
+    added = jnp.einsum("bgrps,bgns->bgrpn", gain[:, :, :, None] * inputs, write).reshape(old.state.shape)
     state = old.state * decay.reshape(b, m.heads)[..., None, None] + added
     fresh = start(m, b, room, old.raw.dtype)
     tail = old.count[:, None] + jnp.arange(m.kernel - 1)[None]
-    raw = fresh.raw.at[:, : m.kernel - 1].set(_moved(old.raw, tail))
+    raw = fresh.raw.at[:, : m.kernel - 1].set(jnp.take_along_axis(old.raw, tail[..., None], 1))
     return replace(fresh, state=state, raw=raw)
 
 
@@ -111,76 +109,109 @@ def waits(x: State) -> Array:
 
 
 def _project(w: Mapping[str, Array], m: Mixers, x: Array) -> tuple[Array, Array, Array]:
-    """Of x [B,T,E]: the gate z [B,T,HsP], inputs of the convolution [B,T,C], step sizes f32[B,T,Hs]."""
-    z, raw, dt = jnp.split(linear(w["mix"], x), (m.inner, m.inner + m.channels), -1)
-    dt = jax.nn.softplus(dt.astype(jnp.float32) + along(w["dt_bias"], dt))
+    """Of x [B,T,E]: the gate z [B,HsP,T], inputs of the convolution [B,C,T], step sizes f32[B,Hs,T].
+
+    From here on tokens come last: channels are then parted, and tokens cut into stretches, where they lie.
+    """
+    z, raw, dt = jnp.split(linear(w["mix"], x).swapaxes(1, 2), (m.inner, m.inner + m.channels), 1)
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + w["dt_bias"][None, :, None])
     return z, raw, jnp.clip(dt, *m.limit)
 
 
-def _convolved(w: Mapping[str, Array], m: Mixers, raw: Array) -> tuple[Array, Array, Array]:
-    """Of raw [B,K-1+L,C]: inputs f32[B,G,R,L,P], what writes and what reads the states, both f32[B,G,L,N]."""
-    b, n, g = raw.shape[0], raw.shape[1] - m.kernel + 1, m.groups
-    taps = w["conv"].astype(jnp.float32)[:, 0]
-    x = sum(along(taps[:, k], raw) * raw[:, k : k + n].astype(jnp.float32) for k in range(m.kernel))
-    x = jax.nn.silu(x + along(w["conv_bias"].astype(jnp.float32), raw))
-    x, write, ask = jnp.split(x, (m.inner, m.inner + g * m.state), -1)
-    write, ask = (a.reshape(b, n, g, m.state).swapaxes(1, 2) for a in (write, ask))
-    return x.reshape(b, n, g, m.heads // g, m.head_dim).transpose(0, 2, 3, 1, 4), write, ask
+def _convolved(w: Mapping[str, Array], m: Mixers, raw: Array) -> Array:
+    """f32[B,C,L] of raw [B,C,K-1+L]."""
+    n, taps = raw.shape[2] - m.kernel + 1, w["conv"].astype(jnp.float32)[None, :, 0]
+    x = sum(taps[..., k, None] * raw[..., k : k + n].astype(jnp.float32) for k in range(m.kernel))
+    return jax.nn.silu(x + w["conv_bias"].astype(jnp.float32)[None, :, None])
+
+
+def _parted(m: Mixers, x: Array) -> tuple[Array, Array, Array]:
+    """Of what was convolved, [B,C,...]: inputs [B,G,R,P,...], what writes and what reads the states [B,G,N,...]."""
+    x, write, ask = jnp.split(x, (m.inner, m.inner + m.groups * m.state), 1)
+    write, ask = (_grouped(a, m, 1) for a in (write, ask))
+    return x.reshape(x.shape[0], m.groups, -1, m.head_dim, *x.shape[2:]), write, ask
 
 
 def _waiting(w: Mapping[str, Array], m: Mixers, x: State) -> tuple[Array, Array, Array, Array, Array]:
-    """`_convolved` of the window, exp(cum_end - cum_s) dt_s f32[B,G,R,W], and exp(cum_end) f32[B,G,R]."""
+    """`_parted` of the window's tokens, exp(cum_end - cum_s) dt_s f32[B,G,R,W], and exp(cum_end) f32[B,G,R]."""
     live = waits(x)
     there = jnp.pad(live, ((0, 0), (m.kernel - 1, 0)), constant_values=True)
     dt = _grouped(jnp.where(live[..., None], x.dt, 0).swapaxes(1, 2), m, 1)
     cum = jnp.cumsum(dt * _rate(w, m), -1)
     return (
-        *_convolved(w, m, jnp.where(there[..., None], x.raw, 0)),
+        *_parted(m, _convolved(w, m, jnp.where(there[..., None], x.raw, 0).swapaxes(1, 2))),
         jnp.exp(cum[..., -1:] - cum) * dt,
         jnp.exp(cum[..., -1]),
     )
 
 
-def _scan(state: Array, x: Array, write: Array, ask: Array, dt: Array, rate: Array) -> tuple[Array, Array]:
-    """Outputs f32[B,G,R,L,P] without D x, and the state f32[B,G,R,P,N] at the end; rate f32[1,G,R,1]."""
-    n = x.shape[3]
+def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) -> tuple[Array, Array]:
+    """Outputs f32[B,HsP,L] of what was convolved f32[B,C,L], and the state f32[B,G,R,P,N] at the end.
+
+    Stretches of the same piece are read side by side: an accelerator has few large products instead of many small ones.
+    """
+    n = x.shape[2]
     size = min(STRETCH, n)
-    early = -n % size  # dt = 0 changes nothing
+    stretches = -(-n // size)
+    pieces = -(-stretches // BESIDE)
+    beside = -(-stretches // pieces)
+    length = beside * size
+    early = pieces * length - n
+    x, dt = (jnp.pad(a, ((0, 0), (0, 0), (early, 0))) for a in (x, dt))  # dt = 0 changes nothing
+    rate, skip = _rate(w, m)[..., None], _skip(w, m)[..., None, None]
 
-    def cut(a: Array, axis: int) -> Array:
-        a = jnp.pad(a, [(early, 0) if i == axis else (0, 0) for i in range(a.ndim)])
-        return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, size, *a.shape[axis + 1 :]), axis, 0)
+    def piece(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        s, text = carry
 
-    def stretch(s: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, write, ask, dt, cum, lost = part
-        gap = (cum[..., :, None] - cum[..., None, :]) + (lost[..., :, None] - lost[..., None, :])
-        decay = jnp.exp(jnp.where(jnp.tri(size, dtype=bool), gap, -jnp.inf))
-        pairs = jnp.einsum("bgln,bgsn->bgls", ask, write)[:, :, None] * decay * dt[..., None, :]
-        y = jnp.einsum("bgrls,bgrsp->bgrlp", pairs, x)
-        y = y + jnp.einsum("bgln,bgrpn->bgrlp", ask, s) * jnp.exp(cum)[..., None]
-        gain = (decay[..., -1, :] * dt)[..., None]
-        s = s * jnp.exp(cum[..., -1:])[..., None] + jnp.einsum("bgrsp,bgsn->bgrpn", gain * x, write)
-        return s, y
+        def cut(a: Array, first: int, count: int) -> Array:
+            a = jax.lax.dynamic_slice(a, (0, first, i * length), (a.shape[0], count, length))
+            return _grouped(a.reshape(a.shape[0], count, beside, size), m, 1)
 
-    parts = (cut(x, 3), cut(write, 2), cut(ask, 2), cut(dt, 3), *_sums(cut(dt * rate, 3)))
-    state, y = jax.lax.scan(stretch, state, parts)
-    y = jnp.moveaxis(y, 0, 3)
-    return y.reshape(*y.shape[:3], -1, y.shape[-1])[:, :, :, early:], state
+        given = cut(text, 0, m.inner)
+        given = given.reshape(*given.shape[:2], -1, m.head_dim, beside, size)
+        write, ask = (cut(text, at, m.groups * m.state) for at in (m.inner, m.inner + m.groups * m.state))
+        step = cut(dt, 0, m.heads)
+        cum, lost = _sums(step * rate)
+        put = given * (step * jnp.exp(-lost))[:, :, :, None]
+        pairs = jnp.einsum("bgntl,bgnts->bgtls", ask, write)[:, :, None] * _decay(cum)
+        y = jnp.einsum("bgrpts,bgrtls->bgrptl", put, pairs)
+        added = jnp.einsum("bgrpts,bgnts->bgrtpn", put * jnp.exp(cum[..., -1:] - cum)[:, :, :, None], write)
+        total, more = _sums(jnp.pad((cum + lost)[..., -1], ((0, 0), (0, 0), (0, 0), (1, 0))))
+        ends = _decay(total) * jnp.exp(more[..., :, None] - more[..., None, :])  # of each stretch, behind the old state
+        added, first = added * jnp.exp(lost[..., -1])[..., None, None], ends[..., 0][..., None, None]
+        before = jnp.einsum("bgrij,bgrjpn->bgripn", ends[..., :-1, 1:], added) + first[:, :, :, :-1] * s[:, :, :, None]
+        after = jnp.einsum("bgrj,bgrjpn->bgrpn", ends[..., -1, 1:], added) + first[:, :, :, -1] * s
+        late = jnp.einsum("bgrtpn,bgntl->bgrptl", before, ask) * jnp.exp(cum)[:, :, :, None]
+        y = ((y + late) * jnp.exp(lost)[:, :, :, None] + skip * given).reshape(-1, m.inner, length)
+        return after, jax.lax.dynamic_update_slice(text, y, (0, 0, i * length))  # in the place of what was given
+
+    state, text = jax.lax.fori_loop(0, pieces, piece, (state, x))
+    return text[:, : m.inner, early:], state
+
+
+def _decay(total: Array) -> Array:
+    """exp(total_l - total_s) f32[...,l,s] of sums f32[...,n], and 0 for s > l."""
+    gap = total[..., :, None] - total[..., None, :]
+    return jnp.exp(jnp.where(jnp.tri(total.shape[-1], dtype=bool), gap, -jnp.inf))
 
 
 def _sums(x: Array) -> tuple[Array, Array]:
-    """Sums of f32[...,n] from its beginning, and what rounding took from them: near sums differ by little more."""
+    """Sums of f32[...,n] from its beginning, and what rounding took from them.
+
+    Late sums are large, and what two of them that are near differ by is small. The second ones are tiny: their `exp` is
+    a factor for each token, and none for each pair.
+    """
     total = jnp.cumsum(x, -1)
     return total, jnp.cumsum(x - jnp.diff(total, axis=-1, prepend=0), -1)
 
 
 def _finish(w: Mapping[str, Array], m: Mixers, eps: float, y: Array, z: Array) -> Array:
-    """y [B,T,HsP] gated by z, normed in groups and projected: [B,T,E]."""
+    """y [B,HsP,T] gated by z, normed in groups and projected: [B,T,E]."""
     y = y * jax.nn.silu(z.astype(jnp.float32))
-    parts = y.reshape(*y.shape[:-1], m.groups, -1)
-    parts = parts * jax.lax.rsqrt(jnp.mean(parts * parts, -1, keepdims=True) + eps)
-    y = parts.reshape(y.shape).astype(z.dtype)
-    return linear(w["o"], along(w["norm"], y) * y)
+    parts = y.reshape(y.shape[0], m.groups, -1, y.shape[-1])
+    parts = parts * jax.lax.rsqrt(jnp.mean(parts * parts, 2, keepdims=True) + eps)
+    y = parts.reshape(y.shape).astype(z.dtype) * w["norm"][None, :, None]
+    return linear(w["o"], y.swapaxes(1, 2))
 
 
 def _rate(w: Mapping[str, Array], m: Mixers) -> Array:
@@ -188,24 +219,25 @@ def _rate(w: Mapping[str, Array], m: Mixers) -> Array:
     return -jnp.exp(_grouped(w["a_log"], m, 0))[None, :, :, None]
 
 
+def _skip(w: Mapping[str, Array], m: Mixers) -> Array:
+    """D [1,G,R,1]."""
+    return _grouped(w["skip"], m, 0)[None, :, :, None]
+
+
 def _behind(old: Array, new: Array, live: Array) -> Array:
-    """[B,K-1+T,C]: new [B,T,C] where live, directly behind old [B,K-1,C], and zeros before.
+    """[B,C,K-1+T]: new [B,C,T] where live, directly behind old [B,C,K-1], and zeros before.
 
     By comparisons, one for each of the few old ones: nothing of the text's length is gathered.
     """
-    before, dead = old.shape[1], (~live).sum(1)
-    out = jnp.pad(jnp.where(live[..., None], new, 0), ((0, 0), (before, 0), (0, 0)))
-    place = jnp.arange(out.shape[1])[None] - dead[:, None]
+    before, dead = old.shape[2], (~live).sum(1)
+    out = jnp.pad(new, ((0, 0), (0, 0), (before, 0)))
+    place = jnp.arange(out.shape[2])[None] - dead[:, None]
+    out = jnp.where((place < 0)[:, None], 0, out)
     for k in range(before):
-        out = jnp.where((place == k)[..., None], old[:, k, None], out)
+        out = jnp.where((place == k)[:, None], old[..., k, None], out)
     return out
 
 
 def _grouped(x: Array, m: Mixers, axis: int) -> Array:
     """The axis of heads as groups and the heads of each."""
     return x.reshape(*x.shape[:axis], m.groups, -1, *x.shape[axis + 1 :])
-
-
-def _moved(x: Array, order: Array) -> Array:
-    """x [B,L,...] at order i32[B,n]."""
-    return jnp.take_along_axis(x, order[..., None], 1)

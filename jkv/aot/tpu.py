@@ -24,7 +24,7 @@ PER_CYCLE = {"v4": 8 * ARRAY, "v5e": 4 * ARRAY, "v5p": 8 * ARRAY, "v6e": 16 * AR
 
 def devices(topology: str) -> list[Any]:
     """The devices of a topology such as v5e:2x4 or v5p:2x2x1; ValueError without libtpu, or if unknown."""
-    chip = topology.partition(":")[0]
+    chip, _, grid = topology.partition(":")
     if chip not in CHIPS or ":" not in topology:
         raise ValueError(f"topology {topology!r}: a chip and its grid, such as v5e:2x4; chips are {', '.join(CHIPS)}")
     if find_spec("libtpu") is None:
@@ -32,8 +32,9 @@ def devices(topology: str) -> list[Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud about a machine that is not one
     from jax.experimental import topologies
 
+    alone = {"chips_per_host_bounds": (1, 1, 1)} if set(grid.split("x")) == {"1"} else {}  # else hosts of four
     try:
-        return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+        return list(topologies.get_topology_desc(topology, platform="tpu", **alone).devices)
     except Exception as error:
         raise ValueError(f"topology {topology!r}: {error}") from None
 

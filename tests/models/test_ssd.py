@@ -88,6 +88,19 @@ def test_a_text_is_read_as_token_by_token(whole):
     assert not np.asarray(after.count).any()
 
 
+def test_stretches_may_be_read_in_several_pieces(whole, monkeypatch):
+    monkeypatch.setattr(ssd, "BESIDE", 2)
+    y, after = jax.jit(lambda x, live, old: ssd.read(W, M, EPS, x, live, old))(GIVEN, LIVE, fresh())
+    close(np.asarray(y)[LIVE], np.asarray(whole[0])[LIVE])
+    close(after.state, np.asarray(whole[1].state))
+
+
+def test_small_steps_behind_large_ones_are_not_lost_in_their_sum():
+    x = -np.concatenate([np.full(64, 7.1), RNG.uniform(1e-4, 1e-3, 64)]).astype(np.float32)
+    total, lost = (np.asarray(a, np.float64)[63:] for a in ssd._sums(jnp.asarray(x)))
+    np.testing.assert_allclose((total - total[0] + lost - lost[0])[1:], np.cumsum(x[64:].astype(np.float64)), rtol=1e-6)
+
+
 @pytest.mark.parametrize("first", [1, 100, T - 1])
 def test_it_does_not_matter_where_a_text_is_cut(whole, first):
     """Also where a row has all of its tokens in one of the pieces."""

@@ -32,16 +32,19 @@ CACHES = (
     "kvmerger(budget=56)",
 )
 PARAMS = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
+# a block that attends behind one that recurs
+HYBRID = jkv.models.random(
+    dict(jkv.models.TINY, model_type="bamba", num_hidden_layers=2, attn_layer_indices=[1], tie_word_embeddings=False)
+    | dict(mamba_n_heads=8, mamba_d_state=8, mamba_n_groups=2)
+)
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 100, (4, 96)).astype(np.int32)
 
 
 def rows_that_come_and_go() -> dict[str, Any]:
-    """Rows of a job with a common beginning."""
-    over, head = (
-        sharding.Over(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config)),
-        RNG.integers(0, 100, 40),
-    )
+    """Rows of a job with a common beginning, through states and tiers."""
+    params, head = HYBRID, RNG.integers(0, 100, 40)
+    over = sharding.Over(sharding.named("data=2,model=2,context=2", jax.devices(), params.config))
     prompts = [np.append(head, RNG.integers(0, 100, 3 + i)).astype(np.int32) for i in range(10)]
     new = [1 + 7 * i % 30 for i in range(10)]
     rows = [
@@ -50,23 +53,28 @@ def rows_that_come_and_go() -> dict[str, Any]:
     ]
     (bucket,) = arrange(rows, True)
     shapes = Shapes(
-        config=methods.parse("full"), model=PARAMS.config, bucket=bucket, rows=8, several=4, dtype=jnp.float32,
+        config=methods.parse("full"), model=params.config, bucket=bucket, rows=8, several=4, dtype=jnp.float32,
         greedy=True, penalised=False,
     )  # fmt: skip
-    running = Running(jax.device_put(PARAMS, over.shardings(PARAMS)), shapes, Cost(over=over))
+    running = Running(jax.device_put(params, over.shardings(params)), shapes, Cost(over=over))
     got = {a.request.line: a.tokens for ended in running.answers(()) for a in ended}
-    alone = jkv.generate(PARAMS, "full", [p.tolist() for p in prompts], max_new_tokens=30).tokens
+    alone = jkv.generate(params, "full", [p.tolist() for p in prompts], max_new_tokens=30).tokens
     return {
         "same": [got[i] == alone[i][:n] for i, n in enumerate(new)],
         "shared": bool(bucket.shared),
         "codes": parts(running.state.cache),
+        "states": [divided(x.state) for x in running.state.cache.states],
     }
 
 
 def parts(cache: Cache) -> list[int]:
-    """How many times smaller than the whole what a device has of codes is, array by array."""
-    codes = jax.tree.leaves([(tier.k, tier.v) for layer in cache.layers for tier in layer.tiers])
-    return [x.nbytes // x.addressable_shards[0].data.nbytes for x in codes]
+    """`divided` of all arrays of codes."""
+    return [divided(x) for x in jax.tree.leaves([(tier.k, tier.v) for layer in cache.layers for tier in layer.tiers])]
+
+
+def divided(x: jax.Array) -> int:
+    """How many times smaller than the whole what a device has of it is."""
+    return x.nbytes // x.addressable_shards[0].data.nbytes
 
 
 def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:

@@ -154,7 +154,7 @@ def eight() -> list[Any]:
 def test_a_mesh_gives_the_rows_of_one_device(eight: list[Any]):
     found = eight[1]
     assert all(found["same"]) and len(found["same"]) == 10 and found["shared"]
-    assert set(found["codes"]) == {8}
+    assert set(found["codes"]) == {8} and found["states"] == [4]  # by rows and heads: a state has no slots
 
 
 def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):

@@ -21,7 +21,7 @@ def plan(
     model: Annotated[
         str, typer.Option(help="A public model's shape, such as llama-3.1-8b; a folder, .gguf or hub id.")
     ],
-    topology: Annotated[str, typer.Option(help="TPUs as v5e:2x4; a GPU: h200, h100; or cpu: this machine.")],
+    topology: Annotated[str, typer.Option(help="TPUs, v5e:2x4 or v5e:1x1; a GPU: h200, h100; or cpu: this machine.")],
     context: Annotated[int, typer.Option(min=2, help="Tokens that a row may have.")] = 8192,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated. Default: full.")] = None,
@@ -34,7 +34,7 @@ def plan(
         bool, typer.Option("--collectives", help="Also what the devices send each other in a step and a flush.")
     ] = False,
     costs: Annotated[
-        bool, typer.Option("--costs", help="Also FLOPs and bytes moved, by the compiler, and their time at full rates.")
+        bool, typer.Option("--costs", help="Also FLOPs, bytes moved and cycles, by the compiler, and their times.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Also write the programs to this file.")

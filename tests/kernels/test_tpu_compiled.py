@@ -78,3 +78,9 @@ def test_what_encodes_newcomers_gives_their_codes_to_the_one_pass_over_the_tier(
 def test_a_prompt_is_attended_by_the_kernel():
     found = report("tpu_loop.py")["prefill"]
     assert found["kernels"] == "tpu" and found["calls"] == 1
+
+
+def test_weights_are_read_for_one_row_as_fast_as_for_two():
+    """Not on the vector units, which take two to three times as long as the memory."""
+    one, two = report("tpu_loop.py")["products"]
+    assert 0 < one <= two * SLACK

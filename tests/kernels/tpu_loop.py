@@ -8,11 +8,15 @@ import re
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from jkv import methods, models
 from jkv.aot import target
+from jkv.aot.hlo import cycles
 from jkv.bench.shapes import SHAPES
+from jkv.models.llama import linear
 from jkv.plan import Job, decode, programs
 
 LLAMA, QWEN, SMOLLM = "llama-3.1-8b", "qwen3-8b", "smollm2-135m"
@@ -64,6 +68,14 @@ def prefill(name: str, spec: str, tokens: int) -> dict[str, object]:
     return {"kernels": program.kernels, "calls": calls, "temporary": program.temporary}
 
 
+def product(rows: int) -> int:
+    """Cycles of a product with weights bfloat16 [10576, 2560]."""
+    device = SingleDeviceSharding(target("v5e:2x4").devices[0])
+    w, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=device) for s in ((10576, 2560), (rows, 1, 2560)))
+    return cycles(jax.jit(linear).lower(w, x).compile().as_text())["once"]
+
+
 if __name__ == "__main__":
     found = {" ".join(x[:2]): loop(*x) for x in DECODE}
-    print(json.dumps(found | {"prefill": prefill(*PREFILL), "context": loop(*CONTEXT)}))
+    found |= {"prefill": prefill(*PREFILL), "context": loop(*CONTEXT), "products": [product(1), product(2)]}
+    print(json.dumps(found))

@@ -71,7 +71,7 @@ def normed(row: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_the_slowest_to_fade_are_kept(row: int):
-    cache, gate, n = rig.shared(TEXT).caches[0], learned.trained(rig.GATE).gate, LENGTHS[row]
+    cache, gate, n = rig.prompted(TEXT), learned.trained(rig.GATE).gate, LENGTHS[row]
     for layer, x in enumerate(normed(row)):
         want = log_beta(x, gate, layer)
         recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
@@ -123,7 +123,7 @@ def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
     found = jkv.parse("trimkv(budget=48)").bound(PARAMS)
     want = jax.tree.leaves(jkv.parse(TEXT).score)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
-    cache = rig.shared(TEXT).caches[0]
+    cache = rig.prompted(TEXT)
     (tmp_path / "tiny" / io.WEIGHTS).unlink()  # it is read once
     costs = [measure.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
     assert costs[0] == costs[1] and costs[0].bytes > 0

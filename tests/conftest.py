@@ -7,6 +7,8 @@ from importlib.metadata import version
 # Tiny models spend their time in the compiler. test_compiled.py looks at programs that are compiled as a user's are.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+# One LLVM module instead of up to 32, which are for threads that several workers have no cores for.
+QUICK.append("--xla_cpu_parallel_codegen_split_count=1")
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])

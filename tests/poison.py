@@ -7,21 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import loop
-from jkv.models import ssd
 
 
 def poison(cache):
     """Dead slots with NaN keys, columns, summaries and queries, and huge values; integers 255."""
+    host = jax.tree.map(np.asarray, cache)  # where every shape is not a program
+    return jax.device_put(poisoned(host))
 
-    scales = {jnp.dtype(jnp.uint16): jnp.bfloat16}  # of integers; kept as bits
+
+def poisoned(cache):
+    scales = {np.dtype(np.uint16): jnp.bfloat16}  # of integers; kept as bits
 
     def fill(x, live, number):
-        bad = jnp.asarray(255 if x.dtype == jnp.uint8 else number, scales.get(x.dtype, x.dtype))
-        if x.dtype in scales:
-            bad = jax.lax.bitcast_convert_type(bad, x.dtype)
+        bad = np.asarray(255 if x.dtype == np.uint8 else number, scales.get(x.dtype, x.dtype)).view(x.dtype)
         grain = live.shape[2] // x.shape[2]
         alive = live.reshape(*live.shape[:2], -1, grain).any(-1)
-        return jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, bad)
+        return np.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, bad)
 
     def all_of(tree, live, number):
         return jax.tree.map(lambda x: fill(x, live, number), tree)
@@ -48,8 +49,8 @@ def poison(cache):
             live = (queries.pos >= 0)[:, None, None]
             queries = loop.replace(
                 queries,
-                q=jnp.where(live[..., None], queries.q, jnp.nan),
-                lse=jnp.where(live, queries.lse, jnp.nan),
+                q=np.where(live[..., None], queries.q, np.float32(np.nan)),
+                lse=np.where(live, queries.lse, np.float32(np.nan)),
             )
         layers.append(loop.replace(layer, recent=recent, tiers=tuple(tiers), queries=queries))
     return loop.replace(cache, layers=tuple(layers), states=tuple(map(past_those_that_wait, cache.states)))
@@ -57,7 +58,7 @@ def poison(cache):
 
 def past_those_that_wait(x):
     """A state whose window has NaN behind the tokens that wait."""
-    dead = ~ssd.waits(x)
-    before = x.raw.shape[1] - dead.shape[1]
-    raw = x.raw.at[:, before:].set(jnp.where(dead[..., None], jnp.nan, x.raw[:, before:]))
-    return loop.replace(x, raw=raw, dt=jnp.where(dead[..., None], jnp.nan, x.dt))
+    dead = np.arange(x.dt.shape[1]) >= x.count[:, None]
+    raw, dt = x.raw.copy(), x.dt.copy()
+    raw[:, raw.shape[1] - dt.shape[1] :][dead] = dt[dead] = np.nan
+    return loop.replace(x, raw=raw, dt=dt)

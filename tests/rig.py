@@ -30,6 +30,8 @@ PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
 for _row, _n in enumerate(LENGTHS):
     PROMPT[_row, PROMPT.shape[1] - _n :] = _rng.integers(0, MODEL.vocab, _n)
 FORCED = _rng.integers(0, MODEL.vocab, (2, STEPS)).astype(np.int32)
+PAUSES = np.array(FORCED)
+PAUSES[0, 5:9] = PAUSES[1, 20:30] = -1
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,8 @@ def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
     return jax.vmap(jax.vmap(lambda y: codec.decode(codec.encode(y))))(padded)[:, :, :n]
 
 
-def stored(codec: Any, code: Any, pos: jax.Array, rope: Rope) -> np.ndarray:
+@partial(jax.jit, static_argnames=("codec", "rope"))
+def stored(codec: Any, code: Any, pos: jax.Array, rope: Rope) -> jax.Array:
     """f32[B,H,LONGEST,D]: what a tier's codes say, by position i32[B,Hs,C]; keys rotated."""
     x = jax.vmap(jax.vmap(codec.decode))(code)
     x = jnp.broadcast_to(x, (x.shape[0], H, *x.shape[2:]))
@@ -313,7 +316,7 @@ def stored(codec: Any, code: Any, pos: jax.Array, rope: Rope) -> np.ndarray:
     if codec.rope == "after":
         x = rope.rotate(x, pos)
     out = jnp.zeros((*x.shape[:2], LONGEST + 1, D))
-    return np.asarray(jax.vmap(jax.vmap(lambda o, p, y: o.at[p].set(y)))(out, pos, x)[:, :, :-1])
+    return jax.vmap(jax.vmap(lambda o, p, y: o.at[p].set(y)))(out, pos, x)[:, :, :-1]
 
 
 def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarray) -> np.ndarray:
@@ -332,17 +335,17 @@ def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarr
 class Replay:
     """The dense model over exactly those tokens, coded or exact, that a cache says it holds."""
 
-    def __init__(self, plan: Any, params: Params = PARAMS):
+    def __init__(self, plan: Any, params: Params = PARAMS, prompt: np.ndarray = PROMPT):
         self.plan, self.params = plan, params
-        logits, taps, self.states = dense_prompt(jnp.asarray(PROMPT), params)
+        logits, taps, self.states = dense_prompt(jnp.asarray(prompt), params)
         self.logits = np.asarray(logits[:, -1])
+        self.seen = (prompt >= 0).sum(1, dtype=np.int32)
         self.k, self.v = ([self._by_position(np.asarray(t[j])) for t in taps] for j in (1, 2))
-        self.seen = np.array(LENGTHS, np.int32)
         self.taps: list[Any] = []
 
     def _by_position(self, x: np.ndarray) -> np.ndarray:
         out = np.zeros((2, H, LONGEST, D), np.float32)
-        for row, n in enumerate(LENGTHS):
+        for row, n in enumerate(self.seen):
             out[row, :, :n] = x[row, :, x.shape[2] - n :]
         return out
 
@@ -356,8 +359,8 @@ class Replay:
                 pick, held_by = coded[..., None], after.layers[i].tiers[0]
                 mine = (np.asarray(round_trip(c, jnp.asarray(x), c.grain)) for c, x in ((tier.k, k), (tier.v, v)))
                 rope = self.params.config.ropes[i]
-                k = coded_as(k, next(mine), stored(tier.k, held_by.k, held_by.seen_by(H), rope), pick)
-                v = coded_as(v, next(mine), stored(tier.v, held_by.v, held_by.seen_by(H), rope), pick)
+                k = coded_as(k, next(mine), np.asarray(stored(tier.k, held_by.k, held_by.seen_by(H), rope)), pick)
+                v = coded_as(v, next(mine), np.asarray(stored(tier.v, held_by.v, held_by.seen_by(H), rope)), pick)
             ks.append(jnp.asarray(k))
             vs.append(jnp.asarray(v))
             sees.append(jnp.asarray(coded | exact))

@@ -22,6 +22,9 @@ PROMPTS = [[(7 * i) % 97 for i in range(70)], [(11 * i) % 89 for i in range(41)]
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
 
 
+forward = jax.jit(jkv.models.forward)
+
+
 def greedy(params, ids, n):
     """n tokens by running the whole model again for each: the truth that no cache has touched."""
     length = bucket(len(ids) + n)
@@ -29,7 +32,7 @@ def greedy(params, ids, n):
     for _ in range(n):
         row[0, length - len(ids) :] = ids
         pos = jnp.asarray(np.where(row >= 0, np.cumsum(row >= 0, 1) - 1, -1))
-        logits = jkv.models.forward(params, jnp.asarray(np.maximum(row, 0)), pos)
+        logits = forward(params, jnp.asarray(np.maximum(row, 0)), pos)
         ids = [*ids, int(logits[0, -1].argmax())]
     return ids[-n:]
 
@@ -129,6 +132,9 @@ class Letters:
         return ""
 
 
+LETTERS = Letters()  # one for all: a model with another tokenizer has programs of its own
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """How many tokens each call of the decode loop was asked for in all."""
@@ -152,7 +158,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("end", ["length", "stop text", "stop token"])
 def test_stream_gives_what_generate_does(params, calls, end):
-    params = replace(params, tokenizer=Letters())
+    params = replace(params, tokenizer=LETTERS)
     options: dict = dict(max_new_tokens=60, stop_ids=(), temperature=1.5)
     free = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options)
     if end == "stop text":

@@ -51,18 +51,18 @@ def log_beta(x: np.ndarray, gate: learned.Gate, layer: int) -> np.ndarray:
     return -np.log1p(np.exp(-z)).T
 
 
-def normed(row: int) -> list[np.ndarray]:
-    """The normed input f[T,E] of every layer for one row's prompt."""
+@jax.jit
+def normed(ids: jax.Array) -> list[jax.Array]:
+    """The normed input f[T,E] of every layer for one prompt i32[1,T]."""
     seen = []
 
     def attend(i, a):
-        seen.append(np.asarray(a.x)[0])
+        seen.append(a.x[0])
         p = jnp.einsum("bhgtd,bhsd->bhgts", rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None]))
         p = jnp.where(jnp.tril(jnp.ones(p.shape[-2:], bool))[None, None, None], p * MODEL.scale, -jnp.inf)
         return jnp.einsum("bhgts,bhsd->bhgtd", jax.nn.softmax(p, -1), a.v), None
 
-    ids = jnp.asarray(PROMPT)[row : row + 1, -LENGTHS[row] :]
-    pos, rope, net = jnp.arange(LENGTHS[row])[None], MODEL.ropes[0], models.family(MODEL)
+    pos, rope, net = jnp.arange(ids.shape[1])[None], MODEL.ropes[0], models.family(MODEL)
     x = net.embed(PARAMS, ids)
     for i in range(L):
         x, _ = net.layer(PARAMS, i, x, pos, attend)
@@ -71,8 +71,8 @@ def normed(row: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_the_slowest_to_fade_are_kept(row: int):
-    cache, gate, n = rig.shared(TEXT).caches[0], learned.trained(rig.GATE).gate, LENGTHS[row]
-    for layer, x in enumerate(normed(row)):
+    cache, gate, n = rig.prompted(TEXT), learned.trained(rig.GATE).gate, LENGTHS[row]
+    for layer, x in enumerate(map(np.asarray, normed(PROMPT[row : row + 1, -n:]))):
         want = log_beta(x, gate, layer)
         recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
         pos = np.asarray(cache.layers[layer].tiers[0].pos)[row]
@@ -123,7 +123,7 @@ def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
     found = jkv.parse("trimkv(budget=48)").bound(PARAMS)
     want = jax.tree.leaves(jkv.parse(TEXT).score)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
-    cache = rig.shared(TEXT).caches[0]
+    cache = rig.prompted(TEXT)
     (tmp_path / "tiny" / io.WEIGHTS).unlink()  # it is read once
     costs = [measure.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
     assert costs[0] == costs[1] and costs[0].bytes > 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,7 +68,7 @@ def evidence(k, text: str, limit: int, mass=None) -> Evidence:
 
 
 def test_salience_is_attention_per_query_that_sees():
-    rank = Salience(last=1.0, sampled=0.0).rank(evidence(np.zeros((4, D)), ZIP, 64))
+    rank = jax.jit(Salience(last=1.0, sampled=0.0).rank)(evidence(np.zeros((4, D)), ZIP, 64))
     np.testing.assert_allclose(rank[0, 0], [0.52083, 0.36111, 0.29167, 0.25], atol=1e-4)
 
 
@@ -99,9 +102,9 @@ def test_every_token_of_a_ragged_batch_is_kept(group: int, block: int, share: fl
     np.testing.assert_array_equal(high, np.ceil(np.round((high + low) // group * share, 3)) * group)
 
 
-def test_zipcache_of_plain_floats_is_the_full_cache():
-    got, full = rig.shared("zipcache(share=1.0, high=16, block=16)"), rig.shared("full")
-    np.testing.assert_allclose(np.stack(got.logits), np.stack(full.logits), atol=1e-4, rtol=0)
+@partial(jax.jit, static_argnums=0)
+def decoded(codec, code):
+    return map_codec(codec.decode, code)
 
 
 def test_the_salient_prompt_tokens_are_in_four_bits_and_within_half_a_step():
@@ -125,7 +128,7 @@ def test_the_salient_prompt_tokens_are_in_four_bits_and_within_half_a_step():
                     (config.k, tier.k, k, config.k.bits),
                     (config.v, tier.v, v, config.k.bits),
                 ):
-                    got = np.asarray(map_codec(codec.decode, code))[row, head]
+                    got = np.asarray(decoded(codec, code))[row, head]
                     x = x[row, head, shift + np.maximum(pos, 0)]
                     live = pos >= 0
                     spread = x[live].max() - x[live].min()
@@ -155,17 +158,21 @@ def melt(k: np.ndarray, limit: int, mass, **settings):
     ev = evidence(k, f"kvmerger(budget=5, sinks=0{args}, recent=0)", limit, mass)
     score, merge = ev.plan.score, ev.plan.merge
     ev = loop.replace(ev, new=loop.replace(ev.new, pos=ev.new.pos * 0 - 1))  # nobody adds to the mass
-    ev = loop.replace(ev, columns=score.observe(ev))
-    kept = jnp.zeros(k.shape[0], bool).at[jnp.argsort(-score.rank(ev)[0, 0], stable=True)[:limit]].set(True)
-    survivor = merge.survivor(ev, kept[None, None])[0, 0]
-    into = jnp.asarray(k)[jnp.maximum(survivor, 0)]
-    lost = jnp.asarray(k)
-    index, new, _ = merges.shares(merge, survivor, jnp.ones(len(k)), lost, lost, into, into, none=99)
+
+    @jax.jit
+    def melted(ev, lost):
+        ev = loop.replace(ev, columns=score.observe(ev))
+        kept = jnp.zeros(k.shape[0], bool).at[jnp.argsort(-score.rank(ev)[0, 0], stable=True)[:limit]].set(True)
+        survivor = merge.survivor(ev, kept[None, None])[0, 0]
+        into = lost[jnp.maximum(survivor, 0)]
+        return kept, survivor, *merges.shares(merge, survivor, jnp.ones(len(k)), lost, lost, into, into, none=99)[:2]
+
+    kept, survivor, index, new = map(np.asarray, melted(ev, jnp.asarray(k)))
     out = np.array(k)
-    for i, x in zip(np.asarray(index), np.asarray(new), strict=True):
+    for i, x in zip(index, new, strict=True):
         if i < 99:
             out[i] = x
-    return np.flatnonzero(kept), np.asarray(survivor), out
+    return np.flatnonzero(kept), survivor, out
 
 
 def test_runs_are_borders_of_low_similarity():
@@ -269,13 +276,11 @@ def test_a_flush_melts_slots_and_newcomers_alike():
     assert touched  # a stored slot took a share
 
 
-def test_kvmerger_holds_its_budget_and_its_sinks_and_with_all_of_it_changes_nothing():
+def test_kvmerger_holds_its_budget_and_its_sinks():
     for i in (0, *rig.flushed(rig.shared(MERGE).caches)):
         cache = rig.shared(MERGE).caches[i]
         assert (np.asarray(cache.kept()) == 48 + (i > 0)).all()
         assert all(rig.held(cache, layer)[0][..., :4].all() for layer in range(L))
-    got, full = rig.shared("kvmerger(budget=4000)"), rig.shared("full")
-    np.testing.assert_allclose(np.stack(got.logits), np.stack(full.logits), atol=1e-4, rtol=0)
 
 
 def test_integers_that_survive_keep_their_bits():
@@ -303,13 +308,14 @@ def test_the_dead_and_the_neighbours_change_nothing(text: str):
 def test_dead_slots_of_a_shrunken_row_stay_out():
     """A flush in which one row has no newcomer at all leaves that row's tier as it was."""
     cache = rig.shared(MERGE).caches[20]
-    layer, plan = cache.layers[1], cache.plan[1]
+    layer, plan, rope = cache.layers[1], cache.plan[1], MODEL.ropes[1]
     tier = loop.replace(layer.tiers[0], pos=layer.tiers[0].pos.at[1, :, :5].set(-1))
     recent = loop.replace(layer.recent, pos=layer.recent.pos.at[1, :4].set(-1))  # its 16 newest are left
     layer = loop.replace(layer, recent=recent, tiers=(tier,))
     layer = poison(loop.replace(cache, layers=(cache.layers[0], layer))).layers[1]
     asked = None, loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1)
-    out = flush(layer, layer.recent, asked, cache.seen, cache.seen * 0, plan, MODEL.ropes[1], MODEL)
+    flushed = jax.jit(lambda layer, asked, seen: flush(layer, layer.recent, asked, seen, seen * 0, plan, rope, MODEL))
+    out = flushed(layer, asked, cache.seen)
     for a, b in ((out.tiers[0].k.slots, layer.tiers[0].k.slots), (out.tiers[0].v.slots, layer.tiers[0].v.slots)):
         np.testing.assert_array_equal(a[1], b[1])
         assert not np.array_equal(a[0], b[0])

@@ -37,10 +37,13 @@ IDS = np.random.default_rng(0).integers(0, 256, (3, 200)).astype(np.int32)
 PREFIX = 110
 
 
+forward = jax.jit(models.forward)
+
+
 def plain(ids):
     """Logits f32[n,N,V] that plain attention predicts what follows the prefix with."""
     pos = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
-    return np.asarray(models.forward(PARAMS, jnp.asarray(ids), pos))[:, PREFIX - 1 : -1]
+    return np.asarray(forward(PARAMS, jnp.asarray(ids), pos))[:, PREFIX - 1 : -1]
 
 
 def nll(logits, ids):
@@ -58,6 +61,38 @@ def test_perplexity_of_the_full_cache_is_the_models_own(batch):
     np.testing.assert_allclose(found["ppl"], np.exp(by_text.mean()), rtol=2e-5)
     np.testing.assert_allclose(found["nll_se"], by_text.std() / np.sqrt(3), atol=2e-5)
     assert found["kept"] == 1 and found["bytes_full"] == PREFIX * 2 * 2 * 2 * 16 * 4
+
+
+def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():
+    beside = Fidelity(PARAMS, Texts(IDS, PREFIX, batch=2))
+    full, own = (beside(parse(x), layers=True) for x in ("full", "snapkv(budget=48, window=8)"))
+    assert abs(full["kl"]) < 1e-6 and full["agree"] == 1 and full["first"] == 90 and full["by_layer"] == [0, 0]
+    assert np.min(full["mass"]) > 0.9999
+    assert own["kl"] > 0.01 and own["agree"] < 1 and own["first"] < 90 and min(own["by_layer"]) > 1e-3
+    assert 0 < np.min(own["mass"]) < np.max(own["mass"]) < 1
+    same = measure.perplexity(PARAMS, parse("snapkv(budget=48, window=8)"), Texts(IDS, PREFIX, batch=2))
+    assert same["ppl"] == own["ppl"]
+
+
+def test_attention_kept_is_counted_token_by_token():
+    cache = Texts(IDS[:2], PREFIX).follow(PARAMS, parse("snapkv(budget=48, window=8)"), [0, 1]).cache
+    found = attention.mass(PARAMS, cache, IDS[:2])
+    model, net = PARAMS.config, models.family(PARAMS.config)
+    pos = jnp.arange(200)[None]
+    p = jax.jit(lambda ids: net.project(PARAMS, 0, net.embed(PARAMS, ids), pos))(jnp.asarray(IDS[:1]))
+    q = np.asarray(model.ropes[0].rotate(p.q, pos[:, None, None]), np.float64)
+    k = np.asarray(model.ropes[0].rotate(p.k, pos[:, None]), np.float64)
+    kept = [set(np.asarray(cache.layers[0].recent.pos[0]).tolist()) for _ in range(model.heads)]
+    for h in range(model.heads):
+        kept[h] |= set(np.asarray(cache.layers[0].tiers[0].pos[0, h]).tolist())
+        part = whole = 0.0
+        for g in range(model.groups):
+            for t in range(PREFIX, 200):
+                w = np.exp(k[0, h, : t + 1] @ q[0, h, g, t] * model.scale)
+                w /= w.sum()
+                whole += w[:PREFIX].sum()
+                part += sum(w[i] for i in range(PREFIX) if i in kept[h])
+        np.testing.assert_allclose(found[0, 0, h], part / whole, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,43 +114,12 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
 
 
 def test_freezing_is_about_what_comes_after_the_prefix():
-    caches = [Texts(IDS[:1], PREFIX, frozen=x).follow(PARAMS, parse("h2o(budget=48)"), [0]) for x in (False, True)]
+    config = parse("h2o(budget=48) | int8")
+    caches = [Texts(IDS[:2], PREFIX, frozen=x).follow(PARAMS, config, [0, 1]) for x in (False, True)]
     for run in caches:
         list(run)
     kept = [int(run.cache.kept().max()) for run in caches]
     assert kept[0] < 48 + 32 and kept[1] == 48 + IDS.shape[1] - PREFIX
-
-
-def test_attention_kept_is_counted_token_by_token():
-    cache = Texts(IDS[:1], PREFIX).follow(PARAMS, parse("snapkv(budget=48, window=8)"), [0]).cache
-    found = attention.mass(PARAMS, cache, IDS[:1])
-    model, net = PARAMS.config, models.family(PARAMS.config)
-    pos = jnp.arange(200)[None]
-    p = net.project(PARAMS, 0, net.embed(PARAMS, jnp.asarray(IDS[:1])), pos)
-    q = np.asarray(model.ropes[0].rotate(p.q, pos[:, None, None]), np.float64)
-    k = np.asarray(model.ropes[0].rotate(p.k, pos[:, None]), np.float64)
-    kept = [set(np.asarray(cache.layers[0].recent.pos[0]).tolist()) for _ in range(model.heads)]
-    for h in range(model.heads):
-        kept[h] |= set(np.asarray(cache.layers[0].tiers[0].pos[0, h]).tolist())
-        part = whole = 0.0
-        for g in range(model.groups):
-            for t in range(PREFIX, 200):
-                w = np.exp(k[0, h, : t + 1] @ q[0, h, g, t] * model.scale)
-                w /= w.sum()
-                whole += w[:PREFIX].sum()
-                part += sum(w[i] for i in range(PREFIX) if i in kept[h])
-        np.testing.assert_allclose(found[0, 0, h], part / whole, atol=1e-5)
-
-
-def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():
-    beside = Fidelity(PARAMS, Texts(IDS, PREFIX, batch=2))
-    full, own = (beside(parse(x), layers=True) for x in ("full", "snapkv(budget=48, window=8)"))
-    assert abs(full["kl"]) < 1e-6 and full["agree"] == 1 and full["first"] == 90 and full["by_layer"] == [0, 0]
-    assert np.min(full["mass"]) > 0.9999
-    assert own["kl"] > 0.01 and own["agree"] < 1 and own["first"] < 90 and min(own["by_layer"]) > 1e-3
-    assert 0 < np.min(own["mass"]) < np.max(own["mass"]) < 1
-    same = measure.perplexity(PARAMS, parse("snapkv(budget=48, window=8)"), Texts(IDS, PREFIX, batch=2))
-    assert same["ppl"] == own["ppl"]
 
 
 def test_kl_is_the_definition():

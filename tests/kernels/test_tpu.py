@@ -18,7 +18,7 @@ from jkv.kernels.decode_attention import reference
 from jkv.kernels.decode_attention import tpu as kernel
 from jkv.kernels.decode_attention import tpu_sides as sides
 from jkv.kernels.place import tpu as placing
-from jkv.protocols import Linear
+from jkv.protocols import Codec, Linear
 
 B, H = 2, 4
 INT8, INT4, GROUPS = Affine(bits=8), Affine(bits=4), Affine(bits=4, group=16)
@@ -43,7 +43,7 @@ def floats_as_they_are(monkeypatch):
 
 def wide(x: Linear) -> np.ndarray:
     """f64[B,H,C,D]."""
-    return np.asarray(reference.dense(x), np.float64)
+    return np.asarray(jax.jit(reference.dense)(x), np.float64)
 
 
 def truth(q, k, v, pos, first, last, scale):
@@ -73,6 +73,11 @@ def allowed(q, k: Linear, v: Linear, keys, values, scale) -> tuple[float, float]
     return 2 * np.expm1(2 * logit) * big + share * big + 1e-5, logit + 1e-5
 
 
+@partial(jax.jit, static_argnums=0)
+def coded(codec: Codec, x: jax.Array) -> Linear:
+    return map_codec(codec.linear, map_codec(codec.encode, x))
+
+
 def poisoned(x: Linear, dead: np.ndarray) -> Linear:
     """NaN wherever a dead slot's float lies."""
     bad = lambda y: jnp.where(dead[..., None], jnp.nan, y) if y.shape[2] == dead.shape[2] else y  # noqa: E731
@@ -95,7 +100,7 @@ def check(
     rng, dtype = np.random.default_rng(0), jnp.bfloat16 if form == "bfloat16" else jnp.float32
     q = rng.standard_normal((B, h, g, t, d)).astype(np.float32)
     k, v = (rng.standard_normal((B, h, c, d)) * rng.gamma(1, 1, d) + rng.standard_normal(d) for _ in range(2))
-    k, v = (map_codec(x.linear, map_codec(x.encode, jnp.asarray(y, dtype))) for x, y in ((codec_k, k), (codec_v, v)))
+    k, v = (coded(x, jnp.asarray(y, dtype)) for x, y in ((codec_k, k), (codec_v, v)))
     pos = np.stack([[rng.permutation(c) for _ in range(hs or h)] for _ in range(B)]).astype(np.int32)
     pos[rng.random(pos.shape) < 0.2] = -1
     for i, length in enumerate(lengths[: pos.shape[1]]):

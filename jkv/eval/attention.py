@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,11 +28,6 @@ class Stored:
     k: Array
     v: Array
     here: Array
-
-
-def plain(params: Params) -> Params:
-    """Without its tokenizer, which compares by identity and would compile anew."""
-    return replace(params, tokenizer=None)
 
 
 @jax.jit
@@ -98,7 +92,7 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
 def mass(params: Params, cache: Cache, ids: np.ndarray) -> np.ndarray:
     """f32[L,B,H]: what the rest of i32[B,T] pays to the tokens that the cache holds, of what it pays to all it saw."""
     which = jnp.zeros(params.config.layers, bool)
-    return np.asarray(dense(plain(params), jnp.asarray(ids), stored(cache), which, int(cache.seen.max()))[1])
+    return np.asarray(dense(params, jnp.asarray(ids), stored(cache), which, int(cache.seen.max()))[1])
 
 
 @jax.jit
@@ -155,7 +149,7 @@ def recovered(params: Params, cache: Cache, ids: np.ndarray) -> tuple[np.ndarray
 
     The cache has read the beginning of i32[B,T]; the other N tokens go through it one by one, with its flushes.
     """
-    params, tokens = plain(params), jnp.asarray(ids)
+    tokens = jnp.asarray(ids)
     first = int(cache.seen.max())
     queries, paid = asked(params, tokens, jnp.arange(first, ids.shape[1]))
     shares, counts = [], []
@@ -174,7 +168,7 @@ settled = jax.jit(settle)
 def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:
     """Mean KL in nats to the full model over the rest of i32[B,T], for each layer if it alone is compressed."""
     rows, layers, prefix = jnp.asarray(ids), params.config.layers, int(cache.seen.max())
-    params, held = plain(params), stored(cache)
+    held = stored(cache)
     full, _ = dense(params, rows, held, jnp.zeros(layers, bool), prefix)
     out = []
     for i in range(layers):

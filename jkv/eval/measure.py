@@ -15,7 +15,7 @@ from jax import Array
 from jkv.cache import Cache, tree_bytes
 from jkv.compiled import compiled
 from jkv.config import CacheConfig
-from jkv.eval.attention import mass, plain, sweep, to_spare
+from jkv.eval.attention import mass, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generate import extend, generate, prefill
@@ -65,7 +65,7 @@ class Follow:
 
     def __iter__(self) -> Iterator[Array]:
         self.ms: list[float] = []
-        params, b = replace(plain(self.params), config=self.cache.model), self.tokens.shape[0]
+        params, b = replace(self.params, config=self.cache.model), self.tokens.shape[0]
         cache = jax.tree.map(jnp.copy, self.cache)  # the loop consumes what it is given
         settings = sampling(b, params.config.vocab, seeds=(0,) * b, stop_ids=())
         for start in range(0, self.tokens.shape[1], SLICE):

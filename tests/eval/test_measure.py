@@ -106,9 +106,9 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
     held = attention.stored(run.cache)
     own = np.concatenate([np.asarray(x) for x in run], 1)
     every = jnp.ones(PARAMS.config.layers, bool)
-    seen, _ = attention.dense(attention.plain(PARAMS), jnp.asarray(IDS[:2]), held, every, PREFIX)
+    seen, _ = attention.dense(PARAMS, jnp.asarray(IDS[:2]), held, every, PREFIX)
     np.testing.assert_allclose(own, seen, atol=2e-4)
-    none, _ = attention.dense(attention.plain(PARAMS), jnp.asarray(IDS[:2]), held, ~every, PREFIX)
+    none, _ = attention.dense(PARAMS, jnp.asarray(IDS[:2]), held, ~every, PREFIX)
     np.testing.assert_allclose(none, plain(IDS[:2]), atol=2e-4)
     assert abs(own - plain(IDS[:2])).max() > 1e-2
 

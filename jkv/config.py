@@ -272,7 +272,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
 def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
     x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
     k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
-    return tuple(sorted(jax.eval_shape(score.birth, Born(x=x, k=k, v=k))))  # type: ignore[arg-type] - shapes, not arrays
+    return tuple(sorted(jax.eval_shape(lambda x, k: score.birth(Born(x=x, k=k, v=k)), x, k)))
 
 
 def _whole(slots: int, unit: int, config: CacheConfig) -> int:

@@ -82,7 +82,7 @@ class Score:
 
     def ask(self, ev: Evidence) -> Array:
         """f32[B,...]: what a layer says of a prompt that is whole; f32[B]: what it asks of a budget that `measures`."""
-        raise NotImplementedError
+        raise NotImplementedError  # only of scores that `shorten` or a budget that `measures` asks
 
     def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
         """What is read after the prompts of these token ids; one program serves probes of one padded length."""
@@ -106,11 +106,11 @@ class Score:
 
     def outside(self, ev: Evidence) -> tuple[Array, Array]:
         """Attention f32[B,H,S] that each token gets, and f32[B] that all get, those included that are lost."""
-        raise NotImplementedError
+        raise NotImplementedError  # only of scores that say `compensates`
 
     def rank(self, ev: Evidence) -> Array:
         """f32[B,Hs,S]: the highest stay; +inf is protected, -inf leaves. Among equals the older stays."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every score, or in what `for_layer` makes of it
 
 
 class Budget:
@@ -135,7 +135,7 @@ class Budget:
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         """Tokens that the layer may hold, recent window included, for rows of at most `longest` tokens."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every budget
 
     def limit(self, capacity: int, seen: Array) -> Array:
         """i32[B] of that capacity in use, for rows that have seen i32[B] tokens."""
@@ -143,11 +143,11 @@ class Budget:
 
     def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         """i[L,B]: tokens of each layer's tiers, or its first, by what it asks, f[L,B], for prompts of these lengths."""
-        raise NotImplementedError
+        raise NotImplementedError  # only of budgets that say `measures`
 
     def of(self, parts: Sequence[Sequence[int]]) -> Budget:
         """This budget, divided: its `parts`."""
-        raise NotImplementedError
+        raise NotImplementedError  # only of budgets that say `measures`
 
     def inner(self, layer: int) -> tuple[int, int] | None:
         """Slots of a layer's first tier, and how many of them every row uses; None: as the config has it."""
@@ -198,11 +198,11 @@ class Codec:
 
     def encode(self, x: Array) -> Code:
         """x f[n,D], n a multiple of the grain."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every codec
 
     def decode(self, code: Code) -> Array:
         """f32[n,D]."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every codec
 
     def linear(self, code: Code) -> Linear | None:
         """The same codes as kernels read them (without the axes of rows and heads), or None: no kernel reads them."""
@@ -231,7 +231,7 @@ class Merge:
 
     def survivor(self, ev: Evidence, kept: Array) -> Array:
         """i32[B,H,S]: the kept token (an index in S) that takes each token's share, -1 none; kept bool[B,H,S]."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every merge
 
     def worth(self, ev: Evidence) -> Array:
         """f32[B,H,S]: what each token counts, beside its survivor's."""
@@ -243,7 +243,7 @@ class Merge:
 
         run i32[m] rises; those of one survivor have one number.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every merge
 
     def key(self, mixed: Array, own: Array) -> Array:
         """f32[m,D]: what the keys of m survivors become, from the mean of all shares and what they were."""
@@ -271,11 +271,11 @@ class Selector:
 
     def summarize(self, k: Array) -> Any:
         """Leaves [...] for one unit of rotated keys f32[unit,D]; written when the unit is written."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every selector
 
     def pick(self, q: Array, summary: Any, live: Array) -> Array:
         """Units i32[B,H,U] to read, -1 none, for rotated q f32[B,H,G,T,D] and live bool[B,H,units]."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every selector
 
     def observe(self, summary: Any, rows: Array, pos: Array) -> Any:
         """The summary after n queries: rows f32[B,H,units,n], oldest first: the most that each paid in a unit.

@@ -163,6 +163,7 @@ def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) 
     def piece(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         s, text = carry
 
+        # Cut where it lies, into stretches and only then into heads: after `_parted`, a TPU copies all of it twice.
         def cut(a: Array, first: int, count: int) -> Array:
             a = jax.lax.dynamic_slice(a, (0, first, i * length), (a.shape[0], count, length))
             return _grouped(a.reshape(a.shape[0], count, beside, size), m, 1)

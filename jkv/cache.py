@@ -25,14 +25,35 @@ def take(x: Array, index: Array) -> Array:
     heads = max(x.shape[1], index.shape[1])
     x = jnp.broadcast_to(x, (x.shape[0], heads, *x.shape[2:]))
     index = jnp.broadcast_to(index, (index.shape[0], heads, index.shape[2]))
-    return jax.vmap(jax.vmap(lambda a, i: a.at[i].get(mode="clip")))(x, index)
+    return jax.vmap(jax.vmap(lambda a, i: a.at[i].get(mode="clip", wrap_negative_indices=False)))(x, index)
+
+
+def take_along(x: Array, index: Array, axis: int = -1) -> Array:
+    """x at an index that is not negative, along an axis.
+
+    `jnp.take_along_axis` in half the operations: all layers' are compiled, and a user waits for that.
+
+    >>> take_along(jnp.array([[5, 6, 7]]), jnp.array([[2, 0]])).tolist()
+    [[7, 5]]
+    """
+    return jnp.take_along_axis(x, index, axis, mode="clip", wrap_negative_indices=False)
+
+
+def per(index: Array | int, n: int) -> Array | int:
+    """index // n of what is not negative: one operation, or none, where `//` is ten.
+
+    >>> per(jnp.array([0, 7, 8]), 4).tolist()
+    [0, 1, 2]
+    """
+    return index if n == 1 else jax.lax.div(index, jnp.full_like(index, n))
 
 
 def put(x: Array, index: Array, new: Array) -> Array:
     """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
     index = jnp.broadcast_to(index, (*x.shape[:2], index.shape[2]))
     new = jnp.broadcast_to(new, (*x.shape[:2], *new.shape[2:])).astype(x.dtype)
-    return jax.vmap(jax.vmap(lambda a, i, n: a.at[i].set(n, mode="drop")))(x, index, new)
+    write = lambda a, i, n: a.at[i].set(n, mode="drop", wrap_negative_indices=False)  # noqa: E731
+    return jax.vmap(jax.vmap(write))(x, index, new)
 
 
 @value
@@ -67,9 +88,9 @@ class Queries:
         """The dead ones first."""
         order = jnp.argsort(self.pos >= 0, axis=1, stable=True)
         return Queries(
-            q=jnp.take_along_axis(self.q, order[:, None, None, :, None], 3),
-            pos=jnp.take_along_axis(self.pos, order, 1),
-            lse=jnp.take_along_axis(self.lse, order[:, None, None], 3),
+            q=take_along(self.q, order[:, None, None, :, None], 3),
+            pos=take_along(self.pos, order, 1),
+            lse=take_along(self.lse, order[:, None, None], 3),
         )
 
     def then(self, new: Queries) -> Queries:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import context
-from jkv.cache import LayerCache, Queries, Rest, Tier, Window, map_codec, put, take
+from jkv.cache import LayerCache, Queries, Rest, Tier, Window, map_codec, per, put, take, take_along
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence, evidence, watched, watching
 from jkv.melt import merged, remembered
@@ -53,7 +54,6 @@ class Newcomers:
         return jnp.broadcast_to((self.pos >= 0) & whose, (self.pos.shape[0], heads, self.pos.shape[2]))
 
 
-@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
 def flush(
     layer: LayerCache,
     window: Window,
@@ -71,11 +71,30 @@ def flush(
     window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty;
     below: the layers below, which have flushed.
     """
+    below = below if plan.needs.below else ()
+    return _flushed(layer, window, queries, seen, generated, plan, rope, model, fresh, below)
+
+
+# Traced once for all layers that are alike: somebody waits for the program.
+@partial(jax.jit, static_argnames=("rope", "model", "fresh"))
+@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
+def _flushed(
+    layer: LayerCache,
+    window: Window,
+    queries: tuple[Queries | None, Queries | None],
+    seen: Array,
+    generated: Array,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+    fresh: bool,
+    below: tuple[LayerCache, ...],
+) -> LayerCache:
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
     live = (window.pos >= 0).sum(1)
-    leaving = jnp.maximum(live - plan.recent, 0) // plan.unit * plan.unit
+    leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, seen, generated, layer.share)
@@ -132,7 +151,7 @@ def going_on(
     best = jax.lax.top_k(rank, n)[1]
     goes = jnp.arange(n)[None] < jnp.clip(plan.narrow.count(live), plan.recent, live)[:, None]
     best = jnp.sort(jnp.where(goes, best, -1), -1)
-    return jnp.where(best < 0, -1, jnp.take_along_axis(order, best, 1))
+    return jnp.where(best < 0, -1, take_along(order, best, 1))
 
 
 def _gather(window: Window, order: Array) -> Window:
@@ -140,7 +159,7 @@ def _gather(window: Window, order: Array) -> Window:
     return Window(
         k=take(window.k, index),
         v=take(window.v, index),
-        pos=jnp.take_along_axis(window.pos, order, 1),
+        pos=take_along(window.pos, order, 1),
         columns={name: take(x, index) for name, x in window.columns.items()},
     )
 
@@ -296,8 +315,8 @@ def _contest(
         merit = jnp.full(worst.shape, -jnp.inf)
         by_rank = jnp.argsort(new.pos < 0, axis=-1, stable=True)
     by_rank = by_rank[..., : m * u]
-    value_of = _grains(jnp.take_along_axis(new.rank, by_rank, -1), u)
-    whole = (jnp.take_along_axis(new.pos, by_rank, -1) >= 0).reshape(b, hs, m, u).all(-1)
+    value_of = _grains(take_along(new.rank, by_rank, -1), u)
+    whole = (take_along(new.pos, by_rank, -1) >= 0).reshape(b, hs, m, u).all(-1)
     win = whole & (value_of > merit)
     slot = jnp.sort(jnp.where(win, worst, units), -1)
     token = jnp.sort(jnp.where(jnp.repeat(win, u, -1), by_rank, n), -1)
@@ -315,7 +334,7 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
     def stored(old: Any, fresh: Any, grain_of: int) -> Any:
         def one(x: Array, y: Array) -> Array:
             grain = grain_of // x.shape[2]
-            return write(x, place[:, :, ::grain] // grain, y, tier, config)
+            return write(x, per(place[:, :, ::grain], grain), y, tier, config)
 
         return jax.tree.map(one, old, fresh)
 
@@ -325,7 +344,7 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         keys = keys.reshape(*keys.shape[:2], -1, u, keys.shape[-1])
         keys = keys.reshape(*keys.shape[:2], -1, config.select.unit, keys.shape[-1])
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
-        at = place[:, :, :: config.select.unit] // config.select.unit
+        at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     return Tier(
         k=stored(tier.k, map_codec(config.k.encode, rotated), config.capacity),
@@ -353,7 +372,7 @@ def _losers(
     def old(code: Any, codec: Any) -> Array:
         def gather(x: Array) -> Array:
             grain = config.capacity // x.shape[2]
-            return context.read(x, place[:, :, ::grain] // grain, tier.axes)
+            return context.read(x, per(place[:, :, ::grain], grain), tier.axes)
 
         return map_codec(codec.decode, jax.tree.map(gather, code))
 
@@ -380,6 +399,6 @@ def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, plan
     return Window(
         k=take(packed.k, at[:, None]),
         v=take(packed.v, at[:, None]),
-        pos=jnp.where(alive, jnp.take_along_axis(packed.pos, at, 1), -1),
+        pos=jnp.where(alive, take_along(packed.pos, at, 1), -1),
         columns={name: take(x, at[:, None]) for name, x in columns.items()},
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import attend, attend_causal, merge_all, visible
-from jkv.cache import Cache, LayerCache, Queries, Tier, Window
+from jkv.cache import Cache, LayerCache, Queries, Tier, Window, take_along
 from jkv.compiled import ANY, program
 from jkv.config import LayerConfig
 from jkv.flush import flush, going_on
@@ -90,8 +90,8 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         x, (one, on) = block(params, i, x, pos, partial(run, pos, by_kind(model, made)[0]), mix)
         made.append(one)
         if on is not None:
-            x = jnp.take_along_axis(x, jnp.maximum(on, 0)[..., None], 1)
-            pos = jnp.where(on < 0, -1, jnp.take_along_axis(pos, jnp.maximum(on, 0), 1))
+            x = take_along(x, on[..., None], 1)
+            pos = jnp.where(on < 0, -1, take_along(pos, on, 1))
     logits = net.head(params, x[:, -1:])[:, 0]
     layers, states = by_kind(model, made)
     prompt, fill = cache.prompt + added, jnp.int32(cache.stay)

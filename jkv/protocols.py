@@ -34,6 +34,7 @@ class Needs:
     new: bool = False  # the queries since the last flush
     whole_prompt: bool = False  # wants all queries of a prompt: refuses chunk=
     probes: bool = False  # wants queries of texts that are read after a prompt, which stays whole until then
+    below: bool = False  # wants the layers below, which have flushed
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -41,6 +42,7 @@ class Needs:
             new=self.new or other.new,
             whole_prompt=self.whole_prompt or other.whole_prompt,
             probes=self.probes or other.probes,
+            below=self.below or other.below,
         )
 
 

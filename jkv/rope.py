@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-COARSE = 256  # position = COARSE * a + b: angles of a and of b come from float64 tables
+COARSE_BITS = 8
+COARSE = 1 << COARSE_BITS  # position = COARSE * a + b: angles of a and of b come from float64 tables
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,8 @@ class Rope:
         fine = np.arange(COARSE)[:, None] * freq
         coarse = np.arange(-(-self.longest // COARSE))[:, None] * COARSE * freq
         p = jnp.maximum(pos, 0)
-        a, b = p // COARSE, p % COARSE
-        ca, sa = (jnp.asarray(f(coarse), jnp.float32)[a] for f in (np.cos, np.sin))
-        cb, sb = (jnp.asarray(f(fine) * self.scale, jnp.float32)[b] for f in (np.cos, np.sin))
+        ca, sa = (_rows(f(coarse), p >> COARSE_BITS) for f in (np.cos, np.sin))
+        cb, sb = (_rows(f(fine) * self.scale, p & (COARSE - 1)) for f in (np.cos, np.sin))
         return ca * cb - sa * sb, sa * cb + ca * sb
 
     def rotate(self, x: Array, pos: Array, inverse: bool = False) -> Array:
@@ -47,3 +47,8 @@ class Rope:
         x1, x2 = turn[..., :half], turn[..., half:]
         out = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
         return jnp.concatenate([out, rest], -1) if rest.shape[-1] else out
+
+
+def _rows(table: np.ndarray, index: Array) -> Array:
+    """f32 rows of a table at an index that is not negative."""
+    return jnp.asarray(table, jnp.float32).at[index].get(mode="clip", wrap_negative_indices=False)

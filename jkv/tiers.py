@@ -13,7 +13,7 @@ from jax import Array
 
 from jkv import context, kernels
 from jkv.attend import FEW, Partial, merge, merge_over, nothing, softmax_parts, visible
-from jkv.cache import Tier, map_codec, put, take
+from jkv.cache import Tier, map_codec, per, put, take
 from jkv.config import TierConfig
 from jkv.pool import line, together
 from jkv.protocols import Code, Codec, Linear
@@ -28,7 +28,7 @@ def cut(tree: Any, start: Array | int, n: int, slots: int) -> Any:
 
     def one(x: Array) -> Array:
         grain = slots // x.shape[2]
-        return jax.lax.dynamic_slice_in_dim(x, start // grain, n // grain, 2)
+        return jax.lax.dynamic_slice_in_dim(x, per(start, grain), n // grain, 2, allow_negative_indices=False)
 
     return jax.tree.map(one, tree)
 
@@ -245,7 +245,7 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[T
 
     def gather(x: Array) -> Array:
         grain = tier.pos.shape[2] // x.shape[2]
-        return take(x, index[:, :, ::grain] // grain)
+        return take(x, per(index[:, :, ::grain], grain))
 
     pos = take(tier.pos, index)
     k, v = jax.tree.map(gather, (tier.k, tier.v))

@@ -37,7 +37,10 @@ def at_most(x: Array, dtype: Any) -> Array:
     -1.0078125
     """
     y = x.astype(dtype)
-    return jnp.where(y.astype(jnp.float32) > x, jax.lax.nextafter(y, jnp.full_like(y, -jnp.inf)), y)
+    bits = bits_of(y)
+    sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+    lower = jnp.where(y > 0, bits - 1, (bits | sign) + 1)  # its neighbour; XLA's `nextafter` is thirty operations
+    return floats(jnp.where(y.astype(jnp.float32) > x, lower, bits), y.dtype)
 
 
 def bits_of(x: Array) -> Array:
@@ -45,7 +48,7 @@ def bits_of(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-def floats(bits: Array, dtype: str) -> Array:
+def floats(bits: Array, dtype: Any) -> Array:
     """The inverse of `bits_of`."""
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -50,6 +51,10 @@ class Assisted(Looked):
     draft: int = 1
 
     compensates = True
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, below=True)
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         if self.draft >= model.layers:

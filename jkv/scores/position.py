@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import take_along
 from jkv.protocols import Born, Columns, Needs, Probe, Score
 from jkv.tree import leaf, part
 
@@ -123,10 +124,10 @@ class Pool(Wrapper):
         order = ev.chronological(heads)
         may_go = (ev.may_go & ev.live)[:, :heads]
         empty = 0.0 if self.kind == "avg" else -jnp.inf
-        x = jnp.take_along_axis(jnp.where(may_go, rank, empty), order, -1)
+        x = take_along(jnp.where(may_go, rank, empty), order, -1)
         half, n = self.width // 2, x.shape[-1]
         padded = jnp.pad(x, ((0, 0), (0, 0), (half, half)), constant_values=empty)
         shifted = jnp.stack([padded[..., i : i + n] for i in range(self.width)])
         pooled = shifted.sum(0) / self.width if self.kind == "avg" else shifted.max(0)
         back = jnp.argsort(order, -1)
-        return jnp.where(may_go, jnp.take_along_axis(pooled, back, -1), rank)
+        return jnp.where(may_go, take_along(pooled, back, -1), rank)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Score
+from jkv.protocols import Needs, Score
 from jkv.scores.ladder import aged
 from jkv.scores.mixed import segments, unsorted
 from jkv.scores.position import Wrapper
@@ -66,6 +66,7 @@ class Reaching(Wrapper):
 class Follower(Score):
     """What the layer below keeps: rank = 1 for its tokens, and 0 for others. It asks for no queries."""
 
+    needs = Needs(below=True)
     uniform = True
 
     def rank(self, ev: Evidence) -> Array:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the 
 # out of memory maps, and XLA then crashes. A prompt length and a cache need two.
 LIMIT = 16
 PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
+BEGUN: dict[Any, Future[Compiled]] = {}  # the one that `ahead` was asked for last
 
 
 def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Callable[[Any], Any]:
@@ -56,20 +59,9 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
 class Compiled:
     """One program: call it, or ask what it cost."""
 
-    def __init__(
-        self, function: Any, args: tuple[Any, ...], static: dict[str, Any], free: bool, over: Over | None
-    ) -> None:
-        start = time.perf_counter()
-        free = free or over is not None
-        if free:  # an array that lies somewhere has a layout, and would have to keep it
-            args = jax.eval_shape(lambda *x: x, *args)
-        if over is not None:
-            lowered = over.lower(function, args, static)
-        else:
-            lowered = function.free.lower(*args, *static.values()) if free else function.lower(*args, **static)
+    def __init__(self, lowered: jax.stages.Lowered, free: bool) -> None:
         self.program = lowered.compile()
         self.formats = self.program.input_formats[0] if free else None
-        self.seconds = time.perf_counter() - start
         memory = self.program.memory_analysis()
         self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0  # bytes beside in- and outputs
 
@@ -95,12 +87,12 @@ def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any)
     >>> program(jax.numpy.ones(3)).tolist(), seconds > 0, compiled(double, jax.numpy.ones(3))[1]
     ([2.0, 2.0, 2.0], True, 0.0)
     """
-    leaves, tree = jax.tree.flatten(args)
-    key = (function, tree, tuple((x.shape, x.dtype) for x in leaves), over, tuple(static.items()))
+    key = _key(function, args, static, over)
     program, seconds = PROGRAMS.pop(key, None), 0.0
     if program is None:
-        program = Compiled(function, args, static, hasattr(function, "free") and kernels.native() != "xla", over)
-        seconds = program.seconds
+        start, begun = time.perf_counter(), BEGUN.pop(key, None)
+        program = begun.result() if begun else Compiled(*_lowered(function, args, static, over))
+        seconds = time.perf_counter() - start
     PROGRAMS[key] = program
     if len(PROGRAMS) > LIMIT:
         oldest = next(iter(PROGRAMS))
@@ -109,11 +101,75 @@ def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any)
     return program, seconds
 
 
+def ahead(function: Any, *args: Any, **static: Any) -> None:
+    """Begin to compile what `compiled` will be asked for, beside what this thread does; for one device.
+
+    It is traced here, under this thread's settings. Of all arguments but the first the shapes are enough.
+
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> ahead(double, jax.numpy.ones(5))
+    >>> compiled(double, jax.numpy.ones(5))[0](jax.numpy.ones(5)).sum().item()
+    10.0
+    """
+    args = (args[0], *jax.eval_shape(lambda *x: x, *args[1:]))
+    key = _key(function, args, static, None)
+    if key in PROGRAMS or key in BEGUN:
+        return
+    BEGUN.clear()
+    beside = ThreadPoolExecutor(1, "compile")
+    BEGUN[key] = beside.submit(Compiled, *_lowered(function, args, static, None))
+    beside.shutdown(wait=False)
+
+
+@dataclass
+class Cost:
+    """Seconds spent compiling and running, and the programs compiled; over: the mesh that they run on, if any."""
+
+    compiling: float = 0.0
+    running: float = 0.0
+    programs: int = 0
+    over: Over | None = None
+
+    def run(self, function: Any, *args: Any, **static: Any) -> Any:
+        program, seconds = compiled(function, *args, over=self.over, **static)
+        self.compiling += seconds + _waited()  # or else the time of running would be that of two things
+        self.programs += seconds > 0
+        start = time.perf_counter()
+        out = jax.block_until_ready(program(*args))
+        self.running += time.perf_counter() - start
+        return out
+
+
+def _waited() -> float:
+    """Seconds until what `ahead` has begun is there."""
+    start = time.perf_counter()
+    wait(BEGUN.values())
+    return time.perf_counter() - start if BEGUN else 0.0
+
+
+def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    return function, tree, tuple((x.shape, x.dtype) for x in leaves), over, tuple(static.items())
+
+
+def _lowered(
+    function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None
+) -> tuple[jax.stages.Lowered, bool]:
+    """The program before it is compiled, and whether the compiler chooses how its arguments lie."""
+    free = over is not None or (hasattr(function, "free") and kernels.native() != "xla")
+    if free:  # an array that lies somewhere has a layout, and would have to keep it
+        args = jax.eval_shape(lambda *x: x, *args)
+    if over is not None:
+        return over.lower(function, args, static), free
+    return function.free.lower(*args, *static.values()) if free else function.lower(*args, **static), free
+
+
 def forget() -> None:
     """Drop all programs, such as those of a cache that will not be used again; the disk keeps them."""
     for function in {key[0] for key in PROGRAMS}:
         function.clear_cache()
     PROGRAMS.clear()
+    BEGUN.clear()
 
 
 def use_disk_cache() -> None:

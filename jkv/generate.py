@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import Array
 from jkv import sampling as draw
 from jkv.cache import Cache, tree_bytes
 from jkv.checks import check
-from jkv.compiled import compiled, use_disk_cache
+from jkv.compiled import Cost, ahead, compiled, use_disk_cache
 from jkv.config import CacheConfig
 from jkv.loop import Decoding, absorb, absorb_own, run_blocks
 from jkv.methods import config as read_config
@@ -24,9 +24,6 @@ from jkv.prompts import Prompt, bucket, check_length, encode, pad, reaching, sto
 from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of, prefill_kernel_of
 from jkv.sizes import empty
 from jkv.whole import read
-
-if TYPE_CHECKING:
-    from jkv.sharding import Over
 
 Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
@@ -72,28 +69,15 @@ def prefill(
     return cache, logits
 
 
-@dataclass
-class Cost:
-    """Seconds spent compiling and running, and the programs compiled; over: the mesh that they run on, if any."""
-
-    compiling: float = 0.0
-    running: float = 0.0
-    programs: int = 0
-    over: Over | None = None
-
-    def run(self, function: Any, *args: Any, **static: Any) -> Any:
-        program, seconds = compiled(function, *args, over=self.over, **static)
-        self.compiling += seconds
-        self.programs += seconds > 0
-        start = time.perf_counter()
-        out = jax.block_until_ready(program(*args))
-        self.running += time.perf_counter() - start
-        return out
-
-
 def _prefill(
-    params: Params, config: CacheConfig, rows: list[list[int]], room: int, chunk: int | None
+    params: Params,
+    config: CacheConfig,
+    rows: list[list[int]],
+    room: int,
+    chunk: int | None,
+    then: Callable[[Params, Cache], None] | None = None,
 ) -> tuple[Cache, Array, Cost]:
+    """then(params, cache): told what comes out, before it does, where its shapes are known."""
     use_disk_cache()
     model, config, cost = params.config, config.bound(params), Cost()
     chunk = config.chunk if chunk is None else chunk
@@ -108,6 +92,8 @@ def _prefill(
     length = bucket(longest) if whole else -(-longest // chunk) * chunk
     cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
     ids = pad(rows, length)
+    if then and not config.budget.measures and len(params.embed.sharding.device_set) == 1:
+        then(params, cache)
     if whole:
         return *read(params, config, cache, rows, ids, cost), cost
     logits = None
@@ -265,6 +251,7 @@ class _Run:
         if len(seeds) != b:
             raise ValueError(f"seed has {len(seeds)} numbers for {b} rows: give one a row, or a single number")
         ids = stop_ids_of(params) if stop_ids is None else tuple(stop_ids)
+        penalized = settings.get("repetition_penalty", 1.0) != 1.0
         self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)
         self.stop, self.until, self.new, self.chunk, self.given = stop, until, new, chunk, cache
         self.room = -(-new // 64) * 64
@@ -277,25 +264,35 @@ class _Run:
             check_length(config, params.config, max(map(len, self.rows)), new)
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
-            self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, self.room, chunk)
+            self.cache, logits, self.prefill_cost = _prefill(
+                params, config, self.rows, self.room, chunk, lambda *known: self._begin(*known, penalized, compare)
+            )
         self.params = replace(params, config=self.cache.model)
         self.predicted = self.cache.nbytes
-        used = None
-        if settings.get("repetition_penalty", 1.0) != 1.0:
-            table = np.zeros((b, params.config.vocab), bool)
-            for i, row in enumerate(self.rows):
-                table[i, row] = True
-            used = jnp.asarray(table)
-        self.state = Decoding(
-            cache=jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache,
-            logits=logits,
-            alive=jnp.ones(b, bool),
-            used=used,
-            out=jnp.full((b, -(-new // 64) * 64), -1, jnp.int32),
-            count=jnp.int32(0),
-            trace=jnp.zeros((b, -(-new // 64) * 64, params.config.vocab), jnp.float32) if compare else None,
+        self.state = self._start(
+            jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
         )
         self.cost, self.temporary = Cost(), 0
+
+    def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
+        """The decode loop begins to compile while the prompt is read."""
+        logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
+        ahead(run_blocks, params, self._start(cache, logits, penalized, compare), self.sampling, jnp.int32(self.new))
+
+    def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
+        b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
+        used = np.zeros((b, vocab), bool)
+        for i, row in enumerate(self.rows):
+            used[i, row] = True
+        return Decoding(
+            cache=cache,
+            logits=logits,
+            alive=jnp.ones(b, bool),
+            used=jnp.asarray(used) if penalized else None,
+            out=jnp.full((b, room), -1, jnp.int32),
+            count=jnp.int32(0),
+            trace=jnp.zeros((b, room, vocab), jnp.float32) if compare else None,
+        )
 
     def blocks(self, live: bool) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row: after every block if live, else once at the end.

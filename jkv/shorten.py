@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from jkv.tree import part
 
 if TYPE_CHECKING:
-    from jkv.generate import Cost
+    from jkv.compiled import Cost
     from jkv.models import ModelConfig, Params
 
 

@@ -21,8 +21,8 @@ from jkv.prompts import bucket, pad, positions
 from jkv.sizes import empty
 
 if TYPE_CHECKING:
+    from jkv.compiled import Cost
     from jkv.config import CacheConfig, LayerConfig
-    from jkv.generate import Cost
     from jkv.models import Params
     from jkv.rope import Rope
 

@@ -14,7 +14,7 @@ from tiny import FINDERS, FOLDER, GATE, HYBRID, KEEPERS, MODEL, PARAMS, PREDICTO
 
 from jkv import loop, methods, sizes
 from jkv.cache import Cache
-from jkv.generate import Cost
+from jkv.compiled import Cost
 from jkv.models import Params
 from jkv.prompts import pad
 from jkv.rope import Rope

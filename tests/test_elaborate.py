@@ -21,7 +21,7 @@ import jkv
 from jkv import taps
 from jkv.budgets import asked_for
 from jkv.cache import map_codec
-from jkv.generate import Cost
+from jkv.compiled import Cost
 from jkv.merges import ZeroClass, shares
 from jkv.methods import parse
 from jkv.prompts import pad, positions

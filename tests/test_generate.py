@@ -1,5 +1,6 @@
 """The public functions: prompts of every kind, sampling, stops, receipts, and what they refuse."""
 
+import threading
 from dataclasses import replace
 from importlib import import_module
 
@@ -215,6 +216,45 @@ def test_streaming_goes_past_the_context(params):
     want = jkv.generate(longer, "streaming(budget=40)", PROMPTS[0], max_new_tokens=450, stop_ids=())
     assert out.tokens == want.tokens
     np.testing.assert_allclose(out.logits, want.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(("spec", "programs", "beside"), [("h2o(budget=48)", 4, 1), ("cake(budget=48)", 6, 0)])
+def test_the_decode_loop_compiles_beside_the_prompts_program(params, monkeypatch, spec, programs, beside):
+    """Once, and where the cache's sizes are known before the prompt is read. Two programs are the full cache's."""
+    made, compiling = [], compiled.Compiled.__init__
+
+    def init(self, lowered, free):
+        made.append(threading.current_thread() is threading.main_thread())
+        compiling(self, lowered, free)
+
+    monkeypatch.setattr(compiled.Compiled, "__init__", init)
+    compiled.forget()
+    options: dict = dict(max_new_tokens=24, stop_ids=(), repetition_penalty=1.1, compare=True)
+    report = jkv.generate(params, spec, PROMPTS[0], **options).report
+    assert (len(made), made.count(False)) == (programs, beside)
+    assert report.compile_s > 0
+    again = jkv.generate(params, spec, PROMPTS[0], **options).report
+    assert again.compile_s < 0.01 and len(made) == programs
+
+
+def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypatch):
+    def init(self, lowered, free):
+        raise MemoryError("no room for the program")
+
+    monkeypatch.setattr(compiled.Compiled, "__init__", init)
+    double = jax.jit(lambda x: 2 * x)
+    compiled.ahead(double, np.ones(7, np.float32))
+    with pytest.raises(MemoryError, match="no room"):
+        compiled.compiled(double, np.ones(7, np.float32))
+    monkeypatch.undo()
+    assert compiled.compiled(double, np.ones(7, np.float32))[0](np.ones(7, np.float32)).sum() == 14
+
+
+def test_what_is_compiled_ahead_is_traced_under_the_callers_settings():
+    seen = []
+    with jax.default_matmul_precision("highest"):
+        compiled.ahead(jax.jit(lambda x: (seen.append(jax.config.jax_default_matmul_precision), x)[1]), np.ones(4))
+    assert seen == ["highest"]
 
 
 def test_the_program_used_longest_ago_is_let_go(monkeypatch):

@@ -21,9 +21,8 @@ from jkv.batch.requests import Refused, Request, Settings, checked, lines, read
 from jkv.batch.running import Answer, Running, Shapes
 from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.checks import check, check_prefill
-from jkv.compiled import use_disk_cache
+from jkv.compiled import Cost, use_disk_cache
 from jkv.config import CacheConfig
-from jkv.generate import Cost
 from jkv.io.cache_file import fingerprint, weights
 from jkv.models import Params
 from jkv.prompts import reaching

@@ -15,8 +15,9 @@ from jkv import sampling
 from jkv.batch.arrange import Bucket, Wave, waves
 from jkv.batch.requests import DRAWS, Request, Settings
 from jkv.cache import Cache, tree_bytes
+from jkv.compiled import Cost
 from jkv.config import CacheConfig
-from jkv.generate import Cost, cut
+from jkv.generate import cut
 from jkv.loop import Decoding, absorb_after, absorb_own, admit, run_blocks
 from jkv.models import ModelConfig, Params
 from jkv.prompts import pad, stop_ids_of

@@ -20,8 +20,7 @@ from jkv.batch.arrange import arrange
 from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running, Shapes
 from jkv.cache import Cache
-from jkv.compiled import compiled
-from jkv.generate import Cost
+from jkv.compiled import Cost, compiled
 
 # two tiers, one of a fixed size, keys by channel and turned at read; a pool, that the heads' devices divide too; pages;
 # survivors that take shares of the evicted where they lie

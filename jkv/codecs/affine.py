@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,7 @@ from jkv.tree import part
 def pack(codes: Array, bits: int) -> Array:
     """uint8[..., D] below 2**bits -> uint8[..., D * bits / 8]; channel j lies at byte j % (D * bits / 8).
 
-    Channels of one byte are D * bits / 8 apart, so that unpacking is shifts and one concatenation: no interleaving.
+    Channels of one byte are D * bits / 8 apart, so that they come apart as stretches: no interleaving.
     """
     parts = jnp.split(codes, 8 // bits, axis=-1)
     out = parts[0]
@@ -25,9 +26,18 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def unpack(packed: Array, bits: int) -> Array:
-    """The inverse of `pack`."""
-    mask = (1 << bits) - 1
-    return jnp.concatenate([(packed >> (i * bits)) & mask for i in range(8 // bits)], -1)
+    """The inverse of `pack`, f32[..., D]."""
+    return jnp.concatenate(fields(packed, bits), -1)
+
+
+def fields(packed: Array, bits: int) -> list[Array]:
+    """What `pack` put together, f32[..., D * bits / 8] each. By division: XLA for CPUs makes slow code of shifts."""
+    rest, out = packed.astype(jnp.float32), []
+    for _ in range(8 // bits - 1):
+        above = jnp.floor(rest * 2.0**-bits)
+        out.append(rest - 2.0**bits * above)
+        rest = above
+    return [*out, rest]
 
 
 def at_most(x: Array, dtype: Any) -> Array:
@@ -110,15 +120,22 @@ class Affine(Codec):
         return Code(slots=(packed, step, low))
 
     def decode(self, code: Code) -> Array:
-        packed, step, low = self._parts(code)
-        y, axis = self._grouped((packed if self.bits == 8 else unpack(packed, self.bits)).astype(jnp.float32))
-        step, low = (jnp.expand_dims(x.astype(jnp.float32), axis) for x in (step, low))
-        return (y * step + low).reshape(packed.shape[0], -1)
+        return jnp.concatenate(self.parts(code), 1)
+
+    def parts(self, code: Code) -> list[Array]:
+        packed, *scales = self._stored(code)
+        parts, tokens = fields(packed, self.bits), packed.shape[0] // scales[0].shape[0]
+        n, d = packed.shape
+        shared = gcd(d, d * len(parts) // scales[0].shape[1])  # channels of one part that have one scale
+        wide = [jnp.repeat(x.astype(jnp.float32), d * len(parts) // shared // x.shape[1], 1) for x in scales]
+        step, low = (jnp.split(x[:, None, :, None], len(parts), 2) for x in wide)
+        parts = [y.reshape(-1, tokens, d // shared, shared) for y in parts]
+        return [(y * s + b).reshape(n, d) for y, s, b in zip(parts, step, low, strict=True)]
 
     def linear(self, code: Code) -> Linear:
-        packed, step, low = self._parts(code)
+        packed, step, low = self._stored(code)
         return Linear(codes=packed, step=step, low=low, bits=self.bits)
 
-    def _parts(self, code: Code) -> tuple[Array, Array, Array]:
+    def _stored(self, code: Code) -> tuple[Array, Array, Array]:
         packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
         return packed, floats(step, self.scale_dtype), floats(low, self.scale_dtype)

@@ -45,6 +45,9 @@ class Separable(Codec):
         return Code(slots=self.inner.encode(y).slots, grains=(bits_of(c),))
 
     def decode(self, code: Code) -> Array:
-        y = self.inner.decode(Code(slots=code.slots))
-        c = floats(code.grains[0], self.scale_dtype).astype(jnp.float32)
-        return (y.reshape(-1, self.group, y.shape[1]) * c[:, None]).reshape(y.shape)
+        return jnp.concatenate(self.parts(code), 1)
+
+    def parts(self, code: Code) -> list[Array]:
+        parts = self.inner.parts(Code(slots=code.slots))
+        c = jnp.repeat(floats(code.grains[0], self.scale_dtype).astype(jnp.float32), self.group, 0)
+        return [y * x for y, x in zip(parts, jnp.split(c, len(parts), 1), strict=True)]

@@ -39,7 +39,7 @@ def take_along(x: Array, index: Array, axis: int = -1) -> Array:
     return jnp.take_along_axis(x, index, axis, mode="clip", wrap_negative_indices=False)
 
 
-def per(index: Array | int, n: int) -> Array | int:
+def per(index: Array, n: int) -> Array:
     """index // n of what is not negative: one operation, or none, where `//` is ten.
 
     >>> per(jnp.array([0, 7, 8]), 4).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -264,9 +265,8 @@ class _Run:
             check_length(config, params.config, max(map(len, self.rows)), new)
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
-            self.cache, logits, self.prefill_cost = _prefill(
-                params, config, self.rows, self.room, chunk, lambda *known: self._begin(*known, penalized, compare)
-            )
+            begin = partial(self._begin, penalized=penalized, compare=compare)
+            self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, self.room, chunk, begin)
         self.params = replace(params, config=self.cache.model)
         self.predicted = self.cache.nbytes
         self.state = self._start(

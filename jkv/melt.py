@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import context
-from jkv.cache import Tier, map_codec, put, take
+from jkv.cache import Tier, map_codec, put, take, take_along
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence
 from jkv.merges import shares
@@ -98,5 +98,5 @@ def remembered(tier: Tier, columns: Columns, start: int) -> Tier:
     columns = {name: x[:, :, start : start + c] for name, x in columns.items()}
     if tier.head is not None:
         whose = tier.head.astype(jnp.int32)
-        columns = {name: jnp.take_along_axis(x, whose, 1) for name, x in columns.items()}
+        columns = {name: take_along(x, whose, 1) for name, x in columns.items()}
     return replace(tier, columns=columns)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.cache import put, take
+from jkv.cache import put, take, take_along
 from jkv.protocols import Columns, Merge
 from jkv.scores.mixed import pivots, runs, unsorted
 from jkv.tree import part
@@ -32,11 +32,11 @@ class Runs(Merge):
 
     def survivor(self, ev: Evidence, kept: Array) -> Array:
         order, run, goes = runs(ev, self.sinks, self.threshold)
-        stays = jnp.take_along_axis(kept, order, -1)
-        weight = jnp.take_along_axis(ev.columns["mass"], order, -1)
-        best = jnp.take_along_axis(pivots(weight, run, goes & stays), run, -1)
+        stays = take_along(kept, order, -1)
+        weight = take_along(ev.columns["mass"], order, -1)
+        best = take_along(pivots(weight, run, goes & stays), run, -1)
         n = run.shape[-1]
-        target = jnp.take_along_axis(order, jnp.minimum(best, n - 1), -1)
+        target = take_along(order, jnp.minimum(best, n - 1), -1)
         return unsorted(order, jnp.where(goes & ~stays & (best < n), target, -1))
 
     def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
@@ -48,10 +48,10 @@ class Runs(Merge):
     def remember(self, ev: Evidence) -> Columns:
         """A run's members take the similarity of its first one: that of its border with the run before."""
         order, run, _ = runs(ev, self.sinks, self.threshold)
-        similar = jnp.take_along_axis(ev.columns["similar"], order, -1)
+        similar = take_along(ev.columns["similar"], order, -1)
         opens = jnp.concatenate([jnp.ones_like(run[..., :1], bool), run[..., 1:] != run[..., :-1]], -1)
         first = jax.lax.cummax(jnp.where(opens, jnp.arange(run.shape[-1])[None, None], 0), axis=2)
-        return {**ev.columns, "similar": unsorted(order, jnp.take_along_axis(similar, first, -1))}
+        return {**ev.columns, "similar": unsorted(order, take_along(similar, first, -1))}
 
 
 @part
@@ -65,14 +65,14 @@ class Nearest(Merge):
         if ev.generating:
             return jnp.full(ev.pos.shape, -1, jnp.int32)
         order = ev.chronological()
-        pos, takes = (jnp.take_along_axis(x, order, -1) for x in (ev.pos, kept & ev.may_go))
+        pos, takes = (take_along(x, order, -1) for x in (ev.pos, kept & ev.may_go))
         index, n = jnp.broadcast_to(jnp.arange(pos.shape[-1]), pos.shape), pos.shape[-1]
         before = jax.lax.cummax(jnp.where(takes, index, -1), axis=2)
         after = jax.lax.cummin(jnp.where(takes, index, n), axis=2, reverse=True)
-        at = lambda i: jnp.take_along_axis(pos, jnp.clip(i, 0, n - 1), -1)  # noqa: E731
+        at = lambda i: take_along(pos, jnp.clip(i, 0, n - 1), -1)  # noqa: E731
         older = (before >= 0) & ((after == n) | (pos - at(before) <= at(after) - pos))
         best = jnp.where(older, before, after)
-        target = jnp.take_along_axis(order, jnp.clip(best, 0, n - 1), -1)
+        target = take_along(order, jnp.clip(best, 0, n - 1), -1)
         return unsorted(order, jnp.where((best >= 0) & (best < n), target, -1))
 
     def weigh(self, distance: Array, run: Array, worth: Array) -> Array:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import take_along
+
 FAR = 1 << 24  # from one head's positions to the next one's: more than any text, and 127 heads fit into 31 bits
 HEADS = 127
 
@@ -49,6 +51,6 @@ def compete(rank: Array, pos: Array, head: Array, heads: int, limit: Array, floo
     held = own.sum(-1)
     ends = jnp.cumsum(held, 1) - held + quota  # of what each head may keep, if the tokens lie by head
     whose, _, _, order = jax.lax.sort((head, -rank, pos, index), num_keys=3)
-    left = jnp.take_along_axis(ends, whose[:, 0].astype(jnp.int32), 1)[:, None] - index
+    left = take_along(ends, whose[:, 0].astype(jnp.int32), 1)[:, None] - index
     left = jnp.put_along_axis(jnp.zeros_like(left), order, left, -1, inplace=False)
     return jnp.where(jnp.isfinite(rank), left.astype(jnp.float32), rank)

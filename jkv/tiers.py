@@ -23,7 +23,7 @@ TILE = 512  # slots of a coded tier that are read at a time
 LEAST = 16  # slots that are read at once
 
 
-def cut(tree: Any, start: Array | int, n: int, slots: int) -> Any:
+def cut(tree: Any, start: Array, n: int, slots: int) -> Any:
     """n slots from `start` of every leaf [B,H,slots or slots / grain,...]."""
 
     def one(x: Array) -> Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import take_along
 from jkv.protocols import Born, Columns, Needs, Score
 from jkv.scores.attention import mass
 from jkv.tree import part
@@ -67,7 +68,7 @@ class Assisted(Looked):
         own, theirs = (jnp.where(ev.live[:, :, None], x, 0) for x in (own[:, :, None], theirs))
         alike = (own * theirs).sum(-1) / jnp.maximum(jnp.sqrt(jnp.square(theirs).sum(-1)), 1e-30)
         best = alike.argmax(-1)[:, :, None, None]
-        return {**ev.columns, "looked": jnp.take_along_axis(theirs, best, 2)[:, :, 0]}
+        return {**ev.columns, "looked": take_along(theirs, best, 2)[:, :, 0]}
 
     def of_draft(self, ev: Evidence) -> Array:
         """f32[B,H,N,S]: what each of its N heads looks at, for the tokens of each head here."""

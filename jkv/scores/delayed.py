@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import take_along
 from jkv.io import learned
 from jkv.models import linear
 from jkv.protocols import Born, Columns, Score
@@ -56,9 +57,9 @@ def said_by_next(said: Array, pos: Array) -> Array:
     order = jnp.argsort(pos < 0, axis=-1, stable=True)
     live, heads = (pos >= 0).sum(-1, keepdims=True), said.shape[1]
     order, live = (jnp.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in (order, live))
-    said = jnp.roll(jnp.take_along_axis(said, order, -1), -1, -1)
+    said = jnp.roll(take_along(said, order, -1), -1, -1)
     said = jnp.where(jnp.arange(pos.shape[-1])[None, None] < live - 1, said, -KEEP)
-    return jnp.take_along_axis(said, jnp.argsort(order, axis=-1), -1)
+    return take_along(said, jnp.argsort(order, axis=-1), -1)
 
 
 @part

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
+from jkv.cache import take_along
 from jkv.protocols import Born, Columns, Needs, Score
 from jkv.scores.keys import norms
 from jkv.scores.position import Wrapper
@@ -40,7 +41,7 @@ class Entropy(Score):
         by_age = jnp.argsort(asked < 0, axis=1, stable=True)  # rows that paused leave gaps
         first = jnp.where(asked >= 0, asked, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
         at = ev.window.pos - first
-        own = jnp.take_along_axis(rows, jnp.take_along_axis(by_age, jnp.clip(at, 0, asked.shape[1] - 1), 1), 1)
+        own = take_along(rows, take_along(by_age, jnp.clip(at, 0, asked.shape[1] - 1), 1), 1)
         old = ev.columns["entropy"]
         now = jnp.where((at >= 0)[:, None], own[:, None], old[:, :, ev.slots :])
         return {**ev.columns, "entropy": jnp.concatenate([old[:, :, : ev.slots], now], -1)}

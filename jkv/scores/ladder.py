@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import take_along
 from jkv.protocols import Born, Columns, Score
 from jkv.scores.mixed import unsorted
 from jkv.scores.position import Wrapper
@@ -29,7 +30,7 @@ def aged(ev: Evidence, sinks: int, heads: int) -> tuple[Array, Array, Array, Arr
     held, first = goes.sum(-1, keepdims=True), (goes & (pos < sinks)).sum(-1, keepdims=True)
     limit = (ev.limit // ev.plan.unit * ev.plan.unit)[:, None, None]
     order = jnp.argsort(jnp.where(goes & (pos >= sinks), pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
-    ordered = jnp.take_along_axis(goes & (pos >= sinks), order, -1)
+    ordered = take_along(goes & (pos >= sinks), order, -1)
     return order, ordered, (held - limit)[:, :1], (limit - first)[:, :1]
 
 
@@ -77,7 +78,7 @@ class Ladder(Score):
         size, keep = self.block
         old = ev.columns["round"]
         order, alive, over, room = aged(ev, self.sinks, 1)
-        was = jnp.where(alive, jnp.take_along_axis(old[:, :1], order, -1), 0)
+        was = jnp.where(alive, take_along(old[:, :1], order, -1), 0)
         over = jnp.maximum(over - (was < 0).sum(-1, keepdims=True), 0)
         staying = (ev.live & ~ev.may_go)[:, :1].sum(-1, keepdims=True)
         reserve = jnp.minimum(self.layers, (room + staying) // 2)
@@ -92,7 +93,7 @@ class Ladder(Score):
         now = self._compact(
             alive, now, jnp.zeros_like(cursor), -(-over // (large - keep)), large, times, keep, turn + 1
         )
-        now = unsorted(order, jnp.where(alive, now, jnp.take_along_axis(old[:, :1], order, -1)))
+        now = unsorted(order, jnp.where(alive, now, take_along(old[:, :1], order, -1)))
         return {**ev.columns, "round": jnp.broadcast_to(now, old.shape)}
 
     def _compact(
@@ -130,7 +131,7 @@ class Contest(Wrapper):
         live = ev.live[:, :1].sum(-1, keepdims=True)
         held = (ev.limit + ev.plan.recent)[:, None, None].astype(jnp.float32)
         tree = jnp.clip(jnp.floor(self.share * held).astype(jnp.int32), 1, jnp.maximum(room, 1))
-        value = jnp.take_along_axis(rank, order, -1)
+        value = take_along(rank, order, -1)
 
         def walk(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             places, value, cursor, over = carry
@@ -139,7 +140,7 @@ class Contest(Wrapper):
             left, right = jnp.roll(value, 1, -1), jnp.roll(value, -1, -1)
             loses = (at >= 0) & (at < 2 * pairs) & jnp.where(at % 2 == 0, value <= right, value < left)
             rest = jnp.argsort(loses, axis=-1, stable=True)  # the losers go to the end
-            places, value = (jnp.take_along_axis(x, rest, -1) for x in (places, value))
+            places, value = (take_along(x, rest, -1) for x in (places, value))
             return places, value, (cursor + pairs) % tree, over - pairs
 
         start = (order, value, (ev.seen[:, None, None] - live) % tree, over)

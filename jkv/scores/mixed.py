@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.cache import Queries
+from jkv.cache import Queries, take_along
 from jkv.protocols import Born, Columns, Needs, Score
 from jkv.scores.attention import mass
 from jkv.scores.keys import norms
@@ -43,11 +43,9 @@ def hashed(pos: Array, seed: int) -> Array:
 def chosen(queries: Queries, use: Array, most: int) -> Queries:
     """The at most `most` queries with use bool[B,N], oldest first; the places left over are dead."""
     order = jnp.argsort(~use, axis=1, stable=True)[:, :most]
-    pos = jnp.where(jnp.take_along_axis(use, order, 1), jnp.take_along_axis(queries.pos, order, 1), -1)
+    pos = jnp.where(take_along(use, order, 1), take_along(queries.pos, order, 1), -1)
     at = order[:, None, None]
-    return Queries(
-        q=jnp.take_along_axis(queries.q, at[..., None], 3), pos=pos, lse=jnp.take_along_axis(queries.lse, at, 3)
-    )
+    return Queries(q=take_along(queries.q, at[..., None], 3), pos=pos, lse=take_along(queries.lse, at, 3))
 
 
 @part
@@ -113,7 +111,7 @@ def runs(ev: Evidence, sinks: int, threshold: float | None) -> tuple[Array, Arra
     if ev.plan.window is not None:
         goes = goes & (ev.pos > ev.seen[:, None, None] - ev.plan.window)
     order = jnp.argsort(jnp.where(goes, ev.pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
-    goes, pos, similar = (jnp.take_along_axis(x, order, -1) for x in (goes, ev.pos, ev.columns["similar"]))
+    goes, pos, similar = (take_along(x, order, -1) for x in (goes, ev.pos, ev.columns["similar"]))
     before = jnp.concatenate([jnp.full_like(pos[..., :1], -1), pos[..., :-1]], -1)
     joins = goes & (before >= sinks)
     if threshold is not None:
@@ -140,7 +138,7 @@ def pivots(weight: Array, run: Array, may: Array) -> Array:
     """i32[B,H,S]: per run its candidate (may) of largest weight, the oldest among equals; S where there is none."""
     n = run.shape[-1]
     weight = jnp.where(may, weight, -jnp.inf)
-    best = jnp.take_along_axis(segments(jax.ops.segment_max, weight, run), run, -1)
+    best = take_along(segments(jax.ops.segment_max, weight, run), run, -1)
     index = jnp.where(may & (weight == best), jnp.arange(n)[None, None], n)
     return jnp.minimum(segments(jax.ops.segment_min, index, run), n)
 
@@ -175,7 +173,7 @@ class Pivots(Score):
 
     def rank(self, ev: Evidence) -> Array:
         order, run, goes = runs(ev, self.sinks, self.threshold)
-        weight = jnp.take_along_axis(ev.columns["mass"], order, -1)
-        best = jnp.take_along_axis(pivots(weight, run, goes), run, -1)
+        weight = take_along(ev.columns["mass"], order, -1)
+        best = take_along(pivots(weight, run, goes), run, -1)
         rank = unsorted(order, jnp.where(best == jnp.arange(run.shape[-1])[None, None], 1 + weight, 0))
         return jnp.where(ev.pos < self.sinks, jnp.inf, rank)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import take_along
 from jkv.protocols import Needs, Score
 from jkv.scores.ladder import aged
 from jkv.scores.mixed import segments, unsorted
@@ -74,7 +75,7 @@ class Follower(Score):
         nobody = jnp.full_like(pos[..., :1], -1)
         held = jnp.sort(jnp.concatenate([nobody, *(tier.pos for tier in ev.below[-1].tiers)], -1), -1)
         at = jax.vmap(jnp.searchsorted)(held[:, 0], pos[:, 0])[:, None]
-        return (jnp.take_along_axis(held, jnp.minimum(at, held.shape[-1] - 1), -1) == pos).astype(jnp.float32)
+        return (take_along(held, jnp.minimum(at, held.shape[-1] - 1), -1) == pos).astype(jnp.float32)
 
 
 @part
@@ -115,16 +116,16 @@ class Units(Wrapper):
         rank = self.score.rank(ev)
         heads, n = rank.shape[1:]
         order, goes = ev.chronological(heads), (ev.may_go & ev.live)[:, :heads]
-        pos, used, x = (jnp.take_along_axis(y, order, -1) for y in (ev.pos[:, :heads], goes, rank))
+        pos, used, x = (take_along(y, order, -1) for y in (ev.pos[:, :heads], goes, rank))
         unit, index = numbered(pos, self.width), jnp.broadcast_to(jnp.arange(n), order.shape)
         counted = used
         if self.kind == "half":
             *_, best = jax.lax.sort((unit, jnp.where(used, -x, jnp.inf), index), num_keys=2)  # first within a unit
-            first = jnp.take_along_axis(segments(jax.ops.segment_min, index, unit), unit, -1)
+            first = take_along(segments(jax.ops.segment_min, index, unit), unit, -1)
             counted = used & (unsorted(best, index) - first < max(self.width // 2, 1))
         total = segments(jax.ops.segment_sum, jnp.where(counted, x, 0), unit)
         count = segments(jax.ops.segment_sum, counted.astype(jnp.float32), unit)
-        mean = jnp.take_along_axis(total / jnp.maximum(count, 1), unit, -1)
+        mean = take_along(total / jnp.maximum(count, 1), unit, -1)
         return jnp.where(goes, unsorted(order, mean), rank)
 
 
@@ -148,11 +149,11 @@ class Representatives(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         score = self.score.rank(ev)
         order, goes, _, room = aged(ev, self.sinks, 1)
-        pos = jnp.take_along_axis(ev.pos[:, :1], order, -1)
+        pos = take_along(ev.pos[:, :1], order, -1)
         area = goes & (pos < (ev.seen - self.newest)[:, None, None])
-        x = jnp.where(area, jnp.take_along_axis(score, order, -1), -jnp.inf)
+        x = jnp.where(area, take_along(score, order, -1), -jnp.inf)
         n = area.sum(-1, keepdims=True)
-        middle = jnp.take_along_axis(jnp.sort(x, -1, descending=True), jnp.maximum(n // 2 - 1, 0), -1)
+        middle = take_along(jnp.sort(x, -1, descending=True), jnp.maximum(n // 2 - 1, 0), -1)
         away = ((x >= middle) != (pos % 2 == 1)).sum(1, keepdims=True)
         unit = numbered(pos, self.page)
         per_page = lambda y: segments(jax.ops.segment_sum, jnp.where(area, y, 0).astype(jnp.float32), unit)  # noqa: E731
@@ -163,7 +164,7 @@ class Representatives(Wrapper):
         rest = (count > 0) & ~important
         chosen = evenly(placed(jnp.where(rest, far / jnp.maximum(count, 1), jnp.inf)), rest, spread // self.page)
         rank = jnp.where(important, 2.0, jnp.where(chosen, 1.0, 0.0)) + total / (1 + total)
-        rank = jnp.where(area, jnp.take_along_axis(rank, unit, -1), jnp.inf)
+        rank = jnp.where(area, take_along(rank, unit, -1), jnp.inf)
         return unsorted(order, rank)
 
 

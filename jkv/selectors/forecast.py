@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.cache import take_along
 from jkv.io import learned
 from jkv.protocols import Needs, Selector
 from jkv.tree import leaf, part, value
@@ -178,7 +179,7 @@ class Forecast(Selector):
 
 def moved(x: Array, order: Array) -> Array:
     """x [B,H,n,...] in the order i32[B,H,n]."""
-    return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 3)), 2)
+    return take_along(x, order.reshape(*order.shape, *[1] * (x.ndim - 3)), 2)
 
 
 def trained(folder: str, kind: str) -> tuple[Predictor, tuple[str, ...]]:

@@ -13,6 +13,7 @@ from jkv.scores import delayed
 from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
+from jkv.scores.learned import Foreseen
 from jkv.scores.position import Oldest, Pool, Protect
 from jkv.scores.probes import Pseudo, Rebuilt
 from jkv.scores.wrappers import AcrossHeads, Groups, PerQuery, Representatives, Units
@@ -218,6 +219,33 @@ def kvzip(
         budget=size(budget, keep, bytes),
         pooled=floor,
         recent=0,
+        append=1.0,
+    )
+
+
+@row("2410.01805", "reconstruction: heads read the block's input; generated tokens are kept on top")
+def locret(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    gate: str | None = None,
+    local: int = 100,
+    stabilizers: float = 0.0,
+) -> Axes:
+    """Locret: trained heads say at birth how much an answer will look; `gate` is a folder of `jkv train locret`.
+
+    The last `local` tokens of the prompt stay. In chunks (chunk=3072 in the paper) let the newest `stabilizers` of
+    the budget stay at each flush, 0.4 there.
+    """
+    if not 0 <= stabilizers < 1:
+        raise ValueError(f"locret: stabilizers={stabilizers}: the newest share of the budget, from 0 to below 1")
+    score = Foreseen() if gate is None else Foreseen.trained(gate)
+    return dict(
+        score=Protect(score=score, share=float(stabilizers)),
+        budget=size(budget, keep, bytes),
+        tiers=RELATIVE,
+        recent=local,
         append=1.0,
     )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dense import dense_prompt, dense_step
-from tiny import FINDERS, FOLDER, GATE, HYBRID, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITCH, D, G, H, L  # noqa: F401
+from tiny import ESTIMATES, FINDERS, FOLDER, GATE, HYBRID, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITCH, D, G, H, L  # noqa: F401
 
 from jkv import loop, methods, sizes
 from jkv.cache import Cache
@@ -166,6 +166,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
     "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
+    "locret": (
+        Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", recent=8, columns=1, appends=True, ranked=92),
+    ),
     "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2),),
     "compresskv": (
         Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=24, uniform=True, appends=True),

@@ -35,6 +35,24 @@ def test_the_ranks_are_those_of_the_example():
     assert got.argmin() == 1 and sorted(np.argsort(-got)[:2]) == [0, 3]
 
 
+def test_stabilizers_stay_where_the_example_of_locret_lets_them():
+    """Scores 5, 1, 4, 2, 3, 0 in chunks of two, three places: {0, 1}, {0, 2, 3}, and without stabilizers {0, 2, 4}."""
+    foreseen = np.array([5.0, 1, 4, 2, 3, 0])
+
+    def kept(tokens: list[int], stabilizers: float) -> list[int]:
+        n = max(tokens) + 1
+        ev = evidence(np.eye(n))
+        column = jnp.asarray(foreseen[:n], jnp.float32)[None, None]
+        ev = dataclasses.replace(ev, columns={"foreseen": column}, limit=jnp.array([3]), seen=jnp.array([n]))
+        score = jkv.parse(f"locret(budget=103, stabilizers={stabilizers})").score
+        rank = np.asarray(score.rank(ev))[0, 0]
+        return sorted(sorted(tokens, key=lambda i: -rank[i])[:3])
+
+    assert kept([0, 1], 0.67) == [0, 1]
+    assert kept([0, 1, 2, 3], 0.67) == [0, 2, 3]
+    assert kept([0, 2, 3, 4, 5], 0.0) == [0, 2, 4]
+
+
 @pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32
 def test_equal_gates_are_a_sliding_window(offset: float):
     shapes = dict(into=(4, 8), bias=(4,), out=(1, 4), offset=(1,))
@@ -71,7 +89,7 @@ def normed(ids: jax.Array) -> list[jax.Array]:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_the_slowest_to_fade_are_kept(row: int):
-    cache, gate, n = rig.prompted(TEXT), learned.trained(rig.GATE).gate, LENGTHS[row]
+    cache, gate, n = rig.prompted(TEXT), learned.Retention.trained(rig.GATE).gate, LENGTHS[row]
     for layer, x in enumerate(map(np.asarray, normed(PROMPT[row : row + 1, -n:]))):
         want = log_beta(x, gate, layer)
         recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]

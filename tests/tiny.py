@@ -32,6 +32,13 @@ def gate(folder: str) -> str:
     return folder
 
 
+def estimates(folder: str) -> str:
+    """A folder with the heads of Locret for the tiny model, of random weights."""
+    made = learned.guess(MODEL, 8, jax.random.key(11))
+    io.write(folder, vars(made), {"method": "locret", "model": io.identities(PARAMS)})
+    return folder
+
+
 def switch(folder: str) -> str:
     """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
     rng = np.random.default_rng(6)
@@ -65,6 +72,6 @@ def keepers(folder: str) -> str:
 
 
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
-GATE, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
-    make(f"{FOLDER.name}/{make.__name__}") for make in (gate, switch, predictor, finders, keepers)
+GATE, ESTIMATES, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
+    make(f"{FOLDER.name}/{make.__name__}") for make in (gate, estimates, switch, predictor, finders, keepers)
 )

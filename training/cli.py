@@ -14,6 +14,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "trimkv": dict(
         budget=512, warm=500, steps=0, batch=1, accumulate=1, rate=2e-4, weight=1.0, width=128, top=64, every=25
     ),
+    "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
     "dms": dict(
         window=128, ratio=8.0, fall=480, steps=512, batch=1, accumulate=1, rate=2e-4, weight=1.0, top=64, every=25
     ),
@@ -24,7 +25,20 @@ FOUND: dict[str, dict[str, int]] = {
     "compresskv": dict(texts=24, length=1024),
     "razorattention": dict(texts=4, length=1601),
 }
-POSITIVE = ("budget", "batch", "accumulate", "width", "every", "window", "fall", "moments", "page", "texts", "length")
+POSITIVE = (
+    "budget",
+    "batch",
+    "accumulate",
+    "width",
+    "every",
+    "window",
+    "fall",
+    "moments",
+    "page",
+    "answer",
+    "texts",
+    "length",
+)
 
 
 def _told(option: str, about: str) -> str:
@@ -52,6 +66,7 @@ Ratio = Annotated[
 ]
 Fall = Annotated[int | None, typer.Option(help=_told("fall", "Steps until that ratio."))]
 Moments = Annotated[int | None, typer.Option(help=_told("moments", "Drawn of each text, layer and kv head."))]
+Answer = Annotated[int | None, typer.Option(help=_told("answer", "Last tokens of a text, whose queries are foreseen."))]
 Page = Annotated[int | None, typer.Option(help=_told("page", "Tokens of a page."))]
 Spared = Annotated[int | None, typer.Option(help=_told("dense_layers", "First layers, which select nothing."))]
 Every = Annotated[int | None, typer.Option(help=_told("every", "Steps between checkpoints."))]
@@ -61,7 +76,9 @@ Corpus = Annotated[
 
 
 def train(
-    name: Annotated[str, typer.Argument(help="trimkv (gates), dms (switches) or attentionpredictor (a forecast).")],
+    name: Annotated[
+        str, typer.Argument(help="trimkv (gates), locret (estimates), dms (switches) or attentionpredictor.")
+    ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Checkpoints, metrics, and what was learned.")],
     model: Model = MODEL,
     budget: Budget = None,
@@ -81,6 +98,7 @@ def train(
     fall: Fall = None,
     moments: Moments = None,
     page: Page = None,
+    answer: Answer = None,
     dense_layers: Spared = None,
     every: Every = None,
     check: Annotated[int, typer.Option(help="Held-back texts to measure the result on; 0: none.")] = 4,
@@ -92,7 +110,7 @@ def train(
     asked = dict(
         budget=budget, warm=warm, steps=steps, batch=batch, accumulate=accumulate, rate=rate, weight=weight,
         width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
-        dense_layers=dense_layers, every=every,
+        answer=answer,        dense_layers=dense_layers, every=every,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)
     try:
@@ -120,7 +138,8 @@ def settings(name: str, asked: dict[str, Any], texts: int, length: int, check: i
     if wrong := [f"{k}={sizes[k]}" for k in POSITIVE if sizes.get(k, 1) < 1]:
         raise ValueError(f"{wrong[0]}: 1 or more")
     amounts = {k: chosen[k] for k in ("warm", "steps", "top", "dense_layers") if k in chosen} | {"check": check}
-    work, held = chosen.get("warm", 0) + chosen["steps"], {k: chosen[k] for k in ("budget", "window") if k in chosen}
+    work = chosen.get("warm", 0) + chosen.get("steps", 0)
+    held = {k: chosen[k] for k in ("budget", "window", "answer") if k in chosen}
     if min(amounts.values()) < 0 or work < 1 or max(held.values(), default=0) >= length:
         told = ", ".join(f"{k}={x}" for k, x in {**amounts, **held, "length": length}.items())
         raise ValueError(f"{told}: none below 0, something to do, and a budget below the length, a window too")

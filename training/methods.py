@@ -19,9 +19,10 @@ from jkv.io import learned
 from jkv.methods import parse
 from jkv.models import Params
 from jkv.scores import delayed
-from jkv.scores.learned import Retention, start
+from jkv.scores import learned as learned_score
+from jkv.scores.learned import Foreseen, Retention, Trained
 from jkv.selectors.forecast import Forecast
-from jkv.training import data, delay, forecast, retention
+from jkv.training import data, delay, estimates, forecast, retention
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.trainer import Training
@@ -79,25 +80,40 @@ class Run:
 def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
     """Retention gates."""
     recipe = retention.Recipe(**chosen, seed=run.seed)
-    made, held = run.given()
-    what = run.what(made, recipe, width=width)
-    folder = Folder(run.out, what, run.resume)
     offset = math.log(run.length if recipe.warm else 10 * run.length)  # half faded at the end, or a tenth
-    gate = start(run.params.config, width, offset, jax.random.key(recipe.seed))
+    gate = learned_score.start(run.params.config, width, offset, jax.random.key(recipe.seed))
+    gated(run, recipe, Retention(gate=gate), recipe.budget, {"width": width})
+
+
+@method
+def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
+    """Heads that foresee what an answer will look at."""
+    recipe = estimates.Recipe(**chosen, seed=run.seed)
+    gate = learned_score.guess(run.params.config, width, jax.random.key(recipe.seed))
+    gated(run, recipe, Foreseen(gate=gate), budget, {"width": width}, f", local={min(100, budget // 2)}")
+
+
+def gated(run: Run, recipe: Any, score: Trained, budget: int, more: dict[str, Any], settings: str = "") -> None:
+    """Trains weights that speak at a token's birth, and measures them at a budget beside the newest tokens.
+
+    more: what the result depends on beside the recipe; settings: of the cache that is measured.
+    """
+    made, held = run.given()
+    what = run.what(made, recipe, **more)
+    folder = Folder(run.out, what, run.resume)
     layers = run.params.config.layers if recipe.warm else 0
     with console.progress(layers + recipe.steps) as say:
-        state = Training(run.params, made, recipe, folder, say).run(Retention(gate=gate))
+        state = Training(run.params, made, recipe, folder, say).run(score)
     card = run.card(what, folder)
-    assert state.score.gate is not None
     learned.write(run.out, vars(state.score.gate), card)
     print(f"learned: {run.out}\ndrawn: {folder.draw()}")
     if held is not None:
         caches = (
             "full",
-            f"streaming(budget={recipe.budget})",
-            f"trimkv(budget={recipe.budget}, gate={str(run.out)!r})",
+            f"streaming(budget={budget})",
+            f"{run.name}(budget={budget}, gate={str(run.out)!r}{settings})",
         )
-        card["eval"] = {"budget": recipe.budget} | perplexities(run.params, held, caches)
+        card["eval"] = {"budget": budget} | perplexities(run.params, held, caches)
         learned.write(run.out, vars(state.score.gate), card)
 
 

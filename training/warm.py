@@ -12,7 +12,7 @@ tokens. This is ours, not the paper's; it makes the betas of TRIM-KV (2512.03324
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -111,7 +111,19 @@ def fit(
 
 
 def warm(params: Params, texts: Batch, gate: Gate, recipe: Warm, done: int = 0) -> Iterator[tuple[Gate, np.ndarray]]:
-    """After every layer from `done` on: the gate so far, and the losses f32[steps] of the layer's steps.
+    """After every layer from `done` on: the gate so far, and the losses f32[steps] of the layer's steps."""
+    c = params.config
+
+    def one(i: int, own: Gate, data: Layer, key: Array) -> tuple[Gate, Array]:
+        return fit(own, data, key, recipe, c.scale, c.windows[i])
+
+    return each_layer(params, texts, gate, one, recipe.seed, done)
+
+
+def each_layer(
+    params: Params, texts: Batch, gate: Any, train: Callable[..., tuple[Any, Array]], seed: int, done: int
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """Weights [L,...] and losses after each layer from `done` on, by train(i, a layer's own weights, its data, key).
 
     Texts, each a row of its own, go through the model once, all of them through a layer before the next: what is in
     memory is a layer's.
@@ -129,6 +141,6 @@ def warm(params: Params, texts: Batch, gate: Gate, recipe: Warm, done: int = 0) 
             continue
         data = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
         own = jax.tree.map(lambda x: x[i], gate)  # noqa: B023
-        own, losses = fit(own, data, jax.random.fold_in(jax.random.key(recipe.seed), i), recipe, c.scale, c.windows[i])
+        own, losses = train(i, own, data, jax.random.fold_in(jax.random.key(seed), i))
         gate = jax.tree.map(lambda x, y: x.at[i].set(y), gate, own)  # noqa: B023
         yield gate, np.asarray(losses)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,46 +58,101 @@ def start(model: ModelConfig, width: int, offset: float, key: Array) -> Gate:
     )
 
 
-@part
-class Retention(Score):
-    """What a token was worth at birth, fading with its age: rank = (seen + 1 - pos) log beta, in float32.
+@value
+class Estimate:
+    """out silu(into x) of a block's normed input, for each kv head: a logit, of either sign.
 
-    Tokens whose beta rounds to 1 rank by age, the oldest last. gate: its weights, or None: those that come with jkv
-    for the model; models: fingerprints of the model that it was trained for, in each dtype. Source: TRIM-KV
-    (2512.03324).
+    into f[L,W,E], out f[L,H,W]; in a layer's own score without L. The heads of Locret (2410.01805) read a token's
+    un-rotated [q; k; v], which are products of x: the same functions, but where a model norms q and k.
     """
 
-    gate: Gate | None = leaf(default=None)
+    into: Array
+    out: Array
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T] of x f[B,T,E]."""
+        return linear(self.out, jax.nn.silu(linear(self.into, x.astype(jnp.float32)))).transpose(0, 2, 1)
+
+
+def guess(model: ModelConfig, width: int, key: Array) -> Estimate:
+    """Heads that know nothing yet: weights of deviation 1 / sqrt(inputs), as those of a linear layer are begun.
+
+    >>> from jkv import models
+    >>> guess(models.read_config(models.TINY), 8, jax.random.key(0)).into.shape
+    (2, 8, 32)
+    """
+    first, second = jax.random.split(key)
+    layers, heads, e = model.layers, model.heads, model.width
+    return Estimate(
+        into=jax.random.normal(first, (layers, width, e)) / e**0.5,
+        out=jax.random.normal(second, (layers, heads, width)) / width**0.5,
+    )
+
+
+T = TypeVar("T", bound="Trained")
+
+
+@part
+class Trained(Score):
+    """What a token is worth, as weights that were trained say when it is made: a column, kept with it.
+
+    gate: the weights, or None: those that come with jkv for the model; models: fingerprints of the model that they
+    were trained for, in each dtype.
+    """
+
+    gate: Any = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    def bound(self, params: Params) -> Retention:
+    method = ""  # whose they are
+    column = ""
+    kind: type[Any] = object  # of the weights
+
+    def bound(self, params: Params) -> Score:
         if self.gate is None:
-            return learned.shipped("trimkv", params, trained)
+            return learned.shipped(self.method, params, self.trained)
         learned.check(self.models, params)
         return self
 
     def birth(self, new: Born) -> Columns:
         if self.gate is None:
-            raise ValueError("trimkv has no gate yet: give gate='FOLDER', as `jkv train trimkv` writes it")
-        return {"log_beta": self.gate(new.x)}
+            raise ValueError(
+                f"{self.method} has no gate yet: give gate='FOLDER', as `jkv train {self.method}` writes it"
+            )
+        return {self.column: self.gate(new.x)}
+
+    @classmethod
+    def trained(cls: type[T], folder: str) -> T:
+        """The score of a folder that `jkv train` wrote for this method; FormatError if it holds something else."""
+        arrays, card = learned.read(folder, cls.method)
+        shapes = {name: x.shape for name, x in arrays.items()}
+        (layers, width, e), heads = (shapes.get("into", ()) + (0, 0, 0))[:3], (*shapes.get("out", ()), 0, 0)[1]
+        every = dict(into=(layers, width, e), bias=(layers, width), out=(layers, heads, width), offset=(layers, heads))
+        if shapes != {field.name: every[field.name] for field in fields(cls.kind)}:
+            found = ", ".join(f"{k}{list(v)}" for k, v in shapes.items())
+            raise learned.broken(folder, f"its arrays are no gate ({found})")
+        gate = cls.kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+        return cls(gate=gate, models=tuple(card["model"]))
+
+
+@part
+class Retention(Trained):
+    """What a token was worth at birth, fading with its age: rank = (seen + 1 - pos) log beta, in float32.
+
+    Tokens whose beta rounds to 1 rank by age, the oldest last. Source: TRIM-KV (2512.03324).
+    """
+
+    method, column, kind = "trimkv", "log_beta", Gate
 
     def rank(self, ev: Evidence) -> Array:
         age = (ev.seen[:, None, None] + 1 - ev.pos).astype(jnp.float32)
-        return age * ev.columns["log_beta"]
+        return age * ev.columns[self.column]
 
 
-def trained(folder: str) -> Retention:
-    """The retention gate in a folder that `jkv train trimkv` wrote; FormatError if it holds no gate."""
-    arrays, card = learned.read(folder, "trimkv")
-    shapes = {name: x.shape for name, x in arrays.items()}
-    try:
-        (layers, width, e), (_, heads) = shapes["into"], shapes["offset"]
-        want = dict(into=(layers, width, e), bias=(layers, width), out=(layers, heads, width), offset=(layers, heads))
-    except (KeyError, ValueError):
-        want = None
-    if shapes != want:
-        raise learned.broken(
-            folder, f"its arrays are no gate ({', '.join(f'{k}{list(v)}' for k, v in shapes.items())})"
-        )
-    gate = Gate(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-    return Retention(gate=gate, models=tuple(card["model"]))
+@part
+class Foreseen(Trained):
+    """The largest logit that an answer is expected to give a token; it does not fade. Source: Locret (2410.01805)."""
+
+    method, column, kind = "locret", "foreseen", Estimate
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns[self.column]

@@ -16,7 +16,7 @@ from test_cli import PARAMS, call, refused
 import jkv
 from jkv.io import load as loading
 from jkv.io.safetensors import read_json
-from jkv.scores.learned import trained
+from jkv.scores.learned import Retention
 from jkv.training import trainer
 from jkv.training.checkpoints import Folder
 
@@ -88,7 +88,7 @@ def stopped(whole, tmp_path, tiny):
 def test_a_killed_training_ends_like_one_that_was_not(whole, stopped):
     result = train(stopped, "--resume")
     assert result.exit_code == 0, result.output
-    a, b = (jax.tree.leaves(trained(str(folder))) for folder in (whole, stopped))
+    a, b = (jax.tree.leaves(Retention.trained(str(folder))) for folder in (whole, stopped))
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert metrics(stopped) == metrics(whole)  # of every step, to the last bit
     last = [Folder(f, read_json(f / "training.json"), True).last(None) for f in (whole, stopped)]

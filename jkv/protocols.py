@@ -171,11 +171,14 @@ class Linear:
 
     codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first.
     step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats.
+    kept uint8[B,H,C,D/8], or None: all channels are. Channel d is if bit d % 8 of byte d // 8 says so; codes are then
+    the floats [B,H,C,K] of the K kept channels of each token, in their order, and the others are 0.
     """
 
     codes: Array
     step: Array | None = None
     low: Array | None = None
+    kept: Array | None = None
     bits: int = static(default=0)  # of a code; 0: floats
 
 

@@ -11,8 +11,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.codecs.affine import bits_of, floats
-from jkv.protocols import Code, Codec
+from jkv.protocols import Code, Codec, Linear
 from jkv.tree import part
+
+
+def spread(values: Array, bitmap: Array) -> Array:
+    """f[n,D] of the numbers f[n,K] of those channels that uint8[n,D/8] has bits for; 0 in the others.
+
+    >>> spread(jnp.array([[5.0, 7.0]]), jnp.array([[0b10010]], jnp.uint8)).tolist()
+    [[0.0, 5.0, 0.0, 0.0, 7.0, 0.0, 0.0, 0.0]]
+    """
+    bits = (bitmap[..., None] >> jnp.arange(8, dtype=jnp.uint8)[None, None]) & 1
+    bits = bits.reshape(bitmap.shape[0], -1)
+    rank = jnp.cumsum(bits, 1, dtype=jnp.int32) - 1
+    return jnp.where(bits > 0, jnp.take_along_axis(values, rank, 1, mode="clip"), 0)
 
 
 @part
@@ -51,8 +63,8 @@ class Sparse(Codec):
 
     def decode(self, code: Code) -> Array:
         values, bitmap = code.slots
-        bits = (bitmap[..., None] >> jnp.arange(8, dtype=jnp.uint8)[None, None]) & 1
-        bits = bits.reshape(bitmap.shape[0], -1)
-        rank = jnp.cumsum(bits, 1, dtype=jnp.int32) - 1
-        values = floats(values, self.dtype).astype(jnp.float32)
-        return jnp.where(bits > 0, jnp.take_along_axis(values, rank, 1, mode="clip"), 0)
+        return spread(floats(values, self.dtype).astype(jnp.float32), bitmap)
+
+    def linear(self, code: Code) -> Linear:
+        values, bitmap = code.slots
+        return Linear(codes=floats(values, self.dtype), kept=bitmap)

@@ -21,7 +21,9 @@ def made(text: str, kind: str) -> str:
     return kernels_of(sizes.empty(config, PARAMS.config, 1, 256, 16, jnp.float32))
 
 
-@pytest.mark.parametrize("text", ["full", "int8", "int4(group=16)", "snapkv(budget=64, window=8) | int4", "quest"])
+@pytest.mark.parametrize(
+    "text", ["full", "int8", "int4(group=16)", "snapkv(budget=64, window=8) | int4", "quest", "mustafar"]
+)
 def test_a_tpu_reads_them(text: str):
     assert made(text, "tpu") == "tpu"
 
@@ -30,7 +32,6 @@ def test_a_tpu_reads_them(text: str):
     ("text", "why"),
     [
         ("zipcache", "Separable: they have no linear form"),
-        ("mustafar", "Sparse: they have no linear form"),
         ("streaming(budget=64)", "keys that are rotated when they are read"),
     ],
 )

@@ -28,17 +28,21 @@ EXACT = 2.0**-18  # operands that need no rounding: what accumulation in float32
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """bits 0: floats; groups of channels that share a step; grain: slots that do; size: log2 of codes' spans, about."""
+    """bits 0: floats; groups of channels that share a step; grain: slots that do; size: log2 of codes' spans, about.
+
+    kept: channels that a slot has floats of, others are 0; 0: all.
+    """
 
     bits: int
     groups: int = 1
     grain: int = 1
     floats: str = "bfloat16"
     size: tuple[int, int] = (0, 0)
+    kept: int = 0
 
     def __str__(self) -> str:
         if not self.bits:
-            return self.floats
+            return self.floats + f" of {self.kept} channels" * (self.kept > 0)
         shared = f"/{self.grain} slots" if self.grain > 1 else f"/{self.groups}" * (self.groups > 1)
         low, high = self.size
         return f"int{self.bits}{shared}" + f" x 2**{low}..{high}" * (low != 0 or high != 0)
@@ -87,15 +91,19 @@ def cases(slots: int = 1024) -> Iterator[Case]:
     for size in ((15, 15), (-20, -20), (-20, 15)):  # what float16 would not hold
         yield replace(base, k=Side(bits=2, grain=32, size=size), v=Side(bits=2, groups=2, size=size), lengths=ragged)
     yield replace(base, k=Side(bits=8, size=(-20, 15)), v=Side(bits=8, size=(-20, 23)), lengths=ragged)
+    for dim, counts in ((64, (20, 32)), (128, (39, 64))):
+        k, v = (Side(bits=0, kept=x) for x in counts)
+        yield replace(base, k=k, v=v, dim=dim, lengths=(0, *ragged))
     yield from paged(base)
 
 
 def paged(base: Case) -> Iterator[Case]:
     """Pages smaller than a tile, as large, and larger."""
-    slots, floats = base.slots, Side(bits=0)
+    slots, floats, some = base.slots, Side(bits=0), Side(bits=0, kept=39)
     yield replace(base, page=16, lengths=(0, slots, slots * 2 // 3, 1, 129))
     yield replace(base, page=slots // 2, dim=64, new=2, window=slots // 2, lengths=(slots, slots // 2))
     yield replace(base, page=128, k=floats, v=floats, lengths=(slots,), shared=True)
+    yield replace(base, page=16, k=some, v=some, group=8, lengths=(slots, slots * 2 // 3))
     yield replace(base, page=64, k=Side(bits=2, grain=32), v=Side(bits=2, groups=4), group=1, lengths=(slots, 300))
 
 
@@ -103,8 +111,13 @@ def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> Linear:
     """Random codes of numpy [1,H,C,...], dead bool[1,H,C] slots poisoned."""
     b, h, c = dead.shape
     if not side.bits:
-        floats: Any = np.where(dead[..., None], np.nan, rng.normal(size=(b, h, c, dim))).astype(side.floats)
-        return Linear(codes=floats)
+        normal = rng.normal(size=(b, h, c, side.kept or dim))
+        floats: Any = np.where(dead[..., None], np.nan, normal).astype(side.floats)
+        if not side.kept:
+            return Linear(codes=floats)
+        kept: Any = np.packbits(rng.random((b, h, c, dim)).argsort(-1) < side.kept, -1, "little")
+        kept[dead] = 255
+        return Linear(codes=floats, kept=kept)
     shape = (b, h, c // side.grain, dim if side.grain > 1 else side.groups)
     size = 2.0 ** rng.uniform(*side.size, shape)
     span = rng.uniform(1, 4, shape) * size
@@ -168,6 +181,10 @@ def dense(x: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
     """float64[B,H,C,D] of codes, and of their part above `low`: what the products round."""
     if x.step is None or x.low is None:
         floats = x.codes.astype(np.float64)
+        if x.kept is not None:
+            there = np.unpackbits(x.kept, -1, bitorder="little").astype(int)
+            rank = np.minimum(np.cumsum(there, -1), floats.shape[-1]) - 1
+            floats = np.where(there, np.take_along_axis(floats, np.maximum(rank, 0), -1), 0)
         return floats, floats
     fields = [(x.codes >> (x.bits * j)) & (2**x.bits - 1) for j in range(8 // x.bits)]
     code = np.concatenate(fields, -1).astype(np.float64)

@@ -52,6 +52,8 @@ def tile_of(v: Linear) -> int:
 
 
 def unsupported(x: Linear, dim: int, tile: int) -> str | None:
+    if x.kept is not None:
+        return f"{x.codes.shape[-1]} of {dim} channels; all are"
     if x.step is None or x.low is None:
         good = x.codes.dtype in (jnp.bfloat16, jnp.float16)
         return None if good else f"{x.codes.dtype} floats; bfloat16 and float16 are"

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import Partial, softmax_parts
+from jkv.cache import map_codec
 from jkv.codecs.affine import unpack
+from jkv.codecs.sparse import spread
 from jkv.protocols import Linear
 
 
 def dense(x: Linear, dtype: Any = jnp.float32) -> Array:
-    """f[B,H,C,D]: codes times steps plus lows, computed in `dtype`."""
+    """f[B,H,C,D]: codes times steps plus lows, or those of the kept channels, computed in `dtype`."""
+    if x.kept is not None:
+        return map_codec(spread, x.codes.astype(dtype), x.kept)
     if x.step is None or x.low is None:
         return x.codes.astype(dtype)
     codes = unpack(x.codes, x.bits)

@@ -40,6 +40,8 @@ def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
         for y in (x.step, x.low) if x.bits else (x.codes,):
             if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32):
                 return f"{name} in {y.dtype}; bfloat16 or float32"
+        if x.kept is not None and x.codes.dtype != jnp.bfloat16:
+            return f"{name} of some channels in {x.codes.dtype}; bfloat16"
         if x.bits and dim * x.bits % 128:
             return f"{name} of {dim} channels in {x.bits} bits; a token in whole multiples of 16 bytes"
         if x.step is not None and x.step.shape[2] == x.codes.shape[2] and x.step.shape[3] > 8:

@@ -96,6 +96,13 @@ def _weights(parts: list[Array]) -> tuple[Array, Array]:
 
 def key_side(q: Array, k: Linear) -> Side:
     """For scaled queries f32[heads,N,D]."""
+    if k.kept is not None:
+
+        def dot(q: Array, codes: Array, kept: Array) -> Array:
+            return _dot(q, _channels(codes, kept.astype(jnp.int32)))
+
+        arrays = q.astype(k.codes.dtype), _lanes(_bits(k.codes)), _lanes(k.kept)
+        return Side(arrays, (None, (2, 1), (2, 1)), dot)
     if not k.bits:
         return Side((q.astype(k.codes.dtype), _lanes(k.codes)), (None, (2, 1)), _dot)
     assert k.step is not None and k.low is not None
@@ -161,6 +168,37 @@ def _short(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _channels(codes: Array, kept: Array) -> Array:
+    """bfloat16[D,n] of the numbers bfloat16[K,n] of those channels that i32[D/8,n] has bits for; 0 in the others.
+
+    The eight channels of a byte are the rows of a register. They take their numbers by one gather from eight words of
+    two numbers: row r has the first of the words r, r + 8, ... that the bytes before have not used up. Ranks are
+    counted in sixteenths, so that one addition leaves a number's half of its word at bit 4 and its row at bits 5 to 7.
+    """
+    (count, n), (octets, _) = codes.shape, kept.shape
+    words = pltpu.bitcast(jnp.pad(codes, ((0, -count % 16), (0, 0))), jnp.int32)
+    bits = kept
+    for shift, mask in ((12, 0x000F000F), (6, 0x03030303), (3, 0x11111111)):
+        bits = (bits | bits << shift) & mask  # bit j to nibble j
+    sums = bits * 0x11111111  # nibble j: how many of the bits 0 to j
+    ranks = (sums << 4) | (bits << 3)  # nibble j: how many before j, and on top of it bit j
+    counts = lax.shift_right_logical(sums, 28) << 4
+    row = lax.broadcasted_iota(jnp.int32, (8, n), 0)
+    used = jnp.full((8, n), 128, jnp.int32)  # and 128 more: on top of a byte, bit j is -128
+    out = []
+    for i in range(octets):
+        own = jnp.broadcast_to(ranks[i : i + 1], (8, n)) << (28 - 4 * row)
+        at = (own >> 24) + used
+        least, most = max(0, count - 8 * (octets - i)) // 16, min(8 * i + 7, count - 1) // 16  # whatever the bits are
+        near = words[8 * least : 8 * least + 8]
+        for j in range(least, most):
+            near = jnp.where(used > 128 + 256 * j + 32 * row + 16, words[8 * j + 8 : 8 * j + 16], near)
+        word = jnp.take_along_axis(near, (at >> 5) & 7, 0, mode="promise_in_bounds")
+        out.append(jnp.where(own < 0, lax.shift_right_logical(word, at & 16), 0))
+        used += jnp.broadcast_to(counts[i : i + 1], (8, n))
+    return lax.bitcast_convert_type(jnp.concatenate(out, 0).astype(jnp.int16), codes.dtype)
+
+
 def _dot(a: Array, b: Array) -> Array:
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
@@ -179,6 +217,12 @@ def _by_tokens(p: Array, x: Array) -> Array:
 
 
 def value_side(v: Linear, d: int) -> Side:
+    if v.kept is not None:
+
+        def mix_some(p: Array, alive: Array, codes: Array, kept: Array) -> Array:
+            return _by_tokens(p.astype(codes.dtype), _channels(codes, kept.astype(jnp.int32) & alive))
+
+        return Side((_lanes(_bits(v.codes)), _lanes(v.kept)), ((2, 1), (2, 1)), mix_some)
     if not v.bits:
 
         def mix(p: Array, alive: Array, codes: Array) -> Array:

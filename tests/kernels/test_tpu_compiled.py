@@ -23,6 +23,7 @@ LOOPS = [
     "llama-3.1-8b quest(pages=64, dense_layers=0)",
     "llama-3.1-8b adakv(budget=4096) | int8",
     "qwen3-8b int8",
+    "llama-3.1-8b mustafar",
     "smollm2-135m int4(group=32)",
 ]
 SLACK = 1.05  # of a schedule, from one compiler to the next

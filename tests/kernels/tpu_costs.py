@@ -18,9 +18,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.aot import tpu
+from jkv.codecs import Sparse
 from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
 from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.kernels.prefill_attention import tpu as prefill
@@ -35,12 +37,14 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int4 groups of 32": (dict(bits=4, group=32), dict(bits=4, group=32)),
     "int2": (dict(bits=2), dict(bits=2)),
     "kivi 2": (dict(bits=2, tokens=32), dict(bits=2, group=32)),
+    "sparse 0.7": (dict(bits=0, sparsity=0.7), dict(bits=0, sparsity=0.7)),
+    "sparse 0.5": (dict(bits=0, sparsity=0.5), dict(bits=0, sparsity=0.5)),
 }
 CASES = [
     *(("v5e:2x2", form, d, 8) for form in FORMS for d in (64, 128, 256)),
     *(("v5e:2x2", "int8", 128, g) for g in (1, 3, 4)),
     *((chip, form, 128, 8) for chip in ("v6e:2x2", "v5p:2x2x1") for form in FORMS),
-    *(("v5e:2x2", form, 128, 8, 16) for form in ("bf16", "int4", "kivi 2")),  # pages of 16 slots
+    *(("v5e:2x2", form, 128, 8, 16) for form in ("bf16", "int4", "kivi 2", "sparse 0.7")),  # pages of 16 slots
     *(("v5e:2x2", "int4", d, 8, 16) for d in (64, 256)),
     *(("v5e:2x2", "int8", 128, g, 16) for g in (1, 3, 4)),
     ("v5e:2x2", "int4", 128, 8, 512),
@@ -55,8 +59,12 @@ PROMPTS = [  # head dim, groups, tokens; a seventh word: of keys that not all la
 ]
 
 
-def stored(shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1) -> Linear:
+def stored(shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None) -> Linear:
     """A tier's codes with tokens last, as the compiler would keep them in a loop."""
+    if sparsity is not None:
+        values = shape((1, H, Sparse(sparsity=sparsity).kept(d), C), jnp.uint16)
+        order = Format(Layout((0, 1, 2, 3)), values.sharding)  # alone, an odd number of rows would change with heads
+        return Linear(codes=values.update(sharding=order), kept=shape((1, H, d // 8, C), jnp.uint8))
     if not bits:
         return Linear(codes=shape((1, H, d, C), jnp.bfloat16))
     sizes = (1, H, C // tokens, d) if tokens > 1 else (1, H, d // (group or d), C)
@@ -65,14 +73,13 @@ def stored(shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1) -> Li
 
 
 def logical(x: Linear) -> Linear:
-    """[B,H,C,...] again, and steps as floats."""
-    turn = lambda y: jnp.swapaxes(y, 2, 3) if y.shape[3] == C else y  # noqa: E731
-    steps = {
-        n: jax.lax.bitcast_convert_type(turn(y), jnp.bfloat16)
-        for n in ("step", "low")
-        if (y := getattr(x, n)) is not None
-    }
-    return Linear(codes=turn(x.codes), bits=x.bits, **steps)
+    """[B,H,C,...] again, and floats that are kept as their bits."""
+
+    def turn(y: Any) -> Any:
+        y = jnp.swapaxes(y, 2, 3) if y.shape[3] == C else y
+        return jax.lax.bitcast_convert_type(y, jnp.bfloat16) if y.dtype == jnp.uint16 else y
+
+    return jax.tree.map(turn, x)
 
 
 def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def compiled(mesh: Mesh, function: Any, name: str, *arguments: Any) -> dict[str,
     text = program.as_text()
     return {
         "temporaries": program.memory_analysis().temp_size_in_bytes,
-        "copies": len(re.findall(rf"= (?:u8|bf16)\[1,{H},\d+,{C}\]\S* copy\(", text)),
+        "copies": len(re.findall(rf"= (?:u8|u16|bf16)\[1,{H},\d+,{C}\]\S* copy\(", text)),
         "vmem": tpu.kernel_memory(text, name),
     }
 

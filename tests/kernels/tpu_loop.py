@@ -28,6 +28,7 @@ DECODE = [
     (LLAMA, "full"),
     (LLAMA, "quest(pages=64, dense_layers=0)"),
     (LLAMA, "adakv(budget=4096) | int8", 1),  # a pool, in one layer: its contests take long to compile
+    (LLAMA, "mustafar", 1),
     (SMOLLM, "int4(group=32)", 1),  # three kv heads: the devices divide rows
 ]
 CONTEXT = LLAMA, "int8", 2, "data=1,model=4,context=2"
@@ -43,7 +44,7 @@ def job(name: str, spec: str, tokens: int, layers: int, mesh: str | None = None)
 def loop(name: str, spec: str, layers: int = 2, mesh: str | None = None) -> dict[str, object]:
     program = decode(job(name, spec, SIZES[name][1], layers, mesh), target("v5e:2x4"))
     # Codes of a device's rows and kv heads, of 4,000 slots or more; a fusion's root may work in place.
-    codes = r"(?:u8|bf16)\[\d+,\d+,(?:[4-9]\d{3}|\d{5,}),\d+\]"
+    codes = r"(?:u8|u16|bf16)\[\d+,\d+,(?:[4-9]\d{3}|\d{5,}),\d{2,}\]"
     moved = re.findall(rf"^\s+%\S+ = ({codes})\S* (copy|convert|transpose)\(", program.text, re.M)
     return {
         "kernels": program.kernels,

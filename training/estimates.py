@@ -100,7 +100,7 @@ def fit(
     gate: Estimate, data: Layer, key: Array, recipe: Recipe, scale: float, layers: int, window: int | None = None
 ) -> tuple[Estimate, Array]:
     """A layer's estimate after `recipe.warm` steps, each of one text, and their losses."""
-    tune = optax.chain(optax.clip(recipe.clip), adamw(recipe.rates(), jnp.inf, 0.01))
+    tune: Any = optax.chain(optax.clip(recipe.clip), adamw(recipe.rates(), jnp.inf, 0.01))
     y, asked = looked_for(data, recipe.answer, scale, window)
 
     def step(carry: Any, row: Array) -> tuple[Any, Array]:

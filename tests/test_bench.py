@@ -281,7 +281,7 @@ KERNEL = ("bench", "kernel", "--shape", "tiny")
         (("bench", "prefill", *TINY, "--context", 513), "--context 513: the model's context is 512"),
         ((*DECODE, *TINY, "--context", 16, "--cache", "full"), "flushes every 16 tokens; give a context above that"),
         ((*DECODE, *TINY, "--dtype", "int8"), "must be one of float32"),
-        ((*DECODE, *TINY, "--vs", "vllm"), "the peers are transformers and kvpress"),
+        ((*DECODE, *TINY, "--vs", "vllm"), "the peers are transformers and kvpress, and other caches: unknown method"),
         ((*DECODE, *TINY, "--vs", "sdpa"), "a column of jkv bench kernel"),
         ((*KERNEL, "--op", "flush"), "--op flush: there is decode_attention"),
         ((*KERNEL, "--kernels", "tpu"), "this process runs on cpu, which has xla"),
@@ -500,6 +500,26 @@ def test_no_evidence_is_said(tmp_path):
     refused(call(*args, "--results", tmp_path / "none.json"), "cannot read", "No such file")
     (tmp_path / "bad.json").write_text("{")
     refused(call(*args, "--results", tmp_path / "bad.json"), "bad.json is no JSON")
+
+
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_another_cache_takes_turns(what, tmp_path, monkeypatch):
+    out, seen = tmp_path / "x.json", []
+    monkeypatch.setattr(
+        speed, "turns", lambda trials, rounds: seen.append(len(trials)) or [[[3.0] * 4] * rounds, [[2.0] * 4] * rounds]
+    )
+    args = ("--context", 40, "--cache", "h2o(budget=32)", "--rounds", 2, "--json", out, "--vs", "streaming(budget=32)")
+    result = call("bench", what, *TINY, *args)
+    assert result.exit_code == 0, result.output
+    row = json.loads(out.read_text())["rows"][0]
+    assert row["peer"]["name"] == "streaming(budget=32)" and row["ratio"] == 1.5 and seen == [2]
+    assert "streaming(budget=32) ms" in result.stdout
+
+
+def test_the_other_cache_runs_what_is_asked():
+    ids = np.random.default_rng(0).integers(0, 100, (2, 40))
+    peer = speed.Beside(models.random(models.TINY), "streaming(budget=32)")
+    assert len(peer.trial("decode", ids, 4)()) == 4 and len(peer.trial("prefill", ids, 0)()) == 1
 
 
 # ---------------------------------------------------------------- beside transformers

@@ -53,7 +53,8 @@ Threads = Annotated[
 Versus = Annotated[
     str | None,
     typer.Option(
-        "--vs", help="Take turns on CPU, same weights: transformers (its full cache), or kvpress (same budget)."
+        "--vs",
+        help="Take turns: transformers (its full cache) or kvpress (same budget) on CPU, same weights; or a cache.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")]
@@ -134,11 +135,14 @@ def _speed(
     from jkv.bench import engines, results, speed
 
     name, source = _subject(model, shape, random_weights, dtype, vs)
-    speed.check(specs, contexts, steps, models.read_config(source.config))
+    beside = vs if vs not in PEERS else None
+    speed.check([*specs, *([beside] if beside else [])], contexts, steps, models.read_config(source.config))
 
     def found() -> Iterator[Row]:
         params, peer = models.build(source.config, source.tensors, dtype), None
-        if vs is not None:
+        if beside:
+            peer = speed.Beside(params, beside)
+        elif vs is not None:
             peer = (engines.Kvpress if vs == "kvpress" else engines.Transformers)(source, cores, dtype)
             engines.apart(engines.Jkv(params), peer)
         return speed.rows(what, params, specs, contexts, batch=batch, steps=steps, rounds=rounds, peer=peer)
@@ -339,7 +343,13 @@ def _check_peer(vs: str, specs: Iterable[str]) -> None:
     if vs in ("sdpa", "cudnn"):
         raise ValueError(f"--vs {vs}: it is attention alone, on a GPU: a column of jkv bench kernel there")
     if vs not in PEERS:
-        raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}")
+        from jkv import methods
+
+        try:
+            methods.parse(vs)
+        except ValueError as error:
+            raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}, and other caches: {error}") from None
+        return
     packages, install = PEERS[vs]
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; run: pip install '{install}'")
@@ -360,7 +370,7 @@ def _subject(
 ) -> tuple[str, Source]:
     from jkv.bench.shapes import subject
 
-    return subject(model, shape, random_weights, 4 if dtype == "float32" else 2, 1 + (vs is not None))
+    return subject(model, shape, random_weights, 4 if dtype == "float32" else 2, 1 + (vs in PEERS))
 
 
 def _numbers(text: str) -> list[int]:

@@ -149,6 +149,13 @@ class Transformers:
         trial = self.tokens(ids, steps)
         return lambda: sum(trial()) / steps
 
+    def trial(self, what: str, ids: np.ndarray, steps: int) -> Tokens:
+        """Of each prompt or token, as `speed.rows` asks."""
+        if what == "decode":
+            return self.tokens(ids, steps)
+        whole = self.prefill(ids)
+        return lambda: [whole()]
+
 
 class Kvpress(Transformers):
     """transformers, whose cache kvpress compresses after the prompt; generated tokens come on top of it."""

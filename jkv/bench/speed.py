@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from jkv import checks, loop, methods
-from jkv.bench.engines import Jkv, Transformers
+from jkv.bench.engines import Jkv
 from jkv.bench.measure import cache_bytes, clock, copy_rate, peak_bytes, percentiles, turns, weight_bytes
 from jkv.bench.results import SEED
 from jkv.cache import Cache
@@ -59,7 +58,7 @@ def decode(engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
     return Ready(trial=trial, program=program, seconds=seconds, cache=start.cache)
 
 
-def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
+def prefill(engine: Jkv, ids: np.ndarray, steps: int = 0) -> Ready:
     """Milliseconds of the prompt; the cache has room for a block more."""
     checks.check_prefill(engine.config, "jkv bench prefill")
     cache, x = engine.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
@@ -68,7 +67,7 @@ def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
 
 
-def flush(engine: Jkv, ids: np.ndarray) -> Ready:
+def flush(engine: Jkv, ids: np.ndarray, steps: int = 0) -> Ready:
     """Milliseconds of the flush that comes after as many tokens as `ids` has."""
     cache = engine.full_window(ids, 0)[0].cache
     program, seconds = compiled(settle, cache)
@@ -78,6 +77,37 @@ def flush(engine: Jkv, ids: np.ndarray) -> Ready:
         return [clock(lambda: program(own))]
 
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
+
+
+PREPARE: dict[What, Callable[[Jkv, np.ndarray, int], Ready]] = {"decode": decode, "prefill": prefill, "flush": flush}
+
+
+class Peer(Protocol):
+    """Who takes turns with a cache."""
+
+    name: str
+
+    def follow(self, cache: str, tokens: int) -> str:
+        """Hold after a prompt what this cache holds, if the peer can; what it is called there."""
+        ...
+
+    def trial(self, what: What, ids: np.ndarray, steps: int) -> Callable[[], list[float]]:
+        """A measurement of the same: milliseconds of each prompt or token."""
+        ...
+
+
+class Beside:
+    """Another cache of jkv, which stays what it is."""
+
+    def __init__(self, params: Params, spec: str) -> None:
+        self.params, self.name = params, spec
+
+    def follow(self, cache: str, tokens: int) -> str:
+        return "as it is"
+
+    def trial(self, what: What, ids: np.ndarray, steps: int) -> Callable[[], list[float]]:
+        engine = Jkv(self.params, self.name, ids.shape[0], ids.shape[1] + steps + 16)
+        return PREPARE[what](engine, ids, steps).trial
 
 
 def check(specs: Sequence[str], contexts: Sequence[int], steps: int, model: ModelConfig) -> None:
@@ -103,7 +133,7 @@ def rows(
     batch: int = 1,
     steps: int = 0,
     rounds: int = 5,
-    peer: Transformers | None = None,
+    peer: Peer | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each context and cache, as soon as it is measured; times in ms, memory in bytes.
 
@@ -112,15 +142,14 @@ def rows(
     budget if it can, and each goes on with its own. The rate of a copy is the best so far in this run. `check` says
     what can be asked for.
     """
-    prepare = {"decode": partial(decode, steps=steps), "prefill": prefill, "flush": flush}
     rng, rate = np.random.default_rng(SEED), 0.0
     for n in contexts:
         ids = rng.integers(0, params.config.vocab, (batch, n))
         for spec in specs:
             engine = Jkv(params, spec, batch, n + steps + 16)
             held = peer.follow(str(engine.config), n) if peer is not None else ""
-            theirs = _peer(what, peer, ids, steps)
-            ready = prepare[what](engine, ids)
+            theirs = [] if peer is None else [peer.trial(what, ids, steps)]
+            ready = PREPARE[what](engine, ids, steps)
             done = turns([ready.trial, *theirs], rounds)
             found = percentiles(done[0])
             row: dict[str, Any] = {"what": what, "cache": str(engine.config), "context": n, "batch": batch, **found}
@@ -139,16 +168,6 @@ def rows(
                 other = percentiles(done[1])
                 row |= {"peer": {"name": peer.name, "cache": held, **other}, "ratio": found["ms"] / other["ms"]}
             yield row
-
-
-def _peer(what: What, peer: Transformers | None, ids: np.ndarray, steps: int) -> list[Callable[[], list[float]]]:
-    """The peer's trial, if there is a peer."""
-    if peer is None:
-        return []
-    if what == "decode":
-        return [peer.tokens(ids, steps)]
-    whole = peer.prefill(ids)
-    return [lambda: [whole()]]
 
 
 def table(what: What, found: Sequence[dict[str, Any]]) -> Table:

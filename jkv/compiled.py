@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
 
-# Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU; a process that keeps thousands of small ones runs
-# out of memory maps, and XLA then crashes. A prompt length and a cache need two.
-LIMIT = 16
+# Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory maps, of which Linux
+# gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two programs.
+LIMIT, MAPS = 16, 30_000
 PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
 BEGUN: dict[Any, Future[Compiled]] = {}  # the one that `ahead` was asked for last
 
@@ -94,11 +94,20 @@ def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any)
         program = begun.result() if begun else Compiled(*_lowered(function, args, static, over))
         seconds = time.perf_counter() - start
     PROGRAMS[key] = program
-    if len(PROGRAMS) > LIMIT:
+    while len(PROGRAMS) > LIMIT or (seconds and len(PROGRAMS) > 2 and maps() > MAPS):
         oldest = next(iter(PROGRAMS))
         del PROGRAMS[oldest]
         oldest[0].clear_cache()  # jax holds its programs too; what is in PROGRAMS survives this
     return program, seconds
+
+
+def maps() -> int:
+    """Memory maps of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError:
+        return 0
 
 
 def ahead(function: Any, *args: Any, **static: Any) -> None:
@@ -143,7 +152,7 @@ class Cost:
 def _waited() -> float:
     """Seconds until what `ahead` has begun is there."""
     start = time.perf_counter()
-    wait(BEGUN.values())
+    wait(list(BEGUN.values()))
     return time.perf_counter() - start if BEGUN else 0.0
 
 

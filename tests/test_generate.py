@@ -1,5 +1,7 @@
 """The public functions: prompts of every kind, sampling, stops, receipts, and what they refuse."""
 
+import mmap
+import os
 import threading
 from dataclasses import replace
 from importlib import import_module
@@ -273,6 +275,35 @@ def test_the_program_used_longest_ago_is_let_go(monkeypatch):
     assert not run(1) and run(3)  # 2 makes room
     assert alive() == before
     assert not run(1) and not run(3) and run(2)
+
+
+def test_programs_are_let_go_before_the_memory_maps_end(monkeypatch):
+    taken = iter([5, 20, 15, 9])
+    double = jax.jit(lambda x: 2 * x)
+    monkeypatch.setattr(compiled, "MAPS", 10)
+    monkeypatch.setattr(compiled, "PROGRAMS", {})
+    monkeypatch.setattr(compiled, "maps", lambda: 0)
+    for n in range(1, 5):
+        compiled.compiled(double, np.ones(n, np.float32))
+    monkeypatch.setattr(compiled, "maps", lambda: next(taken))
+    compiled.compiled(double, np.ones(5, np.float32))
+    assert len(compiled.PROGRAMS) == 5
+    compiled.compiled(double, np.ones(6, np.float32))  # of 6, at 20, then 15, then 9
+    assert [key[2][0][0] for key in compiled.PROGRAMS] == [(3,), (4,), (5,), (6,)]
+    monkeypatch.setattr(compiled, "maps", lambda: 99)
+    compiled.compiled(double, np.ones(6, np.float32))  # nothing new was compiled
+    assert len(compiled.PROGRAMS) == 4
+    compiled.compiled(double, np.ones(7, np.float32))
+    assert len(compiled.PROGRAMS) == 2  # a prompt's and a loop's always stay
+
+
+def test_maps_are_counted():
+    if not os.path.exists("/proc/self/maps"):
+        assert compiled.maps() == 0
+        return
+    before = compiled.maps()
+    held = [mmap.mmap(-1, 4096, prot=mmap.PROT_READ | (mmap.PROT_WRITE if i % 2 else 0)) for i in range(100)]
+    assert compiled.maps() > before + 50 and len(held) == 100  # neighbours that are alike are one
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,12 @@ def table(found: Sequence[Point]) -> Table:
     return out
 
 
+SHARES = (2, 5, 10, 15, 20, 30, 50, 70, 100, 200, 400)  # percent, on an axis of bytes
+
+
 def plot(found: Sequence[Point], cost: str, title: str) -> Figure:
     """Quality against `cost` ("bytes" or "ms_token"): a line a family of caches, the Pareto front in black."""
-    metric, figure = found[0].metric, blank(9, 5.5)
+    metric, figure = found[0].metric, blank(10, 6.5)
     axes = figure.add_subplot()
     families: dict[str, list[Point]] = {}
     for p in found:
@@ -85,7 +88,12 @@ def plot(found: Sequence[Point], cost: str, title: str) -> Figure:
         [x(p) for p in front], [p.value for p in front], color="black", lw=2.5, alpha=0.25, zorder=0, label="best"
     )
     if metric == "kl":
-        axes.set_yscale("symlog", linthresh=1e-3)
+        axes.set_yscale("symlog", linthresh=1e-2)
+    if cost == "bytes":  # most caches lie between a tenth of the full one and the half
+        axes.set_xscale("log")
+        ends = min(map(x, found)) / 1.5, max(map(x, found)) * 1.5
+        axes.set_xticks(ticks := [share for share in SHARES if ends[0] < share < ends[1]], map(str, ticks))
+        axes.minorticks_off()
     axes.set(
         xlabel="bytes, % of the full cache" if cost == "bytes" else "ms per token", ylabel=METRICS[metric], title=title
     )

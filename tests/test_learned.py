@@ -37,9 +37,8 @@ def test_the_ranks_are_those_of_the_example():
 
 def test_stabilizers_stay_where_the_example_of_locret_lets_them():
     """Scores 5, 1, 4, 2, 3, 0 in chunks of two, three places: {0, 1}, {0, 2, 3}, and without stabilizers {0, 2, 4}."""
-    foreseen = np.array([5.0, 1, 4, 2, 3, 0])
 
-    def kept(tokens: list[int], stabilizers: float) -> list[int]:
+    def kept(tokens: list[int], stabilizers: float, foreseen: tuple[float, ...] = (5.0, 1, 4, 2, 3, 0)) -> list[int]:
         n = max(tokens) + 1
         ev = evidence(np.eye(n))
         column = jnp.asarray(foreseen[:n], jnp.float32)[None, None]
@@ -51,6 +50,7 @@ def test_stabilizers_stay_where_the_example_of_locret_lets_them():
     assert kept([0, 1], 0.67) == [0, 1]
     assert kept([0, 1, 2, 3], 0.67) == [0, 2, 3]
     assert kept([0, 2, 3, 4, 5], 0.0) == [0, 2, 4]
+    assert kept([0, 1, 2, 3], 0.67, (5.0, 4, 1, 2)) == [0, 2, 3] != kept([0, 1, 2, 3], 0.0, (5.0, 4, 1, 2))
 
 
 @pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32

@@ -21,6 +21,7 @@ from jkv.shorten import Shorten
 from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
+    from jkv.cache import LayerCache
     from jkv.models import ModelConfig, Params
 
 
@@ -192,6 +193,10 @@ class LayerConfig:
         """Queries in the buffer: those kept over a flush, then one a step."""
         needs = self.needs
         return needs.queries + self.block if needs.queries or needs.new else 0
+
+    def under(self, layers: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+        """The layers below, if the score needs them: without them, layers that are alike share a traced flush."""
+        return layers if self.needs.below else ()
 
     @property
     def uniform(self) -> bool:

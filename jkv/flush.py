@@ -54,6 +54,9 @@ class Newcomers:
         return jnp.broadcast_to((self.pos >= 0) & whose, (self.pos.shape[0], heads, self.pos.shape[2]))
 
 
+# Traced once for all layers that are alike: somebody waits for the program.
+@partial(jax.jit, static_argnames=("rope", "model", "fresh"))
+@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
 def flush(
     layer: LayerCache,
     window: Window,
@@ -69,27 +72,8 @@ def flush(
     """The layer after its window has flushed.
 
     window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty;
-    below: the layers below, which have flushed.
+    below: the layers below, which have flushed, if the score needs them.
     """
-    below = below if plan.needs.below else ()
-    return _flushed(layer, window, queries, seen, generated, plan, rope, model, fresh, below)
-
-
-# Traced once for all layers that are alike: somebody waits for the program.
-@partial(jax.jit, static_argnames=("rope", "model", "fresh"))
-@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
-def _flushed(
-    layer: LayerCache,
-    window: Window,
-    queries: tuple[Queries | None, Queries | None],
-    seen: Array,
-    generated: Array,
-    plan: LayerConfig,
-    rope: Rope,
-    model: ModelConfig,
-    fresh: bool,
-    below: tuple[LayerCache, ...],
-) -> LayerCache:
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age

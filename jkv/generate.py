@@ -281,14 +281,16 @@ class _Run:
 
     def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
         b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
-        used = np.zeros((b, vocab), bool)
-        for i, row in enumerate(self.rows):
-            used[i, row] = True
+        used = None
+        if penalized:
+            used = np.zeros((b, vocab), bool)
+            for i, row in enumerate(self.rows):
+                used[i, row] = True
         return Decoding(
             cache=cache,
             logits=logits,
             alive=jnp.ones(b, bool),
-            used=jnp.asarray(used) if penalized else None,
+            used=None if used is None else jnp.asarray(used),
             out=jnp.full((b, room), -1, jnp.int32),
             count=jnp.int32(0),
             trace=jnp.zeros((b, room, vocab), jnp.float32) if compare else None,

@@ -74,6 +74,7 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
             ]
             part = compensated(merge_all([part, *past, *beside(q, layer.rest, model.scale)]), layer.rest)
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
+        below = plan.under(below)
         narrowed = plan.narrow is not None and not begun
         on = going_on(layer, window, asked, seen, plan, rope, model, below) if narrowed else None
         layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh, below)
@@ -258,7 +259,7 @@ def settle(cache: Cache) -> Cache:
             asked = (kept if n else None, new if plan.needs.new else None)
             layer = replace(layer, queries=queries.begun(kept))
         rope, model = cache.model.ropes[i], cache.model
-        return flush(layer, layer.recent, asked, cache.seen, generated, plan, rope, model, below=below)
+        return flush(layer, layer.recent, asked, cache.seen, generated, plan, rope, model, below=plan.under(below))
 
     layers: tuple[LayerCache, ...] = ()
     for i, layer in enumerate(cache.layers):

@@ -99,7 +99,7 @@ def compress(empty: Cache, whole: Cache) -> Cache:
     layers: tuple[LayerCache, ...] = ()
     for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True):
         a = replace(a, queries=b.queries)
-        layers += (flush(a, b.recent, _kept(b, plan), seen, generated, plan, rope, model, True, layers),)
+        layers += (flush(a, b.recent, _kept(b, plan), seen, generated, plan, rope, model, True, plan.under(layers)),)
     fill = jnp.int32(empty.stay)
     return replace(empty, layers=layers, states=whole.states, seen=whole.seen, prompt=whole.prompt, fill=fill)
 

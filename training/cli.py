@@ -110,7 +110,7 @@ def train(
     asked = dict(
         budget=budget, warm=warm, steps=steps, batch=batch, accumulate=accumulate, rate=rate, weight=weight,
         width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
-        answer=answer,        dense_layers=dense_layers, every=every,
+        answer=answer, dense_layers=dense_layers, every=every,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)
     try:

@@ -82,7 +82,7 @@ def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
     recipe = retention.Recipe(**chosen, seed=run.seed)
     offset = math.log(run.length if recipe.warm else 10 * run.length)  # half faded at the end, or a tenth
     gate = learned_score.start(run.params.config, width, offset, jax.random.key(recipe.seed))
-    gated(run, recipe, Retention(gate=gate), recipe.budget, {"width": width})
+    gated(run, recipe, Retention(gate=gate), recipe.budget, width)
 
 
 @method
@@ -90,30 +90,40 @@ def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
     """Heads that foresee what an answer will look at."""
     recipe = estimates.Recipe(**chosen, seed=run.seed)
     gate = learned_score.guess(run.params.config, width, jax.random.key(recipe.seed))
-    gated(run, recipe, Foreseen(gate=gate), budget, {"width": width}, f", local={min(100, budget // 2)}")
+    gated(run, recipe, Foreseen(gate=gate), budget, width, f", local={min(100, budget // 2)}")
 
 
-def gated(run: Run, recipe: Any, score: Trained, budget: int, more: dict[str, Any], settings: str = "") -> None:
-    """Trains weights that speak at a token's birth, and measures them at a budget beside the newest tokens.
+def gated(run: Run, recipe: Any, score: Trained, budget: int, width: int, settings: str = "") -> None:
+    """Weights that speak at a token's birth, measured at a budget beside the newest tokens; settings: of that cache."""
+    own = f"{run.name}(budget={budget}, gate={str(run.out)!r}{settings})"
+    work = (run.params.config.layers if recipe.warm else 0) + recipe.steps
+    caches = ("full", f"streaming(budget={budget})", own)
+    fitted(run, recipe, score, work, caches, {"width": width}, {"budget": budget})
 
-    more: what the result depends on beside the recipe; settings: of the cache that is measured.
+
+def fitted(
+    run: Run,
+    recipe: Any,
+    score: Any,
+    work: int,
+    caches: tuple[str, ...],
+    more: dict[str, Any] | None = None,
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Trains a score's gate in so many pieces of work, writes it, and measures it through these caches.
+
+    more: what the result depends on beside the recipe; about: what the card says of the measurement.
     """
     made, held = run.given()
-    what = run.what(made, recipe, **more)
+    what = run.what(made, recipe, **(more or {}))
     folder = Folder(run.out, what, run.resume)
-    layers = run.params.config.layers if recipe.warm else 0
-    with console.progress(layers + recipe.steps) as say:
+    with console.progress(work) as say:
         state = Training(run.params, made, recipe, folder, say).run(score)
     card = run.card(what, folder)
     learned.write(run.out, vars(state.score.gate), card)
     print(f"learned: {run.out}\ndrawn: {folder.draw()}")
     if held is not None:
-        caches = (
-            "full",
-            f"streaming(budget={budget})",
-            f"{run.name}(budget={budget}, gate={str(run.out)!r}{settings})",
-        )
-        card["eval"] = {"budget": budget} | perplexities(run.params, held, caches)
+        card["eval"] = (about or {}) | perplexities(run.params, held, caches)
         learned.write(run.out, vars(state.score.gate), card)
 
 
@@ -132,19 +142,9 @@ def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str
 def dms(run: Run, **chosen: Any) -> None:
     """Switches of delayed eviction."""
     recipe = delay.Recipe(**chosen, seed=run.seed)
-    made, held = run.given()
-    what = run.what(made, recipe)
-    folder = Folder(run.out, what, run.resume)
     score = delayed.Delayed(window=recipe.window, gate=delayed.start(run.params.config))
-    with console.progress(recipe.steps) as say:
-        state = Training(run.params, made, recipe, folder, say).run(score)
-    card = run.card(what, folder)
-    learned.write(run.out, vars(state.score.gate), card)
-    print(f"learned: {run.out}\ndrawn: {folder.draw()}")
-    if held is not None:
-        caches = ("full", f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})")
-        card["eval"] = perplexities(run.params, held, caches)
-        learned.write(run.out, vars(state.score.gate), card)
+    own = f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})"
+    fitted(run, recipe, score, recipe.steps, ("full", own))
 
 
 @method

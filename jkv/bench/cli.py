@@ -132,19 +132,15 @@ def _speed(
     specs, contexts = cache or (SHARED if vs == "kvpress" else CACHES), context or CONTEXTS
     cores = _start(specs, threads, dtype, vs, out)
     from jkv import models
-    from jkv.bench import engines, results, speed
+    from jkv.bench import results, speed
 
     name, source = _subject(model, shape, random_weights, dtype, vs)
-    beside = vs if vs not in PEERS else None
-    speed.check([*specs, *([beside] if beside else [])], contexts, steps, models.read_config(source.config))
+    beside = [vs] if vs and vs not in PEERS else []
+    speed.check([*specs, *beside], contexts, steps, models.read_config(source.config))
 
     def found() -> Iterator[Row]:
-        params, peer = models.build(source.config, source.tensors, dtype), None
-        if beside:
-            peer = speed.Beside(params, beside)
-        elif vs is not None:
-            peer = (engines.Kvpress if vs == "kvpress" else engines.Transformers)(source, cores, dtype)
-            engines.apart(engines.Jkv(params), peer)
+        params = models.build(source.config, source.tensors, dtype)
+        peer = speed.peer_of(vs, params, source, cores, dtype)
         return speed.rows(what, params, specs, contexts, batch=batch, steps=steps, rounds=rounds, peer=peer)
 
     about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=rounds)

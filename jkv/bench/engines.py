@@ -194,6 +194,9 @@ class Kvpress(Transformers):
             return self.model(ids, past_key_values=cache, position_ids=places, use_cache=True).logits
 
 
+PEERS = {kind.name: kind for kind in (Transformers, Kvpress)}
+
+
 def apart(engine: Jkv, peer: Transformers) -> float:
     """The largest difference of the logits of one prompt; ValueError if that is too much for the same model."""
     ids = np.random.default_rng(1).integers(0, engine.params.config.vocab, (engine.rows, 16))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,15 @@ from rich import box
 from rich.table import Table
 
 from jkv import checks, loop, methods
-from jkv.bench.engines import Jkv
+from jkv.bench.engines import PEERS, Jkv, apart
 from jkv.bench.measure import cache_bytes, clock, copy_rate, peak_bytes, percentiles, turns, weight_bytes
 from jkv.bench.results import SEED
 from jkv.cache import Cache
 from jkv.compiled import Compiled, compiled
 from jkv.models import ModelConfig, Params
+
+if TYPE_CHECKING:
+    from jkv.io.source import Source
 
 What = Literal["decode", "prefill", "flush"]
 
@@ -58,7 +61,7 @@ def decode(engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
     return Ready(trial=trial, program=program, seconds=seconds, cache=start.cache)
 
 
-def prefill(engine: Jkv, ids: np.ndarray, steps: int = 0) -> Ready:
+def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
     """Milliseconds of the prompt; the cache has room for a block more."""
     checks.check_prefill(engine.config, "jkv bench prefill")
     cache, x = engine.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
@@ -67,7 +70,7 @@ def prefill(engine: Jkv, ids: np.ndarray, steps: int = 0) -> Ready:
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
 
 
-def flush(engine: Jkv, ids: np.ndarray, steps: int = 0) -> Ready:
+def flush(engine: Jkv, ids: np.ndarray) -> Ready:
     """Milliseconds of the flush that comes after as many tokens as `ids` has."""
     cache = engine.full_window(ids, 0)[0].cache
     program, seconds = compiled(settle, cache)
@@ -79,7 +82,11 @@ def flush(engine: Jkv, ids: np.ndarray, steps: int = 0) -> Ready:
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
 
 
-PREPARE: dict[What, Callable[[Jkv, np.ndarray, int], Ready]] = {"decode": decode, "prefill": prefill, "flush": flush}
+def prepare(what: What, engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
+    """The measurement of this name; steps: those of decoding."""
+    if what == "decode":
+        return decode(engine, ids, steps)
+    return (prefill if what == "prefill" else flush)(engine, ids)
 
 
 class Peer(Protocol):
@@ -107,7 +114,18 @@ class Beside:
 
     def trial(self, what: What, ids: np.ndarray, steps: int) -> Callable[[], list[float]]:
         engine = Jkv(self.params, self.name, ids.shape[0], ids.shape[1] + steps + 16)
-        return PREPARE[what](engine, ids, steps).trial
+        return prepare(what, engine, ids, steps).trial
+
+
+def peer_of(vs: str | None, params: Params, source: Source, threads: int, dtype: str) -> Peer | None:
+    """transformers or kvpress with the same weights, or another cache; None takes no turns."""
+    if vs is None:
+        return None
+    if vs not in PEERS:
+        return Beside(params, vs)
+    peer = PEERS[vs](source, threads, dtype)
+    apart(Jkv(params), peer)
+    return peer
 
 
 def check(specs: Sequence[str], contexts: Sequence[int], steps: int, model: ModelConfig) -> None:
@@ -149,7 +167,7 @@ def rows(
             engine = Jkv(params, spec, batch, n + steps + 16)
             held = peer.follow(str(engine.config), n) if peer is not None else ""
             theirs = [] if peer is None else [peer.trial(what, ids, steps)]
-            ready = PREPARE[what](engine, ids, steps)
+            ready = prepare(what, engine, ids, steps)
             done = turns([ready.trial, *theirs], rounds)
             found = percentiles(done[0])
             row: dict[str, Any] = {"what": what, "cache": str(engine.config), "context": n, "batch": batch, **found}

@@ -54,15 +54,13 @@ def stored(cache: Cache) -> list[Stored]:
 
 
 @partial(jax.jit, static_argnames=("prefix",))
-def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: int) -> tuple[Array, Array]:
-    """Logits f32[B,N,V] of the tokens of i32[B,T] from `prefix` on, and the attention kept, f32[L,B,H].
+def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: int) -> Array:
+    """Logits f32[B,N,V] of the tokens of i32[B,T] from `prefix` on.
 
-    In layers with which bool[L], queries from `prefix` on see of the prefix what `held` has, as it has it. Kept: the
-    share of those queries' attention to the prefix that is on tokens which are held, had they seen all of them.
+    In layers with which bool[L] they see of the prefix what `held` has, as it has it.
     """
     model, total = params.config, ids.shape[1]
     net, pos = family(model), jnp.broadcast_to(jnp.arange(total)[None], ids.shape)
-    kept = []
 
     def attend_layer(i: int, a: Any) -> tuple[Array, None]:
         rope, window = model.ropes[i], model.windows[i]
@@ -72,9 +70,6 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
         late = q[:, :, :, prefix:]
         see = visible(pos[:, prefix:], pos[:, None], window)
         here = jnp.pad(held[i].here[:, :, :prefix], ((0, 0), (0, 0), (0, total - prefix)), constant_values=True)
-        p = jnp.einsum("bhgtd,bhsd->bhgts", late, k) * model.scale
-        p = jax.nn.softmax(jnp.where(see[:, :, None], p, -jnp.inf), -1)[..., :prefix]
-        kept.append((p * here[:, :, None, None, :prefix].astype(p.dtype)).sum((2, 3, 4)) / p.sum((2, 3, 4)))
         old = here[:, :, :prefix, None]
         k, v = (
             x.at[:, :, :prefix].set(jnp.where(old, y[:, :, :prefix], x[:, :, :prefix]))
@@ -86,13 +81,7 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
     x = net.embed(params, ids)
     for i in range(model.depth):
         x, _ = block(params, i, x, pos, attend_layer, fresh(model, pos))
-    return net.head(params, x[:, prefix - 1 : -1]), jnp.stack(kept)
-
-
-def mass(params: Params, cache: Cache, ids: np.ndarray) -> np.ndarray:
-    """f32[L,B,H]: what the rest of i32[B,T] pays to the tokens that the cache holds, of what it pays to all it saw."""
-    which = jnp.zeros(params.config.layers, bool)
-    return np.asarray(dense(params, jnp.asarray(ids), stored(cache), which, int(cache.seen.max()))[1])
+    return net.head(params, x[:, prefix - 1 : -1])
 
 
 @jax.jit
@@ -116,6 +105,19 @@ def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Ar
     for i in range(model.depth):
         x, _ = block(params, i, x, pos, attend_layer, fresh(model, pos))
     return queries, paid
+
+
+@partial(jax.jit, static_argnames=("prefix",))
+def paid(params: Params, ids: Array, prefix: int) -> Array:
+    """Of the dense model: what the tokens of i32[B,T] from `prefix` on pay together to each before it, f32[L,B,H,S]."""
+    _, each = asked(params, ids, jnp.arange(prefix, ids.shape[1]))
+    return jnp.stack([x.sum(2)[..., :prefix] for x in each])
+
+
+def mass(whole: Array, cache: Cache) -> np.ndarray:
+    """f32[L,B,H]: of attention f32[L,B,H,S] to the prefix, see `paid`, the share on tokens that the cache holds."""
+    here = jnp.stack([x.here[:, :, : whole.shape[3]] for x in stored(cache)]).astype(whole.dtype)
+    return np.asarray((whole * here).sum(3) / whole.sum(3))
 
 
 @jax.jit
@@ -169,10 +171,10 @@ def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:
     """Mean KL in nats to the full model over the rest of i32[B,T], for each layer if it alone is compressed."""
     rows, layers, prefix = jnp.asarray(ids), params.config.layers, int(cache.seen.max())
     held = stored(cache)
-    full, _ = dense(params, rows, held, jnp.zeros(layers, bool), prefix)
+    full = dense(params, rows, held, jnp.zeros(layers, bool), prefix)
     out = []
     for i in range(layers):
-        one, _ = dense(params, rows, held, jnp.arange(layers) == i, prefix)
+        one = dense(params, rows, held, jnp.arange(layers) == i, prefix)
         out.append(float(divergence(full, one)[0].mean()))
     return out
 

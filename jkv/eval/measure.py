@@ -15,7 +15,7 @@ from jax import Array
 from jkv.cache import Cache, tree_bytes
 from jkv.compiled import compiled
 from jkv.config import CacheConfig
-from jkv.eval.attention import mass, sweep, to_spare
+from jkv.eval.attention import mass, paid, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generate import extend, generate, prefill
@@ -156,13 +156,15 @@ def _ppl(nll: np.ndarray) -> dict[str, float]:
 class Fidelity:
     """Texts through the full cache, once; then any number of caches beside it.
 
-    The full cache's logits stay in memory: n * N * vocab floats.
+    The full cache's logits and what its attention pays to each token stay in memory: n * N * vocab floats, and as many
+    as all layers' kv heads have tokens.
     """
 
     def __init__(self, params: Params, texts: Texts) -> None:
         self.params, self.texts = params, texts
         self.groups = list(batches(len(texts.ids), texts.batch))
         self.full = [[np.asarray(x) for x in texts.follow(params, CacheConfig(), rows)] for rows, _ in self.groups]
+        self.paid = [paid(params, jnp.asarray(texts.ids[rows]), texts.prefix) for rows, _ in self.groups]
 
     def __call__(self, config: CacheConfig, layers: bool = False) -> dict[str, Any]:
         """How far a cache is from the full one: KL in nats, top-1 agreement, first divergence; and its perplexity.
@@ -173,10 +175,10 @@ class Fidelity:
         and `spare`, the layers that cost most.
         """
         kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], None, []
-        for (rows, count), full in zip(self.groups, self.full, strict=True):
+        for (rows, count), full, whole in zip(self.groups, self.full, self.paid, strict=True):
             run = self.texts.follow(self.params, config, rows)
             cost = cost or held(self.params, config, run.cache)
-            masses.append(mass(self.params, run.cache, self.texts.ids[rows])[:, :count])
+            masses.append(mass(whole, run.cache)[:, :count])
             if layers and not by_layer:
                 by_layer = sweep(self.params, run.cache, self.texts.ids[rows])
             parts = []

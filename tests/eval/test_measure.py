@@ -76,7 +76,7 @@ def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():
 
 def test_attention_kept_is_counted_token_by_token():
     cache = Texts(IDS[:2], PREFIX).follow(PARAMS, parse("snapkv(budget=48, window=8)"), [0, 1]).cache
-    found = attention.mass(PARAMS, cache, IDS[:2])
+    found = attention.mass(attention.paid(PARAMS, jnp.asarray(IDS[:2]), PREFIX), cache)
     model, net = PARAMS.config, models.family(PARAMS.config)
     pos = jnp.arange(200)[None]
     p = jax.jit(lambda ids: net.project(PARAMS, 0, net.embed(PARAMS, ids), pos))(jnp.asarray(IDS[:1]))
@@ -106,9 +106,9 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
     held = attention.stored(run.cache)
     own = np.concatenate([np.asarray(x) for x in run], 1)
     every = jnp.ones(PARAMS.config.layers, bool)
-    seen, _ = attention.dense(PARAMS, jnp.asarray(IDS[:2]), held, every, PREFIX)
+    seen = attention.dense(PARAMS, jnp.asarray(IDS[:2]), held, every, PREFIX)
     np.testing.assert_allclose(own, seen, atol=2e-4)
-    none, _ = attention.dense(PARAMS, jnp.asarray(IDS[:2]), held, ~every, PREFIX)
+    none = attention.dense(PARAMS, jnp.asarray(IDS[:2]), held, ~every, PREFIX)
     np.testing.assert_allclose(none, plain(IDS[:2]), atol=2e-4)
     assert abs(own - plain(IDS[:2])).max() > 1e-2
 

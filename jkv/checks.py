@@ -43,13 +43,13 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         )
     _check_shorten(config, model)
     _check_narrow(config, model, chunk)
-    if chunk and not config.splits:
+    if chunk and needs.whole_prompt:
         raise ValueError(
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
-    if any(x.shape[0] != model.layers for x in jax.tree.leaves(config.score)):
-        raise ValueError(f"{config}: its score was trained for another number of layers than {model.layers}")
+    if any(x.shape[0] != model.layers for x in jax.tree.leaves((config.score, config.merge))):
+        raise ValueError(f"{config}: its weights were trained for another number of layers than {model.layers}")
     if config.codec != CacheConfig().codec and all(t.k and t.v for t in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
     for tier in config.tiers:
@@ -73,7 +73,17 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         )
     _check_pool(config, model)
     _check_rest(config, model)
+    _check_merge(config)
     _check_budget(config, model)
+
+
+def _check_merge(config: CacheConfig) -> None:
+    if config.merge is None or not config.merge.rewrites:
+        return
+    coded = [c for tier in config.tiers for c in config.codecs(tier) if not c.rewritable or c.rope == "after"]
+    others = {f"the codec {type(c).__name__}, which codes a token once or un-rotated": True for c in coded}
+    others["the selection of pages"] = config.select is not None
+    _alone(config, "mixtures of entries that are mixed again at each flush do", others)
 
 
 def _check_rest(config: CacheConfig, model: ModelConfig) -> None:

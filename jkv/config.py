@@ -85,7 +85,7 @@ class CacheConfig:
     tiers: tuple[TierSpec, ...] = (TierSpec(),)
     budget: Budget = All()
     pooled: float | None = None
-    merge: Merge | None = None
+    merge: Merge | None = leaf(default=None)
     rest: bool = False
     select: Selector | None = leaf(default=None)
     recent: int = 16
@@ -105,8 +105,10 @@ class CacheConfig:
 
     def bound(self, params: Params) -> CacheConfig:
         """This config with the weights that its parts need of a model; ValueError if they were trained for another."""
-        select = self.select.bound(params) if self.select else None
-        return replace(self, score=self.score.bound(params), budget=self.budget.bound(params), select=select)
+        merge, select = (x.bound(params) if x else None for x in (self.merge, self.select))
+        return replace(
+            self, score=self.score.bound(params), budget=self.budget.bound(params), merge=merge, select=select
+        )
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
@@ -119,7 +121,8 @@ class CacheConfig:
         It does unless a score ranks by queries of the first piece that are gone when it ranks, or upper layers see
         fewer tokens.
         """
-        return not needs_of(self.score, self.merge, self.select).whole_prompt and self.narrow is None
+        needs = needs_of(self.score, self.merge, self.select)
+        return not (needs.whole_prompt or needs.pieces) and self.narrow is None
 
     @property
     def waits(self) -> bool:
@@ -167,7 +170,7 @@ class LayerConfig:
     tiers: tuple[TierConfig, ...] = leaf()
     budget: Budget
     floor: float | None
-    merge: Merge | None
+    merge: Merge | None = leaf()
     rest: bool
     recent: int
     block: int
@@ -251,15 +254,16 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         for s, size in zip(specs, sizes, strict=True)
         if size
     )
-    score = jax.tree.map(lambda x: x[i], config.score).for_layer(model, i)
+    score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
+    score = score.for_layer(model, i)
     return LayerConfig(
         score=score,
-        needs=needs_of(score, config.merge, select),
+        needs=needs_of(score, merge, select),
         columns=_columns(score, model),
         tiers=tiers,
         budget=budget,
         floor=config.pooled,
-        merge=config.merge,
+        merge=merge,
         rest=config.rest,
         recent=config.recent,
         block=ceil(config.block / unit) * unit,

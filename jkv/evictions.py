@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jkv.budgets import Keep, Pyramid
+from jkv.budgets import Keep, Pyramid, Tokens
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
 from jkv.config import Narrow, TierSpec
 from jkv.merges import Nearest
+from jkv.mixtures import Mixtures
 from jkv.scores import delayed
-from jkv.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
+from jkv.scores.attention import Accumulated, Latest, PathMass, Persistence, Recurrence, WindowMass
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
 from jkv.scores.learned import Foreseen
@@ -248,6 +249,18 @@ def locret(
         recent=local,
         append=1.0,
     )
+
+
+@row("2406.05317", "reconstruction: trained layer by layer; scores of a group are summed; decode every block of steps")
+def lococo(*, budget: int, gate: str | None = None, chunk: int = 512, local: int = 0) -> Axes:
+    """LoCoCo: what the last piece looked at least melts into trained mixtures; `gate` is of `jkv train lococo`.
+
+    Of the `budget`, as many tokens are mixtures as were trained, half of it there; the others stay as they are, and
+    so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).
+    """
+    merge = Mixtures() if gate is None else Mixtures.trained(gate)
+    above("lococo", budget, local + merge.count, "its newest tokens and its mixtures")
+    return dict(score=Latest(), merge=merge, budget=Tokens(tokens=budget), recent=local, chunk=chunk)
 
 
 @row("2505.13866", "lagged as the paper is; events come `recent` tokens early")

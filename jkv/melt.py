@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,53 +16,76 @@ from jkv import context
 from jkv.cache import Tier, map_codec, put, take, take_along
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence
-from jkv.merges import shares
 from jkv.protocols import Code, Codec, Columns, Merge
 from jkv.tiers import write
+from jkv.tree import value
 
 if TYPE_CHECKING:
     from jkv.flush import Newcomers
 
 
+@value
+class Lost:
+    """Tokens that find no place: index i32[B,H,n] in S, S for none; k, v [B,H,n,D]."""
+
+    index: Array
+    k: Array
+    v: Array
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The tokens of S as a merge reads them: of tiers only those that it may change.
+
+    Those keep rotated keys, and their codecs are rewritable; what would have gone into others is dropped.
+    """
+
+    ev: Evidence
+    plan: LayerConfig
+
+    @property
+    def tiers(self) -> list[tuple[int, Tier, TierConfig]]:
+        """Tiers that may change, with the index of their first slot."""
+        pairs = list(zip(self.ev.tiers, self.plan.tiers, strict=False))
+        starts = accumulate((config.capacity for _, config in pairs), initial=0)
+        return [(at, *x) for at, x in zip(starts, pairs, strict=False) if may_change(x[1])]
+
+    def open(self, index: Array) -> Array:
+        """bool[B,H,m]: which of entries i32[B,H,m] may change; what is no entry may not."""
+        inside = [(index >= at) & (index < at + config.capacity) for at, _, config in self.tiers]
+        return reduce(or_, inside, index >= self.ev.slots) & (index < self.ev.pos.shape[2])
+
+    def read(self, index: Array) -> tuple[Array, Array]:
+        """k, v f32[B,H,m,D] of entries that may change."""
+        ev = self.ev
+        k, v = (take(x, index - ev.slots).astype(jnp.float32) for x in (ev.window.k, ev.window.v))
+        for at, tier, config in self.tiers:
+            inside = ((index >= at) & (index < at + config.capacity))[..., None]
+            k = jnp.where(inside, _decoded(config.k, tier.k, index - at, tier), k)
+            v = jnp.where(inside, _decoded(config.v, tier.v, index - at, tier), v)
+        return k, v
+
+
+def may_change(config: TierConfig) -> bool:
+    """Whether a merge may change the slots of a tier."""
+    return config.k.rewritable and config.v.rewritable and config.k.rope == "before"
+
+
 def merged(
     merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Newcomers, plan: LayerConfig
 ) -> tuple[list[Tier], list[Newcomers]]:
-    """Tiers and newcomers once the evicted have left their shares, newcomers not yet encoded.
-
-    Stored slots take a share only in tiers whose codecs are rewritable and keep rotated keys; in the others the
-    slot's codes stay as they are, and what would have gone there is dropped. Temporaries are of the size of `lost`.
-    """
+    """Tiers and newcomers once those that stay have become what the merge makes of them, newcomers not yet encoded."""
     b, h, total = ev.pos.shape
     index, gone = (jnp.broadcast_to(x, (b, h, x.shape[2])) for x in (lost.index, lost.pos >= 0))
     index = jnp.where(gone, index, total)  # at a first flush S has no slots, and the dead no place in it
     kept = ev.live & ~put(jnp.zeros((b, h, total), bool), index, gone)
-    survivor = take(merge.survivor(ev, kept), index)
-    open_to = survivor >= ev.slots
-    into_k, into_v = (take(x, survivor - ev.slots).astype(jnp.float32) for x in (ev.window.k, ev.window.v))
-    at, starts = 0, []
-    for tier, config in zip(ev.tiers, plan.tiers, strict=False):
-        if config.k.rewritable and config.v.rewritable and config.k.rope == "before":
-            inside = (survivor >= at) & (survivor < at + config.capacity)
-            k, v = (
-                _decoded(codec, code, survivor - at, tier) for codec, code in ((config.k, tier.k), (config.v, tier.v))
-            )
-            into_k, into_v = (jnp.where(inside[..., None], x, y) for x, y in ((k, into_k), (v, into_v)))
-            open_to = open_to | inside
-            starts.append(at)
-        else:
-            starts.append(None)
-        at += config.capacity
-    survivor = jnp.where(gone & open_to, survivor, -1)
-    worth = merge.worth(ev)
-    worth = take(worth, index) / jnp.maximum(take(worth, survivor), 1e-30)
-    melt = jax.vmap(jax.vmap(lambda *x: shares(merge, *x, none=total)))
-    index, k, v = melt(survivor, worth, lost.k, lost.v, into_k, into_v)
+    index, k, v = merge.into(ev, kept, Lost(index=index, k=lost.k, v=lost.v), Entries(ev, plan))
     columns = merge.remember(ev)
     out, start = [], 0
-    for i, (tier, config) in enumerate(zip(tiers, plan.tiers, strict=True)):
+    for tier, config in zip(tiers, plan.tiers, strict=True):
         if ev.tiers:
             tier = remembered(tier, columns, start)
-            if starts[i] is not None:
+            if may_change(config):
                 tier = _rewrite(tier, index - start, k, v, config)
         out.append(tier)
         start += config.capacity

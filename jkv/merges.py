@@ -1,4 +1,4 @@
-"""What the evicted leave behind: a share in a survivor."""
+"""What the evicted leave behind: a share in a survivor, or part of a mixture."""
 
 from __future__ import annotations
 
@@ -15,10 +15,48 @@ from jkv.tree import part
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
+    from jkv.melt import Entries, Lost
+
+
+class Shares(Merge):
+    """Shares of the evicted in a survivor, x_p <- (x_p + sum g_i x_i) / (1 + sum g_i), for k and v.
+
+    A newcomer takes shares before it is encoded; a stored slot only if its codecs are rewritable.
+    """
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        """i32[B,H,S]: the kept token (an index in S) that takes each token's share, -1 none; kept bool[B,H,S]."""
+        raise NotImplementedError  # its own in every one
+
+    def worth(self, ev: Evidence) -> Array:
+        """f32[B,H,S]: what each token counts, beside its survivor's."""
+        return jnp.ones(ev.pos.shape)
+
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
+        """g f32[m] of m evicted tokens of one row and head, from squared distances of their keys to their survivors',
+        and what they are worth over what these are.
+
+        run i32[m] rises; those of one survivor have one number.
+        """
+        raise NotImplementedError  # its own in every one
+
+    def key(self, mixed: Array, own: Array) -> Array:
+        """f32[m,D]: what the keys of m survivors become, from the mean of all shares and what they were."""
+        return mixed
+
+    def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
+        """Temporaries are of the size of `lost`."""
+        total = ev.pos.shape[2]
+        survivor = take(self.survivor(ev, kept), lost.index)
+        survivor = jnp.where((lost.index < total) & entries.open(survivor), survivor, -1)
+        worth = self.worth(ev)
+        worth = take(worth, lost.index) / jnp.maximum(take(worth, survivor), 1e-30)
+        melt = jax.vmap(jax.vmap(lambda *x: shares(self, *x, none=total)))
+        return melt(survivor, worth, lost.k, lost.v, *entries.read(survivor))
 
 
 @part
-class Runs(Merge):
+class Runs(Shares):
     """The evicted members of a run go into its kept pivot with Gaussian weights: a reconstruction of KVMerger.
 
     g_i = exp(-|k_i - k_p|^2 / (2 sigma^2)), g_p = 1, weights g / sum g, for keys and values; sigma = `width` times the
@@ -55,7 +93,7 @@ class Runs(Merge):
 
 
 @part
-class Nearest(Merge):
+class Nearest(Shares):
     """What a prompt loses goes into the kept token nearest in position, the older of two: each becomes the mean of all.
 
     Nothing is merged while generating. Rotated keys are mixed as they are. Source: Elastic Cache (2407.18121).
@@ -80,7 +118,7 @@ class Nearest(Merge):
 
 
 @part
-class ZeroClass(Merge):
+class ZeroClass(Shares):
     """Of the evicted, the `candidates` of highest rank go to the kept token whose key is most like theirs; or nowhere.
 
     Nowhere, the zero class, is as like as `threshold`: cosine of rotated keys. Shares are by worth, the rank at the
@@ -113,7 +151,7 @@ class ZeroClass(Merge):
         return mixed * length(own) / jnp.maximum(length(mixed), 1e-30)
 
 
-def shares(merge: Merge, survivor: Array, worth: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
+def shares(merge: Shares, survivor: Array, worth: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
     """What survivors become, for one row and head: (index i32[m], `none` where there is none, k, v f32[m,D]).
 
     survivor i32[m] (-1 none) of m evicted tokens k, v [m,D], each worth f32[m] times its survivor; into_k, into_v

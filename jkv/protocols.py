@@ -21,6 +21,7 @@ from jkv.tree import static, value
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
+    from jkv.melt import Entries, Lost
     from jkv.models import ModelConfig, Params
 
 Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
@@ -34,6 +35,7 @@ class Needs:
     queries: int = 0  # kept after a flush: the newest n
     new: bool = False  # the queries since the last flush
     whole_prompt: bool = False  # wants all queries of a prompt: refuses chunk=
+    pieces: bool = False  # ranks by the queries of each piece of a prompt alone: pieces are part of the method
     probes: bool = False  # wants queries of texts that are read after a prompt, which stays whole until then
     below: bool = False  # wants the layers below, which have flushed
 
@@ -42,6 +44,7 @@ class Needs:
             queries=max(self.queries, other.queries),
             new=self.new or other.new,
             whole_prompt=self.whole_prompt or other.whole_prompt,
+            pieces=self.pieces or other.pieces,
             probes=self.probes or other.probes,
             below=self.below or other.below,
         )
@@ -237,35 +240,21 @@ class Codec:
 
 
 class Merge:
-    """What the evicted leave behind: a share in a survivor, x_p <- (x_p + sum g_i x_i) / (1 + sum g_i), for k and v.
-
-    A newcomer takes shares before it is encoded; a stored slot only if its codecs are rewritable.
-    """
+    """What the evicted leave behind: entries that stay become other ones. Its arrays, if it has any, are [L,...]."""
 
     needs: Needs = Needs()
+    rewrites: bool = False  # every entry may change at each flush: only for codecs that are rewritable
 
-    def survivor(self, ev: Evidence, kept: Array) -> Array:
-        """i32[B,H,S]: the kept token (an index in S) that takes each token's share, -1 none; kept bool[B,H,S]."""
+    def bound(self, params: Params) -> Merge:
+        """This merge with the weights that were trained for the model; ValueError if there are none."""
+        return self
+
+    def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
+        """(i32[B,H,m], k, v f32[B,H,m,D]): which entries of S change, S for none, and into what; kept bool[B,H,S]."""
         raise NotImplementedError  # its own in every merge
-
-    def worth(self, ev: Evidence) -> Array:
-        """f32[B,H,S]: what each token counts, beside its survivor's."""
-        return jnp.ones(ev.pos.shape)
-
-    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
-        """g f32[m] of m evicted tokens of one row and head, from squared distances of their keys to their survivors',
-        and what they are worth over what these are.
-
-        run i32[m] rises; those of one survivor have one number.
-        """
-        raise NotImplementedError  # its own in every merge
-
-    def key(self, mixed: Array, own: Array) -> Array:
-        """f32[m,D]: what the keys of m survivors become, from the mean of all shares and what they were."""
-        return mixed
 
     def remember(self, ev: Evidence) -> Columns:
-        """Columns f32[B,H,S] of the survivors after the merge."""
+        """Columns f32[B,H,S] of the entries that stay, after the merge."""
         return ev.columns
 
 

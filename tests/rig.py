@@ -10,7 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dense import dense_prompt, dense_step
-from tiny import ESTIMATES, FINDERS, FOLDER, GATE, HYBRID, KEEPERS, MODEL, PARAMS, PREDICTOR, SWITCH, D, G, H, L  # noqa: F401
+from tiny import (  # noqa: F401
+    ESTIMATES,
+    FINDERS,
+    FOLDER,
+    GATE,
+    HYBRID,
+    KEEPERS,
+    MIXTURES,
+    MODEL,
+    PARAMS,
+    PREDICTOR,
+    SWITCH,
+    D,
+    G,
+    H,
+    L,
+)
 
 from jkv import loop, methods, sizes
 from jkv.cache import Cache
@@ -169,6 +185,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "locret": (
         Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", recent=8, columns=1, appends=True, ranked=92),
     ),
+    "lococo": (Case(f"lococo(budget={{b}}, gate={MIXTURES!r})", recent=0, columns=1, queries=16, merges=True),),
     "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2),),
     "compresskv": (
         Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=24, uniform=True, appends=True),

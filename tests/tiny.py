@@ -39,6 +39,14 @@ def estimates(folder: str) -> str:
     return folder
 
 
+def mixtures(folder: str) -> str:
+    """A folder with twelve mixtures for the tiny model, of random weights that tell entries apart."""
+    rng = np.random.default_rng(12)
+    made = dict(conv=rng.normal(0, 0.5, (L, 5, 2 * D, 12)), bias=rng.normal(0, 1, (L, 12)), share=[0.5, 0.8])
+    io.write(folder, made, {"method": "lococo", "model": io.identities(PARAMS)})
+    return folder
+
+
 def switch(folder: str) -> str:
     """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
     rng = np.random.default_rng(6)
@@ -72,6 +80,6 @@ def keepers(folder: str) -> str:
 
 
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
-GATE, ESTIMATES, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
-    make(f"{FOLDER.name}/{make.__name__}") for make in (gate, estimates, switch, predictor, finders, keepers)
+GATE, ESTIMATES, MIXTURES, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
+    make(f"{FOLDER.name}/{make.__name__}") for make in (gate, estimates, mixtures, switch, predictor, finders, keepers)
 )

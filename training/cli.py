@@ -15,6 +15,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         budget=512, warm=500, steps=0, batch=1, accumulate=1, rate=2e-4, weight=1.0, width=128, top=64, every=25
     ),
     "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
+    "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
     "dms": dict(
         window=128, ratio=8.0, fall=480, steps=512, batch=1, accumulate=1, rate=2e-4, weight=1.0, top=64, every=25
     ),
@@ -27,6 +28,7 @@ FOUND: dict[str, dict[str, int]] = {
 }
 POSITIVE = (
     "budget",
+    "chunk",
     "batch",
     "accumulate",
     "width",
@@ -58,7 +60,7 @@ Batch = Annotated[int | None, typer.Option(help=_told("batch", "Texts, or moment
 Accumulate = Annotated[int | None, typer.Option(help=_told("accumulate", "Batches of a step."))]
 Rate = Annotated[float | None, typer.Option(help=_told("rate", "The largest learning rate."))]
 Weight = Annotated[float | None, typer.Option(help=_told("weight", "Of the capacity loss."))]
-Width = Annotated[int | None, typer.Option(help=_told("width", "Of a gate."))]
+Width = Annotated[int | None, typer.Option(help=_told("width", "Of a gate, or of a convolution."))]
 Top = Annotated[int | None, typer.Option(help=_told("top", "Tokens of the teacher that are compared; 0: all."))]
 Window = Annotated[int | None, typer.Option(help=_told("window", "Tokens that a marked one still lives."))]
 Ratio = Annotated[
@@ -69,6 +71,7 @@ Moments = Annotated[int | None, typer.Option(help=_told("moments", "Drawn of eac
 Answer = Annotated[int | None, typer.Option(help=_told("answer", "Last tokens of a text, whose queries are foreseen."))]
 Page = Annotated[int | None, typer.Option(help=_told("page", "Tokens of a page."))]
 Spared = Annotated[int | None, typer.Option(help=_told("dense_layers", "First layers, which select nothing."))]
+Chunk = Annotated[int | None, typer.Option(help=_told("chunk", "Tokens of a text that are read at a time."))]
 Every = Annotated[int | None, typer.Option(help=_told("every", "Steps between checkpoints."))]
 Corpus = Annotated[
     list[str] | None, typer.Option(help="pydoc, stdlib, tasks, a dataset or a text file; can be repeated.")
@@ -77,7 +80,10 @@ Corpus = Annotated[
 
 def train(
     name: Annotated[
-        str, typer.Argument(help="trimkv (gates), locret (estimates), dms (switches) or attentionpredictor.")
+        str,
+        typer.Argument(
+            help="trimkv (gates), locret (estimates), lococo (mixtures), dms (switches) or attentionpredictor."
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Checkpoints, metrics, and what was learned.")],
     model: Model = MODEL,
@@ -100,6 +106,7 @@ def train(
     page: Page = None,
     answer: Answer = None,
     dense_layers: Spared = None,
+    chunk: Chunk = None,
     every: Every = None,
     check: Annotated[int, typer.Option(help="Held-back texts to measure the result on; 0: none.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the weights, the texts and their order.")] = 0,
@@ -110,7 +117,7 @@ def train(
     asked = dict(
         budget=budget, warm=warm, steps=steps, batch=batch, accumulate=accumulate, rate=rate, weight=weight,
         width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
-        answer=answer, dense_layers=dense_layers, every=every,
+        answer=answer, dense_layers=dense_layers, chunk=chunk, every=every,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)
     try:

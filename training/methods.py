@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import console
+from jkv import mixtures as blends
 from jkv.eval import measure
 from jkv.eval.results import digest
 from jkv.io import learned
@@ -20,9 +21,9 @@ from jkv.methods import parse
 from jkv.models import Params
 from jkv.scores import delayed
 from jkv.scores import learned as learned_score
-from jkv.scores.learned import Foreseen, Retention, Trained
+from jkv.scores.learned import Foreseen, Retention
 from jkv.selectors.forecast import Forecast
-from jkv.training import data, delay, estimates, forecast, retention
+from jkv.training import data, delay, estimates, forecast, mixtures, retention
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.trainer import Training
@@ -93,8 +94,21 @@ def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
     gated(run, recipe, Foreseen(gate=gate), budget, width, f", local={min(100, budget // 2)}")
 
 
-def gated(run: Run, recipe: Any, score: Trained, budget: int, width: int, settings: str = "") -> None:
-    """Weights that speak at a token's birth, measured at a budget beside the newest tokens; settings: of that cache."""
+@method
+def lococo(run: Run, *, width: int, **chosen: Any) -> None:
+    """Mixtures of what a cache loses, half of its budget."""
+    recipe = mixtures.Recipe(**chosen, seed=run.seed)
+    if not width % 2 or not 2 <= recipe.budget <= recipe.chunk:
+        raise ValueError(
+            f"width={width}, budget={recipe.budget}, chunk={recipe.chunk}: an odd number of entries, 2 tokens or more, "
+            "and pieces of no fewer"
+        )
+    gate = blends.start(run.params.config, recipe.budget // 2, width, jax.random.key(recipe.seed))
+    gated(run, recipe, blends.Mixtures(gate=gate), recipe.budget, width, f", chunk={recipe.chunk}")
+
+
+def gated(run: Run, recipe: Any, score: Any, budget: int, width: int, settings: str = "") -> None:
+    """Weights that are measured at a budget beside the newest tokens; settings: more of that cache."""
     own = f"{run.name}(budget={budget}, gate={str(run.out)!r}{settings})"
     work = (run.params.config.layers if recipe.warm else 0) + recipe.steps
     caches = ("full", f"streaming(budget={budget})", own)

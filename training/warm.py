@@ -64,11 +64,13 @@ def layer_loss(
 
 @value
 class Layer:
-    """What a layer's gate is trained on, of N texts: x f[N,T,E]; q f[N,H,G,T,D], k f[N,H,T,D] rotated; size i32[N]."""
+    """What a layer's gate is trained on, of N texts: x f[N,T,E]; q f[N,H,G,T,D], k f[N,H,T,D] rotated, v like k; size
+    i32[N]."""
 
     x: Array
     q: Array
     k: Array
+    v: Array
     size: Array
 
 
@@ -84,7 +86,7 @@ def through(params: Params, x: Array, pos: Array, kind: int) -> tuple[Array, Lay
         rope = c.ropes[kind]
         q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
         o = attend_causal(q, k, a.v, pos, pos, c.scale, c.windows[kind]).finish()
-        return o, Layer(x=a.x, q=q, k=k, size=(pos >= 0).sum(1))
+        return o, Layer(x=a.x, q=q, k=k, v=a.v, size=(pos >= 0).sum(1))
 
     return family(c).layer(params, 0, x, pos, attend)
 

@@ -78,6 +78,26 @@ class Accumulated(Score):
 
 
 @part
+class Latest(Score):
+    """Attention from the queries since the last flush alone: s_j = sum_i p[i,j], summed over G.
+
+    Of a prompt those are all queries of its last piece. Source: LoCoCo (2406.05317).
+    """
+
+    needs = Needs(new=True, pieces=True)
+
+    def birth(self, new: Born) -> Columns:
+        return {"looked": jnp.zeros(new.k.shape[:3], jnp.float32)}
+
+    def observe(self, ev: Evidence) -> Columns:
+        assert ev.new is not None
+        return {**ev.columns, "looked": mass(ev, ev.new, "sum")}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns["looked"]
+
+
+@part
 class Persistence(Score):
     """Tokens that the last `queries` queries seldom treat worse than the others.
 

@@ -25,7 +25,7 @@ def data(seed: int) -> Layer:
     x[..., 0] = np.arange(T) % 8 == 5
     k[..., 0], q[..., 0] = 3 * x[:, None, :, 0], 3
     x, q, k = (jnp.asarray(a, jnp.float32) for a in (x, q, k))
-    return Layer(x=x, q=q, k=k, size=jnp.full(N, T))
+    return Layer(x=x, q=q, k=k, v=x[:, None, :, :D] * jnp.ones((1, H, 1, 1)), size=jnp.full(N, T))
 
 
 def own(seed: int = 0):

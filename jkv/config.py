@@ -115,6 +115,16 @@ class CacheConfig:
         return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
+    def unit(self) -> int:
+        """Tokens that enter and leave a tier together."""
+        return lcm(*(c.grain for s in self.tiers for c in self.codecs(s)), self.select.unit if self.select else 1)
+
+    @property
+    def steps(self) -> int:
+        """Steps between flushes: a block in whole units."""
+        return ceil(self.block / self.unit) * self.unit
+
+    @property
     def splits(self) -> bool:
         """Whether a prompt that is read in two pieces gives the same cache, if no token leaves in between.
 
@@ -231,7 +241,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     if window is not None:
         wanted = min(wanted, window)  # older tokens are invisible to every later query
     capacity = min(wanted, longest)
-    unit = lcm(*(c.grain for s in config.tiers for c in config.codecs(s)), config.select.unit if config.select else 1)
+    unit = config.unit
     specs, total = config.tiers, max(capacity - config.recent, 0)
     if (part := budget.inner(i)) is not None:  # rows that use less of it have more in the next
         first, least = (min(x, total) for x in part)
@@ -266,7 +276,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         merge=merge,
         rest=config.rest,
         recent=config.recent,
-        block=ceil(config.block / unit) * unit,
+        block=config.steps,
         unit=unit,
         capacity=capacity,
         longest=longest,

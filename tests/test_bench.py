@@ -124,7 +124,7 @@ def test_a_cache_of_relative_positions_goes_beyond_the_context(params):
     rows = list(speed.rows("decode", params, [spec], [600], steps=16, rounds=1))
     assert rows[0]["context"] == 600 > params.config.context
     with pytest.raises(ValueError, match="--context 600 and 16 new tokens: the model's context is 512"):
-        speed.check(["full"], [600], 16, params.config)
+        speed.check("decode", ["full"], [600], 16, params.config)
 
 
 def test_rates_follow_from_times(params, monkeypatch):

@@ -136,7 +136,7 @@ def _speed(
 
     name, source = _subject(model, shape, random_weights, dtype, vs)
     beside = [vs] if vs and vs not in PEERS else []
-    speed.check([*specs, *beside], contexts, steps, models.read_config(source.config))
+    speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
 
     def found() -> Iterator[Row]:
         params = models.build(source.config, source.tensors, dtype)

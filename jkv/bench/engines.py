@@ -14,7 +14,6 @@ import numpy as np
 from jkv import loop, methods, sampling, sizes
 from jkv.bench.measure import clock
 from jkv.compiled import Compiled, compiled
-from jkv.config import resolve
 from jkv.eval import presses
 from jkv.io.load import read
 from jkv.io.source import Source
@@ -57,12 +56,9 @@ class Jkv:
         """The state that has seen as many tokens as `ids`, the last block of them its own; the next step flushes.
 
         So `steps` tokens from here see the share of flushes that a long answer sees. Also the decode program and the
-        seconds that compiling it took. Raises ValueError for a prompt of no more than a block.
+        seconds that compiling it took. A prompt has more tokens than a block.
         """
-        n, c = ids.shape[1], self.params.config
-        block = resolve(self.config, c, n + steps, 1)[0].block
-        if n <= block:
-            raise ValueError(f"--context {n}: {self.config} flushes every {block} tokens; give a context above that")
+        n, block = ids.shape[1], self.config.steps
         state = self.decoding(ids[:, : n - block], block + steps)
         stop = jnp.int32(block)
         program, seconds = compiled(loop.run_blocks, self.params, state, self.sampling, stop)

@@ -128,12 +128,15 @@ def peer_of(vs: str | None, params: Params, source: Source, threads: int, dtype:
     return peer
 
 
-def check(specs: Sequence[str], contexts: Sequence[int], steps: int, model: ModelConfig) -> None:
+def check(what: What, specs: Sequence[str], contexts: Sequence[int], steps: int, model: ModelConfig) -> None:
     """Raise ValueError for a cache or a context that cannot work with the model, before its weights are there."""
     for spec in specs:
         config = methods.parse(spec)
         checks.check(config, model)
         for n in contexts:
+            if what != "prefill" and n <= config.steps:
+                more = f"flushes every {config.steps} tokens; give a context above that"
+                raise ValueError(f"--context {n}: {config} {more}")
             if n + steps > model.context and not config.unlimited:
                 more = f" and {steps} new tokens" if steps else ""
                 raise ValueError(

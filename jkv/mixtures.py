@@ -33,14 +33,15 @@ class Blend:
 
     def __call__(self, k: Array, v: Array, places: Places) -> tuple[Array, Array]:
         """k, v f32[B,H,m,D] of the mixtures of entries f32[B,H,n,D] that lie as `places` says."""
+        k, v = (jnp.where(places.there[..., None], x, 0) for x in (k, v))  # a dead slot may hold anything
         flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
         w = self.weights(flat(k), flat(v), flat(places.there), flat(places.own))
         w = w.reshape(*k.shape[:2], *w.shape[1:])
         return jnp.einsum("bhmn,bhnd->bhmd", w, k), jnp.einsum("bhmn,bhnd->bhmd", w, v)
 
     def weights(self, k: Array, v: Array, there: Array, own: Array) -> Array:
-        """w f32[N,m,n] of k, v f[N,n,D] where bool[N,n]; own i32[N,m]: where in n a mixture's own entry is."""
-        x = jnp.where(there[..., None], jnp.concatenate([k, v], -1).astype(jnp.float32), 0)
+        """w f32[N,m,n] of k, v f[N,n,D], 0 where not bool[N,n]; own i32[N,m]: where in n a mixture's own entry is."""
+        x = jnp.concatenate([k, v], -1).astype(jnp.float32)
         logits = jax.lax.conv_general_dilated(
             x, self.conv, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), preferred_element_type=jnp.float32
         )
@@ -85,7 +86,7 @@ def start(model: ModelConfig, mixtures: int, width: int, key: Array) -> Blend:
 
     >>> from jkv import models
     >>> start(models.read_config(models.TINY), 4, 5, jax.random.key(0)).conv.shape
-    (2, 5, 32, 4)
+    (2, 5, 16, 4)
     """
     layers, inputs = model.layers, 2 * model.head_dim
     return Blend(

@@ -146,7 +146,7 @@ def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
     for row in rows:
         if str(row.get("task")).startswith("niah/"):
             needles.setdefault(f"{row['cache']}, question {row['question']}", []).append(row)
-        if "by_layer" in row:
+        if {"by_layer", "mass"} <= row.keys():  # of a sweep; those of `jkv eval attention` are shares alone
             made.append((f"layers {row['cache']}", layers(row)))
     made += [(f"niah {name}", heat(some, name)) for name, some in needles.items()]
     for name, some in groups(found):

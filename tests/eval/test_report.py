@@ -72,6 +72,7 @@ def test_pictures_of_every_kind_are_drawn(tmp_path):
             row("full", f"niah/{n}/{d}", question=asked, score=score) for n in (512, 1024) for d in ("0.00", "1.00")
         ]
     rows += [row("h2o", "fidelity/pydoc", kl=0.1, mass=[[0.5, 0.6], [0.7, 0.8]], by_layer=[0.3, 0.1], spare=[0])]
+    rows += [row("quest", "attention/pydoc", recovered=0.9, by_layer=[0.8, 1.0], tokens_read=64)]
     paths = report.draw(rows, points([("a.json", {}, rows)]), tmp_path / "plots")
     assert sorted(p.name for p in paths) == [
         "layers-h2o.png",

@@ -116,10 +116,7 @@ class Mixtures(Merge):
         return 0 if self.gate is None else self.gate.bias.shape[-1]
 
     def bound(self, params: Params) -> Mixtures:
-        if self.gate is None:
-            return learned.shipped("lococo", params, Mixtures.trained)
-        learned.check(self.models, params)
-        return self
+        return learned.bound(self, self.gate, self.models, params, "lococo", Mixtures.trained)
 
     def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
         """Nothing changes in a row and head that loses nothing."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.attend import attend, attend_causal, visible
+from jkv.attend import attend_causal, visible
 from jkv.cache import put, take, take_along
 from jkv.mixtures import Blend, Mixtures, arranged
 from jkv.models import Params
@@ -66,12 +66,11 @@ def loss(gate: Blend, data: Layer, o: Array, recipe: Recipe, scale: float, windo
             for x in ((held[0], k), (held[1], v), (held[2], jnp.broadcast_to(at[:, None], (1, h, size))))
         )
         see = visible(at, pos, window) & (at >= 0)[:, None, :, None]
-        left = attend(q, k, v, see, scale)
-        there = (at >= 0)[:, None, None, :, None]
-        off, all_ = (jnp.where(there, jnp.square(x), 0).sum() for x in (left.finish() - whole, whole))
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * scale
-        p = jax.nn.softmax(jnp.where(see[:, :, None], logits, -1e30), -1)
-        looked = jnp.where(see[:, :, None], p, 0).sum((2, 3))
+        p = jnp.where(see[:, :, None], jax.nn.softmax(jnp.where(see[:, :, None], logits, -1e30), -1), 0)
+        left, looked = jnp.einsum("bhgts,bhsd->bhgtd", p, v), p.sum((2, 3))
+        there = (at >= 0)[:, None, None, :, None]
+        off, all_ = (jnp.where(there, jnp.square(x), 0).sum() for x in (left - whole, whole))
         return _melted(gate, *jax.lax.stop_gradient((k, v, pos, looked)), recipe.budget), (off, all_)
 
     zero = jnp.zeros((1, h, recipe.budget, d))

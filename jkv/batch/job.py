@@ -122,8 +122,8 @@ class Job:
             "weights": fingerprint(self.params),
             "dtype": self.params.embed.dtype.name,
             "cache": repr(self.config) if not self.config.name else self.config.name,
-            "trained": weights((self.config.score, self.config.merge, self.config.select))
-            or None,  # what the cache's text names may be trained again
+            # What the cache's text names may be trained again.
+            "trained": weights((self.config.score, self.config.merge, self.config.select)) or None,
             "processes": self.place[1],
             **asdict(self.defaults),
         }

@@ -93,6 +93,19 @@ def shipped(method: str, params: Params, make: Callable[..., T], *more: Hashable
     )
 
 
+def bound(
+    own: T, gate: object, models: Sequence[str], params: Params, method: str, make: Callable[..., T], *more: Hashable
+) -> T:
+    """What has a gate that was trained for one of `models`, or where it has none, what comes with jkv.
+
+    ValueError as `check` and `shipped` raise it.
+    """
+    if gate is None:
+        return shipped(method, params, make, *more)
+    check(models, params)
+    return own
+
+
 @cache
 def _made(make: Callable[..., T], folder: str, *more: Hashable) -> T:
     return make(folder, *more)

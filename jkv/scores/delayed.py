@@ -80,10 +80,7 @@ class Delayed(Score):
     forgets = True
 
     def bound(self, params: Params) -> Delayed:
-        if self.gate is None:
-            return learned.shipped(METHOD, params, trained, self.window)
-        learned.check(self.models, params)
-        return self
+        return learned.bound(self, self.gate, self.models, params, METHOD, trained, self.window)
 
     def birth(self, new: Born) -> Columns:
         if self.gate is None:

@@ -108,10 +108,7 @@ class Trained(Score):
     kind: type[Any] = object  # of the weights
 
     def bound(self, params: Params) -> Score:
-        if self.gate is None:
-            return learned.shipped(self.method, params, self.trained)
-        learned.check(self.models, params)
-        return self
+        return learned.bound(self, self.gate, self.models, params, self.method, self.trained)
 
     def birth(self, new: Born) -> Columns:
         if self.gate is None:

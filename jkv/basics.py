@@ -12,7 +12,7 @@ from jkv.evidence import QUERIES
 from jkv.merges import Runs
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
-from jkv.scores.learned import Retention
+from jkv.scores.learned import Retention, trained
 from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
 from jkv.scores.wrappers import AcrossHeads
@@ -129,7 +129,7 @@ def expected_attention(
 @row("2512.03324", "exact in one piece; while generating, decided every `block` tokens as in the paper")
 def trimkv(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, gate: str | None = None) -> Axes:
     """TRIM-KV: a trained gate says at birth how slowly a token fades; `gate` is a folder of `jkv train trimkv`."""
-    score = Retention() if gate is None else Retention.trained(gate)
+    score = Retention() if gate is None else trained(gate, Retention())
     return dict(score=score, budget=size(budget, keep, bytes), recent=0)
 
 

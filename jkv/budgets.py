@@ -96,6 +96,19 @@ class Keep(Budget):
         return jnp.maximum(jnp.floor(self.keep * seen.astype(jnp.float32)).astype(jnp.int32), self.least)
 
 
+def rounded(exact: Sequence[Fraction]) -> tuple[int, ...]:
+    """Whole numbers of the same whole sum: each rounded down, and one more for those that lose most, the first first.
+
+    >>> rounded([Fraction(5, 3), Fraction(4, 3), Fraction(2)])
+    (2, 1, 2)
+    """
+    out = [int(x) for x in exact]
+    by_rest = sorted(range(len(out)), key=lambda i: exact[i] - out[i], reverse=True)
+    for i in by_rest[: int(sum(exact)) - sum(out)]:
+        out[i] += 1
+    return tuple(out)
+
+
 def pyramid(mean: int, layers: int, beta: int, group: int = 1) -> tuple[int, ...]:
     """Tokens per layer, falling by equal steps, that sum to layers * mean exactly (largest remainder).
 
@@ -108,12 +121,7 @@ def pyramid(mean: int, layers: int, beta: int, group: int = 1) -> tuple[int, ...
     low = mean * group // beta
     high, steps = 2 * mean - low, max(-(-layers // group) - 1, 1)
     exact = [high - Fraction((high - low) * (i // group), steps) for i in range(layers)]
-    exact = [x * mean * layers / sum(exact) for x in exact]  # the last group may be smaller
-    out = [int(x) for x in exact]
-    by_rest = sorted(range(layers), key=lambda i: exact[i] - out[i], reverse=True)
-    for i in by_rest[: layers * mean - sum(out)]:
-        out[i] += 1
-    return tuple(out)
+    return rounded([x * mean * layers / sum(exact) for x in exact])  # the last group may be smaller
 
 
 @part
@@ -237,6 +245,30 @@ class Asked(Measured):
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return -(-(self.parts[layer][0] + self.window) // self.step) * self.step if self.parts else self.tokens
+
+
+@part
+class Won(Asked):
+    """`tokens` on average; all tokens of a prompt compete, and a layer gets the places of the best that are its own.
+
+    What layers ask is the rank of each token of each kv head, f[L,B,H,S], -inf for none. A layer's places are divided
+    by its heads; if the prompt has fewer tokens than there are places, the others are spread evenly. Source: Make
+    Each Token Count (2605.09649).
+
+    >>> ranks = np.array([[-1.0, -2.0, -3.0], [-0.1, -0.2, -0.3]])[:, None, None]
+    >>> Won(tokens=2, window=0, step=1).divided(ranks, [3]).tolist()
+    [[1], [3]]
+    """
+
+    def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        layers, rows, heads, _ = asked.shape
+        total, out = (self.tokens - self.window) * layers * heads, []
+        for ranks in asked.swapaxes(0, 1).reshape(rows, layers, -1):
+            best = np.argsort(-ranks, axis=None, kind="stable")[: min(total, int(np.isfinite(ranks).sum()))]
+            won = np.bincount(best // ranks.shape[1], minlength=layers)
+            spare = Fraction(total - len(best), layers)
+            out.append(rounded([(int(x) + spare) / heads for x in won]))
+        return np.array(out).T
 
 
 @part

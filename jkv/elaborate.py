@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jkv.basics import coded
-from jkv.budgets import Above, Asked, Inside, Split, Weighted
+from jkv.budgets import Above, Asked, Inside, Split, Weighted, Won
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Affine
 from jkv.config import TierSpec
@@ -17,6 +17,7 @@ from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.dispersion import Dispersed, Tailed
 from jkv.scores.heads import Keepers, Retrievers
 from jkv.scores.hybrid import ByPhase, Even, Plus, Remembered
+from jkv.scores.learned import Outlook, trained
 from jkv.scores.mixed import Sticky
 from jkv.scores.position import Pool, Protect
 from jkv.scores.probes import Drafted
@@ -89,6 +90,27 @@ def cake(
         score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
         budget=Asked(tokens=budget, window=window, step=step),
         recent=window,
+    )
+
+
+@row("2605.09649", "reconstruction: layers compete once, for a prompt that is whole until then; heads at every flush")
+def makeeach(
+    *, budget: int, gate: str | None = None, ahead: int = 1, floor: float = 0.0, step: int | None = None
+) -> Axes:
+    """Make Each Token Count: TRIM-KV's gates, and the tokens of all layers and heads of a request compete.
+
+    `gate` is a folder of `jkv train makeeach` or `trimkv`; `ahead`: queries that a token is weighed for; `floor`: what
+    a head is sure of, as a share of an equal part; slots come in steps of `step` tokens.
+    """
+    step = max(budget // 4, 1) if step is None else step
+    if ahead < 1 or budget < 1 or step < 1:
+        raise ValueError(f"makeeach: budget={budget}, ahead={ahead}, step={step}: each 1 or more")
+    score = Outlook(ahead=ahead)
+    return dict(
+        score=score if gate is None else trained(gate, score),
+        budget=Won(tokens=budget, window=0, step=step),
+        pooled=float(floor),
+        recent=0,
     )
 
 

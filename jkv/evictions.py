@@ -14,7 +14,7 @@ from jkv.scores import delayed
 from jkv.scores.attention import Accumulated, Latest, PathMass, Persistence, Recurrence, WindowMass
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
-from jkv.scores.learned import Foreseen
+from jkv.scores.learned import Foreseen, trained
 from jkv.scores.position import Oldest, Pool, Protect
 from jkv.scores.probes import Pseudo, Rebuilt
 from jkv.scores.wrappers import AcrossHeads, Groups, PerQuery, Representatives, Units
@@ -241,7 +241,7 @@ def locret(
     """
     if not 0 <= stabilizers < 1:
         raise ValueError(f"locret: stabilizers={stabilizers}: the newest share of the budget, from 0 to below 1")
-    score = Foreseen() if gate is None else Foreseen.trained(gate)
+    score = Foreseen() if gate is None else trained(gate, Foreseen())
     return dict(
         score=Protect(score=score, share=float(stabilizers)),
         budget=size(budget, keep, bytes),

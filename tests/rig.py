@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from dense import dense_prompt, dense_step
 from tiny import (  # noqa: F401
+    DEEP,
     ESTIMATES,
     FINDERS,
     FOLDER,
@@ -182,6 +183,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
     "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
+    "makeeach": (
+        Case(f"makeeach(budget={{b}}, gate={DEEP!r}, step={{b}})", recent=0, columns=1, pooled=True, measured=True),
+    ),
     "locret": (
         Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", recent=8, columns=1, appends=True, ranked=92),
     ),

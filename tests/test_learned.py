@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import rig
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from test_scores import evidence
 
 import jkv
-from jkv import models, sharding, sizes
+from jkv import budgets, models, sharding, sizes
 from jkv.eval import measure
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
@@ -89,7 +91,7 @@ def normed(ids: jax.Array) -> list[jax.Array]:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_the_slowest_to_fade_are_kept(row: int):
-    cache, gate, n = rig.prompted(TEXT), learned.Retention.trained(rig.GATE).gate, LENGTHS[row]
+    cache, gate, n = rig.prompted(TEXT), learned.trained(rig.GATE, learned.Retention()).gate, LENGTHS[row]
     for layer, x in enumerate(map(np.asarray, normed(PROMPT[row : row + 1, -n:]))):
         want = log_beta(x, gate, layer)
         recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
@@ -98,6 +100,87 @@ def test_the_slowest_to_fade_are_kept(row: int):
         best = np.argsort((np.arange(n) - n - 1) * want, 1, kind="stable")[:, :BUDGET]
         np.testing.assert_array_equal(np.sort(pos, 1), np.sort(best, 1))
         assert len({tuple(p) for p in np.sort(pos, 1)}) == H  # the test's gate tells heads apart
+
+
+# -------------------------------------------------------------------------------------------------------- makeeach
+
+
+def test_a_token_is_weighed_for_the_queries_ahead():
+    beta = np.array([0.9, 0.5, 0.999, 1e-3])
+    ev = dataclasses.replace(evidence(np.eye(4)), columns={"log_beta": jnp.log(jnp.asarray(beta))[None, None]})
+    for n in (1, 4, 1000):
+        got = np.asarray(learned.Outlook(ahead=n).rank(ev), np.float64)[0, 0]
+        want = [np.log(sum(b ** (4 + 1 - i + m) for m in range(n))) for i, b in enumerate(beta)]
+        np.testing.assert_allclose(got, want, rtol=2e-4)
+    np.testing.assert_array_equal(learned.Outlook().rank(ev), learned.Retention().rank(ev))
+    np.testing.assert_allclose(sum(0.9 ** (3 + m) for m in range(4)), 2.507031, rtol=1e-6)  # of the paper's code
+    slow = dataclasses.replace(ev, columns={"log_beta": jnp.full((1, 1, 4), -learned.LEAST)})
+    np.testing.assert_allclose(learned.Outlook(ahead=8).rank(slow), np.log(8), rtol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30))
+def test_layers_get_the_places_that_they_win(seed: int, tokens: int):
+    rng, (layers, heads) = np.random.default_rng(seed), (3, 2)
+    ranks = rng.integers(0, 9, (layers, 2, heads, 20)).astype(float)  # with ties
+    ranks[rng.random(ranks.shape) < 0.3] = -np.inf
+    got = budgets.Won(tokens=tokens, window=0, step=1).divided(ranks, [20, 20])
+    assert got.sum(0).tolist() == [tokens * layers] * 2
+    for row in range(2):
+        every = [(-x, i) for i, of in enumerate(ranks[:, row]) for x in of.flat if np.isfinite(x)]
+        won = sorted(every)[: tokens * layers * heads]
+        spare = (tokens * layers * heads - len(won)) / layers
+        count = np.array([sum(i == layer for _, i in won) for layer in range(layers)])
+        assert (np.abs(got[:, row] - (count + spare) / heads) < 1).all()
+
+
+def faded(x: np.ndarray, gate: learned.Deep, layer: int) -> np.ndarray:
+    """f64[H,T] of x f[T,E], by a deep gate."""
+    into, bias, middle, shift, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
+    for w, b in ((into, bias), (middle, shift)):
+        x = x.astype(np.float64) @ w.T + b
+        x = x / (1 + np.exp(-x))
+    return -np.log1p(np.exp(-(x @ out.T + offset))).T
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_all_tokens_of_a_request_compete(row: int):
+    cache, n = rig.prompted(rig.CASES["makeeach"][0].tight), LENGTHS[row]
+    gate = learned.trained(rig.DEEP, learned.Outlook()).gate
+    fades = [faded(np.asarray(x), gate, i) for i, x in enumerate(normed(PROMPT[row : row + 1, -n:]))]
+    ranks = (n + 1 - np.arange(n)) * np.stack(fades)  # L,H,n
+    best = np.zeros(ranks.size, bool)
+    best[np.argsort(-ranks, axis=None, kind="stable")[: BUDGET * L * H]] = True
+    best = best.reshape(ranks.shape)
+    counts = []
+    for layer in range(L):
+        held = rig.held(cache, layer)[0][row, :, :n]
+        counts += [held.sum()]
+        assert abs(int(counts[-1]) - int(best[layer].sum())) < H  # whole places for each head
+        for mine, rank in zip(held, ranks[layer], strict=True):  # each head holds its best
+            assert set(np.flatnonzero(mine)) == set(np.argsort(-rank, kind="stable")[: mine.sum()])
+    assert sum(counts) == BUDGET * L * H and len({int(x) for x in counts}) == L
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("makeeach(budget=0)", "budget=0.* each 1 or more"),
+        ("makeeach(budget=8, ahead=0)", "ahead=0.* each 1 or more"),
+        ("makeeach(budget=8, floor=2)", "floor=2.0: the share of an equal part"),
+        ("makeeach(budget=8, chunk=4)", "stays whole until then, and chunk=4"),
+    ],
+)
+def test_what_cannot_compete_is_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        jkv.prefill(PARAMS, text.replace(")", f", gate={rig.DEEP!r})"), [[1, 2, 3]])
+
+
+def test_gates_of_trimkv_may_compete():
+    text = f"makeeach(budget=8, gate={rig.GATE!r})"
+    assert jax.tree.leaves(jkv.parse(text).score)[0].shape == jax.tree.leaves(jkv.parse(TEXT).score)[0].shape
+    with pytest.raises(FormatError, match="describes 'locret', not makeeach or trimkv"):
+        jkv.parse(f"makeeach(budget=8, gate={rig.ESTIMATES!r})")
 
 
 def test_a_saved_cache_goes_on_with_its_gate_only(tmp_path):

@@ -32,6 +32,14 @@ def gate(folder: str) -> str:
     return folder
 
 
+def deep(folder: str) -> str:
+    """A folder with a deep retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
+    made = learned.deeper(MODEL, 8, 3.0, jax.random.key(13))
+    made = jax.tree.map(lambda x: 30 * x if x.ndim == 3 else x, made)
+    io.write(folder, vars(made), {"method": "makeeach", "model": io.identities(PARAMS)})
+    return folder
+
+
 def estimates(folder: str) -> str:
     """A folder with the heads of Locret for the tiny model, of random weights."""
     made = learned.guess(MODEL, 8, jax.random.key(11))
@@ -80,6 +88,7 @@ def keepers(folder: str) -> str:
 
 
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
-GATE, ESTIMATES, MIXTURES, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
-    make(f"{FOLDER.name}/{make.__name__}") for make in (gate, estimates, mixtures, switch, predictor, finders, keepers)
+GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
+    make(f"{FOLDER.name}/{make.__name__}")
+    for make in (gate, deep, estimates, mixtures, switch, predictor, finders, keepers)
 )

@@ -14,6 +14,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "trimkv": dict(
         budget=512, warm=500, steps=0, batch=1, accumulate=1, rate=2e-4, weight=1.0, width=128, top=64, every=25
     ),
+    "makeeach": dict(budget=512, steps=1000, batch=1, accumulate=1, rate=1e-3, weight=1.0, width=64, top=64, every=25),
     "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
     "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
     "dms": dict(
@@ -82,7 +83,7 @@ def train(
     name: Annotated[
         str,
         typer.Argument(
-            help="trimkv (gates), locret (estimates), lococo (mixtures), dms (switches) or attentionpredictor."
+            help="trimkv, makeeach (gates), locret (estimates), lococo (mixtures), dms (switches), attentionpredictor."
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Checkpoints, metrics, and what was learned.")],

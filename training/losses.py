@@ -102,19 +102,20 @@ def distil(params: Params, x: Array, batch: Batch, teacher: Teacher) -> tuple[Ar
     return kl, ce
 
 
-def over_capacity(held: Array, pos: Array, budget: int) -> tuple[Array, Array]:
-    """Sum and number of the positive (S_t - M) / max(t - M, 1): S = held f32[...,T], t = pos i32[...,T], M = budget."""
-    t = jnp.maximum(pos - budget, 1).astype(jnp.float32)
-    over = (held - budget) / t
+def over_capacity(held: Array, pos: Array, budget: int, heads: int = 1) -> tuple[Array, Array]:
+    """Sum and number of the positive (S - n M) / max(n (t - M), 1): S = held f32[B,...,T] of n heads, M = budget.
+
+    t = pos i32[B,...,T]. Divide the sum by the number over all layers: a mean over what is over capacity.
+    """
+    over = (held - heads * budget) / jnp.maximum(heads * (pos - budget), 1).astype(jnp.float32)
     positive = (over > 0) & (pos >= 0)
     return jnp.where(positive, over, 0).sum(), positive.sum().astype(jnp.float32)
 
 
-def capacity(log_beta: Array, batch: Batch, budget: int) -> tuple[Array, Array]:
-    """`over_capacity` of S_t = sum of beta_i^(t-i) over the tokens i of a document up to t, for log_beta f32[B,H,T].
+def held(log_beta: Array, batch: Batch) -> Array:
+    """S_t f32[B,H,T], the sum of beta_i^(t-i) over the tokens i of a document up to t, for log_beta f32[B,H,T].
 
-    Divide the sum by the number over all layers: a mean over what is over capacity. Query tile by query tile, again in
-    the backward pass: the matrix [T,T] never exists. Source: TRIM-KV (2512.03324).
+    Query tile by query tile, again in the backward pass: the matrix [T,T] never exists. Source: TRIM-KV (2512.03324).
     """
     b, t = batch.pos.shape
     n = min(TILE, t)
@@ -130,5 +131,4 @@ def capacity(log_beta: Array, batch: Batch, budget: int) -> tuple[Array, Array]:
         return jnp.where(see[:, None], jnp.exp(fade), 0).sum(-1)  # B,H,n
 
     tiles = jax.lax.map(one, jnp.asarray(starts))
-    held = jnp.concatenate([tiles[i, :, :, i * n - s :] for i, s in enumerate(starts)], -1)
-    return over_capacity(held, jnp.broadcast_to(pos[:, None], held.shape), budget)
+    return jnp.concatenate([tiles[i, :, :, i * n - s :] for i, s in enumerate(starts)], -1)

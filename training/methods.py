@@ -14,6 +14,7 @@ import numpy as np
 
 from jkv import console
 from jkv import mixtures as blends
+from jkv.checks import check
 from jkv.eval import measure
 from jkv.eval.results import digest
 from jkv.io import learned
@@ -21,7 +22,7 @@ from jkv.methods import parse
 from jkv.models import Params
 from jkv.scores import delayed
 from jkv.scores import learned as learned_score
-from jkv.scores.learned import Foreseen, Retention
+from jkv.scores.learned import Foreseen, Outlook, Retention
 from jkv.selectors.forecast import Forecast
 from jkv.training import data, delay, estimates, forecast, mixtures, retention
 from jkv.training.checkpoints import Folder
@@ -87,6 +88,14 @@ def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
 
 
 @method
+def makeeach(run: Run, *, width: int, **chosen: Any) -> None:
+    """Retention gates of layers and heads that compete for one budget."""
+    recipe = retention.Together(**chosen, warm=0, seed=run.seed)
+    gate = learned_score.deeper(run.params.config, width, math.log(10 * run.length), jax.random.key(recipe.seed))
+    gated(run, recipe, Outlook(gate=gate), recipe.budget, width)
+
+
+@method
 def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
     """Heads that foresee what an answer will look at."""
     recipe = estimates.Recipe(**chosen, seed=run.seed)
@@ -126,9 +135,12 @@ def fitted(
 ) -> None:
     """Trains a score's gate in so many pieces of work, writes it, and measures it through these caches.
 
-    more: what the result depends on beside the recipe; about: what the card says of the measurement.
+    The last is what is trained; more: what the result depends on beside the recipe; about: what the card says of
+    the measurement.
     """
     made, held = run.given()
+    for known in caches[:-1] if run.check else ():  # before hours of work
+        check(parse(known), run.params.config)
     what = run.what(made, recipe, **(more or {}))
     folder = Folder(run.out, what, run.resume)
     with console.progress(work) as say:

@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array
 
 from jkv.models import Params, Projected
-from jkv.scores.learned import Retention
+from jkv.scores.learned import Deep, Retention
 from jkv.training import trainer
-from jkv.training.losses import Batch, Teacher, capacity, distil
+from jkv.training.losses import Batch, Teacher, distil, held, over_capacity
 from jkv.training.optimiser import adamw, cosine
 from jkv.training.student import Bias, hidden
 from jkv.training.warm import Warm, warm
@@ -56,9 +56,38 @@ class Recipe(trainer.Recipe):
         """(KL + cross-entropy) / 2 + weight * capacity loss, and its three parts. Source: TRIM-KV (2512.03324)."""
         x, memos = hidden(params, batch, fading(score))
         kl, ce = distil(params, x, batch, teacher)
-        cap = over(memos, batch, self.budget)
+        cap = self.over(memos, batch)
         loss = (kl + ce) / 2 + self.weight * cap
         return loss, {"loss": loss, "kl": kl, "ce": ce, "capacity": cap}
+
+    def over(self, memos: tuple[Array, ...], batch: Batch) -> Array:
+        """The capacity loss of log beta f32[B,H,T] of each layer: the mean of what is over capacity in a head."""
+        parts = [over_capacity(x, batch.pos[:, None], self.budget) for x in (held(memo, batch) for memo in memos)]
+        return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)
+
+
+@part
+class Together(Recipe):
+    """`budget` tokens a head on average: all heads of all layers are over capacity together, or not.
+
+    The gate's last product and offset are one for all layers. Source: Make Each Token Count (2605.09649).
+    """
+
+    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> trainer.Told:
+        return super().loss(replace(score, gate=tied(score.gate)), params, batch, teacher, step, key)
+
+    def over(self, memos: tuple[Array, ...], batch: Batch) -> Array:
+        """The mean of the positive (S_t - L H M) / max(L H (t - M), 1), S_t summed over all layers and heads."""
+        heads = sum(memo.shape[1] for memo in memos)
+        every = jnp.stack([held(memo, batch).sum(1) for memo in memos]).sum(0)
+        total, count = over_capacity(every, batch.pos, self.budget, heads)
+        return total / jnp.maximum(count, 1)
+
+
+def tied(gate: Deep) -> Deep:
+    """A gate whose layers share the mean of their last products and offsets: those stay equal that began so."""
+    out, offset = (jnp.broadcast_to(x.mean(0, keepdims=True), x.shape) for x in (gate.out, gate.offset))
+    return replace(gate, out=out, offset=offset)
 
 
 def fading(score: Any) -> Bias:
@@ -72,9 +101,3 @@ def fading(score: Any) -> Bias:
         return age.astype(jnp.float32)[:, None] * log_beta[:, :, None], log_beta
 
     return bias
-
-
-def over(memos: tuple[Array, ...], batch: Batch, budget: int) -> Array:
-    """TRIM-KV's capacity loss over all layers: the mean of what is over capacity."""
-    parts = [capacity(log_beta, batch, budget) for log_beta in memos]
-    return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)

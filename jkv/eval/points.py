@@ -85,12 +85,16 @@ def load(patterns: Sequence[str]) -> list[tuple[str, Row, list[Row]]]:
 def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:
     """The points of (file, meta, rows). Tasks of one suite are one point, and so are repetitions of a measurement.
 
-    Rows that measure no quality of a cache are passed over.
+    A cache of which more tasks were measured than of another one is two points: by all of them, and by those that both
+    have. Rows that measure no quality of a cache are passed over.
 
     >>> row = dict(cache="full", bytes=5, bytes_full=5, question="seen")
     >>> rows = [row | dict(task=f"ruler/{name}", score=score) for name, score in (("vt", 1.0), ("cwe", 0.5))]
     >>> [(p.task, p.asked, p.tasks, p.value) for p in points([("a.json", {"length": 64}, rows)])]
     [('ruler', 'seen', ('ruler/cwe', 'ruler/vt'), 0.75)]
+    >>> rows += [row | dict(cache="int8", task="ruler/vt", score=0.9)]
+    >>> [(p.cache, len(p.tasks), p.value) for p in points([("a.json", {"length": 64}, rows)])]
+    [('full', 1, 1.0), ('full', 2, 0.75), ('int8', 1, 0.9)]
     """
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for file, meta, rows in files:
@@ -114,7 +118,15 @@ def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:
             )
             samples = both.get("samples", both.get("rows"))
             groups.setdefault(key, []).append((file, task, row, samples if isinstance(samples, int) else None))
-    return [_point(key, some) for key, some in groups.items()]
+    compared: dict[tuple[Any, ...], set[frozenset[str]]] = {}
+    for (_, *like), some in groups.items():
+        compared.setdefault(tuple(like), set()).add(frozenset(task for _, task, *_ in some))
+    return [
+        _point(key, [x for x in some if x[1] in tasks])
+        for key, some in groups.items()
+        for tasks in sorted(compared[key[1:]], key=lambda x: (len(x), sorted(x)))
+        if tasks <= {task for _, task, *_ in some}
+    ]
 
 
 def _point(key: tuple[Any, ...], some: list[Any]) -> Point:

@@ -49,14 +49,14 @@ def write(folder: str | Path, arrays: Mapping[str, Any], card: Mapping[str, Any]
     overwrite(path / CARD, json.dumps(card, indent=1) + "\n")
 
 
-def read(folder: str | Path, method: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and card of a folder that `write` wrote for a method; FormatError if it is something else."""
+def read(folder: str | Path, *methods: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and card of a folder that `write` wrote for one of the methods; FormatError if it is something else."""
     path = Path(folder).expanduser()
     card = read_json(path / CARD)
     if card is None:
         raise broken(path, f"it has no {CARD}")
-    if card.get("method") != method or not isinstance(card.get("model"), list):
-        raise broken(path, f"its {CARD} describes {card.get('method')!r}, not {method}")
+    if card.get("method") not in methods or not isinstance(card.get("model"), list):
+        raise broken(path, f"its {CARD} describes {card.get('method')!r}, not {' or '.join(methods)}")
     arrays, meta = checkpoint.read(path / WEIGHTS)
     if meta.get("model") != card["model"]:
         raise broken(path, f"{WEIGHTS} and {CARD} are of different models")
@@ -77,16 +77,20 @@ def check(models: Sequence[str], params: Params) -> None:
         )
 
 
-def shipped(method: str, params: Params, make: Callable[..., T], *more: Hashable, how: str = "train") -> T:
-    """make(folder, *more) of the folder that comes with jkv for a method and model, which is read once.
+def shipped(
+    methods: str | tuple[str, ...], params: Params, make: Callable[..., T], *more: Hashable, how: str = "train"
+) -> T:
+    """make(folder, *more) of the folder that comes with jkv for a method, the first that has one, and a model.
 
-    ValueError with the command that makes one, where there is none.
+    It is read once. ValueError with the command that makes one, where there is none.
     """
-    own = fingerprint(params)
-    for folder in sorted(Path(str(SHIPPED)).glob("*")):
-        card = read_json(folder / CARD)
-        if card and card.get("method") == method and own in card.get("model", ()):
-            return _made(make, str(folder), *more)
+    own, methods = fingerprint(params), (methods,) if isinstance(methods, str) else methods
+    cards = {folder: read_json(folder / CARD) or {} for folder in sorted(Path(str(SHIPPED)).glob("*"))}
+    for method in methods:
+        for folder, card in cards.items():
+            if card.get("method") == method and own in card.get("model", ()):
+                return _made(make, str(folder), *more)
+    method = methods[0]
     raise ValueError(
         f"{method} needs weights that were made for this model ({own}), and none come with jkv: "
         f"run `jkv {how} {method} --model ... --out FOLDER`, then give that folder to {method}"
@@ -94,14 +98,14 @@ def shipped(method: str, params: Params, make: Callable[..., T], *more: Hashable
 
 
 def bound(
-    own: T, gate: object, models: Sequence[str], params: Params, method: str, make: Callable[..., T], *more: Hashable
+    own: T, gate: object, models: Sequence[str], params: Params, methods: Any, make: Callable[..., T], *more: Hashable
 ) -> T:
     """What has a gate that was trained for one of `models`, or where it has none, what comes with jkv.
 
     ValueError as `check` and `shipped` raise it.
     """
     if gate is None:
-        return shipped(method, params, make, *more)
+        return shipped(methods, params, make, *more)
     check(models, params)
     return own
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,28 @@ class Gate:
         return jnp.minimum(jax.nn.log_sigmoid(z).transpose(0, 2, 1), -LEAST)
 
 
+@value
+class Deep:
+    """A `Gate` with one layer more: log beta = logsigmoid(out silu(middle silu(into x + bias) + shift) + offset).
+
+    middle f[L,W,W], shift f[L,W]; the others as in `Gate`.
+    """
+
+    into: Array
+    bias: Array
+    middle: Array
+    shift: Array
+    out: Array
+    offset: Array
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T], below 0, of x f[B,T,E]."""
+        hidden = jax.nn.silu(linear(self.into, x.astype(jnp.float32)) + self.bias[None, None])
+        hidden = jax.nn.silu(linear(self.middle, hidden) + self.shift[None, None])
+        z = linear(self.out, hidden) + self.offset[None, None]
+        return jnp.minimum(jax.nn.log_sigmoid(z).transpose(0, 2, 1), -LEAST)
+
+
 def start(model: ModelConfig, width: int, offset: float, key: Array) -> Gate:
     """A gate that forgets nothing yet: weights of deviation 0.02, and beta = sigmoid(offset) for every token.
 
@@ -55,6 +77,25 @@ def start(model: ModelConfig, width: int, offset: float, key: Array) -> Gate:
         bias=jnp.zeros((layers, width)),
         out=0.02 * jax.random.normal(second, (layers, heads, width)),
         offset=jnp.full((layers, heads), offset, jnp.float32),
+    )
+
+
+def deeper(model: ModelConfig, width: int, offset: float, key: Array) -> Deep:
+    """A deep gate that forgets nothing yet, as `start` makes one; `out` and `offset` are the same in all layers.
+
+    >>> from jkv import models
+    >>> deeper(models.read_config(models.TINY), 8, 5.0, jax.random.key(0)).middle.shape
+    (2, 8, 8)
+    """
+    first, second = jax.random.split(key)
+    begun = start(model, width, offset, first)
+    return Deep(
+        into=begun.into,
+        bias=begun.bias,
+        middle=0.02 * jax.random.normal(second, (model.layers, width, width)),
+        shift=begun.bias,
+        out=jnp.broadcast_to(begun.out[:1], begun.out.shape),
+        offset=begun.offset,
     )
 
 
@@ -103,32 +144,33 @@ class Trained(Score):
     gate: Any = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    method = ""  # whose they are
-    column = ""
-    kind: type[Any] = object  # of the weights
+    methods: ClassVar[tuple[str, ...]] = ()  # whose weights it takes: its own, then others' where it has none
+    column: ClassVar[str] = ""
+    kinds: ClassVar[tuple[type[Any], ...]] = ()  # of the weights
 
     def bound(self, params: Params) -> Score:
-        return learned.bound(self, self.gate, self.models, params, self.method, self.trained)
+        return learned.bound(self, self.gate, self.models, params, self.methods, trained, self)
 
     def birth(self, new: Born) -> Columns:
         if self.gate is None:
-            raise ValueError(
-                f"{self.method} has no gate yet: give gate='FOLDER', as `jkv train {self.method}` writes it"
-            )
+            name = self.methods[0]
+            raise ValueError(f"{name} has no gate yet: give gate='FOLDER', as `jkv train {name}` writes it")
         return {self.column: self.gate(new.x)}
 
-    @classmethod
-    def trained(cls: type[T], folder: str) -> T:
-        """The score of a folder that `jkv train` wrote for this method; FormatError if it holds something else."""
-        arrays, card = learned.read(folder, cls.method)
-        shapes = {name: x.shape for name, x in arrays.items()}
-        (layers, width, e), heads = (shapes.get("into", ()) + (0, 0, 0))[:3], (*shapes.get("out", ()), 0, 0)[1]
-        every = dict(into=(layers, width, e), bias=(layers, width), out=(layers, heads, width), offset=(layers, heads))
-        if shapes != {field.name: every[field.name] for field in fields(cls.kind)}:
-            found = ", ".join(f"{k}{list(v)}" for k, v in shapes.items())
-            raise learned.broken(folder, f"its arrays are no gate ({found})")
-        gate = cls.kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-        return cls(gate=gate, models=tuple(card["model"]))
+
+def trained(folder: str, score: T) -> T:
+    """A score with what `jkv train` wrote into a folder for it; FormatError if it holds something else."""
+    arrays, card = learned.read(folder, *score.methods)
+    shapes = {name: x.shape for name, x in arrays.items()}
+    (layers, width, e), heads = (shapes.get("into", ()) + (0, 0, 0))[:3], (*shapes.get("out", ()), 0, 0)[1]
+    every = dict(into=(layers, width, e), bias=(layers, width), out=(layers, heads, width), offset=(layers, heads))
+    every |= dict(middle=(layers, width, width), shift=(layers, width))
+    for kind in score.kinds:
+        if shapes == {field.name: every[field.name] for field in fields(kind)}:
+            gate = kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+            return replace(score, gate=gate, models=tuple(card["model"]))
+    found = ", ".join(f"{k}{list(v)}" for k, v in shapes.items())
+    raise learned.broken(folder, f"its arrays are no gate ({found})")
 
 
 @part
@@ -138,7 +180,7 @@ class Retention(Trained):
     Tokens whose beta rounds to 1 rank by age, the oldest last. Source: TRIM-KV (2512.03324).
     """
 
-    method, column, kind = "trimkv", "log_beta", Gate
+    methods, column, kinds = ("trimkv",), "log_beta", (Gate,)
 
     def rank(self, ev: Evidence) -> Array:
         age = (ev.seen[:, None, None] + 1 - ev.pos).astype(jnp.float32)
@@ -146,10 +188,31 @@ class Retention(Trained):
 
 
 @part
+class Outlook(Retention):
+    """What a token will be worth over the next n = `ahead` queries: rank = log of the sum of beta^(a+m), m = 0 .. n-1.
+
+    a log beta + log(1 - beta^n) - log(1 - beta) at age a = seen + 1 - pos; n = 1 is `Retention`. Of a prompt that is
+    whole all tokens say it, for layers that compete. Source: Make Each Token Count (2605.09649).
+    """
+
+    ahead: int = 1
+
+    methods, kinds = ("makeeach", "trimkv"), (Deep, Gate)
+
+    def rank(self, ev: Evidence) -> Array:
+        log_beta = ev.columns[self.column]
+        later = jnp.log(jnp.expm1(self.ahead * log_beta) / jnp.expm1(log_beta))
+        return super().rank(ev) + later
+
+    def ask(self, ev: Evidence) -> Array:
+        return jnp.where(ev.pos < 0, -jnp.inf, self.rank(ev))
+
+
+@part
 class Foreseen(Trained):
     """The largest logit that an answer is expected to give a token; it does not fade. Source: Locret (2410.01805)."""
 
-    method, column, kind = "locret", "foreseen", Estimate
+    methods, column, kinds = ("locret",), "foreseen", (Estimate,)
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns[self.column]

@@ -1,5 +1,6 @@
 """Losses and their gradients against plain float64 numpy, and the numeric examples of the method."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -8,10 +9,10 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.scores.learned import Gate, Retention, start
+from jkv.scores.learned import Gate, Outlook, Retention, deeper, start
 from jkv.training import losses, trainer
 from jkv.training.losses import Batch
-from jkv.training.retention import Recipe, fading
+from jkv.training.retention import Recipe, Together, fading
 from jkv.training.student import hidden
 
 PARAMS = models.random(models.TINY)
@@ -82,7 +83,10 @@ def run(
         q, k = turned(q.reshape(t, h * g, d), pos), turned(k.reshape(t, h, d), pos)
         v, out, fade = v.reshape(t, h, d), np.zeros((t, h * g, d)), np.zeros((h, t))
         if gate is not None:
-            z = silu(y @ gate.into[i].T + gate.bias[i]) @ gate.out[i].T + gate.offset[i]
+            z = silu(y @ gate.into[i].T + gate.bias[i])
+            if hasattr(gate, "middle"):
+                z = silu(z @ gate.middle[i].T + gate.shift[i])
+            z = z @ gate.out[i].T + gate.offset[i]
             fade = -np.log1p(np.exp(-z)).T
         fades.append(fade)
         added = age * fade[:, None] if bias is None else bias(i, y, age)
@@ -101,15 +105,16 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def over(fades: list[np.ndarray], positions: list[np.ndarray], budget: int) -> float:
+def over(fades: list[np.ndarray], positions: list[np.ndarray], budget: int, together: bool = False) -> float:
     """The capacity loss by its definition."""
     found = []
     for fade, pos in zip(fades, positions, strict=True):
-        see = seen(pos)
-        for log_beta in fade.reshape(-1, len(pos)):
+        see, fade = seen(pos), fade.reshape(-1, len(pos))
+        for heads in [fade] if together else fade[:, None]:
             for t in range(len(pos)):
-                s = sum(np.exp((pos[t] - pos[i]) * log_beta[i]) for i in np.flatnonzero(see[t]))
-                found.append(max(0, (s - budget) / max(pos[t] - budget, 1)) if pos[t] >= 0 else 0)
+                s = sum(np.exp((pos[t] - pos[i]) * heads[:, i]).sum() for i in np.flatnonzero(see[t]))
+                n = len(heads)
+                found.append(max(0, (s - n * budget) / max(n * (pos[t] - budget), 1)) if pos[t] >= 0 else 0)
     found = [x for x in found if x > 0]
     return float(np.mean(found)) if found else 0.0
 
@@ -120,7 +125,7 @@ def full() -> list[np.ndarray]:
     return [log_softmax(run(p, None, i, q)[0]) for i, q in zip(*map(np.asarray, (BATCH.ids, BATCH.pos)), strict=True)]
 
 
-def expected(gate) -> dict[str, float]:
+def expected(gate, together: bool = False) -> dict[str, float]:
     """Every part of the loss of BATCH."""
     p, parts, fades = f64(PARAMS), [], []
     ids, pos = np.asarray(BATCH.ids), np.asarray(BATCH.pos)
@@ -132,7 +137,7 @@ def expected(gate) -> dict[str, float]:
             if pos[row, t] >= 0 and pos[row, t + 1] == pos[row, t] + 1:
                 parts.append(((np.exp(told[t]) * (told[t] - own[t])).sum(), -own[t, ids[row, t + 1]]))
     kl, ce = np.mean(parts, 0)
-    cap = over(fades, list(pos), BUDGET)
+    cap = over(fades, list(pos), BUDGET, together)
     return {"loss": (kl + ce) / 2 + 0.7 * cap, "kl": kl, "ce": ce, "capacity": cap}
 
 
@@ -165,6 +170,37 @@ def test_gradients_are_finite_differences(graded, name):
     np.testing.assert_allclose((np.asarray(getattr(graded[0], name)) * direction).sum(), want, rtol=2e-3)
 
 
+def test_layers_and_heads_are_over_capacity_together():
+    """Make Each Token Count: value, gradient, and a last product that stays one for all layers."""
+    begun = deeper(MODEL, 5, 3.0, jax.random.key(2))
+    gate = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, begun)
+    recipe, teacher = Together(budget=BUDGET, weight=0.7, steps=3), trainer.lesson(PARAMS, BATCH, 0)
+    slope, told = jax.jit(lambda s: jax.grad(recipe.loss, has_aux=True)(s, PARAMS, BATCH, teacher, None, None))(
+        Outlook(gate=gate)
+    )
+    want = expected(f64(gate), together=True)
+    assert want["capacity"] > 0.02 and abs(want["capacity"] - expected(f64(gate))["capacity"]) > 1e-3
+    for name, x in want.items():
+        np.testing.assert_allclose(told[name], x, rtol=1e-4, atol=2e-6, err_msg=name)
+    plain, h = f64(gate), 1e-5
+    for name in ("middle", "shift", "out"):
+        one = np.random.default_rng(4).standard_normal(getattr(gate, name).shape)
+        if name == "out":
+            one[:] = one[:1]
+        ends = [expected(replace(plain, **{name: getattr(plain, name) + s * h * one}), True)["loss"] for s in (1, -1)]
+        np.testing.assert_allclose(
+            (np.asarray(getattr(slope.gate, name)) * one).sum(), (ends[0] - ends[1]) / (2 * h), rtol=3e-3, err_msg=name
+        )
+    state = trainer.start(Outlook(gate=gate), recipe)
+    batches, told = jax.tree.map(lambda x: x[None], (BATCH, teacher))
+    for _ in range(2):
+        state, _ = trainer.update(PARAMS, state, batches, told, recipe)
+    made = state.score.gate
+    for x, old in ((made.out, gate.out), (made.offset, gate.offset)):
+        assert (np.asarray(x) == np.asarray(x)[:1]).all() and np.abs(np.asarray(x - old)).max() > 1e-5
+    assert np.abs(np.asarray(made.middle[0] - made.middle[1])).max() > 1e-3
+
+
 def test_fewer_tokens_of_the_teacher_are_a_kl_of_fewer_outcomes(graded):
     @jax.jit
     def compared():
@@ -186,7 +222,8 @@ def test_fewer_tokens_of_the_teacher_are_a_kl_of_fewer_outcomes(graded):
 
 def test_the_capacity_loss_of_the_example():
     half = jnp.full((1, 1, 3), np.log(0.5), jnp.float32)
-    total, count = losses.capacity(half, batch([[0, 1, 2]]), 1)
+    one = batch([[0, 1, 2]])
+    total, count = losses.over_capacity(losses.held(half, one), one.pos[:, None], 1)
     np.testing.assert_allclose([total, count], [1.25, 2], rtol=1e-6)  # 0.5 and 0.75: a mean of 0.625
 
 

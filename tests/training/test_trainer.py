@@ -16,7 +16,7 @@ from test_cli import PARAMS, call, refused
 import jkv
 from jkv.io import load as loading
 from jkv.io.safetensors import read_json
-from jkv.scores.learned import Retention
+from jkv.scores.learned import Outlook, Retention, trained
 from jkv.training import trainer
 from jkv.training.checkpoints import Folder
 
@@ -64,6 +64,19 @@ def test_twenty_steps_learn_something_that_is_used(whole):
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_gates_that_compete_are_trained_and_used(tiny, tmp_path):
+    given = "--budget 24 --steps 3 --texts 2 --length 48 --corpus pydoc --width 4 --check 1 --rate 0.01".split()
+    result = call("train", "makeeach", "--out", tmp_path, *given)
+    assert result.exit_code == 0, result.output
+    card = read_json(tmp_path / "card.json")
+    assert card["method"] == "makeeach" and set(card["eval"]["ppl"]) == {"full", "streaming", "makeeach"}
+    gate = trained(str(tmp_path), Outlook()).gate
+    assert (np.asarray(gate.out) == np.asarray(gate.out)[:1]).all() and np.ptp(np.asarray(gate.middle), 0).max() > 0
+    refused(train(tmp_path / "few", "--check", 1), "layer 0 would hold 12 tokens")  # streaming, beside it
+    assert not (tmp_path / "few").exists()
+    assert len(metrics(tmp_path)) == 3 and {"kl", "ce", "capacity"} <= metrics(tmp_path)[-1].keys()
+
+
 @pytest.fixture
 def stopped(whole, tmp_path, tiny):
     """The folder of a training that was killed after its 14th number, while it wrote a checkpoint and a line."""
@@ -88,7 +101,7 @@ def stopped(whole, tmp_path, tiny):
 def test_a_killed_training_ends_like_one_that_was_not(whole, stopped):
     result = train(stopped, "--resume")
     assert result.exit_code == 0, result.output
-    a, b = (jax.tree.leaves(Retention.trained(str(folder))) for folder in (whole, stopped))
+    a, b = (jax.tree.leaves(trained(str(folder), Retention())) for folder in (whole, stopped))
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert metrics(stopped) == metrics(whole)  # of every step, to the last bit
     last = [Folder(f, read_json(f / "training.json"), True).last(None) for f in (whole, stopped)]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv import context
+from jkv import context, kernels
 from jkv.attend import visible
 from jkv.cache import LayerCache, Queries, Tier, Window, map_codec
 from jkv.config import LayerConfig, TierConfig, needs_of
@@ -100,6 +100,26 @@ class Evidence:
         """
         parts = [self._folded(source, step, queries, join) for source in self._sources()]
         return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
+
+    def sums(self, queries: Queries) -> Array:
+        """f32[B,H,S]: the sum of p over the queries and G, p as in `fold`."""
+        step = lambda p, q_pos, pos, index: p.sum((2, 3))  # noqa: E731
+        *tiers, window = self._sources()
+        parts = [self._folded(source, step, queries, jnp.add) for source in tiers]
+        kernel = sums_kernel(self.plan.kernels, self.window.k.dtype, queries)
+        parts.append(self._summed(queries) if kernel == "tpu" else self._folded(window, step, queries, jnp.add))
+        return jnp.concatenate(parts, -1)
+
+    def _summed(self, queries: Queries) -> Array:
+        """`sums` of the window, by the kernel; every device for its own rows and heads."""
+        own, window = kernels.implementation("column_sums", "tpu"), self.plan.window
+        at = queries.pos
+        first = jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0)
+
+        def run(q: Array, k: Array, lse: Array, *places: Array) -> Array:
+            return own.sums(q, k, *places, lse, self.scale)
+
+        return kernels.over_mesh(run, queries.q, self.window.k, queries.lse, self.window.pos, first, at)
 
     def complete(self, queries: Queries) -> Queries:
         """The queries with a log-sum-exp over everything that is there, where a step read a part of it."""
@@ -238,6 +258,14 @@ def evidence(
         rope=rope,
         scale=model.scale,
     )
+
+
+def sums_kernel(kind: str, dtype: Any, queries: Queries) -> str:
+    """Which implementation sums columns of a window: "tpu", where it takes them and there are enough, or "xla"."""
+    if kernels.wanted(kind) != "tpu":
+        return "xla"
+    own, (_, _, groups, n, dim) = kernels.implementation("column_sums", "tpu"), queries.q.shape
+    return "xla" if n < own.PART or own.supports(dtype, dim, groups) else "tpu"
 
 
 def _cut(x: Array, start: Array, n: int) -> Array:

@@ -15,13 +15,14 @@ from jkv.protocols import Born, Columns, Needs, Score
 from jkv.tree import part
 
 if TYPE_CHECKING:
+    from jkv.cache import Queries
     from jkv.evidence import Evidence
 
 
-def mass(ev: Evidence, queries: object, group: str) -> Array:
+def mass(ev: Evidence, queries: Queries, group: str) -> Array:
     """f32[B,H,S]: probability received from some queries, summed over them, summed or averaged over G."""
-    reduce = jnp.sum if group == "sum" else jnp.mean
-    return ev.fold(lambda p, q_pos, pos, index: reduce(p, 2).sum(2), queries)  # type: ignore[arg-type]
+    total = ev.sums(queries)
+    return total if group == "sum" else total / queries.q.shape[2]
 
 
 @part

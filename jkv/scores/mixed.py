@@ -164,6 +164,7 @@ class Pivots(Score):
         return {"mass": jnp.zeros(like, jnp.float32), "similar": jnp.full(like, -2, jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
+        assert ev.new is not None
         old = ev.columns["similar"]
         similar = old.at[:, :, ev.slots + 1 :].set(adjacent(ev.window.k))
         return {

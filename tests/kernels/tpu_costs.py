@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.aot import tpu
 from jkv.codecs import Sparse
+from jkv.kernels.column_sums import tpu as columns
 from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
 from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.kernels.prefill_attention import tpu as prefill
@@ -56,6 +57,12 @@ PROMPTS = [  # head dim, groups, tokens; a seventh word: of keys that not all la
     ("v5e:2x2", "prompt", 128, 8, 2048),
     ("v5e:2x2", "prompt", 256, 2, 2048),
     *((chip, "prompt", 128, 4, 32768) for chip in ("v6e:2x2", "v5p:2x2x1")),
+]
+COLUMNS = [
+    ("v5e:2x2", "columns", 64, 3, 2048),
+    ("v5e:2x2", "columns", 128, 4, 2048),
+    ("v5e:2x2", "columns", 256, 2, 2048),
+    *((chip, "columns", 128, 4, 32768) for chip in ("v6e:2x2", "v5p:2x2x1")),
 ]
 
 
@@ -114,6 +121,16 @@ def prompt(folder: Path, topology: str, _: str, d: int, g: int, t: int, *until: 
     return found | {"cycles": round(tpu.kernel_cycles(folder, "prefill_attention") / blocks, 1)}
 
 
+def column(folder: Path, topology: str, _: str, d: int, g: int, t: int) -> dict[str, Any]:
+    """Of column sums: cycles of 128 queries, those of all groups counted, and 128 keys."""
+    shape, mesh = placed(topology)
+    q, k = (shape((1, H, *x, t, d), jnp.bfloat16) for x in ((g,), ()))
+    places, lse = [shape((1, t), jnp.int32)] * 3, shape((1, H, g, t), jnp.float32)
+    tq, tk = columns.tile_sizes(g, t, t)
+    found = compiled(mesh, lambda *x: columns.sums(*x, d**-0.5), "column_sums", q, k, *places, lse)
+    return found | {"cycles": round(tpu.kernel_cycles(folder, "column_sums") / (g * tq * tk / 128**2), 1)}
+
+
 def placed(topology: str) -> tuple[Any, Mesh]:
     """A shape on one device of a topology, and its mesh."""
     mesh = Mesh(np.array(tpu.devices(topology)[:1]), ("x",))
@@ -142,7 +159,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tpu.dump_schedules(folder)
         found = {}
-        for measure, case in [*((cost, x) for x in CASES), *((prompt, x) for x in PROMPTS)]:
+        every = {cost: CASES, prompt: PROMPTS, column: COLUMNS}
+        for measure, case in ((measure, case) for measure, cases in every.items() for case in cases):
             for old in Path(folder).iterdir():
                 old.unlink()
             found[" ".join(map(str, case))] = measure(Path(folder), *case)

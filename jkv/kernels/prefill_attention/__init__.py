@@ -25,8 +25,10 @@ def padded(x: Array, n: int, fill: int = 0, axis: int = 1) -> Array:
     return jnp.pad(x, more, constant_values=fill)
 
 
-def spans(pos: Array, first: Array, last: Array, tq: int, tk: int) -> tuple[Array, Array]:
+def spans(pos: Array, first: Array, last: Array, tq: int, tk: int, axis: int = 2) -> tuple[Array, Array]:
     """i32[B,T/tq] twice: of each tile of tq queries the first tile of tk keys that it sees, and the last + 1.
+
+    axis = 1: i32[B,S/tk] twice, of each tile of keys the tiles of queries that see it.
 
     >>> pos = jnp.array([[-1, -1, 0, 1, 2, 3]])
     >>> [x.tolist() for x in spans(pos, jnp.maximum(pos - 1, 0), pos, 2, 2)]
@@ -38,6 +40,7 @@ def spans(pos: Array, first: Array, last: Array, tq: int, tk: int) -> tuple[Arra
     high = last.reshape(b, -1, tq).max(2)[..., None]
     seen = (pos[:, None] >= jnp.maximum(low, 0)) & (pos[:, None] <= high)
     seen = seen.reshape(b, -1, s // tk, tk).any(3)
-    tile = jnp.arange(s // tk, dtype=jnp.int32)[None, None]
-    end = jnp.where(seen, tile + 1, 0).max(2)
-    return jnp.minimum(jnp.where(seen, tile, s // tk).min(2), end), end
+    n = seen.shape[axis]
+    tile = jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(3)])
+    end = jnp.where(seen, tile + 1, 0).max(axis)
+    return jnp.minimum(jnp.where(seen, tile, n).min(axis), end), end

@@ -97,7 +97,7 @@ def _run(
     places = pl.BlockSpec((1, 1, tk), lambda block, i, j, *x: (lax.div(block, h), 0, key(block, i, j, *x)))
     ends = pl.BlockSpec((1, 1, tk), lambda block, i, j, *x: (block, 0, key(block, i, j, *x)))
     steps = jnp.maximum((walks[1] - walks[0]).max(), 1)
-    wide = lambda n, dtype=jnp.float32: pltpu.VMEM((n, LANES), dtype)  # noqa: E731
+    column = lambda n, dtype=jnp.float32: pltpu.VMEM((n, LANES), dtype)  # noqa: E731
     return pl.pallas_call(
         partial(_kernel, h, count, scale, len(masks) > 2),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -108,9 +108,9 @@ def _run(
             scratch_shapes=[
                 pltpu.VMEM((g * tq, d), k.dtype),
                 pltpu.VMEM((g * tq, d), jnp.float32),
-                wide(g * tq),
-                wide(g * tq),
-                *[wide(tq, jnp.int32)] * 2,
+                column(g * tq),
+                column(g * tq),
+                *[column(tq, jnp.int32)] * 2,
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(x, jnp.float32) for x in (q.shape, (all_, g, t))],
@@ -142,18 +142,18 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
             ref[...] = jnp.broadcast_to(x, (LANES, tq)).T
 
     def step(some: Any) -> None:
-        low, high = (_wide(x[...], PART) for x in (first, last))
+        low, high = (wide(x[...], PART) for x in (first, last))
         see = (pos[0, :, some] >= low) & (pos[0, :, some] <= high)
         if lasting:
             see = see & (until[0][0, :, some] >= high)
-        logits = _dot(ask[...], k[0, some], 1)
+        logits = dot(ask[...], k[0, some], 1)
         logits = jnp.concatenate([jnp.where(see, logits[n * tq : (n + 1) * tq], MASKED) for n in range(g)], 0)
         before = m[...]
         now = jnp.maximum(before, logits.max(-1, keepdims=True))
-        p, fade = jnp.exp2(logits - _wide(now, PART)), jnp.exp2(before - now)
+        p, fade = jnp.exp2(logits - wide(now, PART)), jnp.exp2(before - now)
         m[...] = now
         l[...] = l[...] * fade + p.sum(-1, keepdims=True)
-        acc[...] = acc[...] * _wide(fade, d) + _dot(p.astype(v.dtype), v[0, some], 0)
+        acc[...] = acc[...] * wide(fade, d) + dot(p.astype(v.dtype), v[0, some], 0)
 
     @pl.when(begin[walk] + j < end[walk])
     def _() -> None:
@@ -163,18 +163,18 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:
         some = m[...] > FLOOR / 2
-        out[0] = (acc[...] / _wide(jnp.where(some, l[...], 1), d)).reshape(g, tq, d)
+        out[0] = (acc[...] / wide(jnp.where(some, l[...], 1), d)).reshape(g, tq, d)
         total = jnp.where(some, m[...] / LOG2E + jnp.log(l[...]), -jnp.inf)
         for n in range(g):
             lse[0, n : n + 1] = total[n * tq : (n + 1) * tq].T[:1]
 
 
-def _wide(x: Array, n: int) -> Array:
+def wide(x: Array, n: int) -> Array:
     """[N,LANES] of one number a row -> [N,n]."""
     return jnp.tile(x, (1, -(-n // LANES)))[:, :n]
 
 
-def _dot(a: Array, b: Array, axis: int) -> Array:
+def dot(a: Array, b: Array, axis: int) -> Array:
     """a [N,n] against an axis of b."""
     exact = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     where = (((1,), (axis,)), ((), ()))

@@ -1,0 +1,91 @@
+"""Sums of columns by the TPU's kernel: under the interpreter against float64, and where it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jkv import evidence, loop, methods, models, sizes
+from jkv.kernels.column_sums import check, reference, tpu
+from jkv.kernels.prefill_attention.check import Case
+
+CASES = [
+    Case(floats="float32", dim=64, group=3, new=150, before=120, window=100),
+    Case(dim=128, group=4, new=300),
+    Case(dim=256, group=1, new=65, before=200),
+]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles of 128 keys, and of two parts of 128 queries and groups."""
+    for name, n in dict(KEYS=128, ROWS=256, PART=128).items():
+        monkeypatch.setattr(tpu, name, n)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_equals_float64(case: Case, small):
+    good, text = check.run(case, partial(tpu.sums, interpret=pltpu.InterpretParams()))
+    assert good, text
+
+
+def test_the_reference_equals_float64():
+    good, text = check.run(CASES[0], reference.sums)
+    assert good, text
+
+
+def test_the_check_sees_a_wrong_kernel():
+    def wrong(first, **rest):
+        return reference.sums(first=first + 1, **rest)
+
+    assert not check.run(CASES[0], wrong)[0]
+
+
+def test_a_lower_sum_is_a_weight():
+    p = check.inputs(CASES[0])
+    half = reference.sums(*map(jnp.asarray, (*(p[x] for x in ("q", "k", "pos", "first", "last")), p["lse"] + 1)), 0.125)
+    whole = reference.sums(*map(jnp.asarray, (*(p[x] for x in ("q", "k", "pos", "first", "last")), p["lse"])), 0.125)
+    np.testing.assert_allclose(half, whole / np.e, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "tokens", "calls"), [("tpu", 140, 2), ("xla", 140, 0), ("tpu", 40, 0)])
+def test_prompts_are_summed_by_the_kernel_that_is_asked_for(kind: str, tokens: int, calls: int, small):
+    """As traced, for the two layers of a model; few queries are the loop's."""
+    params = models.random(dict(models.TINY, hidden_size=256))
+    config = replace(methods.parse("h2o(budget=32)"), kernels=kind)
+    cache = sizes.empty(config, params.config, 1, tokens, 0, jnp.float32)
+    ids = jnp.ones((1, tokens), jnp.int32)
+    traced = str(jax.make_jaxpr(partial(loop.absorb, fresh=True))(params, cache, ids))
+    assert traced.count("name=column_sums") in ({calls, calls // 2} if calls else {0})  # layers may share a flush
+
+
+@pytest.mark.parametrize("more", [{}, dict(model_type="mistral", sliding_window=60)], ids=["whole", "window"])
+def test_the_door_asks_the_kernel_for_the_same(small, more):
+    params = models.random(dict(models.TINY, hidden_size=256, **more))
+    ids = jax.random.randint(jax.random.key(0), (2, 150), 0, 60).at[1, :20].set(-1)
+    found = []
+    for kind in ("tpu", "xla"):
+        config = replace(methods.parse("h2o(budget=32)"), kernels=kind)
+        cache = sizes.empty(config, params.config, 2, 150, 0, jnp.float32)
+        with pltpu.force_tpu_interpret_mode():
+            cache, _ = loop.absorb(params, cache, ids, fresh=True)
+        tier = cache.layers[0].tiers[0]
+        order = jnp.argsort(tier.pos, axis=-1)[..., -16:]  # a kernel's tier has more slots, which are dead
+        found.append([np.asarray(jnp.take_along_axis(x, order, -1)) for x in (tier.pos, tier.columns["mass"])])
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5)
+
+
+def test_which_one_runs():
+    def of(kind, n, dtype=jnp.bfloat16):
+        q = jax.ShapeDtypeStruct((1, 8, 4, n, 128), dtype)
+        return evidence.sums_kernel(kind, dtype, evidence.Queries(q=q, pos=q, lse=q))
+
+    assert of("tpu", 256) == "tpu" and of("xla", 256) == "xla" and of("tpu", 255) == "xla"
+    assert of("tpu", 256, jnp.float16) == "xla"

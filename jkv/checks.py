@@ -24,7 +24,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
     if config.recent < 0:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
-    if config.score.forgets and not config.recent:
+    if config.recent < config.score.undecided:
         raise ValueError(
             f"{config}: the token after it decides whether one leaves, so the newest must wait: recent=1 or more"
         )

@@ -291,7 +291,8 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
 def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
     x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
     k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
-    return tuple(sorted(jax.eval_shape(lambda x, k: score.birth(Born(x=x, k=k, v=k)), x, k)))
+    pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return tuple(sorted(jax.eval_shape(lambda x, k, pos: score.birth(Born(x=x, k=k, v=k, pos=pos)), x, k, pos)))
 
 
 def _whole(slots: int, unit: int, config: CacheConfig) -> int:

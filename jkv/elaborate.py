@@ -12,6 +12,7 @@ from jkv.config import TierSpec
 from jkv.evictions import above, at_most
 from jkv.evidence import QUERIES
 from jkv.merges import ZeroClass
+from jkv.scores import gated
 from jkv.scores.assisted import Assisted
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.dispersion import Dispersed, Tailed
@@ -112,6 +113,22 @@ def makeeach(
         pooled=float(floor),
         recent=0,
     )
+
+
+@row("2410.12876", "reconstruction from the abstract; a prompt in one piece; what is generated stays")
+def attentiongate(
+    *,
+    budget: int | None = None,
+    keep: float | None = None,
+    bytes: Any = None,
+    threshold: float = 0.5,
+    gate: str | None = None,
+) -> Axes:
+    """Attention-Gate: a look at the whole prompt says what each head forgets; `gate`: of `jkv train attentiongate`."""
+    if not 0 <= threshold < 1:
+        raise ValueError(f"attentiongate: threshold={threshold}: of the chance that a token stays, from 0 to below 1")
+    score = gated.Gated(threshold=float(threshold)) if gate is None else gated.trained(gate, float(threshold))
+    return dict(score=score, budget=size(budget, keep, bytes), recent=0)
 
 
 @row("2506.08373", "reconstruction: the draft is the model's own first layers; generated tokens are kept on top")

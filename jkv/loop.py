@@ -136,10 +136,10 @@ def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids:
     return _absorbed(params, begun, ids, fresh=True, begun=True)
 
 
-def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any) -> Window:
-    """New tokens as a window holds them: keys rotated."""
+def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any, step: bool = False) -> Window:
+    """New tokens as a window holds them: keys rotated; step: they are generated."""
     k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
-    return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v)))
+    return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v, pos=pos, step=step)))
 
 
 def longer(a: Window, b: Window) -> Window:
@@ -180,7 +180,7 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         tiers = _tiers(cache.layers[i], moving.summaries[i])
         dtype = recent.k.dtype
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        one = as_window(new, pos, plan, rope, dtype)
+        one = as_window(new, pos, plan, rope, dtype, step=True)
         recent = jax.tree.map(
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, moving.fill, 1 if a.ndim == 2 else 2), recent, one
         )

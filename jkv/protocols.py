@@ -63,11 +63,16 @@ class Probe:
 
 @value
 class Born:
-    """New tokens of one layer: its normed input x f[B,T,E], keys (rotated) and values [B,H,T,D]."""
+    """New tokens of one layer: its normed input x f[B,T,E], keys (rotated) and values [B,H,T,D], pos i32[B,T], -1 dead.
+
+    step: they are generated, one a row; else a prompt's.
+    """
 
     x: Array
     k: Array
     v: Array
+    pos: Array
+    step: bool = static(default=False)
 
 
 class Score:
@@ -77,6 +82,7 @@ class Score:
     uniform: bool = False  # one set of tokens for all kv heads
     compensates: bool = False  # knows what is lost: a `rest` gets the attention that `outside` leaves to it
     forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
+    undecided: int = 0  # newest tokens that it cannot judge yet
 
     def bound(self, params: Params) -> Score:
         """This score with the weights that were trained for the model; ValueError if there are none."""

@@ -18,6 +18,7 @@ from tiny import (  # noqa: F401
     GATE,
     HYBRID,
     KEEPERS,
+    LOOK,
     MIXTURES,
     MODEL,
     PARAMS,
@@ -69,7 +70,7 @@ KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a 
 
 @dataclass(frozen=True)
 class Case:
-    """A composition and what its bytes are made of; `text` has {b} for the budget."""
+    """A composition and what its bytes are made of; `text` has {b} for the budget, {p}, {t} for what else holds all."""
 
     text: str
     slot: Slot = DENSE
@@ -102,11 +103,11 @@ class Case:
 
     @property
     def tight(self) -> str:
-        return self.text.format(b=BUDGET, p=3)
+        return self.text.format(b=BUDGET, p=3, t=0.5)
 
     @property
     def wide(self) -> str:
-        return self.text.format(b=EVERYTHING, p=64)
+        return self.text.format(b=EVERYTHING, p=64, t=0.0)
 
     def __str__(self) -> str:
         text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
@@ -191,6 +192,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "lococo": (Case(f"lococo(budget={{b}}, gate={MIXTURES!r})", recent=0, columns=1, queries=16, merges=True),),
     "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2),),
+    "attentiongate": (
+        Case(f"attentiongate(keep=1.0, threshold={{t}}, gate={LOOK!r})", recent=0, budget=False, columns=1),
+    ),
     "compresskv": (
         Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=24, uniform=True, appends=True),
     ),

@@ -51,7 +51,7 @@ class Scene:
         f32 = lambda x: jnp.asarray(x, jnp.float32)[None]  # noqa: E731
         self.q = Queries(q=f32(q), pos=jnp.asarray(at)[None], lse=f32((top + np.log(total))[..., 0]))
         pos, k, v = jnp.arange(n)[None], f32(self.k), f32(self.v)
-        window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(Born(x=k[:, 0], k=k, v=v)))
+        window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(Born(x=k[:, 0], k=k, v=v, pos=pos)))
         self.ev = Evidence(
             pos=jnp.broadcast_to(pos, (1, 2, n)), may_go=jnp.broadcast_to(pos < n - self.plan.recent, (1, 2, n)),
             columns=window.columns, window=window, tiers=(), kept=self.q, new=self.q, seen=jnp.array([n]),

@@ -38,7 +38,7 @@ def evidence(k, v=None, q=None, score=None, rope=PLAIN, lse=0.0, q_pos=None, sta
     return Evidence(
         pos=pos[:, None],
         may_go=(pos < s - stay)[:, None],
-        columns=score.birth(Born(x=k[0], k=k, v=v)) if score else {},
+        columns=score.birth(Born(x=k[0], k=k, v=v, pos=pos)) if score else {},
         window=Window(k=k, v=v, pos=pos, columns={}),
         tiers=(),
         kept=asked,

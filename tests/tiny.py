@@ -10,7 +10,7 @@ import numpy as np
 
 import jkv.models as models
 from jkv.io import learned as io
-from jkv.scores import delayed, learned
+from jkv.scores import delayed, gated, learned
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config
@@ -63,6 +63,18 @@ def switch(folder: str) -> str:
     return folder
 
 
+def look(folder: str) -> str:
+    """A folder with an Attention-Gate for the tiny model, of random weights that keep about half of all tokens."""
+    made = gated.start(MODEL, 2, 4, 0.0, jax.random.key(17))
+    rng = np.random.default_rng(18)
+    io.write(
+        folder,
+        vars(made) | {"out": rng.normal(0, 3, made.out.shape)},
+        {"method": "attentiongate", "model": io.identities(PARAMS)},
+    )
+    return folder
+
+
 def predictor(folder: str) -> str:
     """A folder with a predictor of attention for the tiny model, of random weights."""
     rng = np.random.default_rng(5)
@@ -88,7 +100,7 @@ def keepers(folder: str) -> str:
 
 
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
-GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, PREDICTOR, FINDERS, KEEPERS = (
+GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS = (
     make(f"{FOLDER.name}/{make.__name__}")
-    for make in (gate, deep, estimates, mixtures, switch, predictor, finders, keepers)
+    for make in (gate, deep, estimates, mixtures, switch, look, predictor, finders, keepers)
 )

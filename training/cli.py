@@ -20,6 +20,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dms": dict(
         window=128, ratio=8.0, fall=480, steps=512, batch=1, accumulate=1, rate=2e-4, weight=1.0, top=64, every=25
     ),
+    "attentiongate": dict(
+        answer=256, share=0.5, steps=500, batch=1, accumulate=1, rate=1e-3, weight=1.0, width=16, top=64, every=25
+    ),
     "attentionpredictor": dict(steps=1000, batch=32, rate=2e-3, moments=2, page=16, dense_layers=2, every=100),
 }
 # What is found out about a model by forward passes: how many texts, of how many tokens, where nothing is said.
@@ -70,6 +73,7 @@ Ratio = Annotated[
 Fall = Annotated[int | None, typer.Option(help=_told("fall", "Steps until that ratio."))]
 Moments = Annotated[int | None, typer.Option(help=_told("moments", "Drawn of each text, layer and kv head."))]
 Answer = Annotated[int | None, typer.Option(help=_told("answer", "Last tokens of a text, whose queries are foreseen."))]
+Share = Annotated[float | None, typer.Option(help=_told("share", "Of a prompt's tokens that are to stay."))]
 Page = Annotated[int | None, typer.Option(help=_told("page", "Tokens of a page."))]
 Spared = Annotated[int | None, typer.Option(help=_told("dense_layers", "First layers, which select nothing."))]
 Chunk = Annotated[int | None, typer.Option(help=_told("chunk", "Tokens of a text that are read at a time."))]
@@ -82,9 +86,7 @@ Corpus = Annotated[
 def train(
     name: Annotated[
         str,
-        typer.Argument(
-            help="trimkv, makeeach (gates), locret (estimates), lococo (mixtures), dms (switches), attentionpredictor."
-        ),
+        typer.Argument(help="trimkv, makeeach, attentiongate, locret, lococo, dms or attentionpredictor."),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Checkpoints, metrics, and what was learned.")],
     model: Model = MODEL,
@@ -106,6 +108,7 @@ def train(
     moments: Moments = None,
     page: Page = None,
     answer: Answer = None,
+    share: Share = None,
     dense_layers: Spared = None,
     chunk: Chunk = None,
     every: Every = None,
@@ -118,7 +121,7 @@ def train(
     asked = dict(
         budget=budget, warm=warm, steps=steps, batch=batch, accumulate=accumulate, rate=rate, weight=weight,
         width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
-        answer=answer, dense_layers=dense_layers, chunk=chunk, every=every,
+        answer=answer, share=share, dense_layers=dense_layers, chunk=chunk, every=every,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)
     try:

@@ -74,13 +74,14 @@ def teach(params: Params, x: Array, k: int) -> Teacher:
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])[:, :t], made)
 
 
-def distil(params: Params, x: Array, batch: Batch, teacher: Teacher) -> tuple[Array, Array]:
+def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Array | None = None) -> tuple[Array, Array]:
     """KL(teacher || student) over the teacher's tokens and the rest as one more, and the next token's cross-entropy.
 
-    Both in nats, means over the labelled places; x f[B,T,E] is the student's. Slice by slice, in both directions.
+    Both in nats, means over the labelled places, or those of them where bool[B,T]; x f[B,T,E] is the student's. Slice
+    by slice, in both directions.
     With all tokens the first is the KL; with fewer it is a bound from below.
     """
-    net, use = family(params.config), batch.labelled
+    net, use = family(params.config), batch.labelled if where is None else batch.labelled & where
     following = jnp.where(use, jnp.roll(batch.ids, -1, 1), 0)
 
     @jax.checkpoint

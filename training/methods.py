@@ -21,15 +21,17 @@ from jkv.io import learned
 from jkv.methods import parse
 from jkv.models import Params
 from jkv.scores import delayed
+from jkv.scores import gated as gated_score
 from jkv.scores import learned as learned_score
 from jkv.scores.learned import Foreseen, Outlook, Retention
 from jkv.selectors.forecast import Forecast
-from jkv.training import data, delay, estimates, forecast, mixtures, retention
+from jkv.training import data, delay, estimates, flags, forecast, mixtures, retention
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.trainer import Training
 
 METHODS: dict[str, Callable[..., None]] = {}
+LOOKS = 4  # small heads of Attention-Gate
 
 
 def method(run: Callable[..., None]) -> Callable[..., None]:
@@ -171,6 +173,17 @@ def dms(run: Run, **chosen: Any) -> None:
     score = delayed.Delayed(window=recipe.window, gate=delayed.start(run.params.config))
     own = f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})"
     fitted(run, recipe, score, recipe.steps, ("full", own))
+
+
+@method
+def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
+    """Flags by a look at the whole prompt."""
+    recipe = flags.Recipe(**chosen, seed=run.seed)
+    if not 0 < recipe.share <= 1:
+        raise ValueError(f"share={recipe.share}: of a prompt's tokens that are to stay, above 0 and at most 1")
+    gate = gated_score.start(run.params.config, LOOKS, width, 2.0, jax.random.key(recipe.seed))
+    own = f"attentiongate(keep=1.0, gate={str(run.out)!r})"
+    fitted(run, recipe, gated_score.Gated(gate=gate), recipe.steps, ("full", own), {"width": width})
 
 
 @method

@@ -77,7 +77,7 @@ class Delayed(Score):
     gate: Switch | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    forgets = True
+    forgets, undecided = True, 1
 
     def bound(self, params: Params) -> Delayed:
         return learned.bound(self, self.gate, self.models, params, METHOD, trained, self.window)

@@ -219,7 +219,18 @@ def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
 def test_every_method_is_in_the_matrix():
     named = {parse(x).name.split("(")[0].split(" ")[0] for x in experiments.catalogue(1024)}
     assert named == set(CATALOGUE) - {
-        *("append", "pooled", "rest", "trimkv", "makeeach", "locret", "lococo", "dms", "attentionpredictor"),
+        *(
+            "append",
+            "pooled",
+            "rest",
+            "trimkv",
+            "makeeach",
+            "locret",
+            "lococo",
+            "dms",
+            "attentiongate",
+            "attentionpredictor",
+        ),
         *("compresskv", "razorattention"),
     }
     assert experiments.catalogue(1024, keeps=(0.5,)).count("h2o(budget=512)") == 1

@@ -1,0 +1,123 @@
+"""Eviction that sees the whole prompt before it decides: Attention-Gate."""
+
+from __future__ import annotations
+
+from math import inf, log
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.io import learned
+from jkv.models import linear
+from jkv.protocols import Born, Columns, Needs, Score
+from jkv.tree import leaf, part, value
+
+if TYPE_CHECKING:
+    from jkv.evidence import Evidence
+    from jkv.models import ModelConfig, Params
+
+METHOD = "attentiongate"
+QUERIES = 256  # of the gate, whose attention exists at once
+OPEN = 1e4  # of what is generated: no gate says more
+
+
+@value
+class Look:
+    """u = out [o_1; ...; o_N] + offset for each kv head, of N small heads of attention over a block's normed input x.
+
+    o_n = softmax(q_n k_n / sqrt(P)) v_n with q, k, v f[L,N,P,E]: every token looks at all tokens of its text, later
+    ones too. out f[L,H,N P], offset f[L,H]; in a layer's own score without L.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    offset: Array
+
+    def __call__(self, x: Array, of: Array) -> Array:
+        """f32[B,H,T] of x f[B,T,E]; of i32[B,T]: the text of each token, -1: it is in none, and says nothing."""
+        x = jnp.where((of >= 0)[..., None], x.astype(jnp.float32), 0)
+        q, k, v = (jnp.einsum("bte,npe->bntp", x, w) for w in (self.q, self.k, self.v))
+        t, n = x.shape[1], min(x.shape[1], QUERIES)
+        pad = -t % n
+
+        def some(tile: tuple[Array, Array]) -> Array:
+            q, own = tile
+            logits = jnp.einsum("bntp,bnsp->bnts", q, k) * q.shape[-1] ** -0.5
+            see = (own[:, None, :, None] == of[:, None, None]) & (of >= 0)[:, None, None]
+            p = jax.nn.softmax(jnp.where(see, logits, -1e30), -1)
+            return jnp.einsum("bnts,bnsp->btnp", p, v)
+
+        tiles = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))), jnp.pad(of, ((0, 0), (0, pad)), constant_values=-1)
+        cut = [jnp.stack(jnp.split(x, (t + pad) // n, axis)) for x, axis in zip(tiles, (2, 1), strict=True)]
+        o = jnp.concatenate(list(jax.lax.map(some, (cut[0], cut[1]))), 1)[:, :t]
+        u = linear(self.out, o.reshape(*o.shape[:2], -1)) + self.offset[None, None]
+        return u.transpose(0, 2, 1)
+
+
+def start(model: ModelConfig, heads: int, dim: int, offset: float, key: Array) -> Look:
+    """A gate that keeps everything yet: random attention, an `out` of zeros and an offset above 0.
+
+    >>> from jkv import models
+    >>> start(models.read_config(models.TINY), 2, 4, 2.0, jax.random.key(0)).q.shape
+    (2, 2, 4, 32)
+    """
+    layers, e = model.layers, model.width
+    q, k, v = jax.random.normal(key, (3, layers, heads, dim, e)) / e**0.5
+    out, sure = jnp.zeros((layers, model.heads, heads * dim)), jnp.full((layers, model.heads), offset, jnp.float32)
+    return Look(q=q, k=k, v=v, out=out, offset=sure)
+
+
+@part
+class Gated(Score):
+    """Attention-Gate: tokens of a prompt with sigmoid(u) <= threshold are seen by themselves alone, and are not kept.
+
+    u is what a `Look` at the whole prompt says of each token and kv head, before the layer attends. rank = u, -inf of
+    what is not kept: where a budget is too small the least certain leave. What is generated stays. gate: the weights,
+    or None: those that come with jkv for the model. Source: 2410.12876, a reconstruction from its abstract.
+    """
+
+    threshold: float = 0.5
+    gate: Look | None = leaf(default=None)
+    models: tuple[str, ...] = ()
+
+    needs = Needs(whole_prompt=True)
+    forgets = True
+
+    def bound(self, params: Params) -> Gated:
+        return learned.bound(self, self.gate, self.models, params, METHOD, trained, self.threshold)
+
+    def birth(self, new: Born) -> Columns:
+        if self.gate is None:
+            raise ValueError(f"{METHOD} has no gate yet: give gate='FOLDER', as `jkv train {METHOD}` writes it")
+        if new.step:
+            return {"open": jnp.full(new.k.shape[:3], OPEN, jnp.float32)}
+        return {"open": self.gate(new.x, jnp.where(new.pos >= 0, 0, -1))}
+
+    def stays(self, u: Array) -> Array:
+        """bool of f32 u."""
+        return u > (log(self.threshold / (1 - self.threshold)) if self.threshold else -inf)
+
+    def until(self, columns: Columns, pos: Array) -> Array:
+        own = jnp.broadcast_to(pos[:, None], columns["open"].shape)
+        return jnp.where(self.stays(columns["open"]), jnp.iinfo(jnp.int32).max, own)
+
+    def rank(self, ev: Evidence) -> Array:
+        u = ev.columns["open"]
+        return jnp.where(self.stays(u), u, -jnp.inf)
+
+
+def trained(folder: str, threshold: float = 0.5) -> Gated:
+    """The gate in a folder that `jkv train attentiongate` wrote; FormatError if it holds none."""
+    arrays, card = learned.read(folder, METHOD)
+    shapes = {name: x.shape for name, x in arrays.items()}
+    (layers, n, dim, e), heads = (*shapes.get("q", ()), 0, 0, 0, 0)[:4], (*shapes.get("out", ()), 0, 0)[1]
+    look = (layers, n, dim, e)
+    if shapes != dict(q=look, k=look, v=look, out=(layers, heads, n * dim), offset=(layers, heads)):
+        found = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+        raise learned.broken(folder, f"its arrays are no gate of attention ({found})")
+    gate = Look(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+    return Gated(threshold=threshold, gate=gate, models=tuple(card["model"]))

@@ -1,0 +1,70 @@
+"""Training Attention-Gate: a look at a whole prompt says which of its tokens what follows may forget.
+
+The last `answer` tokens of a text answer the others. A key of the prompt that is not kept is out of everybody's sight
+but its own; the flag k is hard, 1 where u > 0, with the gradient of sigmoid(u), and a logit has -30 (1 - k) on it. Only
+the answer's tokens are learned from: a look that sees later tokens would tell the prompt's own ones.
+
+    loss = cross-entropy of the answer + weight |mean k - share|
+
+Source: Attention-Gate (2410.12876), a reconstruction from its abstract.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.models import Params, Projected
+from jkv.scores.gated import Gated
+from jkv.training import trainer
+from jkv.training.losses import Batch, Teacher, distil
+from jkv.training.student import Bias, hidden
+from jkv.tree import part
+
+SHUT = 30.0  # e^-30 of its attention is left to a key that is not kept
+
+
+@part
+class Recipe(trainer.Recipe):
+    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay."""
+
+    steps: int = 500
+    answer: int = 256
+    share: float = 0.5
+
+    def loss(
+        self, score: Gated, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
+    ) -> trainer.Told:
+        """The loss, its parts and, beside them, the KL to the full model and the share that is kept."""
+        asked = prompt(batch, self.answer)
+        x, memos = hidden(params, batch, closing(score, batch, asked))
+        kl, ce = distil(params, x, batch, teacher, ~asked)
+        count = asked.sum().astype(jnp.float32) * len(memos) * memos[0].shape[1]
+        kept = sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
+        loss = ce + self.weight * jnp.abs(kept - self.share)
+        return loss, {"loss": loss, "ce": ce, "kl": kl, "kept": kept}
+
+
+def prompt(batch: Batch, answer: int) -> Array:
+    """bool[B,T]: the tokens of each row but its last `answer`.
+
+    >>> prompt(Batch(ids=jnp.array([[5, 6, 7, -1]]), pos=jnp.array([[0, 1, 2, -1]])), 1).tolist()
+    [[True, True, False, False]]
+    """
+    live = batch.pos >= 0
+    return live & (jnp.cumsum(live, 1) <= live.sum(1, keepdims=True) - answer)
+
+
+def closing(score: Gated, batch: Batch, asked: Array) -> Bias:
+    """The bias of Attention-Gate on the keys asked bool[B,T]; the memo is k f32[B,H,T], 1 for the others."""
+    of = jnp.where(asked, batch.document, -1)
+
+    def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
+        u = jax.tree.map(lambda x: x[i], score.gate)(a.x, of)
+        soft = jax.nn.sigmoid(u)
+        k = soft + jax.lax.stop_gradient((u > 0).astype(jnp.float32) - soft)
+        k = jnp.where(asked[:, None], k, 1)
+        return jnp.where((age > 0)[:, None], SHUT * (k - 1)[:, :, None], 0), k
+
+    return bias

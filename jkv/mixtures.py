@@ -137,7 +137,6 @@ class Mixtures(Merge):
         shapes = {name: x.shape for name, x in arrays.items()}
         layers, width, inputs, m = (*shapes.get("conv", ()), 0, 0, 0, 0)[:4]
         if shapes != {"conv": (layers, width, inputs, m), "bias": (layers, m), "share": (layers,)} or not width % 2:
-            found = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
-            raise learned.broken(folder, f"its arrays are no mixtures ({found})")
+            raise learned.unlike(folder, arrays, "no mixtures")
         blend = Blend(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
         return cls(gate=blend, models=tuple(card["model"]))

@@ -67,6 +67,12 @@ def broken(folder: str | Path, cause: str) -> FormatError:
     return FormatError(folder, cause, "give a folder that `jkv train` or `jkv calibrate` wrote")
 
 
+def unlike(folder: str | Path, arrays: Mapping[str, np.ndarray], what: str) -> FormatError:
+    """The error for arrays that are "no gate" or the like, with their names and shapes."""
+    found = ", ".join(f"{name}{list(x.shape)}" for name, x in arrays.items())
+    return broken(folder, f"its arrays are {what} ({found})")
+
+
 def check(models: Sequence[str], params: Params) -> None:
     """ValueError with both fingerprints unless `models` names this one; an empty list is for any."""
     own = fingerprint(params)

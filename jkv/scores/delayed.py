@@ -109,7 +109,6 @@ def trained(folder: str, window: int) -> Delayed:
     shapes = {name: x.shape for name, x in arrays.items()}
     out = shapes.get("out", ())
     if len(out) != 3 or shapes != {"out": out, "gain": (out[0], out[2])}:
-        found = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
-        raise learned.broken(folder, f"its arrays are no switches ({found})")
+        raise learned.unlike(folder, arrays, "no switches")
     gate = Switch(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
     return Delayed(window=window, gate=gate, models=tuple(card["model"]))

@@ -117,7 +117,6 @@ def trained(folder: str, threshold: float = 0.5) -> Gated:
     (layers, n, dim, e), heads = (*shapes.get("q", ()), 0, 0, 0, 0)[:4], (*shapes.get("out", ()), 0, 0)[1]
     look = (layers, n, dim, e)
     if shapes != dict(q=look, k=look, v=look, out=(layers, heads, n * dim), offset=(layers, heads)):
-        found = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
-        raise learned.broken(folder, f"its arrays are no gate of attention ({found})")
+        raise learned.unlike(folder, arrays, "no gate of attention")
     gate = Look(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
     return Gated(threshold=threshold, gate=gate, models=tuple(card["model"]))

@@ -28,8 +28,7 @@ def found(folder: str, method: str) -> tuple[dict[str, np.ndarray], tuple[str, .
     """Arrays f32 and the model's fingerprints in a folder that `jkv calibrate` wrote; FormatError if it has others."""
     arrays, card = learned.read(folder, method)
     if {name: x.ndim for name, x in arrays.items()} != ARRAYS[method]:
-        there = ", ".join(f"{name}{list(x.shape)}" for name, x in arrays.items())
-        raise learned.broken(folder, f"its arrays are not of {method} ({there})")
+        raise learned.unlike(folder, arrays, f"not of {method}")
     return {name: x.astype(np.float32) for name, x in arrays.items()}, tuple(card["model"])
 
 

@@ -169,8 +169,7 @@ def trained(folder: str, score: T) -> T:
         if shapes == {field.name: every[field.name] for field in fields(kind)}:
             gate = kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
             return replace(score, gate=gate, models=tuple(card["model"]))
-    found = ", ".join(f"{k}{list(v)}" for k, v in shapes.items())
-    raise learned.broken(folder, f"its arrays are no gate ({found})")
+    raise learned.unlike(folder, arrays, "no gate")
 
 
 @part

@@ -196,8 +196,7 @@ def trained(folder: str, kind: str) -> tuple[Predictor, tuple[str, ...]]:
     )
     shapes = {name: x.shape for name, x in arrays.items()}
     if shapes != want:
-        found = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
-        raise learned.broken(folder, f"its arrays are no predictor ({found})")
+        raise learned.unlike(folder, arrays, "no predictor")
     made = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     line = made.pop("linear")
     return (Linear(weights=line) if kind == "linear" else Convolution(**made)), tuple(card["model"])

@@ -482,11 +482,11 @@ def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path):
         assert "ruler at 1,024" in line and "score 0.9" in line and "1.json: 8 samples" in line
 
 
-def test_a_cache_that_did_fewer_tasks_is_not_compared(tmp_path):
+def test_caches_are_compared_by_the_tasks_that_both_did(tmp_path):
     rows = [row("a", t, 0.5, score=0.5, samples=1) for t in ("ruler/vt", "ruler/cwe")]
     rows.append(row("b", "ruler/vt", 0.4, score=0.9, samples=1))
     found = recommend.best([str(rows_file(tmp_path, "1.json", rows))], "tiny", 1000, 1 << 20)
-    assert [c.point.cache for c in found] == ["a", "b"]
+    assert [(c.point.cache, len(c.point.tasks)) for c in found] == [("b", 1), ("a", 2)]
 
 
 def test_no_evidence_is_said(tmp_path):

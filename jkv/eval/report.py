@@ -65,6 +65,7 @@ def table(found: Sequence[Point]) -> Table:
     return out
 
 
+PPL = (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1000)  # on an axis of perplexities
 SHARES = (2, 5, 10, 15, 20, 30, 50, 70, 100, 200, 400)  # percent, on an axis of bytes
 
 
@@ -89,11 +90,15 @@ def plot(found: Sequence[Point], cost: str, title: str) -> Figure:
     )
     if metric == "kl":
         axes.set_yscale("symlog", linthresh=1e-2)
+    if metric == "ppl":  # most are near the full cache's, and some are far
+        values = [p.value for p in found]
+        axes.set_yscale("log")
+        axes.set_yticks(ticks := [x for x in PPL if min(values) / 1.2 < x < max(values) * 1.2], map(str, ticks))
     if cost == "bytes":  # most caches lie between a tenth of the full one and the half
         axes.set_xscale("log")
         ends = min(map(x, found)) / 1.5, max(map(x, found)) * 1.5
         axes.set_xticks(ticks := [share for share in SHARES if ends[0] < share < ends[1]], map(str, ticks))
-        axes.minorticks_off()
+    axes.minorticks_off()
     axes.set(
         xlabel="bytes, % of the full cache" if cost == "bytes" else "ms per token", ylabel=METRICS[metric], title=title
     )

@@ -72,7 +72,9 @@ Ratio = Annotated[
 ]
 Fall = Annotated[int | None, typer.Option(help=_told("fall", "Steps until that ratio."))]
 Moments = Annotated[int | None, typer.Option(help=_told("moments", "Drawn of each text, layer and kv head."))]
-Answer = Annotated[int | None, typer.Option(help=_told("answer", "Last tokens of a text, whose queries are foreseen."))]
+Answer = Annotated[
+    int | None, typer.Option(help=_told("answer", "Last tokens of a text, by which the others are judged."))
+]
 Share = Annotated[float | None, typer.Option(help=_told("share", "Of a prompt's tokens that are to stay."))]
 Page = Annotated[int | None, typer.Option(help=_told("page", "Tokens of a page."))]
 Spared = Annotated[int | None, typer.Option(help=_told("dense_layers", "First layers, which select nothing."))]

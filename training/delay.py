@@ -14,7 +14,7 @@ from jax import Array
 from jkv.models import Params, Projected
 from jkv.scores.delayed import KEEP, Delayed
 from jkv.training import trainer
-from jkv.training.losses import Batch, Teacher, distil
+from jkv.training.losses import Batch, Teacher, distil, flagged
 from jkv.training.student import Bias, hidden
 from jkv.tree import part
 
@@ -80,9 +80,7 @@ def lacking(memos: tuple[Array, ...], batch: Batch, target: Array) -> tuple[Arra
     So layers and heads differ as they like. A gradient passes through the hard marks as if they were the soft ones.
     """
     z = jnp.stack(memos, 1)
-    soft = jax.nn.sigmoid(z)
-    hard = soft + jax.lax.stop_gradient((z > 0).astype(jnp.float32) - soft)
     use = batch.labelled[:, None, None]
     count = batch.labelled.sum(1).astype(jnp.float32) * z.shape[1] * z.shape[2]
-    share = jnp.where(use, hard, 0).sum((1, 2, 3)) / jnp.maximum(count, 1)
+    share = jnp.where(use, flagged(z), 0).sum((1, 2, 3)) / jnp.maximum(count, 1)
     return jnp.maximum(target - share, 0).mean(), share.mean()

@@ -18,7 +18,7 @@ from jax import Array
 from jkv.models import Params, Projected
 from jkv.scores.gated import Gated
 from jkv.training import trainer
-from jkv.training.losses import Batch, Teacher, distil
+from jkv.training.losses import Batch, Teacher, distil, flagged
 from jkv.training.student import Bias, hidden
 from jkv.tree import part
 
@@ -62,9 +62,7 @@ def closing(score: Gated, batch: Batch, asked: Array) -> Bias:
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
         u = jax.tree.map(lambda x: x[i], score.gate)(a.x, of)
-        soft = jax.nn.sigmoid(u)
-        k = soft + jax.lax.stop_gradient((u > 0).astype(jnp.float32) - soft)
-        k = jnp.where(asked[:, None], k, 1)
+        k = jnp.where(asked[:, None], flagged(u), 1)
         return jnp.where((age > 0)[:, None], SHUT * (k - 1)[:, :, None], 0), k
 
     return bias

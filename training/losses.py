@@ -78,8 +78,7 @@ def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Arra
     """KL(teacher || student) over the teacher's tokens and the rest as one more, and the next token's cross-entropy.
 
     Both in nats, means over the labelled places, or those of them where bool[B,T]; x f[B,T,E] is the student's. Slice
-    by slice, in both directions.
-    With all tokens the first is the KL; with fewer it is a bound from below.
+    by slice, in both directions. With all tokens the first is the KL; with fewer it is a bound from below.
     """
     net, use = family(params.config), batch.labelled if where is None else batch.labelled & where
     following = jnp.where(use, jnp.roll(batch.ids, -1, 1), 0)
@@ -101,6 +100,12 @@ def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Arra
     parts = jax.tree.map(_sliced, (x, teacher, following, use))
     kl, ce = jax.lax.map(one, parts).sum(0) / jnp.maximum(use.sum(), 1).astype(jnp.float32)
     return kl, ce
+
+
+def flagged(z: Array) -> Array:
+    """1 where z > 0, else 0, with the gradient of sigmoid(z)."""
+    soft = jax.nn.sigmoid(z)
+    return soft + jax.lax.stop_gradient((z > 0).astype(jnp.float32) - soft)
 
 
 def over_capacity(held: Array, pos: Array, budget: int, heads: int = 1) -> tuple[Array, Array]:

@@ -36,9 +36,7 @@ class Gate:
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T], below 0, of x f[B,T,E]."""
         x = x.astype(jnp.float32)
-        hidden = jax.nn.silu(linear(self.into, x) + self.bias[None, None])
-        z = linear(self.out, hidden) + self.offset[None, None]
-        return jnp.minimum(jax.nn.log_sigmoid(z).transpose(0, 2, 1), -LEAST)
+        return _log_beta(self, jax.nn.silu(linear(self.into, x) + self.bias[None, None]))
 
 
 @value
@@ -58,9 +56,13 @@ class Deep:
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T], below 0, of x f[B,T,E]."""
         hidden = jax.nn.silu(linear(self.into, x.astype(jnp.float32)) + self.bias[None, None])
-        hidden = jax.nn.silu(linear(self.middle, hidden) + self.shift[None, None])
-        z = linear(self.out, hidden) + self.offset[None, None]
-        return jnp.minimum(jax.nn.log_sigmoid(z).transpose(0, 2, 1), -LEAST)
+        return _log_beta(self, jax.nn.silu(linear(self.middle, hidden) + self.shift[None, None]))
+
+
+def _log_beta(gate: Gate | Deep, hidden: Array) -> Array:
+    """f32[B,H,T], below 0, of the last hidden numbers f32[B,T,W]."""
+    z = linear(gate.out, hidden) + gate.offset[None, None]
+    return jnp.minimum(jax.nn.log_sigmoid(z).transpose(0, 2, 1), -LEAST)
 
 
 def start(model: ModelConfig, width: int, offset: float, key: Array) -> Gate:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv.kernels.prefill_attention import padded, spans
-from jkv.kernels.prefill_attention.tpu import LANES, LOG2E, dot, supports, wide
+from jkv.kernels.prefill_attention.tpu import LANES, LOG2E, dot, supports, visited, whole, wide
 
 __all__ = ["sums", "supports"]
 KEYS, ROWS, PART = 1024, 2048, 256  # keys of a tile; queries times groups of a step, about; queries of a part of it
@@ -42,7 +42,6 @@ def sums(
 
 def tile_sizes(groups: int, tokens: int, keys: int) -> tuple[int, int]:
     """Queries and keys of a grid step."""
-    whole = lambda most, n, unit: min(max(most // unit, 1), -(-n // unit)) * unit  # noqa: E731
     return whole(ROWS // groups, tokens, PART), whole(KEYS, keys, LANES)
 
 
@@ -60,10 +59,7 @@ def _run(
 ) -> Array:
     (all_, g, _, d), s, (tq, tk), count = q.shape, k.shape[1], tiles, walks[0].shape[1]
 
-    def query(block: Array, i: Array, j: Array, begin: Array, end: Array) -> Array:
-        at = lax.div(block, h) * count + i
-        return jnp.minimum(begin[at] + j, jnp.maximum(end[at] - 1, 0))
-
+    query = partial(visited, h, count)
     steps = jnp.maximum((walks[1] - walks[0]).max(), 1)
     return pl.pallas_call(
         partial(_kernel, h, count, scale * LOG2E),

@@ -71,8 +71,18 @@ def attention(
 
 def tile_sizes(groups: int, tokens: int, keys: int, dtype: Any) -> tuple[int, int]:
     """Queries and keys of a grid step."""
-    whole = lambda most, n, unit: min(max(most // unit, 1), -(-n // unit)) * unit  # noqa: E731
     return whole(ROWS // groups, tokens, LANES), whole(KEYS * 2 // jnp.dtype(dtype).itemsize, keys, PART)
+
+
+def whole(most: int, n: int, unit: int) -> int:
+    """The size of a tile of n things: whole units, about `most`, and no more than are there."""
+    return min(max(most // unit, 1), -(-n // unit)) * unit
+
+
+def visited(h: int, count: int, block: Array, i: Array, j: Array, begin: Array, end: Array) -> Array:
+    """The tile at step j of walk i of `count`, for head `block`, h of them a row; a walk stays where it ends."""
+    at = lax.div(block, h) * count + i
+    return jnp.minimum(begin[at] + j, jnp.maximum(end[at] - 1, 0))
 
 
 def _run(
@@ -87,10 +97,7 @@ def _run(
     q, k, _ = rows
     (all_, g, t, d), (tq, tk), count = q.shape, tiles, walks[0].shape[1]
 
-    def key(block: Array, i: Array, j: Array, begin: Array, end: Array) -> Array:
-        at = lax.div(block, h) * count + i
-        return jnp.minimum(begin[at] + j, jnp.maximum(end[at] - 1, 0))
-
+    key = partial(visited, h, count)
     queries = pl.BlockSpec((1, g, tq, d), lambda block, i, *_: (block, 0, i, 0))
     keys = pl.BlockSpec((1, tk, d), lambda block, i, j, *x: (block, key(block, i, j, *x), 0))
     bounds = pl.BlockSpec((1, 2, tq), lambda block, i, *_: (lax.div(block, h), 0, i))

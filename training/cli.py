@@ -12,16 +12,48 @@ from jkv.options import MODEL, Dtype, Model
 # What each method is trained by, and how much of it where nothing is said.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "trimkv": dict(
-        budget=512, warm=500, steps=0, batch=1, accumulate=1, rate=2e-4, weight=1.0, width=128, top=64, every=25
+        budget=512,
+        warm=500,
+        early=3e-3,
+        steps=0,
+        batch=1,
+        accumulate=1,
+        rate=2e-4,
+        weight=1.0,
+        width=128,
+        top=64,
+        every=25,
     ),
     "makeeach": dict(budget=512, steps=1000, batch=1, accumulate=1, rate=1e-3, weight=1.0, width=64, top=64, every=25),
     "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
     "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
     "dms": dict(
-        window=128, ratio=8.0, fall=480, steps=512, batch=1, accumulate=1, rate=2e-4, weight=1.0, top=64, every=25
+        window=128,
+        ratio=8.0,
+        warm=1000,
+        early=1e-4,
+        fall=480,
+        steps=0,
+        batch=1,
+        accumulate=1,
+        rate=2e-4,
+        weight=1.0,
+        top=64,
+        every=25,
     ),
     "attentiongate": dict(
-        answer=256, share=0.5, steps=500, batch=1, accumulate=1, rate=1e-3, weight=1.0, width=16, top=64, every=25
+        answer=256,
+        share=0.5,
+        warm=500,
+        early=3e-3,
+        steps=0,
+        batch=1,
+        accumulate=1,
+        rate=1e-3,
+        weight=1.0,
+        width=16,
+        top=64,
+        every=25,
     ),
     "attentionpredictor": dict(steps=1000, batch=32, rate=2e-3, moments=2, page=16, dense_layers=2, every=100),
 }
@@ -57,6 +89,7 @@ Budget = Annotated[int | None, typer.Option(help=_told("budget", "Tokens a head 
 Warm = Annotated[
     int | None, typer.Option(help=_told("warm", "Steps of each layer alone, without gradients through the model."))
 ]
+Early = Annotated[float | None, typer.Option(help=_told("early", "The largest learning rate of layers alone."))]
 Steps = Annotated[
     int | None, typer.Option(help=_told("steps", "Steps of the whole model, or of what is trained without it."))
 ]
@@ -94,6 +127,7 @@ def train(
     model: Model = MODEL,
     budget: Budget = None,
     warm: Warm = None,
+    early: Early = None,
     steps: Steps = None,
     corpus: Corpus = None,
     texts: Annotated[int, typer.Option(help="Texts of all corpora together.")] = 36,
@@ -121,8 +155,8 @@ def train(
 ) -> None:
     """Train what a method learns, for a frozen model: a killed run goes on where it was by --resume."""
     asked = dict(
-        budget=budget, warm=warm, steps=steps, batch=batch, accumulate=accumulate, rate=rate, weight=weight,
-        width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
+        budget=budget, warm=warm, early=early, steps=steps, batch=batch, accumulate=accumulate, rate=rate,
+        weight=weight, width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
         answer=answer, share=share, dense_layers=dense_layers, chunk=chunk, every=every,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)

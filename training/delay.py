@@ -13,7 +13,7 @@ from jax import Array
 
 from jkv.models import Params, Projected
 from jkv.scores.delayed import KEEP, Delayed
-from jkv.training import trainer
+from jkv.training import trainer, warm
 from jkv.training.losses import Batch, Teacher, distil, flagged
 from jkv.training.student import Bias, hidden
 from jkv.tree import part
@@ -22,12 +22,13 @@ TEMPERATURE = 0.1
 
 
 @part
-class Recipe(trainer.Recipe):
+class Recipe(warm.Recipe):
     """How switches are trained: `window` tokens are seen by all; the cache is to shrink to 1 / `ratio` of its tokens
-    beyond them, from all of them at first, in `fall` steps. The rate is constant.
+    beyond them, from all of them at first, in `fall` steps; at once, if layers were trained alone before. The rate of
+    those steps is constant.
     """
 
-    steps: int = 512
+    early: float = 1e-4
     window: int = 128
     ratio: float = 8.0
     fall: int = 480
@@ -35,11 +36,18 @@ class Recipe(trainer.Recipe):
     def target(self, step: Array | int) -> Array:
         """The share of tokens to be marked in a step, 1 - 1 / ratio there; the ratio rises in a line.
 
-        >>> [round(float(Recipe(ratio=16.0, fall=510).target(step)), 4) for step in (0, 238, 510, 600)]
+        >>> [round(float(Recipe(warm=0, ratio=16.0, fall=510).target(step)), 4) for step in (0, 238, 510, 600)]
         [0.0, 0.875, 0.9375, 0.9375]
         """
-        done = jnp.minimum(jnp.asarray(step, jnp.float32) / self.fall, 1)
-        return 1 - 1 / (1 + (self.ratio - 1) * done)
+        done = jnp.minimum(jnp.asarray(step, jnp.float32) / self.fall, 1) if not self.warm else 1.0
+        return jnp.float32(1 - 1 / (1 + (self.ratio - 1) * done))
+
+    def bias(self, score: Delayed, batch: Batch, key: Array) -> Bias:
+        return delaying(score, batch, key)
+
+    def counted(self, memos: tuple[Array, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
+        short, marked = lacking(memos, batch, self.target(step))
+        return short, {"short": short, "marked": marked}
 
     def loss(
         self, score: Delayed, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
@@ -48,11 +56,11 @@ class Recipe(trainer.Recipe):
 
         KL(teacher || student), as for other gates: the paper's text calls it forward, its code has the other one.
         """
-        x, memos = hidden(params, batch, delaying(score, batch, key))
+        x, memos = hidden(params, batch, self.bias(score, batch, key))
         kl, ce = distil(params, x, batch, teacher)
-        short, marked = lacking(memos, batch, self.target(step))
+        short, told = self.counted(memos, batch, step)
         loss = kl + self.weight * short
-        return loss, {"loss": loss, "kl": kl, "ce": ce, "short": short, "marked": marked}
+        return loss, {"loss": loss, "kl": kl, "ce": ce} | told
 
 
 def drawn(said: Array, batch: Batch, key: Array) -> Array:

@@ -17,7 +17,7 @@ from jax import Array
 
 from jkv.models import Params, Projected
 from jkv.scores.gated import Gated
-from jkv.training import trainer
+from jkv.training import trainer, warm
 from jkv.training.losses import Batch, Teacher, distil, flagged
 from jkv.training.student import Bias, hidden
 from jkv.tree import part
@@ -26,24 +26,35 @@ SHUT = 30.0  # e^-30 of its attention is left to a key that is not kept
 
 
 @part
-class Recipe(trainer.Recipe):
+class Recipe(warm.Recipe):
     """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay."""
 
-    steps: int = 500
+    early: float = 1e-2
     answer: int = 256
     share: float = 0.5
+
+    def first(self, size: Array) -> Array:
+        return jnp.maximum(size - self.answer, 0)
+
+    def bias(self, score: Gated, batch: Batch, key: Array) -> Bias:
+        return closing(score, batch, prompt(batch, self.answer))
+
+    def counted(self, memos: tuple[Array, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
+        """|mean k - share|, and the mean of the flags of all prompts."""
+        asked = prompt(batch, self.answer)
+        count = asked.sum().astype(jnp.float32) * len(memos) * memos[0].shape[1]
+        kept = sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
+        return jnp.abs(kept - self.share), {"kept": kept}
 
     def loss(
         self, score: Gated, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
     ) -> trainer.Told:
         """The loss, its parts and, beside them, the KL to the full model and the share that is kept."""
-        asked = prompt(batch, self.answer)
-        x, memos = hidden(params, batch, closing(score, batch, asked))
-        kl, ce = distil(params, x, batch, teacher, ~asked)
-        count = asked.sum().astype(jnp.float32) * len(memos) * memos[0].shape[1]
-        kept = sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
-        loss = ce + self.weight * jnp.abs(kept - self.share)
-        return loss, {"loss": loss, "ce": ce, "kl": kl, "kept": kept}
+        x, memos = hidden(params, batch, self.bias(score, batch, key))
+        kl, ce = distil(params, x, batch, teacher, ~prompt(batch, self.answer))
+        off, told = self.counted(memos, batch, step)
+        loss = ce + self.weight * off
+        return loss, {"loss": loss, "ce": ce, "kl": kl} | told
 
 
 def prompt(batch: Batch, answer: int) -> Array:

@@ -10,7 +10,6 @@ from jkv.models import Params, family
 from jkv.tree import value
 
 SLICE = 128  # positions whose logits exist at once
-TILE = 128  # queries whose ages exist at once
 
 
 @value
@@ -31,11 +30,11 @@ class Batch:
         return jnp.pad((self.pos[:, 1:] == self.pos[:, :-1] + 1) & (self.pos[:, :-1] >= 0), ((0, 0), (0, 1)))
 
 
-def sees(batch: Batch, q: slice = slice(None)) -> Array:
-    """bool[B,t,T]: which keys the queries of a slice may see: of their document, not later."""
+def sees(batch: Batch) -> Array:
+    """bool[B,T,T]: which keys queries may see: of their document, not later."""
     pos, of = batch.pos, batch.document
-    causal = (pos[:, None, :] >= 0) & (pos[:, None, :] <= pos[:, q, None])
-    return causal & (of[:, None, :] == of[:, q, None])
+    causal = (pos[:, None, :] >= 0) & (pos[:, None, :] <= pos[:, :, None])
+    return causal & (of[:, None, :] == of[:, :, None])
 
 
 @value
@@ -116,25 +115,3 @@ def over_capacity(held: Array, pos: Array, budget: int, heads: int = 1) -> tuple
     over = (held - heads * budget) / jnp.maximum(heads * (pos - budget), 1).astype(jnp.float32)
     positive = (over > 0) & (pos >= 0)
     return jnp.where(positive, over, 0).sum(), positive.sum().astype(jnp.float32)
-
-
-def held(log_beta: Array, batch: Batch) -> Array:
-    """S_t f32[B,H,T], the sum of beta_i^(t-i) over the tokens i of a document up to t, for log_beta f32[B,H,T].
-
-    Query tile by query tile, again in the backward pass: the matrix [T,T] never exists. Source: TRIM-KV (2512.03324).
-    """
-    b, t = batch.pos.shape
-    n = min(TILE, t)
-    of, pos = batch.document, batch.pos
-    starts = [min(i * n, t - n) for i in range(-(-t // n))]
-
-    @jax.checkpoint
-    def one(start: Array) -> Array:
-        q_pos, q_of = (jax.lax.dynamic_slice_in_dim(x, start, n, 1) for x in (pos, of))
-        age = q_pos[:, :, None] - pos[:, None]
-        see = (age >= 0) & (pos >= 0)[:, None] & (q_of[:, :, None] == of[:, None])
-        fade = jnp.where(see, age, 0).astype(jnp.float32)[:, None] * log_beta[:, :, None]
-        return jnp.where(see[:, None], jnp.exp(fade), 0).sum(-1)  # B,H,n
-
-    tiles = jax.lax.map(one, jnp.asarray(starts))
-    return jnp.concatenate([tiles[i, :, :, i * n - s :] for i, s in enumerate(starts)], -1)

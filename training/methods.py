@@ -121,21 +121,19 @@ def lococo(run: Run, *, width: int, **chosen: Any) -> None:
 def gated(run: Run, recipe: Any, score: Any, budget: int, width: int, settings: str = "") -> None:
     """Weights that are measured at a budget beside the newest tokens; settings: more of that cache."""
     own = f"{run.name}(budget={budget}, gate={str(run.out)!r}{settings})"
-    work = (run.params.config.layers if recipe.warm else 0) + recipe.steps
     caches = ("full", f"streaming(budget={budget})", own)
-    fitted(run, recipe, score, work, caches, {"width": width}, {"budget": budget})
+    fitted(run, recipe, score, caches, {"width": width}, {"budget": budget})
 
 
 def fitted(
     run: Run,
     recipe: Any,
     score: Any,
-    work: int,
     caches: tuple[str, ...],
     more: dict[str, Any] | None = None,
     about: dict[str, Any] | None = None,
 ) -> None:
-    """Trains a score's gate in so many pieces of work, writes it, and measures it through these caches.
+    """Trains a score's gate, writes it, and measures it through these caches.
 
     The last is what is trained; more: what the result depends on beside the recipe; about: what the card says of
     the measurement.
@@ -145,7 +143,7 @@ def fitted(
         check(parse(known), run.params.config)
     what = run.what(made, recipe, **(more or {}))
     folder = Folder(run.out, what, run.resume)
-    with console.progress(work) as say:
+    with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
         state = Training(run.params, made, recipe, folder, say).run(score)
     card = run.card(what, folder)
     learned.write(run.out, vars(state.score.gate), card)
@@ -172,7 +170,7 @@ def dms(run: Run, **chosen: Any) -> None:
     recipe = delay.Recipe(**chosen, seed=run.seed)
     score = delayed.Delayed(window=recipe.window, gate=delayed.start(run.params.config))
     own = f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})"
-    fitted(run, recipe, score, recipe.steps, ("full", own))
+    fitted(run, recipe, score, ("full", own))
 
 
 @method
@@ -181,9 +179,10 @@ def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
     recipe = flags.Recipe(**chosen, seed=run.seed)
     if not 0 < recipe.share <= 1:
         raise ValueError(f"share={recipe.share}: of a prompt's tokens that are to stay, above 0 and at most 1")
-    gate = gated_score.start(run.params.config, LOOKS, width, 2.0, jax.random.key(recipe.seed))
+    offset = 0.5 if recipe.warm else 2.0  # a layer alone goes farther
+    gate = gated_score.start(run.params.config, LOOKS, width, offset, jax.random.key(recipe.seed))
     own = f"attentiongate(keep=1.0, gate={str(run.out)!r})"
-    fitted(run, recipe, gated_score.Gated(gate=gate), recipe.steps, ("full", own), {"width": width})
+    fitted(run, recipe, gated_score.Gated(gate=gate), ("full", own), {"width": width})
 
 
 @method

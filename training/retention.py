@@ -6,64 +6,60 @@ age, is to fit the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jkv.models import Params, Projected
-from jkv.scores.learned import Deep, Retention
-from jkv.training import trainer
-from jkv.training.losses import Batch, Teacher, distil, held, over_capacity
+from jkv.scores.learned import Deep
+from jkv.training import trainer, warm
+from jkv.training.losses import Batch, Teacher, distil, over_capacity
 from jkv.training.optimiser import adamw, cosine
 from jkv.training.student import Bias, hidden
-from jkv.training.warm import Warm, warm
-from jkv.tree import part
+from jkv.tree import part, value
+
+
+@value
+class Held:
+    """total f32[B,H,n]: what a head holds at a query t, the sum of beta_i^(t-i) over the tokens i that t sees; at
+    i32[B,n]: the age of the oldest of them, which is t but in a sliding window, and -1 in the padding."""
+
+    total: Array
+    at: Array
 
 
 @part
-class Recipe(trainer.Recipe):
-    """How a gate is trained for `budget` tokens a head: `warm` steps a layer alone, then those of the whole model.
+class Recipe(warm.Recipe):
+    """How a gate is trained for `budget` tokens a head.
 
-    The rate rises in `rise` steps and falls in a cosine to 1e-6; decay: of the matrices.
+    The rate of the whole model's steps rises in `rise` steps and falls in a cosine to 1e-6; decay: of the matrices.
     """
 
     budget: int
-    warm: int = 500
     rise: int = 100
     decay: float = 1e-5
 
     def tune(self) -> Any:
         return adamw(cosine(self.rate, min(self.rise, self.steps), self.steps), self.clip, self.decay)
 
-    def warmed(
-        self, params: Params, texts: Batch, score: Retention, done: int
-    ) -> Iterator[tuple[Retention, np.ndarray]]:
-        if not self.warm or done == params.config.layers:
-            return
-        plan = Warm(steps=self.warm, budget=self.budget, weight=self.weight, seed=self.seed)
-        assert score.gate is not None
-        for gate, losses in warm(params, texts, score.gate, plan, done):
-            yield replace(score, gate=gate), losses
+    def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
+        return fading(score)
 
-    def loss(
-        self, score: Retention, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
-    ) -> trainer.Told:
+    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> trainer.Told:
         """(KL + cross-entropy) / 2 + weight * capacity loss, and its three parts. Source: TRIM-KV (2512.03324)."""
-        x, memos = hidden(params, batch, fading(score))
+        x, memos = hidden(params, batch, self.bias(score, batch, key))
         kl, ce = distil(params, x, batch, teacher)
-        cap = self.over(memos, batch)
+        cap, _ = self.counted(memos, batch, step)
         loss = (kl + ce) / 2 + self.weight * cap
         return loss, {"loss": loss, "kl": kl, "ce": ce, "capacity": cap}
 
-    def over(self, memos: tuple[Array, ...], batch: Batch) -> Array:
-        """The capacity loss of log beta f32[B,H,T] of each layer: the mean of what is over capacity in a head."""
-        parts = [over_capacity(x, batch.pos[:, None], self.budget) for x in (held(memo, batch) for memo in memos)]
-        return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)
+    def counted(self, memos: tuple[Held, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
+        """The capacity loss: the mean of what is over capacity in a head at a query."""
+        parts = [over_capacity(memo.total, memo.at[:, None], self.budget) for memo in memos]
+        return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1), {}
 
 
 @part
@@ -73,15 +69,15 @@ class Together(Recipe):
     The gate's last product and offset are one for all layers. Source: Make Each Token Count (2605.09649).
     """
 
-    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> trainer.Told:
-        return super().loss(replace(score, gate=tied(score.gate)), params, batch, teacher, step, key)
+    def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
+        return fading(replace(score, gate=tied(score.gate)))
 
-    def over(self, memos: tuple[Array, ...], batch: Batch) -> Array:
+    def counted(self, memos: tuple[Held, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         """The mean of the positive (S_t - L H M) / max(L H (t - M), 1), S_t summed over all layers and heads."""
-        heads = sum(memo.shape[1] for memo in memos)
-        every = jnp.stack([held(memo, batch).sum(1) for memo in memos]).sum(0)
-        total, count = over_capacity(every, batch.pos, self.budget, heads)
-        return total / jnp.maximum(count, 1)
+        heads = sum(memo.total.shape[1] for memo in memos)
+        every = jnp.stack([memo.total.sum(1) for memo in memos]).sum(0)
+        total, count = over_capacity(every, memos[0].at, self.budget, heads)
+        return total / jnp.maximum(count, 1), {}
 
 
 def tied(gate: Deep) -> Deep:
@@ -91,13 +87,15 @@ def tied(gate: Deep) -> Deep:
 
 
 def fading(score: Any) -> Bias:
-    """The bias of TRIM-KV: every key's logit + age * log beta, in float32; the memo is log beta f32[B,H,T].
+    """The bias of TRIM-KV: every key's logit + age * log beta, in float32; the memo is what is `Held` by then.
 
     Source: 2512.03324. The token itself has age 0 and loses nothing; beta 1 is plain attention.
     """
 
-    def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
+    def bias(i: int, a: Projected, age: Array) -> tuple[Array, Held]:
         log_beta = jax.tree.map(lambda x: x[i], score.gate)(a.x)
-        return age.astype(jnp.float32)[:, None] * log_beta[:, :, None], log_beta
+        see = (age >= 0)[:, None]
+        fade = jnp.maximum(age, 0).astype(jnp.float32)[:, None] * log_beta[:, :, None]
+        return fade, Held(total=jnp.where(see, jnp.exp(fade), 0).sum(-1), at=age.max(-1))
 
     return bias

@@ -12,7 +12,8 @@ from jax import Array
 from jkv.models import Params, Projected, family
 from jkv.training.losses import Batch, sees
 
-# layer, its projections, age i32[B,T,S] of every key -> what is added to the logits f32[B,H,T,S], and a memo
+# layer, its projections, age i32[B,T,S] of every key, -1 where a query does not see it -> what is added to the logits
+# f32[B,H,T,S], and a memo
 Bias = Callable[[int, Projected, Array], tuple[Array, Any]]
 
 
@@ -23,16 +24,16 @@ def hidden(params: Params, batch: Batch, bias: Bias | None = None) -> tuple[Arra
     """
     c, net, pos = params.config, family(params.config), batch.pos
     see = sees(batch)
-    age = jnp.where(see, pos[:, :, None] - pos[:, None], 0)
+    apart = pos[:, :, None] - pos[:, None]
 
     def attend(i: int, a: Projected) -> tuple[Array, Any]:
         rope, window = c.ropes[i], c.windows[i]
         q, k = (rope.rotate(y, p).astype(jnp.float32) for y, p in ((a.q, pos[:, None, None]), (a.k, pos[:, None])))
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * c.scale
-        added, memo = bias(i, a, age) if bias is not None else (None, None)
+        mine = see if window is None else see & (apart < window)
+        added, memo = bias(i, a, jnp.where(mine, apart, -1)) if bias is not None else (None, None)
         if added is not None:
             logits = logits + added[:, :, None]
-        mine = see if window is None else see & (age < window)
         p = jax.nn.softmax(jnp.where(mine[:, None, None], logits, -1e30), -1)
         return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v.astype(jnp.float32)), memo
 

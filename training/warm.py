@@ -1,13 +1,13 @@
-"""A warm start for retention gates, layer by layer: no gradient goes through the model.
+"""Layer by layer: training without a gradient through the model, and a warm start for trainings that have one.
 
-What a gate must do can be seen in its own layer. A query t pays a key i of age a = t - i the attention p; scaled by
-beta_i^a, what is left of its attention is
+What the bias of a method takes from attention can be seen in its own layer. A query t pays a key i the attention p;
+with the bias b on its logit, what is left of its attention is
 
-    m_t = sum_i p_ti beta_i^(t-i)
+    m_t = sum_i p_ti exp(b_ti)
 
-and KL(p' || p) = -log m_t, where p' is attention over a subset of the keys (beta 0 or 1). So a layer's loss is the mean
-of -log m_t over sampled queries, plus the capacity loss of the same queries: the most attention for at most `budget`
-tokens. This is ours, not the paper's; it makes the betas of TRIM-KV (2512.03324) from forward passes alone.
+and KL(p' || p) = -log m_t, where p' is attention over a subset of the keys (b 0 or -inf). So a layer's loss is the mean
+of -log m_t over sampled queries, plus what the method counts of the layer: what is over capacity, or marked too little.
+This is ours, not the papers'; it makes gates from forward passes alone.
 """
 
 from __future__ import annotations
@@ -23,43 +23,47 @@ import numpy as np
 from jax import Array
 
 from jkv.attend import attend_causal
-from jkv.models import Params, family
-from jkv.scores.learned import Gate
-from jkv.training.losses import Batch, over_capacity
+from jkv.models import Params, Projected, family
+from jkv.training import trainer
+from jkv.training.losses import Batch
 from jkv.training.optimiser import adamw, advance, cosine
+from jkv.training.student import Bias
 from jkv.tree import part, value
 
 QUERIES = 64  # sampled for a step
 
 
 @part
-class Warm:
-    """steps: of each layer; rate: the largest learning rate; budget: tokens a head; weight: of the capacity loss."""
+class Recipe(trainer.Recipe):
+    """How a bias on attention is trained: `warm` steps of each layer alone, at most at the rate `early`, before those
+    of the whole model."""
 
-    steps: int
-    budget: int
-    rate: float = 3e-3
-    weight: float = 1.0
-    seed: int = 0
+    warm: int = 500
+    early: float = 3e-3
 
+    def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
+        """What is added to the model's logits, and the memos of which `counted` is made; key: for what is drawn."""
+        raise NotImplementedError
 
-def layer_loss(
-    gate: Gate, x: Array, q: Array, k: Array, at: Array, recipe: Warm, scale: float, window: int | None
-) -> Array:
-    """-log of the attention that is left, a mean over queries at i32[n], and what is over capacity.
+    def counted(self, memos: tuple[Any, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
+        """What is kept too much by the layers that these memos are of, and numbers to be told with it."""
+        raise NotImplementedError
 
-    One text: x f[T,E]; q f[H,G,n,D], k f[H,T,D] rotated. A layer's own gate, without the layers' axis.
-    """
-    log_beta = gate(x[None])[0]  # H,T
-    age = at[:, None] - jnp.arange(x.shape[0])[None]
-    see = age >= 0 if window is None else (age >= 0) & (age < window)
-    fade = jnp.where(see, age, 0).astype(jnp.float32)[None] * log_beta[:, None]  # H,n,T
-    logits = jnp.einsum("hgnd,htd->hgnt", q, k, preferred_element_type=jnp.float32) * scale
-    log_p = jax.nn.log_softmax(jnp.where(see[None, None], logits, -1e30), -1)
-    left = jax.nn.logsumexp(log_p + fade[:, None], -1)
-    held = jnp.where(see[None], jnp.exp(fade), 0).sum(-1)  # H,n
-    total, count = over_capacity(held, at[None], recipe.budget)
-    return -left.mean() + recipe.weight * total / jnp.maximum(count, 1)
+    def first(self, size: Array) -> Array:
+        """The first query of a text of `size` tokens that is learned from."""
+        return jnp.zeros_like(size)
+
+    def warmed(self, params: Params, texts: Batch, score: Any, done: int) -> Iterator[tuple[Any, np.ndarray]]:
+        if not self.warm or done == params.config.layers:
+            return
+        c = params.config
+
+        def one(i: int, own: Any, data: Layer, key: Array) -> tuple[Any, Array]:
+            made, losses = fit(replace(score, gate=own), data, key, self, c.scale, c.windows[i])
+            return made.gate, losses
+
+        for gate, losses in each_layer(params, texts, score.gate, one, self.seed, done):
+            yield replace(score, gate=gate), losses
 
 
 @value
@@ -72,6 +76,28 @@ class Layer:
     k: Array
     v: Array
     size: Array
+
+
+def layer_loss(
+    score: Any, data: Layer, at: Array, recipe: Recipe, key: Array, scale: float, window: int | None
+) -> Array:
+    """-log of the attention that is left, a mean over queries at i32[n], and what is counted of the layer.
+
+    One text, without the texts' axis; a layer's own gate, without the layers' axis.
+    """
+    t = jnp.arange(data.x.shape[0])
+    pos = jnp.where(t < data.size, t, -1)[None]
+    batch = Batch(ids=pos, pos=pos)
+    own = replace(score, gate=jax.tree.map(lambda x: x[None], score.gate))
+    q = data.q[:, :, at]
+    age = at[:, None] - t[None]
+    see = (age >= 0) if window is None else (age >= 0) & (age < window)
+    logits = jnp.einsum("hgnd,htd->hgnt", q, data.k, preferred_element_type=jnp.float32) * scale
+    log_p = jax.nn.log_softmax(jnp.where(see[None, None], logits, -1e30), -1)
+    projected = Projected(x=data.x[None], q=q[None], k=data.k[None], v=data.v[None])
+    added, memo = recipe.bias(own, batch, key)(0, projected, jnp.where(see, age, -1)[None])
+    left = jax.nn.logsumexp(log_p + added[0][:, None], -1)
+    return recipe.weight * recipe.counted((memo,), batch, 0)[0] - left.mean()
 
 
 @partial(jax.jit, static_argnames=("kind",))
@@ -93,33 +119,23 @@ def through(params: Params, x: Array, pos: Array, kind: int) -> tuple[Array, Lay
 
 @partial(jax.jit, static_argnames=("recipe", "scale", "window"))
 def fit(
-    gate: Gate, data: Layer, key: Array, recipe: Warm, scale: float, window: int | None = None
-) -> tuple[Gate, Array]:
-    """A layer's gate after `recipe.steps` steps of Adam, each on some queries of one text, and their losses."""
-    tune = adamw(cosine(recipe.rate, recipe.steps // 20 + 1, recipe.steps))
+    score: Any, data: Layer, key: Array, recipe: Recipe, scale: float, window: int | None = None
+) -> tuple[Any, Array]:
+    """A layer's score after `recipe.warm` steps of Adam, each on some queries of one text, and their losses."""
+    tune = adamw(cosine(recipe.early, recipe.warm // 20 + 1, recipe.warm))
     n, t = data.x.shape[:2]
 
     def step(carry: Any, key: Array) -> tuple[Any, Array]:
-        gate, moments = carry
-        which, where = jax.random.split(key)
+        score, moments = carry
+        which, where, drawn = jax.random.split(key, 3)
         row = jax.random.randint(which, (), 0, n)
-        at = jax.random.randint(where, (min(QUERIES, t),), 0, data.size[row])
-        one = (data.x[row], data.q[row][:, :, at], data.k[row], at)
-        loss, slope = jax.value_and_grad(layer_loss)(gate, *one, recipe, scale, window)
-        return advance(tune, slope, moments, gate), loss
+        one = jax.tree.map(lambda x: x[row], data)
+        at = jax.random.randint(where, (min(QUERIES, t),), recipe.first(one.size), one.size)
+        loss, slope = jax.value_and_grad(layer_loss)(score, one, at, recipe, drawn, scale, window)
+        return advance(tune, slope, moments, score), loss
 
-    (gate, _), losses = jax.lax.scan(step, (gate, tune.init(gate)), jax.random.split(key, recipe.steps))
-    return gate, losses
-
-
-def warm(params: Params, texts: Batch, gate: Gate, recipe: Warm, done: int = 0) -> Iterator[tuple[Gate, np.ndarray]]:
-    """After every layer from `done` on: the gate so far, and the losses f32[steps] of the layer's steps."""
-    c = params.config
-
-    def one(i: int, own: Gate, data: Layer, key: Array) -> tuple[Gate, Array]:
-        return fit(own, data, key, recipe, c.scale, c.windows[i])
-
-    return each_layer(params, texts, gate, one, recipe.seed, done)
+    (score, _), losses = jax.lax.scan(step, (score, tune.init(score)), jax.random.split(key, recipe.warm))
+    return score, losses
 
 
 def each_layer(

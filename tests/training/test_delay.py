@@ -23,7 +23,7 @@ GATE = Switch(
     out=jnp.asarray(RNG.normal(0, 0.008, (MODEL.layers, MODEL.heads, MODEL.width)), jnp.float32),
     gain=jnp.asarray(RNG.uniform(0.5, 1.5, (MODEL.layers, MODEL.width)), jnp.float32),
 )
-RECIPE = delay.Recipe(window=WINDOW, ratio=8.0, fall=10, weight=0.0)
+RECIPE = delay.Recipe(warm=0, window=WINDOW, ratio=8.0, fall=10, weight=0.0)
 NOISE = [
     np.asarray(jax.random.logistic(jax.random.fold_in(KEY, i), (2, MODEL.heads, 150)), np.float64)
     for i in range(MODEL.layers)
@@ -96,8 +96,8 @@ def test_one_share_for_all_layers_and_the_gradient_of_the_soft_marks(shares, wan
 # ------------------------------------------------------------------------------------------------------- jkv train dms
 
 ARGUMENTS = (
-    "--window 4 --ratio 4 --fall 10 --steps 20 --every 5 --rate 3e-3 --texts 4 --length 48 --corpus pydoc --top 0 "
-    "--check 0"
+    "--warm 0 --window 4 --ratio 4 --fall 10 --steps 20 --every 5 --rate 3e-3 --texts 4 --length 48 --corpus pydoc "
+    "--top 0 --check 0"
 ).split()
 
 

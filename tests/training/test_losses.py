@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jkv import models
+from jkv.models import Projected
 from jkv.scores.learned import Gate, Outlook, Retention, deeper, start
 from jkv.training import losses, trainer
 from jkv.training.losses import Batch
@@ -221,9 +222,12 @@ def test_fewer_tokens_of_the_teacher_are_a_kl_of_fewer_outcomes(graded):
 
 
 def test_the_capacity_loss_of_the_example():
-    half = jnp.full((1, 1, 3), np.log(0.5), jnp.float32)
-    one = batch([[0, 1, 2]])
-    total, count = losses.over_capacity(losses.held(half, one), one.pos[:, None], 1)
+    gate = jax.tree.map(jnp.zeros_like, jax.tree.map(lambda x: x[:1], GATE))  # beta is a half
+    age = jnp.array([[[0, -1, -1], [1, 0, -1], [2, 1, 0]]])
+    x = jnp.ones((1, 3, MODEL.width))
+    _, held = fading(Retention(gate=gate))(0, Projected(x=x, q=x, k=x, v=x), age)
+    assert held.at.tolist() == [[0, 1, 2]]
+    total, count = losses.over_capacity(held.total[:, :1], held.at[:, None], 1)
     np.testing.assert_allclose([total, count], [1.25, 2], rtol=1e-6)  # 0.5 and 0.75: a mean of 0.625
 
 

@@ -11,6 +11,7 @@ from jkv.codecs import Affine
 from jkv.config import TierSpec
 from jkv.evictions import above, at_most
 from jkv.evidence import QUERIES
+from jkv.io import learned
 from jkv.merges import ZeroClass
 from jkv.scores import gated
 from jkv.scores.assisted import Assisted
@@ -18,7 +19,7 @@ from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.dispersion import Dispersed, Tailed
 from jkv.scores.heads import Keepers, Retrievers
 from jkv.scores.hybrid import ByPhase, Even, Plus, Remembered
-from jkv.scores.learned import Outlook, trained
+from jkv.scores.learned import Outlook
 from jkv.scores.mixed import Sticky
 from jkv.scores.position import Pool, Protect
 from jkv.scores.probes import Drafted
@@ -108,7 +109,7 @@ def makeeach(
         raise ValueError(f"makeeach: budget={budget}, ahead={ahead}, step={step}: each 1 or more")
     score = Outlook(ahead=ahead)
     return dict(
-        score=score if gate is None else trained(gate, score),
+        score=learned.trained(gate, score),
         budget=Won(tokens=budget, window=0, step=step),
         pooled=float(floor),
         recent=0,
@@ -127,7 +128,7 @@ def attentiongate(
     """Attention-Gate: a look at the whole prompt says what each head forgets; `gate`: of `jkv train attentiongate`."""
     if not 0 <= threshold < 1:
         raise ValueError(f"attentiongate: threshold={threshold}: of the chance that a token stays, from 0 to below 1")
-    score = gated.Gated(threshold=float(threshold)) if gate is None else gated.trained(gate, float(threshold))
+    score = learned.trained(gate, gated.Gated(threshold=float(threshold)))
     return dict(score=score, budget=size(budget, keep, bytes), recent=0)
 
 

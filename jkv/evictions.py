@@ -8,13 +8,14 @@ from jkv.budgets import Keep, Pyramid, Tokens
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Dense
 from jkv.config import Narrow, TierSpec
+from jkv.io import learned
 from jkv.merges import Nearest
 from jkv.mixtures import Mixtures
 from jkv.scores import delayed
 from jkv.scores.attention import Accumulated, Latest, PathMass, Persistence, Recurrence, WindowMass
 from jkv.scores.hybrid import ByPhase, Entropy, Gradient, Normalised, Plus
 from jkv.scores.ladder import Contest, Ladder
-from jkv.scores.learned import Foreseen, trained
+from jkv.scores.learned import Foreseen
 from jkv.scores.position import Oldest, Pool, Protect
 from jkv.scores.probes import Pseudo, Rebuilt
 from jkv.scores.wrappers import AcrossHeads, Groups, PerQuery, Representatives, Units
@@ -149,7 +150,7 @@ def dms(
     if window < 0:
         raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
     above("dms", budget, window, "its window")
-    score = delayed.Delayed(window=window) if gate is None else delayed.trained(gate, window)
+    score = learned.trained(gate, delayed.Delayed(window=window))
     return dict(score=score, budget=size(budget, keep, bytes))
 
 
@@ -241,7 +242,7 @@ def locret(
     """
     if not 0 <= stabilizers < 1:
         raise ValueError(f"locret: stabilizers={stabilizers}: the newest share of the budget, from 0 to below 1")
-    score = Foreseen() if gate is None else trained(gate, Foreseen())
+    score = learned.trained(gate, Foreseen())
     return dict(
         score=Protect(score=score, share=float(stabilizers)),
         budget=size(budget, keep, bytes),
@@ -258,7 +259,7 @@ def lococo(*, budget: int, gate: str | None = None, chunk: int = 512, local: int
     Of the `budget`, as many tokens are mixtures as were trained, half of it there; the others stay as they are, and
     so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).
     """
-    merge = Mixtures() if gate is None else Mixtures.trained(gate)
+    merge = learned.trained(gate, Mixtures())
     above("lococo", budget, local + merge.count, "its newest tokens and its mixtures")
     return dict(score=Latest(), merge=merge, budget=Tokens(tokens=budget), recent=local, chunk=chunk)
 

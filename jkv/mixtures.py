@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ class Blend:
     conv: Array
     bias: Array
     share: Array
+
+    axes: ClassVar = dict(conv="LWIM", bias="LM", share="L")
 
     def __call__(self, k: Array, v: Array, places: Places) -> tuple[Array, Array]:
         """k, v f32[B,H,m,D] of the mixtures of entries f32[B,H,n,D] that lie as `places` says."""
@@ -109,6 +111,7 @@ class Mixtures(Merge):
     models: tuple[str, ...] = ()
 
     rewrites = True
+    methods, kinds = ("lococo",), (Blend,)
 
     @property
     def count(self) -> int:
@@ -116,27 +119,15 @@ class Mixtures(Merge):
         return 0 if self.gate is None else self.gate.bias.shape[-1]
 
     def bound(self, params: Params) -> Mixtures:
-        return learned.bound(self, self.gate, self.models, params, "lococo", Mixtures.trained)
+        return learned.bound(self, params)
 
     def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
         """Nothing changes in a row and head that loses nothing."""
-        if self.gate is None:
-            raise ValueError("lococo has no mixtures yet: give gate='FOLDER', as `jkv train lococo` writes it")
+        gate = learned.needed(self)
         total = ev.pos.shape[2]
         m = min(self.count, total)
         n = max(total - max(ev.plan.capacity - ev.plan.recent - m, 0), 1)  # so many when the slots are full
         stays, leaves = (x & ev.live & ev.may_go for x in (kept, ~kept))
         places = arranged(ev.columns["looked"], ev.pos, stays, leaves, m, n)
         index = jnp.where((lost.index < total).any(-1, keepdims=True), places.index(total), total)
-        return index, *self.gate(*entries.read(places.order), places)
-
-    @classmethod
-    def trained(cls, folder: str) -> Mixtures:
-        """The mixtures in a folder that `jkv train lococo` wrote; FormatError if it holds none."""
-        arrays, card = learned.read(folder, "lococo")
-        shapes = {name: x.shape for name, x in arrays.items()}
-        layers, width, inputs, m = (*shapes.get("conv", ()), 0, 0, 0, 0)[:4]
-        if shapes != {"conv": (layers, width, inputs, m), "bias": (layers, m), "share": (layers,)} or not width % 2:
-            raise learned.unlike(folder, arrays, "no mixtures")
-        blend = Blend(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-        return cls(gate=blend, models=tuple(card["model"]))
+        return index, *gate(*entries.read(places.order), places)

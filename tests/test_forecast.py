@@ -224,7 +224,10 @@ def card(folder, **changes):
     ("harm", "says"),
     [
         (lambda f: card(f, method="trimkv"), "describes 'trimkv', not attentionpredictor"),
-        (lambda f: io.write(f, {"linear": np.ones(3)}, {"method": forecast.METHOD, "model": []}), "no predictor"),
+        (
+            lambda f: io.write(f, {"linear": np.ones(3)}, {"method": forecast.METHOD, "model": []}),
+            "not those of attentionpredictor",
+        ),
     ],
 )
 def test_a_folder_without_a_predictor_is_refused(tmp_path, harm, says):

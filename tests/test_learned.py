@@ -91,7 +91,7 @@ def normed(ids: jax.Array) -> list[jax.Array]:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_the_slowest_to_fade_are_kept(row: int):
-    cache, gate, n = rig.prompted(TEXT), learned.trained(rig.GATE, learned.Retention()).gate, LENGTHS[row]
+    cache, gate, n = rig.prompted(TEXT), io.trained(rig.GATE, learned.Retention()).gate, LENGTHS[row]
     for layer, x in enumerate(map(np.asarray, normed(PROMPT[row : row + 1, -n:]))):
         want = log_beta(x, gate, layer)
         recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
@@ -146,7 +146,7 @@ def faded(x: np.ndarray, gate: learned.Deep, layer: int) -> np.ndarray:
 @pytest.mark.parametrize("row", [0, 1])
 def test_all_tokens_of_a_request_compete(row: int):
     cache, n = rig.prompted(rig.CASES["makeeach"][0].tight), LENGTHS[row]
-    gate = learned.trained(rig.DEEP, learned.Outlook()).gate
+    gate = io.trained(rig.DEEP, learned.Outlook()).gate
     fades = [faded(np.asarray(x), gate, i) for i, x in enumerate(normed(PROMPT[row : row + 1, -n:]))]
     ranks = (n + 1 - np.arange(n)) * np.stack(fades)  # L,H,n
     best = np.zeros(ranks.size, bool)
@@ -208,7 +208,7 @@ def test_a_gate_of_another_model_is_refused():
         jkv.prefill(other, TEXT, [[1, 2, 3]])
     with pytest.raises(ValueError, match="`jkv train trimkv --model"):
         jkv.prefill(PARAMS, "trimkv(budget=48)", [[1, 2, 3]])
-    with pytest.raises(ValueError, match="has no gate yet"):
+    with pytest.raises(ValueError, match="has no weights yet"):
         sizes.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
 
 
@@ -243,7 +243,7 @@ def card(folder, **changes):
         (lambda f: card(f, method="dms"), "describes 'dms', not trimkv"),
         (lambda f: card(f, model=["0"]), "different models"),
         (lambda f: (f / io.WEIGHTS).write_bytes((f / io.WEIGHTS).read_bytes()[:400]), "truncated"),
-        (lambda f: io.write(f, {"into": np.ones(3)}, {"method": "trimkv", "model": []}), "no gate"),
+        (lambda f: io.write(f, {"into": np.ones(3)}, {"method": "trimkv", "model": []}), "not those of trimkv"),
     ],
 )
 def test_a_broken_folder_is_refused(tmp_path, harm, says):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,10 +67,10 @@ def broken(folder: str | Path, cause: str) -> FormatError:
     return FormatError(folder, cause, "give a folder that `jkv train` or `jkv calibrate` wrote")
 
 
-def unlike(folder: str | Path, arrays: Mapping[str, np.ndarray], what: str) -> FormatError:
-    """The error for arrays that are "no gate" or the like, with their names and shapes."""
+def unlike(folder: str | Path, arrays: Mapping[str, np.ndarray], method: str) -> FormatError:
+    """The error for arrays that are not a method's, with their names and shapes."""
     found = ", ".join(f"{name}{list(x.shape)}" for name, x in arrays.items())
-    return broken(folder, f"its arrays are {what} ({found})")
+    return broken(folder, f"its arrays are not those of {method} ({found})")
 
 
 def check(models: Sequence[str], params: Params) -> None:
@@ -103,16 +103,64 @@ def shipped(
     )
 
 
-def bound(
-    own: T, gate: object, models: Sequence[str], params: Params, methods: Any, make: Callable[..., T], *more: Hashable
-) -> T:
-    """What has a gate that was trained for one of `models`, or where it has none, what comes with jkv.
+class Bearer(Protocol):
+    """A part of a cache with trained weights. gate: those, or None; models: fingerprints of what they were trained for.
+
+    methods: whose folders it takes, its own first; kinds: of the weights, whose `axes` name the axes of each array.
+    """
+
+    gate: Any
+    models: tuple[str, ...]
+    methods: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[tuple[type[Any], ...]]
+
+
+B = TypeVar("B", bound=Bearer)
+
+
+def trained(folder: str | Path | None, own: B) -> B:
+    """`own` with what `jkv train` wrote for it into a folder, if any; FormatError if that is something else."""
+    if folder is None:
+        return own
+    arrays, card = read(folder, *own.methods)
+    for kind in own.kinds:
+        if fit(arrays, kind.axes):
+            gate = kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+            return replace(own, gate=gate, models=tuple(card["model"]))  # type: ignore[type-var]
+    raise unlike(folder, arrays, own.methods[0])
+
+
+def fit(arrays: Mapping[str, np.ndarray], axes: Mapping[str, Sequence[str | int]]) -> bool:
+    """Whether arrays have these names and axes: a letter is the same length everywhere, a number is that length.
+
+    >>> fit({"a": np.ones((2, 3)), "b": np.ones(3)}, {"a": "LE", "b": "E"})
+    True
+    >>> fit({"a": np.ones((2, 3)), "b": np.ones(2)}, {"a": "LE", "b": "E"})
+    False
+    """
+    if arrays.keys() != axes.keys() or any(x.ndim != len(axes[name]) for name, x in arrays.items()):
+        return False
+    sizes: dict[str | int, int] = {}
+    pairs = [(axis, n) for name, x in arrays.items() for axis, n in zip(axes[name], x.shape, strict=True)]
+    return all(sizes.setdefault(axis, axis if isinstance(axis, int) else n) == n for axis, n in pairs)
+
+
+def needed(own: Bearer) -> Any:
+    """Its weights; ValueError with the command that makes some, where it has none."""
+    if own.gate is None:
+        name = own.methods[0]
+        raise ValueError(f"{name} has no weights yet: give gate='FOLDER', as `jkv train {name}` writes it")
+    return own.gate
+
+
+def bound(own: B, params: Params) -> B:
+    """What has weights that were trained for this model, or where it has none, those that come with jkv.
 
     ValueError as `check` and `shipped` raise it.
     """
-    if gate is None:
-        return shipped(methods, params, make, *more)
-    check(models, params)
+    if own.gate is None:
+        return shipped(own.methods, params, trained, own)
+    check(own.models, params)
     return own
 
 

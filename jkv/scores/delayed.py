@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from jkv.evidence import Evidence
     from jkv.models import ModelConfig, Params
 
-METHOD = "dms"
 STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: at first a token leaves with probability sigmoid(-5)
 
 
@@ -31,6 +30,8 @@ class Switch:
 
     out: Array
     gain: Array
+
+    axes: ClassVar = dict(out="LHE", gain="LE")
 
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T] of x f[B,T,E]."""
@@ -78,14 +79,13 @@ class Delayed(Score):
     models: tuple[str, ...] = ()
 
     forgets, undecided = True, 1
+    methods, kinds = ("dms",), (Switch,)
 
     def bound(self, params: Params) -> Delayed:
-        return learned.bound(self, self.gate, self.models, params, METHOD, trained, self.window)
+        return learned.bound(self, params)
 
     def birth(self, new: Born) -> Columns:
-        if self.gate is None:
-            raise ValueError(f"{METHOD} has no switch yet: give gate='FOLDER', as `jkv train {METHOD}` writes it")
-        said = self.gate(new.x)
+        said = learned.needed(self)(new.x)
         return {"said": said, "mark": jnp.full_like(said, -KEEP)}
 
     def until(self, columns: Columns, pos: Array) -> Array:
@@ -101,14 +101,3 @@ class Delayed(Score):
         mark = ev.columns["mark"]
         young = ev.pos >= (ev.seen - self.window)[:, None, None]
         return jnp.where(young, jnp.inf, jnp.where(mark > 0, -jnp.inf, -mark))
-
-
-def trained(folder: str, window: int) -> Delayed:
-    """The switches in a folder that `jkv train dms` wrote; FormatError if it holds none."""
-    arrays, card = learned.read(folder, METHOD)
-    shapes = {name: x.shape for name, x in arrays.items()}
-    out = shapes.get("out", ())
-    if len(out) != 3 or shapes != {"out": out, "gain": (out[0], out[2])}:
-        raise learned.unlike(folder, arrays, "no switches")
-    gate = Switch(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-    return Delayed(window=window, gate=gate, models=tuple(card["model"]))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from math import inf, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.io import learned
-from jkv.models import linear
 from jkv.protocols import Born, Columns, Needs, Score
 from jkv.tree import leaf, part, value
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from jkv.evidence import Evidence
     from jkv.models import ModelConfig, Params
 
-METHOD = "attentiongate"
 QUERIES = 256  # of the gate, whose attention exists at once
 OPEN = 1e4  # of what is generated: no gate says more
 
@@ -28,7 +26,7 @@ class Look:
     """u = out [o_1; ...; o_N] + offset for each kv head, of N small heads of attention over a block's normed input x.
 
     o_n = softmax(q_n k_n / sqrt(P)) v_n with q, k, v f[L,N,P,E]: every token looks at all tokens of its text, later
-    ones too. out f[L,H,N P], offset f[L,H]; in a layer's own score without L.
+    ones too. out f[L,H,N,P], offset f[L,H]; in a layer's own score without L.
     """
 
     q: Array
@@ -36,6 +34,8 @@ class Look:
     v: Array
     out: Array
     offset: Array
+
+    axes: ClassVar = dict(q="LNPE", k="LNPE", v="LNPE", out="LHNP", offset="LH")
 
     def __call__(self, x: Array, of: Array) -> Array:
         """f32[B,H,T] of x f[B,T,E]; of i32[B,T]: the text of each token, -1: it is in none, and says nothing."""
@@ -54,8 +54,7 @@ class Look:
         tiles = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))), jnp.pad(of, ((0, 0), (0, pad)), constant_values=-1)
         cut = [jnp.stack(jnp.split(x, (t + pad) // n, axis)) for x, axis in zip(tiles, (2, 1), strict=True)]
         o = jnp.concatenate(list(jax.lax.map(some, (cut[0], cut[1]))), 1)[:, :t]
-        u = linear(self.out, o.reshape(*o.shape[:2], -1)) + self.offset[None, None]
-        return u.transpose(0, 2, 1)
+        return jnp.einsum("btnp,hnp->bht", o, self.out) + self.offset[None, :, None]
 
 
 def start(model: ModelConfig, heads: int, dim: int, offset: float, key: Array) -> Look:
@@ -67,7 +66,7 @@ def start(model: ModelConfig, heads: int, dim: int, offset: float, key: Array) -
     """
     layers, e = model.layers, model.width
     q, k, v = jax.random.normal(key, (3, layers, heads, dim, e)) / e**0.5
-    out, sure = jnp.zeros((layers, model.heads, heads * dim)), jnp.full((layers, model.heads), offset, jnp.float32)
+    out, sure = jnp.zeros((layers, model.heads, heads, dim)), jnp.full((layers, model.heads), offset, jnp.float32)
     return Look(q=q, k=k, v=v, out=out, offset=sure)
 
 
@@ -86,16 +85,16 @@ class Gated(Score):
 
     needs = Needs(whole_prompt=True)
     forgets = True
+    methods, kinds = ("attentiongate",), (Look,)
 
     def bound(self, params: Params) -> Gated:
-        return learned.bound(self, self.gate, self.models, params, METHOD, trained, self.threshold)
+        return learned.bound(self, params)
 
     def birth(self, new: Born) -> Columns:
-        if self.gate is None:
-            raise ValueError(f"{METHOD} has no gate yet: give gate='FOLDER', as `jkv train {METHOD}` writes it")
+        gate = learned.needed(self)
         if new.step:
             return {"open": jnp.full(new.k.shape[:3], OPEN, jnp.float32)}
-        return {"open": self.gate(new.x, jnp.where(new.pos >= 0, 0, -1))}
+        return {"open": gate(new.x, jnp.where(new.pos >= 0, 0, -1))}
 
     def stays(self, u: Array) -> Array:
         """bool of f32 u."""
@@ -108,15 +107,3 @@ class Gated(Score):
     def rank(self, ev: Evidence) -> Array:
         u = ev.columns["open"]
         return jnp.where(self.stays(u), u, -jnp.inf)
-
-
-def trained(folder: str, threshold: float = 0.5) -> Gated:
-    """The gate in a folder that `jkv train attentiongate` wrote; FormatError if it holds none."""
-    arrays, card = learned.read(folder, METHOD)
-    shapes = {name: x.shape for name, x in arrays.items()}
-    (layers, n, dim, e), heads = (*shapes.get("q", ()), 0, 0, 0, 0)[:4], (*shapes.get("out", ()), 0, 0)[1]
-    look = (layers, n, dim, e)
-    if shapes != dict(q=look, k=look, v=look, out=(layers, heads, n * dim), offset=(layers, heads)):
-        raise learned.unlike(folder, arrays, "no gate of attention")
-    gate = Look(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-    return Gated(threshold=threshold, gate=gate, models=tuple(card["model"]))

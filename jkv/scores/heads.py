@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 CHOICE, SPLIT = "compresskv", "razorattention"  # whose folders they are
-# The arrays of each, and their axes: what query heads find [L,H,G] and layers lose [L]; what kv heads repeat [L,H].
-ARRAYS = {CHOICE: {"heads": 3, "layers": 1}, SPLIT: {"echo": 2, "induction": 2}}
+# The arrays of each, and their axes: what query heads find and layers lose; what kv heads repeat.
+ARRAYS = {CHOICE: {"heads": "LHG", "layers": "L"}, SPLIT: {"echo": "LH", "induction": "LH"}}
 
 
 def found(folder: str, method: str) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Arrays f32 and the model's fingerprints in a folder that `jkv calibrate` wrote; FormatError if it has others."""
     arrays, card = learned.read(folder, method)
-    if {name: x.ndim for name, x in arrays.items()} != ARRAYS[method]:
-        raise learned.unlike(folder, arrays, f"not of {method}")
+    if not learned.fit(arrays, ARRAYS[method]):
+        raise learned.unlike(folder, arrays, method)
     return {name: x.astype(np.float32) for name, x in arrays.items()}, tuple(card["model"])
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,8 @@ class Gate:
     out: Array
     offset: Array
 
+    axes: ClassVar = dict(into="LWE", bias="LW", out="LHW", offset="LH")
+
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T], below 0, of x f[B,T,E]."""
         x = x.astype(jnp.float32)
@@ -52,6 +53,8 @@ class Deep:
     shift: Array
     out: Array
     offset: Array
+
+    axes: ClassVar = dict(Gate.axes, middle="LWW", shift="LW")
 
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T], below 0, of x f[B,T,E]."""
@@ -112,6 +115,8 @@ class Estimate:
     into: Array
     out: Array
 
+    axes: ClassVar = dict(into="LWE", out="LHW")
+
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T] of x f[B,T,E]."""
         return linear(self.out, jax.nn.silu(linear(self.into, x.astype(jnp.float32)))).transpose(0, 2, 1)
@@ -132,9 +137,6 @@ def guess(model: ModelConfig, width: int, key: Array) -> Estimate:
     )
 
 
-T = TypeVar("T", bound="Trained")
-
-
 @part
 class Trained(Score):
     """What a token is worth, as weights that were trained say when it is made: a column, kept with it.
@@ -146,32 +148,15 @@ class Trained(Score):
     gate: Any = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    methods: ClassVar[tuple[str, ...]] = ()  # whose weights it takes: its own, then others' where it has none
+    methods: ClassVar[tuple[str, ...]] = ()
+    kinds: ClassVar[tuple[type[Any], ...]] = ()
     column: ClassVar[str] = ""
-    kinds: ClassVar[tuple[type[Any], ...]] = ()  # of the weights
 
     def bound(self, params: Params) -> Score:
-        return learned.bound(self, self.gate, self.models, params, self.methods, trained, self)
+        return learned.bound(self, params)
 
     def birth(self, new: Born) -> Columns:
-        if self.gate is None:
-            name = self.methods[0]
-            raise ValueError(f"{name} has no gate yet: give gate='FOLDER', as `jkv train {name}` writes it")
-        return {self.column: self.gate(new.x)}
-
-
-def trained(folder: str, score: T) -> T:
-    """A score with what `jkv train` wrote into a folder for it; FormatError if it holds something else."""
-    arrays, card = learned.read(folder, *score.methods)
-    shapes = {name: x.shape for name, x in arrays.items()}
-    (layers, width, e), heads = (shapes.get("into", ()) + (0, 0, 0))[:3], (*shapes.get("out", ()), 0, 0)[1]
-    every = dict(into=(layers, width, e), bias=(layers, width), out=(layers, heads, width), offset=(layers, heads))
-    every |= dict(middle=(layers, width, width), shift=(layers, width))
-    for kind in score.kinds:
-        if shapes == {field.name: every[field.name] for field in fields(kind)}:
-            gate = kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-            return replace(score, gate=gate, models=tuple(card["model"]))
-    raise learned.unlike(folder, arrays, "no gate")
+        return {self.column: learned.needed(self)(new.x)}
 
 
 @part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,10 @@ class Convolution:
     second_bias: Array
     last: Array
     rest: Array
+
+    axes: ClassVar = dict(
+        first=(16, 1, 3, 3), first_bias=(16,), second=(32, 16, 3, 3), second_bias=(32,), last=(32,), rest=()
+    )
 
     def start(self, x: Array, use: Array) -> Array:
         return self._features(x, use, 0, 0)
@@ -185,18 +189,8 @@ def moved(x: Array, order: Array) -> Array:
 def trained(folder: str, kind: str) -> tuple[Predictor, tuple[str, ...]]:
     """The predictor in a folder of `jkv train attentionpredictor`, and its models; FormatError if there is none."""
     arrays, card = learned.read(folder, METHOD)
-    want: dict[str, tuple[int, ...]] = dict(
-        first=(16, 1, 3, 3),
-        first_bias=(16,),
-        second=(32, 16, 3, 3),
-        second_bias=(32,),
-        last=(32,),
-        rest=(),
-        linear=(3,),
-    )
-    shapes = {name: x.shape for name, x in arrays.items()}
-    if shapes != want:
-        raise learned.unlike(folder, arrays, "no predictor")
+    if not learned.fit(arrays, {**Convolution.axes, "linear": (3,)}):
+        raise learned.unlike(folder, arrays, METHOD)
     made = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     line = made.pop("linear")
     return (Linear(weights=line) if kind == "linear" else Convolution(**made)), tuple(card["model"])

@@ -13,8 +13,9 @@ from test_losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 import jkv
 from jkv.io import load as loading
+from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
-from jkv.scores.delayed import Delayed, Switch, trained
+from jkv.scores.delayed import Delayed, Switch
 from jkv.training import delay, trainer
 
 WINDOW, KEY = 12, jax.random.key(3)
@@ -134,7 +135,7 @@ def test_twenty_steps_mark_tokens_and_a_killed_training_ends_the_same(tmp_path):
         patch.setattr(trainer.Training, "_tell", stop)
         assert train(stopped).exit_code == 130
     assert train(stopped, "--resume").exit_code == 0
-    a, b = (jax.tree.leaves(trained(str(folder), 4)) for folder in (whole, stopped))
+    a, b = (jax.tree.leaves(trained(folder, Delayed())) for folder in (whole, stopped))
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert metrics(stopped) == rows
     text = f"dms(keep=1.0, window=4, recent=1, gate={str(whole)!r})"

@@ -12,7 +12,8 @@ from test_warm import MODEL, H, N, T, data
 
 import jkv
 from jkv.io import load as loading
-from jkv.scores.learned import Estimate, Foreseen, guess, trained
+from jkv.io.learned import trained
+from jkv.scores.learned import Estimate, Foreseen, guess
 from jkv.training.estimates import Recipe, fit, looked_for, loss
 
 RECIPE = Recipe(warm=200, answer=24, rate=2e-2)
@@ -71,7 +72,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["method"] == "locret" and set(card["eval"]["ppl"]) == {"full", "streaming", "locret"}
     text = f"locret(budget=24, gate={str(tmp_path)!r}, local=8)"
-    made = jax.tree.leaves(trained(str(tmp_path), Foreseen()))
+    made = jax.tree.leaves(trained(tmp_path, Foreseen()))
     begun = jax.tree.leaves(guess(PARAMS.config, 8, jax.random.key(0)))
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(made, begun, strict=True))
     assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).report.ratio > 1

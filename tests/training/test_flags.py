@@ -38,7 +38,7 @@ def looked(look: Look, i: int, y: np.ndarray, of: np.ndarray) -> np.ndarray:
         for head in range(n):
             w = np.exp(log_softmax(k[there, head] @ q[t, head] * p**-0.5))
             o[head] = w @ v[there, head]
-        u[:, t] = look.out[i] @ o.reshape(-1) + look.offset[i]
+        u[:, t] = look.out[i].reshape(len(look.out[i]), -1) @ o.reshape(-1) + look.offset[i]
     return u
 
 
@@ -161,7 +161,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     card = read_json(tmp_path / "card.json")
     assert card["method"] == "attentiongate" and set(card["eval"]["ppl"]) == {"full", "attentiongate"}
-    made = gated.trained(str(tmp_path)).gate
+    made = io.trained(tmp_path, Gated()).gate
     assert np.abs(np.asarray(made.out)).max() > 1e-4 and np.abs(np.asarray(made.offset) - 2).max() > 1e-4
     refused(call("train", "attentiongate", "--out", tmp_path / "b", *short, "--share", 0), "share=0.0", "above 0")
 
@@ -180,7 +180,7 @@ def test_settings_that_cannot_be_are_refused(text, says):
 
 def test_what_is_no_gate_is_refused(tmp_path):
     io.write(tmp_path, {"q": np.ones(3)}, {"method": "attentiongate", "model": []})
-    with pytest.raises(FormatError, match="its arrays are no gate of attention"):
+    with pytest.raises(FormatError, match="its arrays are not those of attentiongate"):
         jkv.parse(f"attentiongate(keep=1.0, gate={str(tmp_path)!r})")
     with pytest.raises(ValueError, match="`jkv train attentiongate --model"):
         jkv.prefill(PARAMS, "attentiongate(keep=1.0)", [[1, 2, 3]])

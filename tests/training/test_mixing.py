@@ -93,7 +93,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["method"] == "lococo" and set(card["eval"]["ppl"]) == {"full", "streaming", "lococo"}
-    trained = jax.tree.leaves(Mixtures.trained(str(tmp_path)))
+    trained = jax.tree.leaves(learned.trained(tmp_path, Mixtures()))
     begun = jax.tree.leaves(start(PARAMS.config, 12, 5, jax.random.key(0)))
     assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(trained, begun, strict=True))
     text = f"lococo(budget=24, gate={str(tmp_path)!r}, chunk=32)"

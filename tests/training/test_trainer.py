@@ -15,8 +15,9 @@ from test_cli import PARAMS, call, refused
 
 import jkv
 from jkv.io import load as loading
+from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
-from jkv.scores.learned import Outlook, Retention, trained
+from jkv.scores.learned import Outlook, Retention
 from jkv.training import trainer
 from jkv.training.checkpoints import Folder
 
@@ -70,7 +71,7 @@ def test_gates_that_compete_are_trained_and_used(tiny, tmp_path):
     assert result.exit_code == 0, result.output
     card = read_json(tmp_path / "card.json")
     assert card["method"] == "makeeach" and set(card["eval"]["ppl"]) == {"full", "streaming", "makeeach"}
-    gate = trained(str(tmp_path), Outlook()).gate
+    gate = trained(tmp_path, Outlook()).gate
     assert (np.asarray(gate.out) == np.asarray(gate.out)[:1]).all() and np.ptp(np.asarray(gate.middle), 0).max() > 0
     refused(train(tmp_path / "few", "--check", 1), "layer 0 would hold 12 tokens")  # streaming, beside it
     assert not (tmp_path / "few").exists()
@@ -101,7 +102,7 @@ def stopped(whole, tmp_path, tiny):
 def test_a_killed_training_ends_like_one_that_was_not(whole, stopped):
     result = train(stopped, "--resume")
     assert result.exit_code == 0, result.output
-    a, b = (jax.tree.leaves(trained(str(folder), Retention())) for folder in (whole, stopped))
+    a, b = (jax.tree.leaves(trained(folder, Retention())) for folder in (whole, stopped))
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert metrics(stopped) == metrics(whole)  # of every step, to the last bit
     last = [Folder(f, read_json(f / "training.json"), True).last(None) for f in (whole, stopped)]

@@ -9,10 +9,11 @@ from jkv.catalogue import Axes, row, size
 from jkv.codecs import Affine, Dense, Separable, Sparse
 from jkv.config import TierSpec
 from jkv.evidence import QUERIES
+from jkv.io import learned
 from jkv.merges import Runs
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
-from jkv.scores.learned import Retention, trained
+from jkv.scores.learned import Retention
 from jkv.scores.mixed import Pivots, Salience, Sticky
 from jkv.scores.position import Newest, Pool, Protect
 from jkv.scores.wrappers import AcrossHeads
@@ -129,7 +130,7 @@ def expected_attention(
 @row("2512.03324", "exact in one piece; while generating, decided every `block` tokens as in the paper")
 def trimkv(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, gate: str | None = None) -> Axes:
     """TRIM-KV: a trained gate says at birth how slowly a token fades; `gate` is a folder of `jkv train trimkv`."""
-    score = Retention() if gate is None else trained(gate, Retention())
+    score = learned.trained(gate, Retention())
     return dict(score=score, budget=size(budget, keep, bytes), recent=0)
 
 
@@ -166,13 +167,17 @@ def kvmerger(
     keep: float | None = None,
     bytes: Any = None,
     sinks: int = 4,
-    width: float = 1.0,
+    width: float = 0.3,
     threshold: float | None = None,
+    alone: float = 0.5,
 ) -> Axes:
-    """KVMerger (a reconstruction): runs of similar neighbouring keys melt into their most attended token."""
+    """KVMerger (a reconstruction): runs of similar neighbouring keys melt into their most attended token.
+
+    The most attended tokens, as many as a share `alone` of what is kept, are in no run; `width`: of the weights.
+    """
     return dict(
-        score=Pivots(sinks=sinks, threshold=threshold),
-        merge=Runs(width=width, sinks=sinks, threshold=threshold),
+        score=Pivots(sinks=sinks, threshold=threshold, alone=alone),
+        merge=Runs(width=width, sinks=sinks, threshold=threshold, alone=alone),
         budget=size(budget, keep, bytes),
     )
 

@@ -107,12 +107,13 @@ class Evidence:
         *tiers, window = self._sources()
         parts = [self._folded(source, step, queries, jnp.add) for source in tiers]
         kernel = sums_kernel(self.plan.kernels, self.window.k.dtype, queries)
-        parts.append(self._summed(queries) if kernel == "tpu" else self._folded(window, step, queries, jnp.add))
+        own = self._folded(window, step, queries, jnp.add) if kernel == "xla" else self._summed(kernel, queries)
+        parts.append(own)
         return jnp.concatenate(parts, -1)
 
-    def _summed(self, queries: Queries) -> Array:
+    def _summed(self, kernel: str, queries: Queries) -> Array:
         """`sums` of the window, by the kernel; every device for its own rows and heads."""
-        own, window = kernels.implementation("column_sums", "tpu"), self.plan.window
+        own, window = kernels.implementation("column_sums", kernel), self.plan.window
         at = queries.pos
         first = jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0)
 
@@ -261,11 +262,11 @@ def evidence(
 
 
 def sums_kernel(kind: str, dtype: Any, queries: Queries) -> str:
-    """Which implementation sums columns of a window: "tpu", where it takes them and there are enough, or "xla"."""
-    if kernels.wanted(kind) != "tpu":
-        return "xla"
-    own, (_, _, groups, n, dim) = kernels.implementation("column_sums", "tpu"), queries.q.shape
-    return "xla" if n < own.PART or own.supports(dtype, dim, groups) else "tpu"
+    """Which implementation sums columns of a window: the platform's, where it takes them and there are enough."""
+    if (name := kernels.wanted(kind)) == "xla":
+        return name
+    own, (_, _, groups, n, dim) = kernels.implementation("column_sums", name), queries.q.shape
+    return "xla" if n < own.PART or own.supports(dtype, dim, groups) else name
 
 
 def _cut(x: Array, start: Array, n: int) -> Array:

@@ -60,16 +60,17 @@ class Runs(Shares):
     """The evicted members of a run go into its kept pivot with Gaussian weights: a reconstruction of KVMerger.
 
     g_i = exp(-|k_i - k_p|^2 / (2 sigma^2)), g_p = 1, weights g / sum g, for keys and values; sigma = `width` times the
-    root mean square of the run's distances to its pivot. Rotated keys are mixed as they are. Runs are those of the
-    score `Pivots` with the same settings. Source: KVMerger (2407.08454).
+    root mean square of the run's distances to its pivot; the paper's constant is not public. Rotated keys are mixed as
+    they are. Runs are those of the score `Pivots` with the same settings. Source: KVMerger (2407.08454).
     """
 
-    width: float = 1.0
+    width: float = 0.3
     sinks: int = 4
     threshold: float | None = None
+    alone: float = 0.5
 
     def survivor(self, ev: Evidence, kept: Array) -> Array:
-        order, run, goes = runs(ev, self.sinks, self.threshold)
+        order, run, goes = runs(ev, self.sinks, self.threshold, self.alone)
         stays = take_along(kept, order, -1)
         weight = take_along(ev.columns["mass"], order, -1)
         best = take_along(pivots(weight, run, goes & stays), run, -1)
@@ -85,7 +86,7 @@ class Runs(Shares):
 
     def remember(self, ev: Evidence) -> Columns:
         """A run's members take the similarity of its first one: that of its border with the run before."""
-        order, run, _ = runs(ev, self.sinks, self.threshold)
+        order, run, _ = runs(ev, self.sinks, self.threshold, self.alone)
         similar = take_along(ev.columns["similar"], order, -1)
         opens = jnp.concatenate([jnp.ones_like(run[..., :1], bool), run[..., 1:] != run[..., :-1]], -1)
         first = jax.lax.cummax(jnp.where(opens, jnp.arange(run.shape[-1])[None, None], 0), axis=2)

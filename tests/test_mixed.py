@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import partial
 
 import jax
@@ -24,6 +25,7 @@ from jkv.scores.mixed import Salience, hashed
 
 ZIP = "zipcache(block=20)"
 MERGE = "kvmerger(budget=48)"
+ALL = "kvmerger(budget=48, alone=0.0, width=1.0)"  # nothing is spared
 TEXTS = (ZIP, MERGE, MERGE + " | int8")
 
 
@@ -155,7 +157,7 @@ def turned(similar: list[float]) -> np.ndarray:
 def melt(k: np.ndarray, limit: int, mass, **settings):
     """Kept positions and, by position, what the kept tokens' keys are after a first flush of keys f[n,D]."""
     args = "".join(f", {name}={x}" for name, x in settings.items())
-    ev = evidence(k, f"kvmerger(budget=5, sinks=0{args}, recent=0)", limit, mass)
+    ev = evidence(k, f"kvmerger(budget=5, sinks=0, alone=0.0{args}, recent=0)", limit, mass)
     score, merge = ev.plan.score, ev.plan.merge
     ev = loop.replace(ev, new=loop.replace(ev.new, pos=ev.new.pos * 0 - 1))  # nobody adds to the mass
 
@@ -195,17 +197,19 @@ def test_weights_from_pivot_to_mean():
     np.testing.assert_allclose(melt(k, 1, [0, 1, 0, 0], width=1e4)[2][1], k.mean(0), atol=1e-6)
 
 
-def blend(k: np.ndarray, v: np.ndarray, pivot: int, members: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def blend(
+    k: np.ndarray, v: np.ndarray, pivot: int, members: list[int], width: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     if not members:
         return k[pivot], v[pivot]
     away = np.array([((k[i] - k[pivot]) ** 2).sum() for i in members])
-    g = np.exp(-away / (2 * max(away.mean(), 1e-30)))
+    g = np.exp(-away / (2 * width**2 * max(away.mean(), 1e-30)))
     return tuple((x[pivot] + sum(a * x[i] for a, i in zip(g, members, strict=True))) / (1 + g.sum()) for x in (k, v))  # type: ignore[return-value]
 
 
-def cut_runs(similar: np.ndarray, pos: np.ndarray, over: int) -> list[list[int]]:
+def cut_runs(similar: np.ndarray, pos: np.ndarray, over: int, spared: Set[int] = frozenset()) -> list[list[int]]:
     """Lists of indices by age: the `over` highest similarities join a token to the one before it."""
-    able = [i for i in range(1, len(pos)) if pos[i - 1] >= 4]
+    able = [i for i in range(1, len(pos)) if pos[i - 1] >= 4 and not {i - 1, i} & spared]
     joined = set(sorted(able, key=lambda i: -similar[i])[: max(over, 0)])
     out: list[list[int]] = []
     for i in range(len(pos)):
@@ -222,31 +226,34 @@ def snapshot(layer, row: int, head: int):
     return tuple(dict(zip(pos[live], np.asarray(x)[row, head][live], strict=True)) for x in arrays)
 
 
-def test_a_prompt_melts_into_its_pivots():
-    cache = rig.shared(MERGE).caches[0]
+@pytest.mark.parametrize(("text", "width", "alone"), [(ALL, 1.0, 0), (MERGE, 0.3, 16)])
+def test_a_prompt_melts_into_its_pivots(text, width, alone):
+    cache = rig.shared(text).caches[0]
     _, k, v, p = (np.asarray(t) for t in rig.dense_prompt(jnp.asarray(PROMPT))[1][0])
     for row, n in enumerate(LENGTHS):
         shift, leaving = PROMPT.shape[1] - n, n - 16
         for head in range(H):
             kr, vr, mass = k[row, head, shift:], v[row, head, shift:], p[row, head][..., shift:].sum((0, 1))
-            check_melted(snapshot(cache.layers[0], row, head), kr[:leaving], vr[:leaving], mass[:leaving])
+            got = snapshot(cache.layers[0], row, head)
+            check_melted(got, kr[:leaving], vr[:leaving], mass[:leaving], width, alone)
 
 
-def check_melted(got, k, v, mass) -> None:
+def check_melted(got, k, v, mass, width: float, alone: int) -> None:
     unit = k / np.linalg.norm(k, axis=1, keepdims=True)
     similar = np.r_[-2, (unit[1:] * unit[:-1]).sum(1)]
-    groups = cut_runs(similar, np.arange(len(k)), len(k) - 32)
-    assert len(groups) == 32 == len(got[0])
+    spared = {*np.argsort(-mass, kind="stable")[:alone]}
+    groups = cut_runs(similar, np.arange(len(k)), len(k) - 32, spared)
+    assert len(groups) == 32 == len(got[0]) and all(len(run) == 1 for run in groups if {*run} & spared)
     for run in groups:
         pivot = max(run, key=lambda i: mass[i])
-        expected = blend(k, v, pivot, [i for i in run if i != pivot])
+        expected = blend(k, v, pivot, [i for i in run if i != pivot], width)
         np.testing.assert_allclose(got[0][pivot], expected[0], atol=1e-5)
         np.testing.assert_allclose(got[1][pivot], expected[1], atol=1e-5)
         np.testing.assert_allclose(got[2][pivot], similar[run[0]], atol=1e-5)
 
 
 def test_a_flush_melts_slots_and_newcomers_alike():
-    caches, touched = rig.shared(MERGE).caches, 0
+    caches, touched = rig.shared(ALL).caches, 0
     flushes = rig.flushed(caches)
     for i in flushes:
         old, new = caches[i - 1], caches[i]

@@ -56,17 +56,27 @@ class Moments:
     use: Array
 
 
-def start(key: Array) -> Convolution:
-    """Weights as large as keep a signal's size through relu; biases of 0."""
-    one, two, three = jax.random.split(key, 3)
+def start(line: Linear, rows: int, key: Array) -> Convolution:
+    """A network that forecasts what its baseline does, and has channels left to do better.
+
+    Channel 0 carries a history on. Channel 1 is 1 on every row, and 0 below the last, where the padding is: as no
+    attention is above 1, taking away what is below leaves the newest row in channel 1 of the second convolution, the
+    one before it in channel 2, and nothing else. The other channels are random, as large as keep a signal's size
+    through relu, and nothing is made of them yet.
+    """
+    one, two = jax.random.split(key)
+    first = jax.random.normal(one, (16, 1, 3, 3)) * (2 / 9) ** 0.5
+    second = jax.random.normal(two, (32, 16, 3, 3)) * (2 / 144) ** 0.5
+    newest, before, mean = line.weights
     return Convolution(
-        first=jax.random.normal(one, (16, 1, 3, 3)) * (2 / 9) ** 0.5,
-        first_bias=jnp.zeros(16),
-        second=jax.random.normal(two, (32, 16, 3, 3)) * (2 / 144) ** 0.5,
+        first=first.at[:2].set(0).at[0, 0, 1, 1].set(1),
+        first_bias=jnp.zeros(16).at[1].set(1),
+        second=second.at[:, 1].set(0).at[:3].set(0)
+        .at[:2, 0, 1, 1].set(1).at[2, 0, 0, 1].set(1).at[1:3, 1, 2, 1].set(-1),
         second_bias=jnp.zeros(32),
-        last=jax.random.normal(three, (32,)) * (1 / 32) ** 0.5,
+        last=jnp.zeros(32).at[:3].set(jnp.stack([mean, rows * newest, rows * before])),
         rest=jnp.zeros(()),
-    )
+    )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("select", "scale", "window"))
@@ -178,13 +188,15 @@ class Training:
     """Moments, a recipe and a folder: `run` trains, and goes on where it was."""
 
     every: Moments
+    line: Linear
     recipe: Recipe
     folder: Folder
     say: Callable[[str], None] = lambda _: None
 
     def run(self) -> Convolution:
         """The network at the end. ValueError if its error is not finite; the last good state is then a checkpoint."""
-        recipe, net = self.recipe, start(jax.random.key(self.recipe.seed))
+        recipe = self.recipe
+        net = start(self.line, self.every.x.shape[2], jax.random.key(recipe.seed))
         state = State(net=net, moments=_tune(recipe).init(net), steps=jnp.int32(0))
         if (found := self.folder.last(state)) is not None:
             state = jax.tree.map(jnp.asarray, found)

@@ -194,9 +194,10 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
     what = run.what(made, recipe, page=page)
     folder = Folder(run.out, what, run.resume)
     every = gathered(run.params, made, select, recipe)
+    line = forecast.least_squares(every)
     with console.progress(recipe.steps) as say:
-        net = forecast.Training(every, recipe, folder, say).run()
-    line, card = forecast.least_squares(every), run.card(what, folder)
+        net = forecast.Training(every, line, recipe, folder, say).run()
+    card = run.card(what, folder)
     arrays = vars(net) | {forecast.BASELINE: line.weights}
     learned.write(run.out, arrays, card)
     print(f"learned: {run.out}\ndrawn: {folder.draw()}")

@@ -43,12 +43,14 @@ def _setting(
     from jkv.io.load import load
     from jkv.methods import parse
 
-    names = list(caches or ([] if all_ else ["full"])) + (catalogue(length) if all_ else [])
+    names = list(caches or ([] if all_ else ["full"]))
     for name in names:  # what is wrong is said before anything is loaded
         parse(name)
     if batch < 1:
         raise ValueError(f"batch={batch}: rows at a time, 1 or more")
-    return Setting(model, load(model, dtype), list(dict.fromkeys(names)), batch, path, seed)
+    params = load(model, dtype)
+    names += catalogue(length, params) if all_ else []
+    return Setting(model, params, list(dict.fromkeys(names)), batch, path, seed)
 
 
 def _show(found: Results) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jkv.compiled import forget
+from jkv.config import CacheConfig
 from jkv.eval import corpora, measure, niah, shared, tasks
 from jkv.eval.attention import recovered
 from jkv.eval.results import PACKAGES, Results, digest
@@ -65,27 +66,36 @@ class Setting:
             forget()
 
 
-def catalogue(length: int, keeps: Sequence[float] = KEEPS) -> list[str]:
+def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> list[str]:
     """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
 
     "append", "pooled" and "rest" are no methods by themselves and are left out, and so is what must be trained or
-    calibrated first; quest keeps everything and reads the fraction.
+    calibrated first, unless weights for this model come with jkv; what selects keeps everything and reads the fraction.
 
-    >>> [x for x in catalogue(1024, keeps=(0.25,)) if "snapkv" in x]
+    >>> from jkv import models
+    >>> [x for x in catalogue(1024, models.random(models.TINY), keeps=(0.25,)) if "snapkv" in x]
     ['snapkv(budget=256)', 'snapkv(budget=256) | int8', 'snapkv(budget=256) | int4']
     """
     out = []
     for row in CATALOGUE.values():
         takes = inspect.signature(row.make).parameters
-        if {"gate", "predictor", "heads"} & {*takes}:
-            continue
         if "budget" in takes:
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page'].default})" for keep in keeps]
         elif row.axes not in (("append",), ("pooled",), ("rest",)):
             out.append(row.name)
-    return out + [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
+    out += [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
+    return [text for text in out if has_weights(parse(text), params)]
+
+
+def has_weights(config: CacheConfig, params: Params) -> bool:
+    """Whether a config needs no weights, or has those of this model, or they come with jkv."""
+    try:
+        config.bound(params)
+    except ValueError:
+        return False
+    return True
 
 
 def texts(

@@ -101,11 +101,12 @@ def adjacent(k: Array) -> Array:
     return (x[:, :, 1:] * x[:, :, :-1]).sum(-1)
 
 
-def runs(ev: Evidence, sinks: int, threshold: float | None) -> tuple[Array, Array, Array]:
+def runs(ev: Evidence, sinks: int, threshold: float | None, alone: float) -> tuple[Array, Array, Array]:
     """Tokens by age i32[B,H,S] (those that may go first), the run of each i32[B,H,S], and which may go bool[B,H,S].
 
     A token joins the run of the one before it if its column `similar` is among the highest: as many as leave no more
-    runs than the tiers may hold. Sinks are runs of their own, and so is everything not above `threshold`.
+    runs than the tiers may hold. Sinks are runs of their own, and so is everything not above `threshold`, and the most
+    attended, as many as a share `alone` of what the tiers may hold.
     """
     goes = ev.may_go & ev.live
     if ev.plan.window is not None:
@@ -117,6 +118,10 @@ def runs(ev: Evidence, sinks: int, threshold: float | None) -> tuple[Array, Arra
     if threshold is not None:
         joins = joins & (similar > threshold)
     limit = ev.limit // ev.plan.unit * ev.plan.unit
+    mass = jnp.where(goes, take_along(ev.columns["mass"], order, -1), -jnp.inf)
+    place = jnp.argsort(jnp.argsort(-mass, axis=-1, stable=True), axis=-1)
+    single = place < jnp.floor(alone * limit.astype(jnp.float32)).astype(jnp.int32)[:, None, None]
+    joins = joins & ~single & ~jnp.concatenate([jnp.zeros_like(single[..., :1]), single[..., :-1]], -1)
     over = goes.sum(-1, keepdims=True) - limit[:, None, None]
     place = jnp.argsort(jnp.argsort(jnp.where(joins, -similar, jnp.inf), axis=-1, stable=True), axis=-1)
     joins = joins & (place < over)
@@ -147,8 +152,9 @@ def pivots(weight: Array, run: Array, may: Array) -> Array:
 class Pivots(Score):
     """One token of every run of similar neighbours stays: that of the largest accumulated attention.
 
-    Similar = cosine of a (rotated) key with the key before it. The threshold is the quantile that leaves exactly the
-    tokens that the tiers may hold; where that is not enough (`threshold`), the pivots of the least attention go too.
+    Similar = cosine of a (rotated) key with the key before it; the most attended, as many as a share `alone` of what is
+    kept, are runs of their own. The threshold is the quantile that leaves exactly the tokens that the tiers may hold;
+    where that is not enough (`threshold`, or too many that are alone), the pivots of the least attention go too.
     A pivot remembers the similarity of its run's border (`Runs.remember`), so runs grow by single linkage and keys in
     tiers are never compared again. The first token after a flush with recent=0 has a border of unknown similarity,
     which joins last. Source: KVMerger (2407.08454), from its abstract and recollection.
@@ -156,6 +162,7 @@ class Pivots(Score):
 
     sinks: int = 4
     threshold: float | None = None
+    alone: float = 0.5
 
     needs = Needs(new=True, whole_prompt=True)
 
@@ -173,7 +180,7 @@ class Pivots(Score):
         }
 
     def rank(self, ev: Evidence) -> Array:
-        order, run, goes = runs(ev, self.sinks, self.threshold)
+        order, run, goes = runs(ev, self.sinks, self.threshold, self.alone)
         weight = take_along(ev.columns["mass"], order, -1)
         best = take_along(pivots(weight, run, goes), run, -1)
         rank = unsorted(order, jnp.where(best == jnp.arange(run.shape[-1])[None, None], 1 + weight, 0))

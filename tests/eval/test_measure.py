@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tokenizers
 from tokenizers.decoders import ByteLevel as Bytes
 from tokenizers.models import BPE
@@ -16,6 +17,7 @@ from jkv import models
 from jkv.cache import Cache, LayerCache
 from jkv.eval import attention, experiments, measure, shared, tasks
 from jkv.eval.measure import Fidelity, Texts
+from jkv.io import learned
 from jkv.io.load import load
 from jkv.io.tokenizer import Tokenizer
 from jkv.loop import step
@@ -216,21 +218,15 @@ def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
     assert score(replace(whole, layers=tuple(map(misplaced, whole.layers)))) == 0
 
 
-def test_every_method_is_in_the_matrix():
-    named = {parse(x).name.split("(")[0].split(" ")[0] for x in experiments.catalogue(1024)}
-    assert named == set(CATALOGUE) - {
-        *(
-            "append",
-            "pooled",
-            "rest",
-            "trimkv",
-            "makeeach",
-            "locret",
-            "lococo",
-            "dms",
-            "attentiongate",
-            "attentionpredictor",
-        ),
-        *("compresskv", "razorattention"),
-    }
-    assert experiments.catalogue(1024, keeps=(0.5,)).count("h2o(budget=512)") == 1
+def test_every_method_is_in_the_matrix(tmp_path, monkeypatch):
+    def named():
+        return {parse(x).name.split("(")[0].split(" ")[0] for x in experiments.catalogue(1024, tiny.PARAMS)}
+
+    gates = {"trimkv", "makeeach", "locret", "lococo", "dms", "attentiongate", "attentionpredictor"}
+    some = {*CATALOGUE} - {"append", "pooled", "rest", "compresskv", "razorattention"}
+    assert named() == some - gates
+    monkeypatch.setattr(learned, "SHIPPED", tmp_path)
+    tiny.gate(str(tmp_path / "trimkv"))
+    tiny.predictor(str(tmp_path / "attentionpredictor"))
+    assert named() == (some - gates) | {"trimkv", "makeeach", "attentionpredictor"}
+    assert experiments.catalogue(1024, tiny.PARAMS, keeps=(0.5,)).count("h2o(budget=512)") == 1

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import parameters
 
 from jkv.codecs.affine import pack
 from jkv.kernels.decode_attention import check
@@ -18,16 +19,9 @@ from jkv.protocols import Linear
 pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
 from jax.experimental.mosaic import gpu as mgpu  # noqa: E402
-from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from jkv.kernels.decode_attention import gpu, gpu_sides, gpu_tile  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
-
-try:
-    InterpretGPUParams = plgpu.InterpretGPUParams
-except AttributeError:  # private before jax 0.11
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling takes longest
 
@@ -39,7 +33,7 @@ def seed() -> int:
 
 def interpreted(**arguments):
     kernel = paged if "pages" in arguments else gpu
-    return kernel.attention(**arguments, interpret=InterpretGPUParams())
+    return kernel.attention(**arguments, interpret=parameters())
 
 
 def fewer():

@@ -24,6 +24,7 @@ from jkv.codecs import Affine, Dense
 if __name__ != "__main__":
     pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
+from jkv.kernels.column_sums import gpu as column_sums  # noqa: E402
 from jkv.kernels.decode_attention import gpu  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 from jkv.kernels.prefill_attention import gpu as prefill  # noqa: E402
@@ -87,13 +88,21 @@ def prompt(*arrays):
     return prefill.attention(*arrays[:6], 0.1, *arrays[6:])
 
 
+def columns(*arrays):
+    return column_sums.sums(*arrays, 0.1)
+
+
 def prompts():
-    """The same, of whole prompts; the last with keys that not all later queries see."""
+    """The same, of whole prompts, one with keys that not all later queries see, and of the sums of their columns."""
     for dim, group, tokens, lasting in ((64, 3, 2048, False), (128, 4, 32768, False), (128, 4, 2048, True)):
         q, k = (Shape((2, 8, *x, tokens, dim), jnp.bfloat16) for x in ((group,), ()))
         places = Shape((2, tokens), jnp.int32)
         until = [Shape((2, 8, tokens), jnp.int32)] * lasting
         yield f"prompt D={dim} G={group} T={tokens}", prompt, q, k, k, places, places, places, *until
+    for dim, group, tokens in ((64, 3, 2048), (128, 4, 32768)):
+        q, k, lse = (Shape((2, 8, *x), jnp.bfloat16) for x in ((group, tokens, dim), (tokens, dim), (group, tokens)))
+        places, lse = Shape((2, tokens), jnp.int32), Shape(lse.shape, jnp.float32)
+        yield f"columns D={dim} G={group} T={tokens}", columns, q, k, places, places, places, lse
 
 
 def decode(form, q, codes, pos, first, last, *pages):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv import attend, kernels, loop, methods, models, sizes, whole
@@ -58,16 +59,10 @@ def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str)
 
 
 def interpreted(**arguments):
-    pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    interpret = parameters()
     from jkv.kernels.prefill_attention import gpu
 
-    try:
-        parameters = plgpu.InterpretGPUParams
-    except AttributeError:  # private before jax 0.11
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as parameters
-    return gpu.attention(**arguments, interpret=parameters())
+    return gpu.attention(**arguments, interpret=interpret)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv import evidence, loop, methods, models, sizes
+from jkv import evidence, kernels, loop, methods, models, sizes
 from jkv.kernels.column_sums import check, reference, tpu
 from jkv.kernels.prefill_attention.check import Case
 
@@ -32,6 +34,19 @@ def small(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_equals_float64(case: Case, small):
     good, text = check.run(case, partial(tpu.sums, interpret=pltpu.InterpretParams()))
+    assert good, text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(floats="float16", dim=64, group=3, new=100, before=70, window=50), Case(dim=128, group=1, new=140)],
+    ids=str,
+)
+def test_the_gpu_kernel_equals_float64(case: Case):
+    interpret = parameters()
+    from jkv.kernels.column_sums import gpu
+
+    good, text = check.run(case, partial(gpu.sums, interpret=interpret))
     assert good, text
 
 
@@ -65,15 +80,24 @@ def test_prompts_are_summed_by_the_kernel_that_is_asked_for(kind: str, tokens: i
     assert traced.count("name=column_sums") in ({calls, calls // 2} if calls else {0})  # layers may share a flush
 
 
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
 @pytest.mark.parametrize("more", [{}, dict(model_type="mistral", sliding_window=60)], ids=["whole", "window"])
-def test_the_door_asks_the_kernel_for_the_same(small, more):
-    params = models.random(dict(models.TINY, hidden_size=256, **more))
+def test_the_door_asks_the_kernel_for_the_same(small, more, kind, monkeypatch):
+    dtype = jnp.float32
+    if kind == "gpu":  # whose interpreter has no switch for a whole program, and whose kernel takes 16 bits
+        dtype, interpret = jnp.bfloat16, parameters()
+        from jkv.kernels.column_sums import gpu
+        from jkv.kernels.prefill_attention import gpu as prefill
+
+        monkeypatch.setattr(gpu, "sums", partial(gpu.sums, interpret=interpret))
+        monkeypatch.setattr(prefill, "supports", lambda *_: "anything")
+    params = models.random(dict(models.TINY, hidden_size=256, **more), dtype=dtype)
     ids = jax.random.randint(jax.random.key(0), (2, 150), 0, 60).at[1, :20].set(-1)
     found = []
-    for kind in ("tpu", "xla"):
-        config = replace(methods.parse("h2o(budget=32)"), kernels=kind)
-        cache = sizes.empty(config, params.config, 2, 150, 0, jnp.float32)
-        with pltpu.force_tpu_interpret_mode():
+    for kernel in (kind, "xla"):
+        monkeypatch.setattr(kernels, "native", lambda kernel=kernel: kernel)
+        cache = sizes.empty(methods.parse("h2o(budget=32)"), params.config, 2, 150, 0, dtype)
+        with pltpu.force_tpu_interpret_mode() if kernel == "tpu" else nullcontext():
             cache, _ = loop.absorb(params, cache, ids, fresh=True)
         tier = cache.layers[0].tiers[0]
         order = jnp.argsort(tier.pos, axis=-1)[..., -16:]  # a kernel's tier has more slots, which are dead
@@ -89,3 +113,5 @@ def test_which_one_runs():
 
     assert of("tpu", 256) == "tpu" and of("xla", 256) == "xla" and of("tpu", 255) == "xla"
     assert of("tpu", 256, jnp.float16) == "xla"
+    parameters()
+    assert of("gpu", 64) == "gpu" == of("gpu", 64, jnp.float16) and of("gpu", 63) == of("gpu", 64, jnp.float32) == "xla"

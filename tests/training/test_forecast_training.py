@@ -12,7 +12,7 @@ from test_forecast import convolved
 import jkv
 from jkv.io import load as loading
 from jkv.io.safetensors import read_json
-from jkv.selectors.forecast import Forecast, trained
+from jkv.selectors.forecast import Forecast, Linear, trained
 from jkv.training import forecast
 
 H, G, T, D = 2, 2, 200, 4
@@ -50,8 +50,8 @@ def test_moments_are_what_the_queries_pay(window):
 
 
 def test_the_error_and_its_gradient_are_those_of_plain_numpy():
-    net, some = forecast.start(jax.random.key(2)), data(2, 6, 8)
-    net = jax.tree.map(lambda x: x + 0.1, net)  # biases are used
+    line, some = Linear(weights=jnp.array([0.5, 0.2, 0.3])), data(2, 6, 8)
+    net = jax.tree.map(lambda x: x + 0.1, forecast.start(line, 8, jax.random.key(2)))  # all is used
     exact = {name: np.asarray(x, np.float64) for name, x in vars(net).items()}
 
     def error(w) -> float:
@@ -69,6 +69,16 @@ def test_the_error_and_its_gradient_are_those_of_plain_numpy():
         ends = [error({**exact, name: x + s * 1e-6 * direction}) for s in (1, -1)]
         got = (np.asarray(getattr(slope, name)) * direction).sum()
         np.testing.assert_allclose(got, (ends[0] - ends[1]) / 2e-6, rtol=2e-3, err_msg=name)
+
+
+def test_a_network_begins_as_its_baseline():
+    line, some = Linear(weights=jnp.array([0.5, -0.2, 0.3])), data(3, 6, 8)
+    net = forecast.start(line, 8, jax.random.key(2))
+    got, want = (forecast.forecast(of, jnp.asarray(some.x), jnp.asarray(some.use)) for of in (net, line))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert np.abs(want).max() > 0.1
+    slope = jax.grad(forecast.error)(net, some)  # every channel's weight can move
+    assert (np.abs(np.asarray(slope.last)) > 0).all()
 
 
 def test_the_baseline_finds_its_numbers_and_the_best_pages_hold_what_they_hold():

@@ -55,7 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         top=64,
         every=25,
     ),
-    "attentionpredictor": dict(steps=1000, batch=32, rate=2e-3, moments=2, page=16, dense_layers=2, every=100),
+    "attentionpredictor": dict(steps=1000, batch=32, rate=5e-4, moments=3, page=16, dense_layers=2, every=100),
 }
 # What is found out about a model by forward passes: how many texts, of how many tokens, where nothing is said.
 FOUND: dict[str, dict[str, int]] = {

@@ -2,9 +2,13 @@
 
 Nothing goes through the model but its texts, once. From every layer that selects, and from every kv head, some moments
 are drawn: the `rows` queries up to then, as the selector would have seen them had it read everything, and the query
-after them, which is to be forecast. The network learns by the mean squared error over the pages that the selector may
-choose from, one network for all layers and heads; its baseline of three numbers is the least squares of the same.
-Source: AttentionPredictor (2502.04077), whose training is not public: a reconstruction.
+after them, which is to be forecast. One network for all layers and heads begins as its baseline of three numbers, and
+learns which shares of their sum the pages to choose from will have:
+
+    loss = KL(y / sum y || f / sum f), f = max(forecast, 0) + 1e-5
+
+A squared error is that of the few heads that look far and at little; this one counts every head alike, as a choice of
+pages does. Source: AttentionPredictor (2502.04077), whose training is not public: a reconstruction.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from jkv.tree import part, value
 
 RECENT = 64  # the newest tokens, which a step reads in any case
 BASELINE = "linear"
+LEAST = 1e-5  # a forecast that is not 0
 
 
 @part
@@ -38,8 +43,8 @@ class Recipe:
 
     steps: int = 1000
     batch: int = 32
-    rate: float = 2e-3
-    moments: int = 2
+    rate: float = 5e-4
+    moments: int = 3
     dense_layers: int = 2
     every: int = 100
     seed: int = 0
@@ -141,15 +146,21 @@ def collect(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> I
 
 
 def error(net: Predictor, some: Moments) -> Array:
-    """Mean squared error over the pages to choose from."""
-    gap = jnp.where(some.use, forecast(net, some.x, some.use) - some.y, 0)
-    return (gap * gap).sum() / jnp.maximum(some.use.sum(), 1).astype(jnp.float32)
+    """The loss, a mean over moments."""
+    ahead = jnp.where(some.use, jnp.maximum(forecast(net, some.x, some.use), 0) + LEAST, 0)
+    told, said = (x / jnp.maximum(x.sum(1, keepdims=True), 1e-30) for x in (jnp.where(some.use, some.y, 0), ahead))
+    some_of = told > 0
+    gap = jnp.log(jnp.where(some_of, told, 1)) - jnp.log(jnp.where(some_of, said, 1))
+    return (told * gap).sum(1).mean()
 
 
 def least_squares(every: Moments) -> Linear:
-    """The baseline's three numbers."""
-    seen = np.stack([every.x[..., -1], every.x[..., -2], every.x.mean(-1)], -1)[np.asarray(every.use)]
-    found = np.linalg.lstsq(seen.astype(np.float64), np.asarray(every.y)[every.use].astype(np.float64), rcond=None)[0]
+    """The baseline's three numbers: the least squares of what pages get, as parts of the root of a moment's squares."""
+    y = np.where(every.use, every.y, 0).astype(np.float64)
+    size = np.sqrt(np.square(y).sum(1, keepdims=True) + 1e-6)
+    seen = np.stack([every.x[..., -1], every.x[..., -2], every.x.mean(-1)], -1) / size[..., None]
+    use = np.asarray(every.use)
+    found = np.linalg.lstsq(seen[use], (y / size)[use], rcond=None)[0]
     return Linear(weights=jnp.asarray(found, jnp.float32))
 
 

@@ -9,52 +9,15 @@ import typer
 
 from jkv.options import MODEL, Dtype, Model
 
+WHOLE: dict[str, Any] = dict(steps=0, batch=1, accumulate=1, weight=1.0, top=64, every=25)  # of the whole model's steps
 # What each method is trained by, and how much of it where nothing is said.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "trimkv": dict(
-        budget=512,
-        warm=500,
-        early=3e-3,
-        steps=0,
-        batch=1,
-        accumulate=1,
-        rate=2e-4,
-        weight=1.0,
-        width=128,
-        top=64,
-        every=25,
-    ),
-    "makeeach": dict(budget=512, steps=1000, batch=1, accumulate=1, rate=1e-3, weight=1.0, width=64, top=64, every=25),
+    "trimkv": WHOLE | dict(budget=512, warm=500, early=3e-3, rate=2e-4, width=128),
+    "makeeach": WHOLE | dict(budget=512, steps=1000, rate=1e-3, width=64),
     "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
     "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
-    "dms": dict(
-        window=128,
-        ratio=8.0,
-        warm=1000,
-        early=1e-4,
-        fall=480,
-        steps=0,
-        batch=1,
-        accumulate=1,
-        rate=2e-4,
-        weight=1.0,
-        top=64,
-        every=25,
-    ),
-    "attentiongate": dict(
-        answer=256,
-        share=0.5,
-        warm=500,
-        early=3e-3,
-        steps=0,
-        batch=1,
-        accumulate=1,
-        rate=1e-3,
-        weight=1.0,
-        width=16,
-        top=64,
-        every=25,
-    ),
+    "dms": WHOLE | dict(window=128, ratio=8.0, warm=600, early=3e-4, fall=480, rate=2e-4),
+    "attentiongate": WHOLE | dict(answer=256, share=0.5, warm=500, early=1e-2, rate=1e-3, width=16),
     "attentionpredictor": dict(steps=1000, batch=32, rate=5e-4, moments=3, page=16, dense_layers=2, every=100),
 }
 # What is found out about a model by forward passes: how many texts, of how many tokens, where nothing is said.

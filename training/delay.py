@@ -28,7 +28,7 @@ class Recipe(warm.Recipe):
     those steps is constant.
     """
 
-    early: float = 1e-4
+    early: float = 3e-4
     window: int = 128
     ratio: float = 8.0
     fall: int = 480

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jkv.figures import blank
@@ -64,13 +65,17 @@ class Folder:
         return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may leave half a line
 
     def draw(self) -> Path:
-        """The curves of all metrics: warm losses by layer, the others by step."""
+        """The curves of all metrics: warm losses by layer, the others by step; long ones with a running mean."""
         found = self.metrics()
         names = sorted({k for row in found for k, x in row.items() if isinstance(x, float)})
         figure = blank(6.4, 2.2 * max(1, len(names)))
         for axes, name in zip(figure.subplots(max(1, len(names)), squeeze=False)[:, 0], names, strict=False):
             rows = [row for row in found if name in row]
-            axes.plot([row["number"] for row in rows], [row[name] for row in rows], linewidth=1)
+            x, y = (np.array([row[key] for row in rows]) for key in ("number", name))
+            many, n = len(rows) > 100, len(rows) // 20
+            axes.plot(x, y, linewidth=1, alpha=0.3 if many else 1)
+            if many:
+                axes.plot(x[n - 1 :], np.convolve(y, np.ones(n) / n, "valid"), color="C0", linewidth=2)
             axes.set_ylabel(name)
             axes.grid(alpha=0.3)
         figure.supxlabel("layers warmed, then steps")

@@ -99,7 +99,7 @@ def start(model: ModelConfig, mixtures: int, width: int, key: Array) -> Blend:
 
 
 @part
-class Mixtures(Merge):
+class Mixtures(learned.Bearer, Merge):
     """Of the tokens that stay, those of lowest rank become mixtures of themselves and of all that leave.
 
     Their entries keep their own positions, and may be mixed again; rotated keys are mixed as they are. Ranks by the

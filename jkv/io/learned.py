@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +103,7 @@ def shipped(
     )
 
 
-class Bearer(Protocol):
+class Bearer:
     """A part of a cache with trained weights. gate: those, or None; models: fingerprints of what they were trained for.
 
     methods: whose folders it takes, its own first; kinds: of the weights, whose `axes` name the axes of each array.
@@ -111,8 +111,8 @@ class Bearer(Protocol):
 
     gate: Any
     models: tuple[str, ...]
-    methods: ClassVar[tuple[str, ...]]
-    kinds: ClassVar[tuple[type[Any], ...]]
+    methods: ClassVar[tuple[str, ...]] = ()
+    kinds: ClassVar[tuple[type[Any], ...]] = ()
 
 
 B = TypeVar("B", bound=Bearer)

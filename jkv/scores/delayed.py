@@ -64,7 +64,7 @@ def said_by_next(said: Array, pos: Array) -> Array:
 
 
 @part
-class Delayed(Score):
+class Delayed(learned.Bearer, Score):
     """DMS: tokens that are marked at birth leave once they are more than `window` tokens old; the others stay.
 
     What is said at a token marks the one before it (the column `said`; `mark` is what was said of a token), so the

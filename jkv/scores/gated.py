@@ -71,7 +71,7 @@ def start(model: ModelConfig, heads: int, dim: int, offset: float, key: Array) -
 
 
 @part
-class Gated(Score):
+class Gated(learned.Bearer, Score):
     """Attention-Gate: tokens of a prompt with sigmoid(u) <= threshold are seen by themselves alone, and are not kept.
 
     u is what a `Look` at the whole prompt says of each token and kv head, before the layer attends. rank = u, -inf of

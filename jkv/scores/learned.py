@@ -138,7 +138,7 @@ def guess(model: ModelConfig, width: int, key: Array) -> Estimate:
 
 
 @part
-class Trained(Score):
+class Trained(learned.Bearer, Score):
     """What a token is worth, as weights that were trained say when it is made: a column, kept with it.
 
     gate: the weights, or None: those that come with jkv for the model; models: fingerprints of the model that they
@@ -148,8 +148,6 @@ class Trained(Score):
     gate: Any = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    methods: ClassVar[tuple[str, ...]] = ()
-    kinds: ClassVar[tuple[type[Any], ...]] = ()
     column: ClassVar[str] = ""
 
     def bound(self, params: Params) -> Score:

@@ -2,7 +2,8 @@
 
 The last `answer` tokens of a text answer the others. A key of the prompt that is not kept is out of everybody's sight
 but its own; the flag k is hard, 1 where u > 0, with the gradient of sigmoid(u), and a logit has -30 (1 - k) on it. Only
-the answer's tokens are learned from: a look that sees later tokens would tell the prompt's own ones.
+the answer's tokens are learned from: a look that sees later tokens would tell the prompt's own ones. Of a layer alone,
+whose loss is what is left of attention, all queries are: what prompts do not see of themselves is lost to all layers.
 
     loss = cross-entropy of the answer + weight |mean k - share|
 
@@ -32,9 +33,6 @@ class Recipe(warm.Recipe):
     early: float = 1e-2
     answer: int = 256
     share: float = 0.5
-
-    def first(self, size: Array) -> Array:
-        return jnp.maximum(size - self.answer, 0)
 
     def bias(self, score: Gated, batch: Batch, key: Array) -> Bias:
         return closing(score, batch, prompt(batch, self.answer))

@@ -49,10 +49,6 @@ class Recipe(trainer.Recipe):
         """What is kept too much by the layers that these memos are of, and numbers to be told with it."""
         raise NotImplementedError
 
-    def first(self, size: Array) -> Array:
-        """The first query of a text of `size` tokens that is learned from."""
-        return jnp.zeros_like(size)
-
     def warmed(self, params: Params, texts: Batch, score: Any, done: int) -> Iterator[tuple[Any, np.ndarray]]:
         if not self.warm or done == params.config.layers:
             return
@@ -130,7 +126,7 @@ def fit(
         which, where, drawn = jax.random.split(key, 3)
         row = jax.random.randint(which, (), 0, n)
         one = jax.tree.map(lambda x: x[row], data)
-        at = jax.random.randint(where, (min(QUERIES, t),), recipe.first(one.size), one.size)
+        at = jax.random.randint(where, (min(QUERIES, t),), 0, one.size)
         loss, slope = jax.value_and_grad(layer_loss)(score, one, at, recipe, drawn, scale, window)
         return advance(tune, slope, moments, score), loss
 

@@ -135,12 +135,11 @@ def test_the_loss_of_switches(window):
 
 
 def test_the_loss_of_flags():
-    layer, at = data(0), np.array([80, 88, 95])
+    layer, at = data(0), np.array([30, 88, 95])
     look = gated.start(MODEL, 2, 4, 0.0, jax.random.key(5))
     look = replace(look, out=jax.random.normal(jax.random.key(6), look.out.shape))
     score = gated.Gated(gate=jax.tree.map(lambda a: a[0], look))
     recipe = flags.Recipe(answer=20, share=0.3, weight=0.7)
-    assert int(recipe.first(jnp.int32(T))) == 76 and int(recipe.first(jnp.int32(9))) == 0
     got = layer_loss(score, row(layer), jnp.asarray(at), recipe, KEY, 0.5, None)
     u = np.asarray(score.gate(layer.x[:1], jnp.where(jnp.arange(T) < 76, 0, -1)[None]))[0]
     kept = (u > 0) | (np.arange(T) >= 76)

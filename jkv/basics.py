@@ -175,6 +175,8 @@ def kvmerger(
 
     The most attended tokens, as many as a share `alone` of what is kept, are in no run; `width`: of the weights.
     """
+    if not 0 <= alone <= 1:
+        raise ValueError(f"kvmerger: alone={alone}: the share of what is kept that is in no run, from 0 to 1")
     return dict(
         score=Pivots(sinks=sinks, threshold=threshold, alone=alone),
         merge=Runs(width=width, sinks=sinks, threshold=threshold, alone=alone),

@@ -16,7 +16,7 @@ from jkv.tree import leaf, part, value
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
     from jkv.melt import Entries, Lost
-    from jkv.models import ModelConfig, Params
+    from jkv.models import ModelConfig
 
 
 @value
@@ -118,12 +118,9 @@ class Mixtures(learned.Bearer, Merge):
         """Of mixtures; 0 before there are weights."""
         return 0 if self.gate is None else self.gate.bias.shape[-1]
 
-    def bound(self, params: Params) -> Mixtures:
-        return learned.bound(self, params)
-
     def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
         """Nothing changes in a row and head that loses nothing."""
-        gate = learned.needed(self)
+        gate = self.weights
         total = ev.pos.shape[2]
         m = min(self.count, total)
         n = max(total - max(ev.plan.capacity - ev.plan.recent - m, 0), 1)  # so many when the slots are full

@@ -66,6 +66,7 @@ def test_every_method_takes_the_schedule_and_the_kernels():
         ("lazyeviction(budget=64, window=64)", "must exceed its window of 64 tokens"),
         ("kvcrush(budget=64, share=2)", "from 0 to 1"),
         ("treekv(budget=64, share=0)", "above 0"),
+        ("kvmerger(budget=64, alone=2)", "from 0 to 1"),
         ("windowkv(budget=64, task='x')", "'qa' looks for a place"),
         ("rpc(share=1)", "below 1"),
         ("critic(attention=0, entropy=0, gradient=0)", "one above 0"),

@@ -28,7 +28,10 @@ SHUT = 30.0  # e^-30 of its attention is left to a key that is not kept
 
 @part
 class Recipe(warm.Recipe):
-    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay."""
+    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay.
+
+    A layer alone wants a `weight` above SHUT: so steep is, at most, what its attention says against shutting.
+    """
 
     early: float = 1e-2
     answer: int = 256

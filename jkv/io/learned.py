@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +114,24 @@ class Bearer:
     methods: ClassVar[tuple[str, ...]] = ()
     kinds: ClassVar[tuple[type[Any], ...]] = ()
 
+    @property
+    def weights(self) -> Any:
+        """The gate; ValueError with the command that makes one, where there is none."""
+        if self.gate is None:
+            name = self.methods[0]
+            raise ValueError(f"{name} has no weights yet: give gate='FOLDER', as `jkv train {name}` writes it")
+        return self.gate
+
+    def bound(self, params: Params) -> Self:
+        """What has weights that were trained for this model, or where it has none, those that come with jkv.
+
+        ValueError as `check` and `shipped` raise it.
+        """
+        if self.gate is None:
+            return shipped(self.methods, params, trained, self)
+        check(self.models, params)
+        return self
+
 
 B = TypeVar("B", bound=Bearer)
 
@@ -143,25 +161,6 @@ def fit(arrays: Mapping[str, np.ndarray], axes: Mapping[str, Sequence[str | int]
     sizes: dict[str | int, int] = {}
     pairs = [(axis, n) for name, x in arrays.items() for axis, n in zip(axes[name], x.shape, strict=True)]
     return all(sizes.setdefault(axis, axis if isinstance(axis, int) else n) == n for axis, n in pairs)
-
-
-def needed(own: Bearer) -> Any:
-    """Its weights; ValueError with the command that makes some, where it has none."""
-    if own.gate is None:
-        name = own.methods[0]
-        raise ValueError(f"{name} has no weights yet: give gate='FOLDER', as `jkv train {name}` writes it")
-    return own.gate
-
-
-def bound(own: B, params: Params) -> B:
-    """What has weights that were trained for this model, or where it has none, those that come with jkv.
-
-    ValueError as `check` and `shipped` raise it.
-    """
-    if own.gate is None:
-        return shipped(own.methods, params, trained, own)
-    check(own.models, params)
-    return own
 
 
 @cache

@@ -15,7 +15,7 @@ from jkv.tree import leaf, part, value
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
-    from jkv.models import ModelConfig, Params
+    from jkv.models import ModelConfig
 
 STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: at first a token leaves with probability sigmoid(-5)
 
@@ -81,11 +81,8 @@ class Delayed(learned.Bearer, Score):
     forgets, undecided = True, 1
     methods, kinds = ("dms",), (Switch,)
 
-    def bound(self, params: Params) -> Delayed:
-        return learned.bound(self, params)
-
     def birth(self, new: Born) -> Columns:
-        said = learned.needed(self)(new.x)
+        said = self.weights(new.x)
         return {"said": said, "mark": jnp.full_like(said, -KEEP)}
 
     def until(self, columns: Columns, pos: Array) -> Array:

@@ -15,7 +15,7 @@ from jkv.tree import leaf, part, value
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
-    from jkv.models import ModelConfig, Params
+    from jkv.models import ModelConfig
 
 QUERIES = 256  # of the gate, whose attention exists at once
 OPEN = 1e4  # of what is generated: no gate says more
@@ -87,11 +87,8 @@ class Gated(learned.Bearer, Score):
     forgets = True
     methods, kinds = ("attentiongate",), (Look,)
 
-    def bound(self, params: Params) -> Gated:
-        return learned.bound(self, params)
-
     def birth(self, new: Born) -> Columns:
-        gate = learned.needed(self)
+        gate = self.weights
         if new.step:
             return {"open": jnp.full(new.k.shape[:3], OPEN, jnp.float32)}
         return {"open": gate(new.x, jnp.where(new.pos >= 0, 0, -1))}

@@ -15,7 +15,7 @@ from jkv.tree import leaf, part, value
 
 if TYPE_CHECKING:
     from jkv.evidence import Evidence
-    from jkv.models import ModelConfig, Params
+    from jkv.models import ModelConfig
 
 LEAST = 1e-30  # a gate may round to 1 in float32, and the age must still count
 
@@ -150,11 +150,8 @@ class Trained(learned.Bearer, Score):
 
     column: ClassVar[str] = ""
 
-    def bound(self, params: Params) -> Score:
-        return learned.bound(self, params)
-
     def birth(self, new: Born) -> Columns:
-        return {self.column: learned.needed(self)(new.x)}
+        return {self.column: self.weights(new.x)}
 
 
 @part

@@ -17,7 +17,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
     "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
     "dms": WHOLE | dict(window=128, ratio=8.0, warm=600, early=3e-4, weight=3.0, fall=480, rate=2e-4),
-    "attentiongate": WHOLE | dict(answer=256, share=0.5, warm=500, early=1e-2, weight=40.0, rate=1e-3, width=16),
+    "attentiongate": WHOLE | dict(answer=256, share=0.5, warm=500, early=1e-2, weight=10.0, rate=1e-3, width=16),
     "attentionpredictor": dict(steps=1000, batch=32, rate=5e-4, moments=3, page=16, dense_layers=2, every=100),
 }
 # What is found out about a model by forward passes: how many texts, of how many tokens, where nothing is said.

@@ -30,7 +30,7 @@ SHUT = 30.0  # e^-30 of its attention is left to a key that is not kept
 class Recipe(warm.Recipe):
     """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay.
 
-    A layer alone wants a `weight` above SHUT: so steep is, at most, what its attention says against shutting.
+    A layer alone shuts nothing where its attention speaks against it more steeply, up to SHUT, than `weight` for it.
     """
 
     early: float = 1e-2

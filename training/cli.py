@@ -9,15 +9,21 @@ import typer
 
 from jkv.options import MODEL, Dtype, Model
 
-WHOLE: dict[str, Any] = dict(steps=0, batch=1, accumulate=1, weight=1.0, top=64, every=25)  # of the whole model's steps
+
+def _whole(**own: Any) -> dict[str, Any]:
+    """A method's own defaults, and those of the whole model's steps."""
+    return own | {k: x for k, x in WHOLE.items() if k not in own}
+
+
+WHOLE = dict(steps=0, batch=1, accumulate=1, weight=1.0, top=64, every=25)
 # What each method is trained by, and how much of it where nothing is said.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "trimkv": WHOLE | dict(budget=512, warm=500, early=3e-3, rate=2e-4, width=128),
-    "makeeach": WHOLE | dict(budget=512, steps=1000, rate=1e-3, width=64),
+    "trimkv": _whole(budget=512, warm=500, early=3e-3, rate=2e-4, width=128),
+    "makeeach": _whole(budget=512, steps=1000, rate=1e-3, width=64),
     "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
     "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
-    "dms": WHOLE | dict(window=128, ratio=8.0, warm=600, early=3e-4, weight=3.0, fall=480, rate=2e-4),
-    "attentiongate": WHOLE | dict(answer=256, share=0.5, warm=500, early=1e-2, weight=10.0, rate=1e-3, width=16),
+    "dms": _whole(window=128, ratio=8.0, warm=600, early=3e-4, weight=3.0, fall=480, rate=2e-4),
+    "attentiongate": _whole(answer=256, share=0.5, warm=500, early=1e-2, weight=10.0, rate=1e-3, width=16),
     "attentionpredictor": dict(steps=1000, batch=32, rate=5e-4, moments=3, page=16, dense_layers=2, every=100),
 }
 # What is found out about a model by forward passes: how many texts, of how many tokens, where nothing is said.

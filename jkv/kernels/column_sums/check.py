@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv import kernels
 from jkv.kernels.decode_attention.check import EXACT
 from jkv.kernels.prefill_attention.check import Case, cases, problem
 
@@ -59,19 +60,18 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1000, help="of a prompt")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if jax.default_backend() != "tpu":
-        print(f"no kernel runs on {jax.default_backend()}; there is one for TPUs")
+    if (name := kernels.native()) == "xla":
+        print(f"no kernel runs on {jax.devices()[0].device_kind}; there are some for TPUs and for Hopper GPUs")
         return 2
-    from jkv.kernels.column_sums import tpu
-
-    print(f"tpu kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    own = kernels.implementation("column_sums", name)
+    print(f"{name} kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
     right = wrong = refused = 0
     for case in cases(args.tokens):
-        if (why := tpu.supports(jnp.dtype(case.floats), case.dim, case.group)) is not None:
+        if (why := own.supports(jnp.dtype(case.floats), case.dim, case.group)) is not None:
             refused += 1
             print(f"refused  {case}: {why}")
             continue
-        good, text = run(case, tpu.sums, args.seed)
+        good, text = run(case, own.sums, args.seed)
         right, wrong = right + good, wrong + (not good)
         print(f"{'ok      ' if good else 'WRONG   '} {case}: {text}", flush=True)
     print(f"{right} right, {wrong} wrong, {refused} refused")

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.models import Params, Projected
+from jkv.models import Projected
 from jkv.scores.delayed import KEEP, Delayed
-from jkv.training import trainer, warm
-from jkv.training.losses import Batch, Teacher, distil, flagged
-from jkv.training.student import Bias, hidden
+from jkv.training import warm
+from jkv.training.losses import Batch, flagged
+from jkv.training.student import Bias
 from jkv.tree import part
 
 TEMPERATURE = 0.1
@@ -49,18 +49,12 @@ class Recipe(warm.Recipe):
         short, marked = lacking(memos, batch, self.target(step))
         return short, {"short": short, "marked": marked}
 
-    def loss(
-        self, score: Delayed, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
-    ) -> trainer.Told:
-        """KL + weight * what is marked too little, and the parts; `marked` is the share. Source: DMS (2506.05345).
+    def told(self, kl: Array, ce: Array) -> Array:
+        """KL(teacher || student), as for other gates: the paper's text calls it forward, its code has the other one.
 
-        KL(teacher || student), as for other gates: the paper's text calls it forward, its code has the other one.
+        Source: DMS (2506.05345).
         """
-        x, memos = hidden(params, batch, self.bias(score, batch, key))
-        kl, ce = distil(params, x, batch, teacher)
-        short, told = self.counted(memos, batch, step)
-        loss = kl + self.weight * short
-        return loss, {"loss": loss, "kl": kl, "ce": ce} | told
+        return kl
 
 
 def drawn(said: Array, batch: Batch, key: Array) -> Array:

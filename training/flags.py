@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.models import Params, Projected
+from jkv.models import Projected
 from jkv.scores.gated import Gated
-from jkv.training import trainer, warm
-from jkv.training.losses import Batch, Teacher, distil, flagged
-from jkv.training.student import Bias, hidden
+from jkv.training import warm
+from jkv.training.losses import Batch, flagged
+from jkv.training.student import Bias
 from jkv.tree import part
 
 SHUT = 30.0  # e^-30 of its attention is left to a key that is not kept
@@ -47,15 +47,11 @@ class Recipe(warm.Recipe):
         kept = sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
         return jnp.abs(kept - self.share), {"kept": kept}
 
-    def loss(
-        self, score: Gated, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
-    ) -> trainer.Told:
-        """The loss, its parts and, beside them, the KL to the full model and the share that is kept."""
-        x, memos = hidden(params, batch, self.bias(score, batch, key))
-        kl, ce = distil(params, x, batch, teacher, ~prompt(batch, self.answer))
-        off, told = self.counted(memos, batch, step)
-        loss = ce + self.weight * off
-        return loss, {"loss": loss, "ce": ce, "kl": kl} | told
+    def told(self, kl: Array, ce: Array) -> Array:
+        return ce
+
+    def judged(self, batch: Batch) -> Array:
+        return ~prompt(batch, self.answer)
 
 
 def prompt(batch: Batch, answer: int) -> Array:

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.models import Params, Projected
+from jkv.models import Projected
 from jkv.scores.learned import Deep
-from jkv.training import trainer, warm
-from jkv.training.losses import Batch, Teacher, distil, over_capacity
+from jkv.training import warm
+from jkv.training.losses import Batch, over_capacity
 from jkv.training.optimiser import adamw, cosine
-from jkv.training.student import Bias, hidden
+from jkv.training.student import Bias
 from jkv.tree import part, value
 
 
@@ -48,18 +48,15 @@ class Recipe(warm.Recipe):
     def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
         return fading(score)
 
-    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> trainer.Told:
-        """(KL + cross-entropy) / 2 + weight * capacity loss, and its three parts. Source: TRIM-KV (2512.03324)."""
-        x, memos = hidden(params, batch, self.bias(score, batch, key))
-        kl, ce = distil(params, x, batch, teacher)
-        cap, _ = self.counted(memos, batch, step)
-        loss = (kl + ce) / 2 + self.weight * cap
-        return loss, {"loss": loss, "kl": kl, "ce": ce, "capacity": cap}
+    def told(self, kl: Array, ce: Array) -> Array:
+        """Half of each. Source: TRIM-KV (2512.03324)."""
+        return (kl + ce) / 2
 
     def counted(self, memos: tuple[Held, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         """The capacity loss: the mean of what is over capacity in a head at a query."""
         parts = [over_capacity(memo.total, memo.at[:, None], self.budget) for memo in memos]
-        return sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1), {}
+        cap = sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)
+        return cap, {"capacity": cap}
 
 
 @part
@@ -77,7 +74,8 @@ class Together(Recipe):
         heads = sum(memo.total.shape[1] for memo in memos)
         every = jnp.stack([memo.total.sum(1) for memo in memos]).sum(0)
         total, count = over_capacity(every, memos[0].at, self.budget, heads)
-        return total / jnp.maximum(count, 1), {}
+        cap = total / jnp.maximum(count, 1)
+        return cap, {"capacity": cap}
 
 
 def tied(gate: Deep) -> Deep:

@@ -25,9 +25,9 @@ from jax import Array
 from jkv.attend import attend_causal
 from jkv.models import Params, Projected, family
 from jkv.training import trainer
-from jkv.training.losses import Batch
+from jkv.training.losses import Batch, Teacher, distil
 from jkv.training.optimiser import adamw, advance, cosine
-from jkv.training.student import Bias
+from jkv.training.student import Bias, hidden
 from jkv.tree import part, value
 
 QUERIES = 64  # sampled for a step
@@ -48,6 +48,22 @@ class Recipe(trainer.Recipe):
     def counted(self, memos: tuple[Any, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         """What is kept too much by the layers that these memos are of, and numbers to be told with it."""
         raise NotImplementedError
+
+    def told(self, kl: Array, ce: Array) -> Array:
+        """What the loss makes of the KL to the teacher and the next token's cross-entropy."""
+        raise NotImplementedError
+
+    def judged(self, batch: Batch) -> Array | None:
+        """bool[B,T]: the places that are learned from, or None: all."""
+        return None
+
+    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> trainer.Told:
+        """What is made of both + weight * what is kept too much; its parts, and the numbers told with them."""
+        x, memos = hidden(params, batch, self.bias(score, batch, key))
+        kl, ce = distil(params, x, batch, teacher, self.judged(batch))
+        over, numbers = self.counted(memos, batch, step)
+        loss = self.told(kl, ce) + self.weight * over
+        return loss, {"loss": loss, "kl": kl, "ce": ce} | numbers
 
     def warmed(self, params: Params, texts: Batch, score: Any, done: int) -> Iterator[tuple[Any, np.ndarray]]:
         if not self.warm or done == params.config.layers:

@@ -144,6 +144,7 @@ def trained(folder: str | Path | None, own: B) -> B:
     for kind in own.kinds:
         if fit(arrays, kind.axes):
             gate = kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+            # every bearer is a part, which the type checker does not know to be a dataclass
             return replace(own, gate=gate, models=tuple(card["model"]))  # type: ignore[type-var]
     raise unlike(folder, arrays, own.methods[0])
 

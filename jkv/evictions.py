@@ -260,6 +260,8 @@ def lococo(*, budget: int, gate: str | None = None, chunk: int = 512, local: int
     so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).
     """
     merge = learned.trained(gate, Mixtures())
+    if gate is not None and merge.weights.conv.shape[1] % 2 == 0:
+        raise learned.broken(gate, "its convolution has no entry in the middle")
     above("lococo", budget, local + merge.count, "its newest tokens and its mixtures")
     return dict(score=Latest(), merge=merge, budget=Tokens(tokens=budget), recent=local, chunk=chunk)
 

@@ -171,6 +171,10 @@ def test_what_cannot_work_is_refused(text: str, why: str):
 
 def test_a_folder_of_something_else_is_refused():
     arrays, card = learned.read(MIXTURES, "lococo")
-    learned.write(f"{FOLDER.name}/fewer", arrays | {"bias": arrays["bias"][:, :4]}, card)
-    with pytest.raises(ValueError, match="not those of lococo"):
-        methods.parse(f"lococo(budget=32, gate='{FOLDER.name}/fewer')")
+    for name, array, why in (
+        ("fewer", {"bias": arrays["bias"][:, :4]}, "not those of lococo"),
+        ("even", {"conv": arrays["conv"][:, :4]}, "no entry in the middle"),
+    ):
+        learned.write(f"{FOLDER.name}/{name}", arrays | array, card)
+        with pytest.raises(ValueError, match=why):
+            methods.parse(f"lococo(budget=32, gate='{FOLDER.name}/{name}')")

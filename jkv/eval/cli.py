@@ -223,6 +223,7 @@ def niah(
 def multiturn(
     model: Model = "smollm2-135m",
     cache: Caches = None,
+    catalogue: Catalogue = False,
     task: Names = None,
     length: Length = 1536,
     mode: Annotated[
@@ -242,7 +243,7 @@ def multiturn(
         tasks.find(shared.SESSIONS, name)
     if unknown := [m for m in modes if m not in ("reused", "turns", "rebuilt")]:
         raise ValueError(f"--mode {unknown[0]}: reused, turns or rebuilt")
-    s = _setting(model, cache, False, length, batch, out, seed, dtype)
+    s = _setting(model, cache, catalogue, length, batch, out, seed, dtype)
     with console.progress(len(s.caches) * len(names) * len(modes)) as say:
         found = experiments.multiturn(s, names, length, samples, modes, say)
     _show(found)

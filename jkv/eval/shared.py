@@ -202,6 +202,27 @@ def multi_hop(rng: np.random.Generator, n: int) -> Session:
     )
 
 
+def _magic(names: Sequence[str], values: Sequence[str]) -> list[str]:
+    return [f"Remember: a magic number of {name} is {value}." for name, value in zip(names, values, strict=False)]
+
+
+def _number_of(name: str) -> tuple[str, str]:
+    return f"Which magic number belongs to {name}?", f"The magic number of {name} is"
+
+
+@session("string retrieval", new=12, score=string_match_all, least=24)
+def needles(rng: np.random.Generator, n: int) -> Session:
+    """Five numbers hidden in prose, one asked a turn: what a small model can do, too."""
+    names, values = keys(rng, TURNS + 1), numbers(rng, TURNS, 7)
+    inserts = [(float(rng.random()), line) for line in _magic(names, values)]
+    return _session(
+        "Below is a text that hides numbers.",
+        prose(rng, n, inserts),
+        [(*_number_of(name), [value], "needle") for name, value in zip(names, values, strict=False)],
+        (*_number_of(names[-1]), values),
+    )
+
+
 @session("semantic retrieval", new=40, score=token_f1, least=TURNS + 3)
 def fact_qa(rng: np.random.Generator, n: int) -> Session:
     """Facts of invented people, every other question by way of someone's teacher."""
@@ -310,7 +331,7 @@ def sum_niah(rng: np.random.Generator, n: int) -> Session:
     titles = [word.capitalize() for word in coined(rng, reports)]
     figures = numbers(rng, reports, 5)
     names, values = keys(rng, TURNS), numbers(rng, TURNS - 1, 7)
-    told = [f"Remember: a magic number of {name} is {value}." for name, value in zip(names, values, strict=False)]
+    told = _magic(names, values)
     homes = rng.integers(0, reports, len(told))
     parts = []
     for i, (title, figure) in enumerate(zip(titles, figures, strict=True)):
@@ -319,10 +340,7 @@ def sum_niah(rng: np.random.Generator, n: int) -> Session:
         size = n * (i + 1) // reports - n * i // reports
         parts.append(f"Report on {title}\n\n{prose(rng, size, [(float(rng.random()), fact), *inserts])}")
 
-    def ask(name: str) -> tuple[str, str]:
-        return f"Which magic number belongs to {name}?", f"The magic number of {name} is"
-
-    needles = [(*ask(name), [value], "needle") for name, value in zip(names, values, strict=False)]
+    asked = [(*_number_of(name), [value], "needle") for name, value in zip(names, values, strict=False)]
     summary = (
         f"Summarise the {reports} reports: give the title of each, and the figure that is its main result.",
         "The main results are",
@@ -332,6 +350,6 @@ def sum_niah(rng: np.random.Generator, n: int) -> Session:
     return _session(
         "Below are reports.",
         "\n\n".join(parts),
-        [*needles[:1], summary, *needles[1:]],
-        (*ask(names[-1]), [*values, *figures]),
+        [*asked[:1], summary, *asked[1:]],
+        (*_number_of(names[-1]), [*values, *figures]),
     )

@@ -94,14 +94,20 @@ def many_shot(one, question):
     return list(labels)
 
 
-def sum_niah(one, question):
-    if "Summarise" in question:
-        return re.findall(r"main result of the report on \w+ is a figure of (\d{5})\.", body(one))
+def needles(one, question):
     key = re.search(r"belongs to (\S+)\?", question)[1]
     return re.findall(rf"magic number of {key} is (\d{{7}})\.", body(one))
 
 
-SOLVERS = {f.__name__: f for f in (kv, prefix_suffix, multi_hop, fact_qa, functions, math_find, many_shot, sum_niah)}
+def sum_niah(one, question):
+    if "Summarise" in question:
+        return re.findall(r"main result of the report on \w+ is a figure of (\d{5})\.", body(one))
+    return needles(one, question)
+
+
+SOLVERS = {
+    f.__name__: f for f in (kv, prefix_suffix, multi_hop, needles, fact_qa, functions, math_find, many_shot, sum_niah)
+}
 
 
 def test_every_session_has_a_solver_and_a_row_among_the_tasks():

@@ -102,7 +102,7 @@ def kernels_of(cache: Cache) -> str:
 
 
 def prefill_kernel_of(cache: Cache) -> str:
-    """What attends a prompt's tokens to each other; tiers that are there before are read by xla."""
+    """What attends a prompt's tokens to each other, and sums its columns; tiers that are there are read by xla."""
     if not cache.plan:
         return "xla"
     return prompt_kernel(cache.plan[0].kernels, cache.dtype, cache.model.head_dim, cache.model.groups)

@@ -39,7 +39,7 @@ def interpreted(**arguments):
 def fewer():
     """Of the cases with a head dim of 64, those that lie otherwise than with 128; none that is refused."""
     other = {"int4/4", "int2/2", "int2/32 slots"}
-    return [x for x in check.cases(512) if not x.k.kept and (x.dim == 128 or str(x.k) in other)]
+    return [x for x in check.cases(512) if not x.k.kept and (x.dim > 64 or str(x.k) in other)]
 
 
 @pytest.mark.parametrize("case", fewer(), ids=str)
@@ -201,6 +201,7 @@ def some(count: int, slots=256) -> Linear:
         (linear(), floats(np.float32), 128, "values with float32"),
         (linear(scales=np.float32), linear(), 128, "keys with float32 steps"),
         (linear(), linear(groups=8), 128, "values with 8 channel groups"),
+        (linear(4, 256, groups=8), linear(4, 256), 256, "keys with 8 channel groups; powers of 2 up to 4"),
         (linear(groups=3), linear(), 128, "keys with 3 channel groups"),
         (linear(steps=16, groups=128), linear(), 128, "keys with groups of 16 slots"),
         (linear(2, 64, 768, 2, 64), linear(2, 64, 768), 64, "keys with groups of 384 slots"),

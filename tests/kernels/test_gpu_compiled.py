@@ -73,6 +73,8 @@ def programs():
                 yield f"{name} D={dim} G={group}", whole, *arguments(form, dim, group, slots)
         for name, form in GROUPED.items():
             yield f"{name} D={dim} G=4", whole, *arguments(form, dim, 4, MIDDLE)
+    for name in ("bf16", "int8", "int4", "int2", "int2 groups of 32", "kivi int2"):
+        yield f"{name} D=256 G=4", whole, *arguments((FORMS | GROUPED)[name], 256, 4, MIDDLE)
     for name, dim, group in (
         ("bf16", 128, 4),
         ("int4", 128, 4),
@@ -94,12 +96,17 @@ def columns(*arrays):
 
 def prompts():
     """The same, of whole prompts, one with keys that not all later queries see, and of the sums of their columns."""
-    for dim, group, tokens, lasting in ((64, 3, 2048, False), (128, 4, 32768, False), (128, 4, 2048, True)):
+    for dim, group, tokens, lasting in (
+        (64, 3, 2048, False),
+        (128, 4, 32768, False),
+        (128, 4, 2048, True),
+        (256, 2, 4096, True),
+    ):
         q, k = (Shape((2, 8, *x, tokens, dim), jnp.bfloat16) for x in ((group,), ()))
         places = Shape((2, tokens), jnp.int32)
         until = [Shape((2, 8, tokens), jnp.int32)] * lasting
         yield f"prompt D={dim} G={group} T={tokens}", prompt, q, k, k, places, places, places, *until
-    for dim, group, tokens in ((64, 3, 2048), (128, 4, 32768)):
+    for dim, group, tokens in ((64, 3, 2048), (128, 4, 32768), (256, 2, 4096)):
         q, k, lse = (Shape((2, 8, *x), jnp.bfloat16) for x in ((group, tokens, dim), (tokens, dim), (group, tokens)))
         places, lse = Shape((2, tokens), jnp.int32), Shape(lse.shape, jnp.float32)
         yield f"columns D={dim} G={group} T={tokens}", columns, q, k, places, places, places, lse

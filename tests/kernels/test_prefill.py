@@ -70,6 +70,7 @@ def interpreted(**arguments):
     [
         check.Case(floats="float16", dim=64, group=3, new=100, before=70, window=50),
         check.Case(dim=128, group=1, new=140, lasting=True),
+        check.Case(dim=256, group=2, new=70),
     ],
     ids=str,
 )

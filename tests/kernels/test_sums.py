@@ -39,7 +39,11 @@ def test_the_kernel_equals_float64(case: Case, small):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(floats="float16", dim=64, group=3, new=100, before=70, window=50), Case(dim=128, group=1, new=140)],
+    [
+        Case(floats="float16", dim=64, group=3, new=100, before=70, window=50),
+        Case(dim=128, group=1, new=140),
+        Case(dim=256, group=2, new=70),
+    ],
     ids=str,
 )
 def test_the_gpu_kernel_equals_float64(case: Case):

@@ -34,8 +34,8 @@ UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numb
 def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
     """Why these codes have no kernel, or None; queries: G * T, of which any number will do."""
     slots, tile = k.codes.shape[2], tile_of(v)
-    if dim not in (64, 128):
-        return f"head_dim={dim}; 64 and 128 are"
+    if dim not in (64, 128, 256):
+        return f"head_dim={dim}; 64, 128 and 256 are"
     if slots % tile:
         return f"a capacity of {slots} slots; multiples of {tile} are"
     for name, x in (("keys", k), ("values", v)):
@@ -47,8 +47,12 @@ def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
 
 
 def tile_of(v: Linear) -> int:
-    """Slots of a tile; more where a slot of the values is 16 bytes, for each part of a folded tile is 64 slots."""
-    return 256 if v.bits and v.codes.shape[-1] == 16 else 128
+    """Slots of a tile; more where a slot of the values is 16 bytes, for each part of a folded tile is 64 slots, and
+    fewer where it has 256 channels: a program has no more memory."""
+    width = v.codes.shape[-1]
+    if v.bits and width == 16:
+        return 256
+    return 64 if width * (8 // v.bits if v.bits else 1) == 256 else 128
 
 
 def unsupported(x: Linear, dim: int, tile: int) -> str | None:
@@ -64,7 +68,9 @@ def unsupported(x: Linear, dim: int, tile: int) -> str | None:
             return f"{y.dtype} {name}; bfloat16 and float16 are"
     slots, steps, groups = x.codes.shape[2], *x.step.shape[2:]
     if steps == slots:
-        return None if groups in (1, 2, 4) and dim // groups >= 16 else f"{groups} channel groups; 1, 2 and 4 are"
+        most = 8 if x.bits == 2 and dim == 256 else 4  # wider codes have no registers left for more
+        good = groups in (1, 2, 4, 8) and groups <= most and dim // groups >= 16
+        return None if good else f"{groups} channel groups; powers of 2 up to {most} are"
     grain = slots // steps
     if groups != dim:
         return f"steps shared by {grain} slots and {dim // groups} channels; by one of both are"

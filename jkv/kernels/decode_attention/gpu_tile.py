@@ -99,6 +99,12 @@ class Ops:
             run, *[plgpu.WGMMAAccumulatorRef((a[0].shape[0], b[0].shape[0]), f32) for a, b in products]
         )
 
+    def add(self, acc: Array, a: Array, b: Ref) -> Array:
+        """acc f32[n,r] + a @ b.T, in the registers of acc; a [n,k] in registers, b a ref [r,k]."""
+        if self.interpret:
+            return acc + a.astype(f32) @ b[...].astype(f32).T
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.T))(plgpu.ACC.init(acc))
+
     def stack(self, parts: list[Array]) -> Array:
         """[64 * k, r] of k matrices [64,r]: names registers, moves nothing."""
         if self.interpret:

@@ -28,7 +28,7 @@ def supports(dtype: Any, dim: int, groups: int) -> str | None:
     """Why these floats have no kernel, or None; any number of groups will do."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"keys in {jnp.dtype(dtype)}; bfloat16 or float16"
-    return f"head_dim={dim}; 64 and 128 are" if dim not in (64, 128) else None
+    return f"head_dim={dim}; 64, 128 and 256 are" if dim not in (64, 128, 256) else None
 
 
 def attention(
@@ -111,9 +111,9 @@ def program(h: int, walks: int, scale: float, masks: int, ops: Ops, *refs: Ref, 
         top = jnp.maximum(m, s.max(1) * (scale * LOG2E))
         fade = jnp.exp2(m - top)
         p = jnp.exp2(s * (scale * LOG2E) - rows(top, s.shape))  # one instruction: products come unscaled
-        mixed = ops.matmul(([p.astype(v_s.dtype)], [v_s]))[0]
+        acc = ops.add(acc * rows(fade, acc.shape), p.astype(v_s.dtype), v_s)
         plgpu.commit_smem()  # positions were read by loads: only now may a copy overwrite them
-        return top, l * fade + p.sum(1), acc * rows(fade, acc.shape) + mixed
+        return top, l * fade + p.sum(1), acc
 
     block = lambda *shape, at, **how: plgpu.BlockSpec((None, *shape), at, **how)  # noqa: E731
     blocks = [

@@ -125,11 +125,14 @@ def attentiongate(
     threshold: float = 0.5,
     gate: str | None = None,
 ) -> Axes:
-    """Attention-Gate: a look at the whole prompt says what each head forgets; `gate`: of `jkv train attentiongate`."""
+    """Attention-Gate: a look at the whole prompt says what each head forgets; `gate`: of `jkv train attentiongate`.
+
+    What stays differs from head to head, so the heads of a layer share its budget.
+    """
     if not 0 <= threshold < 1:
         raise ValueError(f"attentiongate: threshold={threshold}: of the chance that a token stays, from 0 to below 1")
     score = learned.trained(gate, gated.Gated(threshold=float(threshold)))
-    return dict(score=score, budget=size(budget, keep, bytes), recent=0)
+    return dict(score=score, budget=size(budget, keep, bytes), recent=0, pooled=0.0)
 
 
 @row("2506.08373", "reconstruction: the draft is the model's own first layers; generated tokens are kept on top")

@@ -145,13 +145,16 @@ def dms(
     window: int | None = None,
     gate: str | None = None,
 ) -> Axes:
-    """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`."""
+    """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`.
+
+    What stays differs from head to head, so the heads of a layer share its budget.
+    """
     window = at_most(128, budget, 2) if window is None else window
     if window < 0:
         raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
     above("dms", budget, window, "its window")
     score = learned.trained(gate, delayed.Delayed(window=window))
-    return dict(score=score, budget=size(budget, keep, bytes))
+    return dict(score=score, budget=size(budget, keep, bytes), pooled=0.0)
 
 
 def at_most(most: int, budget: int | None, part: int) -> int:

@@ -191,9 +191,11 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", recent=8, columns=1, appends=True, ranked=92),
     ),
     "lococo": (Case(f"lococo(budget={{b}}, gate={MIXTURES!r})", recent=0, columns=1, queries=16, merges=True),),
-    "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2),),
+    "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2, pooled=True),),
     "attentiongate": (
-        Case(f"attentiongate(keep=1.0, threshold={{t}}, gate={LOOK!r})", recent=0, budget=False, columns=1),
+        Case(
+            f"attentiongate(keep=1.0, threshold={{t}}, gate={LOOK!r})", recent=0, budget=False, columns=1, pooled=True
+        ),
     ),
     "compresskv": (
         Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=24, uniform=True, appends=True),

@@ -116,10 +116,10 @@ def test_tokens_one_by_one_are_marked_as_those_of_a_prompt():
     for token in PROMPT[1, -n:][:60]:
         cache, _ = loop.step(PARAMS, cache, jnp.full(2, token))
     tier, want = cache.layers[0].tiers[0], forgotten(1)[1][0]  # the first layer's input does not depend on what it saw
-    pos, mark = np.asarray(tier.pos)[0], np.asarray(tier.columns["mark"])[0]
+    pos, mark, heads = (np.asarray(x)[0, 0] for x in (tier.pos, tier.columns["mark"], tier.head))
     for head in range(H):
-        live = pos[head] >= 0
-        assert live.sum() == 32 and (mark[head][live] > 0).tolist() == want[head][pos[head][live]].tolist()
+        live = (pos >= 0) & (heads == head)
+        assert live.sum() == 32 and (mark[live] > 0).tolist() == want[head][pos[live]].tolist()
 
 
 @pytest.mark.parametrize("more", [{}, {"gain": np.ones((2, 63))}, {"gain": np.ones(2)}])

@@ -1,8 +1,8 @@
 """Training DMS: a model that learns, beside itself with a full cache, which tokens it may forget after a while.
 
-Whether the token before is dropped is drawn, softly: z = (a + noise) / temperature, noise of a logistic distribution
-(the difference of two Gumbel ones), dropped with probability sigmoid(z). Attention of a query more than `window` tokens
-later has log(1 - sigmoid(z)) on its logit; what is counted is hard, 1 where z > 0, with the gradient of the soft one.
+Whether the token before is dropped is drawn, softly: z = `losses.drawn(a)`, dropped with probability sigmoid(z).
+Attention of a query more than `window` tokens later has log(1 - sigmoid(z)) on its logit; what is counted is hard, 1
+where z > 0, with the gradient of the soft one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from jax import Array
 from jkv.models import Projected
 from jkv.scores.delayed import KEEP, Delayed
 from jkv.training import warm
-from jkv.training.losses import Batch, flagged
+from jkv.training.losses import TEMPERATURE, Batch, drawn, flagged
 from jkv.training.student import Bias
 from jkv.tree import part
-
-TEMPERATURE = 0.1
 
 
 @part
@@ -57,11 +55,9 @@ class Recipe(warm.Recipe):
         return kl
 
 
-def drawn(said: Array, batch: Batch, key: Array) -> Array:
-    """z f32[B,H,T] of every token, of what the token after it said and a noise; where there is none, it is kept."""
-    noise = jax.random.logistic(key, said.shape)
-    z = (jnp.roll(said, -1, -1) + noise) / TEMPERATURE
-    return jnp.where(batch.labelled[:, None], z, -KEEP / TEMPERATURE)
+def marks(said: Array, batch: Batch, key: Array) -> Array:
+    """z f32[B,H,T] of every token, drawn from what the token after it said; where there is none, it is kept."""
+    return jnp.where(batch.labelled[:, None], drawn(jnp.roll(said, -1, -1), key), -KEEP / TEMPERATURE)
 
 
 def delaying(score: Delayed, batch: Batch, key: Array) -> Bias:
@@ -69,7 +65,7 @@ def delaying(score: Delayed, batch: Batch, key: Array) -> Bias:
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
         said = jax.tree.map(lambda x: x[i], score.gate)(a.x)
-        z = drawn(said, batch, jax.random.fold_in(key, i))
+        z = marks(said, batch, jax.random.fold_in(key, i))
         old = (age > score.window)[:, None]
         return jnp.where(old, jax.nn.log_sigmoid(-z)[:, :, None], 0), z
 

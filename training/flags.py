@@ -1,13 +1,15 @@
 """Training Attention-Gate: a look at a whole prompt says which of its tokens what follows may forget.
 
 The last `answer` tokens of a text answer the others. A key of the prompt that is not kept is out of everybody's sight
-but its own; the flag k is hard, 1 where u > 0, with the gradient of sigmoid(u), and a logit has -30 (1 - k) on it. Only
-the answer's tokens are learned from: a look that sees later tokens would tell the prompt's own ones. Of a layer alone,
+but its own. Whether it is kept is drawn, softly: z = `losses.drawn(u)`, kept with probability sigmoid(z), and a logit
+has log sigmoid(z) on it; the flag k that is counted is hard, 1 where z > 0, with the gradient of sigmoid(z). Only the
+answer's tokens are learned from: a look that sees later tokens would tell the prompt's own ones. Of a layer alone,
 whose loss is what is left of attention, all queries are: what prompts do not see of themselves is lost to all layers.
 
     loss = cross-entropy of the answer + weight |mean k - share|
 
-Source: Attention-Gate (2410.12876), a reconstruction from its abstract.
+Source: Attention-Gate (2410.12876), a reconstruction from its abstract; the draws, in place of hard flags with a
+straight-through gradient, are ours: what is shut for good never learns that it is missed.
 """
 
 from __future__ import annotations
@@ -19,26 +21,21 @@ from jax import Array
 from jkv.models import Projected
 from jkv.scores.gated import Gated
 from jkv.training import warm
-from jkv.training.losses import Batch, flagged
+from jkv.training.losses import Batch, drawn, flagged
 from jkv.training.student import Bias
 from jkv.tree import part
-
-SHUT = 30.0  # e^-30 of its attention is left to a key that is not kept
 
 
 @part
 class Recipe(warm.Recipe):
-    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay.
-
-    A layer alone shuts nothing where its attention speaks against it more steeply, up to SHUT, than `weight` for it.
-    """
+    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay."""
 
     early: float = 1e-2
     answer: int = 256
     share: float = 0.5
 
     def bias(self, score: Gated, batch: Batch, key: Array) -> Bias:
-        return closing(score, batch, prompt(batch, self.answer))
+        return closing(score, batch, prompt(batch, self.answer), key)
 
     def counted(self, memos: tuple[Array, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         """|mean k - share|, and the mean of the flags of all prompts."""
@@ -64,13 +61,13 @@ def prompt(batch: Batch, answer: int) -> Array:
     return live & (jnp.cumsum(live, 1) <= live.sum(1, keepdims=True) - answer)
 
 
-def closing(score: Gated, batch: Batch, asked: Array) -> Bias:
+def closing(score: Gated, batch: Batch, asked: Array, key: Array) -> Bias:
     """The bias of Attention-Gate on the keys asked bool[B,T]; the memo is k f32[B,H,T], 1 for the others."""
     of = jnp.where(asked, batch.document, -1)
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
-        u = jax.tree.map(lambda x: x[i], score.gate)(a.x, of)
-        k = jnp.where(asked[:, None], flagged(u), 1)
-        return jnp.where((age > 0)[:, None], SHUT * (k - 1)[:, :, None], 0), k
+        z = drawn(jax.tree.map(lambda x: x[i], score.gate)(a.x, of), jax.random.fold_in(key, i))
+        shut = jnp.where(asked[:, None], jax.nn.log_sigmoid(z), 0)[:, :, None]
+        return jnp.where((age > 0)[:, None], shut, 0), jnp.where(asked[:, None], flagged(z), 1)
 
     return bias

@@ -10,6 +10,7 @@ from jkv.models import Params, family
 from jkv.tree import value
 
 SLICE = 128  # positions whose logits exist at once
+TEMPERATURE = 0.1  # of what is drawn softly
 
 
 @value
@@ -99,6 +100,14 @@ def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Arra
     parts = jax.tree.map(_sliced, (x, teacher, following, use))
     kl, ce = jax.lax.map(one, parts).sum(0) / jnp.maximum(use.sum(), 1).astype(jnp.float32)
     return kl, ce
+
+
+def drawn(logit: Array, key: Array) -> Array:
+    """z = (logit + noise) / TEMPERATURE, noise of a logistic distribution (the difference of two Gumbel ones).
+
+    sigmoid(z) is nearly 0 or 1, and above a half with probability sigmoid(logit).
+    """
+    return (logit + jax.random.logistic(key, logit.shape)) / TEMPERATURE
 
 
 def flagged(z: Array) -> Array:

@@ -23,7 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
     "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
     "dms": _whole(window=128, ratio=8.0, warm=600, early=3e-4, weight=3.0, fall=480, rate=2e-4),
-    "attentiongate": _whole(answer=256, share=0.5, warm=500, early=1e-2, weight=10.0, rate=1e-3, width=16),
+    "attentiongate": _whole(price=0.75, answer=256, share=0.5, warm=300, early=1e-2, weight=10.0, rate=1e-3, width=8),
     "attentionpredictor": dict(steps=1000, batch=32, rate=5e-4, moments=3, page=16, dense_layers=2, every=100),
 }
 # What is found out about a model by forward passes: how many texts, of how many tokens, where nothing is said.
@@ -77,7 +77,11 @@ Moments = Annotated[int | None, typer.Option(help=_told("moments", "Drawn of eac
 Answer = Annotated[
     int | None, typer.Option(help=_told("answer", "Last tokens of a text, by which the others are judged."))
 ]
-Share = Annotated[float | None, typer.Option(help=_told("share", "Of a prompt's tokens that are to stay."))]
+Share = Annotated[
+    float | None,
+    typer.Option(help=_told("share", "Of a prompt's tokens that are to stay, by steps of the whole model.")),
+]
+Price = Annotated[float | None, typer.Option(help=_told("price", "Nats that a layer alone pays for all its tokens."))]
 Page = Annotated[int | None, typer.Option(help=_told("page", "Tokens of a page."))]
 Spared = Annotated[int | None, typer.Option(help=_told("dense_layers", "First layers, which select nothing."))]
 Chunk = Annotated[int | None, typer.Option(help=_told("chunk", "Tokens of a text that are read at a time."))]
@@ -114,6 +118,7 @@ def train(
     page: Page = None,
     answer: Answer = None,
     share: Share = None,
+    price: Price = None,
     dense_layers: Spared = None,
     chunk: Chunk = None,
     every: Every = None,
@@ -126,7 +131,7 @@ def train(
     asked = dict(
         budget=budget, warm=warm, early=early, steps=steps, batch=batch, accumulate=accumulate, rate=rate,
         weight=weight, width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
-        answer=answer, share=share, dense_layers=dense_layers, chunk=chunk, every=every,
+        answer=answer, share=share, price=price, dense_layers=dense_layers, chunk=chunk, every=every,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)
     try:

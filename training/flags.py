@@ -28,11 +28,16 @@ from jkv.tree import part
 
 @part
 class Recipe(warm.Recipe):
-    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay."""
+    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay.
+
+    A layer alone is asked for no share: it pays `price` nats for all of its tokens, and as much less as it shuts. So
+    the heads that can spare tokens shut them.
+    """
 
     early: float = 1e-2
     answer: int = 256
     share: float = 0.5
+    price: float = 0.75
 
     def bias(self, score: Gated, batch: Batch, key: Array) -> Bias:
         return closing(score, batch, prompt(batch, self.answer), key)
@@ -43,6 +48,9 @@ class Recipe(warm.Recipe):
         count = asked.sum().astype(jnp.float32) * len(memos) * memos[0].shape[1]
         kept = sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
         return jnp.abs(kept - self.share), {"kept": kept}
+
+    def alone(self, memo: Array, batch: Batch) -> Array:
+        return self.price * self.counted((memo,), batch, 0)[1]["kept"]
 
     def told(self, kl: Array, ce: Array) -> Array:
         return ce

@@ -177,8 +177,11 @@ def dms(run: Run, **chosen: Any) -> None:
 def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
     """Flags by a look at the whole prompt."""
     recipe = flags.Recipe(**chosen, seed=run.seed)
-    if not 0 < recipe.share <= 1:
-        raise ValueError(f"share={recipe.share}: of a prompt's tokens that are to stay, above 0 and at most 1")
+    if not 0 < recipe.share <= 1 or recipe.price <= 0:
+        raise ValueError(
+            f"share={recipe.share}, price={recipe.price}: the share of a prompt's tokens that is to stay, above 0 and "
+            "at most 1, and what they cost, above 0"
+        )
     offset = 0.5 if recipe.warm else 2.0  # a layer alone goes farther
     gate = gated_score.start(run.params.config, LOOKS, width, offset, jax.random.key(recipe.seed))
     own = f"attentiongate(keep=1.0, gate={str(run.out)!r})"

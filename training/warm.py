@@ -49,6 +49,10 @@ class Recipe(trainer.Recipe):
         """What is kept too much by the layers that these memos are of, and numbers to be told with it."""
         raise NotImplementedError
 
+    def alone(self, memo: Any, batch: Batch) -> Array:
+        """What a layer that is trained alone is charged for what it keeps."""
+        return self.weight * self.counted((memo,), batch, 0)[0]
+
     def told(self, kl: Array, ce: Array) -> Array:
         """What the loss makes of the KL to the teacher and the next token's cross-entropy."""
         raise NotImplementedError
@@ -109,7 +113,7 @@ def layer_loss(
     projected = Projected(x=data.x[None], q=q[None], k=data.k[None], v=data.v[None])
     added, memo = recipe.bias(own, batch, key)(0, projected, jnp.where(see, age, -1)[None])
     left = jax.nn.logsumexp(log_p + added[0][:, None], -1)
-    return recipe.weight * recipe.counted((memo,), batch, 0)[0] - left.mean()
+    return recipe.alone(memo, batch) - left.mean()
 
 
 @partial(jax.jit, static_argnames=("kind",))

@@ -156,6 +156,14 @@ def test_the_loss_and_its_gradient_by_finite_differences():
     assert (np.asarray(fewer) < np.asarray(plainly.offset[-1])).all()  # too few
 
 
+def test_a_layer_alone_pays_for_what_it_keeps():
+    k = jnp.asarray(RNG.integers(0, 2, BATCH.pos.shape), jnp.float32)[:, None].repeat(MODEL.heads, 1)
+    live = np.asarray(BATCH.pos) >= 0
+    asked = live & (live.cumsum(1) <= live.sum(1, keepdims=True) - ANSWER)
+    want = 0.7 * np.asarray(k)[:, 0][asked].mean()
+    np.testing.assert_allclose(flags.Recipe(answer=ANSWER, price=0.7).alone(k, BATCH), want, rtol=1e-5)
+
+
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32": SPEAKING)
     short = "--steps 3 --answer 16 --texts 2 --length 64 --corpus pydoc --width 4 --check 1 --rate 0.01".split()
@@ -166,6 +174,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     made = io.trained(tmp_path, Gated()).gate
     assert np.abs(np.asarray(made.out)).max() > 1e-4 and np.abs(np.asarray(made.offset) - 2).max() > 1e-4
     refused(call("train", "attentiongate", "--out", tmp_path / "b", *short, "--share", 0), "share=0.0", "above 0")
+    refused(call("train", "attentiongate", "--out", tmp_path / "b", *short, "--price", 0), "price=0.0", "above 0")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ class Ops:
         """acc f32[n,r] + a @ b.T, in the registers of acc; a [n,k] in registers, b a ref [r,k]."""
         if self.interpret:
             return acc + a.astype(f32) @ b[...].astype(f32).T
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.T))(plgpu.ACC.init(acc))
+        product: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.T))
+        return product(plgpu.WGMMAAccumulatorRef.init(acc))
 
     def stack(self, parts: list[Array]) -> Array:
         """[64 * k, r] of k matrices [64,r]: names registers, moves nothing."""

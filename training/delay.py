@@ -1,8 +1,8 @@
 """Training DMS: a model that learns, beside itself with a full cache, which tokens it may forget after a while.
 
-Whether the token before is dropped is drawn, softly: z = `losses.drawn(a)`, dropped with probability sigmoid(z).
-Attention of a query more than `window` tokens later has log(1 - sigmoid(z)) on its logit; what is counted is hard, 1
-where z > 0, with the gradient of the soft one.
+Whether the token before is dropped is drawn, softly: z = `losses.drawn(a)`. Attention of a query more than `window`
+tokens later has log(1 - sigmoid(z)) on its logit; what is counted is hard, 1 where z > 0, with the gradient of
+sigmoid(z).
 """
 
 from __future__ import annotations

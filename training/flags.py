@@ -1,9 +1,9 @@
 """Training Attention-Gate: a look at a whole prompt says which of its tokens what follows may forget.
 
 The last `answer` tokens of a text answer the others. A key of the prompt that is not kept is out of everybody's sight
-but its own. Whether it is kept is drawn, softly: z = `losses.drawn(u)`, kept with probability sigmoid(z), and a logit
-has log sigmoid(z) on it; the flag k that is counted is hard, 1 where z > 0, with the gradient of sigmoid(z). Only the
-answer's tokens are learned from: a look that sees later tokens would tell the prompt's own ones. Of a layer alone,
+but its own. Whether it is kept is drawn, softly: z = `losses.drawn(u)`, and a logit has log sigmoid(z) on it; the flag
+k that is counted is hard, 1 where z > 0, with the gradient of sigmoid(z). Only the answer's tokens are learned from: a
+look that sees later tokens would tell the prompt's own ones. Of a layer alone,
 whose loss is what is left of attention, all queries are: what prompts do not see of themselves is lost to all layers.
 
     loss = cross-entropy of the answer + weight |mean k - share|
@@ -44,13 +44,11 @@ class Recipe(warm.Recipe):
 
     def counted(self, memos: tuple[Array, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         """|mean k - share|, and the mean of the flags of all prompts."""
-        asked = prompt(batch, self.answer)
-        count = asked.sum().astype(jnp.float32) * len(memos) * memos[0].shape[1]
-        kept = sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
+        kept = staying(memos, batch, self.answer)
         return jnp.abs(kept - self.share), {"kept": kept}
 
     def alone(self, memo: Array, batch: Batch) -> Array:
-        return self.price * self.counted((memo,), batch, 0)[1]["kept"]
+        return self.price * staying((memo,), batch, self.answer)
 
     def told(self, kl: Array, ce: Array) -> Array:
         return ce
@@ -67,6 +65,13 @@ def prompt(batch: Batch, answer: int) -> Array:
     """
     live = batch.pos >= 0
     return live & (jnp.cumsum(live, 1) <= live.sum(1, keepdims=True) - answer)
+
+
+def staying(memos: tuple[Array, ...], batch: Batch, answer: int) -> Array:
+    """The mean of the flags of all prompts, layers and heads."""
+    asked = prompt(batch, answer)
+    count = asked.sum().astype(jnp.float32) * len(memos) * memos[0].shape[1]
+    return sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
 
 
 def closing(score: Gated, batch: Batch, asked: Array, key: Array) -> Bias:

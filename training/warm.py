@@ -43,11 +43,11 @@ class Recipe(trainer.Recipe):
 
     def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
         """What is added to the model's logits, and the memos of which `counted` is made; key: for what is drawn."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every one
 
     def counted(self, memos: tuple[Any, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         """What is kept too much by the layers that these memos are of, and numbers to be told with it."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every one
 
     def alone(self, memo: Any, batch: Batch) -> Array:
         """What a layer that is trained alone is charged for what it keeps."""
@@ -55,7 +55,7 @@ class Recipe(trainer.Recipe):
 
     def told(self, kl: Array, ce: Array) -> Array:
         """What the loss makes of the KL to the teacher and the next token's cross-entropy."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every one
 
     def judged(self, batch: Batch) -> Array | None:
         """bool[B,T]: the places that are learned from, or None: all."""

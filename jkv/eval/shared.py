@@ -202,23 +202,25 @@ def multi_hop(rng: np.random.Generator, n: int) -> Session:
     )
 
 
-def _magic(names: Sequence[str], values: Sequence[str]) -> list[str]:
-    return [f"Remember: a magic number of {name} is {value}." for name, value in zip(names, values, strict=False)]
-
-
 def _number_of(name: str) -> tuple[str, str]:
     return f"Which magic number belongs to {name}?", f"The magic number of {name} is"
+
+
+def _magic(names: Sequence[str], values: Sequence[str]) -> tuple[list[str], list[tuple[str, str, Sequence[str], str]]]:
+    """A line that tells each number, and the turn that asks for it; names without a value have neither."""
+    told = [f"Remember: a magic number of {name} is {value}." for name, value in zip(names, values, strict=False)]
+    return told, [(*_number_of(name), [value], "needle") for name, value in zip(names, values, strict=False)]
 
 
 @session("string retrieval", new=12, score=string_match_all, least=24)
 def needles(rng: np.random.Generator, n: int) -> Session:
     """Five numbers hidden in prose, one asked a turn: what a small model can do, too."""
     names, values = keys(rng, TURNS + 1), numbers(rng, TURNS, 7)
-    inserts = [(float(rng.random()), line) for line in _magic(names, values)]
+    told, asked = _magic(names, values)
     return _session(
         "Below is a text that hides numbers.",
-        prose(rng, n, inserts),
-        [(*_number_of(name), [value], "needle") for name, value in zip(names, values, strict=False)],
+        prose(rng, n, [(float(rng.random()), line) for line in told]),
+        asked,
         (*_number_of(names[-1]), values),
     )
 
@@ -331,7 +333,7 @@ def sum_niah(rng: np.random.Generator, n: int) -> Session:
     titles = [word.capitalize() for word in coined(rng, reports)]
     figures = numbers(rng, reports, 5)
     names, values = keys(rng, TURNS), numbers(rng, TURNS - 1, 7)
-    told = _magic(names, values)
+    told, asked = _magic(names, values)
     homes = rng.integers(0, reports, len(told))
     parts = []
     for i, (title, figure) in enumerate(zip(titles, figures, strict=True)):
@@ -340,7 +342,6 @@ def sum_niah(rng: np.random.Generator, n: int) -> Session:
         size = n * (i + 1) // reports - n * i // reports
         parts.append(f"Report on {title}\n\n{prose(rng, size, [(float(rng.random()), fact), *inserts])}")
 
-    asked = [(*_number_of(name), [value], "needle") for name, value in zip(names, values, strict=False)]
     summary = (
         f"Summarise the {reports} reports: give the title of each, and the figure that is its main result.",
         "The main results are",

@@ -150,3 +150,21 @@ def test_the_loss_of_flags():
     own = at[:, None] == np.arange(T)
     fade = np.where(own[None], 0, -np.logaddexp(0, -z)[:, None])
     np.testing.assert_allclose(got, left(logits(layer, at), fade, None, at) + 0.7 * share, rtol=1e-4)
+
+
+def test_switches_and_flags_learn_which_tokens_are_asked_for():
+    """By their own layer alone. A switch speaks of the token before and has no offset: x says what is not asked."""
+    seen, unseen = data(1), data(9)
+    told = [jnp.roll(a.x.at[..., 0].add(-1), 1, 1) for a in (seen, unseen)]
+    switch = jax.tree.map(lambda a: a[0], delayed.start(MODEL))
+    recipe = delay.Recipe(warm=300, early=3e-3, window=8, ratio=8.0, weight=3.0)
+    made, _ = fit(delayed.Delayed(window=8, gate=switch), replace(seen, x=told[0]), KEY, recipe, 0.5)
+    marked = np.roll(np.asarray(made.gate(told[1])) > 0, -1, -1)[..., :-1]
+    asked = np.arange(T) % 8 == 5
+    assert marked[..., ~asked[:-1]].mean() > 0.9 and marked[..., asked[:-1]].mean() < 0.1
+
+    look = jax.tree.map(lambda a: a[0], gated.start(MODEL, 2, 8, 0.5, jax.random.key(3)))
+    recipe = flags.Recipe(warm=400, early=1e-2, answer=20)
+    made, _ = fit(gated.Gated(gate=look), seen, KEY, recipe, 0.5)
+    kept = np.asarray(made.gate(unseen.x, jnp.zeros((N, T), jnp.int32))) > 0
+    assert kept[..., asked].mean() > 0.9 and kept[..., ~asked].mean() < 0.6

@@ -80,9 +80,8 @@ def cases(slots: int = 1024) -> Iterator[Case]:
     for dim in (64, 128):
         for k, v in forms:
             yield Case(k=k, v=v, dim=dim, slots=slots, lengths=ragged)
-    for k, v in (
-        forms[:1] + forms[2:4] + [(Side(bits=2, groups=8),) * 2, (Side(bits=2, grain=32), Side(bits=2, groups=8))]
-    ):
+    wide = [(x, x) for x in (Side(bits=0), Side(bits=8), Side(bits=4), Side(bits=2, groups=8))]
+    for k, v in [*wide, (Side(bits=2, grain=32), Side(bits=2, groups=8))]:
         yield Case(k=k, v=v, dim=256, slots=slots, lengths=ragged)
     base = Case(k=Side(bits=4), v=Side(bits=4), slots=slots)
     yield replace(base, lengths=(0, slots, 1, slots - 1, 127, 128, 129))

@@ -25,6 +25,7 @@ from jax import Array
 
 from jkv.models import Params, family
 from jkv.selectors.forecast import Convolution, Forecast, Linear, Predictor, forecast
+from jkv.selectors.quest import PageBound
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.optimiser import adamw, advance, cosine
@@ -115,6 +116,35 @@ def moments(q: Array, k: Array, at: Array, select: Forecast, scale: float, windo
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(one)(at))
 
 
+@partial(jax.jit, static_argnames=("select", "scale", "window"))
+def others(q: Array, k: Array, at: Array, select: Forecast, scale: float, window: int | None) -> dict[str, Array]:
+    """Other ranks f[N,n] of the pages at the same moments, by all that a method can know.
+
+    "h2o": the sum, a mean over G, of what every query before paid to a page's tokens (2306.14048); "quest": the bound
+    on the logits of the query that is to come, the largest over G (2406.10774).
+    """
+    h, _, t, d = q.shape
+    n = t // select.unit
+    pos = jnp.arange(t)
+
+    def sums(q: Array, k: Array) -> Array:
+        def paid(one: tuple[Array, Array]) -> Array:
+            asked, i = one
+            logits = jnp.einsum("gd,td->gt", asked, k, preferred_element_type=jnp.float32) * scale
+            see = (pos <= i) if window is None else (pos <= i) & (i - pos < window)
+            p = jax.nn.softmax(jnp.where(see, logits, -1e30), -1).mean(0)
+            return p[: n * select.unit].reshape(n, select.unit).sum(-1)
+
+        each = jax.lax.map(paid, (q.swapaxes(0, 1), pos), batch_size=128)
+        return (pos[None] < at[:, None]).astype(jnp.float32) @ each
+
+    pages = k[:, : n * select.unit].astype(jnp.float32).reshape(h, n, select.unit, d)
+    limits = pages.min(2)[None], pages.max(2)[None]
+    bound = jax.vmap(lambda i: PageBound().bound(jnp.take(q, i[None], axis=2)[None], limits)[0])(at)
+    ranks = {"h2o": jax.lax.map(lambda head: sums(*head), (q, k)).swapaxes(0, 1), "quest": bound}
+    return {name: x.reshape(-1, n) for name, x in ranks.items()}
+
+
 def earliest(select: Forecast) -> int:
     """The first position with three pages to choose from."""
     return select.sinks + 3 * select.unit + RECENT
@@ -129,8 +159,10 @@ def check(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> Non
         raise ValueError(f"dense_layers={recipe.dense_layers}: fewer than the model's {layers} layers, or none selects")
 
 
-def collect(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> Iterator[Moments]:
-    """The moments of every text and layer, on the host; the same for the same seed."""
+def collect(
+    params: Params, texts: Batch, select: Forecast, recipe: Recipe, read: Callable[..., Any] = moments
+) -> Iterator[Any]:
+    """What `read` says of the moments of every text and layer, on the host; the same ones for the same seed."""
     c, rng = params.config, np.random.default_rng(recipe.seed)
     kinds = list(zip(c.ropes, c.windows, strict=True))
     for row in range(texts.ids.shape[0]):
@@ -142,7 +174,7 @@ def collect(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> I
             x, seen = through(replace(params, layers=(params.layers[i],)), x, pos, kind)
             if i >= recipe.dense_layers:
                 at = jnp.asarray(rng.integers(earliest(select), size, recipe.moments), jnp.int32)
-                yield jax.device_get(moments(seen.q[0], seen.k[0], at, select, c.scale, c.windows[i]))
+                yield jax.device_get(read(seen.q[0], seen.k[0], at, select, c.scale, c.windows[i]))
 
 
 def error(net: Predictor, some: Moments) -> Array:
@@ -165,10 +197,9 @@ def least_squares(every: Moments) -> Linear:
 
 
 @partial(jax.jit, static_argnames=("pages",))
-def recovered(net: Predictor, some: Moments, pages: int) -> Array:
-    """Of the next query's attention to the pages to choose from, the share that the `pages` of highest forecast get."""
-    ahead = jnp.where(some.use, forecast(net, some.x, some.use), -jnp.inf)
-    best = jax.lax.top_k(ahead, min(pages, ahead.shape[1]))[1]
+def recovered(rank: Array, some: Moments, pages: int) -> Array:
+    """Of the next query's attention to pages to choose from, the share of the `pages` highest by rank f[N,n]."""
+    best = jax.lax.top_k(jnp.where(some.use, rank, -jnp.inf), min(pages, rank.shape[1]))[1]
     mass = jnp.where(some.use, some.mass, 0)
     return (jnp.take_along_axis(mass, best, 1).sum(1) / mass.sum(1)).mean()
 

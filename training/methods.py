@@ -208,14 +208,19 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
         ids, source = jnp.asarray(held[0]), held[1]
         pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
         unseen = gathered(run.params, Batch(ids=ids, pos=pos), select, recipe)
+        ranks = gathered(run.params, Batch(ids=ids, pos=pos), select, recipe, forecast.others)
+        ranks |= {
+            kind: forecast.forecast(of, jnp.asarray(unseen.x), jnp.asarray(unseen.use))
+            for kind, of in ((forecast.BASELINE, line), ("conv", net))
+        } | {"best": unseen.mass}
         shares = {
-            kind: {pages: round(float(forecast.recovered(of, unseen, pages)), 4) for pages in (4, 8, 16, 32)}
-            for kind, of in (("conv", net), (forecast.BASELINE, line))
+            kind: {pages: round(float(forecast.recovered(rank, unseen, pages)), 4) for pages in (4, 8, 16, 32)}
+            for kind, rank in ranks.items()
         }
         card["eval"] = {"source": source, "samples": len(ids), "recovered": shares}
         learned.write(run.out, arrays, card)
         print(f"{source}, share of the next query's attention in so many pages: {shares}")
 
 
-def gathered(params: Params, texts: Batch, select: Forecast, recipe: forecast.Recipe) -> forecast.Moments:
-    return jax.tree.map(lambda *x: np.concatenate(x), *forecast.collect(params, texts, select, recipe))
+def gathered(params: Params, *given: Any) -> Any:
+    return jax.tree.map(lambda *x: np.concatenate(x), *forecast.collect(params, *given))

@@ -23,11 +23,14 @@ class PageBound(Selector):
     def summarize(self, k: Array) -> tuple[Array, Array]:
         return k.min(0), k.max(0)
 
-    def pick(self, q: Array, summary: tuple[Array, Array], live: Array) -> Array:
+    def bound(self, q: Array, summary: tuple[Array, Array]) -> Array:
+        """f32[B,H,U] of queries f[B,H,G,T,D] together and pages (kmin, kmax) f32[B,H,U,D]."""
         low, high = summary
         q = q.astype(jnp.float32)
-        bound = jnp.einsum("bhgtd,bhud->bhgtu", jnp.maximum(q, 0), high)
-        bound = bound + jnp.einsum("bhgtd,bhud->bhgtu", jnp.minimum(q, 0), low)
-        bound = jnp.where(live, bound.max((2, 3)), -jnp.inf)
+        up = jnp.einsum("bhgtd,bhud->bhgtu", jnp.maximum(q, 0), high)
+        return (up + jnp.einsum("bhgtd,bhud->bhgtu", jnp.minimum(q, 0), low)).max((2, 3))
+
+    def pick(self, q: Array, summary: tuple[Array, Array], live: Array) -> Array:
+        bound = jnp.where(live, self.bound(q, summary), -jnp.inf)
         best, units = jax.lax.top_k(bound, min(self.pages, bound.shape[-1]))
         return jnp.where(best == -jnp.inf, -1, units)

@@ -16,37 +16,57 @@ from jkv.selectors.forecast import Forecast, Linear, trained
 from jkv.training import forecast
 
 H, G, T, D = 2, 2, 200, 4
-RNG = np.random.default_rng(1)
 SELECT = Forecast(unit=4, sinks=8, rows=16)
 
 
 def data(count: int, n: int, rows: int) -> forecast.Moments:
-    x, y = RNG.random((count, n, rows)), RNG.random((count, n))
+    rng = np.random.default_rng(1)
+    x, y = rng.random((count, n, rows)), rng.random((count, n))
     use = (np.arange(n)[None] >= 1) & (np.arange(n)[None] < np.array([n - 1] * (count - 1) + [n])[:, None])
     x, y = (a.astype(np.float32) for a in (x, y))
     return forecast.Moments(x=x, y=y, mass=y, use=use)
 
 
+def drawn():
+    rng = np.random.default_rng(1)
+    return (rng.normal(size=shape).astype(np.float32) for shape in ((H, G, T, D), (H, T, D)))
+
+
+def paid(q, k, t, window):
+    """What query t of q f[G,T,D] pays to the pages of k f[T,D], f64[G,T/4,4]."""
+    first, p = 0 if window is None else max(0, t - window + 1), np.zeros((G, T))
+    for g in range(G):
+        w = np.exp(q[g, t].astype(np.float64) @ k[first : t + 1].T.astype(np.float64) * 0.7)
+        p[g, first : t + 1] = w / w.sum()
+    return p.reshape(G, T // 4, 4)
+
+
 @pytest.mark.parametrize("window", [None, 50])
 def test_moments_are_what_the_queries_pay(window):
-    q, k = (RNG.normal(size=shape).astype(np.float32) for shape in ((H, G, T, D), (H, T, D)))
+    q, k = drawn()
     got = forecast.moments(jnp.asarray(q), jnp.asarray(k), jnp.asarray([150, 199]), SELECT, 0.7, window)
     for m, at in enumerate((150, 199)):
         for h in range(H):
-            rows = []
-            for t in range(at - 16, at + 1):
-                first = 0 if window is None else t - window + 1
-                p = np.zeros((G, T))
-                for g in range(G):
-                    w = np.exp(q[h, g, t].astype(np.float64) @ k[h, first : t + 1].T.astype(np.float64) * 0.7)
-                    p[g, first : t + 1] = w / w.sum()
-                rows.append(p.reshape(G, T // 4, 4))
+            rows = [paid(q[h], k[h], t, window) for t in range(at - 16, at + 1)]
             most = np.stack(rows).max((1, 3))
             one = jax.tree.map(lambda x, i=m * H + h: np.asarray(x)[i], got)
             np.testing.assert_allclose(one.x, most[:-1].T, atol=1e-6)
             np.testing.assert_allclose(one.y, most[-1], atol=1e-6)
             np.testing.assert_allclose(one.mass, rows[-1].mean(0).sum(-1), atol=1e-6)
             assert np.flatnonzero(one.use).tolist() == [j for j in range(T // 4) if 8 <= 4 * j and 4 * j + 4 <= at - 64]
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_others_rank_pages_by_all_that_was_paid_and_by_a_bound_on_the_next_logit(window):
+    q, k = drawn()
+    got = forecast.others(jnp.asarray(q), jnp.asarray(k), jnp.asarray([150, 199]), SELECT, 0.7, window)
+    for m, at in enumerate((150, 199)):
+        for h in range(H):
+            sums = sum(paid(q[h], k[h], t, window) for t in range(at)).mean(0).sum(-1)
+            np.testing.assert_allclose(got["h2o"][m * H + h], sums, rtol=1e-4)
+            pages = k[h].reshape(-1, 4, D)
+            each = [np.maximum(q[h, g, at] * pages.min(1), q[h, g, at] * pages.max(1)).sum(-1) for g in range(G)]
+            np.testing.assert_allclose(got["quest"][m * H + h], np.max(each, 0), rtol=1e-5)
 
 
 def test_the_error_and_its_gradient_are_those_of_plain_numpy():
@@ -92,7 +112,8 @@ def test_the_baseline_finds_its_numbers_and_the_best_pages_hold_what_they_hold()
     for y, mass, use in zip(some.y, some.mass, some.use, strict=True):
         best = np.argsort(-np.where(use, y, -np.inf))[:2]
         shares.append(mass[best].sum() / mass[use].sum())
-    np.testing.assert_allclose(forecast.recovered(line, some, 2), np.mean(shares), rtol=1e-5)
+    rank = forecast.forecast(line, jnp.asarray(some.x), jnp.asarray(some.use))
+    np.testing.assert_allclose(forecast.recovered(rank, some, 2), np.mean(shares), rtol=1e-5)
 
 
 ARGUMENTS = (
@@ -123,7 +144,9 @@ def test_twenty_steps_make_a_folder_that_is_used_and_a_killed_training_ends_the_
     rows = [row["error"] for row in metrics(whole)]
     assert len(rows) == 20 and np.mean(rows[-5:]) < np.mean(rows[:5])
     found = read_json(whole / "card.json")["eval"]
+    assert list(found["recovered"]) == ["h2o", "quest", "linear", "conv", "best"]
     shares = found["recovered"]["conv"]
+    assert all(shares[pages] <= best for pages, best in found["recovered"]["best"].items())
     assert found["source"] == "pydoc:test" and 0 < shares["4"] < shares["16"] <= 1
 
     def stop(self, row):

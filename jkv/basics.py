@@ -28,7 +28,11 @@ def full() -> Axes:
     return dict(score=Newest(), budget=All())
 
 
-@row("2309.17453", "lagged by block - 1")
+@row(
+    "2309.17453",
+    "lagged by block - 1",
+    "stable over 4 million tokens; up to 22.2x the speed of a sliding window that is computed anew",
+)
 def streaming(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, relative: bool = True
 ) -> Axes:
@@ -41,7 +45,11 @@ def streaming(
     )
 
 
-@row("2306.14048", "mass exact, decision lagged by block - 1")
+@row(
+    "2306.14048",
+    "mass exact, decision lagged by block - 1",
+    "with 20% heavy hitters up to 29x, 29x and 3x the throughput of DeepSpeed, Accelerate and FlexGen on OPT",
+)
 def h2o(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, newest: float = 0.5) -> Axes:
     """H2O: heavy hitters of accumulated attention, and the newest `newest` share of the budget."""
     if not 0 <= newest < 1:
@@ -49,7 +57,11 @@ def h2o(*, budget: int | None = None, keep: float | None = None, bytes: Any = No
     return dict(score=Protect(score=Accumulated(), share=float(newest)), budget=size(budget, keep, bytes))
 
 
-@row("2404.14469", "exact in one piece; while generating, the last queries at each flush decide")
+@row(
+    "2404.14469",
+    "exact in one piece; while generating, the last queries at each flush decide",
+    "like the full cache on 16 long-context sets; 3.6x the speed in 8.2x less memory at 16K tokens",
+)
 def snapkv(
     *,
     budget: int | None = None,
@@ -67,25 +79,37 @@ def snapkv(
     )
 
 
-@row("2401.06104", "prefill exact; while generating, the last query of each block decides")
+@row(
+    "2401.06104",
+    "prefill exact; while generating, the last query of each block decides",
+    "nearly on par with the full model, in some cases with an eighth of the cache and 4.8x the throughput",
+)
 def tova(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """TOVA: attention from the last query, one set of tokens for all heads."""
     return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size(budget, keep, bytes), recent=0)
 
 
-@row("2504.15364", "exact for its block form, with chunk = block")
+@row(
+    "2504.15364",
+    "exact for its block form, with chunk = block",
+    "within 0.04% of the full cache on LongBench with 8K tokens, Llama-3.1-8B and 3.2-3B",
+)
 def keydiff(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """KeyDiff: keys unlike the mean direction of the kept keys."""
     return dict(score=KeyOutlier(), budget=size(budget, keep, bytes), recent=0)
 
 
-@row("2406.11430", "exact in one piece; decision lagged by block - 1")
+@row(
+    "2406.11430",
+    "exact in one piece; decision lagged by block - 1",
+    "half of the tokens in language modelling, a tenth for pass keys, without losing accuracy",
+)
 def knorm(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
     """Keys of small norm stay."""
     return dict(score=KeyNorm(), budget=size(budget, keep, bytes))
 
 
-@row("2406.02069", "as snapkv")
+@row("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")
 def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -> Axes:
     """PyramidKV: SnapKV's score, more tokens in the lower layers; `budget` is the mean."""
     size(budget, None, None)
@@ -98,7 +122,11 @@ def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -
     )
 
 
-@row("2407.11550", "as snapkv")
+@row(
+    "2407.11550",
+    "as snapkv",
+    "better than equal heads on RULER and LongBench, question known or not (no figure in the abstract)",
+)
 def adakv(
     *,
     budget: int | None = None,
@@ -117,7 +145,7 @@ def adakv(
     )
 
 
-@row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries")
+@row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries", "none: what kvpress offers")
 def expected_attention(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, future: int = 512, sinks: int = 4
 ) -> Axes:
@@ -127,14 +155,22 @@ def expected_attention(
     )
 
 
-@row("2512.03324", "exact in one piece; while generating, decided every `block` tokens as in the paper")
+@row(
+    "2512.03324",
+    "exact in one piece; while generating, decided every `block` tokens as in the paper",
+    "above strong eviction on GSM8K, MATH-500, AIME24, LongProc, LongMemEval, LongBench and SCBench",
+)
 def trimkv(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, gate: str | None = None) -> Axes:
     """TRIM-KV: a trained gate says at birth how slowly a token fades; `gate` is a folder of `jkv train trimkv`."""
     score = learned.trained(gate, Retention())
     return dict(score=score, budget=size(budget, keep, bytes), recent=0)
 
 
-@row("2402.02750", "approximation: integers; the tail is exact")
+@row(
+    "2402.02750",
+    "approximation: integers; the tail is exact",
+    "2 bits at almost the same quality; 2.6x less peak memory, 2.35x to 3.47x the throughput",
+)
 def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
     """KIVI: keys per channel in groups of tokens, values per token in groups of channels; one tail for both."""
     k, v = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
@@ -148,7 +184,11 @@ def coded(bits: int, group: int, size: float | None = None) -> TierSpec:
     return TierSpec(k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size)
 
 
-@row("2405.14256", "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice")
+@row(
+    "2405.14256",
+    "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice",
+    "4.98x smaller with 0.38% less on GSM8k, Mistral-7B",
+)
 def zipcache(
     *, high: int = 4, low: int = 2, share: float = 0.6, group: int = 20, recent: int = 0, block: int = 100
 ) -> Axes:
@@ -160,7 +200,11 @@ def zipcache(
     return dict(score=Sticky(score=Salience()), tiers=tiers, recent=recent, block=block)
 
 
-@row("2407.08454", "reconstruction; lagged by block - 1; into int tiers only newcomers merge")
+@row(
+    "2407.08454",
+    "reconstruction; lagged by block - 1; into int tiers only newcomers merge",
+    "better than H2O and CaM on LongBench and ZeroScrolls with half and 35% of the cache",
+)
 def kvmerger(
     *,
     budget: int | None = None,
@@ -196,20 +240,32 @@ def int4(*, group: int = 32) -> Axes:
     return dict(codec=(Affine(bits=4, group=group), Affine(bits=4, group=group)))
 
 
-@row("2505.22913", "approximation: the smallest numbers of a token are 0; the tail is exact")
+@row(
+    "2505.22913",
+    "approximation: the smallest numbers of a token are 0; the tail is exact",
+    "70% sparse without loss; 45% of the dense bytes, up to 2.23x the tokens a second",
+)
 def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
     """MUSTAFAR: the largest channels of every key and value, and a bit for each channel."""
     codec = Sparse(sparsity=float(sparsity))
     return dict(codec=(codec, codec), recent=recent)
 
 
-@row("2406.10774", "approximation: reads the pages of highest bound")
+@row(
+    "2406.10774",
+    "approximation: reads the pages of highest bound",
+    "self-attention up to 2.23x as fast, latency 7.03x lower, with little loss on long contexts",
+)
 def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
     """Quest: a step reads the pages whose key bounds promise most; the first layers read all."""
     return dict(select=PageBound(unit=page, pages=pages), dense_layers=tuple(range(dense_layers)))
 
 
-@row("2502.04077", "approximation: reads the pages of highest forecast; rows between flushes know what was read")
+@row(
+    "2502.04077",
+    "approximation: reads the pages of highest forecast; rows between flushes know what was read",
+    "13x compression, and 5.6x the speed when the cache is offloaded",
+)
 def attentionpredictor(
     *,
     pages: int = 64,
@@ -232,13 +288,21 @@ def attentionpredictor(
     return dict(select=select, dense_layers=tuple(range(dense_layers)), recent=64)
 
 
-@row("2407.11550", "changes only how the heads of a layer share its budget")
+@row(
+    "2407.11550",
+    "changes only how the heads of a layer share its budget",
+    "better than equal heads on RULER and LongBench, question known or not (no figure in the abstract)",
+)
 def pooled(*, floor: float = 0.2) -> Axes:
     """The heads of a layer compete for its slots, each sure of `floor` of an equal share; the bytes stay the same."""
     return dict(pooled=float(floor))
 
 
-@row("2407.15891", "changes only what the evicted leave")
+@row(
+    "2407.15891",
+    "changes only what the evicted leave",
+    "over 70% less without noticeable loss, as a part of razorattention",
+)
 def rest() -> Axes:
     """What a kv head evicts becomes one token more, the mean of all of them, with the weight of all of them."""
     return dict(rest=True)

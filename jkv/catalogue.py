@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from jkv.budgets import Bytes, Keep, Tokens, read_bytes
@@ -16,22 +16,59 @@ Axes = dict[str, Any]  # field of CacheConfig -> value
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method of the catalogue: `make(**arguments)` gives the axes that it fills."""
+    """One method of the catalogue: `make(**arguments)` gives the axes that it fills.
+
+    exactness: how far it is its source's method; claim: what that source promises, in its own setting.
+    """
 
     name: str
     paper: str
+    exactness: str
     claim: str
     make: Callable[..., Axes]
 
     @property
     def about(self) -> str:
-        return (inspect.getdoc(self.make) or "").split("\n")[0]
+        return self.text.split("\n")[0]
+
+    @property
+    def text(self) -> str:
+        return inspect.getdoc(self.make) or ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its own, and their defaults; `...` where it has none."""
+        own = inspect.signature(self.make).parameters.values()
+        return {p.name: ... if p.default is p.empty else p.default for p in own}
+
+    @property
+    def filled(self) -> Axes:
+        """What its defaults fill, for 64 tokens where it must be told how many."""
+        return self.make(**{n: 64 for n in ("budget",) if n in self.arguments})
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that its defaults fill."""
-        needed = {n: 64 for n in ("budget",) if n in inspect.signature(self.make).parameters}
-        return tuple(k for k in self.make(**needed) if k in AXES)
+        return tuple(k for k in self.filled if k in AXES)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The classes that these are made of, and what each of them does.
+
+        >>> from jkv.methods import CATALOGUE
+        >>> list(CATALOGUE["snapkv"].parts)
+        ['Pool', 'WindowMass', 'Tokens']
+        """
+        return dict(_parts(self.filled))
+
+
+def _parts(filled: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(filled, dict | tuple):
+        for x in filled.values() if isinstance(filled, dict) else filled:
+            yield from _parts(x)
+    elif is_dataclass(filled):
+        yield type(filled).__name__, inspect.getdoc(type(filled)) or ""
+        yield from _parts(tuple(getattr(filled, f.name) for f in fields(filled)))
 
 
 AXES = (
@@ -54,9 +91,9 @@ ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
 CATALOGUE: dict[str, Row] = {}
 
 
-def row(paper: str, claim: str) -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
     def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
-        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, claim=claim, make=make)
+        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
         return make
 
     return add

@@ -129,7 +129,7 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
 
 
 def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
-    same = ("block", "kernels", "devices", "claim", "name")
+    same = ("block", "kernels", "devices", "exactness", "name")
     plain = replace(CacheConfig(), **{field: getattr(config, field) for field in same})
     if config != plain:
         raise ValueError(

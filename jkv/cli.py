@@ -27,6 +27,7 @@ from jkv.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, T
 from jkv.training import cli as training_cli
 
 if TYPE_CHECKING:
+    from jkv.catalogue import Row
     from jkv.inspect import Summary
     from jkv.models import Params
 
@@ -206,26 +207,45 @@ def generate(
 
 @app.command()
 def methods(
+    name: Annotated[str | None, typer.Argument(help="One of them: what it takes, does and promises.")] = None,
     as_json: Json = False,
     pairs: Annotated[bool, typer.Option("--pairs", help="Which two of them go together.")] = False,
 ) -> None:
     """What a --cache can be made of."""
-    from jkv.methods import CATALOGUE
+    from jkv.methods import CATALOGUE, known
 
+    if name is not None:
+        return _method(known(name), as_json)
     if pairs:
         return _pairs(as_json)
     if as_json:
-        listed = [
-            dict(name=r.name, paper=r.paper, axes=r.axes, exactness=r.claim, about=r.about) for r in CATALOGUE.values()
-        ]
-        print(json.dumps(listed, indent=2))
+        print(json.dumps([_listed(r) for r in CATALOGUE.values()], indent=2))
         return
     table = Table(title="jkv methods", caption=f'joined by |, such as "{CACHE}"', row_styles=["", "dim"])
     for name in ("name", "paper", "axes", "exactness", "about"):
         table.add_column(name, no_wrap=name in ("name", "paper"), style="bold cyan" if name == "name" else None)
     for r in CATALOGUE.values():
-        table.add_row(r.name, r.paper, ", ".join(r.axes), r.claim, r.about)
+        table.add_row(r.name, r.paper, ", ".join(r.axes), r.exactness, r.about)
     console.show(table)
+
+
+def _listed(row: Row) -> dict[str, Any]:
+    return {k: getattr(row, k) for k in ("name", "paper", "claim", "exactness", "axes", "about")}
+
+
+def _method(row: Row, as_json: bool) -> None:
+    """One method: its arguments and defaults, source, claim and exactness, and the parts that it is made of."""
+    arguments = {k: "required" if x is ... else x for k, x in row.arguments.items()}
+    if as_json:
+        print(json.dumps({**_listed(row), "arguments": arguments, "text": row.text, "parts": row.parts}, indent=2))
+        return
+    print(f"{row.name}({', '.join(k if x == 'required' else f'{k}={x!r}' for k, x in arguments.items())})")
+    print(f"\n{row.text}\n")
+    for what in ("paper", "claim", "exactness"):
+        print(f"{what:10}{getattr(row, what) or '-'}")
+    print(f"{'axes':10}{', '.join(row.axes)}")
+    for part, text in row.parts.items():
+        print(f"\n{part}: {text}")
 
 
 def _pairs(as_json: bool) -> None:

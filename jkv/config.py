@@ -97,7 +97,7 @@ class CacheConfig:
     dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
     devices: int = 1
-    claim: str = "exact"
+    exactness: str = "exact"
     name: str = ""
 
     def __str__(self) -> str:

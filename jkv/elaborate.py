@@ -28,7 +28,11 @@ from jkv.selectors.heavy import Heavy
 from jkv.shorten import Shorten
 
 
-@row("2508.02401", "as snapkv; needles are answered for the model, which must agree; generated tokens are kept on top")
+@row(
+    "2508.02401",
+    "as snapkv; needles are answered for the model, which must agree; generated tokens are kept on top",
+    "better than earlier eviction on LongBench and with needles (no figure in the abstract)",
+)
 def compresskv(
     *,
     budget: int,
@@ -49,7 +53,11 @@ def compresskv(
     return dict(score=Pool(score=score, width=pool), budget=size, recent=window, append=1.0)
 
 
-@row("2407.15891", "reconstruction; heads by repeated random tokens; lagged by block - 1")
+@row(
+    "2407.15891",
+    "reconstruction; heads by repeated random tokens; lagged by block - 1",
+    "over 70% less without noticeable loss and without training",
+)
 def razorattention(
     *,
     local: int = 4000,
@@ -72,7 +80,11 @@ def razorattention(
     return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, rest=True)
 
 
-@row("2503.12491", "final shares: a prompt is whole until all layers are asked; decode lagged by block - 1")
+@row(
+    "2503.12491",
+    "final shares: a prompt is whole until all layers are asked; decode lagged by block - 1",
+    "the same performance with 3.2% of the cache; decode over 10x as fast at 128K tokens",
+)
 def cake(
     *,
     budget: int,
@@ -95,7 +107,11 @@ def cake(
     )
 
 
-@row("2605.09649", "reconstruction: layers compete once, for a prompt that is whole until then; heads at every flush")
+@row(
+    "2605.09649",
+    "reconstruction: layers compete once, for a prompt that is whole until then; heads at every flush",
+    "far less memory at the full cache's quality, or above it (no figure in the abstract)",
+)
 def makeeach(
     *, budget: int, gate: str | None = None, ahead: int = 1, floor: float = 0.0, step: int | None = None
 ) -> Axes:
@@ -116,7 +132,11 @@ def makeeach(
     )
 
 
-@row("2410.12876", "reconstruction from the abstract; a prompt in one piece; what is generated stays")
+@row(
+    "2410.12876",
+    "reconstruction from the abstract; a prompt in one piece; what is generated stays",
+    "13.9% more accuracy while 62.8% of the tokens leave, tuned on RTE",
+)
 def attentiongate(
     *,
     budget: int | None = None,
@@ -135,7 +155,11 @@ def attentiongate(
     return dict(score=score, budget=size(budget, keep, bytes), recent=0, pooled=0.0)
 
 
-@row("2506.08373", "reconstruction: the draft is the model's own first layers; generated tokens are kept on top")
+@row(
+    "2506.08373",
+    "reconstruction: the draft is the model's own first layers; generated tokens are kept on top",
+    "more accurate than others in the same memory and time (no figure in the abstract)",
+)
 def speckv(
     *,
     budget: int | None = None,
@@ -156,7 +180,11 @@ def speckv(
     )
 
 
-@row("2506.08373", "reconstruction: the draft is the model's own first layers; the others are never read")
+@row(
+    "2506.08373",
+    "reconstruction: the draft is the model's own first layers; the others are never read",
+    "more accurate than others in the same memory and time (no figure in the abstract)",
+)
 def specpc(
     *,
     tokens: int = 2048,
@@ -175,7 +203,11 @@ def specpc(
     return dict(shorten=shorten)
 
 
-@row("2508.02751", "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value")
+@row(
+    "2508.02751",
+    "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value",
+    "1.75x to 2.56x the throughput of others",
+)
 def smallkv(*, budget: int, layers: int = 1, window: int = 32) -> Axes:
     """SmallKV: the first `layers` hold all, the others what these look at, and a mean of the rest by weight."""
     above("smallkv", budget, window, "its newest queries")
@@ -189,7 +221,11 @@ def smallkv(*, budget: int, layers: int = 1, window: int = 32) -> Axes:
     )
 
 
-@row("2403.17312", "approximation, from notes of the paper: chosen anew at a flush; a number of tokens, not a share")
+@row(
+    "2403.17312",
+    "approximation, from notes of the paper: chosen anew at a flush; a number of tokens, not a share",
+    "up to 3x the throughput of FlexGen and 1.9x that of vLLM on one GPU and its host",
+)
 def alisa(*, tokens: int = 128, page: int = 1, window: int | None = None) -> Axes:
     """ALISA: a step reads the newest `tokens`, and as many others that the last `window` queries looked at most."""
     window = min(tokens, QUERIES) if window is None else window
@@ -200,7 +236,11 @@ def alisa(*, tokens: int = 128, page: int = 1, window: int | None = None) -> Axe
     return dict(select=Heavy(unit=page, pages=tokens // page, queries=window), recent=tokens)
 
 
-@row("2402.18096", "reconstruction: no balancer of keys; demoted at a flush, coded once; nothing is evicted")
+@row(
+    "2402.18096",
+    "reconstruction: no balancer of keys; demoted at a flush, coded once; nothing is evicted",
+    "of lines to retrieve 99.8% with half of the entries at 3 bits, 43% with that half gone, Llama-2-7B",
+)
 def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32) -> Axes:
     """MiKV: what H2O would evict stays at `bits` bits; the heavy `keep` of all tokens is exact, or in another codec."""
     if not 0 < keep <= 1:
@@ -210,7 +250,11 @@ def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32
     return dict(score=Accumulated(), tiers=tiers, recent=recent)
 
 
-@row("-", "reconstruction: demoted as soon as a prompt is read, and once; 8-bit integers for its fp8")
+@row(
+    "-",
+    "reconstruction: demoted as soon as a prompt is read, and once; 8-bit integers for its fp8",
+    "about 97% of the accuracy in a quarter of the memory",
+)
 def arkv(
     *,
     budget: int | None = None,
@@ -244,7 +288,11 @@ def arkv(
     )
 
 
-@row("2410.08584", "reconstruction, for text: a prompt attends to all of itself; what is generated gets the lower bits")
+@row(
+    "2410.08584",
+    "reconstruction, for text: a prompt attends to all of itself; what is generated gets the lower bits",
+    "prefill 2.6x as fast in half of the memory, 0.2% less on Video-MME, LongVA-7B",
+)
 def zipvl(
     *, mass: float = 0.95, high: int = 4, low: int = 2, group: int = 20, window: int = 64, step: int = 240
 ) -> Axes:
@@ -260,7 +308,11 @@ def zipvl(
     )
 
 
-@row("2412.08521", "reconstruction; none go into the recent window; lagged by block - 1; into int tiers only newcomers")
+@row(
+    "2412.08521",
+    "reconstruction; none go into the recent window; lagged by block - 1; into int tiers only newcomers",
+    "1.28 points more on LongBench with 256 tokens; 95% of needles with less than 2% of the context",
+)
 def ems(
     *,
     budget: int | None = None,

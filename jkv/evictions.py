@@ -23,7 +23,11 @@ from jkv.scores.wrappers import AcrossHeads, Groups, PerQuery, Representatives, 
 RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
 
 
-@row("2407.20485", "exact in one piece; decision lagged by block - 1")
+@row(
+    "2407.20485",
+    "exact in one piece; decision lagged by block - 1",
+    "up to 7.8% and 5.1% more accuracy than plain sums, LLaMA 2, one and no example",
+)
 def a2sf(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, decay: float = 0.95, sinks: int = 0
 ) -> Axes:
@@ -33,7 +37,11 @@ def a2sf(
     return dict(score=Protect(score=Accumulated(decay=float(decay)), sinks=sinks), budget=size(budget, keep, bytes))
 
 
-@row("2305.17118", "reconstruction; drops in batches as the paper does")
+@row(
+    "2305.17118",
+    "reconstruction; drops in batches as the paper does",
+    "up to 5x less memory without loss, 20x with 4 bits",
+)
 def scissorhands(
     *,
     budget: int | None = None,
@@ -52,7 +60,11 @@ def scissorhands(
     )
 
 
-@row("2507.14204", "compacted once a block; the budget is exact")
+@row(
+    "2507.14204",
+    "compacted once a block; the budget is exact",
+    "a longer span under the same budget, and endless generation (no figure in the abstract)",
+)
 def lacache(
     *,
     budget: int | None = None,
@@ -67,7 +79,11 @@ def lacache(
     return dict(score=score, budget=size(budget, keep, bytes), tiers=RELATIVE)
 
 
-@row("2501.04987", "contests exact in number and place, with the scores of the flush")
+@row(
+    "2501.04987",
+    "contests exact in number and place, with the scores of the flush",
+    "lowest perplexity on PG19 and OpenWebText2 in a 16th of the cache; best on LongBench with 6%",
+)
 def treekv(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, share: float = 0.5
 ) -> Axes:
@@ -78,7 +94,11 @@ def treekv(
     return dict(score=Protect(score=contest, sinks=sinks), budget=size(budget, keep, bytes), tiers=RELATIVE)
 
 
-@row("2506.15969", "lagged as the paper is; per kv head, and prompts are cut")
+@row(
+    "2506.15969",
+    "lagged as the paper is; per kv head, and prompts are cut",
+    "half of the cache at like accuracy in mathematical reasoning",
+)
 def lazyeviction(
     *,
     budget: int | None = None,
@@ -97,7 +117,11 @@ def lazyeviction(
     )
 
 
-@row("2503.00022", "as the window score it is made of")
+@row(
+    "2503.00022",
+    "as the window score it is made of",
+    "4x smaller on LongBench with less than 1% lost, at under 0.5% of the latency",
+)
 def kvcrush(
     *,
     budget: int | None = None,
@@ -119,7 +143,11 @@ def kvcrush(
     return dict(score=score, budget=size(budget, keep, bytes))
 
 
-@row("2503.17922", "as snapkv; the layers of a group differ by one token at most")
+@row(
+    "2503.17922",
+    "as snapkv; the layers of a group differ by one token at most",
+    "like the full cache on LongBench with 12% of it",
+)
 def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, beta: int = 14, task: str = "qa") -> Axes:
     """WindowKV: whole units of neighbours, one choice for all heads, more of them in the lower groups of layers."""
     kinds = {"qa": "half", "summary": "mean"}
@@ -136,7 +164,11 @@ def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, be
     )
 
 
-@row("2506.05345", "reconstruction, its adapter form; a prompt in one piece exact; then marked tokens leave at a flush")
+@row(
+    "2506.05345",
+    "reconstruction, its adapter form; a prompt in one piece exact; then marked tokens leave at a flush",
+    "8x in a thousand steps of training, more accurate than training-free sparse attention",
+)
 def dms(
     *,
     budget: int | None = None,
@@ -168,7 +200,11 @@ def above(name: str, budget: int | None, least: int, what: str) -> None:
         raise ValueError(f"{name}: budget={budget} must exceed {what} of {least} tokens; raise one or lower the other")
 
 
-@row("2502.01068", "as snapkv; upper layers see fewer tokens of the prompt; generated tokens are kept on top")
+@row(
+    "2502.01068",
+    "as snapkv; upper layers see fewer tokens of the prompt; generated tokens are kept on top",
+    "prefill 1.82x and decode 2.87x as fast, as accurate as what only decodes faster",
+)
 def fastkv(
     *,
     budget: int | None = None,
@@ -195,7 +231,7 @@ def fastkv(
     )
 
 
-@row("2603.11564", "from notes of the paper; generated tokens are kept on top")
+@row("2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache")
 def dapq(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, tokens: int = 32, pool: int = 5
 ) -> Axes:
@@ -206,7 +242,11 @@ def dapq(
     return dict(score=score, budget=size(budget, keep, bytes), recent=0, append=1.0)
 
 
-@row("2505.23416", "heads of a layer compete, layers have equal shares; generated tokens are kept on top")
+@row(
+    "2505.23416",
+    "heads of a layer compete, layers have equal shares; generated tokens are kept on top",
+    "3x to 4x smaller and decode about twice as fast with hardly a loss, whatever is asked later",
+)
 def kvzip(
     *,
     budget: int | None = None,
@@ -228,7 +268,11 @@ def kvzip(
     )
 
 
-@row("2410.01805", "reconstruction: heads read the block's input; generated tokens are kept on top")
+@row(
+    "2410.01805",
+    "reconstruction: heads read the block's input; generated tokens are kept on top",
+    "over 20x on Phi-3-mini-128K and 8x on Llama-3.1-8B; 128K tokens on one 4090",
+)
 def locret(
     *,
     budget: int | None = None,
@@ -255,7 +299,11 @@ def locret(
     )
 
 
-@row("2406.05317", "reconstruction: trained layer by layer; scores of a group are summed; decode every block of steps")
+@row(
+    "2406.05317",
+    "reconstruction: trained layer by layer; scores of a group are summed; decode every block of steps",
+    "3,482 tokens in 128 slots, up to 0.2791 more accuracy than others of that size",
+)
 def lococo(*, budget: int, gate: str | None = None, chunk: int = 512, local: int = 0) -> Axes:
     """LoCoCo: what the last piece looked at least melts into trained mixtures; `gate` is of `jkv train lococo`.
 
@@ -269,7 +317,11 @@ def lococo(*, budget: int, gate: str | None = None, chunk: int = 512, local: int
     return dict(score=Latest(), merge=merge, budget=Tokens(tokens=budget), recent=local, chunk=chunk)
 
 
-@row("2505.13866", "lagged as the paper is; events come `recent` tokens early")
+@row(
+    "2505.13866",
+    "lagged as the paper is; events come `recent` tokens early",
+    "1.60x the throughput of QwQ-32B for 1.2% less on AIME 2024",
+)
 def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int = 7) -> Axes:
     """RPC: the prompt stays, and of what is generated the `share` that the last `window` tokens look at."""
     if not 0 < share < 1:
@@ -284,7 +336,11 @@ def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int 
     )
 
 
-@row("2504.01281", "reconstruction: weights and least= are jkv's; one piece; lagged by block - 1")
+@row(
+    "2504.01281",
+    "reconstruction: weights and least= are jkv's; one piece; lagged by block - 1",
+    "half of the latency for 2.92 points of HotpotQA's joint match (45.29 to 42.37)",
+)
 def critic(
     *, keep: float = 0.7, least: int = 128, attention: float = 1.0, entropy: float = 1.0, gradient: float = 1.0
 ) -> Axes:
@@ -301,7 +357,11 @@ def critic(
     return dict(score=score, budget=Keep(keep=float(keep), least=least))
 
 
-@row("2407.18121", "exact in one piece for the prompt; while generating lagged by block - 1")
+@row(
+    "2407.18121",
+    "exact in one piece for the prompt; while generating lagged by block - 1",
+    "better generation than pruning at any rate of acceleration (no figure in the abstract)",
+)
 def elasticcache(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, newest: int = 25
 ) -> Axes:

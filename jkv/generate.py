@@ -257,11 +257,11 @@ class _Run:
         self.stop, self.until, self.new, self.chunk, self.given = stop, until, new, chunk, cache
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
-            self.name, self.bounded, self.claim = "continued", False, "as the cache given"
+            self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
             self.cache, logits, self.prefill_cost = _extend(params, cache, self.rows, new)
         else:
             config = read_config(cache)
-            self.name, self.bounded, self.claim = str(config), config.budget.bounded, config.claim
+            self.name, self.bounded, self.exactness = str(config), config.budget.bounded, config.exactness
             check_length(config, params.config, max(map(len, self.rows)), new)
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
@@ -340,7 +340,7 @@ class _Run:
         unread = 0 if isinstance(self.given, Cache) else prompt - int(state.cache.prompt.sum())
         report = Report(
             config=self.name,
-            exactness=self.claim,
+            exactness=self.exactness,
             rows=len(self.rows),
             tokens_prompt=prompt,
             tokens_new=new,

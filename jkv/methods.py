@@ -27,10 +27,10 @@ def parse(text: str) -> CacheConfig:
     """
     axes: Axes = {}
     owner: dict[str, str] = {}
-    names, claims = [], []
+    names, exactness = [], []
     for stage in text.split("|"):
         name, arguments = _read(stage.strip(), text)
-        entry = CATALOGUE[name]
+        entry = known(name)
         own = inspect.signature(entry.make).parameters
         schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in own}
         try:
@@ -44,8 +44,18 @@ def parse(text: str) -> CacheConfig:
             owner[axis] = name
             axes[axis] = max(axes.get(axis, 0), value) if axis in SCHEDULE and axis not in schedule else value
         names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
-        claims.append(entry.claim)
-    return CacheConfig(**axes, claim="; ".join(dict.fromkeys(claims)), name=" | ".join(names))
+        exactness.append(entry.exactness)
+    return CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))
+
+
+def known(name: str) -> Row:
+    """A row of the catalogue; ValueError names the nearest one."""
+    if name not in CATALOGUE:
+        near = difflib.get_close_matches(name, CATALOGUE, 1)
+        raise ValueError(
+            f"unknown method {name!r}" + (f": did you mean {near[0]!r}?" if near else "; see `jkv methods`")
+        )
+    return CATALOGUE[name]
 
 
 def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
@@ -57,11 +67,6 @@ def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
     call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
     if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
         raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)")
-    if call.func.id not in CATALOGUE:
-        near = difflib.get_close_matches(call.func.id, CATALOGUE, 1)
-        raise ValueError(
-            f"unknown method {call.func.id!r}" + (f": did you mean {near[0]!r}?" if near else "; see `jkv methods`")
-        )
     try:
         return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except ValueError:

@@ -21,7 +21,10 @@ PAIRS = pairs(MODEL)
 @pytest.mark.parametrize("name", sorted(CATALOGUE))
 def test_every_row_says_what_it_is(name):
     row = CATALOGUE[name]
-    assert row.about and row.claim and row.paper and row.axes
+    assert row.about and row.exactness and row.paper and row.axes
+    assert bool(row.claim) == (row.paper != "-" or name == "arkv")  # a paper without a number
+    assert row.parts or {*row.axes} <= {"pooled", "rest", "append"}
+    assert all(row.parts.values())
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def streaming(
     *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, relative: bool = True
 ) -> Axes:
     """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
-    first = TierSpec(k=Dense(rope="after"), v=Dense(), size=sinks, at="rank")
+    first = TierSpec(k=Dense(), v=Dense(), size=sinks, at="rank")
     return dict(
         score=Protect(score=Newest(), sinks=sinks),
         budget=size(budget, keep, bytes),

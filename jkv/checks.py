@@ -59,7 +59,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         if tier.at == "rank" and keys.rope != "after":
             raise ValueError(
                 f"{config}: relative positions need keys stored un-rotated, and {type(keys).__name__} stores them "
-                "rotated; set rope='after' on the codec or at='pos' on the tier"
+                "rotated; leave it out, or set at='pos' on the tier"
             )
         if tier.at == "rank" and config.select:
             raise ValueError(

@@ -30,8 +30,8 @@ class TierSpec:
     """One tier of every layer, first choice first.
 
     k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
-    None: the rest. at: keys act at their own position ("pos") or at their rank among the kept ("rank", needs a codec
-    that stores keys un-rotated).
+    None: the rest. at: keys act at their own position ("pos"), or are stored un-rotated and act at their rank among the
+    kept ("rank").
     """
 
     k: Codec | None = None
@@ -112,7 +112,8 @@ class CacheConfig:
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
-        return tier.k or self.codec[0], tier.v or self.codec[1]
+        k = tier.k or self.codec[0]
+        return k.unrotated() if tier.at == "rank" else k, tier.v or self.codec[1]
 
     @property
     def unit(self) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 from jkv.budgets import Keep, Pyramid, Tokens
 from jkv.catalogue import Axes, row, size
-from jkv.codecs import Dense
 from jkv.config import Narrow, TierSpec
 from jkv.io import learned
 from jkv.merges import Nearest
@@ -20,7 +19,7 @@ from jkv.scores.position import Oldest, Pool, Protect
 from jkv.scores.probes import Pseudo, Rebuilt
 from jkv.scores.wrappers import AcrossHeads, Groups, PerQuery, Representatives, Units
 
-RELATIVE = (TierSpec(k=Dense(rope="after"), v=Dense(), at="rank"),)  # keys act at their rank among the kept
+RELATIVE = (TierSpec(at="rank"),)  # keys act at their rank among the kept
 
 
 @row(

@@ -203,6 +203,10 @@ class Codec:
     rewritable: bool = False  # a merge may change a stored slot
     tiled: bool = True  # logits and mix decode a tile
 
+    def unrotated(self) -> Codec:
+        """The same of keys that are stored un-rotated; itself if it cannot, or does."""
+        return self
+
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError naming the two parts that cannot work together, and what would."""
 

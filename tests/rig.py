@@ -166,7 +166,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "kvmerger": (Case("kvmerger(budget={b})", columns=2, queries=16, merges=True),),
     "a2sf": (Case("a2sf(budget={b})", columns=1, queries=16),),
     "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=48),),
-    "lacache": (Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),),
+    "lacache": (
+        Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),
+        Case("lacache(budget={b}) | int8", slot=INT8, columns=1, uniform=True, ranked=32),
+    ),
     "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
     "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
     "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=24, uniform=True),),
@@ -337,16 +340,29 @@ def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
     return jax.vmap(jax.vmap(lambda y: codec.decode(codec.encode(y))))(padded)[:, :, :n]
 
 
-@partial(jax.jit, static_argnames=("codec", "rope"))
-def stored(codec: Any, code: Any, pos: jax.Array, rope: Rope) -> jax.Array:
-    """f32[B,H,LONGEST,D]: what a tier's codes say, by position i32[B,Hs,C]; keys rotated."""
+@partial(jax.jit, static_argnames=("codec",))
+def stored(codec: Any, code: Any, pos: jax.Array) -> jax.Array:
+    """f32[B,H,LONGEST,D]: what a tier's codes say, by position i32[B,Hs,C]."""
     x = jax.vmap(jax.vmap(codec.decode))(code)
     x = jnp.broadcast_to(x, (x.shape[0], H, *x.shape[2:]))
     pos = jnp.broadcast_to(pos, x.shape[:3])
-    if codec.rope == "after":
-        x = rope.rotate(x, pos)
     out = jnp.zeros((*x.shape[:2], LONGEST + 1, D))
     return jax.vmap(jax.vmap(lambda o, p, y: o.at[p].set(y)))(out, pos, x)[:, :, :-1]
+
+
+def turned(codec: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.ndarray:
+    """Keys by position, rotated by it or back, for a codec that keeps them un-rotated."""
+    return (
+        x
+        if codec.rope == "before"
+        else np.asarray(rope.rotate(jnp.asarray(x), jnp.arange(LONGEST)[None, None], inverse))
+    )
+
+
+def as_stored(codec: Any, code: Any, pos: jax.Array, x: np.ndarray, pick: np.ndarray) -> np.ndarray:
+    """x by position, and where `pick` what a tier has of it."""
+    mine = np.asarray(round_trip(codec, jnp.asarray(x), codec.grain))
+    return coded_as(x, mine, np.asarray(stored(codec, code, pos)), pick)
 
 
 def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarray) -> np.ndarray:
@@ -387,10 +403,9 @@ class Replay:
             k, v = self.k[i], self.v[i]
             if tier is not None:
                 pick, held_by = coded[..., None], after.layers[i].tiers[0]
-                mine = (np.asarray(round_trip(c, jnp.asarray(x), c.grain)) for c, x in ((tier.k, k), (tier.v, v)))
-                rope = self.params.config.ropes[i]
-                k = coded_as(k, next(mine), np.asarray(stored(tier.k, held_by.k, held_by.seen_by(H), rope)), pick)
-                v = coded_as(v, next(mine), np.asarray(stored(tier.v, held_by.v, held_by.seen_by(H), rope)), pick)
+                at, rope = held_by.seen_by(H), self.params.config.ropes[i]
+                k = as_stored(tier.k, held_by.k, at, turned(tier.k, k, rope, inverse=True), pick)
+                k, v = turned(tier.k, k, rope), as_stored(tier.v, held_by.v, at, v, pick)
             ks.append(jnp.asarray(k))
             vs.append(jnp.asarray(v))
             sees.append(jnp.asarray(coded | exact))

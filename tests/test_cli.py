@@ -127,10 +127,10 @@ def test_a_method_says_what_it_takes_and_is_made_of():
 
 def test_methods_that_go_together_are_told_apart_from_those_that_do_not():
     told = {(r["score"], r["with"]): r["refused"] for r in json.loads(call("methods", "--pairs", "--json").stdout)}
-    assert told["snapkv", "int8"] == "" and "its own codecs" in told["treekv", "int8"]
+    assert told["snapkv", "int8"] == "" and "its own codecs" in told["zipvl", "int8"]
     lines = call("methods", "--pairs").stdout.splitlines()
-    assert any("treekv" in x and "no" in x for x in lines) and any("snapkv" in x and "yes" in x for x in lines)
-    assert told["treekv", "int8"] in lines
+    assert any("zipvl" in x and "no" in x for x in lines) and any("snapkv" in x and "yes" in x for x in lines)
+    assert told["zipvl", "int8"] in lines
 
 
 def test_inspect_tells_tokens_and_bytes(tiny, tmp_path):

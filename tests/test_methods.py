@@ -1,20 +1,18 @@
 """Compositions by text: they round-trip, any two that may go together do, and what cannot be is refused by name."""
 
-import inspect
 
 import jax
 import jax.numpy as jnp
 import pytest
 import rig
 
-from jkv import models
 from jkv.cache import empty_layer
 from jkv.checks import check
 from jkv.config import resolve
 from jkv.flush import flush
 from jkv.methods import CATALOGUE, pairs, parse
 
-MODEL = models.read_config(models.TINY)
+MODEL = rig.MODEL
 PAIRS = pairs(MODEL)
 
 
@@ -82,12 +80,22 @@ def test_text_that_cannot_be(text, message):
         parse(text)
 
 
-@pytest.mark.parametrize(
-    "name", dict.fromkeys(a for a, _ in PAIRS if a not in ("trimkv", "makeeach", "dms", "attentiongate"))
-)  # of gates
+FOLDERS = {
+    "compresskv": {"heads": rig.FINDERS},
+    "razorattention": {"heads": rig.KEEPERS},
+    "trimkv": {"gate": rig.GATE},
+    "makeeach": {"gate": rig.DEEP},
+    "locret": {"gate": rig.ESTIMATES},
+    "lococo": {"gate": rig.MIXTURES},
+    "dms": {"gate": rig.SWITCH},
+    "attentiongate": {"gate": rig.LOOK},
+}
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS))
 def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
-    given = ["budget=256"] if "budget" in inspect.signature(CATALOGUE[name].make).parameters else []
-    given += [f"heads={x!r}" for x in {"compresskv": [rig.FINDERS], "razorattention": [rig.KEEPERS]}.get(name, ())]
+    given = ["budget=256"] if "budget" in CATALOGUE[name].arguments else []
+    given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
     admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
     for other in admitted:
         trained = f"(dense_layers=0, predictor={rig.PREDICTOR!r})" if other == "attentionpredictor" else ""
@@ -107,9 +115,8 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
 
 def test_what_does_not_go_together_says_why():
     refused = {pair: why for pair, why in PAIRS.items() if why}
-    others = {"kivi", "int8", "int4", "mustafar", "quest", "attentionpredictor", "alisa"}
-    assert {b for a, b in refused if a == "lacache"} == others
-    assert "every tier of this method has its own codecs" in refused["treekv", "int8"]
+    assert {b for a, b in refused if a == "lacache"} == {"quest", "attentionpredictor", "alisa"}
+    assert "every tier of this method has its own codecs" in refused["zipvl", "int8"]
     assert "relative positions move keys" in refused["streaming", "quest"]
     assert "kivi" not in {b for a, b in refused if a == "snapkv"} and len(refused) < len(PAIRS) / 4
     check(parse("streaming(budget=256, relative=False) | quest"), MODEL)  # the way out

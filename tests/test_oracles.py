@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,9 @@ import rig
 from rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, PROMPT, STEPS, D, H, L
 
 from jkv import loop, models
+from jkv.cache import map_codec
+from jkv.codecs import Dense
+from jkv.protocols import Code
 
 SHIFT = [PROMPT.shape[1] - n for n in LENGTHS]
 
@@ -191,6 +196,24 @@ def test_relative_places_are_ranks_of_the_kept():
         for layer, (k, v) in enumerate(taps):
             for row in range(2):
                 ks[layer, row, :, now[row]], vs[layer, row, :, now[row]] = k[row, :, 0], v[row, :, 0]
+
+
+@pytest.mark.parametrize("codec", ["int8", "mustafar", rig.KIVI_TEXT])
+def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(codec):
+    cache = rig.shared(f"lacache(budget=48) | {codec}").caches[-1]
+    floats = Dense(rope="after")
+
+    def plain(layer, plan):
+        tier, config = layer.tiers[0], plan.tiers[0]
+        assert config.k.rope == "after" and not isinstance(config.k, Dense)
+        k, v = (Code(slots=map_codec(c.decode, x)) for c, x in ((config.k, tier.k), (config.v, tier.v)))
+        tiers, codecs = (replace(tier, k=k, v=v),), (replace(config, k=floats, v=Dense()),)
+        return replace(layer, tiers=tiers), replace(plan, tiers=codecs)
+
+    layers, plan = zip(*map(plain, cache.layers, cache.plan), strict=True)
+    token = jnp.asarray(FORCED[:, 0])
+    got, want = (loop.step(PARAMS, x, token)[1] for x in (cache, replace(cache, layers=layers, plan=plan)))
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------------- quest and kivi

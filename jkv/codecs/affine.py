@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 from typing import Any, Literal
 
@@ -97,6 +98,9 @@ class Affine(Codec):
             raise ValueError(
                 f"affine codec: head_dim={model.head_dim} is no multiple of {8 // self.bits} codes a byte; use bits=8"
             )
+
+    def unrotated(self) -> Affine:
+        return replace(self, rope="after")
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
         """x [n,D] with its groups on one axis of their own, and that axis."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ class Dense(Codec):
     @property
     def tiled(self) -> bool:  # a constant of most codecs
         return self.rope == "after"  # what is rotated is a copy
+
+    def unrotated(self) -> Dense:
+        return replace(self, rope="after")
 
     def encode(self, x: Array) -> Code:
         return Code(slots=x)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import floor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,10 @@ class Sparse(Codec):
 
     sparsity: float = 0.7
     dtype: str = "bfloat16"
+    rope: Literal["before", "after"] = "before"
+
+    def unrotated(self) -> Sparse:
+        return replace(self, rope="after")
 
     def kept(self, dim: int) -> int:
         """Numbers of a token.

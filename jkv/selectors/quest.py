@@ -23,7 +23,7 @@ class PageBound(Selector):
     def summarize(self, k: Array) -> tuple[Array, Array]:
         return k.min(0), k.max(0)
 
-    def bound(self, q: Array, summary: tuple[Array, Array]) -> Array:
+    def most(self, q: Array, summary: tuple[Array, Array]) -> Array:
         """f32[B,H,U] of queries f[B,H,G,T,D] together and pages (kmin, kmax) f32[B,H,U,D]."""
         low, high = summary
         q = q.astype(jnp.float32)
@@ -31,6 +31,6 @@ class PageBound(Selector):
         return (up + jnp.einsum("bhgtd,bhud->bhgtu", jnp.minimum(q, 0), low)).max((2, 3))
 
     def pick(self, q: Array, summary: tuple[Array, Array], live: Array) -> Array:
-        bound = jnp.where(live, self.bound(q, summary), -jnp.inf)
+        bound = jnp.where(live, self.most(q, summary), -jnp.inf)
         best, units = jax.lax.top_k(bound, min(self.pages, bound.shape[-1]))
         return jnp.where(best == -jnp.inf, -1, units)

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint bench notebooks notebooks-refresh clean
+.PHONY: demo test lint docs bench notebooks notebooks-refresh clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "jkv needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
@@ -25,6 +25,9 @@ lint: .venv/installed  ## style and types, the types on the package as a user ge
 	rm -rf build
 	$(BIN)/pip install -q --no-deps --target build/types .
 	$(BIN)/pyright build/types/jkv
+
+docs: .venv/installed  ## docs/methods.md, from the catalogue
+	$(BIN)/python docs/methods.py
 
 bench: .venv/installed  ## beside transformers on the same weights
 	$(BIN)/pip install -q -e '.[parity]'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jkv import basics, elaborate, evictions  # noqa: F401 - to be in the catalogue
@@ -83,9 +84,12 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
     return f"{entry.name}: {fallback}"
 
 
-def pairs(model: ModelConfig, budget: int = 256) -> dict[tuple[str, str], str]:
-    """Every method that scores tokens with every one that codes or selects them: why it is refused, or ""."""
-    out = {}
+def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
+    """Every method that scores tokens with every one that codes or selects them: why it is refused, or "".
+
+    In a budget that has room for the recent windows of all of them, on a model whose context has room for the budget.
+    """
+    out, model = {}, replace(model, context=16 * budget)
     for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
         takes = "budget" in inspect.signature(first.make).parameters
         text = f"{first.name}(budget={budget})" if takes else first.name

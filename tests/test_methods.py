@@ -1,5 +1,7 @@
 """Compositions by text: they round-trip, any two that may go together do, and what cannot be is refused by name."""
 
+import runpy
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -94,12 +96,12 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS))
 def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
-    given = ["budget=256"] if "budget" in CATALOGUE[name].arguments else []
+    given = ["budget=2048"] if "budget" in CATALOGUE[name].arguments else []
     given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
     admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
     for other in admitted:
         trained = f"(dense_layers=0, predictor={rig.PREDICTOR!r})" if other == "attentionpredictor" else ""
-        plan = resolve(parse(f"{name}({', '.join(given)}) | {other}{trained}"), MODEL, 400, 40)[1]
+        plan = resolve(parse(f"{name}({', '.join(given)}) | {other}{trained}"), MODEL, 4096, 40)[1]
         layer = jax.eval_shape(lambda plan=plan: empty_layer(plan, 1, MODEL, jnp.float32))
 
         def flushed(layer, seen, generated, plan=plan):
@@ -120,3 +122,9 @@ def test_what_does_not_go_together_says_why():
     assert "relative positions move keys" in refused["streaming", "quest"]
     assert "kivi" not in {b for a, b in refused if a == "snapkv"} and len(refused) < len(PAIRS) / 4
     check(parse("streaming(budget=256, relative=False) | quest"), MODEL)  # the way out
+
+
+def test_the_page_of_methods_is_what_the_catalogue_says():
+    page = Path(__file__).parent.parent / "docs" / "methods.md"
+    made = runpy.run_path(str(page.with_suffix(".py")))
+    assert page.read_text() == made["table"]() + made["refused"](), "run: make docs"

@@ -12,16 +12,17 @@ from jkv.options import MODEL, Dtype, Model
 
 def _whole(**own: Any) -> dict[str, Any]:
     """A method's own defaults, and those of the whole model's steps."""
-    return own | {k: x for k, x in WHOLE.items() if k not in own}
+    return own | {k: x for k, x in (START | WHOLE).items() if k not in own}
 
 
+START = dict(start=None)
 WHOLE = dict(steps=0, batch=1, accumulate=1, weight=1.0, top=64, every=25)
 # What each method is trained by, and how much of it where nothing is said.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "trimkv": _whole(budget=512, warm=500, early=3e-3, rate=2e-4, width=128),
     "makeeach": _whole(budget=512, steps=1000, rate=1e-3, width=64),
-    "locret": dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
-    "lococo": dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
+    "locret": START | dict(budget=512, warm=3000, answer=64, rate=5e-4, width=128),
+    "lococo": START | dict(budget=128, warm=200, chunk=512, rate=2e-3, width=21),
     "dms": _whole(window=128, ratio=8.0, warm=600, early=3e-4, weight=3.0, fall=480, rate=2e-4),
     "attentiongate": _whole(price=0.75, answer=256, share=0.5, warm=300, early=1e-2, weight=10.0, rate=1e-3, width=8),
     "attentionpredictor": dict(steps=1000, batch=32, rate=5e-4, moments=3, page=16, dense_layers=2, every=100),
@@ -122,6 +123,10 @@ def train(
     dense_layers: Spared = None,
     chunk: Chunk = None,
     every: Every = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Weights of the same method to go on from, with other settings."),
+    ] = None,
     check: Annotated[int, typer.Option(help="Held-back texts to measure the result on; 0: none.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the weights, the texts and their order.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what FOLDER holds.")] = False,
@@ -131,7 +136,7 @@ def train(
     asked = dict(
         budget=budget, warm=warm, early=early, steps=steps, batch=batch, accumulate=accumulate, rate=rate,
         weight=weight, width=width, top=top, window=window, ratio=ratio, fall=fall, moments=moments, page=page,
-        answer=answer, share=share, price=price, dense_layers=dense_layers, chunk=chunk, every=every,
+        answer=answer, share=share, price=price, dense_layers=dense_layers, chunk=chunk, every=every, start=start,
     )  # fmt: skip
     chosen = settings(name, {k: v for k, v in asked.items() if v is not None}, texts, length, check)
     try:
@@ -142,7 +147,7 @@ def train(
 
     run = methods.Run(
         name=name, model=model, params=load(model, dtype), corpora=tuple(corpus or ("pydoc", "stdlib")), texts=texts,
-        length=length, check=check, seed=seed, out=out, resume=resume,
+        length=length, check=check, seed=seed, out=out, resume=resume, start=chosen.pop("start", None),
     )  # fmt: skip
     methods.METHODS[name](run, **chosen)
 
@@ -154,6 +159,8 @@ def settings(name: str, asked: dict[str, Any], texts: int, length: int, check: i
     if unknown := sorted(asked.keys() - DEFAULTS[name].keys()):
         known = ", ".join(f"--{option.replace('_', '-')}" for option in DEFAULTS[name])
         raise ValueError(f"--{unknown[0].replace('_', '-')} is nothing that {name} is trained by; it takes {known}")
+    if "start" in asked and "width" in asked:
+        raise ValueError("--width is that of the weights in --start: leave it out")
     chosen = DEFAULTS[name] | asked
     sizes = chosen | dict(texts=texts, length=length)
     if wrong := [f"{k}={sizes[k]}" for k in POSITIVE if sizes.get(k, 1) < 1]:

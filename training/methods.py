@@ -53,6 +53,14 @@ class Run:
     seed: int
     out: Path
     resume: bool
+    start: Path | None = None
+
+    def begun(self, score: Any) -> Any:
+        """A score, with the weights to start from if there are some; raises as `learned.trained` and `check`."""
+        if self.start is not None:
+            score = learned.trained(self.start, score)
+            learned.check(score.models, self.params)
+        return score
 
     def given(self) -> tuple[Batch, tuple[np.ndarray, str] | None]:
         """Texts to train on, and those that are held back; ValueError before anything is written."""
@@ -138,10 +146,12 @@ def fitted(
     The last is what is trained; more: what the result depends on beside the recipe; about: what the card says of
     the measurement.
     """
+    score = run.begun(score)
     made, held = run.given()
     for known in caches[:-1] if run.check else ():  # before hours of work
         check(parse(known), run.params.config)
-    what = run.what(made, recipe, **(more or {}))
+    begun = {} if run.start is None else {"start": digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])}
+    what = run.what(made, recipe, **begun, **(more or {}))
     folder = Folder(run.out, what, run.resume)
     with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
         state = Training(run.params, made, recipe, folder, say).run(score)

@@ -65,6 +65,24 @@ def test_twenty_steps_learn_something_that_is_used(whole):
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_training_may_begin_where_another_ended(whole, tmp_path):
+    more = [*ARGUMENTS[: ARGUMENTS.index("--width")], *ARGUMENTS[ARGUMENTS.index("--width") + 2 :], "--start", whole]
+    result = call("train", "trimkv", "--out", tmp_path / "on", *more, "--warm", 0, "--steps", 1, "--rate", 1e-9)
+    assert result.exit_code == 0, result.output
+    before, after = (vars(trained(folder, Retention()).gate) for folder in (whole, tmp_path / "on"))
+    for name, x in before.items():
+        np.testing.assert_allclose(after[name], x, atol=2e-9)
+    assert "start" in read_json(tmp_path / "on" / "card.json")
+    refused(call("train", "dms", "--out", tmp_path / "no", "--start", whole), "trimkv", str(whole))
+    refused(train(tmp_path / "no", "--start", whole), "--width is that of the weights in --start")
+    refused(call("train", "attentionpredictor", "--out", tmp_path / "no", "--start", whole), "--start is nothing that")
+    with pytest.MonkeyPatch.context() as patch:
+        other = replace(PARAMS, norm=PARAMS.norm + 1)
+        patch.setattr(loading, "load", lambda what, dtype: other)
+        refused(call("train", "trimkv", "--out", tmp_path / "no", "--start", whole), "were trained for the model")
+    assert not (tmp_path / "no").exists()
+
+
 def test_gates_that_compete_are_trained_and_used(tiny, tmp_path):
     given = "--budget 24 --steps 3 --texts 2 --length 48 --corpus pydoc --width 4 --check 1 --rate 0.01".split()
     result = call("train", "makeeach", "--out", tmp_path, *given)

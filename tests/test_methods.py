@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 import rig
 
+import jkv
 from jkv.cache import empty_layer
 from jkv.checks import check
 from jkv.config import resolve
@@ -113,6 +114,21 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
         number = jax.ShapeDtypeStruct((1,), jnp.int32)
         after = jax.eval_shape(flushed, layer, number, number)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), layer)
+
+
+CODECS = {"int8": "int8", "int4": "int4(group=0)", "kivi": rig.KIVI_TEXT, "mustafar": "mustafar(recent=16)"}
+CODED = [
+    f"{rig.CASES[a][0].tight.split(' | ')[0]} | {CODECS[b]}" for (a, b), why in PAIRS.items() if not why and b in CODECS
+]
+
+
+# The codecs take turns, so that each meets a part of the methods: all together would take a quarter of an hour.
+@pytest.mark.parametrize("text", CODED[:: len(CODECS) + 1], ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
+def test_what_goes_together_answers(text):
+    out = jkv.generate(rig.PARAMS, text, list(range(3, 93)), max_new_tokens=40, compare=True)  # two flushes
+    assert out.report.config == text and len(out.tokens) == 40
+    assert out.report.bytes_kept == out.report.bytes_predicted
+    assert 0 < out.report.kl < 2  # of a model whose logits are far from even
 
 
 def test_what_does_not_go_together_says_why():

@@ -22,6 +22,7 @@ Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0
 Corpus = Annotated[str, typer.Option(help="pydoc (prose), stdlib (code), either with :test, a dataset: wikitext, ...")]
 Text = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Your own UTF-8 text instead.")]
 Tokens = Annotated[Path | None, typer.Option("--tokens", metavar="FILE.npz", help="int32 [n, prefix + continue].")]
+ENDLESS = "streaming(budget=512)"
 Prefix = Annotated[int, typer.Option(help="Tokens that are read and compressed.")]
 Rest = Annotated[int, typer.Option("--continue", help="Tokens after them that are predicted one by one.")]
 Frozen = Annotated[bool, typer.Option("--frozen", help="Compress the prefix only, nothing after it.")]
@@ -126,6 +127,35 @@ def fidelity(
     for row in found.rows:
         if "spare" in row:
             print(f"{row['cache']}: spare layers {row['spare'] or 'none'}")
+
+
+@app.command()
+def endless(
+    model: Model = "smollm2-135m",
+    cache: Annotated[list[str] | None, typer.Option(help=f"Can be repeated. Default: {ENDLESS}.")] = None,
+    corpus: Corpus = "stdlib",
+    text: Text = None,
+    tokens: Tokens = None,
+    length: Annotated[int, typer.Option(help="Tokens of the text, as many as you like.")] = 100_000,
+    points: Annotated[int, typer.Option(help="Places where it is measured, the first after --prefix tokens.")] = 11,
+    prefix: Prefix = 1024,
+    rest: Rest = 256,
+    seed: Seed = 0,
+    out: Out = None,
+    dtype: Dtype = "float32",
+) -> None:
+    """Perplexity ever farther into one text, beside that of the same tokens after the few before them alone."""
+    from jkv.eval import experiments
+
+    s = _setting(model, cache or [ENDLESS], False, prefix, 1, out, seed, dtype)
+    ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, length - prefix, 1, seed, endless=True)
+    with console.progress(len(s.caches) * points) as say:
+        found = experiments.endless(s, ids[0], source, points, prefix, rest, say)
+    for row in found.rows:
+        print(
+            f"{row['cache']} after {row['after']:,}: perplexity {row['ppl']:.3f}, fresh {row['fresh']:.3f}; "
+            f"{row['bytes']:,} bytes"
+        )
 
 
 @app.command()

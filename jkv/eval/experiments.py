@@ -99,12 +99,23 @@ def has_weights(config: CacheConfig, params: Params) -> bool:
 
 
 def texts(
-    params: Params, corpus: str, file: Path | None, tokens: Path | None, prefix: int, rest: int, samples: int, seed: int
+    params: Params,
+    corpus: str,
+    file: Path | None,
+    tokens: Path | None,
+    prefix: int,
+    rest: int,
+    samples: int,
+    seed: int,
+    endless: bool = False,
 ) -> tuple[np.ndarray, str]:
-    """Token ids i32[samples, prefix + rest] of a corpus, a text file or an .npz, and what to call their source."""
+    """Token ids i32[samples, prefix + rest] of a corpus, a text file or an .npz, and what to call their source.
+
+    endless: they may be more than the model's context has room for.
+    """
     if prefix < 1 or rest < 1 or samples < 1:
         raise ValueError(f"prefix={prefix}, continue={rest}, samples={samples}: each must be 1 or more")
-    if prefix + rest > params.config.context:
+    if not endless and prefix + rest > params.config.context:
         raise ValueError(
             f"prefix and continuation are {prefix + rest} tokens, and the model's context is {params.config.context}: "
             "make one of them shorter"
@@ -123,6 +134,33 @@ def perplexity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bo
     found = s.results("ppl", [ids.tobytes()], source=source, **how)
     about = measure.Texts(ids, prefix, frozen, s.batch)
     s.each(found, say, [{"task": f"ppl/{source}"}], lambda config, _: measure.perplexity(s.params, config, about))
+    return found
+
+
+def endless(s: Setting, ids: np.ndarray, source: str, points: int, prefix: int, rest: int, say: Say) -> Results:
+    """A row a cache and place, `points` of them evenly in i32[T]; see `measure.endless`.
+
+    ValueError for a cache that is not made for texts beyond the model's context.
+    """
+    if points < 2 or len(ids) < prefix + points * rest:
+        raise ValueError(
+            f"{len(ids)} tokens, of which the first {prefix} are read before {points} places of {rest}: two places or "
+            "more, and more tokens than that"
+        )
+    for cache in s.caches:
+        if not parse(cache).unlimited:
+            raise ValueError(f"{cache} holds true positions, or everything: give a cache such as streaming(budget=512)")
+    found = s.results("endless", [ids.tobytes()], source=source, prefix=prefix, **{"continue": rest})
+    ends = np.linspace(prefix, len(ids) - rest, points).astype(int).tolist()
+    for cache in s.caches:
+        keys = [{"cache": cache, "task": f"endless/{source}", "after": end} for end in ends]
+        if all(found.find(**key) for key in keys):  # what is far goes through what is near
+            continue
+        for key, row in zip(keys, measure.endless(s.params, parse(cache), ids, ends, prefix, rest), strict=True):
+            if found.find(**key) is None:
+                found.add(key | row)
+            say(f"{cache} after {key['after']:,}")
+        forget()
     return found
 
 

@@ -27,6 +27,7 @@ from jkv.sampling import make as sampling
 from jkv.sizes import layout
 
 SLICE = 64  # tokens whose logits exist at once
+PIECE = 512  # tokens of an endless text that are read together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,30 @@ def perplexity(params: Params, config: CacheConfig, texts: Texts) -> dict[str, A
         by_text.append(np.concatenate([_surprise(run, i, part) for i, part in enumerate(run)], 1)[:count].mean(1))
         ms += run.ms
     assert cost is not None
-    return {**_ppl(np.concatenate(by_text)), **vars(cost), "ms_token": round(float(np.median(ms)), 2)}
+    return {**_ppl(np.concatenate(by_text)), **vars(cost), "ms_token": _median(ms)}
+
+
+def _median(ms: Sequence[float]) -> float:
+    return round(float(np.median(ms)), 2)
+
+
+def endless(
+    params: Params, config: CacheConfig, ids: np.ndarray, ends: Sequence[int], prefix: int, rest: int
+) -> Iterator[dict[str, Any]]:
+    """A text i32[T] through one cache: perplexity of the `rest` tokens after each of `ends`, which rise.
+
+    fresh: of the same tokens after a cache that has read but the `prefix` before them. bytes: of all arrays, as they
+    are.
+    """
+    tokens = ids[None]
+    cache, logits = prefill(params, config, tokens[:, :prefix], room=len(ids) - prefix)
+    for end in ends:
+        for start in range(int(cache.seen[0]), end, PIECE):
+            cache, logits = extend(params, cache, tokens[:, start : min(start + PIECE, end)])
+        after, beside = tokens[:, end : end + rest], tokens[:, end - prefix : end]
+        runs = Follow(params, cache, logits, after), Follow(params, *prefill(params, config, beside, room=rest), after)
+        far, fresh = (_ppl(np.concatenate([_surprise(r, i, part) for i, part in enumerate(r)], 1)) for r in runs)
+        yield {"ppl": far["ppl"], "fresh": fresh["ppl"], "bytes": tree_bytes(cache), "ms_token": _median(runs[0].ms)}
 
 
 def _surprise(run: Follow, i: int, logits: Array) -> np.ndarray:

@@ -6,12 +6,15 @@ import os
 import sys
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_measure import PARAMS, TINY, byte_tokenizer
 from typer.testing import CliRunner
 
-from jkv import models
+import jkv
+from jkv import loop, models
 from jkv.cli import app
 from jkv.eval import measure
 from jkv.io import load as loading
@@ -52,6 +55,30 @@ def test_perplexity_writes_a_row_a_cache(tokens, tmp_path):
     assert found["rows"][1]["kept"] == 0.625 and found["rows"][1]["bytes"] < found["rows"][0]["bytes"]
     assert {"fingerprint", "prompts", "seed", "versions", "template", "stop_ids", "frozen"} <= set(found["meta"])
     assert OWN in done.stdout and "[2/2]" in done.stderr
+
+
+def test_an_endless_text_beside_the_last_of_it(tmp_path):
+    ids, out = np.random.default_rng(0).integers(0, 256, 1200).astype(np.int32), tmp_path / "endless.json"
+    path, cache = tmp_path / "tokens.npz", "streaming(budget=40)"
+    np.savez(path, ids[None])
+    given = ("endless", "--tokens", path, "--length", 1200, "--points", 3, "--prefix", 64, "--continue", 16)
+    done = run(*given, "--cache", cache, "--json", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["after"] for r in rows] == [64, 624, 1184] and len({r["bytes"] for r in rows}) == 1
+    assert rows[0]["ppl"] == rows[0]["fresh"] != rows[2]["fresh"] != rows[2]["ppl"]
+    assert f"{cache} after 1,184: perplexity {rows[2]['ppl']:.3f}" in done.stdout
+
+    held, logits = jkv.prefill(PARAMS, cache, [ids[:64].tolist()], room=2000)  # its context is 512
+    for start, end in ((64, 576), (576, 624), (624, 1136), (1136, 1184)):
+        held, logits = jkv.extend(PARAMS, held, [ids[start:end].tolist()])
+    lost = []
+    for token in ids[1184:]:
+        lost.append(-jax.nn.log_softmax(logits[0])[token])
+        held, logits = jkv.step(PARAMS, loop.settle(held), jnp.asarray([token]))
+    np.testing.assert_allclose(rows[2]["ppl"], np.exp(np.mean(lost)), rtol=1e-4)
+    assert run(*given, "--cache", cache, "--json", out).exit_code == 0 and json.loads(out.read_text())["rows"] == rows
+    assert "give a cache such as" in run(*given, "--cache", OWN, code=1).stderr
+    assert "two places or more" in run(*given, "--cache", cache, "--points", 1, code=1).stderr
 
 
 def test_the_full_cache_reads_all_of_the_attention(tokens, tmp_path):

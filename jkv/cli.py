@@ -214,6 +214,8 @@ def methods(
     """What a --cache can be made of."""
     from jkv.methods import CATALOGUE, known
 
+    if name is not None and pairs:
+        raise ValueError(f"--pairs is about all methods, and {name} is one: leave out one of the two")
     if name is not None:
         return _method(known(name), as_json)
     if pairs:

@@ -123,6 +123,7 @@ def test_a_method_says_what_it_takes_and_is_made_of():
     told = json.loads(call("methods", "pyramidkv", "--json").stdout)
     assert told["arguments"]["budget"] == "required" and {"Pyramid", "WindowMass"} <= {*told["parts"]}
     assert "did you mean 'snapkv'" in call("methods", "snapvk").stderr
+    assert "leave out one of the two" in call("methods", "snapkv", "--pairs").stderr
 
 
 def test_methods_that_go_together_are_told_apart_from_those_that_do_not():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,11 +77,11 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
     """
     out = []
     for row in CATALOGUE.values():
-        takes = inspect.signature(row.make).parameters
+        takes = row.arguments
         if "budget" in takes:
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
-            out += [f"{row.name}(pages={int(keep * length) // takes['page'].default})" for keep in keeps]
+            out += [f"{row.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]
         elif row.axes not in (("append",), ("pooled",), ("rest",)):
             out.append(row.name)
     out += [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]

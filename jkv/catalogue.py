@@ -44,7 +44,7 @@ class Row:
     @property
     def filled(self) -> Axes:
         """What its defaults fill, for 64 tokens where it must be told how many."""
-        return self.make(**{n: 64 for n in ("budget",) if n in self.arguments})
+        return self.make(**({"budget": 64} if "budget" in self.arguments else {}))
 
     @property
     def axes(self) -> tuple[str, ...]:

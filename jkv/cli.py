@@ -224,8 +224,8 @@ def methods(
         print(json.dumps([_listed(r) for r in CATALOGUE.values()], indent=2))
         return
     table = Table(title="jkv methods", caption=f'joined by |, such as "{CACHE}"', row_styles=["", "dim"])
-    for name in ("name", "paper", "axes", "exactness", "about"):
-        table.add_column(name, no_wrap=name in ("name", "paper"), style="bold cyan" if name == "name" else None)
+    for head in ("name", "paper", "axes", "exactness", "about"):
+        table.add_column(head, no_wrap=head in ("name", "paper"), style="bold cyan" if head == "name" else None)
     for r in CATALOGUE.values():
         table.add_row(r.name, r.paper, ", ".join(r.axes), r.exactness, r.about)
     console.show(table)
@@ -237,11 +237,11 @@ def _listed(row: Row) -> dict[str, Any]:
 
 def _method(row: Row, as_json: bool) -> None:
     """One method: its arguments and defaults, source, claim and exactness, and the parts that it is made of."""
-    arguments = {k: "required" if x is ... else x for k, x in row.arguments.items()}
     if as_json:
+        arguments = {k: "required" if x is ... else x for k, x in row.arguments.items()}
         print(json.dumps({**_listed(row), "arguments": arguments, "text": row.text, "parts": row.parts}, indent=2))
         return
-    print(f"{row.name}({', '.join(k if x == 'required' else f'{k}={x!r}' for k, x in arguments.items())})")
+    print(f"{row.name}({', '.join(k if x is ... else f'{k}={x!r}' for k, x in row.arguments.items())})")
     print(f"\n{row.text}\n")
     for what in ("paper", "claim", "exactness"):
         print(f"{what:10}{getattr(row, what) or '-'}")

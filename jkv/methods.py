@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,7 @@ def parse(text: str) -> CacheConfig:
     for stage in text.split("|"):
         name, arguments = _read(stage.strip(), text)
         entry = known(name)
-        own = inspect.signature(entry.make).parameters
-        schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in own}
+        schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
         try:
             filled = entry.make(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
         except TypeError as e:
@@ -75,7 +73,7 @@ def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
-    known = [*inspect.signature(entry.make).parameters, *ARGUMENTS]
+    known = [*entry.arguments, *ARGUMENTS]
     for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -91,7 +89,7 @@ def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
     """
     out, model = {}, replace(model, context=16 * budget)
     for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
-        takes = "budget" in inspect.signature(first.make).parameters
+        takes = "budget" in first.arguments
         text = f"{first.name}(budget={budget})" if takes else first.name
         for second in (r for r in CATALOGUE.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
             try:

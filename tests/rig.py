@@ -352,11 +352,9 @@ def stored(codec: Any, code: Any, pos: jax.Array) -> jax.Array:
 
 def turned(codec: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.ndarray:
     """Keys by position, rotated by it or back, for a codec that keeps them un-rotated."""
-    return (
-        x
-        if codec.rope == "before"
-        else np.asarray(rope.rotate(jnp.asarray(x), jnp.arange(LONGEST)[None, None], inverse))
-    )
+    if codec.rope == "before":
+        return x
+    return np.asarray(rope.rotate(jnp.asarray(x), jnp.arange(LONGEST)[None, None], inverse))
 
 
 def as_stored(codec: Any, code: Any, pos: jax.Array, x: np.ndarray, pick: np.ndarray) -> np.ndarray:

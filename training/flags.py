@@ -3,8 +3,8 @@
 The last `answer` tokens of a text answer the others. A key of the prompt that is not kept is out of everybody's sight
 but its own. Whether it is kept is drawn, softly: z = `losses.drawn(u)`, and a logit has log sigmoid(z) on it; the flag
 k that is counted is hard, 1 where z > 0, with the gradient of sigmoid(z). Only the answer's tokens are learned from: a
-look that sees later tokens would tell the prompt's own ones. Of a layer alone,
-whose loss is what is left of attention, all queries are: what prompts do not see of themselves is lost to all layers.
+look that sees later tokens would tell the prompt's own ones. Of a layer alone, whose loss is what is left of attention,
+all queries are: what prompts do not see of themselves is lost to all layers.
 
     loss = cross-entropy of the answer + weight |mean k - share|
 

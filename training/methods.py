@@ -217,8 +217,13 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
     if held is not None:
         ids, source = jnp.asarray(held[0]), held[1]
         pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
-        unseen = gathered(run.params, Batch(ids=ids, pos=pos), select, recipe)
-        ranks = gathered(run.params, Batch(ids=ids, pos=pos), select, recipe, forecast.others)
+        unseen, ranks = gathered(
+            run.params,
+            Batch(ids=ids, pos=pos),
+            select,
+            recipe,
+            lambda *seen: (forecast.moments(*seen), forecast.others(*seen)),
+        )
         ranks |= {
             kind: forecast.forecast(of, jnp.asarray(unseen.x), jnp.asarray(unseen.use))
             for kind, of in ((forecast.BASELINE, line), ("conv", net))

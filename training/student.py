@@ -12,9 +12,21 @@ from jax import Array
 from jkv.models import Params, Projected, family
 from jkv.training.losses import Batch, sees
 
+TILE = 128  # queries that attend at once, to the keys up to their own
+
 # layer, its projections, age i32[B,T,S] of every key, -1 where a query does not see it -> what is added to the logits
 # f32[B,H,T,S], and a memo
 Bias = Callable[[int, Projected, Array], tuple[Array, Any]]
+
+
+def _attend(q: Array, k: Array, v: Array, added: Array, tile: slice, scale: float) -> Array:
+    """f32[B,H,G,t,D] of the queries of a tile, which see no key after it; the query heads of a kv head are one dot."""
+    b, h, g, _, d = q.shape
+    q, k, v, added = q[:, :, :, tile], k[:, :, : tile.stop], v[:, :, : tile.stop], added[:, :, tile, : tile.stop]
+    t, n = added.shape[2:]
+    logits = jnp.einsum("bhtd,bhsd->bhts", q.reshape(b, h, g * t, d), k).reshape(b, h, g, t, n)
+    p = jax.nn.softmax(logits * scale + added[:, :, None], -1).reshape(b, h, g * t, n)
+    return jnp.einsum("bhts,bhsd->bhtd", p, v.astype(jnp.float32)).reshape(b, h, g, t, d)
 
 
 def hidden(params: Params, batch: Batch, bias: Bias | None = None) -> tuple[Array, tuple[Any, ...]]:
@@ -29,13 +41,11 @@ def hidden(params: Params, batch: Batch, bias: Bias | None = None) -> tuple[Arra
     def attend(i: int, a: Projected) -> tuple[Array, Any]:
         rope, window = c.ropes[i], c.windows[i]
         q, k = (rope.rotate(y, p).astype(jnp.float32) for y, p in ((a.q, pos[:, None, None]), (a.k, pos[:, None])))
-        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * c.scale
         mine = see if window is None else see & (apart < window)
-        added, memo = bias(i, a, jnp.where(mine, apart, -1)) if bias is not None else (None, None)
-        if added is not None:
-            logits = logits + added[:, :, None]
-        p = jax.nn.softmax(jnp.where(mine[:, None, None], logits, -1e30), -1)
-        return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v.astype(jnp.float32)), memo
+        added, memo = bias(i, a, jnp.where(mine, apart, -1)) if bias is not None else (0.0, None)
+        added = jnp.where(mine[:, None], added, -1e30)
+        tiles = [slice(t, t + TILE) for t in range(0, q.shape[3], TILE)]
+        return jnp.concatenate([_attend(q, k, a.v, added, t, c.scale) for t in tiles], 3), memo
 
     x, memos = net.embed(params, jnp.maximum(batch.ids, 0)), []
     for i in range(c.layers):

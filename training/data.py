@@ -60,18 +60,34 @@ def held_back(params: Params, name: str, length: int, samples: int, seed: int) -
 
 
 def _windows(params: Params, name: str, length: int, samples: int, seed: int) -> np.ndarray:
-    """Windows of the training side, from as many of its documents, drawn at random, as they need."""
-    documents = corpora.documents(f"{name}:train")
-    order = np.random.default_rng(seed).permutation(len(documents))
+    """Windows of the training side, from as many runs of it, drawn at random, as they need.
+
+    A run is neighbours of some 2 * length tokens: one document, or many paragraphs of a file, in their order.
+    """
+    runs = _runs(corpora.documents(f"{name}:train"), 8 * length)
     stream: list[int] = []
-    for i in order:
-        stream += params.tokenizer.encode(documents[i] + "\n\n")
+    for i in np.random.default_rng(seed).permutation(len(runs)):
+        stream += params.tokenizer.encode(runs[i] + "\n\n")
         if len(stream) >= 2 * samples * length:
             break
     try:
         return corpora.windows(stream, length, samples, seed)
     except ValueError as error:
         raise ValueError(f"{name}: its training side is too short: {error}") from None
+
+
+def _runs(documents: Sequence[str], size: int) -> list[str]:
+    """Neighbours together, until each is of `size` characters or more; the last may be of less.
+
+    >>> _runs(["ab", "cd", "efghi", "j"], 4)
+    ['ab\\n\\ncd', 'efghi', 'j']
+    """
+    runs: list[list[str]] = [[]]
+    for document in documents:
+        if sum(map(len, runs[-1])) >= size:
+            runs.append([])
+        runs[-1].append(document)
+    return ["\n\n".join(run) for run in runs if run]
 
 
 def _asked(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:

@@ -117,7 +117,7 @@ def test_the_baseline_finds_its_numbers_and_the_best_pages_hold_what_they_hold()
 
 
 ARGUMENTS = (
-    "--page 4 --steps 20 --batch 8 --every 5 --texts 2 --length 200 --corpus pydoc --moments 2 --check 1 "
+    "--page 4 --steps 20 --batch 32 --every 5 --rate 1e-3 --texts 2 --length 200 --corpus pydoc --moments 2 --check 1 "
     "--dense-layers 1"
 ).split()
 

@@ -175,20 +175,26 @@ def weighted(tokens: int, weights: Sequence[float], least: int, most: int) -> tu
 
 @part
 class Weighted(Budget):
-    """`tokens` on average, more in layers that lose more by compression: `weighted` with `least` and most = 3 tokens.
+    """`tokens` on average, more in layers that need more: `weighted` with `least` and most = 3 tokens.
 
-    weights of the layers, or None: those that come with jkv for the model; until it is known, layers are equal.
+    weights of the layers, as a folder of `method` has them; None: the folder that comes with jkv for the model; until
+    it is known, layers are equal.
     """
 
     tokens: int
     least: int
+    method: str
     weights: tuple[float, ...] | None = None
 
     def of(self, folder: str) -> Weighted:
-        return replace(self, weights=tuple(heads.found(folder, heads.CHOICE)[0]["layers"].tolist()))
+        arrays, _ = learned.read(folder, self.method)
+        found = arrays.get("layers", np.zeros(0))
+        if found.ndim != 1 or not (found >= 0).all() or not found.sum() > 0:
+            raise learned.unlike(folder, arrays, self.method)
+        return replace(self, weights=tuple(found.astype(float).tolist()))
 
     def bound(self, params: Params) -> Weighted:
-        return self if self.weights else self.of(learned.shipped(heads.CHOICE, params, str, how="calibrate"))
+        return self if self.weights else self.of(learned.shipped(self.method, params, str))
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         weights = self.weights or (1.0,) * model.layers

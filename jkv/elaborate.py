@@ -17,7 +17,7 @@ from jkv.scores import gated
 from jkv.scores.assisted import Assisted
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.dispersion import Dispersed, Tailed
-from jkv.scores.heads import Keepers, Retrievers
+from jkv.scores.heads import CHOICE, Keepers, Retrievers
 from jkv.scores.hybrid import ByPhase, Even, Plus, Remembered
 from jkv.scores.learned import Outlook
 from jkv.scores.mixed import Sticky
@@ -47,7 +47,8 @@ def compresskv(
     above("compresskv", budget, window, "its observation window")
     if not 0 <= least <= budget or top < 1:
         raise ValueError(f"compresskv: least={least}, top={top}: from 0 to budget={budget} tokens, and 1 head or more")
-    score, size = Retrievers(queries=window, top=top), Weighted(tokens=budget, least=max(least, window + 1))
+    score = Retrievers(queries=window, top=top)
+    size = Weighted(tokens=budget, least=max(least, window + 1), method=CHOICE)
     if heads is not None:
         score, size = score.of(heads), size.of(heads)
     return dict(score=Pool(score=score, width=pool), budget=size, recent=window, append=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jkv.budgets import Keep, Pyramid, Tokens
+from jkv.budgets import Keep, Pyramid, Tokens, Weighted
 from jkv.catalogue import Axes, row, size
 from jkv.config import Narrow, TierSpec
 from jkv.io import learned
@@ -178,14 +178,18 @@ def dms(
 ) -> Axes:
     """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`.
 
-    What stays differs from head to head, so the heads of a layer share its budget.
+    What stays differs by layers and heads: a `budget` is divided among layers by what stayed of the texts that the
+    switch was trained on (`keep` and `bytes` are the same in each), and the heads of a layer share its part.
     """
     window = at_most(128, budget, 2) if window is None else window
     if window < 0:
         raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
     above("dms", budget, window, "its window")
-    score = learned.trained(gate, delayed.Delayed(window=window))
-    return dict(score=score, budget=size(budget, keep, bytes), pooled=0.0)
+    score, tokens = learned.trained(gate, delayed.Delayed(window=window)), size(budget, keep, bytes)
+    if budget is not None:
+        tokens = Weighted(tokens=budget, least=window, method="dms")
+        tokens = tokens if gate is None else tokens.of(gate)
+    return dict(score=score, budget=tokens, pooled=0.0)
 
 
 def at_most(most: int, budget: int | None, part: int) -> int:

@@ -14,6 +14,7 @@ from test_scores import evidence
 
 import jkv
 from jkv import loop, models, sizes
+from jkv.config import resolve
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
 from jkv.scores import delayed
@@ -122,11 +123,26 @@ def test_tokens_one_by_one_are_marked_as_those_of_a_prompt():
         assert live.sum() == 32 and (mark[live] > 0).tolist() == want[head][pos[live]].tolist()
 
 
-@pytest.mark.parametrize("more", [{}, {"gain": np.ones((2, 63))}, {"gain": np.ones(2)}])
-def test_a_folder_without_switches_is_refused(tmp_path, more):
-    io.write(tmp_path, {"out": np.ones((2, 2, 64))} | more, {"method": "dms", "model": []})
+def folder(path, **arrays) -> str:
+    fine = dict(out=np.ones((2, 2, 64)), gain=np.ones((2, 64)), layers=np.ones(2))
+    io.write(path, {k: x for k, x in (fine | arrays).items() if x is not None}, {"method": "dms", "model": []})
+    return str(path)
+
+
+@pytest.mark.parametrize("wrong", [{"gain": None}, {"gain": np.ones((2, 63))}, {"gain": np.ones(2)}, {"layers": None}])
+def test_a_folder_without_switches_is_refused(tmp_path, wrong):
     with pytest.raises(FormatError, match="not those of dms"):
-        jkv.parse(f"dms(keep=1.0, gate={str(tmp_path)!r})")
+        jkv.parse(f"dms(keep=1.0, gate={folder(tmp_path, **wrong)!r})")
+
+
+def test_layers_divide_a_budget_by_what_stayed_of_the_texts_of_the_training(tmp_path):
+    text = f"dms(budget=64, window=16, gate={folder(tmp_path / 'uneven', layers=np.array([0.6, 0.2]))!r})"
+    assert [x.capacity for x in resolve(jkv.parse(text), MODEL, 200, 20)] == [16 + 72, 16 + 24]
+    cache = rig.prompted(text)
+    assert [tier.pos.shape[-1] for tier in (x.tiers[0] for x in cache.layers)] == [72 * H, 24 * H]  # and 16 wait
+    for nothing in (np.zeros(2), np.array([1.0, -0.5]), np.ones((2, 1))):
+        with pytest.raises(FormatError, match="not those of dms"):
+            jkv.parse(f"dms(budget=64, gate={folder(tmp_path / 'none', layers=nothing)!r})")
 
 
 @pytest.mark.parametrize(

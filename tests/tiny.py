@@ -58,7 +58,8 @@ def mixtures(folder: str) -> str:
 def switch(folder: str) -> str:
     """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
     rng = np.random.default_rng(6)
-    made = delayed.Switch(out=rng.normal(0, 0.4, (L, H, MODEL.width)), gain=rng.uniform(0.5, 1.5, (L, MODEL.width)))
+    out, gain = rng.normal(0, 0.4, (L, H, MODEL.width)), rng.uniform(0.5, 1.5, (L, MODEL.width))
+    made = delayed.Switch(out=out, gain=gain, layers=np.full(L, 0.5))
     io.write(folder, vars(made), {"method": "dms", "model": io.identities(PARAMS)})
     return folder
 

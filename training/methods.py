@@ -154,13 +154,13 @@ def fitted(
     what = run.what(made, recipe, **begun, **(more or {}))
     folder = Folder(run.out, what, run.resume)
     with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
-        state = Training(run.params, made, recipe, folder, say).run(score)
-    card = run.card(what, folder)
-    learned.write(run.out, vars(state.score.gate), card)
+        score = Training(run.params, made, recipe, folder, say).run(score).score
+    arrays, card = vars(recipe.finished(run.params, made, score).gate), run.card(what, folder)
+    learned.write(run.out, arrays, card)
     print(f"learned: {run.out}\ndrawn: {folder.draw()}")
     if held is not None:
         card["eval"] = (about or {}) | perplexities(run.params, held, caches)
-        learned.write(run.out, vars(state.score.gate), card)
+        learned.write(run.out, arrays, card)
 
 
 def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str, ...]) -> dict[str, Any]:

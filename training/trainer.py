@@ -54,6 +54,10 @@ class Recipe:
         """The score after each layer, from layer `done` on, that is trained alone before the steps; and the losses."""
         return iter(())
 
+    def finished(self, params: Params, texts: Batch, score: Any) -> Any:
+        """A score that was trained, with what is known of it only then."""
+        return score
+
     def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
         """The loss of a batch in a step, and its parts by name; key: for what is drawn."""
         raise NotImplementedError

@@ -25,13 +25,15 @@ class Switch:
     """a = 100 out (gain x) - 5 for each kv head, of a block's normed input x: above 0 the token *before* leaves.
 
     out f[L,H,E], gain f[L,E]; in a layer's own score without L. The adapter of DMS (2506.05345) norms the residual by
-    itself, with a gain of its own: a gain on x is the same function.
+    itself, with a gain of its own: a gain on x is the same function. layers f[L]: the share of the texts that it was
+    trained on which stays in each layer, by which layers share a budget.
     """
 
     out: Array
     gain: Array
+    layers: Array
 
-    axes: ClassVar = dict(out="LHE", gain="LE")
+    axes: ClassVar = dict(out="LHE", gain="LE", layers="L")
 
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T] of x f[B,T,E]."""
@@ -47,7 +49,7 @@ def start(model: ModelConfig) -> Switch:
     (2, 2, 32)
     """
     layers, heads, e = model.layers, model.heads, model.width
-    return Switch(out=jnp.zeros((layers, heads, e)), gain=jnp.ones((layers, e)))
+    return Switch(out=jnp.zeros((layers, heads, e)), gain=jnp.ones((layers, e)), layers=jnp.ones(layers))
 
 
 def said_by_next(said: Array, pos: Array) -> Array:

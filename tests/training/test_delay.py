@@ -12,6 +12,7 @@ from test_cli import call, refused
 from test_losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 import jkv
+from jkv.io import learned
 from jkv.io import load as loading
 from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
@@ -23,6 +24,7 @@ RNG = np.random.default_rng(2)
 GATE = Switch(
     out=jnp.asarray(RNG.normal(0, 0.008, (MODEL.layers, MODEL.heads, MODEL.width)), jnp.float32),
     gain=jnp.asarray(RNG.uniform(0.5, 1.5, (MODEL.layers, MODEL.width)), jnp.float32),
+    layers=jnp.ones(MODEL.layers),
 )
 RECIPE = delay.Recipe(warm=0, window=WINDOW, ratio=8.0, fall=10, weight=0.0)
 NOISE = [
@@ -141,6 +143,18 @@ def test_twenty_steps_mark_tokens_and_a_killed_training_ends_the_same(tmp_path):
     text = f"dms(keep=1.0, window=4, recent=1, gate={str(whole)!r})"
     cache, _ = jkv.prefill(SPEAKING, text, "the quick brown fox " * 4)
     assert float(np.asarray(cache.kept()).mean()) < 0.9 * int(cache.seen[0])
+
+
+def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
+    learned.write(tmp_path, vars(GATE), {"method": "dms", "model": learned.identities(PARAMS)})
+    made = RECIPE.finished(PARAMS, BATCH, trained(tmp_path, Delayed(window=0)))
+    want, config = [], f"dms(keep=1.0, window=0, recent=1, gate={str(tmp_path)!r})"
+    for ends in ([60, 140], [150]):
+        row = np.split(np.asarray(BATCH.ids)[len(want)], ends)[: len(ends)]
+        kept = sum(jkv.prefill(PARAMS, config, [ids.tolist()])[0].kept()[:, 0].sum(1) for ids in row)
+        want.append((np.asarray(kept) / MODEL.heads - len(ends)) / (ends[-1] - len(ends)))  # the newest wait
+    assert 0.2 < np.min(want) and np.max(want) < 0.9 and abs(want[0][0] - want[0][1]) > 0.02
+    np.testing.assert_allclose(made.gate.layers, np.mean(want, 0), atol=1e-5)
 
 
 def test_options_of_another_method_are_refused(tmp_path):

@@ -119,7 +119,9 @@ def test_the_loss_of_switches(window):
     """Marks soft on old keys, counted hard; a text that ends before its row does."""
     layer, at, size = replace(data(0), size=jnp.full(N, 80)), np.array([3, 40, 79]), 80
     out = np.random.default_rng(5).normal(0, 0.03, (H, E)).astype(np.float32)
-    score = delayed.Delayed(window=12, gate=delayed.Switch(out=jnp.asarray(out), gain=jnp.full(E, 0.5)))
+    score = delayed.Delayed(
+        window=12, gate=delayed.Switch(out=jnp.asarray(out), gain=jnp.full(E, 0.5), layers=jnp.ones(()))
+    )
     recipe = delay.Recipe(window=12, ratio=8.0, weight=0.7)
     got = layer_loss(score, row(layer), jnp.asarray(at), recipe, KEY, 0.5, window)
     noise = np.asarray(jax.random.logistic(jax.random.fold_in(KEY, 0), (1, H, T)), np.float64)[0]

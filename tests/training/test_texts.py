@@ -1,5 +1,6 @@
 """Texts to train on: of the training side alone, in an order that only the seed and the step decide."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,16 @@ def test_no_held_back_text_is_trained_on(tmp_path):
         whole = [p for p in paragraphs if p in text(made, row)]
         assert whole and set(whole) <= sides[0] and all(p in known for p in whole)
     assert corpora.text(f"{path}:test") == "\n\n".join(corpora.documents(f"{path}:test"))
+
+
+def test_paragraphs_of_a_file_stay_in_their_order(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("\n\n".join(f"Paragraph {i:03} of this text." for i in range(400)))
+    made = data.texts(PARAMS, [str(path)], 300, 8, seed=1)
+    found = [[int(i) for i in re.findall(r"Paragraph (\d\d\d) of", text(made, row))] for row in range(8)]
+    steps = np.concatenate([np.diff(numbers) for numbers in found])
+    assert len(steps) > 40 and (steps > 0).mean() > 0.8  # a window may lie over the border of two runs
+    assert len({numbers[0] // 100 for numbers in found}) > 2  # which come from everywhere
 
 
 def test_what_several_documents_say_is_not_trained_on_if_one_is_held_back():

@@ -152,38 +152,44 @@ class Above(Budget):
         return longest if layer < self.layer else self.tokens
 
 
-def weighted(tokens: int, weights: Sequence[float], least: int, most: int) -> tuple[int, ...]:
+def weighted(tokens: int, weights: Sequence[float], least: int, most: int, step: int = 1) -> tuple[int, ...]:
     """Tokens per layer that sum to tokens * layers: `least`, and of the others a share by weight; `most` at most.
 
-    Shares are rounded; what that leaves or lacks goes token by token to or from the heaviest layers that may take it.
-    Source: CompressKV (2508.02401).
+    Shares are rounded to steps of `step` tokens; what that leaves or lacks goes step by step to or from the heaviest
+    layers that may take it, and what is less than a step to the heaviest. Source: CompressKV (2508.02401), whose step
+    is a token.
 
     >>> weighted(64, [0.75, 0.25], least=32, most=192), weighted(64, [1.0, 0.0, 0.0], least=32, most=100)
     ((80, 48), (100, 46, 46))
+    >>> weighted(64, [0.75, 0.25], least=32, most=192, step=12)
+    (84, 44)
     """
-    total, layers = tokens * len(weights), range(len(weights))
-    free = total - least * len(weights)
-    out = [min(least + round(w / sum(weights) * free), most) for w in weights]
-    heavy = sorted(layers, key=lambda i: -weights[i])
-    while gap := total - sum(out):
-        step = 1 if gap > 0 else -1
-        able = [i for i in heavy if least <= out[i] + step <= most]
+    free, rest = divmod((tokens - least) * len(weights), step)
+    top = (most - least) // step
+    out = [min(round(w / sum(weights) * free), top) for w in weights]
+    heavy = sorted(range(len(weights)), key=lambda i: -weights[i])
+    while gap := free - sum(out):
+        one = 1 if gap > 0 else -1
+        able = [i for i in heavy if 0 <= out[i] + one <= top]
         for i in able[: abs(gap)]:
-            out[i] += step
-    return tuple(out)
+            out[i] += one
+    sizes = [least + step * n for n in out]
+    sizes[next(i for i in heavy if sizes[i] + rest <= most)] += rest
+    return tuple(sizes)
 
 
 @part
 class Weighted(Budget):
-    """`tokens` on average, more in layers that need more: `weighted` with `least` and most = 3 tokens.
+    """`tokens` on average, more in layers that need more: `weighted` with `least`, most = 3 tokens and `step`.
 
     weights of the layers, as a folder of `method` has them; None: the folder that comes with jkv for the model; until
-    it is known, layers are equal.
+    it is known, layers are equal. Layers of one size share their programs: a coarse step spares the compiler.
     """
 
     tokens: int
     least: int
     method: str
+    step: int = 1
     weights: tuple[float, ...] | None = None
 
     def of(self, folder: str) -> Weighted:
@@ -198,7 +204,7 @@ class Weighted(Budget):
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         weights = self.weights or (1.0,) * model.layers
-        return weighted(self.tokens, weights, self.least, 3 * self.tokens)[layer]
+        return weighted(self.tokens, weights, self.least, 3 * self.tokens, self.step)[layer]
 
 
 def asked_for(total: int, asked: Sequence[float], most: int) -> list[int]:

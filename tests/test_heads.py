@@ -32,12 +32,17 @@ from jkv.training import heads
 
 def test_layers_get_by_what_they_lose():
     assert weighted(64, [0.75, 0.25], least=32, most=192) == (80, 48)
+    assert weighted(64, [1.0, 0.0, 0.0], least=32, most=100, step=11) == (98, 32 + 11 + 8, 43)
     rng = np.random.default_rng(0)
     for _ in range(20):
         w = rng.dirichlet(np.full(30, 0.3))
         got = weighted(100, list(w), least=32, most=300)
         assert sum(got) == 3000 and min(got) >= 32 and max(got) <= 300
         assert all(np.diff(np.array(got)[np.argsort(w)]) >= -1)
+        coarse = weighted(100, list(w), least=32, most=300, step=25)
+        assert sum(coarse) == 3000 and min(coarse) >= 32 and max(coarse) <= 300
+        assert sum((n - 32) % 25 > 0 for n in coarse) <= 1  # one layer takes what is less than a step
+        assert max(abs(a - b) for a, b in zip(coarse, got, strict=True)) <= 50
 
 
 def test_the_best_heads_choose_for_their_layer(tmp_path):

@@ -62,7 +62,8 @@ def held_back(params: Params, name: str, length: int, samples: int, seed: int) -
 def _windows(params: Params, name: str, length: int, samples: int, seed: int) -> np.ndarray:
     """Windows of the training side, from as many runs of it, drawn at random, as they need.
 
-    A run is neighbours of some 2 * length tokens: one document, or many paragraphs of a file, in their order.
+    A run is neighbours of some 2 * length tokens or more, in their order: a long document, or short ones, such as the
+    paragraphs of a file.
     """
     runs = _runs(corpora.documents(f"{name}:train"), 8 * length)
     stream: list[int] = []

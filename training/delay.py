@@ -38,7 +38,7 @@ class Recipe(warm.Recipe):
     rise: int = 20
 
     def tune(self) -> Any:
-        return adamw(cosine(self.rate, min(self.rise, self.steps), self.steps), self.clip)
+        return adamw(cosine(self.rate, self.rise, self.steps), self.clip)
 
     def target(self, step: Array | int) -> Array:
         """The share of tokens to be marked in a step, 1 - 1 / ratio there; the ratio rises in a line.

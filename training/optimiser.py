@@ -9,7 +9,8 @@ import optax
 
 
 def cosine(rate: float, rise: int, steps: int) -> Any:
-    """Up to `rate` in `rise` steps, then a cosine to 1e-6."""
+    """Up to `rate` in `rise` steps, or all if there are fewer, then a cosine to 1e-6."""
+    rise = min(rise, steps)
     return optax.warmup_cosine_decay_schedule(0.0, rate, rise, max(steps, rise + 1), 1e-6)
 
 

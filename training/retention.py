@@ -43,7 +43,7 @@ class Recipe(warm.Recipe):
     decay: float = 1e-5
 
     def tune(self) -> Any:
-        return adamw(cosine(self.rate, min(self.rise, self.steps), self.steps), self.clip, self.decay)
+        return adamw(cosine(self.rate, self.rise, self.steps), self.clip, self.decay)
 
     def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
         return fading(score)

@@ -236,7 +236,7 @@ class Measured(Budget):
 
     measures = True
 
-    def of(self, parts: Sequence[Sequence[int]]) -> Budget:
+    def with_parts(self, parts: Sequence[Sequence[int]]) -> Budget:
         return replace(self, parts=tuple((int(max(x)), int(min(x))) for x in parts))
 
 

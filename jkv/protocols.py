@@ -157,7 +157,7 @@ class Budget:
         """i[L,B]: tokens of each layer's tiers, or its first, by what it asks, f[L,B], for prompts of these lengths."""
         raise NotImplementedError  # only of budgets that say `measures`
 
-    def of(self, parts: Sequence[Sequence[int]]) -> Budget:
+    def with_parts(self, parts: Sequence[Sequence[int]]) -> Budget:
         """This budget, divided: its `parts`."""
         raise NotImplementedError  # only of budgets that say `measures`
 

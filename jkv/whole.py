@@ -53,7 +53,7 @@ def shared(config: CacheConfig, cache: Cache, dense: Cache, lengths: list[int], 
     """An empty cache as another, of the sizes that the layers of a prompt ask for; shares of each row are in it."""
     shares = config.budget.divided(np.asarray(cost.run(ask, dense), float), lengths)
     plan, dtype = cache.plan[0], dense.dtype
-    config = replace(config, budget=config.budget.of(shares.tolist()))
+    config = replace(config, budget=config.budget.with_parts(shares.tolist()))
     made = empty(config, cache.model, len(lengths), plan.longest, cache.new, dtype)
     shares = jnp.asarray(shares, jnp.int32)
     return replace(made, layers=tuple(replace(x, share=y) for x, y in zip(made.layers, shares, strict=True)))

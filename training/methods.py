@@ -155,7 +155,9 @@ def fitted(
     folder = Folder(run.out, what, run.resume)
     with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
         score = Training(run.params, made, recipe, folder, say).run(score).score
-    arrays, card = vars(recipe.finished(run.params, made, score).gate), run.card(what, folder)
+    with console.status("what came of it"):
+        arrays = vars(recipe.finished(run.params, made, score).gate)
+    card = run.card(what, folder)
     learned.write(run.out, arrays, card)
     print(f"learned: {run.out}\ndrawn: {folder.draw()}")
     if held is not None:

@@ -72,7 +72,7 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
     try:
         config = (config or parse(meta["config"])).bound(params)
         if config.budget.measures:
-            config = replace(config, budget=config.budget.of(meta["parts"]))
+            config = replace(config, budget=config.budget.with_parts(meta["parts"]))
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
         model = reaching(params.config, longest) if config.unlimited else params.config
         plan, (layers, states) = layout(config, model, rows, longest, new, dtype)

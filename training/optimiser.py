@@ -9,8 +9,13 @@ import optax
 
 
 def cosine(rate: float, rise: int, steps: int) -> Any:
-    """Up to `rate` in `rise` steps, or all if there are fewer, then a cosine to 1e-6."""
-    rise = min(rise, steps)
+    """Up to `rate` in `rise` steps, or a tenth of all if that is fewer, then a cosine to 1e-6.
+
+    >>> rate = cosine(1e-3, 100, 200)
+    >>> [round(float(rate(step)) * 1e3, 3) for step in (0, 10, 20, 110, 200)]
+    [0.0, 0.5, 1.0, 0.5, 0.001]
+    """
+    rise = min(rise, max(steps // 10, 1))
     return optax.warmup_cosine_decay_schedule(0.0, rate, rise, max(steps, rise + 1), 1e-6)
 
 

@@ -35,8 +35,8 @@ class Held:
 class Recipe(warm.Recipe):
     """How a gate is trained for `budget` tokens a head.
 
-    The rate of the whole model's steps rises in `rise` of them, or a tenth, and falls in a cosine to 1e-6; decay: of the
-    matrices.
+    The rate of the whole model's steps rises in `rise` of them, or a tenth, and falls in a cosine to 1e-6; decay: of
+    the matrices.
     """
 
     budget: int

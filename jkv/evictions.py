@@ -187,7 +187,7 @@ def dms(
     above("dms", budget, window, "its window")
     score, tokens = learned.trained(gate, delayed.Delayed(window=window)), size(budget, keep, bytes)
     if budget is not None:
-        tokens = Weighted(tokens=budget, least=window, method="dms", step=max(budget // 8, 1))
+        tokens = Weighted(tokens=budget, least=window, method="dms", step=max(budget // 20, 1))
         tokens = tokens if gate is None else tokens.of(gate)
     return dict(score=score, budget=tokens, pooled=0.0)
 

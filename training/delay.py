@@ -53,8 +53,8 @@ class Recipe(warm.Recipe):
         return delaying(score, batch, key)
 
     def finished(self, params: Params, texts: Batch, score: Delayed) -> Delayed:
-        parts = [staying(params, score, rows(texts, [i])) for i in range(texts.ids.shape[0])]
-        return replace(score, gate=replace(score.weights, layers=jnp.stack(parts).mean(0)))
+        parts = jnp.stack([staying(params, score, rows(texts, [i])) for i in range(texts.ids.shape[0])])
+        return replace(score, gate=replace(score.weights, layers=parts.mean(0) + parts.std(0)))
 
     def counted(self, memos: tuple[Array, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         short, marked = lacking(memos, batch, self.target(step))

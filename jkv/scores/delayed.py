@@ -25,8 +25,8 @@ class Switch:
     """a = 100 out (gain x) - 5 for each kv head, of a block's normed input x: above 0 the token *before* leaves.
 
     out f[L,H,E], gain f[L,E]; in a layer's own score without L. The adapter of DMS (2506.05345) norms the residual by
-    itself, with a gain of its own: a gain on x is the same function. layers f[L]: the share of the texts that it was
-    trained on which stays in each layer, by which layers share a budget.
+    itself, with a gain of its own: a gain on x is the same function. layers f[L]: the share of a text that stays in a
+    layer, its mean over the texts of the training and a standard deviation more, by which layers share a budget.
     """
 
     out: Array

@@ -99,7 +99,7 @@ def test_one_share_for_all_layers_and_the_gradient_of_the_soft_marks(shares, wan
 # ------------------------------------------------------------------------------------------------------- jkv train dms
 
 ARGUMENTS = (
-    "--warm 0 --window 4 --ratio 4 --fall 10 --steps 20 --every 5 --rate 3e-3 --texts 4 --length 48 --corpus pydoc "
+    "--warm 0 --window 4 --ratio 4 --fall 10 --steps 20 --every 5 --rate 6e-3 --texts 4 --length 48 --corpus pydoc "
     "--top 0 --check 0"
 ).split()
 
@@ -154,7 +154,7 @@ def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
         kept = sum(jkv.prefill(PARAMS, config, [ids.tolist()])[0].kept()[:, 0].sum(1) for ids in row)
         want.append((np.asarray(kept) / MODEL.heads - len(ends)) / (ends[-1] - len(ends)))  # the newest wait
     assert 0.2 < np.min(want) and np.max(want) < 0.9 and abs(want[0][0] - want[0][1]) > 0.02
-    np.testing.assert_allclose(made.gate.layers, np.mean(want, 0), atol=1e-5)
+    np.testing.assert_allclose(made.gate.layers, np.mean(want, 0) + np.std(want, 0), atol=1e-5)
 
 
 def test_options_of_another_method_are_refused(tmp_path):

@@ -187,7 +187,8 @@ def dms(
     above("dms", budget, window, "its window")
     score, tokens = learned.trained(gate, delayed.Delayed(window=window)), size(budget, keep, bytes)
     if budget is not None:
-        tokens = Weighted(tokens=budget, least=window, method="dms", step=max(budget // 20, 1))
+        step = max(budget // 20, 1)  # some layers want only a few tokens beyond the window: coarser, they had none
+        tokens = Weighted(tokens=budget, least=window, method="dms", step=step)
         tokens = tokens if gate is None else tokens.of(gate)
     return dict(score=score, budget=tokens, pooled=0.0)
 

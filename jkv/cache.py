@@ -171,23 +171,51 @@ class LayerCache:
 
 
 @value
+class Counts:
+    """Tokens i32[B] of each row: seen in all, of its prompt, and given after it (`extend`); the others are generated."""
+
+    seen: Array
+    prompt: Array
+    later: Array
+
+    @property
+    def generated(self) -> Array:
+        return self.seen - self.prompt - self.later
+
+    def given(self, n: Array, later: bool) -> Counts:
+        """After n i32[B] tokens more of the prompt, or of what is given after it."""
+        more = {"later": self.later + n} if later else {"prompt": self.prompt + n}
+        return replace(self, seen=self.seen + n, **more)
+
+
+@value
 class Cache:
     """What a model remembers of its rows.
 
-    layers: of the blocks that attend; states: of those that recur, whose size no text changes; seen, prompt i32[B]
-    tokens; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
-    text; new: generated tokens it was made for. A value: nothing changes it, every function returns a new one.
+    layers: of the blocks that attend; states: of those that recur, whose size no text changes; counts: tokens of each
+    row; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
+    text; new: tokens after the prompt that it was made for. A value: nothing changes it, every function returns a new
+    one.
     """
 
     layers: tuple[LayerCache, ...]
     states: tuple[State, ...]
-    seen: Array
-    prompt: Array
+    counts: Counts
     fill: Array
     plan: tuple[LayerConfig, ...]
     model: ModelConfig = static()
     name: str = static(default="")
     new: int = static(default=0)
+
+    @property
+    def seen(self) -> Array:
+        """i32[B] tokens of each row."""
+        return self.counts.seen
+
+    @property
+    def prompt(self) -> Array:
+        """i32[B] tokens of each row's prompt."""
+        return self.counts.prompt
 
     @property
     def nbytes(self) -> int:
@@ -232,11 +260,11 @@ class Cache:
     @property
     def _rows(self) -> Any:
         """What belongs to rows."""
-        return self.layers, self.states, self.seen, self.prompt
+        return self.layers, self.states, self.counts
 
     def _with(self, rows: Any) -> Cache:
-        layers, states, seen, prompt = rows
-        return replace(self, layers=layers, states=states, seen=seen, prompt=prompt)
+        layers, states, counts = rows
+        return replace(self, layers=layers, states=states, counts=counts)
 
     def put(self, slots: Array, rows: Cache) -> Cache:
         """The cache with rows of another of the same plan in `slots` i32[n]; a slot of B or more is dropped.
@@ -273,7 +301,8 @@ class Cache:
         layers = tuple(cut(layer) for layer in self.layers)
         states = tuple(replace(x, count=x.count - n) for x in self.states)
         fill = self.fill - n if self._dense_tail(n) else self.fill
-        return replace(self, layers=layers, states=states, seen=seen, fill=fill)
+        counts = replace(self.counts, seen=seen)
+        return replace(self, layers=layers, states=states, counts=counts, fill=fill)
 
     def _dense_tail(self, n: int) -> bool:
         """Whether the newest n places of every recent window hold the newest n tokens: no row paused meanwhile."""

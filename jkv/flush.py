@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import context
-from jkv.cache import LayerCache, Queries, Rest, Tier, Window, map_codec, per, put, take, take_along
+from jkv.cache import Counts, LayerCache, Queries, Rest, Tier, Window, map_codec, per, put, take, take_along
 from jkv.config import LayerConfig, TierConfig
 from jkv.evidence import Evidence, evidence, watched, watching
 from jkv.melt import merged, remembered
@@ -61,8 +61,7 @@ def flush(
     layer: LayerCache,
     window: Window,
     queries: tuple[Queries | None, Queries | None],
-    seen: Array,
-    generated: Array,
+    counts: Counts,
     plan: LayerConfig,
     rope: Rope,
     model: ModelConfig,
@@ -71,9 +70,11 @@ def flush(
 ) -> LayerCache:
     """The layer after its window has flushed.
 
-    window: W entries, oldest first; queries: those kept and the new ones; fresh: the tiers are known to be empty;
-    below: the layers below, which have flushed, if the score needs them.
+    window: W entries, oldest first; queries: those kept and the new ones; counts: of a row's tokens, those in the window
+    included, and none of its prompt if it is generated; fresh: the tiers are known to be empty; below: the layers
+    below, which have flushed, if the score needs them.
     """
+    seen = counts.seen
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
@@ -81,8 +82,8 @@ def flush(
     leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
-    limit = _limit(plan, seen, generated, layer.share)
-    ev = evidence(layer, packed, leaving, queries, seen, seen - generated, limit, plan, rope, model, fresh, below)
+    limit = _limit(plan, counts, layer.share)
+    ev = evidence(layer, packed, leaving, queries, seen, counts.prompt, limit, plan, rope, model, fresh, below)
     if ev.tiers and plan.tiers[0].select is not None:
         ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
@@ -148,16 +149,21 @@ def _gather(window: Window, order: Array) -> Window:
     )
 
 
-def _limit(plan: LayerConfig, seen: Array, generated: Array, share: Array | None) -> Array:
+def _limit(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
     """i32[B]: tokens that all tiers together may hold; share i32[B]: of those that are not on top of the budget."""
-    most = plan.budget.limit(plan.capacity - plan.append, seen - generated if plan.append else seen)
+    most = plan.budget.limit(plan.capacity - plan.append, counts.prompt if plan.append else counts.seen)
     if share is not None and not plan.budget.inside:
         most = jnp.minimum(most, share + plan.recent)
-    if plan.append:
-        older = jnp.maximum(generated - plan.recent, 0)
-        more = generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
-        most = most + more
-    return jnp.clip(most - plan.recent, 0, max(plan.capacity - plan.recent, 0))
+    most, u = jnp.maximum(most - plan.recent, 0), plan.unit
+    if plan.append:  # in whole units: with newcomers, what waited in the window for its unit leaves too
+        most = per(most, u) * u + per(on_top(plan, counts.later, counts.generated) + u - 1, u) * u
+    return jnp.minimum(most, -(-max(plan.capacity - plan.recent, 0) // u) * u)
+
+
+def on_top(plan: LayerConfig, later: Array, generated: Array) -> Array:
+    """i32[B]: tokens on top of the budget: all that are given after a prompt, and a share of what is generated."""
+    older = jnp.maximum(generated - plan.recent, 0)
+    return later + generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
 
 
 def _ranks(ev: Evidence, plan: LayerConfig) -> Array:

@@ -18,6 +18,7 @@ from jkv.cache import Cache, tree_bytes
 from jkv.checks import check
 from jkv.compiled import Cost, ahead, compiled, use_disk_cache
 from jkv.config import CacheConfig
+from jkv.flush import on_top
 from jkv.loop import Decoding, absorb, absorb_own, run_blocks
 from jkv.methods import config as read_config
 from jkv.models import Params
@@ -107,7 +108,9 @@ def _prefill(
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     """The cache after more text, and the logits f32[B,V] of what comes next; the given cache stays as it was.
 
-    Raises ValueError if the cache has no room for it, or if its rows are not the prompt's.
+    A cache that compresses its prompt alone (`append`) keeps all of the text on top of its budget; in others it competes
+    with the prompt by the method's score. Raises ValueError if the cache has no room for it, or if its rows are not the
+    prompt's.
     """
     rows, _ = encode(params, prompt)
     return _extend(params, cache, rows, 0)[:2]
@@ -122,10 +125,24 @@ def _extend(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tu
             raise ValueError(
                 f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
             )
+    _check_on_top(cache, rows, new)
     cost = Cost()
     params = replace(params, config=cache.model)
-    cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))))
+    cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
     return cache, logits, cost
+
+
+def _check_on_top(cache: Cache, rows: list[list[int]], new: int) -> None:
+    """Raise ValueError if a cache that keeps what follows its prompt on top of the budget has no room for it."""
+    for plan in cache.plan[:1]:
+        more, nothing = jnp.array([len(row) for row in rows], jnp.int32), jnp.zeros(1, jnp.int32)
+        room = on_top(plan, nothing, nothing + cache.new)
+        asked = on_top(plan, cache.counts.later + more, cache.counts.generated + new)
+        if plan.grows and int(asked.max()) > int(room[0]):
+            raise ValueError(
+                f"the cache has room for {int(room[0])} tokens on top of its budget, after its prompt, and would hold "
+                f"{int(asked.max())}: prefill with a larger room="
+            )
 
 
 def generate(

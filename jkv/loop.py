@@ -32,17 +32,19 @@ if TYPE_CHECKING:
 Weights = Mapping[str, Array]
 
 
-@program(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh",))
-def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False) -> tuple[Cache, Array]:
+@program(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"))
+def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False) -> tuple[Cache, Array]:
     """The cache after tokens i32[B,T] (right-aligned, -1 is padding), and the logits f32[B,V] of the newest.
 
     Every layer flushes as soon as its attention is done, so only one layer's dense keys and values exist at a time.
-    `fresh`: the cache is known to be empty.
+    `fresh`: the cache is known to be empty; `later`: the tokens are no part of the prompt, as a question after it.
     """
-    return _absorbed(params, cache if fresh else entered(params, cache, True), ids, fresh, begun=not fresh)
+    return _absorbed(params, cache if fresh else entered(params, cache, True), ids, fresh, begun=not fresh, later=later)
 
 
-def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool) -> tuple[Cache, Array]:
+def _absorbed(
+    params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool, later: bool = False
+) -> tuple[Cache, Array]:
     """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like.
 
     Nothing waits for the states.
@@ -50,8 +52,7 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
     model = cache.model
     net = family(model)
     pos = positions(ids, cache.seen)
-    added = (ids >= 0).sum(1).astype(jnp.int32)
-    seen, generated = cache.seen + added, cache.seen - cache.prompt
+    counts = cache.counts.given((ids >= 0).sum(1).astype(jnp.int32), later)
 
     def run(
         pos: Array, below: tuple[LayerCache, ...], i: int, new: Any
@@ -76,8 +77,8 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
         below = plan.under(below)
         narrowed = plan.narrow is not None and not begun
-        on = going_on(layer, window, asked, seen, plan, rope, model, below) if narrowed else None
-        layer = flush(replace(layer, queries=kept), window, asked, seen, generated, plan, rope, model, fresh, below)
+        on = going_on(layer, window, asked, counts.seen, plan, rope, model, below) if narrowed else None
+        layer = flush(replace(layer, queries=kept), window, asked, counts, plan, rope, model, fresh, below)
         return part.finish(), (layer, on)
 
     read = reading(cache, pos)
@@ -95,8 +96,7 @@ def _absorbed(params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool
             pos = jnp.where(on < 0, -1, take_along(pos, on, 1))
     logits = net.head(params, x[:, -1:])[:, 0]
     layers, states = by_kind(model, made)
-    prompt, fill = cache.prompt + added, jnp.int32(cache.stay)
-    return replace(cache, layers=layers, states=states, seen=seen, prompt=prompt, fill=fill), logits
+    return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(cache.stay)), logits
 
 
 def reading(cache: Cache, pos: Array) -> Mix:
@@ -118,7 +118,7 @@ def by_kind(model: ModelConfig, made: list[Any]) -> tuple[tuple[Any, ...], tuple
 
 # For a cache that nobody needs any more: the new one takes its memory.
 absorb_own = program(
-    arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh",), donate_argnames=("cache",)
+    arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"), donate_argnames=("cache",)
 )(absorb.__wrapped__)
 
 
@@ -132,7 +132,7 @@ def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids:
     layers = tuple(
         replace(a, recent=b.recent, queries=b.queries) for a, b in zip(empty.layers, first.layers, strict=True)
     )
-    begun = replace(empty, layers=layers, states=first.states, seen=first.seen, prompt=first.prompt)
+    begun = replace(empty, layers=layers, states=first.states, counts=first.counts)
     return _absorbed(params, begun, ids, fresh=True, begun=True)
 
 
@@ -243,13 +243,13 @@ def _join_cache(cache: Cache, moving: Moving) -> Cache:
         replace(layer, recent=r, queries=q, tiers=_tiers(layer, s))
         for layer, r, q, s in zip(cache.layers, moving.recent, moving.queries, moving.summaries, strict=True)
     )
-    return replace(cache, layers=layers, states=moving.states, seen=moving.seen, fill=moving.fill)
+    counts = replace(cache.counts, seen=moving.seen)
+    return replace(cache, layers=layers, states=moving.states, counts=counts, fill=moving.fill)
 
 
 def settle(cache: Cache) -> Cache:
     """Flush if the recent windows are full; otherwise nothing changes."""
     due = cache.fill >= cache.room
-    generated = cache.seen - cache.prompt
 
     def settled(i: int, below: tuple[LayerCache, ...], layer: LayerCache) -> LayerCache:
         plan, queries, asked = cache.plan[i], layer.queries, (None, None)
@@ -259,7 +259,7 @@ def settle(cache: Cache) -> Cache:
             asked = (kept if n else None, new if plan.needs.new else None)
             layer = replace(layer, queries=queries.begun(kept))
         rope, model = cache.model.ropes[i], cache.model
-        return flush(layer, layer.recent, asked, cache.seen, generated, plan, rope, model, below=plan.under(below))
+        return flush(layer, layer.recent, asked, cache.counts, plan, rope, model, below=plan.under(below))
 
     layers: tuple[LayerCache, ...] = ()
     for i, layer in enumerate(cache.layers):

@@ -8,20 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.cache import Cache, empty_layer, tree_bytes
+from jkv.cache import Cache, Counts, empty_layer, tree_bytes
 from jkv.config import CacheConfig, resolve
 from jkv.models import ModelConfig, ssd
 
 
 def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
-    """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them generated."""
+    """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them after the prompt."""
     plan, (layers, states) = layout(config, model, rows, longest, new, dtype)
     layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
     return Cache(
         layers=layers,
         states=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), states),
-        seen=jnp.zeros(rows, jnp.int32),
-        prompt=jnp.zeros(rows, jnp.int32),
+        counts=Counts(**{name: jnp.zeros(rows, jnp.int32) for name in ("seen", "prompt", "later")}),
         fill=jnp.int32(plan[0].stay if plan else 0),
         plan=plan,
         model=model,

@@ -95,13 +95,13 @@ def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
 @program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
 def compress(empty: Cache, whole: Cache) -> Cache:
     """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
-    model, seen, generated = empty.model, whole.seen, jnp.zeros_like(whole.seen)
+    model, counts = empty.model, whole.counts
     layers: tuple[LayerCache, ...] = ()
     for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True):
         a = replace(a, queries=b.queries)
-        layers += (flush(a, b.recent, _kept(b, plan), seen, generated, plan, rope, model, True, plan.under(layers)),)
+        layers += (flush(a, b.recent, _kept(b, plan), counts, plan, rope, model, True, plan.under(layers)),)
     fill = jnp.int32(empty.stay)
-    return replace(empty, layers=layers, states=whole.states, seen=whole.seen, prompt=whole.prompt, fill=fill)
+    return replace(empty, layers=layers, states=whole.states, counts=counts, fill=fill)
 
 
 @program(arguments=(ANY,), results=None)

@@ -106,7 +106,7 @@ def test_a_lone_position_of_a_long_text_is_not_lost(cache):
     long = replace(
         cache,
         layers=(replace(layer, recent=replace(layer.recent, pos=pos), tiers=()),) * 2,
-        seen=jnp.full_like(cache.seen, 9000),
+        counts=replace(cache.counts, seen=jnp.full_like(cache.seen, 9000)),
     )
     shown = _image(inspect.figure(long), "Which positions are kept").get_array()
     assert shown.shape == (2, inspect.COLUMNS)

@@ -9,7 +9,7 @@ import pytest
 import rig
 
 import jkv
-from jkv.cache import empty_layer
+from jkv.cache import Counts, empty_layer
 from jkv.checks import check
 from jkv.config import resolve
 from jkv.flush import flush
@@ -105,14 +105,14 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
         plan = resolve(parse(f"{name}({', '.join(given)}) | {other}{trained}"), MODEL, 4096, 40)[1]
         layer = jax.eval_shape(lambda plan=plan: empty_layer(plan, 1, MODEL, jnp.float32))
 
-        def flushed(layer, seen, generated, plan=plan):
+        def flushed(layer, counts, plan=plan):
             n, queries = plan.needs.queries, layer.queries
             kept = queries.newest(n) if n else None
             new = queries.cut(n, plan.queries) if plan.needs.new else None
-            return flush(layer, layer.recent, (kept, new), seen, generated, plan, MODEL.ropes[1], MODEL, below=(layer,))
+            return flush(layer, layer.recent, (kept, new), counts, plan, MODEL.ropes[1], MODEL, below=(layer,))
 
         number = jax.ShapeDtypeStruct((1,), jnp.int32)
-        after = jax.eval_shape(flushed, layer, number, number)
+        after = jax.eval_shape(flushed, layer, Counts(seen=number, prompt=number, later=number))
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), layer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -321,8 +322,8 @@ def test_dead_slots_of_a_shrunken_row_stay_out():
     layer = loop.replace(layer, recent=recent, tiers=(tier,))
     layer = poison(loop.replace(cache, layers=(cache.layers[0], layer))).layers[1]
     asked = None, loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1)
-    flushed = jax.jit(lambda layer, asked, seen: flush(layer, layer.recent, asked, seen, seen * 0, plan, rope, MODEL))
-    out = flushed(layer, asked, cache.seen)
+    flushed = jax.jit(lambda layer, asked, counts: flush(layer, layer.recent, asked, counts, plan, rope, MODEL))
+    out = flushed(layer, asked, replace(cache.counts, prompt=cache.seen))
     for a, b in ((out.tiers[0].k.slots, layer.tiers[0].k.slots), (out.tiers[0].v.slots, layer.tiers[0].v.slots)):
         np.testing.assert_array_equal(a[1], b[1])
         assert not np.array_equal(a[0], b[0])

@@ -39,7 +39,7 @@ def weights(plan: Any) -> str:
 
 def save(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
-    leaves = jax.tree_util.tree_leaves_with_path((cache.layers, cache.states, cache.seen, cache.prompt, cache.fill))
+    leaves = jax.tree_util.tree_leaves_with_path((cache.layers, cache.states, cache.counts, cache.fill))
     meta = {
         "model": fingerprint(params),
         "config": cache.name,
@@ -58,7 +58,7 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
 
     Raises FormatError for a file that is damaged, of another model (with both fingerprints) or of another shape.
     """
-    from jkv.cache import Cache
+    from jkv.cache import Cache, Counts
     from jkv.methods import parse
     from jkv.prompts import reaching
     from jkv.sizes import layout
@@ -82,7 +82,8 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
         cause = "the weights that its score was trained to are not those of this config"
         raise FormatError(Path(path), cause, "load it with the gate that it was made with, or " + again)
     vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    found, tree = jax.tree_util.tree_flatten_with_path((layers, states, vector, vector, number))
+    counts = Counts(seen=vector, prompt=vector, later=vector)
+    found, tree = jax.tree_util.tree_flatten_with_path((layers, states, counts, number))
     leaves: list[Any] = []
     for where, want in found:
         name = jax.tree_util.keystr(where)
@@ -91,12 +92,11 @@ def load(path: str | Path, params: Params, config: CacheConfig | None = None) ->
             got = "missing" if x is None else f"{x.dtype}{list(x.shape)}"
             raise FormatError(Path(path), f"array {name} is {got}, not {want.dtype}{list(want.shape)}", again)
         leaves.append(jnp.asarray(x))
-    layers, states, seen, prompt, fill = jax.tree_util.tree_unflatten(tree, leaves)
+    layers, states, counts, fill = jax.tree_util.tree_unflatten(tree, leaves)
     return Cache(
         layers=layers,
         states=states,
-        seen=seen,
-        prompt=prompt,
+        counts=counts,
         fill=fill,
         plan=plan,
         model=model,

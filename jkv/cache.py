@@ -172,7 +172,7 @@ class LayerCache:
 
 @value
 class Counts:
-    """Tokens i32[B] of each row: seen in all, of its prompt, and given after it (`extend`); the others are generated."""
+    """Tokens i32[B] of each row: seen, of its prompt, and given after it (`extend`); the others are generated."""
 
     seen: Array
     prompt: Array

@@ -74,10 +74,10 @@ class CacheConfig:
     every head has its own; merge: what the evicted leave; rest: or whether they are one token more of their head,
     their mean with the weight of all of them; select: what a step reads; recent: newest tokens, always exact;
     block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of the
-    generated tokens that is kept on top of the budget, as is all text given after a prompt, or 0: both count; shorten: which tokens of a prompt are read at all, or None:
-    every one; narrow: how a prompt goes on after some layer, or None: with all its tokens; dense_layers: layers
-    that read everything; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name:
-    the text it was made from.
+    generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0: both
+    are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a prompt
+    goes on after some layer, or None: with all its tokens; dense_layers: layers that read everything; kernels: "auto",
+    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())

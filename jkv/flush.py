@@ -70,9 +70,8 @@ def flush(
 ) -> LayerCache:
     """The layer after its window has flushed.
 
-    window: W entries, oldest first; queries: those kept and the new ones; counts: of a row's tokens, those in the window
-    included, and none of its prompt if it is generated; fresh: the tiers are known to be empty; below: the layers
-    below, which have flushed, if the score needs them.
+    window: W entries, oldest first; queries: those kept and the new ones; counts: of all tokens; fresh: the
+    tiers are known to be empty; below: the layers below, which have flushed, if the score needs them.
     """
     seen = counts.seen
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))

@@ -108,8 +108,8 @@ def _prefill(
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     """The cache after more text, and the logits f32[B,V] of what comes next; the given cache stays as it was.
 
-    A cache that compresses its prompt alone (`append`) keeps all of the text on top of its budget; in others it competes
-    with the prompt by the method's score. Raises ValueError if the cache has no room for it, or if its rows are not the
+    A cache that compresses its prompt alone (`append`) keeps the text on top of its budget; in others it competes with
+    the prompt by the method's score. Raises ValueError if the cache has no room for it, or if its rows are not the
     prompt's.
     """
     rows, _ = encode(params, prompt)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from rig import LENGTHS, PARAMS, H, L
+from rig import LENGTHS, PARAMS, L
 
 import jkv
 from jkv import checks, loop, methods

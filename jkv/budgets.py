@@ -272,11 +272,13 @@ class Won(Asked):
     [[1], [3]]
     """
 
+    ranks = True
+
     def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         layers, rows, heads, _ = asked.shape
         total, out = (self.tokens - self.window) * layers * heads, []
         for ranks in asked.swapaxes(0, 1).reshape(rows, layers, -1):
-            best = np.argsort(-ranks, axis=None, kind="stable")[: min(total, int(np.isfinite(ranks).sum()))]
+            best = np.argsort(-ranks, axis=None, kind="stable")[: min(total, int((ranks > -np.inf).sum()))]
             won = np.bincount(best // ranks.shape[1], minlength=layers)
             spare = Fraction(total - len(best), layers)
             out.append(rounded([(int(x) + spare) / heads for x in won]))

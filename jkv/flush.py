@@ -128,7 +128,7 @@ def going_on(
     leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
     packed = _gather(window, order)
     ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, below)
-    rank = _ranks(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
+    rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
     rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
     n = min(max(plan.narrow.most(total), plan.recent), total)
@@ -165,7 +165,7 @@ def on_top(plan: LayerConfig, later: Array, generated: Array) -> Array:
     return later + generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
 
 
-def _ranks(ev: Evidence, plan: LayerConfig) -> Array:
+def ranked(ev: Evidence, plan: LayerConfig) -> Array:
     """f32[B,Hs,S]; dead beats protected, and so does a token that no later query of a local layer can see."""
     rank = plan.score.rank(ev)
     pos = ev.pos[:, : rank.shape[1]]
@@ -188,7 +188,7 @@ def _cascade(
     """first i32[B]: slots of the first tier in use, or None: as its config says."""
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
-    rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else _ranks(ev, plan)
+    rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else ranked(ev, plan)
     fresh = not ev.tiers
     inside = slice(ev.slots, ev.slots + most)
     alive = (jnp.arange(most)[None] < leaving[:, None])[:, None]

@@ -130,6 +130,7 @@ class Budget:
 
     bounded: bool = True  # fewer tokens than the model's context can be asked for
     measures: bool = False  # layers divide it by what they ask for a prompt, which stays whole until then
+    ranks: bool = False  # what they ask are the ranks of their tokens, which compete for all layers
     inside: bool = False  # what a layer asks is the size of its first tier; its own is that of all layers
     parts: tuple[tuple[int, int], ...] | None = None  # of each layer: the most and the least that a row got
 

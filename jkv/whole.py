@@ -13,7 +13,7 @@ from jkv.attend import attend_causal
 from jkv.cache import Cache, LayerCache, Queries
 from jkv.compiled import ANY, program
 from jkv.evidence import evidence
-from jkv.flush import flush
+from jkv.flush import flush, ranked
 from jkv.loop import absorb_own, as_window, by_kind, longer, reading
 from jkv.models import family
 from jkv.models import layer as block
@@ -51,7 +51,7 @@ def dense(params: Params, config: CacheConfig, rows: list[list[int]], ids: Array
 
 def shared(config: CacheConfig, cache: Cache, dense: Cache, lengths: list[int], cost: Cost) -> Cache:
     """An empty cache as another, of the sizes that the layers of a prompt ask for; shares of each row are in it."""
-    shares = config.budget.divided(np.asarray(cost.run(ask, dense), float), lengths)
+    shares = config.budget.divided(np.asarray(cost.run(ask, dense, ranks=config.budget.ranks), float), lengths)
     plan, dtype = cache.plan[0], dense.dtype
     config = replace(config, budget=config.budget.with_parts(shares.tolist()))
     made = empty(config, cache.model, len(lengths), plan.longest, cache.new, dtype)
@@ -104,14 +104,14 @@ def compress(empty: Cache, whole: Cache) -> Cache:
     return replace(empty, layers=layers, states=whole.states, counts=counts, fill=fill)
 
 
-@program(arguments=(ANY,), results=None)
-def ask(whole: Cache) -> Array:
-    """f32[L,B,...]: what each layer of a cache made by `CacheConfig.uncut` says, by `Score.ask`."""
+@program(arguments=(ANY,), results=None, static_argnames=("ranks",))
+def ask(whole: Cache, ranks: bool = False) -> Array:
+    """f32[L,B,...]: what each layer of a cache made by `CacheConfig.uncut` asks: `Score.ask`, or the ranks."""
     model, nobody = whole.model, jnp.zeros_like(whole.seen)
 
     def said(layer: LayerCache, plan: LayerConfig, rope: Rope) -> Array:
         asked = _kept(layer, plan)
         ev = evidence(layer, layer.recent, nobody, asked, whole.seen, whole.prompt, nobody, plan, rope, model, True)
-        return plan.score.ask(ev)
+        return ranked(ev, plan) if ranks else plan.score.ask(ev)
 
     return jnp.stack([said(*x) for x in zip(whole.layers, whole.plan, model.ropes, strict=True)])

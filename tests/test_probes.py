@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from jkv import checks, loop, sizes, whole
 from jkv.evictions import dapq, kvzip
 from jkv.methods import parse
 from jkv.prompts import pad
-from jkv.scores.probes import Pseudo, Rebuilt
+from jkv.scores.probes import AGAIN, Pseudo, Rebuilt
 
 ROWS = [[t for t in row.tolist() if t >= 0][:n] for row, n in zip(rig.PROMPT, (60, 73), strict=True)]
 ROOM = 80
@@ -79,6 +81,27 @@ def test_a_token_is_worth_what_it_is_to_the_repetition_of_its_own_piece():
                 want = softmax(np.where(among, logits, -np.inf)).max((1, 2))[:, first:end]
                 np.testing.assert_allclose(cache[layer][row, :, first:end], want, atol=1e-5)
                 assert 0 <= want.min() and want.max() <= 1
+
+
+def test_the_repetition_stands_in_the_turn_of_the_answer():
+    class Words:
+        """A tokenizer: token t is chr(40 + t)."""
+
+        template = "there is one"
+
+        def within(self, text: str) -> list[int]:
+            return [ord(x) - 40 for x in text if 40 <= ord(x) < 140]
+
+        def chat(self, messages: list[dict[str, str]]) -> str:
+            return f"<SYS><USER>{messages[0]['content'].strip()}<END><SAY>"
+
+    talks = replace(PARAMS, tokenizer=Words())
+    first, then = Rebuilt(piece=40, lead=6).probes(talks, ROWS)
+    turn = Words().within("<END><SAY>")
+    assert first.ids[0][-40 - len(turn) :] == turn + ROWS[0][:40]
+    assert then.ids[1][-33 - len(turn) - 6 :] == ROWS[1][34:40] + turn + ROWS[1][40:]
+    talks.tokenizer.template = None
+    assert Rebuilt(piece=40).probes(talks, ROWS)[0].ids[0] == Words().within(AGAIN) + ROWS[0][:40]
 
 
 @pytest.mark.parametrize("text", ["dapq(budget={}, tokens=10)", "kvzip(budget={}, piece=40)"])

@@ -172,8 +172,8 @@ class Retention(Trained):
 class Outlook(Retention):
     """What a token will be worth over the next n = `ahead` queries: rank = log of the sum of beta^(a+m), m = 0 .. n-1.
 
-    a log beta + log(1 - beta^n) - log(1 - beta) at age a = seen + 1 - pos; n = 1 is `Retention`. Of a prompt that is
-    whole all tokens say it, for layers that compete. Source: Make Each Token Count (2605.09649).
+    a log beta + log(1 - beta^n) - log(1 - beta) at age a = seen + 1 - pos; n = 1 is `Retention`. Source: Make Each
+    Token Count (2605.09649).
     """
 
     ahead: int = 1
@@ -184,9 +184,6 @@ class Outlook(Retention):
         log_beta = ev.columns[self.column]
         later = jnp.log(jnp.expm1(self.ahead * log_beta) / jnp.expm1(log_beta))
         return super().rank(ev) + later
-
-    def ask(self, ev: Evidence) -> Array:
-        return jnp.where(ev.pos < 0, -jnp.inf, self.rank(ev))
 
 
 @part

@@ -60,7 +60,8 @@ class Pseudo(Learned):
 class Rebuilt(Learned):
     """The attention that a token gets at most while the model repeats the prompt, a piece of `piece` tokens at a time.
 
-    A probe is a request to repeat, the last `lead` tokens before the piece, and the piece. Of its queries,
+    A probe is a request to repeat, the last `lead` tokens before the piece, and the piece, as an answer in a chat where
+    the model knows them. Of its queries,
     s_j = max over i and G of softmax_j(q_i . k_j scale) over the first `sinks` tokens, the piece and the probe itself.
     A model without a tokenizer gets no request in words. Source: KVzip (2505.23416).
     """
@@ -70,13 +71,12 @@ class Rebuilt(Learned):
     sinks: int = 4
 
     def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
-        within = params.tokenizer.within if params.tokenizer else lambda text: []
-        again, go_on = within(AGAIN), within(GO_ON)
+        again, go_on, turn = (within(params, text) for text in (AGAIN, GO_ON, answering(params)))
         out = []
         for start in range(0, max(map(len, rows)), self.piece):
             pieces = [r[start : start + self.piece] for r in rows]
             lead = [[*go_on, *r[start - self.lead : start]] if start else again for r in rows]
-            ids = [[*a, *b] if b else [] for a, b in zip(lead, pieces, strict=True)]
+            ids = [[*a, *turn, *b] if b else [] for a, b in zip(lead, pieces, strict=True)]
             reach(params, rows, ids, "kvzip: a smaller piece=")
             out.append(Probe(ids=ids, about=[(start, start + len(b)) for b in pieces]))
         return out
@@ -150,6 +150,18 @@ class Sought(Drafted):
         weight = jnp.maximum(1 - age / max(self.queries - 1, 1), 0)
         late = replace(ev.kept, lse=ev.kept.lse - jnp.log(weight)[:, None, None])
         return jnp.maximum(ev.columns["learned"], most(ev, late)).max(1)
+
+
+def within(params: Params, text: str) -> list[int]:
+    """Token ids of text that follows a prompt; none without a tokenizer."""
+    return params.tokenizer.within(text) if params.tokenizer else []
+
+
+def answering(params: Params) -> str:
+    """What a chat template writes between the user's text and the answer; nothing without one."""
+    if params.tokenizer is None or params.tokenizer.template is None:
+        return ""
+    return params.tokenizer.chat([{"role": "user", "content": AGAIN}]).rpartition(AGAIN.strip())[2]
 
 
 def most(ev: Evidence, queries: Queries) -> Array:

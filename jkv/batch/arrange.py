@@ -90,13 +90,23 @@ def bounds(lengths: Sequence[int], most: int = MOST, worth: int = WORTH) -> list
     return best[-1][1]
 
 
+def room(new: int) -> int:
+    """The new tokens that a bucket is made for, so that few differ in them."""
+    return -(-new // 64) * 64
+
+
+def shape(row: Request) -> tuple[int, int]:
+    """The least bucket that a row fits: padded prompt tokens, and new ones."""
+    return padded(len(row.tokens)), room(row.new)
+
+
 def arrange(requests: Sequence[Request], shares: bool) -> list[Bucket]:
     """The buckets of a job, the longest first; shares: whether the cache lets prompts be read in two pieces."""
     out = []
     for low, high in pairwise([0, *bounds([len(r.tokens) for r in requests])]):
         rows = tuple(r for r in requests if low < len(r.tokens) <= high)
         lengths = bounds([len(r.tokens) for r in rows], worth=PIECE)
-        whole = Bucket(lengths=tuple(lengths), new=-(-max(r.new for r in rows) // 64) * 64, rows=rows)
+        whole = Bucket(lengths=tuple(lengths), new=room(max(r.new for r in rows)), rows=rows)
         out.append(_sharing(whole) if shares else whole)
     return out[::-1]
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jkv import console
+from jkv.batch import MOST_NEW
 from jkv.batch.signals import stoppable
 from jkv.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, TopP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jkv.batch.job import Report, Tell
+    from jkv.batch.job import Tell
+    from jkv.batch.report import Report
     from jkv.batch.requests import Settings
 
 
@@ -37,6 +39,10 @@ def batch(
     repetition_penalty: Penalty = 1.0,
     seed: Annotated[int | None, typer.Option(help="Of every row's draws. Default: its line number.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a row; can be repeated.")] = None,
+    new_tokens_limit: Annotated[
+        int, typer.Option(min=1, help="The most that a row may ask for, where the cache has no limit of its own.")
+    ] = MOST_NEW,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run rows again that failed before.")] = False,
     dtype: Dtype = "float32",
     hosts: Annotated[
         str | None,
@@ -47,6 +53,8 @@ def batch(
 
     A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens and stop. The
     rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
+
+    The exit code is 0 when all rows are answered, 65 when some failed, 75 when it was stopped and rows are left.
     """
     at_once = _number(batch)
     with stoppable() as stopped:
@@ -63,8 +71,11 @@ def batch(
             stop=tuple(stop or ()),
         )
         with console.meter() as tell:
-            report = start(source, out, model, cache, mesh, at_once, settings, dtype, hosts, stopped, tell)
+            options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed)
+            report = start(source, out, model, cache, mesh, settings, dtype, hosts, stopped, tell, options)
         print(report)
+    if report.code:
+        raise typer.Exit(report.code)
 
 
 def _number(text: str) -> int:
@@ -82,12 +93,12 @@ def start(
     model: str,
     cache: str,
     mesh: str | None,
-    at_once: int,
     settings: Settings,
     dtype: str,
     hosts: str | None,
     stopped: Callable[[], bool],
     tell: Tell,
+    options: dict[str, Any],
 ) -> Report:
     """Loads the model and runs the job; what is wrong with the cache or the input is said before anything is loaded."""
     from jkv import sharding
@@ -104,7 +115,7 @@ def start(
     over = None if mesh is None else sharding.Over(sharding.here(mesh, params.config))
     if over is not None:
         params = over.put(params)
-    job = Job(source=source, out=out, params=params, config=config, defaults=settings, batch=at_once, over=over)
+    job = Job(source=source, out=out, params=params, config=config, defaults=settings, over=over, **options)
     return run(job, stopped, tell)
 
 

@@ -2,66 +2,142 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.batch.written import answered, dumped, scan, tally
 from jkv.io.errors import FormatError
-from jkv.results import overwrite
+from jkv.results import beside
+
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
 
 
-def claim(out: Path, about: Mapping[str, Any]) -> None:
-    """Make the folder that of this job, or go on with it; ValueError names what another job in it has otherwise."""
-    path, about = out / "manifest.json", json.loads(json.dumps(about))
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def sync(folder: Path) -> None:
+    """What the folder lists is on the disk; a file's own fsync says nothing of its name."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def claim(out: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """Make the folder that of this job, or go on with it; ValueError names what another job in it has otherwise.
+
+    made: what the tokens should not depend on, up to ties of floats; another one is said on stderr. Of several that
+    begin at once one is first, and the others meet its manifest: there is no row before there is a manifest.
+    """
+    path, about = out / "manifest.json", json.loads(json.dumps({**about, "made": made}))
     out.mkdir(parents=True, exist_ok=True)
-    begun = any(out.glob("rows-*.jsonl"))  # another process may claim it now: its manifest comes before its rows
+    begun = any(out.glob("rows-*.jsonl"))  # asked first: another process may begin now
     if not path.exists():
         if begun:
             raise FormatError(out, "it holds rows and no manifest.json", "give another folder")
-        overwrite(path, json.dumps(about, indent=1) + "\n")
-        return
-    try:
-        old = json.loads(path.read_text("utf-8"))
-        assert isinstance(old, dict)
-    except (ValueError, AssertionError) as error:
-        raise FormatError(path, "it is not the manifest of a job", "give another folder") from error
-    apart = sorted(name for name in {*old, *about} if old.get(name) != about.get(name))
+        if _first(path, json.dumps(about, indent=1) + "\n"):
+            sync(out)
+            sync(out.parent)
+            return
+    old = _manifest(path)
+    then, now = old.pop("made", None), about.pop("made")
+    apart = _apart(old, about)
     if apart:
-        said = "; ".join(f"{name} {old.get(name)!r} there, {about.get(name)!r} now" for name in apart)
         raise ValueError(
-            f"{out} holds another job: {said}. Give another folder, or the settings that it was begun with"
+            f"{out} holds another job: {apart}. Give another folder, or the settings that it was begun with"
         )
+    if then != now:
+        other = _apart(then if isinstance(then, dict) else {}, now)
+        note(f"{out} was begun otherwise: {other}. Rows may differ where floats tie")
+
+
+def _apart(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    return "; ".join(f"{name} {old.get(name)!r} there, {new.get(name)!r} now" for name in names)
+
+
+def _first(path: Path, text: str) -> bool:
+    """Write the text to a path that is not there; whether it was not. Of several processes it is one that does."""
+    fresh = beside(path)
+    try:
+        with fresh.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(fresh, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+    return True
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """What is in it; without links it may be half written for a moment."""
+    for pause in (0.05, 0.2, 0):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(old := json.loads(path.read_text("utf-8")), dict):
+                return old
+        time.sleep(pause)
+    raise FormatError(path, "it is not the manifest of a job", "give another folder")
 
 
 class Shard:
     """The rows that one process writes: whole lines, each on the disk when `add` returns.
 
-    What a kill left of a last line is cut off. `done` says what is there: by line of the input, the tokens read and
-    generated, or None for a row that failed. Only one process at a time can hold it.
+    wanted: the key of each line that it is to answer; retry: whether those that failed are run again. `done` says what
+    is there: by line of the input, the tokens read and generated, or None for a row that failed. What a kill left of a
+    last line goes to a file `.torn` beside it, failures that are not wanted any more to `.old`; answers stay. Only one
+    process at a time can hold it.
     """
 
-    def __init__(self, out: Path, process: int = 0, processes: int = 1) -> None:
+    def __init__(
+        self, out: Path, wanted: Mapping[int, str], process: int = 0, processes: int = 1, retry: bool = False
+    ) -> None:
         self.path = out / f"rows-{process:05d}-of-{processes:05d}.jsonl"
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self.file = _locked(self.path)
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self.file)
-            raise ValueError(f"{self.path} is being written by another process: wait for it, or end it") from None
-        self.done, self.size = recover(self.path)
-        os.ftruncate(self.file, self.size)
+            sync(out)
+            found, self.size = scan(self.path)
+            lines = answered(self.path, found, wanted)
+            if retry:
+                lines = [line if x.counts else None for x, line in zip(found, lines, strict=True)]
+            self._cut()
+            if lines != [x.line for x in found]:
+                self._rewrite(lines)
+            self.done = {line: x.counts for x, line in zip(found, lines, strict=True) if line is not None}
+        except BaseException:
+            self.close()
+            raise
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the rows; OSError if they cannot be written, and then the file is as it was."""
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        rest = memoryview(data)
+        data = b"".join(map(dumped, rows))
+        if not _is(self.path, self.file):
+            raise OSError(f"{self.path} was taken away or replaced while this job wrote it: run the same command again")
         try:
-            while rest:
-                rest = rest[os.write(self.file, rest) :]
-            os.fsync(self.file)
+            _write(self.file, data)
         except OSError as error:
             os.ftruncate(self.file, self.size)
             raise OSError(
@@ -74,28 +150,81 @@ class Shard:
     def close(self) -> None:
         os.close(self.file)
 
+    def _cut(self) -> None:
+        """Move what follows the last newline out of the file."""
+        with self.path.open("rb") as file:
+            file.seek(self.size)
+            torn = file.read()
+        if not torn:
+            return
+        aside = self._aside(".torn", torn + b"\n")
+        os.ftruncate(self.file, self.size)
+        os.fsync(self.file)
+        note(f"{len(torn):,} bytes of a line without an end were cut from {self.path} and kept in {aside}")
 
-def tally(row: Mapping[str, Any]) -> tuple[int, tuple[int, int] | None]:
-    """A row's line, and what counts of it."""
-    return row["line"], None if "error" in row else (row["prompt_tokens"], len(row["tokens"]))
+    def _rewrite(self, lines: Sequence[int | None]) -> None:
+        """Give the rows these lines, whole or not at all; those of None go."""
+        kept, old = [], []
+        with self.path.open("rb") as file:
+            for raw, line in zip(file, lines, strict=True):
+                row = json.loads(raw)
+                (old if line is None else kept).append(
+                    raw if line in (None, row["line"]) else dumped(row | {"line": line})
+                )
+        if old:
+            aside = self._aside(".old", b"".join(old))
+            note(f"{len(old):,} failed rows went from {self.path} to {aside}: they are asked anew")
+        fresh = beside(self.path)
+        file = _locked(fresh)
+        try:
+            _write(file, b"".join(kept))
+            os.replace(fresh, self.path)
+        except OSError as error:
+            os.close(file)
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        sync(self.path.parent)
+        os.close(self.file)
+        self.file, self.size = file, sum(map(len, kept))
+
+    def _aside(self, suffix: str, data: bytes) -> Path:
+        """Append to a file beside the rows."""
+        path = self.path.with_suffix(suffix)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            _write(file, data)
+        finally:
+            os.close(file)
+        sync(path.parent)
+        return path
 
 
-def recover(path: Path) -> tuple[dict[int, tuple[int, int] | None], int]:
-    """What counts of the whole rows of a shard, and the bytes that they take; FormatError for damage before its end."""
-    done: dict[int, tuple[int, int] | None] = {}
-    size, damaged = 0, 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                line, counts = tally(json.loads(raw))
-                whole = raw.endswith(b"\n") and line not in done
-            except (ValueError, TypeError, KeyError):
-                whole = False
-            if whole and damaged:
-                way_out = "take the line out, and the job runs its row again"
-                raise FormatError(path, f"line {damaged} is damaged, with whole lines after it", way_out)
-            if whole:
-                done[line], size = counts, size + len(raw)
-            else:
-                damaged = damaged or number
-    return done, size
+def _write(file: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+    os.fsync(file)
+
+
+def _is(path: Path, file: int) -> bool:
+    """Whether the open file is the one at the path."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    return False
+
+
+def _locked(path: Path) -> int:
+    """The file at the path, made if need be, which no other process holds."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is(path, file):
+            raise BlockingIOError  # another process has just put a new one there
+    except BlockingIOError:
+        os.close(file)
+        raise ValueError(f"{path} is being written by another process: wait for it, or end it") from None
+    except OSError as error:
+        os.close(file)
+        raise OSError(f"cannot lock {path}: {error.strerror}; give a folder on a file system that has locks") from error
+    return file

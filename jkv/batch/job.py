@@ -2,75 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jkv.batch import fit
-from jkv.batch.arrange import Bucket, arrange
+import jkv
+from jkv import models
+from jkv.batch import MOST_NEW, fit
+from jkv.batch.arrange import Bucket
 from jkv.batch.folder import Shard, claim
-from jkv.batch.requests import Refused, Request, Settings, checked, lines, read
-from jkv.batch.running import Answer, Running, Shapes
+from jkv.batch.report import Report
+from jkv.batch.requests import Request, Settings, checked, limits, lines, read
+from jkv.batch.running import Shapes
 from jkv.batch.together import Heard, any_of, gathered, spans
+from jkv.batch.work import Work
 from jkv.checks import check, check_prefill
-from jkv.compiled import Cost, use_disk_cache
+from jkv.compiled import use_disk_cache
 from jkv.config import CacheConfig
 from jkv.io.cache_file import fingerprint, weights
 from jkv.models import Params
 from jkv.prompts import reaching
-from jkv.results import overwrite
+from jkv.results import versions
 from jkv.sharding import Over
 
 Tell = Callable[[int, int, str], None]  # rows that are done, of so many, and how it goes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a job came to. Rows and tokens are those of all runs and all processes; speeds are of this run's work.
-
-    failed: rows written with an error; saved: prompt tokens that common beginnings spared this run, of `prompt` that
-    its rows have; cache_bytes: of the largest running batch of a process; stopped: rows are left.
-    """
-
-    cache: str
-    rows: int
-    done: int
-    failed: int
-    tokens_prompt: int
-    tokens_new: int
-    seconds: float
-    tokens_per_s: float
-    prefilled: int
-    saved: int
-    cache_bytes: int
-    batch: int
-    buckets: list[dict[str, int]]
-    programs: int
-    compile_s: float
-    processes: int
-    stopped: bool
-
-    def __str__(self) -> str:
-        share = self.saved / max(self.saved + self.prefilled, 1)
-        left = f", {self.rows - self.done - self.failed} left: run the same command again" if self.stopped else ""
-        return "\n".join(
-            [
-                f"rows         {self.done} done, {self.failed} failed, of {self.rows}{left}",
-                f"tokens       {self.tokens_prompt:,} read, {self.tokens_new:,} generated, "
-                f"{self.tokens_per_s:,.1f} a second",
-                f"prefixes     {self.saved:,} prompt tokens spared, {share:.0%}",
-                f"cache        {self.cache}, {self.cache_bytes / 2**20:,.1f} MiB, {self.batch} rows at once",
-                f"programs     {self.programs} compiled in {self.compile_s:.1f} s",
-            ]
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +39,8 @@ class Job:
     """What is asked for.
 
     batch 0: as many rows at once as fit; over: the mesh of this process, or of all processes, if there is one; shares:
-    whether common beginnings are prefilled once, where the cache allows it.
+    whether common beginnings are prefilled once, where the cache allows it; most_new: new tokens of a row, where the
+    cache has no limit of its own; retry: whether rows that failed before are run again.
     """
 
     source: Path
@@ -89,6 +51,8 @@ class Job:
     batch: int = 0
     over: Over | None = None
     shares: bool = True
+    most_new: int = MOST_NEW
+    retry: bool = False
 
     @property
     def unit(self) -> int:
@@ -110,15 +74,11 @@ class Job:
         """The config of its caches."""
         return self.config if self.over is None else self.over.divided(self.config)
 
-    def about(self, digest: str, rows: Sequence[Request | Refused]) -> dict[str, Any]:
-        """What must be the same for a job to go on: whatever its tokens depend on, and who writes which rows."""
-        prompts = hashlib.sha256()
-        for row in rows:
-            prompts.update(row.tokens.tobytes() if isinstance(row, Request) else b"-")
+    def about(self) -> dict[str, Any]:
+        """What must be the same for a job to go on: whatever its tokens depend on beside the rows of its input, of
+        which each knows its own (`Request.key`), and who writes which rows."""
         return {
-            "input": digest,
-            "rows": len(rows),
-            "prompts": prompts.hexdigest()[:32],  # as this tokenizer and its chat template read the input
+            "jkv": version(),  # what a cache's text means
             "weights": fingerprint(self.params),
             "dtype": self.params.embed.dtype.name,
             "cache": repr(self.config) if not self.config.name else self.config.name,
@@ -143,6 +103,26 @@ class Job:
         )
 
 
+def version() -> str | None:
+    """Of the distribution that this package came with, whatever its name."""
+    names = metadata.packages_distributions().get(jkv.__name__, [])
+    return " ".join(sorted({metadata.version(name) for name in names})) or None
+
+
+def made() -> dict[str, Any]:
+    """What a job's tokens should not depend on, up to ties of floats: the source itself, jax and the machine's kind."""
+    source = sha256()
+    for root in (jkv.__path__[0], models.__path__[0]):
+        for path in sorted(Path(root).rglob("*.py")):
+            source.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    about = {
+        "source": source.hexdigest()[:16],
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+    }
+    return about | {name: x for name, x in versions(["jax", "jaxlib"]).items() if name != "python"}
+
+
 def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     """Answers every row that is not yet in the folder, until all are or `stop` says so.
 
@@ -156,12 +136,14 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     checked(job.defaults, job.params)
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
-    numbered, digest = lines(job.source)
-    rows = list(read(numbered, job.params, job.config, job.defaults))
+    limits(job.params, job.config, job.most_new).check(job.defaults.max_new_tokens)
+    rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))
     process, processes = job.place
+    own = rows[process::processes]
+    shard: Shard | Heard = Heard()
     if job.writes:
-        claim(job.out, job.about(digest, rows))
-    shard = Shard(job.out, process, processes) if job.writes else Heard()
+        claim(job.out, job.about(), made())
+        shard = Shard(job.out, {r.line: r.key for r in own}, process, processes, job.retry)
     try:
         if spans(job.over):
             stop = any_of(stop)
@@ -169,104 +151,6 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
             shard.done.update(
                 {r.line: None for r, is_done in zip(rows, done, strict=True) if is_done and not job.writes}
             )
-        return _Work(job, shard, len(rows), rows[process::processes], tell).finish(stop)
+        return Work(job, shard, len(rows), own, tell).finish(stop)
     finally:
         shard.close()
-
-
-class _Work:
-    """One run of a job by one process."""
-
-    def __init__(self, job: Job, shard: Shard | Heard, total: int, rows: list[Request | Refused], tell: Tell) -> None:
-        self.job, self.shard, self.total, self.tell = job, shard, total, tell
-        self.share = len(rows)
-        refused = [r for r in rows if isinstance(r, Refused) and r.line not in shard.done]
-        shard.add([{"line": r.line, "id": r.id, "error": r.error} for r in refused])
-        self.requests = [r for r in rows if isinstance(r, Request)]
-        self.buckets = arrange(self.requests, job.shares and job.config.splits)
-        self.cost, self.start = Cost(over=job.over), time.perf_counter()
-        self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
-        self.stopped = False
-
-    def finish(self, stop: Callable[[], bool]) -> Report:
-        for bucket in self.buckets:
-            if all(r.line in self.shard.done for r in bucket.rows):
-                continue
-            if stop():
-                self.stopped = True
-                break
-            rows = min(self.size(), fit.whole(len(bucket.rows), self.job.unit))
-            self.follow(self.job.shapes(bucket, self.requests, rows), stop)
-        return self.report()
-
-    def size(self) -> int:
-        """Rows at once; `largest`, when they are first asked for, unless the job says how many."""
-        self.batch = self.batch or self.job.batch or self.largest()
-        return self.batch
-
-    def largest(self) -> int:
-        """Rows at once that fit in the longest bucket of the job."""
-        job, most = self.job, max(len(b.rows) for b in self.buckets)
-        free = fit.spare(job.over)
-        if spans(job.over):  # all try the same
-            free = int(gathered(np.array([free], np.int64)).min())
-        shapes = partial(job.shapes, self.buckets[0], self.requests)
-        return fit.largest(job.params, shapes, most, job.unit, job.over, free)
-
-    def follow(self, shapes: Shapes, stop: Callable[[], bool]) -> None:
-        """Run a bucket, and write its rows as they end, until all have or the job is to stop."""
-        running = Running(self.job.params, shapes, self.cost)
-        for ended in running.answers(frozenset(self.shard.done)):
-            if ended:
-                self.shard.add([_row(a) for a in ended])
-            self.new += sum(len(a.tokens) for a in ended)
-            self.cache_bytes = max(self.cache_bytes, running.nbytes)
-            speed = self.new / (time.perf_counter() - self.start)
-            self.tell(
-                len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {running.nbytes / 2**20:,.0f} MiB"
-            )
-            if stop():
-                self.stopped = len(self.shard.done) < self.share
-                break
-        self.prefilled += running.prefilled
-        self.saved += running.saved
-
-    def report(self) -> Report:
-        """Of all processes; the first of them writes it."""
-        done = [x for x in self.shard.done.values() if x is not None]
-        counts = [len(done), len(self.shard.done) - len(done), sum(p for p, _ in done), sum(n for _, n in done)]
-        seconds = time.perf_counter() - self.start
-        own = np.array([*counts, self.new, self.prefilled, self.saved, self.stopped], np.int64) * self.job.writes
-        every = gathered(np.array([*own, self.cache_bytes, int(seconds * 1e3)], np.int64))
-        all_done, failed, read_, new, now, prefilled, saved, stopped = map(int, every[:, :8].sum(0))
-        cache_bytes, slowest = map(int, every[:, 8:].max(0))
-        report = Report(
-            cache=str(self.job.config),
-            rows=self.total,
-            done=all_done,
-            failed=failed,
-            tokens_prompt=read_,
-            tokens_new=new,
-            seconds=slowest / 1e3,
-            tokens_per_s=now / max(slowest / 1e3, 1e-9),
-            prefilled=prefilled,
-            saved=saved,
-            cache_bytes=cache_bytes,
-            batch=self.batch,
-            buckets=[{"tokens": b.length, "new": b.new, "rows": len(b.rows), "saved": b.saved} for b in self.buckets],
-            programs=self.cost.programs,
-            compile_s=self.cost.compiling,
-            processes=jax.process_count(),
-            stopped=stopped > 0,
-        )
-        if jax.process_index() == 0:
-            overwrite(self.job.out / "report.json", json.dumps(asdict(report), indent=1) + "\n")
-        return report
-
-
-def _row(answer: Answer) -> dict[str, Any]:
-    """A line of the output."""
-    request = answer.request
-    text = {} if answer.text is None else {"text": answer.text}
-    about = {"prompt_tokens": len(request.tokens), "end": answer.end}
-    return {"line": request.line, "id": request.id, **text, "tokens": answer.tokens, **about}

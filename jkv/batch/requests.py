@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
+import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jkv import sampling
+from jkv.batch import MOST_NEW
 from jkv.config import CacheConfig
 from jkv.models import Params
 from jkv.prompts import check_length, encode_row
@@ -66,46 +69,130 @@ class Request:
     def new(self) -> int:
         return self.settings.max_new_tokens
 
+    @property
+    def key(self) -> str:
+        """What its answer depends on, and its id: two rows of one key have one answer, on whatever line they stand."""
+        settings = asdict(self.settings) | {"seed": self.seed if self.settings.temperature else None}
+        return _digest(json.dumps([self.id, settings]).encode() + self.tokens.tobytes())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A row that cannot be run, and why."""
+    """A row that cannot be run, why, and what it is known by in the output."""
 
     line: int
     id: Any
     error: str
+    key: str
 
 
-def lines(path: Path) -> tuple[list[tuple[int, bytes]], str]:
-    """The lines that are not blank, with their numbers, and the digest of the file. Raises OSError."""
-    raw = path.read_bytes()
-    numbered = [(i, x) for i, x in enumerate(raw.split(b"\n"), 1) if x.strip()]
-    return numbered, hashlib.sha256(raw).hexdigest()[:32]
+def failed(request: Request, error: str) -> Refused:
+    """A row that could be read, and not be answered."""
+    return Refused(line=request.line, id=request.id, error=error, key=request.key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most characters that a row's text can have, and the most new tokens that a row may ask for."""
+
+    characters: float = math.inf
+    new: float = math.inf
+
+    def check(self, asked: int) -> None:
+        """Raises ValueError for more new tokens."""
+        if asked > self.new:
+            raise ValueError(
+                f"max_new_tokens={asked}: at most {self.new:,} with a cache that has no limit of its own; ask for "
+                "fewer, or raise --new-tokens-limit"
+            )
+
+
+def limits(params: Params, config: CacheConfig, most_new: int = MOST_NEW) -> Limits:
+    """Those of a job. A text that no tokens of the model's could hold need not be cut into tokens to be refused."""
+    if config.unlimited:
+        return Limits(new=most_new)
+    if params.tokenizer is None:
+        return Limits()
+    longest = max(map(len, params.tokenizer.core.get_vocab(with_added_tokens=True)), default=1)
+    return Limits(characters=params.config.context * longest)
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:32]
+
+
+def survivable(error: BaseException) -> bool:
+    """Whether it is about a row, or some rows: a panic of a package written in Rust is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def said(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(text, 800) or type(error).__name__
+
+
+def lines(path: Path) -> list[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers. Raises OSError."""
+    return [(i, x) for i, x in enumerate(path.read_bytes().split(b"\n"), 1) if x.strip()]
 
 
 def read(
-    numbered: list[tuple[int, bytes]], params: Params, config: CacheConfig, defaults: Settings
+    numbered: list[tuple[int, bytes]], params: Params, config: CacheConfig, defaults: Settings, most_new: int = MOST_NEW
 ) -> Iterator[Request | Refused]:
-    """The rows of numbered lines; of two with one id the second is refused."""
+    """The rows of numbered lines; of two with one id the second is refused. Whatever a row does, the next one comes."""
     ids: dict[str, int] = {}
+    out: Request | Refused
+    limit = limits(params, config, most_new)
     for line, raw in numbered:
         name = None
         try:
-            try:
-                row = json.loads(raw)
-            except ValueError as error:
-                raise ValueError(f"the line is no JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"the line is a JSON {type(row).__name__}, not an object such as {{'prompt': ...}}")
+            row = _parsed(raw)
             name = row.get("id")
             if name is not None and (first := ids.setdefault(json.dumps(name), line)) != line:
                 raise ValueError(f"id {name!r} is that of line {first} too: give each row its own, or none")
-            yield request(line, row, params, config, defaults)
-        except (ValueError, TypeError, RecursionError) as error:
-            yield Refused(line=line, id=name, error=str(error))
+            out = request(line, row, params, config, defaults, limit)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            out = Refused(line=line, id=name, error=said(error), key=_digest(raw))
+        yield out
 
 
-def request(line: int, row: Mapping[str, Any], params: Params, config: CacheConfig, defaults: Settings) -> Request:
+def _parsed(raw: bytes) -> dict[str, Any]:
+    """The object of a line; its id is a text or a number, which every reader of the output can take."""
+    try:
+        row = json.loads(raw, parse_constant=_no_number, object_pairs_hook=_object)
+    except ValueError as error:
+        raise ValueError(f"the line is no JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"the line is a JSON {type(row).__name__}, not an object such as {{'prompt': ...}}")
+    name = row.get("id")
+    if isinstance(name, bool) or not isinstance(name, str | int | float | None) or name in (math.inf, -math.inf):
+        raise ValueError("the id is a text or a number, or left out")
+    return row
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number there")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice in one object")
+    return row
+
+
+def request(
+    line: int,
+    row: Mapping[str, Any],
+    params: Params,
+    config: CacheConfig,
+    defaults: Settings,
+    limit: Limits,
+) -> Request:
     """One row of the input; ValueError names what is wrong with it."""
     known = ("id", *PROMPTS, *KINDS)
     for name in row:
@@ -121,7 +208,15 @@ def request(line: int, row: Mapping[str, Any], params: Params, config: CacheConf
             f"give exactly one of prompt (text), messages and tokens (ids); got {', '.join(given) or 'none'}"
         )
     settings = _settings(row, params, defaults)
-    tokens = encode_row(params, _prompt(given[0], row[given[0]]))
+    limit.check(settings.max_new_tokens)
+    prompt = _prompt(given[0], row[given[0]])
+    count = {"prompt": len, "messages": lambda x: sum(len(m["content"]) for m in x), "tokens": lambda _: 0}[given[0]]
+    if (n := count(prompt)) > limit.characters:
+        raise ValueError(
+            f"the text has {n:,} characters, and the model's context of {params.config.context} tokens holds "
+            f"{limit.characters:,} at most: shorten it"
+        )
+    tokens = encode_row(params, prompt)
     check_length(config, params.config, len(tokens), settings.max_new_tokens)
     return Request(line=line, id=row.get("id"), tokens=np.array(tokens, np.int32), settings=settings)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jkv import sampling
 from jkv.batch.arrange import Bucket, Wave, waves
-from jkv.batch.requests import DRAWS, Request, Settings
+from jkv.batch.requests import DRAWS, Refused, Request, Settings, failed, said, survivable
 from jkv.cache import Cache, tree_bytes
 from jkv.compiled import Cost
 from jkv.config import CacheConfig
@@ -86,6 +86,7 @@ class Running:
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.stop_ids = stop_ids_of(params)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
+        self.entering: tuple[Request, ...] = ()
         self.empty_rows = self.maker(partial(shapes.cache, shapes.several))
         self.empty_heads = self.maker(shapes.heads)
         self.state, self.heads = self.maker(shapes.state)(), None
@@ -101,7 +102,12 @@ class Running:
         """Of the caches of the rows, and of the common beginnings."""
         return self.state.cache.nbytes + (tree_bytes(self.heads.layers) if self.heads is not None else 0)
 
-    def answers(self, done: Container[int]) -> Iterator[list[Answer]]:
+    @property
+    def under_way(self) -> list[Request]:
+        """The rows that have begun, and have not ended."""
+        return [*(x[0] for x in self.slots if x), *self.entering]
+
+    def answers(self, done: Container[int]) -> Iterator[list[Answer | Refused]]:
         """The rows that ended, block by block; lines that are done are left out."""
         waiting = waves(self.shapes.bucket, self.shapes.several, done)
         wave = next(waiting, None)
@@ -114,6 +120,7 @@ class Running:
     def admit(self, wave: Wave) -> None:
         """Prefill the rows of a wave, and give them free slots."""
         shapes, several = self.shapes, self.shapes.several
+        self.entering = wave.rows
         if wave.heads:
             ids = _padded(wave.heads, several, shapes.bucket.first)
             self.heads, _ = self.cost.run(absorb_own, self.params, self.empty_heads(), ids, fresh=True)
@@ -137,13 +144,14 @@ class Running:
         self.state = self.cost.run(admit, self.state, cache, logits, used, slots)
         for slot, row in zip(free, wave.rows, strict=True):
             self.slots[slot] = row, []
+        self.entering = ()
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(
             [r.settings if r else nobody for r in requests], [r.seed if r else 0 for r in requests], self.stop_ids
         )
 
-    def block(self) -> list[Answer]:
+    def block(self) -> list[Answer | Refused]:
         """A block of tokens for every row, or fewer if all rows end within it; the rows that ended."""
         left = [x[0].new - len(x[1]) if x else 0 for x in self.slots]
         stop = min(max(left), self.state.out.shape[1])
@@ -163,8 +171,16 @@ class Running:
                 self.slots[slot] = None
         return ended
 
-    def ended(self, request: Request, tokens: list[int]) -> Answer | None:
-        """The answer of a row, if these tokens end it."""
+    def ended(self, request: Request, tokens: list[int]) -> Answer | Refused | None:
+        """The answer of a row, if these tokens end it, or the error of one whose tokens make no text."""
+        try:
+            return self.answer(request, tokens)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            return failed(request, said(error))
+
+    def answer(self, request: Request, tokens: list[int]) -> Answer | None:
         tokenizer, stop = self.params.tokenizer, request.settings.stop
         over = tokens[-1] in self.stop_ids
         if stop and not over:

@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 
 GRACE = 8.0  # seconds between the signal and the end
+STOPPED = os.EX_TEMPFAIL  # 75: the same command goes on
+FAILED = os.EX_DATAERR  # 65: all rows are written, and some are errors
 
 
 @contextlib.contextmanager
 def stoppable(grace: float = GRACE) -> Iterator[Callable[[], bool]]:
-    """Within it SIGTERM makes the given function true; the process ends with code 0 if it is still there `grace` later.
+    """Within it SIGTERM makes the given function true; a process that is still there `grace` later ends with STOPPED.
 
     Python's handlers wait for the main thread, which may be inside a compiler for minutes. So the signal's number goes
     to a pipe at once, and a thread of its own reads it. For the main thread only.
@@ -29,7 +31,7 @@ def stoppable(grace: float = GRACE) -> Iterator[Callable[[], bool]]:
                 asked.set()
                 if not over.wait(grace):
                     print("stopped at once: run the same command again to go on", file=sys.stderr, flush=True)
-                    os._exit(0)
+                    os._exit(STOPPED)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jkv.batch.signals import STOPPED
+
 HERE = Path(__file__).parent
 CACHE = "full"
 ROWS = 24
@@ -47,7 +49,7 @@ def rows(out: Path) -> dict[int, dict]:
 
 
 def written(out: Path) -> int:
-    return sum(p.read_bytes().count(b"\n") for p in out.glob("rows-*"))
+    return sum(p.read_bytes().count(b"\n") for p in out.glob("rows-*.jsonl"))
 
 
 def reaches(process: subprocess.Popen[str], out: Path, count: int) -> None:
@@ -65,10 +67,10 @@ def pair(source: Path, out: Path, *more: str) -> list[subprocess.Popen[str]]:
     return [started(source, out, f"{address},{i},2", *more) for i in range(2)]
 
 
-def both(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """What they say, and that they end well."""
+def both(processes: list[subprocess.Popen[str]], code: int = 0) -> list[str]:
+    """What they say, and that they end so."""
     said = [p.communicate(timeout=300) for p in processes]
-    assert [p.returncode for p in processes] == [0, 0], said
+    assert [p.returncode for p in processes] == [code, code], said
     return [x for x, _ in said]
 
 
@@ -91,7 +93,7 @@ def test_two_processes_share_a_mesh(source: Path, whole: dict[int, dict], tmp_pa
     first = pair(short, out, "data=2,model=2")
     reaches(first[0], out, 3)
     first[1].send_signal(signal.SIGTERM)
-    assert all("left: run the same command again" in x for x in both(first))
+    assert all("left: run the same command again" in x for x in both(first, STOPPED))
     assert 3 <= len(rows(out)) < 8
     assert all("rows         8 done, 0 failed, of 8\n" in x for x in both(pair(short, out, "data=2,model=2")))
     assert [p.name for p in out.glob("rows-*")] == ["rows-00000-of-00001.jsonl"]
@@ -120,7 +122,7 @@ def test_killed_at_any_time_and_taken_away_every_row_is_there_once(
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-        for path in out.glob("rows-*"):  # as if it had been killed within a write
+        for path in out.glob("rows-*.jsonl"):  # as if it had been killed within a write
             path.write_bytes(path.read_bytes() + b'{"line": 1, "tok')
     held = written(out)  # a loaded machine kills late
     process = started(source, out)
@@ -128,7 +130,7 @@ def test_killed_at_any_time_and_taken_away_every_row_is_there_once(
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
     said, trouble = process.communicate(timeout=60)
-    assert process.returncode == 0 and time.monotonic() - before < 10, trouble
+    assert process.returncode == STOPPED and time.monotonic() - before < 10, trouble
     assert "left: run the same command again" in said and held < len(rows(out)) < ROWS
     process = started(source, out)
     said, trouble = process.communicate(timeout=60)
@@ -143,7 +145,7 @@ def test_a_signal_ends_a_process_that_does_not_listen():
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "1\n"
     process.send_signal(signal.SIGTERM)
-    assert "run the same command again" in process.communicate(timeout=5)[1] and process.returncode == 0
+    assert "run the same command again" in process.communicate(timeout=5)[1] and process.returncode == STOPPED == 75
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from jkv.batch import fit
 from jkv.batch.arrange import arrange
 from jkv.batch.job import Job, run
 from jkv.batch.requests import Request, Settings
+from jkv.batch.signals import FAILED
 from jkv.cache import tree_bytes
 from jkv.cli import app
 from jkv.io import learned as trained
@@ -250,11 +251,11 @@ def call(monkeypatch: pytest.MonkeyPatch):
 def test_the_command_writes_rows_and_a_report(tmp_path: Path, asked: Any, call: Any):
     task = job(tmp_path, [*asked["full"], {"tokens": [1], "typo": 1}], "full")
     result = call(task.source, task.out, "--batch", 4, "--max-new-tokens", 40)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == FAILED == 65, result.output
     assert "rows         14 done, 1 failed, of 15\n" in result.stdout and "prompt tokens spared" in result.stdout
     assert "unknown setting 'typo'" in written(task)[15]["error"]
     again = call(task.source, task.out, "--batch", 4, "--max-new-tokens", 40)
-    assert again.exit_code == 0 and "14 done, 1 failed" in again.stdout and "0 compiled" in again.stdout
+    assert again.exit_code == FAILED and "14 done, 1 failed" in again.stdout and "0 compiled" in again.stdout
     assert len(written(task)) == 15
     refused(call(task.source, task.out, "--max-new-tokens", 41), "max_new_tokens 40 there, 41 now")
 

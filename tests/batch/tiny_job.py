@@ -6,9 +6,8 @@ python tiny_job.py SOURCE OUT CACHE [HOSTS [MESH]]
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from jkv.batch.cli import batch
+from jkv.cli import app
 from jkv.io import load
 
 
@@ -20,6 +19,7 @@ def tiny(*_: object):
 
 if __name__ == "__main__":
     load.load = tiny
-    hosts, mesh, *_ = *sys.argv[4:], None, None
-    rows = "auto" if mesh else "4"
-    batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch=rows, hosts=hosts, mesh=mesh)
+    source, out, cache, *more = sys.argv[1:]
+    rows = "auto" if len(more) == 2 else "4"
+    options = [x for pair in zip(("--hosts", "--mesh"), more, strict=False) for x in pair]
+    app(["batch", source, out, "--cache", cache, "--batch", rows, *options])

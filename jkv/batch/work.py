@@ -1,0 +1,181 @@
+"""One run of a job by one process: bucket after bucket, and what is tried when one of them cannot run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jkv.batch import fit
+from jkv.batch.arrange import Bucket, arrange, shape
+from jkv.batch.folder import Shard, note
+from jkv.batch.report import Report
+from jkv.batch.requests import Refused, Request, failed, said, survivable
+from jkv.batch.running import Answer, Running
+from jkv.batch.together import Heard, gathered, spans
+from jkv.compiled import Cost
+from jkv.results import overwrite
+
+if TYPE_CHECKING:
+    from jkv.batch.job import Job, Tell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a bucket ended before its rows did, and which of them were under way; alike: the others would fail too."""
+
+    text: str
+    rows: tuple[Request, ...]
+    alike: bool
+
+
+class Work:
+    """The rows of one process: `finish` answers those that are not written yet."""
+
+    def __init__(self, job: Job, shard: Shard | Heard, total: int, rows: list[Request | Refused], tell: Tell) -> None:
+        self.job, self.shard, self.total, self.tell = job, shard, total, tell
+        self.share = len(rows)
+        shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
+        self.requests = [r for r in rows if isinstance(r, Request)]
+        self.buckets = arrange(self.requests, job.shares and job.config.splits)
+        self.cost, self.start = Cost(over=job.over), time.perf_counter()
+        self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
+        self.stopped = False
+
+    def finish(self, stop: Callable[[], bool]) -> Report:
+        """Rows at once are halved where a bucket cannot run, and then its rows; one alone gets its error."""
+        todo = [(bucket, 0) for bucket in self.buckets[::-1]]
+        while todo and not self.stopped:
+            bucket, most = todo.pop()
+            if not self.left(bucket):
+                continue
+            if stop():
+                self.stopped = True
+                break
+            todo += self.follow(bucket, most, stop)
+        return self.report()
+
+    def left(self, bucket: Bucket) -> list[Request]:
+        return [r for r in bucket.rows if r.line not in self.shard.done]
+
+    def follow(self, bucket: Bucket, most: int, stop: Callable[[], bool]) -> list[tuple[Bucket, int]]:
+        """Run a bucket, `most` rows at once if that is not 0, until its rows have ended, the job is to stop, or it
+        fails; what to try then, the last one first."""
+        unit, rows = self.job.unit, most
+        running: Running | None = None
+        answers: Iterator[list[Answer | Refused]] = iter(())
+        wrote, failure = False, None
+        while True:
+            try:
+                if running is None:
+                    rows = min(most or self.size(bucket), fit.whole(len(bucket.rows), unit))
+                    running = Running(self.job.params, self.job.shapes(bucket, self.requests, rows), self.cost)
+                    answers = running.answers(frozenset(self.shard.done))
+                ended = next(answers, None)
+            except BaseException as error:
+                if not survivable(error) or spans(self.job.over):  # of the others nobody knows how far they are
+                    raise
+                under_way = () if running is None else tuple(running.under_way)
+                alike = not under_way or (not wrote and "RESOURCE_EXHAUSTED" in str(error))
+                failure = Failure(text=said(error), rows=under_way, alike=alike)
+                break
+            if ended is None:
+                break
+            self.write(running, ended)
+            wrote = wrote or bool(ended)
+            if stop():
+                self.stopped = len(self.shard.done) < self.share
+                break
+        if running is not None:
+            self.prefilled += running.prefilled
+            self.saved += running.saved
+        return [] if failure is None else self.otherwise(bucket, rows, failure)
+
+    def write(self, running: Running, ended: Sequence[Answer | Refused]) -> None:
+        if ended:
+            self.shard.add([_row(x) for x in ended])
+        self.new += sum(len(x.tokens) for x in ended if isinstance(x, Answer))
+        self.cache_bytes = max(self.cache_bytes, running.nbytes)
+        speed = self.new / (time.perf_counter() - self.start)
+        self.tell(len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {running.nbytes / 2**20:,.0f} MiB")
+
+    def otherwise(self, bucket: Bucket, rows: int, failure: Failure) -> list[tuple[Bucket, int]]:
+        """What to try after a failure: fewer rows at once, then the shorter rows without the longer ones."""
+        unit, left = self.job.unit, self.left(bucket)
+        if rows > unit:
+            fewer = max(rows // 2 // unit * unit, unit)
+            note(f"{rows} rows at once failed ({failure.text}); going on with {fewer}")
+            return [(bucket, fewer)]
+        shapes = sorted({shape(r) for r in left})
+        if len(shapes) > 1 or bucket.shared:
+            long = set(shapes[len(shapes) // 2 :])
+            parts = [[r for r in left if shape(r) not in long], [r for r in left if shape(r) in long]]
+            return [(b, 0) for part in parts if part for b in arrange(part, False)]
+        if not failure.alike and len(failure.rows) > 1:  # a mesh takes no fewer
+            return [(b, 0) for r in left for b in arrange([r], False)]
+        lost = left if failure.alike else failure.rows
+        note(f"{len(lost)} rows failed: {failure.text}")
+        self.shard.add([_row(failed(r, failure.text)) for r in lost])
+        return [(bucket, 0)]
+
+    def size(self, bucket: Bucket) -> int:
+        """Rows at once; `largest`, when they are first asked for, unless the job says how many."""
+        self.batch = self.batch or self.job.batch or self.largest(bucket)
+        return self.batch
+
+    def largest(self, bucket: Bucket) -> int:
+        """Rows at once that fit in the bucket, the longest one that can run at all."""
+        job, most = self.job, max(len(b.rows) for b in self.buckets)
+        free = fit.spare(job.over)
+        if spans(job.over):  # all try the same
+            free = int(gathered(np.array([free], np.int64)).min())
+        shapes = partial(job.shapes, bucket, self.requests)
+        return fit.largest(job.params, shapes, most, job.unit, job.over, free)
+
+    def report(self) -> Report:
+        """Of all processes; the first of them writes it."""
+        done = [x for x in self.shard.done.values() if x is not None]
+        counts = [len(done), len(self.shard.done) - len(done), sum(p for p, _ in done), sum(n for _, n in done)]
+        seconds = time.perf_counter() - self.start
+        own = np.array([*counts, self.new, self.prefilled, self.saved, self.stopped], np.int64) * self.job.writes
+        every = gathered(np.array([*own, self.cache_bytes, int(seconds * 1e3)], np.int64))
+        all_done, failed, read_, new, now, prefilled, saved, stopped = map(int, every[:, :8].sum(0))
+        cache_bytes, slowest = map(int, every[:, 8:].max(0))
+        report = Report(
+            cache=str(self.job.config),
+            rows=self.total,
+            done=all_done,
+            failed=failed,
+            tokens_prompt=read_,
+            tokens_new=new,
+            seconds=slowest / 1e3,
+            tokens_per_s=now / max(slowest / 1e3, 1e-9),
+            prefilled=prefilled,
+            saved=saved,
+            cache_bytes=cache_bytes,
+            batch=self.batch,
+            buckets=[{"tokens": b.length, "new": b.new, "rows": len(b.rows), "saved": b.saved} for b in self.buckets],
+            programs=self.cost.programs,
+            compile_s=self.cost.compiling,
+            processes=jax.process_count(),
+            stopped=stopped > 0,
+        )
+        if jax.process_index() == 0:
+            overwrite(self.job.out / "report.json", json.dumps(asdict(report), indent=1) + "\n")
+        return report
+
+
+def _row(x: Answer | Refused) -> dict[str, Any]:
+    """A line of the output."""
+    if isinstance(x, Refused):
+        return {"line": x.line, "id": x.id, "key": x.key, "error": x.error}
+    request = x.request
+    text = {} if x.text is None else {"text": x.text}
+    about = {"prompt_tokens": len(request.tokens), "end": x.end, "key": request.key}
+    return {"line": request.line, "id": request.id, **text, "tokens": x.tokens, **about}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -103,24 +104,22 @@ class Job:
         )
 
 
+@cache
 def version() -> str | None:
     """Of the distribution that this package came with, whatever its name."""
     names = metadata.packages_distributions().get(jkv.__name__, [])
     return " ".join(sorted({metadata.version(name) for name in names})) or None
 
 
+@cache
 def made() -> dict[str, Any]:
-    """What a job's tokens should not depend on, up to ties of floats: the source itself, jax and the machine's kind."""
+    """What a job's tokens should not depend on, up to ties of floats: the source itself, jax and the device."""
     source = sha256()
     for root in (jkv.__path__[0], models.__path__[0]):
         for path in sorted(Path(root).rglob("*.py")):
             source.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    about = {
-        "source": source.hexdigest()[:16],
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-    }
-    return about | {name: x for name, x in versions(["jax", "jaxlib"]).items() if name != "python"}
+    machine = {"backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
+    return {"source": source.hexdigest()[:16], **machine, **versions(["jax", "jaxlib"])}
 
 
 def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:

@@ -313,7 +313,6 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
     place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
     pos = take(new.pos, token)
     k, v = take(new.k, token), take(new.v, token)
-    rotated = _frame(config, k, pos, rope)
 
     def stored(old: Any, fresh: Any, grain_of: int) -> Any:
         def one(x: Array, y: Array) -> Array:
@@ -324,14 +323,14 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
 
     summary = tier.summary
     if config.select is not None:
-        keys = rotated.astype(jnp.float32)
+        keys = k.astype(jnp.float32)  # rotated, as queries meet them, however the codec stores them
         keys = keys.reshape(*keys.shape[:2], -1, u, keys.shape[-1])
         keys = keys.reshape(*keys.shape[:2], -1, config.select.unit, keys.shape[-1])
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
         at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     return Tier(
-        k=stored(tier.k, map_codec(config.k.encode, rotated), config.capacity),
+        k=stored(tier.k, map_codec(config.k.encode, _frame(config, k, pos, rope)), config.capacity),
         v=stored(tier.v, map_codec(config.v.encode, v), config.capacity),
         pos=put(tier.pos, place, pos),
         columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},

@@ -11,15 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rig
 from rig import CASES, LONGEST, MODEL, STEPS, D, G, H
 
 from jkv.cache import Tier, empty_tier, map_codec
 from jkv.checks import check
+from jkv.codecs import Dense
 from jkv.config import CacheConfig, LayerConfig, TierConfig, resolve
+from jkv.flush import Newcomers, _admit
 from jkv.methods import CATALOGUE, parse
 from jkv.protocols import Codec, Selector
-from jkv.tiers import attend_tier
+from jkv.scores.keys import KeyNorm
+from jkv.selectors.quest import PageBound
+from jkv.tiers import attend_tier, tier_dot
 
 PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside another one's
 ROPE, ROWS = MODEL.ropes[0], 2
@@ -68,8 +71,8 @@ def tier_of(kind: Kind, unit: int, select: Selector | None) -> TierConfig:
     return TierConfig(k=k, v=v, at="pos", select=select, **sized)
 
 
-def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> tuple[Tier, jax.Array, jax.Array]:
-    """A tier of random tokens in random slots, some of them dead, and its keys (rotated) and values."""
+def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
+    """A tier of random tokens in random slots, some of them dead."""
     rng, c = np.random.default_rng(seed), config.capacity
     pos = np.stack([rng.permutation(c) for _ in range(ROWS * H)]).reshape(ROWS, H, c).astype(np.int32)
     pos[rng.random(pos.shape) < 0.2] = -1
@@ -78,12 +81,12 @@ def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> tuple[Tier, 
     stored = k if config.k.rope == "before" else ROPE.rotate(k, jnp.asarray(pos), inverse=True)
     tier = empty_tier(config, plan, ROWS, MODEL, jnp.float32)
     k_code, v_code = map_codec(config.k.encode, stored), map_codec(config.v.encode, v)
-    return replace(tier, k=k_code, v=v_code, pos=jnp.asarray(pos), columns={}), k, v
+    return replace(tier, k=k_code, v=v_code, pos=jnp.asarray(pos), columns={})
 
 
 def plain(config: TierConfig) -> LayerConfig:
-    (plan, *_) = resolve(CacheConfig(), MODEL, LONGEST, STEPS)
-    return replace(plan, tiers=(config,))
+    plan = resolve(CacheConfig(score=KeyNorm()), MODEL, LONGEST, STEPS)[0]
+    return replace(plan, columns=(), tiers=(config,))
 
 
 KINDS = list(picked_from()[0])
@@ -97,7 +100,7 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
     configs = [replace(config, capacity=capacity) for config in configs]
     q = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, H, G, 1, D)), jnp.float32)
     q_pos = jnp.full((ROWS, 1), capacity // 2, jnp.int32)  # half of the tokens are yet to come
-    tier = filled(replace(configs[0], select=None, unit=capacity // 2), plain(configs[0]))[0]
+    tier = filled(replace(configs[0], select=None, unit=capacity // 2), plain(configs[0]))
     summaries = [empty_tier(config, plain(config), ROWS, MODEL, jnp.float32).summary for config in configs]
 
     @jax.jit
@@ -117,3 +120,51 @@ def test_what_is_not_read_by_pages_is_refused_with_a_reason():
     for config, why in refused:
         select = type(config.select).__name__
         assert ("leave out" in why and select in why) or "selection of pages" in why, why
+
+
+def admitted(config: TierConfig, seed: int = 3) -> tuple[Tier, jax.Array]:
+    """A tier into which random tokens have come, and their rotated keys by slot; the first unit is dead.
+
+    Positions are far from slots: what is said of keys must not depend on where they lie.
+    """
+    rng, c, u = np.random.default_rng(seed), config.capacity, config.unit
+    pos = np.stack([rng.permutation(4 * c)[:c] for _ in range(ROWS * H)]).reshape(ROWS, H, c).astype(np.int32)
+    pos = jnp.asarray(np.where(np.arange(c) < u, -1, pos))
+    k, v = jnp.asarray(rng.standard_normal((2, ROWS, H, c, D)), jnp.float32)
+    k = ROPE.rotate(k, pos)
+    index = jnp.broadcast_to(jnp.arange(c), pos.shape)
+    new = Newcomers(k=k, v=v, pos=pos, rank=jnp.zeros(pos.shape), columns={}, index=index)
+    units = jnp.broadcast_to(jnp.arange(1, c // u), (ROWS, H, c // u - 1))
+    tokens = index[:, :, u:]
+    return _admit(empty_tier(config, plain(config), ROWS, MODEL, jnp.float32), new, units, tokens, config, ROPE), k
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: "-".join(map(str, KINDS[i])))
+def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
+    for config in picked_from()[0][KINDS[kind]]:
+        select = config.select
+        assert select is not None
+        if select.unit != PAGES[-1]:
+            continue
+        tier, k = admitted(replace(config, capacity=3 * config.unit))
+        pages = k.reshape(ROWS, H, -1, select.unit, D)
+        want = jax.vmap(jax.vmap(jax.vmap(select.summarize)))(pages)
+        for x, y in zip(jax.tree.leaves(tier.summary), jax.tree.leaves(want), strict=True):
+            live = slice(config.unit // select.unit, None)
+            np.testing.assert_array_equal(x[:, :, live], y[:, :, live], str(select))
+
+
+@pytest.mark.parametrize("page", [1, 2])
+@pytest.mark.parametrize("codec", [Dense(), Dense(rope="after")], ids=str)
+def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(codec: Codec, page: int):
+    select = PageBound(unit=page, pages=2)
+    config = replace(tier_of((codec, Dense()), 4, select), capacity=48)
+    tier = admitted(config)[0]
+    q = jnp.asarray(np.random.default_rng(5).standard_normal((ROWS, H, G, 1, D)), jnp.float32)
+    q = ROPE.rotate(q, jnp.full((1, 1, 1, 1), 300))
+    logits = np.asarray(tier_dot(q.reshape(ROWS, H, G, D), tier, config, ROPE, "k")).max(2)
+    best = logits.reshape(ROWS, H, -1, page).max(-1)[:, :, 4 // page :]  # without the dead unit
+    bound = np.asarray(select.most(q, tier.summary))[:, :, 4 // page :]
+    assert (bound >= best - 1e-5).all()
+    if page == 1:
+        np.testing.assert_allclose(bound, best, atol=1e-5)

@@ -271,6 +271,13 @@ def _grains(rank: Array, g: int) -> Array:
     return jnp.where((x == -jnp.inf).all(-1), -jnp.inf, mean)
 
 
+def _first_of(dead: Array, m: int) -> Array:
+    """i32[B,Hs,m]: the first m dead units of bool[B,Hs,n], n where there are no more; found without a sort."""
+    count = jnp.cumsum(dead, -1, dtype=jnp.int32)
+    find = lambda x: jnp.searchsorted(x, jnp.arange(1, m + 1, dtype=jnp.int32), side="left")  # noqa: E731
+    return jax.vmap(jax.vmap(find))(count)
+
+
 def _contest(
     slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, config: TierConfig
 ) -> tuple[Array, Array]:
@@ -294,8 +301,7 @@ def _contest(
         merit, worst = merit[..., :m], worst[..., :m]
         by_rank = jnp.argsort(-new.rank, axis=-1, stable=True)  # the older of equals first
     else:
-        used = units - dead.sum(-1, keepdims=True)
-        worst = used + jnp.arange(m)[None, None]
+        worst = _first_of(dead, m)
         merit = jnp.full(worst.shape, -jnp.inf)
         by_rank = jnp.argsort(new.pos < 0, axis=-1, stable=True)
     by_rank = by_rank[..., : m * u]

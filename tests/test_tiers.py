@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rig
 from rig import CASES, LONGEST, MODEL, STEPS, D, G, H
 
 from jkv.cache import Tier, empty_tier, map_codec
@@ -31,16 +32,6 @@ SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values(
 Kind = tuple[Codec, Codec]
 
 
-def compositions() -> list[CacheConfig]:
-    """Every row of the catalogue as it is, and as it is tested, without a selector of its own."""
-    plain = [f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()]
-    configs = map(parse, [*plain, *(case.tight for cases in CASES.values() for case in cases)])
-    configs = [replace(config, select=None) for config in configs if config.pooled is None or not config.score.uniform]
-    for config in configs:
-        check(config, ROOMY)
-    return configs
-
-
 @cache
 def picked_from() -> tuple[dict[Kind, list[TierConfig]], list[tuple[CacheConfig, str]]]:
     """Tiers that may be read by pages: their codecs, with every selector and page; and what is refused, and why.
@@ -49,7 +40,8 @@ def picked_from() -> tuple[dict[Kind, list[TierConfig]], list[tuple[CacheConfig,
     """
     found: dict[Kind, dict[tuple[str, int], TierConfig]] = {}
     refused = []
-    for config in compositions():
+    for config in rig.compositions():
+        check(replace(config, select=None), ROOMY)
         for select in (replace(x, unit=page, pages=10_000) for x in SELECTORS for page in PAGES):
             picks = replace(config, select=select)
             try:

@@ -276,6 +276,13 @@ def _grains(rank: Array, g: int) -> Array:
     return jnp.where((x == -jnp.inf).all(-1), -jnp.inf, mean)
 
 
+def _first_of(dead: Array, m: int) -> Array:
+    """i32[B,Hs,m]: the first m dead units of bool[B,Hs,n], n where there are no more; found without a sort."""
+    count = jnp.cumsum(dead, -1, dtype=jnp.int32)
+    find = lambda x: jnp.searchsorted(x, jnp.arange(1, m + 1, dtype=jnp.int32), side="left")  # noqa: E731
+    return jax.vmap(jax.vmap(find))(count)
+
+
 def _contest(
     slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, config: TierConfig
 ) -> tuple[Array, Array]:
@@ -299,8 +306,7 @@ def _contest(
         merit, worst = merit[..., :m], worst[..., :m]
         by_rank = jnp.argsort(-new.rank, axis=-1, stable=True)  # the older of equals first
     else:
-        used = units - dead.sum(-1, keepdims=True)
-        worst = used + jnp.arange(m)[None, None]
+        worst = _first_of(dead, m)
         merit = jnp.full(worst.shape, -jnp.inf)
         by_rank = jnp.argsort(new.pos < 0, axis=-1, stable=True)
     by_rank = by_rank[..., : m * u]
@@ -318,7 +324,6 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
     place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
     pos = take(new.pos, token)
     k, v = take(new.k, token), take(new.v, token)
-    rotated = _frame(config, k, pos, rope)
 
     def stored(old: Any, fresh: Any, grain_of: int) -> Any:
         def one(x: Array, y: Array) -> Array:
@@ -329,14 +334,14 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
 
     summary = tier.summary
     if config.select is not None:
-        keys = rotated.astype(jnp.float32)
+        keys = k.astype(jnp.float32)  # rotated, as queries meet them, however the codec stores them
         keys = keys.reshape(*keys.shape[:2], -1, u, keys.shape[-1])
         keys = keys.reshape(*keys.shape[:2], -1, config.select.unit, keys.shape[-1])
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
         at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     return Tier(
-        k=stored(tier.k, map_codec(config.k.encode, rotated), config.capacity),
+        k=stored(tier.k, map_codec(config.k.encode, _frame(config, k, pos, rope)), config.capacity),
         v=stored(tier.v, map_codec(config.v.encode, v), config.capacity),
         pos=put(tier.pos, place, pos),
         columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},

@@ -39,9 +39,16 @@ class Rope:
         return ca * cb - sa * sb, sa * cb + ca * sb
 
     def rotate(self, x: Array, pos: Array, inverse: bool = False) -> Array:
-        """x [..., D] at pos [...] (broadcast against x without its last axis), computed in float32, dtype kept."""
+        """x [..., D] at pos [...] (broadcast against x without its last axis), computed in float32, dtype kept.
+
+        >>> rope, x, at = Rope(inv_freq=(0.5,), longest=512, scale=1.25), jnp.ones((1, 2)), jnp.array([300])
+        >>> bool(jnp.allclose(rope.rotate(rope.rotate(x, at), at, inverse=True), x))
+        True
+        """
         cos, sin = self.tables(pos)
-        sin = -sin if inverse else sin
+        if inverse:
+            back = 1 / self.scale**2  # the tables have the scale once, and so has x
+            cos, sin = cos * back, -sin * back
         half = len(self.inv_freq)
         turn, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
         x1, x2 = turn[..., :half], turn[..., half:]

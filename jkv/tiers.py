@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -111,7 +112,12 @@ def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
     name = kernel_of(tier, config, dim, queries)
     if name != "xla" or config.select is None:
         return name
-    name = kernel_of(tier, replace(config, select=None), dim, queries)
+
+    def copied(q: Array, tier: Tier) -> Tier:
+        return gathered(picked(q, tier, config), tier, tier.pos, config)[0]
+
+    q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
+    name = kernel_of(jax.eval_shape(copied, q, tier), replace(config, select=None), dim, queries)
     return name if name == "xla" else f"{name} after a gather"
 
 
@@ -238,14 +244,18 @@ def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
 
 
 def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Tier, Array]:
-    """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act."""
+    """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act.
+
+    A page may be a part of a codec's grain, or end inside one: what a grain shares is then copied for every stretch of
+    slots that lies within one grain and one page, so a page costs its own slots and never whole grains.
+    """
     assert config.select is not None
     u, (b, h, _) = config.select.unit, pages.shape
     index = (pages[..., None] * u + jnp.arange(u)[None, None, None]).reshape(b, h, -1)
 
     def gather(x: Array) -> Array:
         grain = tier.pos.shape[2] // x.shape[2]
-        return take(x, per(index[:, :, ::grain], grain))
+        return take(x, per(index[:, :, :: gcd(u, grain)], grain))
 
     pos = take(tier.pos, index)
     k, v = jax.tree.map(gather, (tier.k, tier.v))

@@ -33,6 +33,8 @@ from tiny import (  # noqa: F401
 from jkv import loop, methods, sizes
 from jkv.cache import Cache
 from jkv.compiled import Cost
+from jkv.config import CacheConfig
+from jkv.methods import CATALOGUE
 from jkv.models import Params
 from jkv.prompts import pad
 from jkv.rope import Rope
@@ -244,6 +246,15 @@ CASES: dict[str, tuple[Case, ...]] = {
 ALL = [case for cases in CASES.values() for case in cases]
 # of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
 RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
+
+
+def compositions() -> list[CacheConfig]:
+    """Every row of the catalogue as it is, and as it is tested; `pooled` alone is none."""
+    given = {
+        row.name: f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()
+    }
+    del given["pooled"]
+    return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 
 
 def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS) -> Cache:

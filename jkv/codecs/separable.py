@@ -49,5 +49,6 @@ class Separable(Codec):
 
     def parts(self, code: Code) -> list[Array]:
         parts = self.inner.parts(Code(slots=code.slots))
-        c = jnp.repeat(floats(code.grains[0], self.scale_dtype).astype(jnp.float32), self.group, 0)
+        c = floats(code.grains[0], self.scale_dtype).astype(jnp.float32)
+        c = jnp.repeat(c, code.slots[0].shape[0] // c.shape[0], 0)  # of a few picked tokens, a scale each
         return [y * x for y, x in zip(parts, jnp.split(c, len(parts), 1), strict=True)]

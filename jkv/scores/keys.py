@@ -76,7 +76,6 @@ class Expected(Score):
         count = jnp.maximum(use.sum(-1), 1)[:, None, None, None]
         q = jnp.where((asked.pos >= 0)[:, None, None, :, None], asked.q.astype(jnp.float32), 0)
         q = ev.rope.rotate(q, asked.pos[:, None, None], inverse=True)
-        q = q / ev.rope.scale**2
         mu = jnp.einsum("bhgnd,bn->bhgd", q, use) / count
         off = (q - mu[..., None, :]) * use[:, None, None, :, None]
         cov = jnp.einsum("bhgnd,bhgne->bhgde", off, off) / count[..., None]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _FIELDS = ("layers", "states", "seen", "prompt", "fill")
 _AGAIN = "prefill the prompt again"
+_FAR = 1 << 30  # beyond any text; sums of two still fit
 _LONGEST_TEXT = 1 << 16  # of a config: far above any, far below what Python's parser cannot take
 
 
@@ -132,8 +133,14 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
 
 def _impossible(cache: Cache) -> str | None:
     """What of a cache of numpy arrays no prompt can have led to, if anything: a place beyond a window or a text."""
-    seen = np.asarray(cache.seen)
-    if seen.min(initial=0) < 0 or (np.asarray(cache.prompt) < 0).any() or (np.asarray(cache.prompt) > seen).any():
+    seen, bound = np.asarray(cache.seen), [plan.tiers for plan in cache.plan]
+    most = _FAR if any(tier.at == "rank" for tiers in bound for tier in tiers) or not bound else cache.model.context
+    if (
+        seen.min(initial=0) < 0
+        or seen.max(initial=0) > most
+        or (np.asarray(cache.prompt) < 0).any()
+        or (np.asarray(cache.prompt) > seen).any()
+    ):
         return "number of tokens (seen, prompt)"
     if not cache.stay <= cache.fill <= cache.room:
         return "fill"
@@ -148,6 +155,6 @@ def _impossible(cache: Cache) -> str | None:
         for tier in layer.tiers:
             if tier.head is not None and (np.asarray(tier.head) >= cache.model.heads).any():
                 return f"heads in layer {i}"
-            if tier.at is not None and (np.asarray(tier.at) >= np.maximum(1, seen.max(initial=0))).any():
+            if tier.at is not None and not all(-_FAR <= x < _FAR for x in (np.min(tier.at), np.max(tier.at))):
                 return f"places of keys in layer {i}"
     return None

@@ -375,3 +375,17 @@ def test_a_budget_that_grows_keeps_the_prompt_and_a_share_of_the_rest(case: Case
         np.testing.assert_array_equal(caches[i].kept(), np.tile(want[:, None], (L, 1, H)))
         for row, n in enumerate(LENGTHS):
             assert np.logical_or(*rig.held(caches[i], 0))[row, :, :n].all()
+
+
+# -------------------------------------------------------------------------------------------------------- on disk
+
+
+@every
+def test_a_saved_cache_is_read_as_it_was(case: Case, tmp_path):
+    caches = rig.shared(case.tight, case.model).caches
+    for cache in (caches[0], caches[len(caches) // 2], caches[-1]):
+        cache = loop.replace(cache, name=case.tight)
+        cache.save(tmp_path / "c", case.params)
+        again = type(cache).load(tmp_path / "c", case.params)
+        assert jax.tree.structure(again) == jax.tree.structure(cache)
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))

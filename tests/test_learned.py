@@ -241,7 +241,7 @@ def card(folder, **changes):
         (lambda f: (f / io.CARD).unlink(), "no card.json"),
         (lambda f: (f / io.CARD).write_text("{"), "cannot be read as JSON"),
         (lambda f: card(f, method="dms"), "describes 'dms', not trimkv"),
-        (lambda f: card(f, model=["0"]), "different models"),
+        (lambda f: card(f, model=["0"]), "was not written with"),
         (lambda f: (f / io.WEIGHTS).write_bytes((f / io.WEIGHTS).read_bytes()[:400]), "truncated"),
         (lambda f: io.write(f, {"into": np.ones(3)}, {"method": "trimkv", "model": []}), "not those of trimkv"),
     ],

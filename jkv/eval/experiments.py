@@ -15,7 +15,7 @@ from jkv.eval import corpora, measure, niah, shared, tasks
 from jkv.eval.attention import recovered
 from jkv.eval.results import PACKAGES, Results, digest
 from jkv.eval.tasks import Example
-from jkv.io.cache_file import fingerprint
+from jkv.io.identity import fingerprint
 from jkv.methods import CATALOGUE, parse
 from jkv.models import Params
 from jkv.results import versions

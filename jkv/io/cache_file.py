@@ -13,22 +13,18 @@ import numpy as np
 
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
+from jkv.io.identity import fingerprint
+from jkv.results import versions
 
 if TYPE_CHECKING:
     from jkv.cache import Cache
     from jkv.config import CacheConfig
     from jkv.models import Params
 
-
-def fingerprint(params: Params) -> str:
-    """Hex digest of a model: its config, and a slice of every layer's weights."""
-    c = params.config
-    digest = hashlib.sha256((repr(c) + (repr(c.mixers) if c.mixers else "")).encode())
-    digest.update(np.asarray(params.norm, np.float32).tobytes())
-    for i, layer in enumerate(params.layers):
-        x = layer["qkv" if c.attends(i) else "mix"]
-        digest.update(np.asarray(x[(0,) * (x.ndim - 1)], np.float32).tobytes())
-    return digest.hexdigest()[:32]
+_FIELDS = ("layers", "states", "counts", "fill")
+_AGAIN = "prefill the prompt again"
+_FAR = 1 << 30  # beyond any text; sums of two still fit
+_LONGEST_TEXT = 1 << 16  # of a config: far above any, far below what Python's parser cannot take
 
 
 def weights(plan: Any) -> str:
@@ -39,9 +35,11 @@ def weights(plan: Any) -> str:
 
 def save(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
-    leaves = jax.tree_util.tree_leaves_with_path((cache.layers, cache.states, cache.counts, cache.fill))
+    leaves = jax.tree_util.tree_leaves_with_path(_arrays(cache))
     meta = {
         "model": fingerprint(params),
+        **versions(("jkv",)),
+        "plan": _numbers(cache.plan),
         "config": cache.name,
         "rows": cache.rows,
         "longest": cache.plan[0].longest if cache.plan else 0,
@@ -56,50 +54,102 @@ def save(cache: Cache, path: str | Path, params: Params) -> None:
 def load(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
     """The cache in a file written by `save` with the same model; config: needed only for one that has no text form.
 
-    Raises FormatError for a file that is damaged, of another model (with both fingerprints) or of another shape.
+    Raises FormatError for a file that is damaged, of another model (with both fingerprints), of another jkv or of
+    another shape.
     """
+    path = Path(path)
+    with checkpoint.opened(path) as (meta, _, read):
+        own = fingerprint(params)
+        if meta.get("model") != own:
+            cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
+            raise FormatError(path, cause, "load the model that the cache was made with")
+        empty = _described(path, meta, params, config)
+        found, tree = jax.tree_util.tree_flatten_with_path(_arrays(empty))
+        arrays = read(jax.tree_util.keystr(where) for where, _ in found)
+    leaves: list[Any] = []
+    for where, want in found:
+        name = jax.tree_util.keystr(where)
+        x = arrays[name]
+        if x.shape != want.shape or x.dtype != want.dtype:
+            cause = f"array {name} is {x.dtype}{list(x.shape)}, not {want.dtype}{list(want.shape)}"
+            raise FormatError(path, cause, _AGAIN)
+        leaves.append(x)
+    layers, states, counts, fill = jax.tree_util.tree_unflatten(tree, leaves)
+    cache = replace(empty, layers=layers, states=states, counts=counts, fill=fill)
+    if (wrong := _impossible(cache)) is not None:
+        raise FormatError(path, f"its {wrong} cannot be so", _AGAIN)
+    return replace(cache, **jax.tree.map(jnp.array, dict(zip(_FIELDS, _arrays(cache), strict=True))))
+
+
+def _arrays(cache: Cache) -> tuple[Any, ...]:
+    return tuple(getattr(cache, name) for name in _FIELDS)
+
+
+def _numbers(plan: Any) -> str:
+    """Hex digest of every number that a config came to, which another version may make others of."""
+    return hashlib.sha256(str(jax.tree.structure(plan)).encode()).hexdigest()[:32]
+
+
+def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheConfig | None) -> Cache:
+    """The cache that a file's description asks for, with shapes for arrays."""
     from jkv.cache import Cache, Counts
     from jkv.methods import parse
     from jkv.prompts import reaching
     from jkv.sizes import layout
 
-    arrays, meta = checkpoint.read(path)
-    own = fingerprint(params)
-    if meta.get("model") != own:
-        cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
-        raise FormatError(Path(path), cause, "load the model that the cache was made with")
-    again = "prefill the prompt again"
     try:
+        if config is None and (not isinstance(meta["config"], str) or len(meta["config"]) > _LONGEST_TEXT):
+            raise ValueError("its config is no text, or far too long")
         config = (config or parse(meta["config"])).bound(params)
         if config.budget.measures:
             config = replace(config, budget=config.budget.with_parts(meta["parts"]))
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
+        if not all(type(n) is int and 0 <= n < 1 << 31 for n in (rows, longest, new)):
+            raise ValueError(f"rows, longest and new are {rows!r}, {longest!r} and {new!r}")
         model = reaching(params.config, longest) if config.unlimited else params.config
         plan, (layers, states) = layout(config, model, rows, longest, new, dtype)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(Path(path), f"its description cannot be used ({error})", again) from error
+    except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
+        raise FormatError(path, f"its description cannot be used ({type(error).__name__}: {error})", _AGAIN) from error
     if meta.get("weights", "") != weights(plan):
         cause = "the weights that its score was trained to are not those of this config"
-        raise FormatError(Path(path), cause, "load it with the gate that it was made with, or " + again)
+        raise FormatError(path, cause, "load it with the gate that it was made with, or " + _AGAIN)
+    if meta.get("plan") != _numbers(plan):
+        made, this = meta.get("jkv", "another"), versions(("jkv",)).get("jkv", "this one")
+        cause = f"{config} meant other numbers to the jkv that wrote it ({made}) than to this one ({this})"
+        raise FormatError(path, cause, _AGAIN)
     vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    counts = Counts(seen=vector, prompt=vector, later=vector)
-    found, tree = jax.tree_util.tree_flatten_with_path((layers, states, counts, number))
-    leaves: list[Any] = []
-    for where, want in found:
-        name = jax.tree_util.keystr(where)
-        x = arrays.get(name)
-        if x is None or x.shape != want.shape or x.dtype != want.dtype:
-            got = "missing" if x is None else f"{x.dtype}{list(x.shape)}"
-            raise FormatError(Path(path), f"array {name} is {got}, not {want.dtype}{list(want.shape)}", again)
-        leaves.append(jnp.asarray(x))
-    layers, states, counts, fill = jax.tree_util.tree_unflatten(tree, leaves)
     return Cache(
         layers=layers,
         states=states,
-        counts=counts,
-        fill=fill,
+        counts=Counts(seen=vector, prompt=vector, later=vector),  # type: ignore[arg-type]
+        fill=number,  # type: ignore[arg-type]
         plan=plan,
         model=model,
         name=config.name,
         new=new,
     )
+
+
+def _impossible(cache: Cache) -> str | None:
+    """What of a cache of numpy arrays no prompt can have led to, if anything: a place beyond a window or a text."""
+    seen, bound = np.asarray(cache.seen), [plan.tiers for plan in cache.plan]
+    parts = [np.asarray(x) for x in (cache.prompt, cache.counts.later, cache.counts.generated)]
+    most = _FAR if any(tier.at == "rank" for tiers in bound for tier in tiers) or not bound else cache.model.context
+    if seen.max(initial=0) > most or any((x < 0).any() or (x > seen).any() for x in parts):
+        return "number of tokens (seen, prompt, later)"
+    if not cache.stay <= cache.fill <= cache.room:
+        return "fill"
+    if any((x.count < 0).any() or (x.count > x.dt.shape[1]).any() for x in cache.states):
+        return "number of tokens that wait (count)"
+    for i, layer in enumerate(cache.layers):
+        held = [layer.recent.pos, *([layer.queries.pos] if layer.queries else []), *(t.pos for t in layer.tiers)]
+        for pos in map(np.asarray, held):
+            end = seen.reshape(-1, *(1,) * (pos.ndim - 1))
+            if (pos < -1).any() or (pos >= end).any():
+                return f"positions in layer {i}"
+        for tier in layer.tiers:
+            if tier.head is not None and (np.asarray(tier.head) >= cache.model.heads).any():
+                return f"heads in layer {i}"
+            if tier.at is not None and not all(-_FAR <= x < _FAR for x in (np.min(tier.at), np.max(tier.at))):
+                return f"places of keys in layer {i}"
+    return None

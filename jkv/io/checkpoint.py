@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from jkv.io.errors import FormatError
 if TYPE_CHECKING:
     from jax import Array
 
-VERSION = 1
+VERSION = 2
+_UNSEALED = 1  # a header without a digest: the card of such weights has theirs
 _KEY = "jkv"
 _RESERVED = "__metadata__"
 _AGAIN = "write the checkpoint again"
@@ -27,23 +29,27 @@ _DTYPES = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 floa
 def write(path: str | Path, arrays: Mapping[str, Array | np.ndarray], meta: dict[str, Any]) -> None:
     """Writes named arrays and JSON-able `meta` to `path`; raises ValueError for what cannot be stored, OSError.
 
-    The file is replaced only once the new one is safely on disk: a full disk or a kill leaves the old one.
+    The header has a SHA-256 of all of it. The file is replaced only once the new one is safely on disk: a full disk or
+    a kill leaves the old one.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     target = Path(path)
+    plain = {name: _plain(name, array) for name, array in arrays.items()}
     try:
-        header = json.dumps({"version": VERSION, "meta": meta})
+        header = json.dumps({"version": VERSION, "sha256": digest(plain, meta), "meta": meta})
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the checkpoint's meta is not JSON ({error}); use texts, numbers, lists and dicts") from error
-    plain = {name: _plain(name, array) for name, array in arrays.items()}
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what is new here can be read by whom the user lets read
         save_file(plain, temporary, metadata={_KEY: header})
+        temporary.chmod(mode)  # and not by the owner alone, as save_file has it
         _sync(temporary)
         os.replace(temporary, target)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise OSError(f"cannot write {target}: {error}; free space there or choose another folder") from error
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -57,7 +63,7 @@ def _plain(name: str, array: Any) -> np.ndarray:
         raise ValueError(f"an array cannot be named {name!r}, which the format reserves; choose another name")
     if plain.dtype.name not in _DTYPES:
         raise ValueError(f"array {name!r} has type {plain.dtype}; a checkpoint can hold {', '.join(sorted(_DTYPES))}")
-    return plain
+    return plain.astype(plain.dtype.newbyteorder("<")) if plain.dtype.byteorder == ">" else plain
 
 
 def _sync(path: Path) -> None:
@@ -65,8 +71,34 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def digest(arrays: Mapping[str, np.ndarray], meta: Any = None) -> str:
+    """SHA-256 of the bytes of named arrays, their types and shapes, and of what is said about them.
+
+    >>> digest({"a": np.ones(3)}) == digest({"a": np.ones((3, 1))})
+    False
+    """
+    total = hashlib.sha256(json.dumps(meta).encode())
+    for name in sorted(arrays):
+        x = arrays[name]
+        total.update(json.dumps([name, x.dtype.name, x.shape]).encode())
+        total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return total.hexdigest()
+
+
 def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and meta that `write` put into `path`; raises FormatError if it is no whole checkpoint."""
+    with opened(path) as (meta, names, arrays):
+        return arrays(names), meta
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | Path,
+) -> Iterator[tuple[dict[str, Any], list[str], Callable[[Iterable[str]], dict[str, np.ndarray]]]]:
+    """The meta of a checkpoint, the names of its arrays, and a function that reads these once they are wanted.
+
+    Raises FormatError as `read` does, and where the names are others than those that are asked for.
+    """
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -74,23 +106,38 @@ def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise FormatError(path, "there is no such file", "check the path")
     try:
         with safe_open(path, framework="np") as handle:
-            meta = _meta(path, (handle.metadata() or {}).get(_KEY))
-            return {name: handle.get_tensor(name) for name in handle.keys()}, meta
+            meta, seal = _meta(path, (handle.metadata() or {}).get(_KEY))
+            names = sorted(handle.keys())
+
+            def arrays(wanted: Iterable[str]) -> dict[str, np.ndarray]:
+                if other := set(names).symmetric_difference(wanted):
+                    held = "holds" if (name := min(other)) in names else "has no"
+                    raise FormatError(path, f"it {held} array {name}", _AGAIN)
+                found = {name: handle.get_tensor(name) for name in names}
+                if seal is not None and digest(found, meta) != seal:
+                    raise FormatError(
+                        path, "its bytes are not those that were written (SHA-256), so it is corrupt", _AGAIN
+                    )
+                return found
+
+            yield meta, names, arrays
     except (SafetensorError, OSError) as error:
         raise FormatError(path, f"it cannot be read ({error}), so it is truncated or corrupt", _AGAIN) from error
 
 
-def _meta(path: Path, header: str | None) -> dict[str, Any]:
+def _meta(path: Path, header: str | None) -> tuple[dict[str, Any], str | None]:
+    """The meta and the digest of all."""
     if header is None:
         raise FormatError(path, "it is a safetensors file but no jkv checkpoint", "give a file that jkv wrote")
     try:
         value = json.loads(header)
         version, meta = value["version"], value["meta"]
+        seal = None if version == _UNSEALED else value.get("sha256")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(path, f"its header is broken ({error})", _AGAIN) from error
-    if version != VERSION:
+    if version not in (_UNSEALED, VERSION):
         cause = f"it has checkpoint version {version!r} but this jkv reads {VERSION}"
         raise FormatError(path, cause, "read it with the jkv that wrote it, or write it again")
-    if not isinstance(meta, dict):
-        raise FormatError(path, "its meta is no JSON object", _AGAIN)
-    return meta
+    if not isinstance(meta, dict) or (version == VERSION and not isinstance(seal, str)):
+        raise FormatError(path, "its meta is no JSON object, or has no digest", _AGAIN)
+    return meta, seal

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.io import checkpoint
-from jkv.io.cache_file import fingerprint
 from jkv.io.errors import FormatError
+from jkv.io.identity import fingerprint
 from jkv.io.safetensors import read_json
 from jkv.results import overwrite
 
@@ -29,12 +29,7 @@ SHIPPED = resources.files("jkv") / "learned"  # a folder for each that comes wit
 
 def identities(params: Params) -> list[str]:
     """Fingerprints of a model in float32, bfloat16 and float16: what is trained for one serves the others."""
-
-    def cast(dtype: Any) -> Params:
-        layers = tuple({"qkv": layer["qkv"][:1, :1, :1].astype(dtype)} for layer in params.layers)
-        return replace(params, norm=params.norm.astype(dtype), layers=layers)
-
-    return [fingerprint(cast(dtype)) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)]
+    return [fingerprint(params, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)]
 
 
 def write(folder: str | Path, arrays: Mapping[str, Any], card: Mapping[str, Any]) -> None:
@@ -45,8 +40,8 @@ def write(folder: str | Path, arrays: Mapping[str, Any], card: Mapping[str, Any]
         small = {name: np.asarray(x, np.float16) for name, x in arrays.items()}
     if wrong := [name for name, x in small.items() if not np.isfinite(x).all()]:
         raise ValueError(f"{wrong[0]} holds NaN, infinity or numbers beyond float16; nothing was written to {path}")
-    checkpoint.write(path / WEIGHTS, small, {"method": card["method"], "model": card["model"]})
-    overwrite(path / CARD, json.dumps(card, indent=1) + "\n")
+    checkpoint.write(path / WEIGHTS, small, {"method": card["method"]})
+    overwrite(path / CARD, json.dumps({**card, "sha256": checkpoint.digest(small, card["model"])}, indent=1) + "\n")
 
 
 def read(folder: str | Path, *methods: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -57,9 +52,11 @@ def read(folder: str | Path, *methods: str) -> tuple[dict[str, np.ndarray], dict
         raise broken(path, f"it has no {CARD}")
     if card.get("method") not in methods or not isinstance(card.get("model"), list):
         raise broken(path, f"its {CARD} describes {card.get('method')!r}, not {' or '.join(methods)}")
-    arrays, meta = checkpoint.read(path / WEIGHTS)
-    if meta.get("model") != card["model"]:
-        raise broken(path, f"{WEIGHTS} and {CARD} are of different models")
+    arrays, _ = checkpoint.read(path / WEIGHTS)
+    if card.get("sha256") != checkpoint.digest(arrays, card["model"]):
+        raise broken(path, f"its {CARD} was not written with its {WEIGHTS} (their SHA-256 differ)")
+    if wrong := [name for name, x in arrays.items() if not np.isfinite(x).all()]:
+        raise broken(path, f"{wrong[0]} holds NaN or infinity")
     return arrays, card
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: what goes in comes out, and a failure leaves the old file."""
 
+import os
 import subprocess
 import sys
 
@@ -128,7 +129,8 @@ def save(path, header):
         ({"jkv": "{"}, "header is broken"),
         ({"jkv": "[]"}, "header is broken"),
         ({"jkv": "[" * 100_000}, "header is broken"),
-        ({"jkv": '{"version": 2, "meta": {}}'}, "version 2.*reads 1"),
+        ({"jkv": '{"version": 3, "meta": {}}'}, "version 3.*reads 2"),
+        ({"jkv": '{"version": 2, "meta": {}}'}, "has no digest"),
         ({"jkv": '{"version": 1, "meta": []}'}, "no JSON object"),
     ],
 )
@@ -161,3 +163,41 @@ def test_fuzz(tmp_path, data):
         checkpoint.read(path)
     except FormatError:
         pass
+
+
+def test_any_byte_that_is_turned_is_refused_or_says_nothing(tmp_path):
+    path = tmp_path / "c"
+    checkpoint.write(path, {"a": np.arange(3.0), "b": np.zeros((2, 2), np.int8)}, {"n": [1, 2], "text": "é"})
+    whole, (arrays, meta) = path.read_bytes(), checkpoint.read(path)
+    taken = 0
+    for place in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+        try:
+            found, said = checkpoint.read(path)
+        except FormatError:
+            continue
+        taken += 1
+        assert said == meta and found.keys() == arrays.keys()
+        assert all(np.array_equal(found[name], x) and found[name].dtype == x.dtype for name, x in arrays.items())
+    assert taken < len(whole) / 100
+
+
+def test_arrays_are_read_when_they_are_asked_for_by_name(tmp_path):
+    checkpoint.write(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2)}, {"n": 1})
+    with checkpoint.opened(tmp_path / "c") as (meta, names, read):
+        assert meta == {"n": 1} and names == ["a", "b"] and read(["b", "a"])["a"].sum() == 3
+        for wanted, says in ((["a"], "holds array b"), (["a", "b", "c"], "has no array c")):
+            with pytest.raises(FormatError, match=says):
+                read(wanted)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
+def test_a_file_can_be_read_by_whom_the_user_lets_read(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        checkpoint.write(tmp_path / "c", {"a": np.ones(3)}, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o666 & ~mask

@@ -1,0 +1,50 @@
+"""Folders of what was trained: no damaged number is served, and what comes with the package is for its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jkv.io import checkpoint, hub, learned, load
+from jkv.io.errors import FormatError
+
+CARD = {"method": "trimkv", "model": ["one", "two"]}
+FOLDERS = sorted(path.parent for path in Path(str(learned.SHIPPED)).glob("*/card.json"))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_none_are_not_served(tmp_path, bad):
+    """Also where the card vouches for them."""
+    arrays = {"a": np.array([1, bad], np.float16)}
+    checkpoint.write(tmp_path / learned.WEIGHTS, arrays, {})
+    (tmp_path / learned.CARD).write_text(json.dumps({**CARD, "sha256": checkpoint.digest(arrays, CARD["model"])}))
+    with pytest.raises(FormatError, match="a holds NaN or infinity"):
+        learned.read(tmp_path, "trimkv")
+
+
+def test_a_kill_between_weights_and_card_is_seen(tmp_path, monkeypatch):
+    learned.write(tmp_path, {"a": np.zeros(3)}, CARD)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learned, "overwrite", killed)
+    with pytest.raises(KeyboardInterrupt):
+        learned.write(tmp_path, {"a": np.ones(3)}, CARD)
+    with pytest.raises(FormatError, match="card.json was not written with its weights.safetensors"):
+        learned.read(tmp_path, "trimkv")
+
+
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    return learned.identities(load.load(next(iter(hub.NAMES))))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_what_comes_with_jkv_is_for_its_model(folder, names):
+    method = json.loads((folder / learned.CARD).read_text())["method"]
+    arrays, card = learned.read(folder, method)
+    assert card["model"] == names and arrays

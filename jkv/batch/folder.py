@@ -39,19 +39,19 @@ def claim(out: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     made: what the tokens should not depend on, up to ties of floats; another one is said on stderr. Of several that
     begin at once one is first, and the others meet its manifest: there is no row before there is a manifest.
     """
-    path, about = out / "manifest.json", json.loads(json.dumps({**about, "made": made}))
+    path, new = out / "manifest.json", json.loads(json.dumps({**about, "made": made}))
     out.mkdir(parents=True, exist_ok=True)
     begun = any(out.glob("rows-*.jsonl"))  # asked first: another process may begin now
     if not path.exists():
         if begun:
             raise FormatError(out, "it holds rows and no manifest.json", "give another folder")
-        if _first(path, json.dumps(about, indent=1) + "\n"):
+        if _first(path, json.dumps(new, indent=1) + "\n"):
             sync(out)
             sync(out.parent)
             return
     old = _manifest(path)
-    then, now = old.pop("made", None), about.pop("made")
-    apart = _apart(old, about)
+    then, now = old.pop("made", None), new.pop("made")
+    apart = _apart(old, new)
     if apart:
         raise ValueError(
             f"{out} holds another job: {apart}. Give another folder, or the settings that it was begun with"

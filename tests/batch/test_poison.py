@@ -196,7 +196,7 @@ def tokens(shapes: Any) -> int:
     return shapes.rows * (shapes.bucket.length + shapes.bucket.new)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 90), st.sampled_from([3, 70])), min_size=1, max_size=12),
     st.sampled_from([50, 100, 150, 200, 300, 100_000]),

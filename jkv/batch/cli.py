@@ -100,10 +100,8 @@ def start(
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
     if hosts is not None:
         join(hosts)
-    params = loading.load(model, dtype)
-    over = None if mesh is None else sharding.Over(sharding.here(mesh, params.config))
-    if over is not None:
-        params = over.put(params)
+    params = loading.load(model, dtype, mesh)
+    over = sharding.over(params)
     job = Job(source=source, out=out, params=params, config=config, defaults=settings, batch=at_once, over=over)
     return run(job, stopped, tell)
 

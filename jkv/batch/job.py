@@ -159,8 +159,9 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     numbered, digest = lines(job.source)
     rows = list(read(numbered, job.params, job.config, job.defaults))
     process, processes = job.place
+    about = job.about(digest, rows)  # by all processes: the weights' fingerprint is a sum over all of their devices
     if job.writes:
-        claim(job.out, job.about(digest, rows))
+        claim(job.out, about)
     shard = Shard(job.out, process, processes) if job.writes else Heard()
     try:
         if spans(job.over):

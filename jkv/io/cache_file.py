@@ -133,14 +133,13 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
 
 def _impossible(cache: Cache) -> str | None:
     """What of a cache of numpy arrays no prompt can have led to, if anything: a place beyond a window or a text."""
-    seen, bound = np.asarray(cache.seen), [plan.tiers for plan in cache.plan]
-    most = _FAR if any(tier.at == "rank" for tiers in bound for tier in tiers) or not bound else cache.model.context
-    if (
-        seen.min(initial=0) < 0
-        or seen.max(initial=0) > most
-        or (np.asarray(cache.prompt) < 0).any()
-        or (np.asarray(cache.prompt) > seen).any()
-    ):
+    seen, prompt, tiers = (
+        np.asarray(cache.seen),
+        np.asarray(cache.prompt),
+        [t for plan in cache.plan for t in plan.tiers],
+    )
+    most = _FAR if any(tier.at == "rank" for tier in tiers) or not cache.plan else cache.model.context
+    if not ((prompt >= 0) & (prompt <= seen) & (seen <= most)).all():
         return "number of tokens (seen, prompt)"
     if not cache.stay <= cache.fill <= cache.room:
         return "fill"

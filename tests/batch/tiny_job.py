@@ -14,12 +14,13 @@ from jkv.io import load
 
 def tiny(*_: object):
     from jkv import models
+    from jkv.bench.shapes import noise
 
-    return models.random(models.TINY | dict(hidden_size=64, num_hidden_layers=1))
+    return noise(models.TINY | dict(hidden_size=64, num_hidden_layers=1), 4, 1)
 
 
 if __name__ == "__main__":
-    load.load = tiny
+    load.read = tiny
     hosts, mesh, *_ = *sys.argv[4:], None, None
     rows = "auto" if mesh else "4"
     batch(*map(Path, sys.argv[1:3]), model="tiny", cache=sys.argv[3], batch=rows, hosts=hosts, mesh=mesh)

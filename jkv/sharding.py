@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -112,16 +112,28 @@ class Over:
             )
         return jax.tree.map(lambda _: everywhere, x)
 
-    def put(self, x: Any) -> Any:
-        """A value that every process has, where it belongs."""
-        return jax.jit(lambda x: x, out_shardings=self.shardings(x))(x)
-
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
         with jax.set_mesh(self.mesh):
             back = jax.eval_shape(partial(function, **static), *args)
             back = tuple(map(self.shardings, back)) if type(back) is tuple else self.shardings(back)
             return function.over(tuple(map(self.shardings, args)), back).lower(*args, *static.values())
+
+
+def over(params: Params) -> Over | None:
+    """The mesh that a model's weights are divided over, or None: they are on one device."""
+    where = params.embed.sharding
+    return Over(where.mesh) if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else None
+
+
+def placing(over: Mesh) -> Callable[[str, np.ndarray, Any], jax.Array]:
+    """How `models.build` gets an array of a field from the host to its shards: no device has more than its own."""
+
+    def put(field: str, x: np.ndarray, dtype: Any) -> jax.Array:
+        where = NamedSharding(over, _of_weight(field, x.ndim))
+        return jax.make_array_from_callback(x.shape, where, lambda index: np.array(x[index], dtype), dtype=dtype)
+
+    return put
 
 
 def of_params(params: Any, over: Mesh) -> Any:
@@ -131,12 +143,15 @@ def of_params(params: Any, over: Mesh) -> Any:
     """
 
     def one(path: Any, x: Any) -> NamedSharding:
-        if x.ndim < 2:
-            return NamedSharding(over, PartitionSpec())
-        ends = jax.tree_util.keystr(path[-1:]) in ("['o']", "['down']")
-        return NamedSharding(over, PartitionSpec(None, HEADS) if ends else PartitionSpec(HEADS))
+        return NamedSharding(over, _of_weight(getattr(path[-1], "key", ""), x.ndim))
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _of_weight(field: str, axes: int) -> PartitionSpec:
+    if axes < 2:
+        return PartitionSpec()
+    return PartitionSpec(None, HEADS) if field in ("o", "down") else PartitionSpec(HEADS)
 
 
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:

@@ -11,7 +11,7 @@ from jax import Array
 from . import bamba, gemma3, llama, mamba2, mistral, params, qwen2, qwen3, ssd
 from .config import Mixers, ModelConfig
 from .llama import Attend, Projected, linear
-from .params import Params, Tensors
+from .params import Params, Put, Tensors
 
 __all__ = [
     "FAMILIES",
@@ -77,15 +77,15 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     kind = hf.get("model_type")
     if kind == "gemma3":
         raise ValueError("model_type 'gemma3' has an image tower: give its text_config (model_type 'gemma3_text')")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} is not supported: use one of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind].config(hf)
 
 
-def build(config: Mapping[str, Any], tensors: Tensors, dtype: Any) -> Params:
+def build(config: Mapping[str, Any], tensors: Tensors, dtype: Any, put: Put = params.copied) -> Params:
     """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
 
-    Each thunk is called once and its array dropped. ValueError lists missing and unused tensors, wrong shapes, NaNs.
+    Each thunk is called once and its array dropped, once `put` has it where it belongs. ValueError lists missing and unused tensors, wrong shapes, NaNs.
 
     >>> build(TINY, {}, jnp.float32)
     Traceback (most recent call last):
@@ -94,7 +94,7 @@ model.embed_tokens.weight, model.norm.weight, lm_head.weight, model.layers.0.inp
 model.layers.0.self_attn.q_proj.weight and 16 more
     """
     c = read_config(config)
-    return params.assemble(c, FAMILIES[c.family].TENSORS, tensors, dtype)
+    return params.assemble(c, FAMILIES[c.family].TENSORS, tensors, dtype, put)
 
 
 def random(config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32) -> Params:

@@ -16,6 +16,7 @@ from jkv.tree import static, value
 from .config import Mixers, ModelConfig
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
+Put = Callable[[str, np.ndarray, Any], Array]  # name of a field, its values and type -> the array where it belongs
 EXACT = ("a_log", "dt_bias", "skip")  # fields of a mixer
 
 
@@ -128,8 +129,16 @@ def _spare(name: str, c: ModelConfig, table: Names) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (c.tied and name == table.head)
 
 
-def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any) -> Params:
+def copied(_: str, x: np.ndarray, dtype: Any) -> Array:
+    """The values on the default device."""
+    # a copy: jax would share the memory of an aligned numpy array, which may be a file or change later
+    return jnp.array(x, dtype=dtype)
+
+
+def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Put = copied) -> Params:
     """Params of named tensors. Each thunk is called once and dropped, so about one copy is in memory.
+
+    put: how an array gets from the host to where it is used; see `jkv.sharding.placing`.
 
     ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
     """
@@ -147,15 +156,14 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any) -> Para
             wrong.append(f"{name} holds NaN or infinity")
         return got
 
-    def stack(names: tuple[str, ...], dtype: Any) -> Array | None:
+    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | None:
         before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
         if len(parts) > 1:
             n, _, size = together([len(x) for x in parts], c.heads)
             parts = [np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)]
-        # a copy: jax would share the memory of an aligned numpy array, which may be a file or change later
-        return jnp.array(parts[0], dtype=dtype)
+        return put(field, parts[0], dtype)
 
     made = _stacked(c, table, stack, dtype)
     if wrong:
@@ -167,7 +175,7 @@ def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
     """Params of shapes alone, for compiling without weights."""
     known = names(c, table)
 
-    def stack(names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def stack(_: str, names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         rows, (_, *rest) = [known[name][0] for name in names], known[names[0]]
         return jax.ShapeDtypeStruct((*(together(rows, c.heads) if len(rows) > 1 else rows), *rest), dtype)
 
@@ -185,15 +193,15 @@ def together(rows: list[int], heads: int) -> tuple[int, int, int]:
     return n, sum(rows) // (n * size), size
 
 
-def _stacked(c: ModelConfig, table: Names, stack: Callable[[tuple[str, ...], Any], Any], dtype: Any) -> Params:
+def _stacked(c: ModelConfig, table: Names, stack: Callable[[str, tuple[str, ...], Any], Any], dtype: Any) -> Params:
     """Params of what `stack` makes of the tensors of each field."""
 
     def block(i: int) -> dict[str, Any]:
-        return {n: stack(t, jnp.float32 if n in EXACT else dtype) for n, t in table.of(c, i).items()}
+        return {n: stack(n, t, jnp.float32 if n in EXACT else dtype) for n, t in table.of(c, i).items()}
 
-    embed = stack((table.embed,), dtype)
+    embed = stack("embed", (table.embed,), dtype)
     layers = tuple(block(i) for i in range(c.depth))
-    norm, head = stack((table.norm,), dtype), None if c.tied else stack((table.head,), dtype)
+    norm, head = stack("norm", (table.norm,), dtype), None if c.tied else stack("head", (table.head,), dtype)
     return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)
 
 

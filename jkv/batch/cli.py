@@ -111,11 +111,10 @@ def start(
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
     if hosts is not None:
         join(hosts)
-    params = loading.load(model, dtype)
-    over = None if mesh is None else sharding.Over(sharding.here(mesh, params.config))
-    if over is not None:
-        params = over.put(params)
-    job = Job(source=source, out=out, params=params, config=config, defaults=settings, over=over, **options)
+    params = loading.load(model, dtype, mesh)
+    job = Job(
+        source=source, out=out, params=params, config=config, defaults=settings, over=sharding.over(params), **options
+    )
     return run(job, stopped, tell)
 
 

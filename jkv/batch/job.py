@@ -138,10 +138,10 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     limits(job.params, job.config, job.most_new).check(job.defaults.max_new_tokens)
     rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))
     process, processes = job.place
-    own = rows[process::processes]
+    own, about = rows[process::processes], job.about()  # by all processes: a fingerprint is a sum over all devices
     shard: Shard | Heard = Heard()
     if job.writes:
-        claim(job.out, job.about(), made())
+        claim(job.out, about, made())
         shard = Shard(job.out, {r.line: r.key for r in own}, process, processes, job.retry)
     try:
         if spans(job.over):

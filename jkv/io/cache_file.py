@@ -132,10 +132,10 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
 
 def _impossible(cache: Cache) -> str | None:
     """What of a cache of numpy arrays no prompt can have led to, if anything: a place beyond a window or a text."""
-    seen, bound = np.asarray(cache.seen), [plan.tiers for plan in cache.plan]
+    seen, tiers = np.asarray(cache.seen), [t for plan in cache.plan for t in plan.tiers]
     parts = [np.asarray(x) for x in (cache.prompt, cache.counts.later, cache.counts.generated)]
-    most = _FAR if any(tier.at == "rank" for tiers in bound for tier in tiers) or not bound else cache.model.context
-    if seen.max(initial=0) > most or any((x < 0).any() or (x > seen).any() for x in parts):
+    most = _FAR if any(tier.at == "rank" for tier in tiers) or not cache.plan else cache.model.context
+    if (seen > most).any() or any((x < 0).any() or (x > seen).any() for x in parts):
         return "number of tokens (seen, prompt, later)"
     if not cache.stay <= cache.fill <= cache.room:
         return "fill"

@@ -12,6 +12,8 @@ from jkv.io import hub
 from jkv.io.source import Source
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jkv.models import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,8 +26,10 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
-def load(what: str | Path, dtype: str = "float32") -> Params:
+def load(what: str | Path, dtype: str = "float32", mesh: str | Mesh | None = None) -> Params:
     """The model `what` names, its weights as `dtype` and its tokenizer with it.
+
+    mesh: devices that share the weights, such as "data=4,model=2"; each gets its part from the host, and no more.
 
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository
     ("org/name"). Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
@@ -33,10 +37,15 @@ def load(what: str | Path, dtype: str = "float32") -> Params:
     check_dtype(dtype)
     import jax.numpy as jnp
 
-    from jkv.models import build
+    from jkv import sharding
+    from jkv.models import build, read_config
+    from jkv.models.params import copied
 
-    source = read(what)
-    params = build(source.config, source.tensors, jnp.dtype(dtype))
+    source, put = read(what), copied
+    if mesh is not None:
+        over = sharding.here(mesh, read_config(source.config)) if isinstance(mesh, str) else mesh
+        put = sharding.placing(over)
+    params = build(source.config, source.tensors, jnp.dtype(dtype), put)
     return dataclasses.replace(params, tokenizer=source.tokenizer)
 
 

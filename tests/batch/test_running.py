@@ -244,7 +244,7 @@ def test_what_ranks_by_the_whole_prompt_is_not_split():
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", mesh=None: PARAMS)
     return lambda *args: CliRunner().invoke(app, ["batch", *map(str, args)])
 
 

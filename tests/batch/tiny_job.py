@@ -13,12 +13,13 @@ from jkv.io import load
 
 def tiny(*_: object):
     from jkv import models
+    from jkv.bench.shapes import noise
 
-    return models.random(models.TINY | dict(hidden_size=64, num_hidden_layers=1))
+    return noise(models.TINY | dict(hidden_size=64, num_hidden_layers=1), 4, 1)
 
 
 if __name__ == "__main__":
-    load.load = tiny
+    load.read = tiny
     source, out, cache, *more = sys.argv[1:]
     rows = "auto" if len(more) == 2 else "4"
     options = [x for pair in zip(("--hosts", "--mesh"), more, strict=False) for x in pair]

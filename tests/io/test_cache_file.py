@@ -167,12 +167,11 @@ def test_arrays_that_nobody_asked_for_are_not_read(path, monkeypatch):
 
 def test_another_models_cache_is_refused_before_its_arrays_are_read(path, monkeypatch):
     monkeypatch.setattr(checkpoint, "digest", lambda *_: pytest.fail("the arrays were read"))
-    for i, other in enumerate(jax.tree.leaves(PARAMS)):
+    for other in jax.tree.leaves(PARAMS):
         changed = [x + 1 if x is other else x for x in jax.tree.leaves(PARAMS)]
         params = jax.tree.unflatten(jax.tree.structure(PARAMS), changed)
         with pytest.raises(FormatError, match="belongs to the model .* and this one is"):
             jkv.Cache.load(path, params)
-    assert i > 5
 
 
 def test_what_is_loaded_is_its_own(cache, path):

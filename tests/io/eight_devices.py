@@ -1,0 +1,107 @@
+"""The most that any of eight devices has while a model is loaded onto a mesh, and while a job runs on one.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python eight_devices.py; prints a JSON line a case.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jkv
+from jkv import sharding
+from jkv.batch import cli, job
+from jkv.bench.shapes import noise
+from jkv.io import load
+from jkv.io.identity import fingerprint
+
+BASE = dict(vocab_size=512, hidden_size=64, intermediate_size=256, num_attention_heads=16, num_key_value_heads=8)
+BASE |= dict(max_position_embeddings=512, num_hidden_layers=4)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": BASE | dict(model_type="llama"),
+    "qwen2": BASE | dict(model_type="qwen2", tie_word_embeddings=True, sliding_window=None),
+    "bamba": BASE
+    | dict(model_type="bamba", attn_layer_indices=[1], tie_word_embeddings=False)
+    | dict(mamba_n_heads=8, mamba_d_state=16, mamba_n_groups=8),
+}
+MESHES = ("model=8", "data=2,model=4", "data=2,model=2,context=2")
+MOST: dict[Any, int] = {}
+
+
+def held() -> dict[Any, int]:
+    """Bytes of all living arrays on each device."""
+    parts = [s for x in jax.live_arrays() for s in x.addressable_shards]
+    # A shard is an array too, once it was looked at.
+    sizes = {(s.device, s.data.unsafe_buffer_pointer()): s.data.nbytes for s in parts}
+    out: dict[Any, int] = {}
+    for (device, _), n in sizes.items():
+        out[device] = out.get(device, 0) + n
+    return out
+
+
+def watched(function: Any) -> Any:
+    """The function, after each call of which all living arrays are counted."""
+
+    def call(*args: Any, **more: Any) -> Any:
+        out = function(*args, **more)
+        for device, n in held().items():
+            MOST[device] = max(MOST.get(device, 0), n)
+        return out
+
+    return call
+
+
+def share(params: Any) -> int:
+    """Bytes of a device's part of the weights."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
+
+
+def loaded(name: str, dtype: str, mesh: str) -> dict[str, Any]:
+    whole = jkv.load(name, dtype)
+    want, values = fingerprint(whole), [np.array(x) for x in jax.tree.leaves(whole)]
+    del whole
+    MOST.clear()
+    before = sum(held().values())
+    params = jkv.load(name, dtype, mesh)
+    over = sharding.named(mesh, jax.devices(), params.config)
+    wanted = jax.tree.leaves(sharding.of_params(params, over))
+    return {
+        "before": before,
+        "most": max(MOST.values()),
+        "share": share(params),
+        "same": fingerprint(params) == want and all(map(np.array_equal, jax.tree.leaves(params), values)),
+        "placed": [x.sharding for x in jax.tree.leaves(params)] == wanted and sharding.over(params).mesh == over,
+    }
+
+
+def at_the_job() -> dict[str, Any]:
+    """What `jkv batch --mesh` has on a device when its job begins."""
+    found: dict[str, Any] = {}
+
+    def run(what: job.Job, *_: Any) -> str:
+        found.update(share=share(what.params), over=what.over is not None, most=max(MOST.values()))
+        return ""
+
+    job.run = run  # type: ignore[assignment]
+    MOST.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        (source := Path(folder) / "in.jsonl").write_text('{"tokens": [1]}\n')
+        cli.batch(source, Path(folder) / "out", model="llama", mesh="data=2,model=4", batch="2")
+    return found
+
+
+if __name__ == "__main__":
+    load.read = lambda what: noise(MODELS[str(what)], 4, 1)
+    jax.numpy.array, jax.numpy.asarray = watched(jax.numpy.array), watched(jax.numpy.asarray)
+    jax.device_put = watched(jax.device_put)
+    jax.make_array_from_callback = watched(jax.make_array_from_callback)
+    for name in MODELS:
+        for mesh in MESHES:
+            for dtype in ("float32", "bfloat16"):
+                print(json.dumps({"case": [name, mesh, dtype], **loaded(name, dtype, mesh)}), flush=True)
+    print(json.dumps({"case": ["jkv batch"], **at_the_job()}), flush=True)

@@ -1,0 +1,44 @@
+"""Weights on a mesh: from the host to their shards, with nothing whole on any device on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jkv
+from jkv import models, sharding
+from jkv.bench.shapes import noise
+from jkv.io import load
+
+
+def test_no_device_has_more_than_its_share_at_any_time():
+    script = Path(__file__).with_name("eight_devices.py")
+    env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(cases) == 19
+    for case in cases:
+        assert case["most"] <= 1.2 * case["share"], case
+        assert case.get("over") or (case["same"] and case["placed"] and not case["before"]), case
+
+
+def test_a_mesh_that_cannot_be_is_refused_before_a_tensor_is_read(monkeypatch: pytest.MonkeyPatch):
+    source = noise(models.TINY, 4, 1)
+    unread = {name: lambda: pytest.fail("read") for name in source.tensors}
+    monkeypatch.setattr(load, "read", lambda what: type(source)(source.config, unread))
+    with pytest.raises(ValueError, match="model=3 cannot share the 2 kv heads"):
+        jkv.load("tiny", mesh="model=3")
+
+
+def test_a_mesh_of_one_device_is_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(load, "read", lambda what: noise(models.TINY, 4, 1))
+    assert sharding.over(jkv.load("tiny")) is None
+    params = jkv.load("tiny", mesh=sharding.named("model=1", jax.devices(), models.read_config(models.TINY)))
+    assert dict(sharding.over(params).mesh.shape) == {"data": 1, "model": 1, "context": 1}

@@ -260,7 +260,9 @@ def test_the_gradient_is_that_of_autodiff():
 
 
 def test_scores_are_added_from_nought_to_one():
-    ev = replace(evidence(np.eye(3)), columns={"given": jnp.array([[[3.0, 7.0, 4.0]]]), "k_norm": jnp.ones((1, 1, 3))})
+    ev = replace(
+        evidence(np.eye(3)), columns={"0.given": jnp.array([[[3.0, 7.0, 4.0]]]), "1.k_norm": jnp.ones((1, 1, 3))}
+    )
     terms = tuple(Normalised(score=s) for s in (Given(), KeyNorm()))
     got = Plus(scores=terms, weights=(0.5, 2.0)).rank(ev)[0, 0]
     np.testing.assert_allclose(got, [0, 0.5, 0.125], atol=1e-6)

@@ -77,7 +77,7 @@ def test_salience_is_attention_per_query_that_sees():
 
 def test_probes_are_the_last_and_a_seeded_sample_of_each_row():
     score, ids = Salience(last=0.1, sampled=0.2, seed=3), np.arange(40)
-    got = np.asarray(score.probes(evidence(np.zeros((40, D)), ZIP, 64)).pos[0])
+    got = np.asarray(score.drawn(evidence(np.zeros((40, D)), ZIP, 64)).pos[0])
     first = ids[np.argsort(np.asarray(hashed(jnp.arange(36), 3)) >> 1, kind="stable")[:8]]
     assert sorted(got[got >= 0]) == sorted({*first, 36, 37, 38, 39})
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
 from jkv.cache import take_along
-from jkv.protocols import Born, Columns, Needs, Score
+from jkv.protocols import Born, Columns, Needs, Probe, Score
 from jkv.scores.keys import norms
-from jkv.scores.position import Wrapper
+from jkv.scores.position import Wrapper, across
 from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
@@ -83,10 +84,12 @@ class Normalised(Wrapper):
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
-        live = ev.live[:, : rank.shape[1]]
+        own = jnp.isfinite(rank)
+        live = ev.live[:, : rank.shape[1]] & own
         low = jnp.where(live, rank, jnp.inf).min(-1, keepdims=True)
         high = jnp.where(live, rank, -jnp.inf).max(-1, keepdims=True)
-        return jnp.where(high > low, (rank - low) / jnp.maximum(high - low, 1e-30), 0)
+        moved = (jnp.where(own, rank, 0) - jnp.where(high > low, low, 0)) / jnp.maximum(high - low, 1e-30)
+        return jnp.where(own, jnp.where(high > low, moved, 0), rank)
 
 
 @part
@@ -95,7 +98,7 @@ class Even(Wrapper):
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
-        live = ev.live[:, : rank.shape[1]]
+        live = ev.live[:, : rank.shape[1]] & jnp.isfinite(rank)
         count = jnp.maximum(live.sum(-1, keepdims=True), 1).astype(jnp.float32)
         mean = jnp.where(live, rank, 0).sum(-1, keepdims=True) / count
         return rank / jnp.maximum(mean, 1e-30)
@@ -113,54 +116,159 @@ class Remembered(Wrapper):
         return {**ev.columns, "worth": jnp.broadcast_to(self.score.rank(ev), ev.pos.shape)}
 
     def rank(self, ev: Evidence) -> Array:
-        return ev.columns["worth"]
+        return ev.columns["worth"][:, :1] if self.uniform else ev.columns["worth"]
+
+
+class Several(Score):
+    """A score made of several: each sees its own columns, under its place's name, and the queries that it asks for.
+
+    They choose one set of tokens for all kv heads if one of them does.
+    """
+
+    @property
+    def parts(self) -> tuple[Score, ...]:
+        """The scores, in order."""
+        raise NotImplementedError  # its own in every one
+
+    def having(self, parts: tuple[Score, ...]) -> Score:
+        """The same, made of these."""
+        raise NotImplementedError  # its own in every one
+
+    @property
+    def needs(self) -> Needs:
+        """Raises ValueError for two scores that read texts after a prompt."""
+        reading = [type(s).__name__ for s in self.parts if s.needs.probes]
+        if len(reading) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: {' and '.join(reading)} read texts of their own after a prompt, and no part "
+                "can tell whose text it is; keep one of them"
+            )
+        return reduce(or_, (s.needs for s in self.parts))
+
+    @property
+    def uniform(self) -> bool:
+        return any(s.uniform for s in self.parts)
+
+    @property
+    def compensates(self) -> bool:
+        return any(s.compensates for s in self.parts)
+
+    @property
+    def forgets(self) -> bool:
+        return any(s.forgets for s in self.parts)
+
+    @property
+    def undecided(self) -> int:
+        return max(s.undecided for s in self.parts)
+
+    def bound(self, params: Params) -> Score:
+        return self.having(tuple(s.bound(params) for s in self.parts))
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        return self.having(tuple(s.for_layer(model, layer) for s in self.parts))
+
+    def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
+        return [probe for s in self.parts for probe in s.probes(params, rows)]
+
+    def probed(self, ev: Evidence, about: Array) -> Columns:
+        return self.joined((s.probed(own, about) if s.needs.probes else own.columns) for s, own in self.views(ev))
+
+    def birth(self, new: Born) -> Columns:
+        return self.joined(s.birth(new) for s in self.parts)
+
+    def until(self, columns: Columns, pos: Array) -> Array | None:
+        """The earliest."""
+        ends = [s.until(named(columns, i), pos) for i, s in enumerate(self.parts)]
+        return reduce(jnp.minimum, found) if (found := [x for x in ends if x is not None]) else None
+
+    def observe(self, ev: Evidence) -> Columns:
+        return ev.columns | self.joined(s.observe(own) for s, own in self.views(ev))
+
+    def outside(self, ev: Evidence) -> tuple[Array, Array]:
+        """Of the first that knows."""
+        return next(s.outside(own) for s, own in self.views(ev) if s.compensates)
+
+    def views(self, ev: Evidence) -> list[tuple[Score, Evidence]]:
+        """Each score, and what it may see."""
+        return [(s, seen_by(s, ev, i)) for i, s in enumerate(self.parts)]
+
+    @staticmethod
+    def joined(columns: Iterable[Columns]) -> Columns:
+        """The columns of each, under its place's name."""
+        return {f"{i}.{name}": x for i, own in enumerate(columns) for name, x in own.items()}
+
+
+def named(columns: Columns, place: int) -> Columns:
+    """Those of the score in that place, as it knows them.
+
+    >>> named({"0.mass": 1, "1.0.mass": 2}, 1)
+    {'0.mass': 2}
+    """
+    mark = f"{place}."
+    return {name.removeprefix(mark): x for name, x in columns.items() if name.startswith(mark)}
+
+
+def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
+    """What one of several scores may see: its columns, here and in the layers below, and as many queries as it asked
+    for."""
+
+    def own(x: Any) -> Any:
+        return replace(x, columns=named(x.columns, place))
+
+    below = tuple(replace(x, recent=own(x.recent), tiers=tuple(map(own, x.tiers))) for x in ev.below)
+    kept = ev.kept.newest(score.needs.queries) if ev.kept is not None and score.needs.queries else None
+    return replace(own(ev), window=own(ev.window), tiers=tuple(map(own, ev.tiers)), kept=kept, below=below)
 
 
 @part
-class Plus(Score):
-    """A weighted sum of scores whose columns are different."""
+class Plus(Several):
+    """A weighted sum of scores, and of what layers ask; what one protects is protected, what one lets go leaves."""
 
     scores: tuple[Score, ...] = leaf()
     weights: tuple[float, ...]
 
     @property
-    def needs(self) -> Needs:
-        return reduce(or_, (s.needs for s in self.scores))
+    def parts(self) -> tuple[Score, ...]:
+        return self.scores
 
-    @property
-    def uniform(self) -> bool:
-        return all(s.uniform for s in self.scores)
+    def having(self, parts: tuple[Score, ...]) -> Score:
+        return replace(self, scores=parts)
 
-    def bound(self, params: Params) -> Score:
-        return replace(self, scores=tuple(s.bound(params) for s in self.scores))
-
-    def for_layer(self, model: ModelConfig, layer: int) -> Score:
-        return replace(self, scores=tuple(s.for_layer(model, layer) for s in self.scores))
-
-    def birth(self, new: Born) -> Columns:
-        return {name: x for s in self.scores for name, x in s.birth(new).items()}
-
-    def observe(self, ev: Evidence) -> Columns:
-        for s in self.scores:
-            ev = replace(ev, columns=s.observe(ev))
-        return ev.columns
+    def ask(self, ev: Evidence) -> Array:
+        return self._sum([s.ask(own) for s, own in self.views(ev)])
 
     def rank(self, ev: Evidence) -> Array:
-        return sum(w * s.rank(ev) for w, s in zip(self.weights, self.scores, strict=True))  # type: ignore[return-value]
+        ranks = [s.rank(own) for s, own in self.views(ev)]
+        return self._sum([across(x) if self.uniform else x for x in ranks])
+
+    def _sum(self, terms: list[Array]) -> Array:
+        total = reduce(
+            jnp.add, [w * jnp.where(jnp.isfinite(x), x, 0) for w, x in zip(self.weights, terms, strict=True)]
+        )
+        total = jnp.where(reduce(or_, [x == jnp.inf for x in terms]), jnp.inf, total)
+        return jnp.where(reduce(or_, [x == -jnp.inf for x in terms]), -jnp.inf, total)
 
 
 @part
-class ByPhase(Wrapper):
-    """One score for prompts, and one without columns for flushes while generating."""
+class ByPhase(Several):
+    """One score for prompts, and another one, the `path`, for flushes while generating; both observe all queries."""
 
+    score: Score = leaf()
     path: Score = leaf()
 
     @property
-    def uniform(self) -> bool:
-        return self.score.uniform and self.path.uniform
+    def parts(self) -> tuple[Score, ...]:
+        return self.score, self.path
 
-    def observe(self, ev: Evidence) -> Columns:
-        return ev.columns if ev.generating else self.score.observe(ev)
+    def having(self, parts: tuple[Score, ...]) -> Score:
+        return replace(self, score=parts[0], path=parts[1])
+
+    def until(self, columns: Columns, pos: Array) -> Array | None:
+        return self.score.until(named(columns, 0), pos)
+
+    def ask(self, ev: Evidence) -> Array:
+        return self.score.ask(seen_by(self.score, ev, 0))
 
     def rank(self, ev: Evidence) -> Array:
-        return (self.path if ev.generating else self.score).rank(ev)
+        score, own = self.views(ev)[ev.generating]
+        return across(score.rank(own)) if self.uniform else score.rank(own)

@@ -148,4 +148,4 @@ class Contest(Wrapper):
         lost = unsorted(
             places, jnp.broadcast_to(jnp.arange(total)[None, None] >= total - jnp.maximum(over, 0), places.shape)
         )
-        return jnp.where(lost, -1, ev.pos[:, :heads].astype(jnp.float32))
+        return jnp.where(jnp.isfinite(rank), jnp.where(lost, -1, ev.pos[:, :heads].astype(jnp.float32)), rank)

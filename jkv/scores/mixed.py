@@ -29,7 +29,7 @@ class Sticky(Wrapper):
         if not ev.tiers:
             return rank
         first = jnp.arange(rank.shape[2]) < ev.plan.tiers[0].capacity
-        return jnp.where(first[None, None], jnp.inf, rank)
+        return jnp.where(first[None, None] & (rank > -jnp.inf), jnp.inf, rank)
 
 
 def hashed(pos: Array, seed: int) -> Array:
@@ -63,7 +63,8 @@ class Salience(Score):
 
     needs = Needs(new=True, whole_prompt=True)
 
-    def probes(self, ev: Evidence) -> Queries:
+    def drawn(self, ev: Evidence) -> Queries:
+        """The queries that probe."""
         assert ev.new is not None
         pos, total = ev.new.pos, ev.new.pos.shape[1]
         newest = pos.max(1, keepdims=True)
@@ -80,7 +81,7 @@ class Salience(Score):
         return chosen(ev.new, recent | drawn, most)
 
     def rank(self, ev: Evidence) -> Array:
-        probes = self.probes(ev)
+        probes = self.drawn(ev)
         by_age = jnp.sort(jnp.where(probes.pos >= 0, probes.pos, jnp.iinfo(jnp.int32).max), 1)
         live = (probes.pos >= 0).sum(1)
 

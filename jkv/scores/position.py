@@ -44,7 +44,10 @@ class Oldest(Score):
 
 @part
 class Wrapper(Score):
-    """A score made of another one, whose needs and columns are its own."""
+    """A score made of another one: all that this declares and does is its own, but for the rank.
+
+    A wrapper that mixes the ranks of several tokens leaves out those that are protected or leave.
+    """
 
     score: Score = leaf()
 
@@ -55,6 +58,10 @@ class Wrapper(Score):
     @property
     def uniform(self) -> bool:
         return self.score.uniform
+
+    @property
+    def compensates(self) -> bool:
+        return self.score.compensates
 
     @property
     def forgets(self) -> bool:
@@ -87,6 +94,24 @@ class Wrapper(Score):
 
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)
+
+    def outside(self, ev: Evidence) -> tuple[Array, Array]:
+        return self.score.outside(ev)
+
+
+def across(rank: Array) -> Array:
+    """f32[B,1,S]: the mean over heads f32[B,H,S]; one head that protects protects, and what all let go leaves.
+
+    >>> across(jnp.array([[[1.0, 1.0, -jnp.inf]], [[3.0, jnp.inf, -jnp.inf]]]).reshape(1, 2, 3)).tolist()
+    [[[2.0, inf, -inf]]]
+    """
+    if rank.shape[1] == 1:
+        return rank
+    finite = jnp.isfinite(rank)
+    count = jnp.maximum(finite.sum(1, keepdims=True), 1).astype(jnp.float32)
+    mean = jnp.where(finite, rank, 0).sum(1, keepdims=True) / count
+    mean = jnp.where((rank == -jnp.inf).all(1, keepdims=True), -jnp.inf, mean)
+    return jnp.where((rank == jnp.inf).any(1, keepdims=True), jnp.inf, mean)
 
 
 @part
@@ -126,7 +151,7 @@ class Pool(Wrapper):
         rank = self.score.rank(ev)
         heads = rank.shape[1]
         order = ev.chronological(heads)
-        may_go = (ev.may_go & ev.live)[:, :heads]
+        may_go = (ev.may_go & ev.live)[:, :heads] & jnp.isfinite(rank)
         empty = 0.0 if self.kind == "avg" else -jnp.inf
         x = take_along(jnp.where(may_go, rank, empty), order, -1)
         half, n = self.width // 2, x.shape[-1]

@@ -12,7 +12,7 @@ from jkv.cache import take_along
 from jkv.protocols import Needs, Score
 from jkv.scores.ladder import aged
 from jkv.scores.mixed import segments, unsorted
-from jkv.scores.position import Wrapper
+from jkv.scores.position import Wrapper, across
 from jkv.tree import part
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class AcrossHeads(Wrapper):
     uniform = True  # type: ignore[assignment]
 
     def rank(self, ev: Evidence) -> Array:
-        return self.score.rank(ev).mean(1, keepdims=True)
+        return across(self.score.rank(ev))
 
 
 @part
@@ -57,7 +57,7 @@ class Reaching(Wrapper):
 
     def ask(self, ev: Evidence) -> Array:
         old = (ev.pos < (ev.seen - self.newest)[:, None, None]) & ev.live
-        best = jnp.sort(jnp.where(old[:, 0], self.rank(ev)[:, 0], 0), -1, descending=True)
+        best = jnp.sort(jnp.where(old[:, 0], across(self.rank(ev))[:, 0], 0), -1, descending=True)
         total = jnp.cumsum(best, -1)
         before = jnp.concatenate([jnp.zeros_like(total[:, :1]), total[:, :-1]], -1)
         return (before < self.share * total[:, -1:]).sum(-1).astype(jnp.float32)
@@ -65,16 +65,27 @@ class Reaching(Wrapper):
 
 @part
 class Follower(Score):
-    """What the layer below keeps: rank = 1 for its tokens, and 0 for others. It asks for no queries."""
+    """What the layer below keeps: rank = 1 for its tokens, and 0 for others. It asks for no queries.
+
+    heads: each kv head follows its own, or one set of tokens serves all.
+    """
+
+    heads: bool = False
 
     needs = Needs(below=True)
-    uniform = True
+
+    @property
+    def uniform(self) -> bool:
+        return not self.heads
 
     def rank(self, ev: Evidence) -> Array:
-        pos = ev.pos[:, :1]
+        heads = ev.pos.shape[1]
+        pos = ev.pos if self.heads else ev.pos[:, :1]
         nobody = jnp.full_like(pos[..., :1], -1)
-        held = jnp.sort(jnp.concatenate([nobody, *(tier.pos for tier in ev.below[-1].tiers)], -1), -1)
-        at = jax.vmap(jnp.searchsorted)(held[:, 0], pos[:, 0])[:, None]
+        tiers = [tier.seen_by(heads) for tier in ev.below[-1].tiers]
+        tiers = [jnp.broadcast_to(x, (*pos.shape[:2], x.shape[2])) for x in tiers]
+        held = jnp.sort(jnp.concatenate([nobody, *tiers], -1), -1)
+        at = jax.vmap(jax.vmap(jnp.searchsorted))(held, pos)
         return (take_along(held, jnp.minimum(at, held.shape[-1] - 1), -1) == pos).astype(jnp.float32)
 
 
@@ -82,14 +93,14 @@ class Follower(Score):
 class Groups(Wrapper):
     """The first of every `width` layers chooses for all of them; local layers and others do not follow each other.
 
-    Of a score with one set of tokens for all heads. Source: WindowKV (2503.17922).
+    Source: WindowKV (2503.17922), of a score with one set of tokens for all heads.
     """
 
     width: int = 8
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         alike = layer % self.width and model.windows[layer] == model.windows[layer - 1]
-        return Follower() if alike else self.score.for_layer(model, layer)
+        return Follower(heads=not self.uniform) if alike else self.score.for_layer(model, layer)
 
 
 def numbered(pos: Array, width: int) -> Array:
@@ -115,7 +126,7 @@ class Units(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         heads, n = rank.shape[1:]
-        order, goes = ev.chronological(heads), (ev.may_go & ev.live)[:, :heads]
+        order, goes = ev.chronological(heads), (ev.may_go & ev.live)[:, :heads] & jnp.isfinite(rank)
         pos, used, x = (take_along(y, order, -1) for y in (ev.pos[:, :heads], goes, rank))
         unit, index = numbered(pos, self.width), jnp.broadcast_to(jnp.arange(n), order.shape)
         counted = used
@@ -149,9 +160,11 @@ class Representatives(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         score = self.score.rank(ev)
         order, goes, _, room = aged(ev, self.sinks, 1)
-        pos = take_along(ev.pos[:, :1], order, -1)
-        area = goes & (pos < (ev.seen - self.newest)[:, None, None])
-        x = jnp.where(area, take_along(score, order, -1), -jnp.inf)
+        one = across(score)
+        pos, common = (take_along(x, order, -1) for x in (ev.pos[:, :1], one))
+        goes = goes & (common > -jnp.inf)
+        area = goes & (pos < (ev.seen - self.newest)[:, None, None]) & jnp.isfinite(common)
+        x = jnp.where(area, take_along(jnp.where(jnp.isfinite(score), score, 0), order, -1), -jnp.inf)
         n = area.sum(-1, keepdims=True)
         middle = take_along(jnp.sort(x, -1, descending=True), jnp.maximum(n // 2 - 1, 0), -1)
         away = ((x >= middle) != (pos % 2 == 1)).sum(1, keepdims=True)
@@ -165,7 +178,7 @@ class Representatives(Wrapper):
         chosen = evenly(placed(jnp.where(rest, far / jnp.maximum(count, 1), jnp.inf)), rest, spread // self.page)
         rank = jnp.where(important, 2.0, jnp.where(chosen, 1.0, 0.0)) + total / (1 + total)
         rank = jnp.where(area, take_along(rank, unit, -1), jnp.inf)
-        return unsorted(order, rank)
+        return jnp.where(one == -jnp.inf, one, unsorted(order, rank))
 
 
 def placed(x: Array) -> Array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from jkv.extras import install
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -13,5 +15,5 @@ def blank(width: float, height: float, layout: Literal["constrained"] | None = "
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib; run: pip install 'jkv[plot]'") from error
+        raise ImportError(f"drawing needs matplotlib; {install('plot')}") from error
     return Figure(figsize=(width, height), layout=layout)

@@ -225,7 +225,7 @@ def plot(cache: Cache, path: str | Path) -> None:
     """Draws tokens kept by layer and head, which positions each layer keeps, and how widely each is kept.
 
     The format is the path's ending (.png, .svg, .pdf, ...). Several rows are averaged. Raises ImportError without
-    matplotlib (pip install 'jkv[plot]'), ValueError for an unknown ending or folder, OSError if it cannot be written.
+    matplotlib (the extra `plot`), ValueError for an unknown ending or folder, OSError if it cannot be written.
 
     >>> import jkv, pathlib, tempfile
     >>> params = jkv.models.random(jkv.models.TINY)

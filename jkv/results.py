@@ -12,10 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jkv.extras import PACKAGE
+
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of Python and of those packages that are installed."""
-    found = {p: metadata.version(p) for p in packages if any(metadata.distributions(name=p))}
+    """Of Python and of those packages that are installed; jkv goes by its own name."""
+    known = {p: PACKAGE if p == "jkv" else p for p in packages}
+    found = {p: metadata.version(name) for p, name in known.items() if any(metadata.distributions(name=name))}
     return {"python": platform.python_version(), **found}
 
 

@@ -250,7 +250,7 @@ def test_growth_times_no_token_twice(params):
 
 def test_growth_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    refused(call("bench", "growth", *TINY, "--plot", tmp_path / "g.png"), "pip install 'jkv[plot]'")
+    refused(call("bench", "growth", *TINY, "--plot", tmp_path / "g.png"), "pip install -e '.[plot]'")
 
 
 def test_threads_confine_the_process(monkeypatch):
@@ -308,9 +308,11 @@ def test_options_that_cannot_be_read():
 
 def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    refused(call(*DECODE, *TINY, "--vs", "transformers"), "torch and transformers", "pip install 'jkv[parity]'")
-    refused(call("bench", "compare", "--model", "nothing"), "pip install 'jkv[parity]'")
-    refused(call(*DECODE, *TINY, "--vs", "kvpress"), "torch and transformers and kvpress", "pip install 'kvpress==")
+    refused(call(*DECODE, *TINY, "--vs", "transformers"), "torch and transformers", "pip install -e '.[parity]'")
+    refused(call("bench", "compare", "--model", "nothing"), "pip install -e '.[parity]'")
+    refused(
+        call(*DECODE, *TINY, "--vs", "kvpress"), "torch and transformers and kvpress", "pip install -e '.[kvpress]'"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from test_oracles import best, newest, prompt_taps
 from test_scores import evidence
 
 import jkv
-from jkv import taps
 from jkv.budgets import asked_for
 from jkv.cache import map_codec
 from jkv.compiled import Cost
@@ -174,45 +172,6 @@ def test_a_page_counts_what_the_last_queries_paid_it():
         live = (np.asarray(tier.pos)[row, 0].reshape(-1, 8) >= 0).any(1)
         picks = Heavy(unit=8, pages=3).pick(jnp.zeros(0), jnp.asarray(got)[None], jnp.asarray(live)[None, None])
         assert [sorted(x) for x in picks[0].tolist()] == np.sort(np.argsort(-want, 1)[:, :3]).tolist()
-
-
-# ----------------------------------------------------------------------------------------------------------- atlas
-
-
-def test_taps_are_of_the_eight_that_came_after():
-    cache = rig.prompted(CASES["alisa"][0].tight)  # it holds everything
-    got, words = taps.taps(cache), taps.about(cache, 5)
-    for row, n in enumerate(LENGTHS):
-        ps = [prompt_taps(layer, row)[3].astype(np.float64).reshape(-1, n, n) for layer in range(L)]
-        late = [p[:, -8:].sum(1) for p in ps]
-        level = [x.sum(0)[n - 9] / x.sum(0)[: n - 8].max() for x in late]
-        spread = -(ps[-1][:, -8:] * np.log(np.maximum(ps[-1][:, -8:], 1e-30))).sum((1, 2))
-        np.testing.assert_allclose(got.level[:, row], level, rtol=1e-4)
-        np.testing.assert_allclose(got.heads[row], late[-1][:, n - 9] / 8, rtol=1e-4)
-        np.testing.assert_allclose(got.share[row], spread / spread.sum(), rtol=1e-4)
-        looked = sum(w * p[:, -1, :-1].mean(0) for w, p in zip(taps.layer_weights(L), ps, strict=True))
-        assert words[row] == sorted(np.argsort(-looked)[:5].tolist())
-    with pytest.raises(ValueError, match="keeps fewer than 8 queries"):
-        taps.taps(rig.prompted("full"))
-
-
-def test_a_token_is_compared_with_those_before_it(monkeypatch):
-    got = np.arange(1.0, 25.0).reshape(2, 12)  # the token asked about is the fourth
-    monkeypatch.setattr(taps, "received", lambda cache, lag: ([[got], [got[:, ::-1]]], np.array([[1.0, 3.0]])))
-    found = taps.taps(SimpleNamespace(rows=1))  # type: ignore[arg-type]
-    np.testing.assert_allclose(found.level[:, 0], [1, (9 + 21) / (12 + 24)])
-    assert found.heads.tolist() == [[9 / 8, 21 / 8]] and found.share.tolist() == [[0.25, 0.75]]
-
-
-def test_what_is_not_known_is_needed():
-    level = np.array([[0.5, 0.2], [0.1, 0.2], [0.4, 0.2]])
-    heads, share = np.array([[0.2, 0.4]] * 2), np.array([[0.25, 0.75]] * 2)
-    given = taps.Taps(level=level, heads=heads, share=share)
-    moved, doubt = 0.4 / 2 + 0.3, (1 - 0.3) * (0.25 * 0.2 + 0.75 * 0.4)
-    p, yes = np.array([0.3, 0.3]), np.array([True, True])
-    np.testing.assert_allclose(taps.need(given, p, yes), [0.85 * moved * doubt, 0])  # the second's layers agree
-    np.testing.assert_allclose(taps.need(given, p, yes, load=1.0)[0], 0.85 * np.exp(-4) * moved * doubt)
-    assert (taps.need(given, p, ~yes) == 0).all() and (taps.need(given, p + 0.2, yes) == 0).all()
 
 
 # --------------------------------------------------------------------------------------------------- mikv and arkv

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jkv.extras import install
 from jkv.options import MODEL, Dtype, Model
 
 
@@ -142,7 +143,7 @@ def train(
     try:
         from jkv.training import methods
     except ImportError as error:
-        raise ImportError(f"training needs optax and orbax ({error}); run: pip install 'jkv[train]'") from error
+        raise ImportError(f"training needs optax and orbax ({error}); {install('train')}") from error
     from jkv.io.load import load
 
     run = methods.Run(

@@ -102,7 +102,13 @@ def makeeach(run: Run, *, width: int, **chosen: Any) -> None:
     """Retention gates of layers and heads that compete for one budget."""
     recipe = retention.Together(**chosen, warm=0, seed=run.seed)
     gate = learned_score.deeper(run.params.config, width, math.log(10 * run.length), jax.random.key(recipe.seed))
-    gated(run, recipe, Outlook(gate=gate), recipe.budget, width)
+    score = Outlook(gate=gate)
+    if not retention.is_tied(run.begun(score).gate):
+        raise ValueError(
+            f"{run.start}: the last products of its gates differ from layer to layer, and makeeach trains one for all "
+            "layers: begin without --start, or go on by `jkv train trimkv --start`, whose gates makeeach takes too"
+        )
+    gated(run, recipe, score, recipe.budget, width)
 
 
 @method

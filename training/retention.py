@@ -85,6 +85,11 @@ def tied(gate: Deep) -> Deep:
     return replace(gate, out=out, offset=offset)
 
 
+def is_tied(gate: Any) -> bool:
+    """Whether all layers have the same last product and offset, so that `tied` changes nothing."""
+    return all(bool((x == x[:1]).all()) for x in (gate.out, gate.offset))
+
+
 def fading(score: Any) -> Bias:
     """The bias of TRIM-KV: every key's logit + age * log beta, in float32; the memo is what is `Held` by then.
 

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jkv.extras import install
+
 # HBM bytes of a device, as the vendor states them; tpu7x shows two devices a chip.
 CHIPS = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30, "tpu7x": 96 * 2**30}
 RATES = {  # of a device: FLOP a second in bfloat16, bytes a second
@@ -28,7 +30,7 @@ def devices(topology: str) -> list[Any]:
     if chip not in CHIPS or ":" not in topology:
         raise ValueError(f"topology {topology!r}: a chip and its grid, such as v5e:2x4; chips are {', '.join(CHIPS)}")
     if find_spec("libtpu") is None:
-        raise ValueError("compiling for a TPU needs its compiler, the libtpu wheel: pip install 'jkv[tpu-aot]'")
+        raise ValueError(f"compiling for a TPU needs its compiler, the libtpu wheel; {install('tpu-aot')}")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud about a machine that is not one
     from jax.experimental import topologies
 

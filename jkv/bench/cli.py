@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv import console, options
+from jkv.extras import install
 from jkv.options import Dtype
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ CODES = ("int8", "int4", "kivi(bits=2)")
 SHARED = ("full", "snapkv(keep=0.25)")  # with kvpress
 CONTEXTS = (512, 2048)
 PEERS = {
-    "transformers": (("torch", "transformers"), "jkv[parity]"),
-    "kvpress": (("torch", "transformers", "kvpress"), "kvpress==0.5.5"),
+    "transformers": (("torch", "transformers"), "parity"),
+    "kvpress": (("torch", "transformers", "kvpress"), "kvpress"),
 }
 
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, also beside others.")
@@ -346,9 +347,9 @@ def _check_peer(vs: str, specs: Iterable[str]) -> None:
         except ValueError as error:
             raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}, and other caches: {error}") from None
         return
-    packages, install = PEERS[vs]
+    packages, extra = PEERS[vs]
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; run: pip install '{install}'")
+        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; {install(extra)}")
     import jax
 
     if jax.default_backend() != "cpu":

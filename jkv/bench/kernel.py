@@ -21,6 +21,7 @@ from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
 from jkv.cache import Tier, map_codec, tree_bytes
 from jkv.config import CacheConfig, TierConfig, resolve
+from jkv.extras import install
 from jkv.kernels.decode_attention import reference
 from jkv.models import ModelConfig
 from jkv.tiers import attend_tier, linear
@@ -66,7 +67,7 @@ def check(operation: str, names: Sequence[str], versus: Sequence[str]) -> None:
         if jax.default_backend() != "gpu":
             raise ValueError(f"--vs {name}: it runs on a GPU, and this is {jax.devices()[0].device_kind}; leave it out")
         if name == "sdpa" and find_spec("torch") is None:
-            raise ValueError("--vs sdpa: torch is missing; run: pip install 'jkv[parity]'")
+            raise ValueError(f"--vs sdpa: torch is missing; {install('parity')}")
 
 
 def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str) -> Problem:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.extras import install
 from jkv.io.errors import FetchError
 
 # Not text of its own (tests, a copy of the topics) or different on each machine (what the build has left).
@@ -238,7 +239,7 @@ def _hub(name: str) -> tuple[str, ...]:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise FetchError(
-            f"{name} is a dataset on a hub, which needs the package datasets; run: pip install 'jkv[datasets]', "
+            f"{name} is a dataset on a hub, which needs the package datasets; {install('datasets')}; "
             f"or use {' or '.join(LOCAL)}, which need nothing"
         ) from error
     try:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from jkv.extras import install
 from jkv.io.errors import FetchError
 
 _CHUNK = 1 << 20
@@ -194,9 +195,7 @@ def snapshot(repo: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise FetchError(
-            f"model {repo} is on a hub, which needs huggingface_hub; run: pip install 'jkv[hub]'"
-        ) from error
+        raise FetchError(f"model {repo} is on a hub, which needs huggingface_hub; {install('hub')}") from error
     try:
         return Path(snapshot_download(repo, allow_patterns=_ALLOWED, ignore_patterns=_REFUSED))
     except Exception as error:  # The kinds depend on the HTTP client that it happens to use.

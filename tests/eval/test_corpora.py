@@ -225,7 +225,7 @@ def test_sentences_end_before_a_capital():
 def test_hub_datasets_need_a_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("wikitext", "pg19", "longbench", "gsm8k", "scbench"):
-        with pytest.raises(FetchError, match=rf"{name} is a dataset on a hub.*pip install 'jkv\[datasets\]'.*pydoc"):
+        with pytest.raises(FetchError, match=rf"{name} is a dataset on a hub.*pip install -e '\.\[datasets\]'.*pydoc"):
             corpora.text(name)
 
 

@@ -134,7 +134,7 @@ def test_a_missing_dataset_is_one_clear_line(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("wikitext", "scbench"):
         done = run("ppl", "--corpus", name, "--json", tmp_path / "out.json", code=1)
-        assert "pip install 'jkv[datasets]'" in done.stderr and "pydoc" in done.stderr
+        assert "pip install -e '.[datasets]'" in done.stderr and "pydoc" in done.stderr
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
     assert not list(tmp_path.iterdir())
 

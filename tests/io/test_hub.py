@@ -178,7 +178,7 @@ def test_snapshot_asks_for_no_code(monkeypatch, tmp_path):
 
 def test_snapshot_without_the_package_or_the_network(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(FetchError, match=r"pip install 'jkv\[hub\]'"):
+    with pytest.raises(FetchError, match=r"pip install -e '\.\[hub\]'"):
         hub.snapshot("org/name")
 
     def fail(*_, **__):

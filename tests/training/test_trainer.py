@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ import pytest
 from test_cli import PARAMS, call, refused
 
 import jkv
+from jkv.io import learned
 from jkv.io import load as loading
 from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
-from jkv.scores.learned import Outlook, Retention
-from jkv.training import trainer
+from jkv.models import Projected
+from jkv.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
+from jkv.training import methods, trainer
 from jkv.training.checkpoints import Folder
 
 ARGUMENTS = (
@@ -81,6 +84,49 @@ def test_a_training_may_begin_where_another_ended(whole, tmp_path):
         patch.setattr(loading, "load", lambda what, dtype: other)
         refused(call("train", "trimkv", "--out", tmp_path / "no", "--start", whole), "were trained for the model")
     assert not (tmp_path / "no").exists()
+
+
+def folders(name, out):
+    """Folders with weights that a training of `name` may go on from: of every method whose it takes, of every kind, as
+    a training begins them and with layers that differ in everything."""
+    score = {"trimkv": Retention(), "makeeach": Outlook()}[name]
+    begin = {Gate: start, Deep: deeper}
+    for method, kind in product(score.methods, score.kinds):
+        if kind in {"trimkv": Retention, "makeeach": Outlook}[method]().kinds:
+            begun = vars(begin[kind](PARAMS.config, 8, 3.0, jax.random.key(0)))
+            noise = {k: x + 0.1 * np.random.default_rng(0).standard_normal(x.shape) for k, x in begun.items()}
+            for which, arrays in (("begun", begun), ("apart", noise)):
+                folder = out / f"{method}-{kind.__name__}-{which}"
+                learned.write(folder, arrays, {"method": method, "model": learned.identities(PARAMS)})
+                yield folder
+
+
+@pytest.mark.parametrize("name", ["trimkv", "makeeach"])
+def test_what_a_training_begins_with_is_what_it_was_given_or_refused(name, tmp_path, monkeypatch):
+    said = []
+
+    class Looked(methods.Training):
+        def run(self, score):
+            rng = np.random.default_rng(1)
+            x = jnp.asarray(rng.standard_normal((1, 4, PARAMS.config.width)), jnp.float32)
+            bias = self.recipe.bias(score, self.texts, jax.random.key(0))
+            a, age = Projected(x=x, q=x, k=x, v=x), jnp.ones((1, 1, 4), jnp.int32)
+            said.append((x, [np.asarray(bias(i, a, age)[0][:, :, 0]) for i in range(PARAMS.config.layers)]))
+            raise ValueError("looked at")
+
+    monkeypatch.setattr(methods, "Training", Looked)
+    given = "--budget 24 --steps 1 --texts 2 --length 48 --corpus pydoc --check 0".split()
+    for folder in folders(name, tmp_path):
+        out = tmp_path / f"out-{folder.name}"
+        result = call("train", name, "--out", out, *given, "--start", folder)
+        if "looked at" in result.stderr:
+            gate = trained(folder, {"trimkv": Retention(), "makeeach": Outlook()}[name]).gate
+            x, log_beta = said.pop()
+            own = [jax.tree.map(lambda x: x[i], gate)(x) for i in range(PARAMS.config.layers)]  # noqa: B023
+            np.testing.assert_allclose(log_beta, np.stack(own), rtol=1e-5)
+        else:
+            refused(result, str(folder), "layer to layer", "begin without --start", "jkv train trimkv")
+            assert name == "makeeach" and "Deep-begun" not in folder.name and not out.exists()
 
 
 def test_gates_that_compete_are_trained_and_used(tiny, tmp_path):

@@ -1,0 +1,12 @@
+"""The packages: all that are in the folders, so that none is forgotten; everything else is in pyproject.toml."""
+
+from setuptools import find_namespace_packages, setup
+
+FOLDERS = {"jkv": "jkv", "jkv.models": "models", "jkv.training": "training"}
+DATA = ("*__pycache__", "learned.*")  # folders that are no packages
+
+setup(
+    package_dir=FOLDERS,
+    packages=[*FOLDERS]
+    + [f"{top}.{name}" for top, folder in FOLDERS.items() for name in find_namespace_packages(folder, exclude=DATA)],
+)

@@ -1,0 +1,178 @@
+"""What a user installs: the wheel holds every module and file, every module is of use, and no text names a stranger."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import metadata, requires
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+import jkv
+from jkv import extras, results
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"jkv": "jkv", "models": "jkv/models", "training": "jkv/training"}  # of the repository, and where they go
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def files(folder: Path) -> Iterator[Path]:
+    """All of a folder but what Python leaves in it."""
+    return (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def installed() -> dict[str, Path]:
+    """Every file of the folders by its path in an installation."""
+    return {
+        f"{there}/{path.relative_to(ROOT / here).as_posix()}": path
+        for here, there in FOLDERS.items()
+        for path in files(ROOT / here)
+    }
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name."""
+    found = {name: path for name, path in installed().items() if name.endswith(".py")}
+    return {name[:-3].replace("/", ".").removesuffix(".__init__"): path for name, path in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------- the wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built of a copy: what an earlier build left in the checkout does not count."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "absent from the `packages` configuration" not in done.stderr
+    return zipfile.ZipFile(source / done.stdout.split()[-1])
+
+
+def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel):
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == installed().keys()
+    assert "jkv/kernels/column_sums/tpu.py" in names and "jkv/learned/smollm2-135m/weights.safetensors" in names
+    for name, path in installed().items():
+        assert wheel.getinfo(name).file_size == path.stat().st_size, name
+
+
+def test_a_wheel_brings_the_command_and_its_own_name(wheel):
+    about = {name.split("/")[-1]: name for name in wheel.namelist() if ".dist-info/" in name}
+    assert "jkv = jkv.cli:main" in wheel.read(about["entry_points.txt"]).decode()
+    assert f"Name: {extras.PACKAGE}\n" in wheel.read(about["METADATA"]).decode()
+
+
+def test_every_module_is_found_by_its_name_where_jkv_is_installed(tmp_path):
+    code = "import sys, importlib.util as u\nfor name in sys.argv[1:]: assert u.find_spec(name) is not None, name"
+    args = [sys.executable, "-W", "ignore", "-c", code, *sorted(modules())]
+    done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+# -------------------------------------------------------------------------------------------------- what is of no use
+
+
+PACKAGES = {name for name, path in modules().items() if path.name == "__init__.py"}
+
+
+def imported(name: str, tree: ast.Module, known: set[str]) -> set[str]:
+    """The modules that a module imports, wherever in it, or by a name that it makes; and the homes of jkv's names."""
+    out = {f"jkv.{home}" for home in jkv._HOMES.values()} if name == "jkv" else set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            out |= {x.name for x in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name if name in PACKAGES else name.rpartition(".")[0]
+            home = resolve_name("." * node.level + (node.module or ""), package)
+            out |= {home, *(f"{home}.{x.name}" for x in node.names)}
+        elif isinstance(node, ast.JoinedStr):  # f"jkv.kernels.{operation}.{name}"
+            parts = (re.escape(x.value) if isinstance(x, ast.Constant) else r"[\w.]+" for x in node.values)
+            pattern = re.compile("".join(parts))
+            out |= {x for x in known if x.startswith("jkv.kernels.") and pattern.fullmatch(x)}
+    return out & known
+
+
+def reached(sources: dict[str, str]) -> set[str]:
+    """The modules that are run, by the command or by `python -m`, and all that these import."""
+    trees = {name: ast.parse(text) for name, text in sources.items()}
+    todo = [
+        name for name, text in sources.items() if name in ("jkv", "jkv.cli") or '\nif __name__ == "__main__"' in text
+    ]
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            parents = {name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)}
+            todo += [*imported(name, trees[name], sources.keys() - {name}), *(parents & sources.keys())]
+    return seen
+
+
+def test_every_module_is_of_use_to_the_package_and_not_to_tests_alone():
+    sources = {name: path.read_text("utf-8") for name, path in modules().items()}
+    assert sources.keys() - reached(sources) == set()
+    # what nobody imports is found, and so is what only that imports
+    more = {"jkv.lonely": "import jkv.lonelier", "jkv.lonelier": "import jkv.cli"}
+    assert sources.keys() | more.keys() - reached(sources | more) >= more.keys()
+
+
+# ------------------------------------------------------------------------------------------------------- install texts
+
+SKIPPED = {".git", ".venv", ".venv312", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
+KINDS = {".py", ".md", ".toml", ".ipynb", ".cfg", ".yaml", ".yml", ".txt", ""}
+# `jkv` as the package of an installation, or with an extra: that is a package of somebody else
+STRANGER = re.compile(r"""(?:install|uv\s+add)(?:\s+-{1,2}[\w-]+)*\s+['"\\]*jkv(?![\w-])|(?<![\w./-])jkv\[""")
+EXTRA = re.compile(rf"""(?:['"]\.|\.\.|{extras.PACKAGE})\[([\w,-]+)\]""")
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """Every text of the repository."""
+    for folder, inner, names in os.walk(ROOT):
+        inner[:] = [x for x in inner if x not in SKIPPED and not x.endswith(".egg-info")]
+        for path in (Path(folder, name) for name in names):
+            if path.suffix in KINDS and path.name != ".git":
+                yield path, path.read_text("utf-8")
+
+
+def test_no_text_tells_anyone_to_install_the_package_of_a_stranger():
+    found = [(str(path.relative_to(ROOT)), m[0]) for path, text in texts() for m in STRANGER.finditer(text)]
+    assert found == []
+    for wrong in ("pip install {}", "pip install -U '{}'", "pip install\n'{}[train]'", 'uv add "{}"', "({}[train])"):
+        assert STRANGER.search(wrong.format("jkv")), wrong
+    for right in (f"pip install '{extras.PACKAGE}[train] @ git+URL'", "pip install -e '.[train]'", 'x["jkv"]'):
+        assert not STRANGER.search(right), right
+
+
+def test_every_extra_that_a_text_names_is_one():
+    named = {
+        (str(path.relative_to(ROOT)), x) for path, text in texts() for m in EXTRA.findall(text) for x in m.split(",")
+    }
+    assert {x for _, x in named} >= {"train", "plot", "test", "tpu-aot"}
+    assert {(path, x) for path, x in named if x not in PROJECT["optional-dependencies"]} == set()
+    hints = re.compile(r"\binstall\('([\w-]+)'\)")
+    asked = {x for name in modules().values() for x in hints.findall(name.read_text("utf-8"))}
+    assert {"train", "plot", "hub", "datasets"} <= asked <= PROJECT["optional-dependencies"].keys()
+
+
+def test_the_installed_package_is_asked_for_by_its_own_name():
+    assert PROJECT["name"] == extras.PACKAGE and PROJECT["scripts"] == {"jkv": "jkv.cli:main"}
+    assert metadata(extras.PACKAGE)["Name"] == extras.PACKAGE and requires(extras.PACKAGE)
+    assert results.versions(["jkv", "nothing"]).keys() == {"python", "jkv"}
+    assert results.versions(["jkv"])["jkv"] == PROJECT["version"]
+    for name, path in modules().items():
+        assert not re.search(r"\b(?:version|distribution|metadata|requires)\(.jkv.\)", path.read_text("utf-8")), name

@@ -37,7 +37,7 @@ PARAMS = replace(jkv.models.random(dict(jkv.models.TINY, vocab_size=256)), token
 @pytest.fixture
 def tiny(monkeypatch):
     """Any model name loads the tiny model."""
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", mesh=None: PARAMS)
 
 
 def call(*args, stdin=None):

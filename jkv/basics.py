@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from jkv.budgets import All, Pyramid
-from jkv.catalogue import Axes, row, size
+from jkv.budgets import All, Size
+from jkv.catalogue import Axes, row
 from jkv.codecs import Affine, Dense, Separable, Sparse
 from jkv.config import TierSpec
+from jkv.divisions import Above, Pyramid
 from jkv.evidence import QUERIES
 from jkv.io import learned
 from jkv.merges import Runs
@@ -33,14 +32,12 @@ def full() -> Axes:
     "lagged by block - 1",
     "stable over 4 million tokens; up to 22.2x the speed of a sliding window that is computed anew",
 )
-def streaming(
-    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, relative: bool = True
-) -> Axes:
+def streaming(size: Size, *, sinks: int = 4, relative: bool = True) -> Axes:
     """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
     first = TierSpec(k=Dense(), v=Dense(), size=sinks, at="rank")
     return dict(
         score=Protect(score=Newest(), sinks=sinks),
-        budget=size(budget, keep, bytes),
+        budget=size,
         tiers=(first, TierSpec()) if relative and sinks else (TierSpec(),),
     )
 
@@ -50,11 +47,11 @@ def streaming(
     "mass exact, decision lagged by block - 1",
     "with 20% heavy hitters up to 29x, 29x and 3x the throughput of DeepSpeed, Accelerate and FlexGen on OPT",
 )
-def h2o(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, newest: float = 0.5) -> Axes:
+def h2o(size: Size, *, newest: float = 0.5) -> Axes:
     """H2O: heavy hitters of accumulated attention, and the newest `newest` share of the budget."""
     if not 0 <= newest < 1:
         raise ValueError(f"h2o: newest={newest}: the share of the budget for the newest tokens, from 0 to below 1")
-    return dict(score=Protect(score=Accumulated(), share=float(newest)), budget=size(budget, keep, bytes))
+    return dict(score=Protect(score=Accumulated(), share=float(newest)), budget=size)
 
 
 @row(
@@ -63,10 +60,8 @@ def h2o(*, budget: int | None = None, keep: float | None = None, bytes: Any = No
     "like the full cache on 16 long-context sets; 3.6x the speed in 8.2x less memory at 16K tokens",
 )
 def snapkv(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     window: int = 32,
     pool: int = 5,
     kind: str = "avg",
@@ -74,7 +69,7 @@ def snapkv(
     """SnapKV: attention from the last `window` queries, pooled over neighbours."""
     return dict(
         score=Pool(score=WindowMass(queries=window), width=pool, kind=kind),
-        budget=size(budget, keep, bytes),
+        budget=size,
         recent=window,
     )
 
@@ -84,9 +79,9 @@ def snapkv(
     "prefill exact; while generating, the last query of each block decides",
     "nearly on par with the full model, in some cases with an eighth of the cache and 4.8x the throughput",
 )
-def tova(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
+def tova(size: Size) -> Axes:
     """TOVA: attention from the last query, one set of tokens for all heads."""
-    return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size(budget, keep, bytes), recent=0)
+    return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size, recent=0)
 
 
 @row(
@@ -94,9 +89,9 @@ def tova(*, budget: int | None = None, keep: float | None = None, bytes: Any = N
     "exact for its block form, with chunk = block",
     "within 0.04% of the full cache on LongBench with 8K tokens, Llama-3.1-8B and 3.2-3B",
 )
-def keydiff(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
+def keydiff(size: Size) -> Axes:
     """KeyDiff: keys unlike the mean direction of the kept keys."""
-    return dict(score=KeyOutlier(), budget=size(budget, keep, bytes), recent=0)
+    return dict(score=KeyOutlier(), budget=size, recent=0)
 
 
 @row(
@@ -104,20 +99,18 @@ def keydiff(*, budget: int | None = None, keep: float | None = None, bytes: Any 
     "exact in one piece; decision lagged by block - 1",
     "half of the tokens in language modelling, a tenth for pass keys, without losing accuracy",
 )
-def knorm(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
-    """Keys of small norm stay."""
-    return dict(score=KeyNorm(), budget=size(budget, keep, bytes))
+def knorm(size: Size, *, dense_layers: int = 0) -> Axes:
+    """Keys of small norm stay; the first `dense_layers` keep every token, two in the authors' code."""
+    return dict(score=KeyNorm(), budget=Above(size=size, layer=dense_layers) if dense_layers else size)
 
 
 @row("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")
-def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -> Axes:
-    """PyramidKV: SnapKV's score, more tokens in the lower layers; `budget` is the mean."""
-    size(budget, None, None)
-    if budget <= window:
-        raise ValueError(f"pyramidkv: budget={budget} must exceed its observation window of {window} tokens")
+def pyramidkv(size: Size, *, window: int = 32, pool: int = 5, beta: int = 20) -> Axes:
+    """PyramidKV: SnapKV's score, more tokens in the lower layers; the size is their mean."""
+    size = size.above("pyramidkv", window, "its observation window")
     return dict(
         score=Pool(score=WindowMass(queries=window), width=pool),
-        budget=Pyramid(tokens=budget, window=window, beta=beta),
+        budget=Pyramid(size=size, window=window, beta=beta),
         recent=window,
     )
 
@@ -128,10 +121,8 @@ def pyramidkv(*, budget: int, window: int = 32, pool: int = 5, beta: int = 20) -
     "better than equal heads on RULER and LongBench, question known or not (no figure in the abstract)",
 )
 def adakv(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     window: int = 32,
     pool: int = 7,
     floor: float = 0.2,
@@ -139,20 +130,16 @@ def adakv(
     """Ada-KV: SnapKV's score with a maximum over neighbours; the heads of a layer compete for its slots."""
     return dict(
         score=Pool(score=WindowMass(queries=window), width=pool, kind="max"),
-        budget=size(budget, keep, bytes),
+        budget=size,
         pooled=float(floor),
         recent=window,
     )
 
 
 @row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries", "none: what kvpress offers")
-def expected_attention(
-    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, future: int = 512, sinks: int = 4
-) -> Axes:
+def expected_attention(size: Size, *, future: int = 512, sinks: int = 4) -> Axes:
     """ExpectedAttention: attention that the mean future query is expected to pay, times value norms."""
-    return dict(
-        score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size(budget, keep, bytes)
-    )
+    return dict(score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size)
 
 
 @row(
@@ -160,10 +147,10 @@ def expected_attention(
     "exact in one piece; while generating, decided every `block` tokens as in the paper",
     "above strong eviction on GSM8K, MATH-500, AIME24, LongProc, LongMemEval, LongBench and SCBench",
 )
-def trimkv(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, gate: str | None = None) -> Axes:
+def trimkv(size: Size, *, gate: str | None = None) -> Axes:
     """TRIM-KV: a trained gate says at birth how slowly a token fades; `gate` is a folder of `jkv train trimkv`."""
     score = learned.trained(gate, Retention())
-    return dict(score=score, budget=size(budget, keep, bytes), recent=0)
+    return dict(score=score, budget=size, recent=0)
 
 
 @row(
@@ -206,10 +193,8 @@ def zipcache(
     "better than H2O and CaM on LongBench and ZeroScrolls with half and 35% of the cache",
 )
 def kvmerger(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     sinks: int = 4,
     width: float = 0.3,
     threshold: float | None = None,
@@ -224,7 +209,7 @@ def kvmerger(
     return dict(
         score=Pivots(sinks=sinks, threshold=threshold, alone=alone),
         merge=Runs(width=width, sinks=sinks, threshold=threshold, alone=alone),
-        budget=size(budget, keep, bytes),
+        budget=size,
     )
 
 

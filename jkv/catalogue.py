@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from jkv.budgets import Bytes, Keep, Tokens, read_bytes
+from jkv.budgets import Bytes, Keep, Size, Tokens, read_bytes
 from jkv.config import CacheConfig
-from jkv.protocols import Budget
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method of the catalogue: `make(**arguments)` gives the axes that it fills.
+    """One method of the catalogue: called with its arguments, it gives the axes that it fills.
 
+    `make` of a row that is `sized` has a `size` in front, which users give as one of budget=, keep= and bytes=.
     exactness: how far it is its source's method; claim: what that source promises, in its own setting.
     """
 
@@ -36,15 +36,38 @@ class Row:
         return inspect.getdoc(self.make) or ""
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Its own, and their defaults; `...` where it has none."""
+    def _own(self) -> dict[str, Any]:
         own = inspect.signature(self.make).parameters.values()
         return {p.name: ... if p.default is p.empty else p.default for p in own}
 
     @property
+    def sized(self) -> bool:
+        """Whether it has a budget that users give, in any of its forms."""
+        return "size" in self._own
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its own, and their defaults; `...` where it has none."""
+        own = self._own
+        if not self.sized:
+            return own
+        default = own.pop("size")
+        return {"budget": None, "keep": getattr(default, "keep", None), "bytes": None} | own
+
+    def __call__(self, **arguments: Any) -> Axes:
+        """What these arguments fill; TypeError for one that is not its own, ValueError for a value that cannot be."""
+        if not self.sized:
+            return self.make(**arguments)
+        given = {name: arguments.pop(name, None) for name in SIZES}
+        inspect.signature(self.make).bind(None, **arguments)  # who misspells a name is told so first
+        default = self._own["size"]
+        plain = default is not ... and all(x is None for x in given.values())
+        return self.make(default if plain else size(**given), **arguments)
+
+    @property
     def filled(self) -> Axes:
         """What its defaults fill, for 64 tokens where it must be told how many."""
-        return self.make(**({"budget": 64} if "budget" in self.arguments else {}))
+        return self(**({"budget": 64} if self.sized else {}))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -88,6 +111,7 @@ AXES = (
 )
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
+SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
 CATALOGUE: dict[str, Row] = {}
 
 
@@ -99,8 +123,8 @@ def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., 
     return add
 
 
-def size(budget: int | None, keep: float | None, bytes: Any) -> Budget:
-    """The budget that a method was given, in exactly one of its three forms."""
+def size(budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Size:
+    """The budget that a method was given, in exactly one of its three forms; ValueError for none, or several."""
     given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
     if len(given) != 1:
         raise ValueError(

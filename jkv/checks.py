@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 import jax
@@ -178,13 +179,15 @@ def _alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
 
 
 def _check_budget(config: CacheConfig, model: ModelConfig) -> None:
-    least = config.recent + sum(t.size for t in config.tiers if isinstance(t.size, int)) + 1
+    least = config.least
     for layer in range(model.layers):
-        room = config.budget.capacity(model, layer, model.context)
+        room = config.budget.for_layer(model, layer, model.context).capacity(model.context)
         if config.budget.bounded and room < least:
+            needed, most = config.smallest(model, model.context), model.context
+            number = f" to budget={needed} or keep={ceil(1e6 * needed / most) / 1e6}, or more," if needed < most else ""
             raise ValueError(
                 f"{config}: layer {layer} would hold {room} tokens, fewer than the {least} that recent={config.recent} "
-                "and the fixed tiers need; raise the budget or lower recent="
+                f"and the fixed tiers need; raise the budget{number} or lower recent="
             )
         if room > model.context:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from functools import reduce
 from math import ceil, lcm
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.budgets import All
+from jkv.budgets import All, Tokens
 from jkv.codecs import Dense
 from jkv.protocols import Born, Budget, Codec, Merge, Needs, Score, Selector
 from jkv.scores.position import Newest
@@ -140,6 +141,24 @@ class CacheConfig:
         """Whether a prompt stays whole until more is known: texts that are read after it, or what its layers ask."""
         return self.score.needs.probes or self.budget.measures
 
+    def reach(self, longest: int, new: int) -> int:
+        """Of rows of at most `longest` tokens, `new` of them generated, the most that the budget is asked about."""
+        return longest - new if self.append else longest
+
+    @property
+    def least(self) -> int:
+        """Tokens of a layer that are kept in any case, and one more."""
+        return self.recent + sum(t.size for t in self.tiers if isinstance(t.size, int)) + 1
+
+    def smallest(self, model: ModelConfig, longest: int) -> int:
+        """The smallest number of tokens as its budget that leaves `least` to every layer."""
+
+        def enough(tokens: int) -> bool:
+            budget = self.budget.of(Tokens(tokens=tokens))
+            return all(budget.for_layer(model, i, longest).capacity(longest) >= self.least for i in range(model.layers))
+
+        return bisect_left(range(longest), True, lo=min(self.least, longest), key=enough)
+
     def uncut(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
         return replace(self, recent=length, budget=All())
@@ -234,8 +253,9 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
     # A layer's own copy: a program that takes a cache over takes its plan along.
     select = None if i in config.dense_layers else jax.tree.map(jnp.copy, config.select)
-    budget = config.budget.for_layer(model, i)
-    held = budget.capacity(model, i, longest - new if config.append else longest)
+    reach = config.reach(longest, new)
+    budget = config.budget.for_layer(model, i, reach)
+    held = budget.capacity(reach)
     older = max(new - config.recent, 0)
     wanted = held + (new - older + ceil(config.append * older) if config.append else 0)
     window = model.windows[i]
@@ -244,7 +264,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     capacity = min(wanted, longest)
     unit = config.unit
     specs, total = config.tiers, max(capacity - config.recent, 0)
-    if (part := budget.inner(i)) is not None:  # rows that use less of it have more in the next
+    if (part := budget.inner) is not None:  # rows that use less of it have more in the next
         first, least = (min(x, total) for x in part)
         specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
     sizes = _sizes(specs, total, unit)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jkv.basics import coded
-from jkv.budgets import Above, Asked, Inside, Split, Weighted, Won
-from jkv.catalogue import Axes, row, size
+from jkv.budgets import All, Size
+from jkv.catalogue import Axes, row
 from jkv.codecs import Affine
 from jkv.config import TierSpec
-from jkv.evictions import above, at_most
+from jkv.divisions import Above, Asked, Inside, Split, Weighted, Won
 from jkv.evidence import QUERIES
 from jkv.io import learned
 from jkv.merges import ZeroClass
@@ -34,8 +32,8 @@ from jkv.shorten import Shorten
     "better than earlier eviction on LongBench and with needles (no figure in the abstract)",
 )
 def compresskv(
+    size: Size,
     *,
-    budget: int,
     window: int = 8,
     pool: int = 5,
     top: int = 4,
@@ -43,15 +41,16 @@ def compresskv(
     heads: str | None = None,
 ) -> Axes:
     """CompressKV: a layer's `top` retrieval heads choose for all; `heads` is a folder of `jkv calibrate compresskv`."""
-    least = at_most(32, budget, 2) if least is None else least
-    above("compresskv", budget, window, "its observation window")
-    if not 0 <= least <= budget or top < 1:
-        raise ValueError(f"compresskv: least={least}, top={top}: from 0 to budget={budget} tokens, and 1 head or more")
+    if (least or 0) < 0 or top < 1:
+        raise ValueError(f"compresskv: least={least}, top={top}: 0 tokens or more of every layer, and 1 head or more")
+    size = size.above("compresskv", window, "its observation window")
+    if least:
+        size = size.above("compresskv", least, f"least={least}, the part of every layer,")
     score = Retrievers(queries=window, top=top)
-    size = Weighted(tokens=budget, least=max(least, window + 1), method=CHOICE)
+    budget = Weighted(size=size, window=window, least=least, method=CHOICE)
     if heads is not None:
-        score, size = score.of(heads), size.of(heads)
-    return dict(score=Pool(score=score, width=pool), budget=size, recent=window, append=1.0)
+        score, budget = score.of(heads), budget.from_folder(heads)
+    return dict(score=Pool(score=score, width=pool), budget=budget, recent=window, append=1.0)
 
 
 @row(
@@ -77,7 +76,7 @@ def razorattention(
     score = Keepers(induction=float(induction), echo=float(echo))
     size = Split(local=local, share=float(share), first=sinks, induction=float(induction), echo=float(echo))
     if heads is not None:
-        score, size = score.of(heads), size.of(heads)
+        score, size = score.of(heads), size.from_folder(heads)
     return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, rest=True)
 
 
@@ -87,8 +86,8 @@ def razorattention(
     "the same performance with 3.2% of the cache; decode over 10x as fast at 128K tokens",
 )
 def cake(
+    size: Size,
     *,
-    budget: int,
     window: int = 32,
     pool: int = 5,
     gamma: float = 200.0,
@@ -96,14 +95,13 @@ def cake(
     step: int | None = None,
 ) -> Axes:
     """CAKE: layers whose attention is spread and moves get more of the budget; slots come in steps of `step` tokens."""
-    above("cake", budget, window, "its observation window")
-    step = max(budget // 4, 1) if step is None else step
-    if len(tempers) != 2 or min(*tempers) <= 0 or step < 1 or gamma < 0:
+    size = size.above("cake", window, "its observation window")
+    if len(tempers) != 2 or min(*tempers) <= 0 or (step is not None and step < 1) or gamma < 0:
         raise ValueError(f"cake: tempers={tempers}, step={step}, gamma={gamma}: two above 0, 1 or more, and 0 or more")
     prompt = Dispersed(queries=window, gamma=float(gamma), tempers=(float(tempers[0]), float(tempers[1])))
     return dict(
         score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
-        budget=Asked(tokens=budget, window=window, step=step),
+        budget=Asked(size=size, window=window, step=step),
         recent=window,
     )
 
@@ -114,20 +112,19 @@ def cake(
     "far less memory at the full cache's quality, or above it (no figure in the abstract)",
 )
 def makeeach(
-    *, budget: int, gate: str | None = None, ahead: int = 1, floor: float = 0.0, step: int | None = None
+    size: Size, *, gate: str | None = None, ahead: int = 1, floor: float = 0.0, step: int | None = None
 ) -> Axes:
     """Make Each Token Count: TRIM-KV's gates, and the tokens of all layers and heads of a request compete.
 
     `gate` is a folder of `jkv train makeeach` or `trimkv`; `ahead`: queries that a token is weighed for; `floor`: what
     a head is sure of, as a share of an equal part; slots come in steps of `step` tokens.
     """
-    step = max(budget // 4, 1) if step is None else step
-    if ahead < 1 or budget < 1 or step < 1:
-        raise ValueError(f"makeeach: budget={budget}, ahead={ahead}, step={step}: each 1 or more")
+    if ahead < 1 or (step is not None and step < 1):
+        raise ValueError(f"makeeach: ahead={ahead}, step={step}: each 1 or more")
     score = Outlook(ahead=ahead)
     return dict(
         score=learned.trained(gate, score),
-        budget=Won(tokens=budget, window=0, step=step),
+        budget=Won(size=size, window=0, step=step),
         pooled=float(floor),
         recent=0,
     )
@@ -139,10 +136,8 @@ def makeeach(
     "13.9% more accuracy while 62.8% of the tokens leave, tuned on RTE",
 )
 def attentiongate(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     threshold: float = 0.5,
     gate: str | None = None,
 ) -> Axes:
@@ -153,7 +148,7 @@ def attentiongate(
     if not 0 <= threshold < 1:
         raise ValueError(f"attentiongate: threshold={threshold}: of the chance that a token stays, from 0 to below 1")
     score = learned.trained(gate, gated.Gated(threshold=float(threshold)))
-    return dict(score=score, budget=size(budget, keep, bytes), recent=0, pooled=0.0)
+    return dict(score=score, budget=size, recent=0, pooled=0.0)
 
 
 @row(
@@ -162,23 +157,19 @@ def attentiongate(
     "more accurate than others in the same memory and time (no figure in the abstract)",
 )
 def speckv(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     tokens: int = 32,
     layers: int | None = None,
     window: int = 33,
     pool: int = 7,
 ) -> Axes:
     """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: all) draft them."""
-    above("speckv", budget, window, "its observation window")
+    size = size.above("speckv", window, "its observation window")
     if tokens < 0 or (layers is not None and layers < 1):
         raise ValueError(f"speckv: tokens={tokens}, layers={layers}: 0 or more, and 1 or more of the model's layers")
     score = Drafted(tokens=tokens, layers=layers, queries=window)
-    return dict(
-        score=Pool(score=score, width=pool, kind="max"), budget=size(budget, keep, bytes), recent=window, append=1.0
-    )
+    return dict(score=Pool(score=score, width=pool, kind="max"), budget=size, recent=window, append=1.0)
 
 
 @row(
@@ -196,7 +187,8 @@ def specpc(
     around: int = 32,
 ) -> Axes:
     """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at."""
-    above("specpc", tokens, window, "its newest tokens")
+    if tokens <= window:
+        raise ValueError(f"specpc: tokens={tokens} must exceed its newest tokens of {window}")
     least = {"drafted": drafted, "around": around, "window": window, "layers": layers or 0, "first": first or 0}
     if min(least.values()) < 0 or layers == 0:
         raise ValueError(f"specpc: {least}: 0 or more, and layers 1 or more")
@@ -209,14 +201,14 @@ def specpc(
     "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value",
     "1.75x to 2.56x the throughput of others",
 )
-def smallkv(*, budget: int, layers: int = 1, window: int = 32) -> Axes:
+def smallkv(size: Size, *, layers: int = 1, window: int = 32) -> Axes:
     """SmallKV: the first `layers` hold all, the others what these look at, and a mean of the rest by weight."""
-    above("smallkv", budget, window, "its newest queries")
+    size = size.above("smallkv", window, "its newest queries")
     if layers < 1:
         raise ValueError(f"smallkv: layers={layers}: the model's first layers, which hold every token; 1 or more")
     return dict(
         score=Assisted(queries=window, draft=layers),
-        budget=Above(tokens=budget, layer=layers),
+        budget=Above(size=size, layer=layers),
         rest=True,
         recent=window,
     )
@@ -257,10 +249,8 @@ def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32
     "about 97% of the accuracy in a quarter of the memory",
 )
 def arkv(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     share: float | None = None,
     window: int = 32,
     pool: int = 5,
@@ -268,24 +258,19 @@ def arkv(
     step: int | None = None,
 ) -> Axes:
     """ARKV: a layer's best tokens stay as they are, as many as it asks for (or a `share`); the others get 8 bits."""
-    above("arkv", budget, window, "its observation window")
-    if share is None and budget is None:
-        raise ValueError(
-            "arkv: what a layer asks is a part of budget= in tokens; give that, or a share= for all layers"
-        )
+    size = size.above("arkv", window, "its observation window")
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"arkv: share={share}: the fraction of the budget that stays as it is, above 0 and at most 1")
-    step = max((budget or 512) // 4, 1) if step is None else step
-    if step < 1:
+    if step is not None and step < 1:
         raise ValueError(f"arkv: step={step}: tokens by which the exact tiers of layers differ, 1 or more")
     low = Affine(bits=8)
     score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=WindowMass(queries=1))
     return dict(
         score=Pool(score=score, width=pool),
-        budget=Inside(tokens=budget, window=window, step=step) if share is None else size(budget, keep, bytes),
+        budget=Inside(size=size, window=window, step=step) if share is None else size,
         tiers=(TierSpec(size=1.0 if share is None else float(share)), TierSpec(k=low, v=low)),
         recent=window,
-        block=max(((budget or 512) - window) // 3, 1),
+        block=max(((size.tokens or 512) - window) // 3, 1),
     )
 
 
@@ -303,7 +288,7 @@ def zipvl(
     score = Reaching(score=AcrossHeads(score=WindowMass(queries=window)), share=float(mass), newest=window)
     return dict(
         score=Sticky(score=score),
-        budget=Inside(tokens=None, window=window, step=step),
+        budget=Inside(size=All(), window=window, step=step),
         tiers=(coded(high, group, 1.0), coded(low, group)),
         recent=window,
     )
@@ -315,16 +300,14 @@ def zipvl(
     "1.28 points more on LongBench with 256 tokens; 95% of needles with less than 2% of the context",
 )
 def ems(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     window: int = 32,
     candidates: int = 64,
     threshold: float = 0.6,
 ) -> Axes:
     """EMS: of what leaves, the best `candidates` melt into the kept token whose key is most like theirs, or vanish."""
-    above("ems", budget, window, "its window")
+    size = size.above("ems", window, "its window")
     if candidates < 1:
         raise ValueError(f"ems: candidates={candidates}: evicted tokens that may be merged at a time, 1 or more")
     parts = PerQuery(score=Accumulated()), WindowMass(queries=window)
@@ -332,6 +315,6 @@ def ems(
     return dict(
         score=Remembered(score=score),
         merge=ZeroClass(candidates=candidates, threshold=float(threshold)),
-        budget=size(budget, keep, bytes),
+        budget=size,
         recent=window,
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from jkv.budgets import Keep, Pyramid, Tokens, Weighted
-from jkv.catalogue import Axes, row, size
+from jkv.budgets import Keep, Size
+from jkv.catalogue import Axes, row
 from jkv.config import Narrow, TierSpec
+from jkv.divisions import Pyramid, Weighted, Won
 from jkv.io import learned
 from jkv.merges import Nearest
 from jkv.mixtures import Mixtures
@@ -20,6 +19,7 @@ from jkv.scores.probes import Pseudo, Rebuilt
 from jkv.scores.wrappers import AcrossHeads, Groups, PerQuery, Representatives, Units
 
 RELATIVE = (TierSpec(at="rank"),)  # keys act at their rank among the kept
+MOST = Keep(keep=0.7)
 
 
 @row(
@@ -27,13 +27,11 @@ RELATIVE = (TierSpec(at="rank"),)  # keys act at their rank among the kept
     "exact in one piece; decision lagged by block - 1",
     "up to 7.8% and 5.1% more accuracy than plain sums, LLaMA 2, one and no example",
 )
-def a2sf(
-    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, decay: float = 0.95, sinks: int = 0
-) -> Axes:
+def a2sf(size: Size, *, decay: float = 0.95, sinks: int = 0) -> Axes:
     """A2SF: accumulated attention that forgets, by the factor `decay` a query."""
     if not 0 <= decay < 1:
         raise ValueError(f"a2sf: decay={decay}: from 0 (the last query decides) to below 1 (h2o never forgets)")
-    return dict(score=Protect(score=Accumulated(decay=float(decay)), sinks=sinks), budget=size(budget, keep, bytes))
+    return dict(score=Protect(score=Accumulated(decay=float(decay)), sinks=sinks), budget=size)
 
 
 @row(
@@ -42,10 +40,8 @@ def a2sf(
     "up to 5x less memory without loss, 20x with 4 bits",
 )
 def scissorhands(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     history: int = 400,
     sinks: int = 1,
     recent: int = 10,
@@ -53,9 +49,9 @@ def scissorhands(
     """Scissorhands: tokens that fell below uniform attention in the fewest of the last `history` queries."""
     return dict(
         score=Protect(score=Persistence(queries=history), sinks=sinks),
-        budget=size(budget, keep, bytes),
+        budget=size,
         recent=recent,
-        block=max((budget or 128) // 2, 1),
+        block=max((size.tokens or 128) // 2, 1),
     )
 
 
@@ -65,17 +61,15 @@ def scissorhands(
     "a longer span under the same budget, and endless generation (no figure in the abstract)",
 )
 def lacache(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     span: int | None = None,
     overlap: int = 0,
     sinks: int = 4,
 ) -> Axes:
     """LaCache: each layer keeps other tokens of the past, a ladder of `span` layers (default: half of them)."""
     score = Protect(score=Ladder(span=span, overlap=overlap, sinks=sinks), sinks=sinks)
-    return dict(score=score, budget=size(budget, keep, bytes), tiers=RELATIVE)
+    return dict(score=score, budget=size, tiers=RELATIVE)
 
 
 @row(
@@ -83,14 +77,12 @@ def lacache(
     "contests exact in number and place, with the scores of the flush",
     "lowest perplexity on PG19 and OpenWebText2 in a 16th of the cache; best on LongBench with 6%",
 )
-def treekv(
-    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, share: float = 0.5
-) -> Axes:
+def treekv(size: Size, *, sinks: int = 4, share: float = 0.5) -> Axes:
     """TreeKV: neighbours compete by mean attention in a `share` of the budget; the past thins out as a tree."""
     if not 0 < share <= 1:
         raise ValueError(f"treekv: share={share}: the fraction of the budget where tokens compete, above 0, at most 1")
     contest = Contest(score=PerQuery(score=Accumulated()), sinks=sinks, share=float(share))
-    return dict(score=Protect(score=contest, sinks=sinks), budget=size(budget, keep, bytes), tiers=RELATIVE)
+    return dict(score=Protect(score=contest, sinks=sinks), budget=size, tiers=RELATIVE)
 
 
 @row(
@@ -99,19 +91,17 @@ def treekv(
     "half of the cache at like accuracy in mathematical reasoning",
 )
 def lazyeviction(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     window: int | None = None,
     threshold: float = 1e-4,
 ) -> Axes:
     """LazyEviction: every `window` steps, tokens leave that have not come back within their recurrence interval."""
-    window = at_most(175, budget, 4) if window is None else window
-    above("lazyeviction", budget, window, "its window")
+    window = at_most(175, size.tokens, 4) if window is None else window
+    size = size.above("lazyeviction", window, "its window")
     return dict(
         score=Protect(score=Recurrence(threshold=float(threshold)), newest=window),
-        budget=size(budget, keep, bytes),
+        budget=size,
         block=window,
     )
 
@@ -122,10 +112,8 @@ def lazyeviction(
     "4x smaller on LongBench with less than 1% lost, at under 0.5% of the latency",
 )
 def kvcrush(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     share: float = 0.25,
     page: int = 16,
     window: int = 16,
@@ -133,13 +121,13 @@ def kvcrush(
     newest: int | None = None,
 ) -> Axes:
     """KVCrush: important pages, and a `share` of representatives by the binary signatures of the others."""
-    sinks = at_most(32, budget, 16) if sinks is None else sinks
-    newest = at_most(128, budget, 4) if newest is None else newest
-    above("kvcrush", budget, sinks + newest, "its sinks and newest tokens")
+    sinks = at_most(32, size.tokens, 16) if sinks is None else sinks
+    newest = at_most(128, size.tokens, 4) if newest is None else newest
+    size = size.above("kvcrush", sinks + newest, "its sinks and newest tokens")
     if not 0 <= share <= 1:
         raise ValueError(f"kvcrush: share={share}: the fraction of the budget for representatives, from 0 to 1")
     score = Representatives(score=WindowMass(queries=window), page=page, share=float(share), sinks=sinks, newest=newest)
-    return dict(score=score, budget=size(budget, keep, bytes))
+    return dict(score=score, budget=size)
 
 
 @row(
@@ -147,18 +135,18 @@ def kvcrush(
     "as snapkv; the layers of a group differ by one token at most",
     "like the full cache on LongBench with 12% of it",
 )
-def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, beta: int = 14, task: str = "qa") -> Axes:
+def windowkv(size: Size, *, window: int = 32, unit: int = 8, group: int = 8, beta: int = 14, task: str = "qa") -> Axes:
     """WindowKV: whole units of neighbours, one choice for all heads, more of them in the lower groups of layers."""
     kinds = {"qa": "half", "summary": "mean"}
     if task not in kinds:
         raise ValueError(f"windowkv: task={task!r}: 'qa' looks for a place in the text, 'summary' for all of it")
-    above("windowkv", budget, window, "its observation window")
+    size = size.above("windowkv", window, "its observation window")
     if min(group, unit) < 1:
         raise ValueError(f"windowkv: group={group}, unit={unit}: layers that share a choice, and tokens; 1 or more")
     units = Units(score=WindowMass(queries=window), width=unit, kind=kinds[task])
     return dict(
         score=Groups(score=AcrossHeads(score=units), width=group),
-        budget=Pyramid(tokens=budget, window=window, beta=beta, group=group),
+        budget=Pyramid(size=size, window=window, beta=beta, group=group),
         recent=window,
     )
 
@@ -169,39 +157,29 @@ def windowkv(*, budget: int, window: int = 32, unit: int = 8, group: int = 8, be
     "8x in a thousand steps of training, more accurate than training-free sparse attention",
 )
 def dms(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     window: int | None = None,
     gate: str | None = None,
 ) -> Axes:
     """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`.
 
-    What stays differs by layers and heads: a `budget` is divided among layers by what stayed of the texts that the
-    switch was trained on (`keep` and `bytes` are the same in each), and the heads of a layer share its part.
+    What stays differs by layers and heads: the size is divided among layers by what stayed of the texts that the
+    switch was trained on, and the heads of a layer share its part.
     """
-    window = at_most(128, budget, 2) if window is None else window
+    window = at_most(128, size.tokens, 2) if window is None else window
     if window < 0:
         raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
-    above("dms", budget, window, "its window")
-    score, tokens = learned.trained(gate, delayed.Delayed(window=window)), size(budget, keep, bytes)
-    if budget is not None:
-        step = max(budget // 20, 1)  # some layers want only a few tokens beyond the window: coarser, they had none
-        tokens = Weighted(tokens=budget, least=window, method="dms", step=step)
-        tokens = tokens if gate is None else tokens.of(gate)
-    return dict(score=score, budget=tokens, pooled=0.0)
+    size = size.above("dms", window, "its window")
+    # some layers want only a few tokens beyond the window: with coarser steps they had none
+    budget = Weighted(size=size, least=window, method="dms", steps=20)
+    score = learned.trained(gate, delayed.Delayed(window=window))
+    return dict(score=score, budget=budget if gate is None else budget.from_folder(gate), pooled=0.0)
 
 
 def at_most(most: int, budget: int | None, part: int) -> int:
     """A paper's number of tokens, or that part of a budget in tokens where it is small."""
     return most if budget is None else min(most, max(budget // part, 1))
-
-
-def above(name: str, budget: int | None, least: int, what: str) -> None:
-    """ValueError if a budget in tokens does not exceed what is kept in any case."""
-    if budget is not None and budget <= least:
-        raise ValueError(f"{name}: budget={budget} must exceed {what} of {least} tokens; raise one or lower the other")
 
 
 @row(
@@ -210,10 +188,8 @@ def above(name: str, budget: int | None, least: int, what: str) -> None:
     "prefill 1.82x and decode 2.87x as fast, as accurate as what only decodes faster",
 )
 def fastkv(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     window: int = 8,
     pool: int = 7,
     layer: int | None = None,
@@ -228,7 +204,7 @@ def fastkv(
         raise ValueError(f"fastkv: tokens={tokens}, share={share}: more than window={window}; above 0 and at most 1")
     return dict(
         score=Pool(score=WindowMass(queries=window), width=pool),
-        budget=size(budget, keep, bytes),
+        budget=size,
         recent=window,
         narrow=Narrow(size=narrow, layer=layer),
         append=1.0,
@@ -236,36 +212,39 @@ def fastkv(
 
 
 @row("2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache")
-def dapq(
-    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, tokens: int = 32, pool: int = 5
-) -> Axes:
+def dapq(size: Size, *, tokens: int = 32, pool: int = 5) -> Axes:
     """DapQ: attention from pseudo tokens where the answer will stand."""
     if tokens < 1:
         raise ValueError(f"dapq: tokens={tokens}: pseudo tokens read after the prompt, 1 or more")
     score = Pool(score=Pseudo(tokens=tokens), width=pool)
-    return dict(score=score, budget=size(budget, keep, bytes), recent=0, append=1.0)
+    return dict(score=score, budget=size, recent=0, append=1.0)
 
 
 @row(
     "2505.23416",
-    "heads of a layer compete, layers have equal shares; generated tokens are kept on top",
+    "all layers and heads compete; what follows the prompt is kept on top; the request to repeat is our own",
     "3x to 4x smaller and decode about twice as fast with hardly a loss, whatever is asked later",
 )
 def kvzip(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     piece: int = 2048,
     sinks: int = 4,
     floor: float | None = 0.0,
+    step: int | None = None,
 ) -> Axes:
-    """KVzip: tokens that the model looks at when it repeats the prompt; floor=None: heads have equal shares."""
-    if piece < 1:
-        raise ValueError(f"kvzip: piece={piece}: tokens of the prompt that are repeated at a time, 1 or more")
+    """KVzip: tokens that the model looks at when it repeats the prompt; the tokens of all layers and heads compete.
+
+    floor: what a head is sure of, as a share of an equal part, or None: layers and heads have equal shares; slots come
+    in steps of `step` tokens (None: a quarter of the budget).
+    """
+    if piece < 1 or (step is not None and step < 1):
+        raise ValueError(
+            f"kvzip: piece={piece}, step={step}: tokens that are repeated at a time, and of slots, 1 or more"
+        )
     return dict(
         score=Protect(score=Rebuilt(piece=piece, sinks=sinks), sinks=sinks),
-        budget=size(budget, keep, bytes),
+        budget=size if floor is None else Won(size=size, window=0, step=step),
         pooled=floor,
         recent=0,
         append=1.0,
@@ -278,10 +257,8 @@ def kvzip(
     "over 20x on Phi-3-mini-128K and 8x on Llama-3.1-8B; 128K tokens on one 4090",
 )
 def locret(
+    size: Size,
     *,
-    budget: int | None = None,
-    keep: float | None = None,
-    bytes: Any = None,
     gate: str | None = None,
     local: int = 100,
     stabilizers: float = 0.0,
@@ -296,7 +273,7 @@ def locret(
     score = learned.trained(gate, Foreseen())
     return dict(
         score=Protect(score=score, share=float(stabilizers)),
-        budget=size(budget, keep, bytes),
+        budget=size,
         tiers=RELATIVE,
         recent=local,
         append=1.0,
@@ -308,17 +285,17 @@ def locret(
     "reconstruction: trained layer by layer; scores of a group are summed; decode every block of steps",
     "3,482 tokens in 128 slots, up to 0.2791 more accuracy than others of that size",
 )
-def lococo(*, budget: int, gate: str | None = None, chunk: int = 512, local: int = 0) -> Axes:
+def lococo(size: Size, *, gate: str | None = None, chunk: int = 512, local: int = 0) -> Axes:
     """LoCoCo: what the last piece looked at least melts into trained mixtures; `gate` is of `jkv train lococo`.
 
-    Of the `budget`, as many tokens are mixtures as were trained, half of it there; the others stay as they are, and
+    Of the size, as many tokens are mixtures as were trained, half of it there; the others stay as they are, and
     so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).
     """
     merge = learned.trained(gate, Mixtures())
     if gate is not None and merge.weights.conv.shape[1] % 2 == 0:
         raise learned.broken(gate, "its convolution has no entry in the middle")
-    above("lococo", budget, local + merge.count, "its newest tokens and its mixtures")
-    return dict(score=Latest(), merge=merge, budget=Tokens(tokens=budget), recent=local, chunk=chunk)
+    size = size.above("lococo", local + merge.count, "its newest tokens and its mixtures")
+    return dict(score=Latest(), merge=merge, budget=size, recent=local, chunk=chunk)
 
 
 @row(
@@ -346,19 +323,25 @@ def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int 
     "half of the latency for 2.92 points of HotpotQA's joint match (45.29 to 42.37)",
 )
 def critic(
-    *, keep: float = 0.7, least: int = 128, attention: float = 1.0, entropy: float = 1.0, gradient: float = 1.0
+    size: Size = MOST,
+    *,
+    least: int = 128,
+    attention: float = 1.0,
+    entropy: float = 1.0,
+    gradient: float = 1.0,
 ) -> Axes:
-    """CRITIC: attention, entropy and gradient, each scaled to [0, 1] and added; one set of tokens for all heads."""
+    """CRITIC: attention, entropy and gradient, each scaled to [0, 1] and added; one set of tokens for all heads.
+
+    A fraction keeps `least` tokens in any case.
+    """
     weights, terms = (attention, entropy, gradient), (Accumulated(), Entropy(), Gradient())
     if min(weights) < 0 or not sum(weights):
         raise ValueError(f"critic: weights {weights} of attention, entropy and gradient: none below 0, one above 0")
-    if not 0 < keep <= 1:
-        raise ValueError(f"critic: keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
     score = Plus(
         scores=tuple(Normalised(score=AcrossHeads(score=s)) for s in terms),
         weights=tuple(float(w) / sum(weights) for w in weights),
     )
-    return dict(score=score, budget=Keep(keep=float(keep), least=least))
+    return dict(score=score, budget=size.at_least(least))
 
 
 @row(
@@ -366,15 +349,13 @@ def critic(
     "exact in one piece for the prompt; while generating lagged by block - 1",
     "better generation than pruning at any rate of acceleration (no figure in the abstract)",
 )
-def elasticcache(
-    *, budget: int | None = None, keep: float | None = None, bytes: Any = None, sinks: int = 4, newest: int = 25
-) -> Axes:
+def elasticcache(size: Size, *, sinks: int = 4, newest: int = 25) -> Axes:
     """Elastic Cache: a prompt melts into its most attended tokens; then what is just older than `newest` leaves."""
-    above("elasticcache", budget, newest, "its newest tokens")
+    size = size.above("elasticcache", newest, "its newest tokens")
     prompt = Protect(score=AcrossHeads(score=Accumulated()), sinks=sinks, newest=1)
     return dict(
         score=ByPhase(score=prompt, path=Oldest(newest=newest)),
         merge=Nearest(),
-        budget=size(budget, keep, bytes),
+        budget=size,
         recent=1,
     )

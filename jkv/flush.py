@@ -92,7 +92,7 @@ def flush(
         leaving = after(leaving, read, 0)
     tiers, rest = layer.tiers, layer.rest
     if tiers and most:
-        first = layer.share if plan.budget.inside else None
+        first = layer.share if plan.budget.inner else None
         tiers, rest = _cascade(tiers, rest, ev, leaving, most, first, plan, rope)
     tiers = acting(tiers, live - leaving, seen)
     if watch is not None:
@@ -149,10 +149,9 @@ def _gather(window: Window, order: Array) -> Window:
 
 
 def _limit(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
-    """i32[B]: tokens that all tiers together may hold; share i32[B]: of those that are not on top of the budget."""
-    most = plan.budget.limit(plan.capacity - plan.append, counts.prompt if plan.append else counts.seen)
-    if share is not None and not plan.budget.inside:
-        most = jnp.minimum(most, share + plan.recent)
+    """i32[B]: tokens that all tiers together may hold; share i32[B]: what the layer got of a budget that measures."""
+    seen = counts.prompt if plan.append else counts.seen
+    most = plan.budget.limit(plan.capacity - plan.append, seen, counts.prompt, share)
     most, u = jnp.maximum(most - plan.recent, 0), plan.unit
     if plan.append:  # in whole units: with newcomers, what waited in the window for its unit leaves too
         most = per(most, u) * u + per(on_top(plan, counts.later, counts.generated) + u - 1, u) * u

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jkv import basics, elaborate, evictions  # noqa: F401 - to be in the catalogue
-from jkv.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, Axes, Row
+from jkv.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, SIZES, Axes, Row
 from jkv.checks import check
 from jkv.config import CacheConfig
 
@@ -33,7 +33,7 @@ def parse(text: str) -> CacheConfig:
         entry = known(name)
         schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
         try:
-            filled = entry.make(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
+            filled = entry(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
         for axis, value in filled.items():
@@ -75,6 +75,12 @@ def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
     known = [*entry.arguments, *ARGUMENTS]
     for name in arguments:
+        if name not in known and name in SIZES:
+            own = ", ".join(f"{x}=" for x in entry.arguments)
+            if "budget" in entry.axes:
+                return f"{entry.name} has no {name}=: what it keeps is decided by {own or 'nothing else: it is all'}"
+            if "score" not in entry.axes:
+                return f"{entry.name} has no {name}=: it evicts nothing; write 'snapkv({name}=...) | {entry.name}'"
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"

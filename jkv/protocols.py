@@ -131,39 +131,52 @@ class Budget:
     bounded: bool = True  # fewer tokens than the model's context can be asked for
     measures: bool = False  # layers divide it by what they ask for a prompt, which stays whole until then
     ranks: bool = False  # what they ask are the ranks of their tokens, which compete for all layers
-    inside: bool = False  # what a layer asks is the size of its first tier; its own is that of all layers
-    parts: tuple[tuple[int, int], ...] | None = None  # of each layer: the most and the least that a row got
+    parts: tuple[tuple[int, int, int], ...] | None = None  # of each layer, once it was: its slots, and its `inner`
 
     def bound(self, params: Params) -> Budget:
         """This budget with what was found out about the model; ValueError if there is nothing."""
         return self
 
-    def for_layer(self, model: ModelConfig, layer: int) -> Budget:
-        """This budget in one layer of a model."""
+    def of(self, size: Budget) -> Budget:
+        """This budget of another size."""
         return self
 
-    def fit(self, cost: Callable[[Budget], int], longest: int) -> Budget:
-        """This budget in tokens, once `cost` in bytes of a cache of at most `longest` tokens can be asked."""
+    def fit(self, cost: Callable[[Budget], int], least: Callable[[], int], longest: int) -> Budget:
+        """This budget in tokens, `least` of them or more, once `cost` of one in bytes can be asked; ValueError if not.
+
+        Of a cache of rows of at most `longest` tokens.
+        """
         return self
 
-    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+    def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:
+        """What one layer of a model gets of it; of such a budget are the capacity, the limit and the inner sizes."""
+        return self
+
+    def capacity(self, longest: int) -> int:
         """Tokens that the layer may hold, recent window included, for rows of at most `longest` tokens."""
         raise NotImplementedError  # its own in every budget
 
-    def limit(self, capacity: int, seen: Array) -> Array:
-        """i32[B] of that capacity in use, for rows that have seen i32[B] tokens."""
+    def limit(self, capacity: int, seen: Array, prompt: Array, share: Array | None) -> Array:
+        """i32[B] of that capacity in use, for rows that have seen i32[B] tokens, of which i32[B] are a prompt's.
+
+        share i32[B]: what `divided` gave the layer.
+        """
         return jnp.full_like(seen, capacity)
 
-    def divided(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """i[L,B]: tokens of each layer's tiers, or its first, by what it asks, f[L,B], for prompts of these lengths."""
+    def divided(self, asked: np.ndarray, lengths: Sequence[int], longest: int) -> tuple[Budget, np.ndarray]:
+        """This budget with its `parts`, and i[L,B]: tokens of each layer beyond its window, or of its first tier.
+
+        By what the layers ask, f[L,B,...], for prompts of these lengths.
+        """
         raise NotImplementedError  # only of budgets that say `measures`
 
     def with_parts(self, parts: Sequence[Sequence[int]]) -> Budget:
-        """This budget, divided: its `parts`."""
+        """This budget with these `parts`."""
         raise NotImplementedError  # only of budgets that say `measures`
 
-    def inner(self, layer: int) -> tuple[int, int] | None:
-        """Slots of a layer's first tier, and how many of them every row uses; None: as the config has it."""
+    @property
+    def inner(self) -> tuple[int, int] | None:
+        """Slots of the layer's first tier, and how many of them every row uses; None: as the config has it."""
         return None
 
 

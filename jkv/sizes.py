@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.cache import Cache, Counts, empty_layer, tree_bytes
 from jkv.config import CacheConfig, resolve
 from jkv.models import ModelConfig, ssd
+from jkv.protocols import Budget
 
 
 def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
@@ -31,9 +34,38 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
 
 def fitted(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> CacheConfig:
     """The config with its budget in tokens, where it is in bytes of a cache of so many rows, on whatever devices."""
+    return replace(config, budget=_fit(config, model, rows, longest, new, dtype, lambda budget: budget))
+
+
+def divided(
+    config: CacheConfig, cache: Cache, asked: np.ndarray, lengths: Sequence[int], longest: int, dtype: Any
+) -> tuple[CacheConfig, np.ndarray]:
+    """The config with its budget divided by what layers ask, f[L,B,...], and i[L,B] of `Budget.divided`.
+
+    For prompts of these lengths, in a cache such as the one given.
+    """
+    reach = config.reach(longest, cache.new)
+    parts = lambda budget: budget.divided(asked, lengths, reach)[0]  # noqa: E731
+    budget = _fit(config, cache.model, len(lengths), longest, cache.new, dtype, parts)
+    made, shares = budget.divided(asked, lengths, reach)
+    return replace(config, budget=config.budget.with_parts(made.parts or ())), shares
+
+
+def _fit(
+    config: CacheConfig,
+    model: ModelConfig,
+    rows: int,
+    longest: int,
+    new: int,
+    dtype: Any,
+    then: Callable[[Budget], Budget],
+) -> Budget:
     one = replace(config, devices=1)
-    cost = lambda budget: tree_bytes(_layers(replace(one, budget=budget), model, rows, longest, new, dtype)[1])  # noqa: E731
-    return replace(config, budget=config.budget.fit(cost, longest))
+
+    def cost(budget: Budget) -> int:
+        return tree_bytes(_layers(replace(one, budget=then(budget)), model, rows, longest, new, dtype)[1])
+
+    return config.budget.fit(cost, lambda: config.smallest(model, longest), longest)
 
 
 def layout(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:

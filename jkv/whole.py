@@ -18,7 +18,7 @@ from jkv.loop import absorb_own, as_window, by_kind, longer, reading
 from jkv.models import family
 from jkv.models import layer as block
 from jkv.prompts import bucket, pad, positions
-from jkv.sizes import empty
+from jkv.sizes import divided, empty
 
 if TYPE_CHECKING:
     from jkv.compiled import Cost
@@ -51,12 +51,11 @@ def dense(params: Params, config: CacheConfig, rows: list[list[int]], ids: Array
 
 def shared(config: CacheConfig, cache: Cache, dense: Cache, lengths: list[int], cost: Cost) -> Cache:
     """An empty cache as another, of the sizes that the layers of a prompt ask for; shares of each row are in it."""
-    shares = config.budget.divided(np.asarray(cost.run(ask, dense, ranks=config.budget.ranks), float), lengths)
-    plan, dtype = cache.plan[0], dense.dtype
-    config = replace(config, budget=config.budget.with_parts(shares.tolist()))
-    made = empty(config, cache.model, len(lengths), plan.longest, cache.new, dtype)
-    shares = jnp.asarray(shares, jnp.int32)
-    return replace(made, layers=tuple(replace(x, share=y) for x, y in zip(made.layers, shares, strict=True)))
+    longest, asked = cache.plan[0].longest, np.asarray(cost.run(ask, dense, ranks=config.budget.ranks), float)
+    config, shares = divided(config, cache, asked, lengths, longest, dense.dtype)
+    made = empty(config, cache.model, len(lengths), longest, cache.new, dense.dtype)
+    layers = zip(made.layers, jnp.asarray(shares, jnp.int32), strict=True)
+    return replace(made, layers=tuple(replace(x, share=y) for x, y in layers))
 
 
 @program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("cache",))

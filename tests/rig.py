@@ -187,7 +187,9 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=24, appends=True, narrow=True),
     ),
     "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
-    "kvzip": (Case("kvzip(budget={b}, piece=48)", recent=0, columns=1, appends=True, pooled=True),),
+    "kvzip": (
+        Case("kvzip(budget={b}, piece=48, step={b})", recent=0, columns=1, appends=True, pooled=True, measured=True),
+    ),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
     "makeeach": (
         Case(f"makeeach(budget={{b}}, gate={DEEP!r}, step={{b}})", recent=0, columns=1, pooled=True, measured=True),

@@ -15,9 +15,9 @@ from test_oracles import best, newest, prompt_taps
 from test_scores import attending, evidence
 
 from jkv import methods
-from jkv.budgets import pyramid
 from jkv.cache import Queries, Window
 from jkv.config import resolve
+from jkv.divisions import pyramid
 from jkv.evidence import Evidence
 from jkv.flush import _limit
 from jkv.merges import Nearest, shares

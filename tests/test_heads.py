@@ -15,9 +15,9 @@ from test_oracles import best, newest, prompt_taps
 
 import jkv
 from jkv.attend import Partial, merge, softmax_parts
-from jkv.budgets import weighted
 from jkv.cache import Rest
 from jkv.config import resolve
+from jkv.divisions import weighted
 from jkv.io import learned
 from jkv.io import load as loading
 from jkv.methods import parse

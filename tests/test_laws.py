@@ -14,7 +14,7 @@ from rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, 
 from test_oracles import prompt_taps
 
 from jkv import loop, models, sampling
-from jkv.budgets import pyramid
+from jkv.divisions import pyramid
 from jkv.methods import CATALOGUE
 from jkv.prompts import positions
 

@@ -15,7 +15,9 @@ from rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from test_scores import evidence
 
 import jkv
-from jkv import budgets, models, sharding, sizes
+from jkv import models, sharding, sizes
+from jkv.budgets import Tokens
+from jkv.divisions import Won
 from jkv.eval import measure
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
@@ -124,7 +126,7 @@ def test_layers_get_the_places_that_they_win(seed: int, tokens: int):
     rng, (layers, heads) = np.random.default_rng(seed), (3, 2)
     ranks = rng.integers(0, 9, (layers, 2, heads, 20)).astype(float)  # with ties
     ranks[rng.random(ranks.shape) < 0.3] = -np.inf
-    got = budgets.Won(tokens=tokens, window=0, step=1).divided(ranks, [20, 20])
+    got = Won(size=Tokens(tokens=tokens), window=0).shares(ranks, [20, 20])
     assert got.sum(0).tolist() == [tokens * layers] * 2
     for row in range(2):
         every = [(-x, i) for i, of in enumerate(ranks[:, row]) for x in of.flat if np.isfinite(x)]
@@ -165,7 +167,7 @@ def test_all_tokens_of_a_request_compete(row: int):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("makeeach(budget=0)", "budget=0.* each 1 or more"),
+        ("makeeach(budget=0)", "budget=0: .* 1 or more"),
         ("makeeach(budget=8, ahead=0)", "ahead=0.* each 1 or more"),
         ("makeeach(budget=8, floor=2)", "floor=2.0: the share of an equal part"),
         ("makeeach(budget=8, chunk=4)", "stays whole until then, and chunk=4"),

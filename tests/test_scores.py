@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.budgets import pyramid
 from jkv.cache import Queries, Window
+from jkv.divisions import pyramid
 from jkv.evidence import Evidence
 from jkv.protocols import Born
 from jkv.rope import Rope

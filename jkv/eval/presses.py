@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jkv.budgets import pyramid
+from jkv.divisions import pyramid
 
 Press = Callable[[Any, float, int], Any]  # (the package kvpress, share of the prompt that goes, tokens kept) -> a press
 WINDOW = 32  # queries that snapkv and pyramidkv ask, in both

@@ -104,7 +104,7 @@ class Fixed(Division):
     """Divided alike for all texts."""
 
     def shares(self, tokens: int, most: int, top: int, layers: int) -> tuple[int, ...]:
-        """Tokens of each layer, of so many on average; each can hold `most`, and `top` is the size of the longest row."""
+        """Tokens of each layer, of so many on average; each can hold `most`; `top`: of the longest row."""
         raise NotImplementedError  # its own in every such division
 
     def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:

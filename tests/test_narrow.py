@@ -70,7 +70,7 @@ def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred(
     assert config.narrow.count(seen).tolist() == [200] and config.narrow.most(1000) == 200
     assert Narrow(size=64).count(jnp.asarray([1000, 40])).tolist() == [64, 40] and Narrow(size=64).most(40) == 40
     for plan in resolve(config, MODEL, 500, 0):
-        assert plan.budget.limit(1000, seen).tolist() == [100]
+        assert plan.budget.limit(1000, seen, seen, None).tolist() == [100]
 
 
 def test_what_follows_a_prompt_goes_on_whole():

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.layout import Format, Layout
 
-from jkv import kernels
+from jkv import forked, kernels
 
 if TYPE_CHECKING:
     from jkv.sharding import Over
 
 ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
 
-# Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory maps, of which Linux
-# gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two programs.
-LIMIT, MAPS = 16, 30_000
+# Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory maps, 0.1 to 0.2 MB a
+# map, of which Linux gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two programs.
+LIMIT, HELD, MAPS = 16, 16_000, 30_000  # programs; maps of all of them; maps of the process
+LOCK = Lock()  # of the two below
 PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
-BEGUN: dict[Any, Future[Compiled]] = {}  # the one that `ahead` was asked for last
+BEGUN: dict[Any, Future[Compiled]] = {}  # those that a thread is compiling now, for all who ask for them
 
 
 def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Callable[[Any], Any]:
@@ -60,10 +64,17 @@ class Compiled:
     """One program: call it, or ask what it cost."""
 
     def __init__(self, lowered: jax.stages.Lowered, free: bool) -> None:
+        before = maps()
         self.program = lowered.compile()
+        trim()
+        self.maps = max(maps() - before, 0)  # and those of what another thread compiled meanwhile
         self.formats = self.program.input_formats[0] if free else None
         memory = self.program.memory_analysis()
         self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0  # bytes beside in- and outputs
+        self.peak = self.temporary  # bytes of all that it takes, makes and gives
+        if memory is not None:
+            sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            self.peak += int(sizes)
 
     def __call__(self, *args: Any) -> Any:
         return self.program(*args if self.formats is None else jax.tree.map(_where, args, self.formats))
@@ -87,18 +98,74 @@ def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any)
     >>> program(jax.numpy.ones(3)).tolist(), seconds > 0, compiled(double, jax.numpy.ones(3))[1]
     ([2.0, 2.0, 2.0], True, 0.0)
     """
+    forked.check()
     key = _key(function, args, static, over)
-    program, seconds = PROGRAMS.pop(key, None), 0.0
-    if program is None:
-        start, begun = time.perf_counter(), BEGUN.pop(key, None)
-        program = begun.result() if begun else Compiled(*_lowered(function, args, static, over))
-        seconds = time.perf_counter() - start
-    PROGRAMS[key] = program
-    while len(PROGRAMS) > LIMIT or (seconds and len(PROGRAMS) > 2 and maps() > MAPS):
+    with LOCK:
+        program = PROGRAMS.pop(key, None)
+        if program is not None:
+            PROGRAMS[key] = program
+            return program, 0.0
+    start = time.perf_counter()
+    begun, mine = _begin(key)
+    if mine:
+        _fill(key, begun, lambda: Compiled(*_lowered(function, args, static, over)))
+    return begun.result(), time.perf_counter() - start
+
+
+def _begin(key: Any) -> tuple[Future[Compiled], bool]:
+    """The program of a key, which is to come, and whether it is for this thread to compile."""
+    forked.begun()
+    with LOCK:
+        future: Future[Compiled] = Future()
+        if key in PROGRAMS:  # another thread has just finished it
+            future.set_result(PROGRAMS[key])
+            return future, False
+        mine = BEGUN.setdefault(key, future)
+        return mine, mine is future
+
+
+def _fill(key: Any, begun: Future[Compiled], make: Callable[[], Compiled]) -> None:
+    """Compile what has begun, for all who wait: they get the program, or what went wrong."""
+    try:
+        program = make()
+    except BaseException as error:
+        return _fail(key, begun, error)
+    with LOCK:
+        if BEGUN.get(key) is begun:  # or else all were dropped meanwhile
+            del BEGUN[key]
+            PROGRAMS[key] = program
+            _let_go()
+    begun.set_result(program)
+
+
+def _fail(key: Any, begun: Future[Compiled], error: BaseException) -> None:
+    """Whoever asks next compiles it anew."""
+    with LOCK:
+        if BEGUN.get(key) is begun:
+            del BEGUN[key]
+    begun.set_exception(error)
+
+
+def _let_go() -> None:
+    """Drop programs that were used longest ago, until the others have room."""
+    dropped = False
+    while len(PROGRAMS) > LIMIT or (len(PROGRAMS) > 2 and _crowded()):
         oldest = next(iter(PROGRAMS))
         del PROGRAMS[oldest]
         oldest[0].clear_cache()  # jax holds its programs too; what is in PROGRAMS survives this
-    return program, seconds
+        dropped = True
+    if dropped:
+        trim()
+
+
+def _crowded() -> bool:
+    return sum(program.maps for program in PROGRAMS.values()) > HELD or maps() > MAPS
+
+
+def trim() -> None:
+    """Give back to the system what a compiler has left: as much again as its program takes, in pieces of the heap."""
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
 
 
 def maps() -> int:
@@ -110,24 +177,30 @@ def maps() -> int:
         return 0
 
 
-def ahead(function: Any, *args: Any, **static: Any) -> None:
+def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
     """Begin to compile what `compiled` will be asked for, beside what this thread does; for one device.
 
     It is traced here, under this thread's settings. Of all arguments but the first the shapes are enough.
 
     >>> double = jax.jit(lambda x: 2 * x)
-    >>> ahead(double, jax.numpy.ones(5))
-    >>> compiled(double, jax.numpy.ones(5))[0](jax.numpy.ones(5)).sum().item()
-    10.0
+    >>> begun = ahead(double, jax.numpy.ones(5))
+    >>> compiled(double, jax.numpy.ones(5))[0](jax.numpy.ones(5)).sum().item(), begun.done()
+    (10.0, True)
     """
+    forked.check()
     args = (args[0], *jax.eval_shape(lambda *x: x, *args[1:]))
     key = _key(function, args, static, None)
-    if key in PROGRAMS or key in BEGUN:
-        return
-    BEGUN.clear()
-    beside = ThreadPoolExecutor(1, "compile")
-    BEGUN[key] = beside.submit(Compiled, *_lowered(function, args, static, None))
-    beside.shutdown(wait=False)
+    begun, mine = _begin(key)
+    if mine:
+        try:
+            lowered = _lowered(function, args, static, None)
+        except BaseException as error:
+            _fail(key, begun, error)
+            raise
+        beside = ThreadPoolExecutor(1, "compile")
+        beside.submit(_fill, key, begun, lambda: Compiled(*lowered))
+        beside.shutdown(wait=False)
+    return begun
 
 
 @dataclass
@@ -138,22 +211,23 @@ class Cost:
     running: float = 0.0
     programs: int = 0
     over: Over | None = None
+    peak: int = 0
+    begun: Future[Compiled] | None = None
 
     def run(self, function: Any, *args: Any, **static: Any) -> Any:
         program, seconds = compiled(function, *args, over=self.over, **static)
-        self.compiling += seconds + _waited()  # or else the time of running would be that of two things
+        self.compiling += seconds + self._waited()  # or else the time of running would be that of two things
         self.programs += seconds > 0
+        self.peak = max(self.peak, program.peak)
         start = time.perf_counter()
         out = jax.block_until_ready(program(*args))
         self.running += time.perf_counter() - start
         return out
 
-
-def _waited() -> float:
-    """Seconds until what `ahead` has begun is there."""
-    start = time.perf_counter()
-    wait(list(BEGUN.values()))
-    return time.perf_counter() - start if BEGUN else 0.0
+    def _waited(self) -> float:
+        start = time.perf_counter()
+        wait([self.begun] if self.begun else [])
+        return time.perf_counter() - start if self.begun else 0.0
 
 
 def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None) -> Any:
@@ -174,11 +248,15 @@ def _lowered(
 
 
 def forget() -> None:
-    """Drop all programs, such as those of a cache that will not be used again; the disk keeps them."""
-    for function in {key[0] for key in PROGRAMS}:
-        function.clear_cache()
-    PROGRAMS.clear()
-    BEGUN.clear()
+    """Drop all programs, such as those of a cache that will not be used again; the disk keeps them.
+
+    All of this process: jax's own too, which grow with every shape, and those of other libraries.
+    """
+    with LOCK:
+        PROGRAMS.clear()
+        BEGUN.clear()
+    jax.clear_caches()
+    trim()
 
 
 def use_disk_cache() -> None:

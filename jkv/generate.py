@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -77,7 +78,7 @@ def _prefill(
     rows: list[list[int]],
     room: int,
     chunk: int | None,
-    then: Callable[[Params, Cache], None] | None = None,
+    then: Callable[[Params, Cache], Future[Any]] | None = None,
 ) -> tuple[Cache, Array, Cost]:
     """then(params, cache): told what comes out, before it does, where its shapes are known."""
     use_disk_cache()
@@ -95,7 +96,7 @@ def _prefill(
     cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
     ids = pad(rows, length)
     if then and not config.budget.measures and len(params.embed.sharding.device_set) == 1:
-        then(params, cache)
+        cost.begun = then(params, cache)
     if whole:
         return *read(params, config, cache, rows, ids, cost), cost
     logits = None
@@ -291,10 +292,11 @@ class _Run:
         )
         self.cost, self.temporary = Cost(), 0
 
-    def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
+    def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> Future[Any]:
         """The decode loop begins to compile while the prompt is read."""
         logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
-        ahead(run_blocks, params, self._start(cache, logits, penalized, compare), self.sampling, jnp.int32(self.new))
+        state = self._start(cache, logits, penalized, compare)
+        return ahead(run_blocks, params, state, self.sampling, jnp.int32(self.new))
 
     def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
         b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv import forked
 from jkv.tree import static, value
 
 from .config import Mixers, ModelConfig
@@ -142,6 +143,7 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
 
     ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
     """
+    forked.begun()
     wanted = names(c, table)
     wrong = _complain("missing", [n for n in wanted if n not in tensors])
     wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, c, table)])

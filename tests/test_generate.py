@@ -278,23 +278,48 @@ def test_the_program_used_longest_ago_is_let_go(monkeypatch):
 
 
 def test_programs_are_let_go_before_the_memory_maps_end(monkeypatch):
-    taken = iter([5, 20, 15, 9])
     double = jax.jit(lambda x: 2 * x)
-    monkeypatch.setattr(compiled, "MAPS", 10)
+    monkeypatch.setattr(compiled, "MAPS", 24)
     monkeypatch.setattr(compiled, "PROGRAMS", {})
-    monkeypatch.setattr(compiled, "maps", lambda: 0)
+    monkeypatch.setattr(compiled, "maps", lambda: 5 * len(compiled.PROGRAMS))
     for n in range(1, 5):
         compiled.compiled(double, np.ones(n, np.float32))
-    monkeypatch.setattr(compiled, "maps", lambda: next(taken))
-    compiled.compiled(double, np.ones(5, np.float32))
-    assert len(compiled.PROGRAMS) == 5
-    compiled.compiled(double, np.ones(6, np.float32))  # of 6, at 20, then 15, then 9
-    assert [key[2][0][0] for key in compiled.PROGRAMS] == [(3,), (4,), (5,), (6,)]
+    assert len(compiled.PROGRAMS) == 4
+    compiled.compiled(double, np.ones(5, np.float32))  # at 25
+    assert [key[2][0][0] for key in compiled.PROGRAMS] == [(2,), (3,), (4,), (5,)]
     monkeypatch.setattr(compiled, "maps", lambda: 99)
-    compiled.compiled(double, np.ones(6, np.float32))  # nothing new was compiled
+    compiled.compiled(double, np.ones(5, np.float32))  # nothing new was compiled
     assert len(compiled.PROGRAMS) == 4
     compiled.compiled(double, np.ones(7, np.float32))
     assert len(compiled.PROGRAMS) == 2  # a prompt's and a loop's always stay
+
+
+def test_the_memory_of_programs_is_bounded(monkeypatch):
+    """Twenty programs in turn, each a map: those of a few are there, and those that are not needed are really gone."""
+    live = lambda: len(jax.devices()[0].client.live_executables())  # noqa: E731
+    double = jax.jit(lambda x: 2 * x)
+    monkeypatch.setattr(compiled, "PROGRAMS", {})
+    monkeypatch.setattr(compiled, "maps", live)
+    monkeypatch.setattr(compiled, "MAPS", 10_000)
+    monkeypatch.setattr(compiled, "HELD", 4)
+    before, most = live(), 0
+    for n in range(1, 21):
+        program, seconds = compiled.compiled(double, np.ones(n, np.float32))
+        assert program.maps == 1 and seconds
+        most = max(most, live() - before)
+    assert most <= 5 and len(compiled.PROGRAMS) == 4  # a new one is there before an old one goes
+
+
+def test_what_is_forgotten_leaves_nothing():
+    """Caches tried one after the other: no program of any of them stays, jax's own small ones included."""
+    live = lambda: len(jax.devices()[0].client.live_executables())  # noqa: E731
+    one = jkv.models.random(dict(jkv.models.TINY, num_hidden_layers=1), 0, jnp.float32)
+    left = []
+    for text in ("full", "int8", "streaming(budget=40)", "knorm(budget=40)", "knorm(budget=50)"):
+        jkv.prefill(one, text, PROMPTS[0])
+        compiled.forget()
+        left.append(live())
+    assert len(set(left)) == 1
 
 
 def test_maps_are_counted():

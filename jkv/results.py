@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import uuid
@@ -27,9 +28,22 @@ def beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
+def finite(x: Any) -> Any:
+    """A JSON value with null for NaN and infinity, which are no JSON.
+
+    >>> finite({"ppl": [1.5, float("inf")]})
+    {'ppl': [1.5, None]}
+    """
+    if isinstance(x, Mapping):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
 def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """The document in place of what was there; raises OSError about `path`, and then the old one is still there."""
-    overwrite(path, json.dumps({"meta": meta, "rows": list(rows)}, indent=1) + "\n")
+    overwrite(path, json.dumps(finite({"meta": meta, "rows": list(rows)}), indent=1, allow_nan=False) + "\n")
 
 
 def overwrite(path: Path, text: str) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jkv.results import write
+from jkv.locks import locked
+from jkv.results import finite, write
 
 PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "tokenizers")
 
@@ -30,27 +31,19 @@ class Results:
     """The rows of one experiment, in a file if there is a path.
 
     An existing file of the same experiment (equal `meta`) is gone on with: `find` tells what is already measured.
-    Raises ValueError for a file of another experiment or of no experiment, OSError with the way out if it cannot be
-    written; the rows that were there before are then still there.
+    Several processes may measure into one file: each takes in what the others have written. A number that is not finite
+    is null. Raises ValueError for a file of another experiment or of no experiment, OSError with the way out if it
+    cannot be written; the rows that were there before are then still there.
     """
 
     def __init__(self, path: str | Path | None, meta: Mapping[str, Any]) -> None:
         self.path = None if path is None else Path(path).expanduser()
         self.meta = json.loads(json.dumps(meta))
         self.rows: list[dict[str, Any]] = []
-        if self.path is None:
-            return
-        if self.path.exists():
-            old = read(self.path)
-            changed = sorted(k for k in {*old["meta"], *self.meta} if old["meta"].get(k) != self.meta.get(k))
-            if changed:
-                raise ValueError(
-                    f"{self.path} holds another experiment, with other {', '.join(changed)}: give another --json, or "
-                    "delete the file to measure again"
-                )
-            self.rows = old["rows"]
-        else:
-            self._write()  # before the first hour of work, not after it
+        if self.path is not None and self.path.exists():
+            self._take_in(self.path)
+        elif self.path is not None:
+            self._write(self.path)  # before the first hour of work, not after it
 
     def find(self, **key: Any) -> dict[str, Any] | None:
         """The row that has these values, if it was measured."""
@@ -58,21 +51,35 @@ class Results:
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row, once it is in the file."""
-        self.rows.append(json.loads(json.dumps(row)))
+        made = json.loads(json.dumps(finite(row)))
+        self.rows.append(made)
         if self.path is not None:
-            self._write()
-        return self.rows[-1]
+            self._write(self.path)
+        return made
 
-    def _write(self) -> None:
-        assert self.path is not None
+    def _take_in(self, path: Path) -> None:
+        """The rows of the file before those that it lacks."""
+        old = read(path)
+        changed = sorted(k for k in {*old["meta"], *self.meta} if old["meta"].get(k) != self.meta.get(k))
+        if changed:
+            raise ValueError(
+                f"{path} holds another experiment, with other {', '.join(changed)}: give another --json, or delete "
+                "the file to measure again"
+            )
+        self.rows = old["rows"] + [row for row in self.rows if row not in old["rows"]]
+
+    def _write(self, path: Path) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write(self.path, self.meta, self.rows)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with locked(path.with_name(f".{path.name}.lock")):
+                if path.exists():
+                    self._take_in(path)
+                write(path, self.meta, self.rows)
         except OSError as error:
             kept = f"; {len(self.rows) - 1} earlier rows are safe in it" if len(self.rows) > 1 else ""
             raise OSError(
-                f"cannot write {self.path}: {error.strerror}{kept}. Make room or fix the path, then run the same "
-                "command again: it goes on where it stopped"
+                f"cannot write {path}: {error.strerror}{kept}. Make room or fix the path, then run the same command "
+                "again: it goes on where it stopped"
             ) from error
 
 
@@ -83,8 +90,8 @@ def read(path: str | Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; give a file that `jkv eval` wrote") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); give a file that `jkv eval` wrote") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON that can be read ({error}); give a file that `jkv eval` wrote") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     if not (isinstance(rows, list) and isinstance(found.get("meta"), dict) and all(isinstance(r, dict) for r in rows)):
         raise ValueError(f"{path} holds no results: it must be {{'meta': {{...}}, 'rows': [{{...}}]}}")

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import math
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -20,6 +23,63 @@ def test_rows_are_in_the_file_at_once_and_found_by_the_next_run(tmp_path):
     again.add({"cache": "int8", "task": "ppl", "ppl": 3.0})
     assert [r["ppl"] for r in read(path)["rows"]] == [2.0, 3.0]
     assert read(path)["meta"] == {"command": "ppl", "prefix": 64, "list": [1, 2]}
+
+
+WRITER = """
+import sys, time
+from jkv.eval.results import Results
+name, path = sys.argv[1:]
+sys.stdin.readline()  # all are told to begin at once
+found = Results(path, {"command": "ppl"})
+for i in range(20):
+    found.add({"cache": name, "task": i})
+assert len(found.rows) >= 20
+"""
+
+
+def test_processes_that_write_into_one_file_lose_no_row_of_each_other(tmp_path):
+    path, names = tmp_path / "new" / "out.json", ["one", "two", "three"]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", WRITER, name, str(path)], stdin=subprocess.PIPE, text=True)
+        for name in names
+    ]
+    for run in runs:
+        assert run.stdin is not None
+        run.stdin.write("go\n")
+        run.stdin.flush()
+    for run in runs:
+        run.communicate(timeout=120)
+        assert run.returncode == 0
+    found = [(row["cache"], row["task"]) for row in read(path)["rows"]]
+    assert sorted(found) == sorted((name, i) for name in names for i in range(20))
+    assert [x.name for x in path.parent.iterdir()] == ["out.json"]
+
+
+def test_what_another_process_measured_is_found_and_a_deleted_file_comes_back(tmp_path):
+    path = tmp_path / "out.json"
+    ours, theirs = Results(path, META), Results(path, META)
+    theirs.add({"cache": "full"})
+    ours.add({"cache": "int8"})
+    assert ours.find(cache="full") and [r["cache"] for r in read(path)["rows"]] == ["full", "int8"]
+    path.unlink()
+    theirs.add({"cache": "int4"})
+    assert [r["cache"] for r in read(path)["rows"]] == ["full", "int4"]
+    path.unlink()
+    Results(path, META | {"prefix": 65})
+    with pytest.raises(ValueError, match="another experiment, with other prefix"):
+        ours.add({"cache": "int4"})
+
+
+def test_what_is_no_number_is_null(tmp_path):
+    path = tmp_path / "out.json"
+    row = {"ppl": math.inf, "kl": math.nan, "by_layer": [1.0, -math.inf], "more": {"x": math.nan}}
+    told = Results(path, META).add(row)
+    assert told == {"ppl": None, "kl": None, "by_layer": [1.0, None], "more": {"x": None}}
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["rows"] == [told]
 
 
 def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
@@ -64,6 +124,7 @@ def test_a_path_that_cannot_be_written_is_said_before_anything_is_measured(tmp_p
         ("", "is no JSON"),
         ('{"meta": {}, "rows": [{"cac', "is no JSON"),
         ("[]", "holds no results"),
+        ("[" * 100_000 + "]" * 100_000, "is no JSON that can be read"),
         (json.dumps({"meta": {}}), "holds no results"),
         (json.dumps({"meta": [], "rows": []}), "holds no results"),
         (json.dumps({"meta": {}, "rows": [1]}), "holds no results"),

@@ -85,7 +85,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 def build(config: Mapping[str, Any], tensors: Tensors, dtype: Any, put: Put = params.copied) -> Params:
     """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
 
-    Each thunk is called once and its array dropped, once `put` has it where it belongs. ValueError lists missing and unused tensors, wrong shapes, NaNs.
+    Each thunk is called once and its array dropped, once `put` has it where it belongs. ValueError lists missing and
+    unused tensors, wrong shapes, NaNs.
 
     >>> build(TINY, {}, jnp.float32)
     Traceback (most recent call last):

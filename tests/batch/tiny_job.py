@@ -13,9 +13,11 @@ from jkv.io import load
 
 def tiny(*_: object):
     from jkv import models
-    from jkv.bench.shapes import noise
+    from jkv.io.source import Source
 
-    return noise(models.TINY | dict(hidden_size=64, num_hidden_layers=1), 4, 1)
+    hf = models.TINY | dict(hidden_size=64, num_hidden_layers=1)
+    c = models.read_config(hf)
+    return Source(hf, models.params.seeded(c, models.family(c).TENSORS, 0))
 
 
 if __name__ == "__main__":

@@ -143,13 +143,14 @@ class Pyramid(Budget):
 
 @part
 class Above(Budget):
-    """`tokens` in every layer from `layer` on, and every token in those below it."""
+    """`tokens` in every layer from `layer` on (None: the upper half), and every token in those below it."""
 
     tokens: int
-    layer: int
+    layer: int | None
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
-        return longest if layer < self.layer else self.tokens
+        first = max(model.layers // 2, 1) if self.layer is None else self.layer
+        return longest if layer < first else self.tokens
 
 
 def weighted(tokens: int, weights: Sequence[float], least: int, most: int, step: int = 1) -> tuple[int, ...]:

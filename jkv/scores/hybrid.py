@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
-from jkv.cache import take_along
+from jkv.cache import MELTED, take_along
 from jkv.protocols import Born, Columns, Needs, Score
 from jkv.scores.keys import norms
 from jkv.scores.position import Wrapper
@@ -117,6 +117,20 @@ class Remembered(Wrapper):
 
 
 @part
+class Counted(Wrapper):
+    """The score, and how many tokens melted into each: the column `melted`, of which attention takes notice.
+
+    An entry of n tokens in all has the logit q . k scale + log n, as n equal keys have together.
+    """
+
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new) | {MELTED: jnp.zeros(new.k.shape[:3], jnp.float32)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return self.score.rank(ev)
+
+
+@part
 class Plus(Score):
     """A weighted sum of scores whose columns are different."""
 
@@ -151,16 +165,22 @@ class Plus(Score):
 
 @part
 class ByPhase(Wrapper):
-    """One score for prompts, and one without columns for flushes while generating."""
+    """One score for prompts, and one without columns for flushes while generating; `once`: for the first prompt alone,
+    and that one for all that follows."""
 
     path: Score = leaf()
+    once: bool = False
+
+    def over(self, ev: Evidence) -> bool:
+        """Whether `path` is asked."""
+        return bool(ev.tiers) if self.once else ev.generating
 
     @property
     def uniform(self) -> bool:
         return self.score.uniform and self.path.uniform
 
     def observe(self, ev: Evidence) -> Columns:
-        return ev.columns if ev.generating else self.score.observe(ev)
+        return ev.columns if self.over(ev) else self.score.observe(ev)
 
     def rank(self, ev: Evidence) -> Array:
-        return (self.path if ev.generating else self.score).rank(ev)
+        return (self.path if self.over(ev) else self.score).rank(ev)

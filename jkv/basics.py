@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jkv.budgets import All, Pyramid
+from jkv.budgets import All, From, Pyramid
 from jkv.catalogue import Axes, row, size
 from jkv.codecs import Affine, Dense, Separable, Sparse
 from jkv.config import TierSpec
@@ -105,9 +105,12 @@ def keydiff(*, budget: int | None = None, keep: float | None = None, bytes: Any 
     "exact in one piece; decision lagged by block - 1",
     "half of the tokens in language modelling, a tenth for pass keys, without losing accuracy",
 )
-def knorm(*, budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Axes:
-    """Keys of small norm stay."""
-    return dict(score=KeyNorm(), budget=size(budget, keep, bytes))
+def knorm(*, budget: int | None = None, keep: float | None = None, bytes: Any = None, skip: int = 0) -> Axes:
+    """Keys of small norm stay; in the first `skip` layers all do, as in the authors' code, where these are 2."""
+    if skip < 0:
+        raise ValueError(f"knorm: skip={skip}: layers that keep every token, 0 or more")
+    tokens = size(budget, keep, bytes)
+    return dict(score=KeyNorm(), budget=From(budget=tokens, layer=skip) if skip else tokens)
 
 
 @row("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")

@@ -16,7 +16,7 @@ from jax import Array
 from jkv.io import learned
 from jkv.protocols import Budget
 from jkv.scores import heads
-from jkv.tree import part
+from jkv.tree import leaf, part
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -30,6 +30,23 @@ class All(Budget):
 
     def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
         return longest
+
+
+@part
+class From(Budget):
+    """A budget of the layers from `layer` on; those below it keep every token."""
+
+    budget: Budget = leaf()
+    layer: int
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Budget:
+        return All() if layer < self.layer else self.budget.for_layer(model, layer)
+
+    def fit(self, cost: Callable[[Budget], int], longest: int) -> Budget:
+        return replace(self, budget=self.budget.fit(lambda budget: cost(replace(self, budget=budget)), longest))
+
+    def capacity(self, model: ModelConfig, layer: int, longest: int) -> int:
+        return self.for_layer(model, layer).capacity(model, layer, longest)
 
 
 @part

@@ -195,7 +195,10 @@ def specpc(
     window: int = 64,
     around: int = 32,
 ) -> Axes:
-    """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at."""
+    """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at.
+
+    As in the paper only prompts longer than 2048 tokens are cut by default.
+    """
     above("specpc", tokens, window, "its newest tokens")
     least = {"drafted": drafted, "around": around, "window": window, "layers": layers or 0, "first": first or 0}
     if min(least.values()) < 0 or layers == 0:
@@ -209,10 +212,10 @@ def specpc(
     "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value",
     "1.75x to 2.56x the throughput of others",
 )
-def smallkv(*, budget: int, layers: int | None = None, window: int = 32, compensate: bool = False) -> Axes:
-    """SmallKV: the first `layers` (default: half) hold all, the others what these look at.
+def smallkv(*, budget: int, layers: int | None = None, window: int = 32, compensate: bool = True) -> Axes:
+    """SmallKV: the first `layers` (default: half) hold all, the others what these look at, and a mean of the rest.
 
-    compensate: and a mean of what they lost, by the attention that it had.
+    The mean weighs what the rest got when it was lost; compensate=False: it is gone without a trace.
     """
     above("smallkv", budget, window, "its newest queries")
     if layers is not None and layers < 1:

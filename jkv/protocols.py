@@ -126,6 +126,10 @@ class Score:
         """f32[B,Hs,S]: the highest stay; +inf is protected, -inf leaves. Among equals the older stays."""
         raise NotImplementedError  # its own in every score, or in what `for_layer` makes of it
 
+    def by_query_head(self, ev: Evidence) -> Array:
+        """f32[B,Hs,G,S]: the rank that each query head gives, of which `rank` is the mean; or that one, G = 1."""
+        return self.rank(ev)[:, :, None]
+
 
 class Budget:
     """How many tokens. Shapes are host integers; how much of a shape is used may depend on the row."""

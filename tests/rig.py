@@ -91,7 +91,8 @@ class Case:
     narrow: bool = False  # upper layers see fewer tokens of the prompt
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
-    draft: int = 0  # lower layers that hold everything; in the others what leaves is a mean of known weight
+    draft: int = 0  # lower layers that hold everything
+    odds: bool = False  # in the others what leaves is a mean of known weight
     follows: int = 0  # upper layers that keep what the one below keeps, and no queries
     measured: bool = False  # layers divide the budget by what they ask
     tiers: int = 1  # each with slots for every token
@@ -238,7 +239,9 @@ CASES: dict[str, tuple[Case, ...]] = {
             tiers=2,
         ),
     ),
-    "smallkv": (Case("smallkv(budget={b}, window=8)", budget=False, recent=8, queries=8, columns=1, draft=1),),
+    "smallkv": (
+        Case("smallkv(budget={b}, window=8)", budget=False, recent=8, queries=8, columns=1, draft=1, odds=True),
+    ),
     "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=8, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]

@@ -45,5 +45,29 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
         took, whole = tree_bytes(layers), tree_bytes(full)
         if config.select and not config.budget.bounded:  # it holds all that the full cache does, and an index
             assert "holds every token" in methods.CATALOGUE[name].text and took < 1.25 * whole, text
+        elif name == "full" or config.shorten:  # what is read of a prompt is held
+            assert took == whole, text
         else:
-            assert took <= whole, f"{text}: {took / whole:.2f} of the full cache"
+            assert took < whole, f"{text}: {took / whole:.2f} of the full cache"
+
+
+@pytest.mark.parametrize("name", methods.CATALOGUE)
+def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
+    for text in texts(name):
+        config = methods.parse(text)
+        assert config.narrow is None or config.narrow.most(PROMPT) < PROMPT, text
+        says = methods.CATALOGUE[name].text
+        assert config.shorten is None or f"longer than {config.shorten.tokens} tokens" in says, text
+
+
+def test_layers_that_are_exempt_keep_everything():
+    for size in ("budget=256", "keep=0.25", "bytes='20MiB'"):
+        config = methods.parse(f"knorm({size}, skip=2)")
+        plan, (layers, _) = sizes.layout(config, MODEL, 1, PROMPT, 0, jnp.float32)
+        assert [x.capacity == PROMPT for x in plan] == [True] * 2 + [False] * 28, size
+        assert not plan[0].tiers[0].evicts and all(x.tiers[0].evicts for x in plan[2:])
+        assert "bytes" not in size or tree_bytes(layers) <= 20 * 2**20
+        plain, _ = sizes.layout(methods.parse(f"knorm({size})"), MODEL, 1, PROMPT, 0, jnp.float32)
+        assert "bytes" in size or [x.capacity for x in plan[2:]] == [x.capacity for x in plain[2:]]
+    with pytest.raises(ValueError, match="0 or more"):
+        methods.parse("knorm(budget=256, skip=-1)")

@@ -116,6 +116,7 @@ def test_a_draft_looks_back():
         got = np.logical_or(*rig.held(cache, layer))[row, :, :n]
         assert (got != kept).sum() <= 2  # equal maxima of neighbours that differ in their last bits
     assert Drafted(tokens=0).probes(PARAMS, ROWS) == []
+    assert Drafted(tokens=8).probes(PARAMS, ROWS) == [part]  # half of two layers, not the model itself
 
 
 # ---------------------------------------------------------------------------------------------------------- specpc

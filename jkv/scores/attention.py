@@ -47,6 +47,13 @@ class WindowMass(Score):
         assert ev.kept is not None
         return mass(ev, ev.kept.newest(self.queries), "mean")
 
+    def by_query_head(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        queries = ev.kept.newest(self.queries)
+        groups = queries.q.shape[2]
+        each = ev.fold(lambda p, *_: tuple(p.sum(3)[:, :, i] for i in range(groups)), queries)
+        return jnp.stack(each, 2)
+
 
 @part
 class Accumulated(Score):

@@ -11,6 +11,7 @@ from jkv.evidence import QUERIES
 from jkv.io import learned
 from jkv.merges import Runs
 from jkv.scores.attention import Accumulated, WindowMass
+from jkv.scores.hybrid import Counted
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
 from jkv.scores.learned import Retention
 from jkv.scores.mixed import Pivots, Salience, Sticky
@@ -196,19 +197,19 @@ def kvmerger(
     size: Size,
     *,
     sinks: int = 4,
-    width: float = 0.3,
+    width: float = 1.0,
     threshold: float | None = None,
     alone: float = 0.5,
 ) -> Axes:
     """KVMerger (a reconstruction): runs of similar neighbouring keys melt into their most attended token.
 
-    The most attended tokens, as many as a share `alone` of what is kept, are in no run; `width`: of the weights.
+    The most attended tokens, as many as a share `alone` of what is kept, are in no run; `width`: times the paper's.
     """
     if not 0 <= alone <= 1:
         raise ValueError(f"kvmerger: alone={alone}: the share of what is kept that is in no run, from 0 to 1")
     return dict(
-        score=Pivots(sinks=sinks, threshold=threshold, alone=alone),
-        merge=Runs(width=width, sinks=sinks, threshold=threshold, alone=alone),
+        score=Counted(score=Pivots(sinks=sinks, threshold=threshold, alone=alone)),
+        merge=Runs(width=float(width), sinks=sinks, threshold=threshold, alone=alone),
         budget=size,
     )
 
@@ -242,7 +243,10 @@ def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
     "self-attention up to 2.23x as fast, latency 7.03x lower, with little loss on long contexts",
 )
 def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
-    """Quest: a step reads the pages whose key bounds promise most; the first layers read all."""
+    """Quest: a step reads the pages whose key bounds promise most; the first layers read all.
+
+    It holds every token, and an index: what it saves is reading.
+    """
     return dict(select=PageBound(unit=page, pages=pages), dense_layers=tuple(range(dense_layers)))
 
 
@@ -261,7 +265,10 @@ def attentionpredictor(
     kind: str = "conv",
     predictor: str | None = None,
 ) -> Axes:
-    """AttentionPredictor: pages by a trained forecast of their attention; `predictor` is a folder of `jkv train`."""
+    """AttentionPredictor: pages by a trained forecast of their attention; `predictor` is a folder of `jkv train`.
+
+    It holds every token, and an index: what it saves is reading.
+    """
     if kind not in ("conv", "linear"):
         raise ValueError(f"attentionpredictor: kind={kind!r}: 'conv', or 'linear' for the baseline of three numbers")
     if not LEAST_ROWS <= rows <= QUERIES:

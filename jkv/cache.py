@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jkv.models.ssd import State
 
 
+MELTED = "melted"  # the column of tokens that stand for others too: how many melted into each
+
+
 def take(x: Array, index: Array) -> Array:
     """x [B,Hx,S,...] at index i32[B,Hi,m] -> [B,H,m,...]; a head axis of 1 serves all heads."""
     heads = max(x.shape[1], index.shape[1])
@@ -108,10 +111,22 @@ class Queries:
             lse=jax.lax.dynamic_update_slice_in_dim(self.lse, new.lse, at, 3),
         )
 
-    def begun(self, first: Queries) -> Queries:
-        """As many, of which the first are these; the rest is dead."""
-        empty = jax.tree.map(jnp.zeros_like, self)
-        return replace(empty, pos=empty.pos - 1).put(first, 0)
+    def turned(self, steps: Array | int) -> Queries:
+        """Oldest first, of a ring that was so before its oldest were overwritten, one a step."""
+        n = self.pos.shape[1]
+        if isinstance(steps, int) and steps % n == 0:
+            return self
+        index = jnp.remainder(steps + jnp.arange(n), n)
+        return Queries(
+            q=take_along(self.q, index[None, None, None, :, None], 3),
+            pos=take_along(self.pos, index[None], 1),
+            lse=take_along(self.lse, index[None, None, None], 3),
+        )
+
+    def last(self, n: Array | int) -> Queries:
+        """The same, of which all but the newest n are dead."""
+        total = self.pos.shape[1]
+        return replace(self, pos=jnp.where((jnp.arange(total) >= total - n)[None], self.pos, -1))
 
 
 @value

@@ -32,7 +32,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
-    if config.waits and needs.new:
+    if config.waits and (needs.new or needs.prompt):
         raise ValueError(
             f"{config}: a prompt that stays whole is ranked by texts that are read after it and by its last queries, "
             "and this score wants all of them; take one such as snapkv's"

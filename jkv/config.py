@@ -223,9 +223,8 @@ class LayerConfig:
 
     @property
     def queries(self) -> int:
-        """Queries in the buffer: those kept over a flush, then one a step."""
-        needs = self.needs
-        return needs.queries + self.block if needs.queries or needs.new else 0
+        """Queries in the ring, the newest: as many as are read at a flush."""
+        return max(self.needs.queries, self.block if self.needs.new else 0)
 
     def under(self, layers: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
         """The layers below, if the score needs them: without them, layers that are alike share a traced flush."""

@@ -91,12 +91,13 @@ class Division(Budget):
 
 @part
 class Above(Division):
-    """A size in every layer from `layer` on, and every token in those below it."""
+    """A size in every layer from `layer` on (None: the upper half), and every token in those below it."""
 
-    layer: int
+    layer: int | None
 
     def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:
-        return All() if layer < self.layer else self.size
+        first = max(model.layers // 2, 1) if self.layer is None else self.layer
+        return All() if layer < first else self.size
 
 
 @part

@@ -16,7 +16,7 @@ from jkv.scores.assisted import Assisted
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.dispersion import Dispersed, Tailed
 from jkv.scores.heads import CHOICE, Keepers, Retrievers
-from jkv.scores.hybrid import ByPhase, Even, Plus, Remembered
+from jkv.scores.hybrid import ByPhase, Counted, Even, Plus, Remembered
 from jkv.scores.learned import Outlook
 from jkv.scores.mixed import Sticky
 from jkv.scores.position import Pool, Protect
@@ -55,12 +55,12 @@ def compresskv(
 
 @row(
     "2407.15891",
-    "reconstruction; heads by repeated random tokens; lagged by block - 1",
+    "reconstruction; heads by repeated random tokens; lagged by block - 1; the paper's local=4000",
     "over 70% less without noticeable loss and without training",
 )
 def razorattention(
     *,
-    local: int = 4000,
+    local: int = 256,
     share: float = 0.2,
     sinks: int = 4,
     induction: float = 0.14,
@@ -164,7 +164,7 @@ def speckv(
     window: int = 33,
     pool: int = 7,
 ) -> Axes:
-    """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: all) draft them."""
+    """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: half) draft them."""
     size = size.above("speckv", window, "its observation window")
     if tokens < 0 or (layers is not None and layers < 1):
         raise ValueError(f"speckv: tokens={tokens}, layers={layers}: 0 or more, and 1 or more of the model's layers")
@@ -186,7 +186,10 @@ def specpc(
     window: int = 64,
     around: int = 32,
 ) -> Axes:
-    """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at."""
+    """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at.
+
+    As in the paper only prompts longer than 2048 tokens are cut by default.
+    """
     if tokens <= window:
         raise ValueError(f"specpc: tokens={tokens} must exceed its newest tokens of {window}")
     least = {"drafted": drafted, "around": around, "window": window, "layers": layers or 0, "first": first or 0}
@@ -201,15 +204,18 @@ def specpc(
     "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value",
     "1.75x to 2.56x the throughput of others",
 )
-def smallkv(size: Size, *, layers: int = 1, window: int = 32) -> Axes:
-    """SmallKV: the first `layers` hold all, the others what these look at, and a mean of the rest by weight."""
+def smallkv(size: Size, *, layers: int | None = None, window: int = 32, compensate: bool = True) -> Axes:
+    """SmallKV: the first `layers` (default: half) hold all, the others what these look at, and a mean of the rest.
+
+    The mean weighs what the rest got when it was lost; compensate=False: it is gone without a trace.
+    """
     size = size.above("smallkv", window, "its newest queries")
-    if layers < 1:
+    if layers is not None and layers < 1:
         raise ValueError(f"smallkv: layers={layers}: the model's first layers, which hold every token; 1 or more")
     return dict(
         score=Assisted(queries=window, draft=layers),
         budget=Above(size=size, layer=layers),
-        rest=True,
+        rest=bool(compensate),
         recent=window,
     )
 
@@ -220,7 +226,10 @@ def smallkv(size: Size, *, layers: int = 1, window: int = 32) -> Axes:
     "up to 3x the throughput of FlexGen and 1.9x that of vLLM on one GPU and its host",
 )
 def alisa(*, tokens: int = 128, page: int = 1, window: int | None = None) -> Axes:
-    """ALISA: a step reads the newest `tokens`, and as many others that the last `window` queries looked at most."""
+    """ALISA: a step reads the newest `tokens`, and as many others that the last `window` queries looked at most.
+
+    It holds every token, and an index: what it saves is reading.
+    """
     window = min(tokens, QUERIES) if window is None else window
     if page < 1 or tokens < page or not 2 <= window <= QUERIES:
         raise ValueError(
@@ -313,7 +322,7 @@ def ems(
     parts = PerQuery(score=Accumulated()), WindowMass(queries=window)
     score = Plus(scores=tuple(Even(score=x) for x in parts), weights=(1.0, 1.0))
     return dict(
-        score=Remembered(score=score),
+        score=Counted(score=Remembered(score=score)),
         merge=ZeroClass(candidates=candidates, threshold=float(threshold)),
         budget=size,
         recent=window,

@@ -13,10 +13,10 @@ from jax import Array
 
 from jkv import context, kernels
 from jkv.attend import visible
-from jkv.cache import LayerCache, Queries, Tier, Window, map_codec
+from jkv.cache import MELTED, LayerCache, Queries, Tier, Window, map_codec
 from jkv.config import LayerConfig, TierConfig, needs_of
 from jkv.protocols import Columns
-from jkv.tiers import asked, cut, flat, key_logits, newest, over_tiles, tier_dot, tier_mix, tile_size
+from jkv.tiers import asked, counted, cut, flat, key_logits, newest, over_tiles, tier_dot, tier_mix, tile_size
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
@@ -190,7 +190,8 @@ class Evidence:
             read = partial(self._tier_tile, tier, config, context.first(part, c))
             return use(read, c, tile_size(True, c, QUERIES, config.unit))
 
-        out = context.each(own, replace(tier, columns={}, summary=None), tier.axes, join)
+        columns = {name: x for name, x in tier.columns.items() if name == MELTED}
+        out = context.each(own, replace(tier, columns=columns, summary=None), tier.axes, join)
         return out if join else context.whole(out, tier.axes)
 
     def _of_window(self, use: Callable[..., Any], join: Any = None) -> Any:
@@ -214,6 +215,7 @@ class Evidence:
         ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
         logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
         logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
+        logits = counted(logits, _cut(tier.columns[MELTED], start, n) if MELTED in tier.columns else None)
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)
 
     def _window_tile(self, start: Array, n: int, q: Array, q_pos: Array, lse: Array) -> tuple[Array, ...]:

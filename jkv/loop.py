@@ -53,6 +53,7 @@ def _absorbed(
     net = family(model)
     pos = positions(ids, cache.seen)
     counts = cache.counts.given((ids >= 0).sum(1).astype(jnp.int32), later)
+    steps = cache.fill - cache.stay if begun else None
 
     def run(
         pos: Array, below: tuple[LayerCache, ...], i: int, new: Any
@@ -60,7 +61,7 @@ def _absorbed(
         plan, layer, rope, dtype = cache.plan[i], cache.layers[i], model.ropes[i], cache.layers[i].recent.k.dtype
         # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
         last = i == model.layers - 1 and model.attends(model.depth - 1)
-        rows = max(1, plan.needs.queries) if last and not plan.needs.new else pos.shape[1]
+        rows = max(1, plan.needs.queries) if last and not (plan.needs.new or plan.needs.prompt) else pos.shape[1]
         q_pos = pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
         window = as_window(new, pos, plan, rope, dtype)
@@ -74,7 +75,7 @@ def _absorbed(
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
             part = compensated(merge_all([part, *past, *beside(q, layer.rest, model.scale)]), layer.rest)
-        asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse))
+        asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps)
         below = plan.under(below)
         narrowed = plan.narrow is not None and not begun
         on = going_on(layer, window, asked, counts.seen, plan, rope, model, below) if narrowed else None
@@ -146,14 +147,21 @@ def longer(a: Window, b: Window) -> Window:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1 if x.ndim == 2 else 2), a, b)
 
 
-def _ask(layer: LayerCache, plan: LayerConfig, new: Queries) -> tuple[tuple[Queries | None, Queries | None], Any]:
-    """(kept, new) queries as the score needs them, and the layer's buffer after this flush."""
-    if not plan.queries:
-        return (None, None), None
-    assert layer.queries is not None
-    n = plan.needs.queries
-    both = layer.queries.cut(0, n).then(new).newest(n)
-    return (both if n else None, new if plan.needs.new else None), layer.queries.begun(both)
+def _ask(
+    layer: LayerCache, plan: LayerConfig, new: Queries, steps: Array | None
+) -> tuple[tuple[Queries | None, Queries | None], Queries | None]:
+    """(kept, new) queries as the score needs them, and the layer's ring after this flush.
+
+    steps: since the last flush, whose queries are new too; None: the layer has seen nothing.
+    """
+    needs, ring = plan.needs, layer.queries
+    if ring is None:
+        return (None, new if needs.prompt else None), None
+    old = ring if steps is None else ring.turned(steps)
+    ring = old.then(new).newest(plan.queries)
+    if needs.new and steps is not None:
+        new = old.last(steps).then(new)
+    return (ring.newest(needs.queries) if needs.queries else None, new if needs.new or needs.prompt else None), ring
 
 
 @value
@@ -194,8 +202,8 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
             for t, c in zip(tiers, plan.tiers, strict=True)
         )
         if queries is not None:
-            step = moving.fill - plan.stay
-            queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), plan.needs.queries + step)
+            step = jnp.remainder(moving.fill - plan.stay, plan.queries)
+            queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
         return part.finish(), (recent, queries, summaries)
 
     def mix(i: int, w: Weights, x: Array) -> tuple[Array, State]:
@@ -254,10 +262,9 @@ def settle(cache: Cache) -> Cache:
     def settled(i: int, below: tuple[LayerCache, ...], layer: LayerCache) -> LayerCache:
         plan, queries, asked = cache.plan[i], layer.queries, (None, None)
         if queries is not None:
-            n = plan.needs.queries
-            kept, new = queries.newest(n), queries.cut(n, plan.queries)
-            asked = (kept if n else None, new if plan.needs.new else None)
-            layer = replace(layer, queries=queries.begun(kept))
+            n, queries = plan.needs.queries, queries.turned(plan.block)
+            asked = (queries.newest(n) if n else None, queries.newest(plan.block) if plan.needs.new else None)
+            layer = replace(layer, queries=queries)
         rope, model = cache.model.ropes[i], cache.model
         return flush(layer, layer.recent, asked, cache.counts, plan, rope, model, below=plan.under(below))
 

@@ -79,8 +79,9 @@ def merged(
     index, gone = (jnp.broadcast_to(x, (b, h, x.shape[2])) for x in (lost.index, lost.pos >= 0))
     index = jnp.where(gone, index, total)  # at a first flush S has no slots, and the dead no place in it
     kept = ev.live & ~put(jnp.zeros((b, h, total), bool), index, gone)
-    index, k, v = merge.into(ev, kept, Lost(index=index, k=lost.k, v=lost.v), Entries(ev, plan))
-    columns = merge.remember(ev)
+    gone, entries = Lost(index=index, k=lost.k, v=lost.v), Entries(ev, plan)
+    index, k, v = merge.into(ev, kept, gone, entries)
+    columns = merge.remember(ev, kept, gone, entries)
     out, start = [], 0
     for tier, config in zip(tiers, plan.tiers, strict=True):
         if ev.tiers:

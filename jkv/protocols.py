@@ -34,6 +34,7 @@ class Needs:
 
     queries: int = 0  # kept after a flush: the newest n
     new: bool = False  # the queries since the last flush
+    prompt: bool = False  # those of a prompt or a piece of it, as new ones; of what is generated the newest n alone
     whole_prompt: bool = False  # wants all queries of a prompt: refuses chunk=
     pieces: bool = False  # ranks by the queries of each piece of a prompt alone: pieces are part of the method
     probes: bool = False  # wants queries of texts that are read after a prompt, which stays whole until then
@@ -43,6 +44,7 @@ class Needs:
         return Needs(
             queries=max(self.queries, other.queries),
             new=self.new or other.new,
+            prompt=self.prompt or other.prompt,
             whole_prompt=self.whole_prompt or other.whole_prompt,
             pieces=self.pieces or other.pieces,
             probes=self.probes or other.probes,
@@ -123,6 +125,10 @@ class Score:
     def rank(self, ev: Evidence) -> Array:
         """f32[B,Hs,S]: the highest stay; +inf is protected, -inf leaves. Among equals the older stays."""
         raise NotImplementedError  # its own in every score, or in what `for_layer` makes of it
+
+    def by_query_head(self, ev: Evidence) -> Array:
+        """f32[B,Hs,G,S]: the rank that each query head gives, of which `rank` is the mean; or that one, G = 1."""
+        return self.rank(ev)[:, :, None]
 
 
 class Budget:
@@ -277,7 +283,7 @@ class Merge:
         """(i32[B,H,m], k, v f32[B,H,m,D]): which entries of S change, S for none, and into what; kept bool[B,H,S]."""
         raise NotImplementedError  # its own in every merge
 
-    def remember(self, ev: Evidence) -> Columns:
+    def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
         """Columns f32[B,H,S] of the entries that stay, after the merge."""
         return ev.columns
 

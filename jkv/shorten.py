@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 def chosen(score: np.ndarray, most: int, last: int, around: int) -> list[int]:
     """Indices, rising, of `most` of the tokens of score f[n]: the `last`, then the best, each with its neighbours.
 
-    A score is the largest of its `around` neighbours, half of them on either side; those neighbours come along, the
-    nearest first and the older of two, as long as there is room. Source: SpecPC (2506.08373).
+    A score is the largest of the `around` tokens about its own, one more after it than before if that is even; they
+    come along, the nearest first and the older of two, as long as there is room. Source: SpecPC (2506.08373).
 
     >>> chosen(np.array([0, 0, 0, 9, 0, 0, 0, 0, 1, 0]), most=4, last=1, around=0), chosen(np.arange(9), 4, 1, 2)
     ([0, 3, 8, 9], [5, 6, 7, 8])
+    >>> chosen(np.array([0, 0, 0, 9, 0, 0, 0, 0]), most=6, last=1, around=4)
+    [1, 2, 3, 4, 5, 7]
     """
-    n, half = len(score), around // 2
-    padded = np.pad(score.astype(float), half, constant_values=-np.inf)
-    best = np.argsort(-sliding_window_view(padded, 2 * half + 1).max(1), kind="stable")
+    n, before = len(score), max(around - 1, 0) // 2
+    after = max(around - 1, 0) - before
+    padded = np.pad(score.astype(float), (before, after), constant_values=-np.inf)
+    best = np.argsort(-sliding_window_view(padded, before + after + 1).max(1), kind="stable")
     taken = dict.fromkeys(range(max(n - last, 0), n))
-    steps = sorted(range(-half, half + 1), key=abs)
+    steps = sorted(range(-before, after + 1), key=abs)
     for i in best[:most].tolist():
         taken.update(dict.fromkeys(i + step for step in steps if 0 <= i + step < n))
         if len(taken) >= most:

@@ -14,7 +14,7 @@ from jax import Array
 
 from jkv import context, kernels
 from jkv.attend import FEW, Partial, merge, merge_over, nothing, softmax_parts, visible
-from jkv.cache import Tier, map_codec, per, put, take
+from jkv.cache import MELTED, Tier, map_codec, per, put, take
 from jkv.config import TierConfig
 from jkv.pool import line, together
 from jkv.protocols import Code, Codec, Linear
@@ -73,6 +73,11 @@ def asked(x: Array, tier: Tier) -> Array:
     return x if tier.head is None else together(x)
 
 
+def counted(logits: Array, melted: Array | None) -> Array:
+    """Logits [B,H,G,T,n] of entries into which melted f32[B,H,n] others, which count too; None: nothing melts."""
+    return logits if melted is None else logits + jnp.log1p(melted)[:, :, None, None]
+
+
 def key_logits(codec: Codec, ask: Any, q: Array, code: Code, at: Array, rope: Rope) -> Array:
     """f32[B,H,N,n]: rotated queries q [B,H,N,D] against the coded keys of a tile that act at i32[B,Hs,n]."""
     if codec.rope == "before":
@@ -97,6 +102,8 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
     name, more = operation(config)
 
     def refusal(module: Any) -> str | None:
+        if MELTED in tier.columns:
+            return "entries that stand for several tokens"
         if config.k.rope == "after":
             return "keys that are rotated when they are read"
         k, v = jax.eval_shape(partial(linear, config=config), tier)
@@ -167,7 +174,8 @@ def _attend(
         here = None if pages is None else _pages_here(pages, part, tier, config)
         return _attend_own(q, first, last, tier, here, config, rope, scale, tokens)
 
-    tier = replace(tier, at=at, columns={}, summary=None)
+    columns = {name: x for name, x in tier.columns.items() if name == MELTED}
+    tier = replace(tier, at=at, columns=columns, summary=None)
     return context.each_given(own, tier, tier.axes, q, first, last, pages, like=q, join=merge_over)
 
 
@@ -201,7 +209,7 @@ def _attend_own(
         config = replace(config, select=None)
     if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale)) is not None:
         return part
-    k, v, pos, size = tier.k, tier.v, tier.pos, tier.pos.shape[2]
+    k, v, pos, size, melted = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MELTED)
     ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
@@ -209,6 +217,7 @@ def _attend_own(
         kt, vt = cut(k, start, n, size), cut(v, start, n, size)
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
         logits = key_logits(config.k, ask, flat(q), kt, att, rope).reshape(b, h, g, t, n) * scale
+        logits = counted(logits, None if melted is None else jax.lax.dynamic_slice_in_dim(melted, start, n, 2))
         pt = jnp.where(fresh, pt, -1)[:, :, None, None]
         mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
         p, m, l = softmax_parts(logits, mask)  # noqa: E741
@@ -259,7 +268,8 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[T
 
     pos = take(tier.pos, index)
     k, v = jax.tree.map(gather, (tier.k, tier.v))
-    return replace(tier, k=k, v=v, pos=jnp.where(index < 0, -1, pos)), take(at, index)
+    columns = {name: take(x, index) for name, x in tier.columns.items()}
+    return replace(tier, k=k, v=v, pos=jnp.where(index < 0, -1, pos), columns=columns), take(at, index)
 
 
 def newest(tier: Tier, unit: int, heads: int) -> Array:
@@ -283,6 +293,7 @@ def observed(
     n = copy.pos.shape[2]
     ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
     logits = key_logits(config.k, ask, flat(q), copy.k, at, rope).reshape(b, h, g, t, n) * scale
+    logits = counted(logits, copy.columns.get(MELTED))
     see = visible(q_pos, copy.pos, window)[:, :, None]
     p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
     most = p.reshape(b, h, g * t, -1, select.unit).max((2, 4))

@@ -88,7 +88,7 @@ def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
 def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
     """The last queries of a prompt that is whole, as a flush is given them."""
     n = plan.needs.queries
-    return (layer.queries.cut(0, n) if n and layer.queries is not None else None), None
+    return (layer.queries.newest(n) if n and layer.queries is not None else None), None
 
 
 @program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))

@@ -93,7 +93,8 @@ class Case:
     narrow: bool = False  # upper layers see fewer tokens of the prompt
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
-    draft: int = 0  # lower layers that hold everything; in the others what leaves is a mean of known weight
+    draft: int = 0  # lower layers that hold everything
+    odds: bool = False  # in the others what leaves is a mean of known weight
     follows: int = 0  # upper layers that keep what the one below keeps, and no queries
     measured: bool = False  # layers divide the budget by what they ask
     tiers: int = 1  # each with slots for every token
@@ -123,21 +124,21 @@ CASES: dict[str, tuple[Case, ...]] = {
     "streaming": (Case("streaming(budget={b})", uniform=True, ranked=4),),
     "h2o": (Case("h2o(budget={b})", columns=1, queries=16),),
     "snapkv": (
-        Case("snapkv(budget={b}, window=8)", recent=8, queries=24),
-        Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=24),
+        Case("snapkv(budget={b}, window=8)", recent=8, queries=8),
+        Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=8),
     ),
-    "tova": (Case("tova(budget={b})", recent=0, queries=17, uniform=True),),
+    "tova": (Case("tova(budget={b})", recent=0, queries=1, uniform=True),),
     "keydiff": (Case("keydiff(budget={b})", recent=0, columns=1),),
     "knorm": (Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),),
-    "pyramidkv": (Case("pyramidkv(budget={b}, window=8)", recent=8, queries=24),),
-    "expected_attention": (Case("expected_attention(budget={b})", columns=1, queries=80),),
+    "pyramidkv": (Case("pyramidkv(budget={b}, window=8)", recent=8, queries=8),),
+    "expected_attention": (Case("expected_attention(budget={b})", columns=1, queries=64),),
     "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),
     "int8": (Case("int8", slot=INT8, budget=False, uniform=True),),
     "int4": (Case("int4", slot=INT4, budget=False, uniform=True),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE, budget=False, uniform=True),),
     "adakv": (
-        Case("adakv(budget={b}, window=8)", recent=8, queries=24, pooled=True),
-        Case("adakv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=24, pooled=True),
+        Case("adakv(budget={b}, window=8)", recent=8, queries=8, pooled=True),
+        Case("adakv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=8, pooled=True),
     ),
     "pooled": (Case("h2o(budget={b}, newest=0.2) | pooled(floor=0.5)", columns=1, queries=16, pooled=True),),
     "quest": (
@@ -159,32 +160,34 @@ CASES: dict[str, tuple[Case, ...]] = {
             uniform=True,
             page=8,
             index=16 + 32 + 1,
-            queries=32,
+            queries=16,
         ),
     ),
     "zipcache": (  # the lossy forms are in test_mixed.py
-        Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=16),
+        Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=1),
     ),
-    "kvmerger": (Case("kvmerger(budget={b})", columns=2, queries=16, merges=True),),
+    "kvmerger": (Case("kvmerger(budget={b})", columns=3, queries=16, merges=True),),
     "a2sf": (Case("a2sf(budget={b})", columns=1, queries=16),),
-    "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=48),),
+    "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=16, columns=2),),
     "lacache": (
         Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),
         Case("lacache(budget={b}) | int8", slot=INT8, columns=1, uniform=True, ranked=32),
     ),
     "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
     "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
-    "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=24, uniform=True),),
+    "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=8, uniform=True),),
     "windowkv": (
-        Case("windowkv(budget={b}, window=8, beta=2, group=2)", recent=8, queries=24, uniform=True, follows=1),
+        Case("windowkv(budget={b}, window=8, beta=2, group=2)", recent=8, queries=8, uniform=True, follows=1),
     ),
-    "rpc": (Case("rpc(window={p}, period=16)", recent=3, queries=19, uniform=True, budget=False, grows=0.25),),
-    "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=18, uniform=True),),
+    "rpc": (
+        Case("rpc(window={p}, period=16)", recent=3, queries=3, columns=1, uniform=True, budget=False, grows=0.25),
+    ),
+    "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=16, uniform=True),),
     "elasticcache": (
-        Case("elasticcache(budget={b}, newest=20)", recent=1, columns=1, queries=16, uniform=True, merges=True),
+        Case("elasticcache(budget={b}, newest=20)", recent=1, columns=2, queries=16, uniform=True, merges=True),
     ),
     "fastkv": (
-        Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=24, appends=True, narrow=True),
+        Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=8, appends=True, narrow=True),
     ),
     "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
     "kvzip": (
@@ -205,7 +208,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "compresskv": (
-        Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=24, uniform=True, appends=True),
+        Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=8, uniform=True, appends=True),
     ),
     "razorattention": (
         Case(
@@ -213,13 +216,11 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "rest": (Case("knorm(budget={b}) | rest", columns=1, rest=True),),
-    "cake": (Case("cake(budget={b}, window=8, step={b})", recent=8, queries=24, measured=True),),
-    "speckv": (
-        Case("speckv(budget={b}, tokens=8, layers=1, window=8)", recent=8, queries=24, columns=1, appends=True),
-    ),
-    "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)", recent=8, queries=24),),
+    "cake": (Case("cake(budget={b}, window=8, step={b})", recent=8, queries=8, measured=True),),
+    "speckv": (Case("speckv(budget={b}, tokens=8, layers=1, window=8)", recent=8, queries=8, columns=1, appends=True),),
+    "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)", recent=8, queries=8),),
     "mikv": (Case("mikv(keep=1.0, recent=16)", budget=False, columns=1, queries=16),),
-    "ems": (Case("ems(budget={b}, window=8, threshold=0.2)", recent=8, queries=24, columns=3, merges=True),),
+    "ems": (Case("ems(budget={b}, window=8, threshold=0.2)", recent=8, queries=16, columns=4, merges=True),),
     "specpc": (Case("specpc(tokens={b}, window=8, around=6)", budget=False, uniform=True),),
     "alisa": (
         Case(
@@ -229,21 +230,23 @@ CASES: dict[str, tuple[Case, ...]] = {
             uniform=True,
             page=8,
             index=1,
-            queries=32,
+            queries=16,
         ),
     ),
     "zipvl": (
         Case(
             "zipvl(mass=0.6, high=16, low=16, window=16, step=4000)",
             budget=False,
-            queries=32,
+            queries=16,
             uniform=True,
             measured=True,
             tiers=2,
         ),
     ),
-    "smallkv": (Case("smallkv(budget={b}, window=8)", budget=False, recent=8, queries=24, columns=1, draft=1),),
-    "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=24, appends=True),),
+    "smallkv": (
+        Case("smallkv(budget={b}, window=8)", budget=False, recent=8, queries=8, columns=1, draft=1, odds=True),
+    ),
+    "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=8, appends=True),),
 }
 ALL = [case for cases in CASES.values() for case in cases]
 # of the model with a block that recurs: everything, evicted by queries and coded, picked by pages

@@ -114,6 +114,7 @@ def test_a_draft_looks_back():
         got = np.logical_or(*rig.held(cache, layer))[row, :, :n]
         assert (got != kept).sum() <= 2  # equal maxima of neighbours that differ in their last bits
     assert Drafted(tokens=0).probes(PARAMS, ROWS) == []
+    assert Drafted(tokens=8).probes(PARAMS, ROWS) == [part]  # half of two layers, not the model itself
 
 
 # ---------------------------------------------------------------------------------------------------------- specpc
@@ -125,11 +126,11 @@ def read_as(row: int, said: list[int], tokens: int, window: int, around: int) ->
     p = np.asarray(rig.dense_prompt(ids)[1][0][3], np.float64)[row][..., -n - len(said[row]) :]
     late = p[:, :, -window - len(said[row]) : -len(said[row]), :n] * np.linspace(0, 1, window)[:, None]
     score = np.maximum(late.max((0, 1, 2)), p[:, :, -len(said[row]) :, :n].max((0, 1, 2)))
-    pooled = [score[max(i - around // 2, 0) : i + around // 2 + 1].max() for i in range(n)]
+    near_to = lambda i: [j for j in range(n) if -((around - 1) // 2) <= j - i <= around // 2]  # noqa: E731
+    pooled = [score[near_to(i)].max() for i in range(n)]
     out = list(range(n - window, n))
     for i in sorted(range(n), key=lambda i: (-pooled[i], i))[:tokens]:
-        near = sorted(range(n), key=lambda j: (abs(j - i), j))
-        out += [j for j in near if abs(j - i) <= around // 2]
+        out += sorted(near_to(i), key=lambda j: (abs(j - i), j))
     return sorted(list(dict.fromkeys(out))[:tokens])
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rig
-from rig import BUDGET, FORCED, LENGTHS, MODEL, D, H
+from rig import BUDGET, FORCED, LENGTHS, MODEL, PARAMS, D, H
 from test_ladder import Given
 from test_oracles import best, newest, prompt_taps
 from test_scores import attending, evidence
 
-from jkv import methods
+from jkv import loop, methods
 from jkv.cache import Queries, Window
 from jkv.config import resolve
 from jkv.divisions import pyramid
@@ -80,8 +81,9 @@ def test_forgotten_attention(decay: float, want: list[float]):
 
 
 def test_tokens_that_fell_below_uniform_attention_go_first():
-    ev = evidence(np.eye(4), q=attending(ROWS))
-    np.testing.assert_array_equal(Persistence(queries=4).rank(ev)[0, 0], [-2, -2, -1, 0])
+    score = Persistence(queries=4)
+    ev = evidence(np.eye(4), q=attending(ROWS), score=score)
+    np.testing.assert_array_equal(score.rank(replace(ev, columns=score.observe(ev)))[0, 0], [-2, -2, -1, 0])
 
 
 def sequential(decay: float, p: np.ndarray) -> np.ndarray:
@@ -111,13 +113,20 @@ def test_forgetting_goes_on_query_by_query():
 
 
 def test_below_uniform_is_counted_over_the_last_queries():
-    scene = Scene("scissorhands(budget=48, history=12, block=16)", queries=12)
-    seen = np.arange(scene.n - 12, scene.n)[:, None] + 1
+    """However many flushes they came in, and the older ones are forgotten: 30 places of bits in two words."""
+    scene = Scene("scissorhands(budget=48, history=30, block=16)")
+    score, columns = scene.plan.score, scene.ev.columns
+    observe = jax.jit(score.observe)
+    seen = np.arange(scene.n)[:, None] + 1
     low = (scene.p.mean(1) < 1 / seen) & (np.arange(scene.n) < seen)
-    got = scene.rank()
-    want = -low.sum(1)
-    np.testing.assert_array_equal(got[:, 1:], want[:, 1:])
-    assert np.isinf(got[:, 0]).all() and len(np.unique(want)) > 5
+    for start, stop in ((0, 13), (13, 14), (14, 25), (25, 40)):
+        ev = replace(scene.ev, new=scene.q.cut(start, stop), columns=columns, seen=jnp.array([stop]))
+        columns = observe(ev)
+        want = -low[:, max(stop - 30, 0) : stop].sum(1)
+        got = score.rank(replace(ev, columns=columns))[0]
+        np.testing.assert_array_equal(got[:, 1:stop], want[:, 1:stop])
+        assert np.isinf(got[:, 0]).all()
+    assert len(np.unique(want)) > 5
 
 
 # ------------------------------------------------------------------------------------- recurrence, units and pages
@@ -187,7 +196,7 @@ def test_pages_of_two_heads_stand_for_their_signatures():
 @pytest.mark.parametrize("task, count", [("summary", 8), ("qa", 4)])
 def test_units_share_the_mean_of_all_or_of_the_larger_half(task: str, count: int):
     scene = Scene(f"windowkv(budget=48, window=8, task='{task}')", n=43, queries=8)
-    s = scene.p.mean(1).sum(1)[:, :35]
+    s = scene.p.sum(2).reshape(4, -1)[:, :35]  # of every query head
     want = np.zeros(35)
     for start in range(0, 35, 8):
         unit = -np.sort(-s[:, start : min(start + 8, 35)], axis=1)
@@ -217,7 +226,8 @@ def test_the_path_is_kept_by_its_share():
 
 def test_the_prompt_stays_and_the_path_is_ranked_by_attention_within_it():
     scene = Scene("rpc(window=6, period=16)", queries=6)
-    scene.ev = replace(scene.ev, prompt=jnp.array([12]))
+    given = jnp.broadcast_to(jnp.arange(scene.n) < 12, scene.ev.pos.shape).astype(jnp.float32)
+    scene.ev = replace(scene.ev, columns={"given": given})
     part = scene.p[..., 12:34]
     mass = (part / part.sum(-1, keepdims=True)).sum(2).mean((0, 1))
     padded = np.pad(mass, 3)
@@ -225,6 +235,52 @@ def test_the_prompt_stays_and_the_path_is_ranked_by_attention_within_it():
     got = scene.rank()[0]
     assert np.isinf(got[:12]).all()
     np.testing.assert_allclose(got[12:34], want, atol=1e-6)
+
+
+def turns(text: str, *lengths: int):
+    """A cache after two rows of so many tokens: given, generated, given, and so on; and which positions were given."""
+    ids = jnp.asarray(np.random.default_rng(3).integers(0, MODEL.vocab, (2, 200)), jnp.int32)
+    cache, at, given = rig.empty(text, longest=sum(lengths), new=sum(lengths[1::2])), 0, []
+    for i, n in enumerate(lengths):
+        if i % 2 == 0:
+            cache, _ = loop.absorb(PARAMS, cache, ids[:, at : at + n], fresh=i == 0)
+            given += range(at, at + n)
+        else:
+            for j in range(at, at + n):
+                cache, _ = loop.step(PARAMS, cache, ids[:, j])
+        at += n
+    return cache, given
+
+
+def positions_of(cache, layer: int) -> list[set[int]]:
+    """What each row holds in a layer whose heads hold the same."""
+    tier, recent = cache.layers[layer].tiers[0], cache.layers[layer].recent
+    return [
+        {*np.asarray(tier.pos)[row, 0].tolist(), *np.asarray(recent.pos)[row].tolist()} - {-1}
+        for row in range(cache.rows)
+    ]
+
+
+def test_what_is_given_in_a_later_turn_stays_and_what_was_generated_before_it_is_still_the_path():
+    asked, _ = turns("rpc(window=4, period=16)", 41, 37, 21)
+    cache, given = turns("rpc(window=4, period=16)", 41, 37, 21, 50)
+    for layer in range(MODEL.layers):
+        assert all(len(held - {*given}) == 12 for held in positions_of(asked, layer))  # 4 and a quarter of 33
+        for held in positions_of(cache, layer):
+            assert {*given} <= held and len(held - {*given}) <= 4 + 16 + 0.25 * (37 + 50)
+
+
+def test_a_question_neither_melts_into_its_context_nor_leaves_before_it_is_answered():
+    before, _ = turns("elasticcache(budget=48, newest=20)", 60, 5)
+    after, given = turns("elasticcache(budget=48, newest=20)", 60, 5, 26)
+    for layer in range(MODEL.layers):
+        assert all({*range(65, 91)} <= held for held in positions_of(after, layer))
+        ours, theirs = (c.layers[layer].tiers[0] for c in (before, after))
+        for row, h in product(range(2), range(H)):  # what is left of the context is what it was
+            pos = [np.asarray(t.pos)[row, 0].tolist() for t in (ours, theirs)]
+            for p in {*pos[0]} & {*pos[1]} - {-1}:
+                a, b = (np.asarray(t.v.slots)[row, h, x.index(p)] for t, x in zip((ours, theirs), pos, strict=True))
+                np.testing.assert_array_equal(a, b)
 
 
 def test_a_token_remembers_how_widely_it_looked():
@@ -282,7 +338,8 @@ def test_a_fraction_has_a_least_number():
 def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
     kept = jnp.array([[[True, False, False, False, True, False]]])  # the last stays in the window
     ev = evidence(np.eye(6), stay=1)
-    assert Nearest().survivor(ev, kept)[0, 0, :5].tolist() == [0, 0, 0, 4, 4]
+    assert Nearest(sinks=0).survivor(ev, kept)[0, 0, :5].tolist() == [0, 0, 0, 4, 4]
+    assert Nearest(sinks=1).survivor(ev, kept)[0, 0, :5].tolist() == [4] * 5
     lost = jnp.array([[5.0], [8.0]])
     into = jnp.full((2, 1), 2.0)
     index, k, _ = shares(Nearest(), jnp.array([0, 0]), jnp.ones(2), lost, lost, into, into, none=9)
@@ -304,7 +361,8 @@ def test_a_prompt_melts_and_generated_tokens_leave_by_place():
         got = np.logical_or(*rig.held(cache, 0))[row]
         np.testing.assert_array_equal(got[:, :n], np.tile(want, (H, 1)))
         anchors = np.flatnonzero(want[:-1])
-        into = anchors[np.abs(np.arange(n - 1)[:, None] - anchors).argmin(1)]
+        into = anchors[4:][np.abs(np.arange(n - 1)[:, None] - anchors[4:]).argmin(1)]
+        into[:4] = np.arange(4)  # sinks take none
         tier = cache.layers[0].tiers[0]
         for x, code in ((k, tier.k.slots), (v, tier.v.slots)):
             means = np.stack([x[:, np.flatnonzero(into == a)].mean(1) for a in anchors], 1)

@@ -185,7 +185,7 @@ def test_a_step_adds_what_it_read_and_a_flush_makes_all_rows_whole():
 def test_the_beginning_of_a_prompt_keeps_its_queries():
     config = jkv.parse(CASE.tight)
     first, whole = (resolve(c, MODEL, 100, 0)[0] for c in (config.uncut(100), config))
-    assert not first.tiers and first.queries == whole.queries == 32
+    assert not first.tiers and first.queries == whole.queries == 16
 
 
 def test_too_few_pages_to_choose_from_are_all_as_good():

@@ -107,15 +107,20 @@ def test_a_layer_keeps_what_the_head_alike_below_looks_at_and_the_rest_by_its_we
     assert part.rest is not None and part.rest.odds is not None
     for row, n in enumerate(rig.LENGTHS):
         (_, _, _, below), (_, _, v, above) = (prompt_taps(layer, row) for layer in range(2))
+        out = above[:, :, -8:].astype(np.float64) @ v[:, None]
         theirs, own = (p.astype(np.float64)[:, :, -8:].mean(1).sum(1) for p in (below, above))
         cosine = own @ theirs.T / np.linalg.norm(own, axis=1)[:, None] / np.linalg.norm(theirs, axis=1)
         looked = theirs[cosine.argmax(1)]
         kept = best(looked, newest(n, 8), BUDGET)
         np.testing.assert_array_equal(np.logical_or(*rig.held(cache, 1))[row, :, :n], kept)
         for h in range(H):
-            lost = looked[h] * ~kept[h]
+            lost = own[h] * ~kept[h]
             np.testing.assert_allclose(part.rest.v[row, h], lost @ v[h] / lost.sum(), atol=1e-5)
             np.testing.assert_allclose(part.rest.odds[row, h], lost.sum() / (8 - lost.sum()), rtol=1e-4)
+            p = above[h, :, -8:].astype(np.float64) * kept[h]
+            share = lost.sum() / 8  # the mean over queries and heads of what they paid to what is lost
+            made = (p @ v[h]).mean((0, 1)) + share * np.asarray(part.rest.v[row, h])
+            np.testing.assert_allclose(made, out[h].mean((0, 1)), atol=1e-5)
 
 
 def test_a_rest_of_known_odds_has_its_share():

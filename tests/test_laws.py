@@ -220,7 +220,7 @@ def predicted(case: Case, longest: int, plan=None) -> int:
             capacity = ceil((case.whole * longest + (H - case.whole) * (BUDGET + 4)) / H)
         if case.draft:
             capacity = longest if layer < case.draft else BUDGET
-            total += H * (2 * D + 1) * 4 + H * 4 * (layer >= case.draft)
+            total += (H * (2 * D + 1) * 4 + H * 4 * (layer >= case.draft)) * case.odds
         if "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)

@@ -108,7 +108,7 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
         def flushed(layer, counts, plan=plan):
             n, queries = plan.needs.queries, layer.queries
             kept = queries.newest(n) if n else None
-            new = queries.cut(n, plan.queries) if plan.needs.new else None
+            new = queries.newest(plan.block) if plan.needs.new else None
             return flush(layer, layer.recent, (kept, new), counts, plan, MODEL.ropes[1], MODEL, below=(layer,))
 
         number = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import rig
 from poison import poison
-from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, H, L, codes
+from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, G, H, L, codes
 
 from jkv import loop, merges, methods
-from jkv.cache import Queries, Window, map_codec
+from jkv.cache import MELTED, Queries, Window, map_codec
 from jkv.codecs import Separable
 from jkv.codecs.affine import floats
 from jkv.config import resolve
@@ -26,7 +26,7 @@ from jkv.scores.mixed import Salience, hashed
 
 ZIP = "zipcache(block=20)"
 MERGE = "kvmerger(budget=48)"
-ALL = "kvmerger(budget=48, alone=0.0, width=1.0)"  # nothing is spared
+ALL = "kvmerger(budget=48, alone=0.0)"  # nothing is spared
 TEXTS = (ZIP, MERGE, MERGE + " | int8")
 
 
@@ -198,14 +198,57 @@ def test_weights_from_pivot_to_mean():
     np.testing.assert_allclose(melt(k, 1, [0, 1, 0, 0], width=1e4)[2][1], k.mean(0), atol=1e-6)
 
 
+def gaussian(k: np.ndarray, pivot: int, members: list[int]) -> np.ndarray:
+    """g of the members, of the paper's width."""
+    away = np.array([((k[i] - k[pivot]) ** 2).sum() for i in members]) / (k[pivot] ** 2).sum()
+    sigma = (1 + np.exp(-away / (2 * 0.5)).sum()) / (np.sqrt(2) * (1 + len(members)))
+    return np.exp(-away / (2 * sigma**2))
+
+
 def blend(
-    k: np.ndarray, v: np.ndarray, pivot: int, members: list[int], width: float = 1.0
+    k: np.ndarray, v: np.ndarray, pivot: int, members: list[int], count: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
+    """A run of tokens that each stand for `count` of them."""
     if not members:
         return k[pivot], v[pivot]
-    away = np.array([((k[i] - k[pivot]) ** 2).sum() for i in members])
-    g = np.exp(-away / (2 * width**2 * max(away.mean(), 1e-30)))
+    g = gaussian(k, pivot, members) * count[members] / count[pivot]
     return tuple((x[pivot] + sum(a * x[i] for a, i in zip(g, members, strict=True))) / (1 + g.sum()) for x in (k, v))  # type: ignore[return-value]
+
+
+def test_a_member_counts_the_more_the_more_its_key_is_alike():
+    def weight(cosine: float) -> float:  # of the one member of a run, from the pivot's key after the merge
+        k = 5 * turned([cosine]).astype(np.float32)
+        out = melt(k, 1, [1, 0])[2][0]
+        share = float((out - k[0]) @ (k[1] - k[0]) / ((k[1] - k[0]) @ (k[1] - k[0])))
+        np.testing.assert_allclose(share / (1 - share), gaussian(k, 0, [1])[0], rtol=1e-3, atol=1e-6)
+        return share / (1 - share)
+
+    weights = [weight(x) for x in (0.99, 0.9, 0.7, 0.4, -0.9)]
+    assert weights == sorted(weights, reverse=True) and weights[0] > 0.9 and weights[-1] < 0.01
+
+
+BLIND = loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
+
+
+@pytest.mark.parametrize("text, steps", [(ALL, 40), ("elasticcache(budget=48, newest=20)", 16)])
+def test_what_melts_is_still_there_if_all_keys_are_the_same(text: str, steps: int):
+    """An entry then counts as many tokens as went into it: the logits are those of the full model.
+
+    Elastic Cache melts a prompt alone.
+    """
+    got, want = (rig.run(t, forced=FORCED[:, :steps], params=BLIND) for t in (text, "full"))
+    np.testing.assert_allclose(np.stack(got.logits), np.stack(want.logits), atol=1e-4, rtol=0)
+    assert (np.asarray(got.caches[-1].kept()) < np.asarray(want.caches[-1].kept())).all()
+
+
+@pytest.mark.parametrize("text", [ALL, "ems(budget=48, window=8, candidates=90, threshold=-1.1)"])
+def test_no_token_is_lost_without_a_place_that_counts_it(text: str):
+    for cache in (rig.shared(text).caches[i] for i in (0, *rig.flushed(rig.shared(text).caches))):
+        for layer in cache.layers:
+            tier, recent = layer.tiers[0], np.asarray(layer.recent.pos >= 0).sum(1)
+            there = np.asarray(tier.pos) >= 0
+            counts = np.where(there, 1 + np.asarray(tier.columns[MELTED]), 0).sum(-1) + recent[:, None]
+            np.testing.assert_array_equal(counts, np.tile(np.asarray(cache.seen)[:, None], (1, H)))
 
 
 def cut_runs(similar: np.ndarray, pos: np.ndarray, over: int, spared: Set[int] = frozenset()) -> list[list[int]]:
@@ -223,12 +266,12 @@ def snapshot(layer, row: int, head: int):
     tier = layer.tiers[0]
     pos = np.asarray(tier.pos)[row, head]
     live = pos >= 0
-    arrays = (tier.k.slots, tier.v.slots, tier.columns["similar"])
+    arrays = (tier.k.slots, tier.v.slots, tier.columns["similar"], tier.columns[MELTED])
     return tuple(dict(zip(pos[live], np.asarray(x)[row, head][live], strict=True)) for x in arrays)
 
 
-@pytest.mark.parametrize(("text", "width", "alone"), [(ALL, 1.0, 0), (MERGE, 0.3, 16)])
-def test_a_prompt_melts_into_its_pivots(text, width, alone):
+@pytest.mark.parametrize(("text", "alone"), [(ALL, 0), (MERGE, 16)])
+def test_a_prompt_melts_into_its_pivots(text, alone):
     cache = rig.shared(text).caches[0]
     _, k, v, p = (np.asarray(t) for t in rig.dense_prompt(jnp.asarray(PROMPT))[1][0])
     for row, n in enumerate(LENGTHS):
@@ -236,10 +279,10 @@ def test_a_prompt_melts_into_its_pivots(text, width, alone):
         for head in range(H):
             kr, vr, mass = k[row, head, shift:], v[row, head, shift:], p[row, head][..., shift:].sum((0, 1))
             got = snapshot(cache.layers[0], row, head)
-            check_melted(got, kr[:leaving], vr[:leaving], mass[:leaving], width, alone)
+            check_melted(got, kr[:leaving], vr[:leaving], mass[:leaving], alone)
 
 
-def check_melted(got, k, v, mass, width: float, alone: int) -> None:
+def check_melted(got, k, v, mass, alone: int) -> None:
     unit = k / np.linalg.norm(k, axis=1, keepdims=True)
     similar = np.r_[-2, (unit[1:] * unit[:-1]).sum(1)]
     spared = {*np.argsort(-mass, kind="stable")[:alone]}
@@ -247,10 +290,11 @@ def check_melted(got, k, v, mass, width: float, alone: int) -> None:
     assert len(groups) == 32 == len(got[0]) and all(len(run) == 1 for run in groups if {*run} & spared)
     for run in groups:
         pivot = max(run, key=lambda i: mass[i])
-        expected = blend(k, v, pivot, [i for i in run if i != pivot], width)
+        expected = blend(k, v, pivot, [i for i in run if i != pivot], np.ones(len(k)))
         np.testing.assert_allclose(got[0][pivot], expected[0], atol=1e-5)
         np.testing.assert_allclose(got[1][pivot], expected[1], atol=1e-5)
         np.testing.assert_allclose(got[2][pivot], similar[run[0]], atol=1e-5)
+        assert got[3][pivot] == len(run) - 1
 
 
 def test_a_flush_melts_slots_and_newcomers_alike():
@@ -263,23 +307,25 @@ def test_a_flush_melts_slots_and_newcomers_alike():
                 before, after = (snapshot(c.layers[1], row, head) for c in (old, new))
                 recent = old.layers[1].recent
                 at = np.asarray(recent.pos)[row]
-                own = [np.asarray(x)[row, head][at >= 0] for x in (recent.k, recent.v, recent.columns["similar"])]
+                given = recent.k, recent.v, recent.columns["similar"], recent.columns[MELTED]
+                own = [np.asarray(x)[row, head][at >= 0] for x in given]
                 at = at[at >= 0]
                 unit = own[0] / np.linalg.norm(own[0], axis=1, keepdims=True)
                 own[2] = np.r_[own[2][0], (unit[1:] * unit[:-1]).sum(1)]
                 pos = np.array([*sorted(before[0]), *at[:16]])
-                k, v, similar = (
+                k, v, similar, melted = (
                     np.array([*(b[x] for x in sorted(b)), *o[:16]]) for b, o in zip(before, own, strict=True)
                 )
                 groups = cut_runs(similar, pos, len(pos) - 32)
                 for run in groups:
                     stays = [j for j in run if pos[j] in after[0]]
                     assert len(stays) == 1
-                    expected = blend(k, v, stays[0], [j for j in run if j != stays[0]])
+                    expected = blend(k, v, stays[0], [j for j in run if j != stays[0]], 1 + melted)
                     where = pos[stays[0]]
                     np.testing.assert_allclose(after[0][where], expected[0], atol=1e-5)
                     np.testing.assert_allclose(after[1][where], expected[1], atol=1e-5)
                     np.testing.assert_allclose(after[2][where], similar[run[0]], atol=1e-5)
+                    assert after[3][where] == (1 + melted[run]).sum() - 1
                     touched += len(run) > 1 and where in before[0]
     assert touched  # a stored slot took a share
 

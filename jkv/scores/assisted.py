@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
 
+def first_of(draft: int | None, model: ModelConfig) -> int:
+    """Layers that hold every token."""
+    return max(model.layers // 2, 1) if draft is None else draft
+
+
 @part
 class Looked(Score):
     """What the last `queries` queries look at, kept for layers above: looked_j = sum_i p[i,j], averaged over G."""
@@ -44,12 +49,12 @@ class Looked(Score):
 class Assisted(Looked):
     """What a head of layer `draft` - 1 looks at, which holds every token: the head that looks at most of the same.
 
-    The same: the cosine of both heads' `looked` over the tokens that are here, at every flush. What is lost is worth
-    1 - sum_j looked_j / n of attention, of n queries. Source: SmallKV (2508.02751), a reconstruction, where the draft
-    is a smaller model of its own and heads are matched once.
+    draft None: half of the layers. The same: the cosine of both heads' `looked` over the tokens that are here, at every
+    flush. What is lost has been worth what the head's own n queries paid to it, at the flush where it was lost. Source:
+    SmallKV (2508.02751), a reconstruction, where the draft is a smaller model of its own and heads are matched once.
     """
 
-    draft: int = 1
+    draft: int | None = None
 
     compensates = True
 
@@ -58,9 +63,10 @@ class Assisted(Looked):
         return replace(super().needs, below=True)
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
-        if self.draft >= model.layers:
-            raise ValueError(f"smallkv: layers={self.draft} hold all, and the model has {model.layers}; take fewer")
-        return Looked(queries=self.queries) if layer < self.draft else self
+        draft = first_of(self.draft, model)
+        if draft >= model.layers:
+            raise ValueError(f"smallkv: layers={draft} hold all, and the model has {model.layers}; take fewer")
+        return Looked(queries=self.queries) if layer < draft else replace(self, draft=draft)
 
     def observe(self, ev: Evidence) -> Columns:
         assert ev.kept is not None
@@ -72,6 +78,7 @@ class Assisted(Looked):
 
     def of_draft(self, ev: Evidence) -> Array:
         """f32[B,H,N,S]: what each of its N heads looks at, for the tokens of each head here."""
+        assert self.draft is not None
         layer = ev.below[self.draft - 1]
         b, h = ev.pos.shape[:2]
         table = jnp.zeros((b, h, ev.plan.longest + 1), jnp.float32)
@@ -85,4 +92,4 @@ class Assisted(Looked):
 
     def outside(self, ev: Evidence) -> tuple[Array, Array]:
         assert ev.kept is not None
-        return ev.columns["looked"], jnp.maximum((ev.kept.pos >= 0).sum(1), 1).astype(jnp.float32)
+        return mass(ev, ev.kept, "mean"), jnp.maximum((ev.kept.pos >= 0).sum(1), 1).astype(jnp.float32)

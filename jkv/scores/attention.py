@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 from math import ceil, log
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
+from jkv.cache import per, take_along
 from jkv.protocols import Born, Columns, Needs, Score
+from jkv.scores.position import given
 from jkv.tree import part
 
 if TYPE_CHECKING:
     from jkv.cache import Queries
     from jkv.evidence import Evidence
+
+BITS = 24  # of a word: every whole number of so many bits is a float32
 
 
 def mass(ev: Evidence, queries: Queries, group: str) -> Array:
@@ -41,6 +46,13 @@ class WindowMass(Score):
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
         return mass(ev, ev.kept.newest(self.queries), "mean")
+
+    def by_query_head(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        queries = ev.kept.newest(self.queries)
+        groups = queries.q.shape[2]
+        each = ev.fold(lambda p, *_: tuple(p.sum(3)[:, :, i] for i in range(groups)), queries)
+        return jnp.stack(each, 2)
 
 
 @part
@@ -102,30 +114,56 @@ class Latest(Score):
 class Persistence(Score):
     """Tokens that the last `queries` queries seldom treat worse than the others.
 
-    rank_j = -(number of queries with mean over G of p[i,j] < 1 / n_i), n_i the tokens that query i sees and that are
-    still there. Source: Scissorhands (2305.17118); that heads of a group are averaged first, and that older queries
-    are held against today's occupancy, is a reconstruction.
+    rank_j = -(number of queries with mean over G of p[i,j] < 1 / n_i), n_i the tokens that query i sees. A token keeps
+    a bit of each of these queries, the one at position t in place t mod `queries`: words of 24 bits, as floats, which
+    hold them exactly. Source: Scissorhands (2305.17118); that heads of a group are averaged first is a reconstruction.
     """
 
     queries: int = 400
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(queries=self.queries)
+    needs = Needs(new=True)
 
-    def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        window = ev.plan.window
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The columns of the bits."""
+        return tuple(f"low{i}" for i in range(ceil(self.queries / BITS)))
+
+    def birth(self, new: Born) -> Columns:
+        return {name: jnp.zeros(new.k.shape[:3], jnp.float32) for name in self.words}
+
+    def observe(self, ev: Evidence) -> Columns:
+        assert ev.new is not None
+        asked = ev.new.newest(max(self.queries, ev.plan.block))  # in a block rows may pause
+        asked = replace(asked, pos=jnp.where(asked.pos >= ev.seen[:, None] - self.queries, asked.pos, -1))
+        window, words = ev.plan.window, len(self.words)
 
         def seen(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
             return jnp.broadcast_to(visible(q_pos, pos, window)[:, :, None], p.shape).astype(jnp.float32).sum(-1)
 
-        def low(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+        def low(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, ...]:
             see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
-            return (see & (p.mean(2) < 1)).astype(jnp.float32).sum(2)
+            bits = jnp.einsum("bhns,bnw->wbhs", (see & (p.mean(2) < 1)).astype(jnp.float32), self.bits(q_pos))
+            return tuple(bits)
 
-        times = jnp.log(jnp.maximum(ev.over_keys(seen, ev.kept), 1))  # n p: how many times the uniform share
-        return -ev.fold(low, replace(ev.kept, lse=ev.kept.lse - times))
+        times = jnp.log(jnp.maximum(ev.over_keys(seen, asked), 1))  # n p: how many times the uniform share
+        new = ev.fold(low, replace(asked, lse=asked.lse - times))
+        stale = self.bits(asked.pos).sum(1).astype(jnp.int32)
+        out = dict(ev.columns)
+        for i in range(words):
+            kept = jnp.where(ev.live, out[self.words[i]], 0).astype(jnp.int32) & ~stale[:, i, None, None]
+            out[self.words[i]] = kept.astype(jnp.float32) + new[i]
+        return out
+
+    def bits(self, pos: Array) -> Array:
+        """f32[B,N,words]: the bit of each query at pos i32[B,N], nothing for a dead one."""
+        place = jnp.remainder(jnp.maximum(pos, 0), self.queries)[..., None]
+        bit = jnp.left_shift(jnp.ones_like(place), jnp.remainder(place, BITS)).astype(jnp.float32)
+        mine = (per(place, BITS) == jnp.arange(len(self.words))[None, None]) & (pos >= 0)[..., None]
+        return jnp.where(mine, bit, 0)
+
+    def rank(self, ev: Evidence) -> Array:
+        words = (jnp.where(ev.live, ev.columns[name], 0).astype(jnp.int32) for name in self.words)
+        return -reduce(jnp.add, map(jax.lax.population_count, words)).astype(jnp.float32)
 
 
 @part
@@ -180,8 +218,8 @@ class Recurrence(Score):
 class PathMass(Score):
     """Attention from the last `queries` queries to generated tokens alone, those that stay in any case left out.
 
-    s_j = sum_i softmax_j(q_i . k_j scale) over these tokens, averaged over G; a prompt's tokens get 0. Source: RPC
-    (2505.13866).
+    s_j = sum_i softmax_j(q_i . k_j scale) over these tokens, averaged over G; tokens that were given, in this turn or
+    an earlier one, get 0. Source: RPC (2505.13866).
     """
 
     queries: int = 32
@@ -190,12 +228,19 @@ class PathMass(Score):
     def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
+    def birth(self, new: Born) -> Columns:
+        return given(new)
+
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
-        first, last = ev.prompt[:, None, None], (ev.seen - ev.plan.recent)[:, None, None]
+        last, longest = (ev.seen - ev.plan.recent)[:, None, None], ev.plan.longest
+        at = jnp.where(ev.live & (ev.columns["given"] > 0), ev.pos, longest)
+        told = jnp.zeros((*at.shape[:2], longest + 1), bool)
+        told = jnp.put_along_axis(told, at, True, -1, inplace=False).at[:, :, longest].set(False)
 
         def of_path(p: Array, pos: Array) -> Array:
-            return jnp.where(((pos >= first) & (pos < last))[:, :, None, None], p, 0)
+            path = (pos < last) & ~take_along(told, jnp.clip(pos, 0, longest), -1)
+            return jnp.where(path[:, :, None, None], p, 0)
 
         total = ev.over_keys(lambda p, q_pos, pos, index: of_path(p, pos).sum(-1), ev.kept)
         asked = replace(ev.kept, lse=ev.kept.lse + jnp.log(jnp.maximum(total, 1e-30)))

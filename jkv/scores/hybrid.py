@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.attend import visible
-from jkv.cache import take_along
+from jkv.cache import MELTED, take_along
 from jkv.protocols import Born, Columns, Needs, Probe, Score
 from jkv.scores.keys import norms
 from jkv.scores.position import Wrapper, across
@@ -221,6 +221,20 @@ def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
 
 
 @part
+class Counted(Wrapper):
+    """The score, and how many tokens melted into each: the column `melted`, of which attention takes notice.
+
+    An entry of n tokens in all has the logit q . k scale + log n, as n equal keys have together.
+    """
+
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new) | {MELTED: jnp.zeros(new.k.shape[:3], jnp.float32)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return self.score.rank(ev)
+
+
+@part
 class Plus(Several):
     """A weighted sum of scores, and of what layers ask; what one protects is protected, what one lets go leaves."""
 
@@ -251,10 +265,18 @@ class Plus(Several):
 
 @part
 class ByPhase(Several):
-    """One score for prompts, and another one, the `path`, for flushes while generating; both observe all queries."""
+    """One score for prompts, and another one, the `path`, for flushes while generating; both observe all queries.
+
+    once: the first is for the first prompt alone, and the `path` for all that follows it.
+    """
 
     score: Score = leaf()
     path: Score = leaf()
+    once: bool = False
+
+    def over(self, ev: Evidence) -> bool:
+        """Whether `path` is asked."""
+        return bool(ev.tiers) if self.once else ev.generating
 
     @property
     def parts(self) -> tuple[Score, ...]:
@@ -270,5 +292,5 @@ class ByPhase(Several):
         return self.score.ask(seen_by(self.score, ev, 0))
 
     def rank(self, ev: Evidence) -> Array:
-        score, own = self.views(ev)[ev.generating]
+        score, own = self.views(ev)[self.over(ev)]
         return across(score.rank(own)) if self.uniform else score.rank(own)

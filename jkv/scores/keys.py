@@ -63,14 +63,14 @@ class Expected(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries=self.queries, new=True, whole_prompt=True)
+        return Needs(queries=self.queries, prompt=True, whole_prompt=True)
 
     def birth(self, new: Born) -> Columns:
         return {"v_norm": norms(new.v)}
 
     def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None and ev.new is not None
-        asked = ev.new if ev.new.pos.shape[1] > ev.kept.pos.shape[1] else ev.kept
+        assert ev.kept is not None
+        asked = ev.kept if ev.new is None or ev.new.pos.shape[1] <= ev.kept.pos.shape[1] else ev.new
         b, h, g, n, d = asked.q.shape
         use = (asked.pos >= self.sinks).astype(jnp.float32)
         count = jnp.maximum(use.sum(-1), 1)[:, None, None, None]

@@ -61,15 +61,15 @@ class Salience(Score):
     sampled: float = 0.05
     seed: int = 0
 
-    needs = Needs(new=True, whole_prompt=True)
+    needs = Needs(queries=1, prompt=True, whole_prompt=True)
 
     def drawn(self, ev: Evidence) -> Queries:
         """The queries that probe."""
-        assert ev.new is not None
+        if ev.new is None:
+            assert ev.kept is not None
+            return ev.kept.newest(1)
         pos, total = ev.new.pos, ev.new.pos.shape[1]
         newest = pos.max(1, keepdims=True)
-        if ev.tiers and total <= ev.plan.block:
-            return chosen(ev.new, (pos >= 0) & (pos == newest), 1)
         n = (pos >= 0).sum(1, keepdims=True)
         end = jnp.ceil(self.last * n.astype(jnp.float32)).astype(jnp.int32)
         recent = (pos >= 0) & (pos > newest - end)
@@ -176,6 +176,7 @@ class Pivots(Score):
         old = ev.columns["similar"]
         similar = old.at[:, :, ev.slots + 1 :].set(adjacent(ev.window.k))
         return {
+            **ev.columns,
             "mass": ev.columns["mass"] + mass(ev, ev.new, "sum"),
             "similar": jnp.where(ev.live, similar, old),
         }

@@ -30,7 +30,7 @@ class Newest(Score):
 
 @part
 class Oldest(Score):
-    """The oldest stay, and the newest `newest` of those that are there: rank = -position."""
+    """The oldest stay, and the newest `newest` of those that are there: rank = -position. What was just given stays."""
 
     newest: int = 25
 
@@ -39,7 +39,15 @@ class Oldest(Score):
     def rank(self, ev: Evidence) -> Array:
         pos = ev.pos[:, :1]
         first = jax.lax.top_k(pos, min(self.newest, pos.shape[-1]))[0][..., -1:]
+        if ev.tiers and not ev.generating:
+            oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + 1
+            first = jnp.minimum(first, oldest[:, None, None])
         return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
+
+
+def given(new: Born) -> Columns:
+    """The column `given`: 1 for what was given, in whatever turn, 0 for what was generated."""
+    return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0)}
 
 
 @part
@@ -118,7 +126,8 @@ def across(rank: Array) -> Array:
 class Protect(Wrapper):
     """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
 
-    The newest are `newest` tokens, and a `share` of what the row may hold; `prompt`: nor are a prompt's tokens.
+    The newest are `newest` tokens, and a `share` of what the row may hold; `prompt`: nor are tokens that were given,
+    in this turn or an earlier one, which the column `given` tells.
     """
 
     sinks: int = 0
@@ -126,14 +135,20 @@ class Protect(Wrapper):
     share: float = 0.0
     prompt: bool = False
 
+    def birth(self, new: Born) -> Columns:
+        if not self.prompt:
+            return self.score.birth(new)
+        return self.score.birth(new) | given(new)
+
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         pos = ev.pos[:, : rank.shape[1]]
         first = ev.seen - self.newest
         if self.share:
             first = first - jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
-        old = jnp.maximum(ev.prompt, self.sinks) if self.prompt else jnp.full_like(ev.prompt, self.sinks)
-        safe = (pos < old[:, None, None]) | (pos >= first[:, None, None])
+        safe = (pos < self.sinks) | (pos >= first[:, None, None])
+        if self.prompt:
+            safe = safe | (ev.columns["given"][:, : rank.shape[1]] > 0)
         return jnp.where(safe, jnp.inf, rank)
 
 

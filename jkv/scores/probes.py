@@ -101,7 +101,7 @@ class Rebuilt(Learned):
 class Drafted(Learned):
     """The most attention that a token gets from what a draft says after the prompt, and from the prompt's last queries.
 
-    s_j = max over i and G of p[i,j]; i are `tokens` tokens that the model's first `layers` layers (None: all of them)
+    s_j = max over i and G of p[i,j]; i are `tokens` tokens that the model's first `layers` layers (None: half of them)
     say greedily, and the last `queries` of the prompt. Source: SpecKV (2506.08373), where the draft is a smaller model
     of its own.
     """
@@ -119,10 +119,11 @@ class Drafted(Learned):
 
         if not self.tokens:
             return []
-        if (self.layers or 0) > params.config.layers:
-            raise ValueError(f"speckv: layers={self.layers}, and the model has {params.config.layers}")
+        layers = max(params.config.layers // 2, 1) if self.layers is None else self.layers
+        if layers > params.config.layers:
+            raise ValueError(f"speckv: layers={layers}, and the model has {params.config.layers}")
         reach(params, rows, [[0] * self.tokens] * len(rows), "fewer tokens of a draft")
-        draft = params if self.layers is None else params.first(self.layers)
+        draft = params.first(layers)
         said = iter(generate(draft, None, [r for r in rows if r], max_new_tokens=self.tokens, stop_ids=()).tokens)
         ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token
         return [Probe(ids=ids, about=[(0, len(r)) for r in rows])]

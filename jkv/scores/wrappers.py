@@ -117,17 +117,20 @@ def numbered(pos: Array, width: int) -> Array:
 class Units(Wrapper):
     """Tokens of a unit of `width` neighbours share their rank: the mean of all of them, or of the larger half.
 
-    Of tokens that may go; a border of the budget inside a unit keeps its older tokens. Source: WindowKV (2503.17922).
+    Of tokens that may go; each query head has a larger half of its own, and the unit the mean over these heads. A
+    border of the budget inside a unit keeps its older tokens. Source: WindowKV (2503.17922).
     """
 
     width: int = 8
     kind: str = "mean"
 
     def rank(self, ev: Evidence) -> Array:
-        rank = self.score.rank(ev)
-        heads, n = rank.shape[1:]
-        order, goes = ev.chronological(heads), (ev.may_go & ev.live)[:, :heads] & jnp.isfinite(rank)
-        pos, used, x = (take_along(y, order, -1) for y in (ev.pos[:, :heads], goes, rank))
+        each = self.score.by_query_head(ev) if self.kind == "half" else self.score.rank(ev)[:, :, None]
+        b, heads, groups, n = each.shape
+        rank = each.reshape(b, heads * groups, n)
+        split = lambda y: jnp.repeat(y[:, :heads], groups, 1)  # noqa: E731
+        order, goes = split(ev.chronological(heads)), split(ev.may_go & ev.live) & jnp.isfinite(rank)
+        pos, used, x = (take_along(y, order, -1) for y in (split(ev.pos), goes, rank))
         unit, index = numbered(pos, self.width), jnp.broadcast_to(jnp.arange(n), order.shape)
         counted = used
         if self.kind == "half":
@@ -137,7 +140,7 @@ class Units(Wrapper):
         total = segments(jax.ops.segment_sum, jnp.where(counted, x, 0), unit)
         count = segments(jax.ops.segment_sum, counted.astype(jnp.float32), unit)
         mean = take_along(total / jnp.maximum(count, 1), unit, -1)
-        return jnp.where(goes, unsorted(order, mean), rank)
+        return jnp.where(goes, unsorted(order, mean), rank).reshape(each.shape).mean(2)
 
 
 @part

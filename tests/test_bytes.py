@@ -1,0 +1,73 @@
+"""What every method's cache takes, from shapes alone, for a prompt of 1,024 tokens of a model of SmolLM2's shape."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from jkv import methods, models, sizes
+from jkv.cache import tree_bytes
+from jkv.io import learned
+
+SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64)
+MODEL = models.read_config(dict(models.TINY, **SHAPE, max_position_embeddings=8192))
+PROMPT, GENERATED = 1024, 64
+
+
+def texts(name: str) -> list[str]:
+    """A method as its defaults have it, in budgets of a sixteenth to a half of the prompt where it takes one."""
+    row = methods.CATALOGUE[name]
+    if not {"score", "codec", "select", "shorten"} & {*row.axes}:  # added to another one
+        return [f"h2o(budget={b}) | {name}" for b in (64, 512)]
+    return [f"{name}(budget={b})" for b in (64, 128, 256, 512)] if "budget" in row.arguments else [name]
+
+
+def generated(config) -> int:
+    """Tokens that follow: of a method that cuts these alone, a few of its periods."""
+    return 4 * config.steps if 0 < config.append < 1 else GENERATED
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", methods.CATALOGUE)
+def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
+    card = json.loads((learned.SHIPPED / "smollm2-135m" / learned.CARD).read_text())
+    monkeypatch.setattr(learned, "fingerprint", lambda params: card["model"][0])
+    for text in texts(name):
+        config = methods.parse(text).bound(None)  # type: ignore[arg-type]
+        new = generated(config)
+        plan, (layers, _) = sizes.layout(config, MODEL, 1, PROMPT + new, new, dtype)
+        _, (full, _) = sizes.layout(methods.parse("full"), MODEL, 1, PROMPT + new, new, dtype)
+        for layer, made in zip(plan, layers, strict=True):
+            reads = max(layer.needs.queries, layer.block if layer.needs.new else 0)
+            assert (0 if made.queries is None else made.queries.pos.shape[1]) == reads, text
+        took, whole = tree_bytes(layers), tree_bytes(full)
+        if config.select and not config.budget.bounded:  # it holds all that the full cache does, and an index
+            assert "holds every token" in methods.CATALOGUE[name].text and took < 1.25 * whole, text
+        elif name == "full" or config.shorten:  # what is read of a prompt is held
+            assert took == whole, text
+        else:
+            assert took < whole, f"{text}: {took / whole:.2f} of the full cache"
+
+
+@pytest.mark.parametrize("name", methods.CATALOGUE)
+def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
+    for text in texts(name):
+        config = methods.parse(text)
+        assert config.narrow is None or config.narrow.most(PROMPT) < PROMPT, text
+        says = methods.CATALOGUE[name].text
+        assert config.shorten is None or f"longer than {config.shorten.tokens} tokens" in says, text
+
+
+def test_layers_that_are_exempt_keep_everything():
+    for size in ("budget=256", "keep=0.25", "bytes='20MiB'"):
+        config = methods.parse(f"knorm({size}, skip=2)")
+        plan, (layers, _) = sizes.layout(config, MODEL, 1, PROMPT, 0, jnp.float32)
+        assert [x.capacity == PROMPT for x in plan] == [True] * 2 + [False] * 28, size
+        assert not plan[0].tiers[0].evicts and all(x.tiers[0].evicts for x in plan[2:])
+        assert "bytes" not in size or tree_bytes(layers) <= 20 * 2**20
+        plain, _ = sizes.layout(methods.parse(f"knorm({size})"), MODEL, 1, PROMPT, 0, jnp.float32)
+        assert "bytes" in size or [x.capacity for x in plan[2:]] == [x.capacity for x in plain[2:]]
+    with pytest.raises(ValueError, match="0 or more"):
+        methods.parse("knorm(budget=256, skip=-1)")

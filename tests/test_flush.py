@@ -16,7 +16,7 @@ from jkv.budgets import All, Tokens
 from jkv.cache import LayerCache, Window, empty_layer
 from jkv.checks import check
 from jkv.config import CacheConfig, LayerConfig, resolve
-from jkv.flush import flush
+from jkv.flush import _first_of, flush
 from jkv.protocols import Score
 from jkv.scores.position import Newest
 from jkv.tree import part
@@ -142,6 +142,14 @@ def test_no_live_token_is_lost_where_there_is_room(layout: int):
         assert all(x <= y | came for x, y in zip(after, before, strict=True))
         layer = holed(layer, plan, rng)
     assert flushed
+
+
+def test_every_dead_unit_is_found_up_to_the_last():
+    dead = np.random.default_rng(0).random((2, 3, 20)) < 0.4
+    got = np.asarray(_first_of(jnp.asarray(dead), 12))
+    for row, x in zip(got.reshape(-1, 12), dead.reshape(-1, 20), strict=True):
+        want = np.flatnonzero(x)[:12]
+        np.testing.assert_array_equal(row, np.r_[want, np.full(12 - len(want), 20)])
 
 
 def has_room(layer: LayerCache, came: int, plan: LayerConfig) -> bool:

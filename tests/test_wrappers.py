@@ -30,7 +30,7 @@ from jkv.scores.assisted import Assisted
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.hybrid import ByPhase, Plus, Several
 from jkv.scores.learned import Trained
-from jkv.scores.position import Newest, Wrapper
+from jkv.scores.position import Newest, Oldest, Wrapper
 from jkv.scores.probes import Pseudo, Rebuilt
 from jkv.scores.wrappers import Groups
 from jkv.tree import part
@@ -313,6 +313,18 @@ def test_scores_of_one_kind_have_columns_of_their_own():
         after["0.mass"], Accumulated().observe(replace(ev, columns={"mass": jnp.zeros((1, 1, 4))}))["mass"]
     )
     np.testing.assert_allclose(after["1.0.mass"][0, 0], [0.25 * sum(0.5**i for i in range(n)) for n in (4, 3, 2, 1)])
+
+
+def test_each_phase_has_its_score():
+    ev = evidence(np.eye(6))
+    made = [ByPhase(score=Newest(), path=Oldest(newest=1)), ByPhase(score=Oldest(newest=1), path=Newest())]
+
+    class Late(type(ev)):
+        generating = True
+
+    late = Late(**{f.name: getattr(ev, f.name) for f in fields(ev)})
+    for x, ranks in ((ev, [0, 4]), (late, [4, 0])):
+        assert [int(score.rank(x)[0, 0].argmin()) for score in made] == ranks
 
 
 def test_a_layer_below_is_seen_under_the_same_name():

@@ -16,7 +16,7 @@ from test_oracles import best, newest, prompt_taps
 from test_scores import attending, evidence
 
 from jkv import loop, methods
-from jkv.cache import Queries, Window
+from jkv.cache import Counts, Queries, Window
 from jkv.config import resolve
 from jkv.divisions import pyramid
 from jkv.evidence import Evidence
@@ -220,7 +220,8 @@ def test_the_path_is_kept_by_its_share():
         plan = resolve(methods.parse(text), MODEL, 100 + made, made)[0]
         assert plan.capacity == 100 + want
         for prompt in (100, 61):  # a row's own prompt, not its batch's
-            got = _limit(plan, jnp.array([prompt + made]), jnp.array([made]), None)
+            given = dict(seen=prompt + made, prompt=prompt, later=0)
+            got = _limit(plan, Counts(**{name: jnp.array([n]) for name, n in given.items()}), None)
             assert got.tolist() == [prompt + want - window]
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -197,6 +197,7 @@ def tokens(shapes: Any) -> int:
 
 
 @settings(max_examples=120, deadline=None)
+@example([(5, 3)] * 4, 100_000, {1}, 2, False, False, False)  # a pair of which one fails
 @given(
     st.lists(st.tuples(st.integers(1, 90), st.sampled_from([3, 70])), min_size=1, max_size=12),
     st.sampled_from([50, 100, 150, 200, 300, 100_000]),
@@ -280,7 +281,9 @@ def test_a_bucket_that_is_too_large_runs_in_smaller_batches(
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_row_whose_tokens_make_no_text_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool):
+def test_a_row_whose_tokens_make_no_text_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stops: bool
+):
     """Where its text is looked at for a stop text, or at its end."""
     task = job(tmp_path, [good(i) | ({"stop": ["####"]} if stops else {}) for i in range(5)])
     alone = jkv.generate(PARAMS, "full", [good(i)["prompt"] for i in range(5)], max_new_tokens=5).tokens
@@ -297,6 +300,7 @@ def test_a_row_whose_tokens_make_no_text_fails_alone(tmp_path: Path, monkeypatch
     got = written(task)
     assert [i - 1 for i, x in sorted(got.items()) if "error" in x] == same and len(same) < 5
     assert all(got[i + 1]["error"] == "PanicException: no text" for i in same)
+    assert "rows at once failed" not in capsys.readouterr().err  # nor do the others begin again
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -59,11 +59,13 @@ FLOATS = (-np.inf, -3.0, -0.5, 0.0, 0.25, 1.0, 4.0, np.inf)
 def best_first(logits, temperature, top_k, top_p, min_p):
     """The kept set by sorting, in float64: bool[V], and how near top_p the decision was."""
     best = logits.max()
-    behind = np.where(logits == best, 0, (best - np.where(np.isfinite(logits), logits, np.sign(logits) * 1e300)) / temperature)
+    behind = np.where(
+        logits == best, 0, (best - np.where(np.isfinite(logits), logits, np.sign(logits) * 1e300)) / temperature
+    )
     weight = np.where(logits == -np.inf, (best == -np.inf) * 1.0, np.exp(-behind))
     order = np.argsort(behind, kind="stable")
     rank, mass = np.empty(len(order), int), np.empty(len(order))
-    for i, t in enumerate(order):
+    for t in order:
         first = np.flatnonzero(behind[order] == behind[t])[0]  # equal tokens are where the first of them is
         rank[t], mass[t] = first, weight[order[:first]].sum() / weight.sum()
     keep = (rank < (top_k or len(logits))) & ((mass < top_p) | (top_p == 1)) & (weight >= min_p)

@@ -1,6 +1,5 @@
 """Programs of several threads, and of processes that were forked."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import compiled, forked
+from jkv import compiled
 
 
 @pytest.fixture
@@ -55,7 +54,9 @@ def test_threads_that_ask_for_one_program_compile_it_once(made, ahead):
     double = jax.jit(lambda x: 2 * x)
 
     def sums(first, second):
-        return [compiled.compiled(double, np.ones(n, np.float32))[0](np.ones(n, np.float32)).sum() for n in (first, second)]
+        return [
+            compiled.compiled(double, np.ones(n, np.float32))[0](np.ones(n, np.float32)).sum() for n in (first, second)
+        ]
 
     begin = [lambda n=n: compiled.ahead(double, np.ones(n, np.float32)).result() for n in (3, 4)] if ahead else []
     works = [lambda: sums(3, 4), lambda: sums(4, 3)] * 4
@@ -143,5 +144,3 @@ def test_a_forked_child_says_so_instead_of_hanging(call, warm):
     text = CHILD.format(call=CALLS[call], warm=warm)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-
-

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
 
 # Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory maps, 0.1 to 0.2 MB a
-# map, of which Linux gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two programs.
+# map, of which Linux gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two.
 LIMIT, HELD, MAPS = 16, 16_000, 30_000  # programs; maps of all of them; maps of the process
 LOCK = Lock()  # of the two below
 PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last

@@ -15,20 +15,20 @@ import numpy as np
 from jax import Array
 
 from jkv import sampling as draw
+from jkv.arguments import count, short
+from jkv.asked import Asked, Until, asked, composition, model
 from jkv.cache import Cache, tree_bytes
 from jkv.checks import check
 from jkv.compiled import Cost, ahead, compiled, use_disk_cache
 from jkv.config import CacheConfig
 from jkv.flush import on_top
 from jkv.loop import Decoding, absorb, absorb_own, run_blocks
-from jkv.methods import config as read_config
 from jkv.models import Params
-from jkv.prompts import Prompt, bucket, check_length, encode, pad, reaching, stop_ids_of
+from jkv.prompts import Prompt, bucket, check_length, check_total, encode, pad, reaching, stop_ids_of
 from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of, prefill_kernel_of
 from jkv.sizes import empty
 from jkv.whole import read
 
-Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
 
 
@@ -63,8 +63,11 @@ def prefill(
     >>> cache.kept().max().item(), logits.shape
     (40, (1, 100))
     """
+    model(params)
+    plan = composition(config)
     rows, _ = encode(params, prompt)
-    plan = read_config(config)
+    room = None if room is None else count("room", room, "tokens that may be added later, 0 or more")
+    chunk = None if chunk is None else count("chunk", chunk, "0 (all at once) or more")
     if room is None:
         left = params.config.context - max(map(len, rows))
         room = ROOM if plan.unlimited else max(0, min(ROOM, left))
@@ -113,6 +116,9 @@ def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     the prompt by the method's score. Raises ValueError if the cache has no room for it, or if its rows are not the
     prompt's.
     """
+    model(params)
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache is {short(cache)}: give a Cache, as prefill and generate make it")
     rows, _ = encode(params, prompt)
     return _extend(params, cache, rows, 0)[:2]
 
@@ -127,7 +133,11 @@ def _extend(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tu
                 f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
             )
     _check_on_top(cache, rows, new)
-    cost = Cost()
+    cost, model = Cost(), cache.model
+    unlimited = any(plan.budget.bounded and any(t.at == "rank" for t in plan.tiers) for plan in cache.plan)
+    check_total(model, unlimited, longest - new, new, "cache and prompt have")
+    if unlimited:
+        cache = replace(cache, model=reaching(model, bucket(longest)))
     params = replace(params, config=cache.model)
     cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
     return cache, logits, cost
@@ -179,20 +189,24 @@ def generate(
     >>> len(out.tokens), out.report.ratio > 2
     (8, True)
     """
-    run = _Run(
+    options = asked(
         params,
         cache,
-        prompt,
-        max_new_tokens,
-        dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty),
-        seed,
-        tuple(stop),
-        stop_ids,
-        chunk,
-        compare,
-        until,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        stop_ids=stop_ids,
+        chunk=chunk,
+        compare=compare,
+        until=until,
     )
-    for _ in run.blocks(live=bool(stop or until)):
+    run = _Run(params, options, *encode(params, prompt))
+    for _ in run.blocks(live=bool(options.stop or until)):
         pass
     return run.result()
 
@@ -200,15 +214,19 @@ def generate(
 def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prompt, **options: Any) -> Iterator[str]:
     """The text of one row, piece by piece as it is generated; takes the options of `generate`.
 
-    The generator's return value is the Result: `result = yield from stream(...)`.
+    The generator's return value is the Result: `result = yield from stream(...)`. What cannot be is refused at once,
+    and the prompt is read when the first piece is asked for.
     """
-    defaults: dict[str, Any] = dict(
-        max_new_tokens=128, seed=0, stop=(), stop_ids=None, chunk=None, compare=False, until=None
-    )
-    known = {name: options.pop(name, value) for name, value in defaults.items()}
-    run = _Run(params, cache, prompt, known.pop("max_new_tokens"), options, **known)
-    if len(run.rows) != 1 or params.tokenizer is None:
+    given = asked(params, cache, **options)
+    rows, single = encode(params, prompt)
+    _fit(params, given, rows)
+    if len(rows) != 1 or params.tokenizer is None:
         raise ValueError("stream takes one prompt and a model with a tokenizer; use generate for several rows or ids")
+    return _pieces(params, given, rows, single)
+
+
+def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
+    run = _Run(params, given, rows, single)
     text, done = params.tokenizer.stream(), 0
     held = ""
     for tokens in run.blocks(live=True):
@@ -241,46 +259,36 @@ def _tokens(out: Array) -> list[list[int]]:
     return [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
 
 
+def _fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
+    """Raise ValueError for options that are not those of these rows, or rows that are too long with what is asked."""
+    draw.check(len(rows), **asked.draws)
+    if asked.seeds.ndim and len(asked.seeds) != len(rows):
+        raise ValueError(
+            f"seed has {len(asked.seeds)} numbers for {len(rows)} rows: give one a row, or a single number"
+        )
+    if isinstance(asked.cache, CacheConfig):
+        check_length(asked.cache, params.config, max(map(len, rows)), asked.new)
+
+
 class _Run:
     """One generation: prefill at construction, then blocks, then the result."""
 
-    def __init__(
-        self,
-        params: Params,
-        cache: str | CacheConfig | Cache | None,
-        prompt: Prompt,
-        new: int,
-        settings: dict[str, float],
-        seed: int | Sequence[int],
-        stop: tuple[str, ...],
-        stop_ids: Sequence[int] | None,
-        chunk: int | None,
-        compare: bool,
-        until: Until | None,
-    ) -> None:
-        if compare and isinstance(cache, Cache):
-            raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
-        if new < 1:
-            raise ValueError(f"max_new_tokens={new}: ask for at least one")
-        if stop and params.tokenizer is None:
-            raise ValueError("stop texts need a tokenizer: use stop_ids")
-        self.rows, self.single = encode(params, prompt)
-        b = len(self.rows)
-        seeds = tuple(seed + i for i in range(b)) if isinstance(seed, int) else tuple(seed)
-        if len(seeds) != b:
-            raise ValueError(f"seed has {len(seeds)} numbers for {b} rows: give one a row, or a single number")
-        ids = stop_ids_of(params) if stop_ids is None else tuple(stop_ids)
-        penalized = settings.get("repetition_penalty", 1.0) != 1.0
-        self.sampling = draw.make(b, params.config.vocab, seeds=seeds, stop_ids=ids, **settings)
-        self.stop, self.until, self.new, self.chunk, self.given = stop, until, new, chunk, cache
+    def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:
+        self.rows, self.single, b = rows, single, len(rows)
+        _fit(params, asked, rows)
+        seeds = asked.seeds if asked.seeds.ndim else (asked.seeds + np.arange(b)) % (1 << 32)
+        ids = stop_ids_of(params) if asked.stop_ids is None else asked.stop_ids
+        self.sampling = draw.make(b, params.config.vocab, seeds=seeds.tolist(), stop_ids=ids, **asked.draws)
+        penalized = bool((self.sampling.penalty != 1).any())
+        new, cache, chunk, compare = asked.new, asked.cache, asked.chunk, asked.compare
+        self.stop, self.until, self.new, self.chunk, self.given = asked.stop, asked.until, new, chunk, cache
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
             self.cache, logits, self.prefill_cost = _extend(params, cache, self.rows, new)
         else:
-            config = read_config(cache)
+            config = cache
             self.name, self.bounded, self.exactness = str(config), config.budget.bounded, config.exactness
-            check_length(config, params.config, max(map(len, self.rows)), new)
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
             begin = partial(self._begin, penalized=penalized, compare=compare)
@@ -348,7 +356,10 @@ class _Run:
         if self.stop:
             over |= [any(s in self.params.tokenizer.decode(t) for s in self.stop) for t in tokens]
         if self.until:
-            over |= np.asarray(self.until(self.state.cache, self.state.logits, tokens), bool)
+            ends = np.asarray(self.until(self.state.cache, self.state.logits, tokens))
+            if ends.shape not in ((), over.shape):
+                raise ValueError(f"until gave {short(ends)} for {len(over)} rows: give one truth a row")
+            over |= ends.astype(bool)
         self.state = replace(self.state, alive=self.state.alive & ~jnp.asarray(over))
 
     def result(self) -> Result:
@@ -395,7 +406,7 @@ class _Run:
             return None, None
         # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
         forced = jnp.asarray(self.state.out)
-        cache, logits, _ = _prefill(self.params, read_config(None), self.rows, self.room, 0)
+        cache, logits, _ = _prefill(self.params, composition(None), self.rows, self.room, 0)
         state = Decoding(
             cache=cache,
             logits=logits,

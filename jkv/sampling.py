@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arguments import numbers
 from jkv.tree import static, value
 
 _BITS_OF_INF = 0x7F800000  # of all float32 from 0 to inf, the last
@@ -42,23 +43,21 @@ def check(
     repetition_penalty: float | Sequence[float] = 1.0,
 ) -> tuple[np.ndarray, ...]:
     """The settings in this order, an array [rows] each; ValueError for one out of range, naming it."""
-
-    def per_row(x: Any, kind: Any = np.float64) -> np.ndarray:
-        return np.broadcast_to(np.asarray(x, kind), rows)
-
-    heat, mass, least, penalty = map(per_row, (temperature, top_p, min_p, repetition_penalty))
-    first, largest = per_row(top_k, np.int64), float(np.finfo(np.float32).max)
-    ranges = {
-        "temperature": (heat, (heat >= 0) & (heat <= largest), "0 (greedy) or more"),
-        "top_k": (first, (first >= 0) & (first < 1 << 31), "0 (off) or more"),
-        "top_p": (mass, (mass > 0) & (mass <= 1), "above 0, at most 1"),
-        "min_p": (least, (least >= 0) & (least < 1), "0 (off) or more, below 1"),
-        "repetition_penalty": (penalty, (penalty > 0) & (penalty <= largest), "above 0; 1 is off"),
-    }
-    for name, (got, fine, want) in ranges.items():
-        if not fine.all():
-            raise ValueError(f"{name}={got[~fine][0]}: give {want}")
+    largest = float(np.finfo(np.float32).max)
+    tiny = float(np.nextafter(0, 1))
+    heat = _per_row(rows, "temperature", temperature, "0 (greedy) or more", False, 0, largest)
+    first = _per_row(rows, "top_k", top_k, "0 (off) or more, a whole number", True, 0, (1 << 31) - 1)
+    mass = _per_row(rows, "top_p", top_p, "above 0, at most 1", False, tiny, 1)
+    least = _per_row(rows, "min_p", min_p, "0 (off) or more, below 1", False, 0, float(np.nextafter(1, 0)))
+    penalty = _per_row(rows, "repetition_penalty", repetition_penalty, "above 0; 1 is off", False, tiny, largest)
     return heat, first, mass, least, penalty
+
+
+def _per_row(rows: int, name: str, x: Any, want: str, whole: bool, least: float, most: float) -> np.ndarray:
+    got = numbers(name, x, want, whole=whole, least=least, most=most)
+    if got.ndim and len(got) not in (1, rows):
+        raise ValueError(f"{name} has {len(got)} numbers for {rows} rows: give one a row, or a single number")
+    return np.broadcast_to(got, rows)
 
 
 def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int], **settings: Any) -> Sampling:

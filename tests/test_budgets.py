@@ -36,8 +36,8 @@ def planned(text: str, longest: int = LENGTH, new: int = 0):
 
 def limits(plans, seen: int, generated: int = 0) -> list[int]:
     """Tokens that each layer may hold of a row, its recent window included."""
-    of = (jnp.array([seen]), jnp.array([generated]))
-    return [int(_limit(plan, *of, None)[0]) + plan.recent for plan in plans]
+    of = Counts(seen=jnp.array([seen]), prompt=jnp.array([seen - generated]), later=jnp.array([0]))
+    return [int(_limit(plan, of, None)[0]) + plan.recent for plan in plans]
 
 
 def divided(plans) -> list[bool]:

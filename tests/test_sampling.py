@@ -65,7 +65,7 @@ def best_first(logits, temperature, top_k, top_p, min_p):
     weight = np.where(logits == -np.inf, (best == -np.inf) * 1.0, np.exp(-behind))
     order = np.argsort(behind, kind="stable")
     rank, mass = np.empty(len(order), int), np.empty(len(order))
-    for i, t in enumerate(order):
+    for t in order:
         first = np.flatnonzero(behind[order] == behind[t])[0]  # equal tokens are where the first of them is
         rank[t], mass[t] = first, weight[order[:first]].sum() / weight.sum()
     keep = (rank < (top_k or len(logits))) & ((mass < top_p) | (top_p == 1)) & (weight >= min_p)

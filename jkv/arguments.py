@@ -1,0 +1,49 @@
+"""Numbers that a caller gives: of Python, numpy or jax, and refused by the argument's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def count(name: str, x: Any, want: str, least: int = 0) -> int:
+    """A whole number of `least` or more."""
+    got = numbers(name, x, want, whole=True, least=least, most=1 << 62)
+    if got.ndim:
+        raise ValueError(f"{name}={short(x)}: give {want}")
+    return int(got)
+
+
+def numbers(name: str, x: Any, want: str, *, whole: bool, least: float, most: float) -> np.ndarray:
+    """A number or a list of them, of Python, numpy or jax, i64 or f64, in a range; ValueError with the name if not.
+
+    Truths and texts are no numbers, and what is whole is not written as a float.
+
+    >>> numbers("top_k", [1, np.int8(2)], "whole numbers", whole=True, least=0, most=9).tolist()
+    [1, 2]
+    """
+    wrong = ValueError(f"{name}={short(x)}: give {want}")
+    if isinstance(x, list | tuple) and any(isinstance(v, bool | np.bool_) for v in x):
+        raise wrong
+    try:
+        got = np.asarray(x)
+    except (ValueError, TypeError):
+        raise wrong from None
+    if got.size == 0 and got.ndim == 1:
+        return np.zeros(0, np.int64 if whole else np.float64)
+    kinds = (jnp.integer,) if whole else (jnp.integer, jnp.floating)
+    if got.ndim > 1 or not any(jnp.issubdtype(got.dtype, kind) for kind in kinds):
+        raise wrong
+    got = got if whole else got.astype(np.float64)
+    fine = (got >= least) & (got <= most)
+    if not fine.all():
+        raise ValueError(f"{name}={got[~fine].reshape(-1)[0]}: give {want}")
+    return got.astype(np.int64 if whole else np.float64)
+
+
+def short(x: Any) -> str:
+    """What was given, as far as it fits in a message."""
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -14,30 +16,53 @@ import orbax.checkpoint as ocp
 
 from jkv.figures import blank
 from jkv.io.safetensors import read_json
+from jkv.locks import locked
 from jkv.results import overwrite
 
-WHAT, METRICS, CURVES = "training.json", "metrics.jsonl", "curves.png"
+WHAT, METRICS, CURVES, LOCK = "training.json", "metrics.jsonl", "curves.png", ".lock"
 
 
 class Folder:
     """The folder of one training. An existing one is gone on with if `resume`, and if it is of the same training.
 
-    Raises ValueError where it is not: another model, data or recipe, each named.
+    Raises ValueError where it is not: another model, data or recipe, each named; and while another process trains in
+    it, until that one closes it.
     """
 
     def __init__(self, path: str | Path, what: Mapping[str, Any], resume: bool) -> None:
         self.path = Path(path).expanduser().resolve()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(locked(self.path / LOCK, wait=False))
+            except BlockingIOError:
+                told = "another process trains in it: wait for it, or give another --out"
+                raise ValueError(f"{self.path}: {told}") from None
+            self._claim(what, resume)
+            self._held = held.pop_all()
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every save
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self.manager: Any = ocp.CheckpointManager(self.path / "checkpoints", options=options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets other processes go on with the training."""
+        self._held.close()
+
+    def _claim(self, what: Mapping[str, Any], resume: bool) -> None:
+        path = self.path
         what, old = json.loads(json.dumps(what)), read_json(self.path / WHAT)
         if old is not None and not resume:
             raise ValueError(f"{path} holds a training already: go on with it by --resume, or give another --out")
         if old is not None and (changed := sorted(k for k in {*old, *what} if old.get(k) != what.get(k))):
             told = ", ".join(f"{k} {old.get(k)} (now {what.get(k)})" for k in changed)
             raise ValueError(f"{path} holds another training, with {told}: ask for the same, or give another --out")
-        self.path.mkdir(parents=True, exist_ok=True)
         overwrite(self.path / WHAT, json.dumps(what, indent=1) + "\n")
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every save
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self.manager: Any = ocp.CheckpointManager(self.path / "checkpoints", options=options)
 
     def last(self, like: Any) -> Any:
         """The value of the newest whole checkpoint, None if there is none; metrics of what came after it are gone."""
@@ -53,16 +78,39 @@ class Folder:
         if number not in self.manager.all_steps():
             self.manager.save(number, args=ocp.args.StandardSave(jax.device_get(value)))
 
+    @contextlib.contextmanager
+    def keeping(self, state: Callable[[], tuple[int, Any]]) -> Iterator[None]:
+        """Saves the number and the value that `state` gives at the end, by an error too, which nothing then hides."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.save(*state())
+            except Exception as error:
+                told = "the state could not be kept; --resume goes on from the last checkpoint before it"
+                print(f"{self.path}: {told} ({error})", file=sys.stderr)
+            raise
+        self.save(*state())
+
     def add(self, row: Mapping[str, Any]) -> None:
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.path / METRICS
+        """The whole lines; a damaged one is told of and left out, as it is worth less than what was trained."""
+        path, found = self.path / METRICS, []
         if not path.exists():
             return []
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may leave half a line
+        with path.open("rb") as file:
+            for at, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line)
+                    found += [row] if row["number"] >= 0 and line.endswith(b"\n") else []
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    if line.endswith(b"\n"):  # a kill may leave half a line
+                        told = "is damaged and left out; only the curves want it"
+                        print(f"{path}: line {at} {told}", file=sys.stderr)
+        return found
 
     def draw(self) -> Path:
         """The curves of all metrics: warm losses by layer, the others by step; long ones with a running mean."""

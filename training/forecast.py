@@ -28,7 +28,7 @@ from jkv.selectors.forecast import Convolution, Forecast, Linear, Predictor, for
 from jkv.selectors.quest import PageBound
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
-from jkv.training.optimiser import adamw, advance, cosine
+from jkv.training.optimiser import adamw, advance, cosine, sound
 from jkv.training.warm import through
 from jkv.tree import part, value
 
@@ -245,20 +245,18 @@ class Training:
             for _ in range(int(state.steps)):
                 self.say("done before")
         total = self.every.x.shape[0]
-        try:
+        with self.folder.keeping(lambda: (int(state.steps), state)):
             for step in range(int(state.steps), recipe.steps):
                 which = np.random.default_rng((recipe.seed, step)).integers(0, total, recipe.batch)
                 made, loss = update(state, jax.tree.map(lambda x, i=which: x[i], self.every), recipe)
-                if not np.isfinite(loss):
+                if not (np.isfinite(loss) and sound(made.net)):
                     raise ValueError(
-                        f"the error is not finite at step {step + 1}; the state after {step} steps is kept in "
-                        f"{self.folder.path}: train into another --out with a lower --rate"
+                        f"the error, or a weight, is not finite at step {step + 1}; the state after {step} steps is "
+                        f"kept in {self.folder.path}: train into another --out with a lower --rate"
                     )
                 state = made
                 self.folder.add({"number": step + 1, "error": float(loss)})
                 self.say(f"step {step + 1}: error {float(loss):.3g}")
                 if (step + 1) % recipe.every == 0:
                     self.folder.save(step + 1, state)
-        finally:
-            self.folder.save(int(state.steps), state)
         return state.net

@@ -85,7 +85,7 @@ class Run:
 
     def card(self, what: dict[str, Any], folder: Folder) -> dict[str, Any]:
         named = {"name": self.model, "model": learned.identities(self.params)}
-        return what | named | {"losses": folder.metrics()[-1]}
+        return what | named | {"losses": (folder.metrics() or [{}])[-1]}
 
 
 @method
@@ -158,17 +158,17 @@ def fitted(
         check(parse(known), run.params.config)
     begun = {} if run.start is None else {"start": digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])}
     what = run.what(made, recipe, **begun, **(more or {}))
-    folder = Folder(run.out, what, run.resume)
-    with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
-        score = Training(run.params, made, recipe, folder, say).run(score).score
-    with console.status("what came of it"):
-        arrays = vars(recipe.finished(run.params, made, score).gate)
-    card = run.card(what, folder)
-    learned.write(run.out, arrays, card)
-    print(f"learned: {run.out}\ndrawn: {folder.draw()}")
-    if held is not None:
-        card["eval"] = (about or {}) | perplexities(run.params, held, caches)
+    with Folder(run.out, what, run.resume) as folder:
+        with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
+            score = Training(run.params, made, recipe, folder, say).run(score).score
+        with console.status("what came of it"):
+            arrays = vars(recipe.finished(run.params, made, score).gate)
+        card = run.card(what, folder)
         learned.write(run.out, arrays, card)
+        print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+        if held is not None:
+            card["eval"] = (about or {}) | perplexities(run.params, held, caches)
+            learned.write(run.out, arrays, card)
 
 
 def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str, ...]) -> dict[str, Any]:
@@ -213,36 +213,36 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
     made, held = run.given()
     forecast.check(run.params, made, select, recipe)
     what = run.what(made, recipe, page=page)
-    folder = Folder(run.out, what, run.resume)
-    every = gathered(run.params, made, select, recipe)
-    line = forecast.least_squares(every)
-    with console.progress(recipe.steps) as say:
-        net = forecast.Training(every, line, recipe, folder, say).run()
-    card = run.card(what, folder)
-    arrays = vars(net) | {forecast.BASELINE: line.weights}
-    learned.write(run.out, arrays, card)
-    print(f"learned: {run.out}\ndrawn: {folder.draw()}")
-    if held is not None:
-        ids, source = jnp.asarray(held[0]), held[1]
-        pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
-        unseen, ranks = gathered(
-            run.params,
-            Batch(ids=ids, pos=pos),
-            select,
-            recipe,
-            lambda *seen: (forecast.moments(*seen), forecast.others(*seen)),
-        )
-        ranks |= {
-            kind: forecast.forecast(of, jnp.asarray(unseen.x), jnp.asarray(unseen.use))
-            for kind, of in ((forecast.BASELINE, line), ("conv", net))
-        } | {"best": unseen.mass}
-        shares = {
-            kind: {pages: round(float(forecast.recovered(rank, unseen, pages)), 4) for pages in (4, 8, 16, 32)}
-            for kind, rank in ranks.items()
-        }
-        card["eval"] = {"source": source, "samples": len(ids), "recovered": shares}
+    with Folder(run.out, what, run.resume) as folder:
+        every = gathered(run.params, made, select, recipe)
+        line = forecast.least_squares(every)
+        with console.progress(recipe.steps) as say:
+            net = forecast.Training(every, line, recipe, folder, say).run()
+        card = run.card(what, folder)
+        arrays = vars(net) | {forecast.BASELINE: line.weights}
         learned.write(run.out, arrays, card)
-        print(f"{source}, share of the next query's attention in so many pages: {shares}")
+        print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+        if held is not None:
+            ids, source = jnp.asarray(held[0]), held[1]
+            pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
+            unseen, ranks = gathered(
+                run.params,
+                Batch(ids=ids, pos=pos),
+                select,
+                recipe,
+                lambda *seen: (forecast.moments(*seen), forecast.others(*seen)),
+            )
+            ranks |= {
+                kind: forecast.forecast(of, jnp.asarray(unseen.x), jnp.asarray(unseen.use))
+                for kind, of in ((forecast.BASELINE, line), ("conv", net))
+            } | {"best": unseen.mass}
+            shares = {
+                kind: {pages: round(float(forecast.recovered(rank, unseen, pages)), 4) for pages in (4, 8, 16, 32)}
+                for kind, rank in ranks.items()
+            }
+            card["eval"] = {"source": source, "samples": len(ids), "recovered": shares}
+            learned.write(run.out, arrays, card)
+            print(f"{source}, share of the next query's attention in so many pages: {shares}")
 
 
 def gathered(params: Params, *given: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
 
 def cosine(rate: float, rise: int, steps: int) -> Any:
@@ -38,3 +40,8 @@ def advance(tune: Any, slope: Any, moments: Any, tree: Any) -> tuple[Any, Any]:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         change, moments = tune.update(slope, moments, tree)
         return optax.apply_updates(tree, change), moments
+
+
+def sound(tree: Any) -> Array:
+    """bool[]: whether all numbers of a tree are finite."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

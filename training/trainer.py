@@ -19,7 +19,7 @@ from jkv.models import Params
 from jkv.training.checkpoints import Folder
 from jkv.training.data import Order, rows
 from jkv.training.losses import Batch, Teacher, teach
-from jkv.training.optimiser import adamw, advance
+from jkv.training.optimiser import adamw, advance, sound
 from jkv.training.student import hidden
 from jkv.tree import part, value
 
@@ -109,7 +109,7 @@ def update(
     score, moments = advance(recipe.tune(), slope, state.moments, state.score)
     made = State(score=score, moments=moments, layers=state.layers, steps=state.steps + 1)
     metrics = {name: x.mean() for name, x in told.items()} | {"gradient": optax.tree.norm(slope)}
-    fine = jnp.isfinite(jnp.stack(jax.tree.leaves(metrics))).all()
+    fine = sound(metrics) & sound(score)
     made = jax.tree.map(lambda new, old: jnp.where(fine, new, old), made, state)
     return made, metrics | {"fine": fine}
 
@@ -138,18 +138,16 @@ class Training:
             self.state = jax.tree.map(jnp.asarray, found)
             for _ in range(self.state.number):
                 self.say("done before")
-        try:
+        with self.folder.keeping(lambda: (self.state.number, self.state)):
             self._warm()
             self._steps()
-        finally:
-            self.folder.save(self.state.number, self.state)
         return self.state
 
     def _warm(self) -> None:
         found = self.recipe.warmed(self.params, self.texts, self.state.score, int(self.state.layers))
         for score, losses in found:
             layer = int(self.state.layers)
-            if not np.isfinite(losses).all():
+            if not (np.isfinite(losses).all() and sound(score)):
                 raise self._failed(f"the warm start of layer {layer}", f"{layer} layers")
             self.state = replace(self.state, score=score, layers=jnp.int32(layer + 1))
             self._tell(f"layer {layer}", {"warm": float(losses[-max(1, len(losses) // 10) :].mean())})
@@ -194,6 +192,6 @@ class Training:
 
     def _failed(self, where: str, kept: str) -> ValueError:
         return ValueError(
-            f"the loss is not finite at {where}; the state after {kept} is kept in {self.folder.path}: "
+            f"the loss, or a weight, is not finite at {where}; the state after {kept} is kept in {self.folder.path}: "
             "train into another --out with a lower --rate, or without these texts"
         )

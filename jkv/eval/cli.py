@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from jkv.options import Dtype, Model
 if TYPE_CHECKING:
     from jkv.eval.experiments import Setting
     from jkv.eval.results import Results
+    from jkv.models import Params
 
 app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
 
@@ -38,8 +40,16 @@ Seen = Annotated[
 
 
 def _setting(
-    model: str, caches: list[str] | None, all_: bool, length: int, batch: int, path: Any, seed: int, dtype: str
+    model: str,
+    caches: list[str] | None,
+    all_: bool,
+    length: int | Callable[[Params], int],
+    batch: int,
+    path: Any,
+    seed: int,
+    dtype: str,
 ) -> Setting:
+    """The setting; length: of what is compressed, of which the catalogue takes its shares."""
     from jkv.eval.experiments import Setting, catalogue
     from jkv.io.load import load
     from jkv.methods import parse
@@ -50,7 +60,8 @@ def _setting(
     if batch < 1:
         raise ValueError(f"batch={batch}: rows at a time, 1 or more")
     params = load(model, dtype)
-    names += catalogue(length, params) if all_ else []
+    if all_:
+        names += catalogue(length if isinstance(length, int) else length(params), params)
     return Setting(model, params, list(dict.fromkeys(names)), batch, path, seed)
 
 
@@ -273,7 +284,11 @@ def multiturn(
         tasks.find(shared.SESSIONS, name)
     if unknown := [m for m in modes if m not in ("reused", "turns", "rebuilt")]:
         raise ValueError(f"--mode {unknown[0]}: reused, turns or rebuilt")
-    s = _setting(model, cache, catalogue, length, batch, out, seed, dtype)
+
+    def held(params: Params) -> int:
+        return experiments.context(params, names, length, samples, seed)
+
+    s = _setting(model, cache, catalogue, held, batch, out, seed, dtype)
     with console.progress(len(s.caches) * len(names) * len(modes)) as say:
         found = experiments.multiturn(s, names, length, samples, modes, say)
     _show(found)

@@ -274,6 +274,13 @@ def needle(
     return _asked(s, found, made, lambda _: tasks.TASKS["niah"], say, seen)
 
 
+def context(params: Params, names: Sequence[str], length: int, samples: int, seed: int) -> int:
+    """Tokens of the contexts of sessions, their mean: what a budget is a share of, and the questions are not in it."""
+    counted = count(params, shared.TURNS + 1)
+    made = [x for n in names for x in shared.sessions(n, length, samples, seed, counted)]
+    return round(float(np.mean([len(measure.cut(params, x.turns[0])[0]) for x in made])))
+
+
 def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes: Sequence[str], say: Say) -> Results:
     """One row a cache, session and mode; see `measure.converse`."""
     counted = count(s.params, shared.TURNS + 1)
@@ -299,6 +306,7 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
             "by_turn": by_turn.round(4).tolist(),
             "honest": round(float(np.mean(honest)), 4),
             "samples": len(got),
+            "answers": len(got) * len(by_turn),
             **vars(cost),
         }
 

@@ -32,9 +32,10 @@ PIECE = 512  # tokens of an endless text that are read together
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a cache held of what it had seen: fraction of tokens, bytes per row, and those of the full cache."""
+    """What a cache held of what it had seen: `kept` of `context` tokens, bytes per row, and those of the full cache."""
 
     kept: float
+    context: int
     bytes: int
     bytes_full: int
 
@@ -47,7 +48,10 @@ def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
         config = replace(config, budget=cache.plan[0].budget)
     _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, cache.dtype)
     return Held(
-        kept=round(float(kept.mean()), 4), bytes=tree_bytes(made), bytes_full=int(full_bytes(cache) / cache.rows)
+        kept=round(float(kept.mean()), 4),
+        context=round(float(seen.mean())),
+        bytes=tree_bytes(made),
+        bytes_full=int(full_bytes(cache) / cache.rows),
     )
 
 

@@ -26,7 +26,8 @@ class Point:
 
     task: a suite, or a task by itself; asked: whether the question was seen, the mode, or frozen; tasks: those of the
     suite; length: tokens of the texts, rest: those predicted after them, None if the file does not say; share, kept: of
-    the full cache's bytes and tokens; itemsize: bytes a number of the full one; samples: None if a file does not say;
+    the full cache's bytes and tokens; itemsize: bytes a number of the full one; samples, answers: how many prompts and
+    answers to them, None if a file does not say;
     more: means of what else its rows have, such as ms_token.
     """
 
@@ -42,6 +43,7 @@ class Point:
     value: float
     share: float
     samples: int | None
+    answers: int | None
     files: tuple[str, ...]
     more: dict[str, float]
 
@@ -49,6 +51,11 @@ class Point:
     def loss(self) -> float:
         """Less is better."""
         return self.value if self.metric in LOWER else -self.value
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where a score is by so few answers, with 95%; None for what is no share of answers."""
+        return wilson(self.value, self.answers) if self.metric == "score" and self.answers else None
 
     @property
     def like(self) -> tuple[Any, ...]:
@@ -59,6 +66,18 @@ class Point:
     def size(self) -> str:
         """The tokens of its texts, to be read."""
         return "" if self.length is None else f"{self.length:,}" + (f" + {self.rest:,}" if self.rest else "")
+
+
+def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The interval of a share of n answers: (p + z^2/2n -+ z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n).
+
+    Answers that count in part vary less, so for their mean it is wide enough. Source: Wilson (1927).
+
+    >>> [round(x, 3) for x in wilson(0.5, 6)], [round(x, 3) for x in wilson(1.0, 100)]
+    ([0.188, 0.812], [0.963, 1.0])
+    """
+    middle, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max((middle - half) / (1 + z * z / n), 0.0), min((middle + half) / (1 + z * z / n), 1.0)
 
 
 def pareto(found: Iterable[T], of: Callable[[T], tuple[float, float]]) -> list[T]:
@@ -138,7 +157,12 @@ def _point(key: tuple[Any, ...], some: list[Any]) -> Point:
     def mean(values: Iterable[float]) -> float:
         return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
 
-    others = [k for k in ("kept", "ppl", "honest", "ms_token") if k != metric and all(_number(r.get(k)) for r in rows)]
+    answers = [row.get("answers", n) for row, n in zip(rows, counts, strict=True)]
+    others = [
+        k
+        for k in ("kept", "context", "ppl", "honest", "ms_token")
+        if k != metric and all(_number(r.get(k)) for r in rows)
+    ]
     return Point(
         cache=cache,
         metric=metric,
@@ -152,6 +176,7 @@ def _point(key: tuple[Any, ...], some: list[Any]) -> Point:
         value=mean(r[metric] for r in rows),
         share=mean(r["bytes"] / r["bytes_full"] for r in rows),
         samples=None if None in counts else sum(counts),
+        answers=None if None in answers else sum(answers),
         files=tuple(dict.fromkeys(file for file, *_ in some)),
         more={k: mean(r[k] for r in rows) for k in others},
     )

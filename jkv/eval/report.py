@@ -42,7 +42,10 @@ def groups(found: Iterable[Point]) -> list[tuple[str, list[Point]]]:
 
 
 def table(found: Sequence[Point]) -> Table:
-    """A line a cache and task; it is markdown too. The star marks what nothing else beats at its bytes."""
+    """A line a cache and task; it is markdown too. The star marks what nothing else beats at its bytes.
+
+    quality: a score's interval is of 95%, by how many answers there are; kept: of how many tokens of the context.
+    """
     heads = ("cache", "task", "tokens", "asked", "quality", "kept", "x smaller", "ms/token")
     several = len({p.model for p in found}) > 1
     out = Table(*heads, *(["model"] if several else []), box=box.MARKDOWN)
@@ -50,6 +53,7 @@ def table(found: Sequence[Point]) -> Table:
         best = pareto(some, lambda p: (p.share, p.loss))
         for p in some:
             value = f"{p.value:.3f}" if p.metric == "score" else f"{p.metric} {p.value:.4g}"
+            value += f" [{p.interval[0]:.2f}, {p.interval[1]:.2f}]" if p.interval else ""
             value += "".join(f" ({k} {p.more[k]:.4g})" for k in ("ppl", "honest") if k in p.more)
             out.add_row(
                 p.cache + (" *" if p in best else ""),
@@ -57,12 +61,19 @@ def table(found: Sequence[Point]) -> Table:
                 p.size,
                 p.asked,
                 value,
-                f"{p.more['kept']:.3f}" if "kept" in p.more else "",
+                _kept(p),
                 f"{1 / p.share:.2f}",
                 f"{p.more['ms_token']:.1f}" if "ms_token" in p.more else "",
                 *([p.model] if several else []),
             )
     return out
+
+
+def _kept(p: Point) -> str:
+    """The share of the tokens that were really kept, whatever the cache was asked for."""
+    if "kept" not in p.more:
+        return ""
+    return f"{p.more['kept']:.3f}" + (f" of {p.more['context']:,.0f}" if "context" in p.more else "")
 
 
 PPL = (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1000)  # on an axis of perplexities

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 import jkv
 from jkv import loop, models
 from jkv.cli import app
-from jkv.eval import measure
+from jkv.eval import experiments, measure
 from jkv.io import load as loading
 
 RUNNER = CliRunner()
@@ -158,9 +159,25 @@ def test_tasks_of_all_kinds_run(tmp_path):
     rows = {name: json.loads(path.read_text())["rows"] for name, path in out.items()}
     assert [(r["task"], r["question"]) for r in rows["ruler"]] == [("ruler/vt", "seen"), ("ruler/vt", "unseen")]
     assert [r["task"] for r in rows["niah"]] == ["niah/3500/0.00", "niah/3500/1.00"]
-    assert len(rows["multiturn"][0]["by_turn"]) == 5 and "honest" in rows["multiturn"][0]
+    told = rows["multiturn"][0]
+    assert len(told["by_turn"]) == 5 and "honest" in told and told["answers"] == 5
+    assert (
+        round(told["kept"] * told["context"]) == 40 and told["context"] < 3500
+    )  # what was kept of what was compressed
+    for row in (row for some in rows.values() for row in some):  # those who know the question have its answer too
+        assert 39 < row["kept"] * row["context"] <= 40 + 64 and row["context"] < 3600
     assert (tmp_path / "plots" / "niah-knorm-budget-40-question-seen.png").exists()
-    assert "unseen reused" in run("report", *out.values()).stdout
+    shown = run("report", *out.values()).stdout
+    assert "unseen reused" in shown and f"{told['kept']:.3f} of {told['context']:,}" in shown
+
+
+def test_the_catalogue_takes_its_shares_of_what_is_compressed(monkeypatch):
+    """A session's context is a part of its length: half of the tokens are half of those."""
+    asked = []
+    monkeypatch.setattr(experiments, "catalogue", lambda length, params: asked.append(length) or [OWN])
+    result = run("multiturn", "--tasks", "kv", "--mode", "reused", "--length", 3500, "--samples", 1, "--catalogue")
+    context = int(re.search(r" of ([\d,]+)", result.stdout)[1].replace(",", ""))
+    assert asked == [context] and 0 < context < 3500
 
 
 def saved(path, *arrays, **named):

@@ -47,6 +47,14 @@ def test_a_session_says_how_often_the_probe_was_answered_honestly():
     assert "0.500 (honest 0.75)" in printed(rows) and "unseen reused" in printed(rows)
 
 
+def test_a_score_says_how_far_so_few_answers_are_to_be_trusted():
+    few, many = row("full", "niah/512/0.00", score=0.5, samples=6), row("h2o", "niah/512/0.00", score=0.5, samples=600)
+    assert "0.500 [0.19, 0.81]" in printed([few]) and "0.500 [0.46, 0.54]" in printed([many])
+    told = row("full", "multiturn/kv", mode="reused", score=1.0, samples=3, answers=15, context=694)
+    assert "1.000 [0.80, 1.00]" in printed([told]) and "0.500 of 694" in printed([told])
+    assert "[" not in printed([row("full", ppl=9.0, samples=4), row("full", "fidelity/pydoc", kl=0.1, samples=4)])
+
+
 TOLD = (("kv", 1.0), ("vt", 0.5))
 
 

@@ -1,5 +1,6 @@
 """jkv train: what it learns is used, a killed training ends like one that was not, and trouble loses nothing."""
 
+import errno
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
 from jkv.models import Projected
 from jkv.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
-from jkv.training import methods, trainer
+from jkv.training import methods, retention, trainer
 from jkv.training.checkpoints import Folder
 
 ARGUMENTS = (
@@ -196,12 +197,92 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
         result = train(tmp_path)
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
-    assert "error: the loss is not finite at step 5, with the texts [" in error
+    assert "error: the loss, or a weight, is not finite at step 5, with the texts [" in error
     assert "after 4 steps is kept" in error and "lower --rate" in error
     state = Folder(tmp_path, read_json(tmp_path / "training.json"), True).last(None)
     assert int(state["steps"]) == 4 and all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
     assert metrics(tmp_path) == metrics(whole)[:6]
     assert not (tmp_path / "card.json").exists()
+
+
+@pytest.mark.parametrize("what", ["warm", "step"])
+def test_weights_that_are_no_numbers_are_not_kept_though_their_losses_are(tiny, tmp_path, whole, what):
+    """What the last update of a layer, or of all, breaks, no loss has seen."""
+
+    def broken(score):
+        return replace(score, gate=replace(score.gate, into=score.gate.into.at[1, 0, 0].set(jnp.nan)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "warm":
+            warmed = retention.Recipe.warmed
+            patch.setattr(retention.Recipe, "warmed", lambda *a: ((broken(s), x) for s, x in warmed(*a)))
+        else:
+            patch.setattr(trainer, "advance", lambda tune, slope, moments, score: (broken(score), moments))
+        result = train(tmp_path, *(["--seed", 3] if what == "step" else []))  # a program that is not compiled yet
+    assert result.exit_code == 1 and "the loss, or a weight, is not finite at" in result.stderr
+    state = Folder(tmp_path, read_json(tmp_path / "training.json"), True).last(None)
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+    assert int(state["layers"]) + int(state["steps"]) == {"warm": 0, "step": 2}[what]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"\0" * 30, b'{"number": 3, "lo', b"[1]", b"{}", b'{"number": "3"}', b"\xff\xfe", b"[" * 100_000],
+    ids=["nul", "torn", "list", "nothing", "text", "bytes", "deep"],
+)
+def test_a_damaged_line_of_the_curves_does_not_end_a_training(whole, tmp_path, damage, capsys):
+    shutil.copy(whole / "training.json", tmp_path)
+    lines = (whole / "metrics.jsonl").read_bytes().splitlines()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]) + b"\n")
+    with Folder(tmp_path, read_json(whole / "training.json"), True) as folder:
+        assert [row["number"] for row in folder.metrics()] == [1, 2, *range(4, 23)]
+    assert "metrics.jsonl: line 3 is damaged and left out" in capsys.readouterr().err
+
+
+def test_a_finished_training_with_damaged_curves_ends_again(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "again")
+    (tmp_path / "again" / "metrics.jsonl").write_bytes(b"\0\0\n")
+    result = train(tmp_path / "again", "--resume")
+    assert result.exit_code == 0 and "line 1 is damaged" in result.stderr, result.output
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from jkv.locks import locked
+with locked(Path(sys.argv[1])):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_in_which_another_process_trains_is_refused_and_stays(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "again")
+    before = {p: p.read_bytes() for p in (tmp_path / "again").rglob("*") if p.is_file()}
+    held = [sys.executable, "-c", HOLDER, str(tmp_path / "again" / ".lock")]
+    with subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "in\n"
+        refused(train(tmp_path / "again", "--resume"), "another process trains in it", "another --out")
+        other.kill()
+    assert {p: p.read_bytes() for p in before} == before
+    assert train(tmp_path / "again", "--resume").exit_code == 0  # what a kill held is free
+    assert not (tmp_path / "again" / ".lock").exists()
+
+
+def test_a_full_disk_does_not_hide_what_ended_a_training(tiny, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(self, number, value):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def broken(self):
+            raise ValueError("the first error")
+
+        patch.setattr(Folder, "save", full)
+        patch.setattr(trainer.Training, "_steps", broken)
+        result = train(tmp_path, "--warm", 0)
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1] == "error: the first error"
+    assert "the state could not be kept" in result.stderr and "No space left" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jkv.kernels.prefill_attention.check import Case, cases, problem
 def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     """The arguments of a kernel, in numpy: log-sum-exps are the true ones, NaN where a query sees nothing."""
     p = problem(case, seed)
-    p.pop("v"), p.pop("until", None)
+    p = {name: x for name, x in p.items() if name not in ("v", "until")}
     logits, _ = scored(p)
     top = logits.max(-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)

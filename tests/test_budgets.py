@@ -11,7 +11,7 @@ from rig import CASES, MODEL, PARAMS
 
 import jkv
 from jkv.budgets import Tokens
-from jkv.cache import tree_bytes
+from jkv.cache import Counts, tree_bytes
 from jkv.checks import check
 from jkv.divisions import pyramid
 from jkv.flush import _limit

@@ -8,17 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import MODEL, PARAMS
 
+from jkv import loop, sizes
 from jkv.cache import Queries, Window
+from jkv.config import CacheConfig
 from jkv.divisions import pyramid
 from jkv.evidence import Evidence
-from jkv.protocols import Born
+from jkv.protocols import Born, Needs, Score
 from jkv.rope import Rope
 from jkv.scores.attention import Accumulated, WindowMass
 from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
 from jkv.scores.position import Newest, Pool, Protect
 from jkv.scores.wrappers import AcrossHeads
 from jkv.selectors.quest import PageBound
+from jkv.tree import part
 
 PLAIN = Rope(inv_freq=(0.0,), longest=512)  # turns nothing
 
@@ -176,3 +180,53 @@ def test_page_bounds_bound():
         jnp.asarray(q)[None, None, :, None], (low[None, None], high[None, None]), live
     )
     np.testing.assert_array_equal(got[0, 0], np.argsort(-bound.max(0)))
+
+
+@part
+class Record(Score):
+    """Columns: how often each token's query was new, how often it was among those kept, and whether these rose."""
+
+    kept: int = 0
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(queries=self.kept, new=True)
+
+    def birth(self, new: Born):
+        return {name: jnp.zeros(new.k.shape[:3]) for name in ("new", "kept", "wrong")}
+
+    def observe(self, ev: Evidence):
+        mine = lambda q: (ev.pos[..., None] == q.pos[:, None, None]).sum(-1).astype(jnp.float32)  # noqa: E731
+        out = {**ev.columns, "new": ev.columns["new"] + mine(ev.new)}
+        if ev.kept is not None:
+            want = ev.seen[:, None] - self.kept + jnp.arange(self.kept)[None]
+            out["kept"] = mine(ev.kept)
+            out["wrong"] = ev.columns["wrong"] + (ev.kept.pos != want).sum(-1)[:, None, None].astype(jnp.float32)
+        return out
+
+    def rank(self, ev: Evidence):
+        return ev.pos.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("kept, block", [(0, 8), (5, 8), (11, 8), (30, 8)])
+def test_every_query_is_new_once_and_the_newest_are_kept_in_order(kept: int, block: int):
+    """A prompt, steps, a text that is added in the middle of a block, shorter or longer than the ring, and steps."""
+    config = CacheConfig(score=Record(kept=kept), block=block, recent=4)
+    cache = sizes.empty(config, MODEL, 2, 140, 40, jnp.float32)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, MODEL.vocab, (2, 140)))
+    cache, _ = loop.absorb(PARAMS, cache, ids[:, :40], fresh=True)
+    at = 40
+    for steps, more in ((11, 3), (19, 25), (6, 0)):
+        for _ in range(steps):
+            cache, _ = loop.step(PARAMS, cache, ids[:, at])
+            at += 1
+        if more:
+            cache, _ = loop.absorb(PARAMS, cache, ids[:, at : at + more])
+            at += more
+    for layer in cache.layers:
+        assert layer.queries is not None and layer.queries.pos.shape[1] == max(kept, block)
+        pos, columns = np.asarray(layer.tiers[0].pos), layer.tiers[0].columns
+        for row in range(2):
+            order = np.argsort(pos[row, 0])[-(at - 4 - 8) :]
+            np.testing.assert_array_equal(np.asarray(columns["new"])[row, :, order], 1)
+            np.testing.assert_array_equal(np.asarray(columns["wrong"])[row, :, order], 0)

@@ -47,7 +47,7 @@ class Oldest(Score):
 
 def given(new: Born) -> Columns:
     """The column `given`: 1 for what was given, in whatever turn, 0 for what was generated."""
-    return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0)}
+    return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0, jnp.float32)}
 
 
 @part

@@ -77,10 +77,9 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
     for name in arguments:
         if name not in known and name in SIZES:
             own = ", ".join(f"{x}=" for x in entry.arguments)
-            if "budget" in entry.axes:
+            if {"budget", "score"} & {*entry.axes}:
                 return f"{entry.name} has no {name}=: what it keeps is decided by {own or 'nothing else: it is all'}"
-            if "score" not in entry.axes:
-                return f"{entry.name} has no {name}=: it evicts nothing; write 'snapkv({name}=...) | {entry.name}'"
+            return f"{entry.name} has no {name}=: it evicts nothing; write 'snapkv({name}=...) | {entry.name}'"
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"

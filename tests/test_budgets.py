@@ -78,7 +78,7 @@ def test_a_fraction_follows_the_row_in_every_layer(name: str):
         want = parse(f"knorm(keep={KEEP})").budget.count(seen)
         least = getattr(config.budget, "size", config.budget).least
         mean = np.mean([n for n, own in zip(now, mine, strict=True) if own])
-        assert max(want, least) - 1 < mean <= max(want, least, config.recent)
+        assert max(want, least) - 1 <= mean <= max(want, least, config.recent)
         assert all(a <= b for a, b in zip(before, now, strict=True))
         before = now
 
@@ -121,7 +121,7 @@ def refusal(text: str) -> str:
 def test_the_smallest_size_that_is_named_works_and_one_less_is_refused(name: str):
     said, least = refusal(written(name, "budget=1")), 1
     while said:  # what a method needs is found before what a layer needs
-        found = re.search(r"budget=([0-9]+).* or more", said)
+        found = re.search(r"(?:take|to) budget=([0-9]+).* or more", said)
         assert found and int(found[1]) > least, said
         least = int(found[1])
         assert refusal(written(name, f"budget={least - 1}"))
@@ -142,14 +142,14 @@ NATURAL = [name for name, row in CATALOGUE.items() if not row.sized]
 
 
 @pytest.mark.parametrize("name", NATURAL)
-@pytest.mark.parametrize("form", ["budget=64", "keep=0.5", "bytes=4096"])
+@pytest.mark.parametrize("form", ["budget=256", "keep=0.5", "bytes='1MiB'"])
 def test_what_has_no_size_says_what_decides(name: str, form: str):
     row = CATALOGUE[name]
     if form.split("=")[0] in row.arguments:
         return  # mikv's own share
     with pytest.raises(ValueError) as error:
         parse(f"{name}({form})")
-    if "budget" in row.axes:
+    if {"budget", "score"} & {*row.axes}:
         assert all(f"{x}=" in str(error.value) for x in row.arguments)
     else:
         check(parse(re.search(r"write '(.*)'", str(error.value))[1].replace(form.split("=")[0] + "=...", form)), MODEL)
@@ -170,7 +170,8 @@ def test_upper_layers_get_what_lower_ones_cannot_fill(layers: int, group: int, m
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_budget_that_a_short_row_fills_is_filled(name: str):
-    """Half of a text, divided: layers that want more than the text leave it to the others."""
-    cache, _ = jkv.prefill(PARAMS, written(name, f"budget={LENGTH - 20}"), [IDS], room=0)
-    kept = np.asarray(cache.kept())[:, 0].mean(1)
-    assert np.mean([n for n, own in zip(kept, divided(cache.plan), strict=True) if own]) >= LENGTH - 21
+    """Most of a text, divided: layers that want more than the text leave it to the others."""
+    text = written(name, "budget=100")
+    cache, _ = jkv.prefill(PARAMS, text, [IDS[:112]], room=0)
+    kept = [n for n, own in zip(np.asarray(cache.kept())[:, 0].mean(1), divided(cache.plan), strict=True) if own]
+    assert np.mean(kept) == 100 or parse(text).score.forgets

@@ -78,7 +78,7 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
     out = []
     for row in CATALOGUE.values():
         takes = row.arguments
-        if "budget" in takes:
+        if row.sized and takes["keep"] is None:  # else it has a fraction of its own
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]

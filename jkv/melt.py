@@ -67,8 +67,8 @@ class Entries:
 
 
 def may_change(config: TierConfig) -> bool:
-    """Whether a merge may change the slots of a tier."""
-    return config.k.rewritable and config.v.rewritable and config.k.rope == "before"
+    """Whether a merge may change the slots of a tier: not where a selector knows the keys as they were written."""
+    return config.k.rewritable and config.v.rewritable and config.k.rope == "before" and config.select is None
 
 
 def merged(

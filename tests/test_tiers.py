@@ -160,3 +160,26 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(codec: Codec, page
     assert (bound >= best - 1e-5).all()
     if page == 1:
         np.testing.assert_allclose(bound, best, atol=1e-5)
+
+
+MELTING = [CASES[row.name][-1].tight for row in CATALOGUE.values() if "merge" in row.axes]
+
+
+@pytest.mark.parametrize("text", MELTING, ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
+def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
+    """After flushes: no selector remembers keys that a merge has changed since."""
+    text = f"{text} | quest(pages=3, page=4, dense_layers=0)"
+    try:
+        check(parse(text), ROOMY)
+    except ValueError as error:
+        assert "leave out one" in str(error)
+        return
+    cache = rig.run(text, forced=rig.FORCED[:, :34]).caches[-1]
+    for layer, plan in zip(cache.layers, cache.plan, strict=True):
+        (tier,), (config,) = layer.tiers, plan.tiers
+        keys = map_codec(config.k.decode, tier.k).reshape(ROWS, H, -1, config.select.unit, D)
+        made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
+        live = (np.broadcast_to(tier.pos, (ROWS, H, tier.pos.shape[2])).reshape(keys.shape[:4]) >= 0).all(-1)
+        assert live.any()
+        for got, want in zip(jax.tree.leaves(tier.summary), jax.tree.leaves(made), strict=True):
+            np.testing.assert_allclose(np.asarray(got)[live], np.asarray(want)[live], atol=1e-6)

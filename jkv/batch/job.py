@@ -140,8 +140,9 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     process, processes = job.place
     own = rows[process::processes]
     shard: Shard | Heard = Heard()
+    about = job.about()  # by all processes: the weights may lie on the devices of all
     if job.writes:
-        claim(job.out, job.about(), made())
+        claim(job.out, about, made())
         shard = Shard(job.out, {r.line: r.key for r in own}, process, processes, job.retry)
     try:
         if spans(job.over):

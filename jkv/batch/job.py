@@ -140,6 +140,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     process, processes = job.place
     own, about = rows[process::processes], job.about()  # by all processes: a fingerprint is a sum over all devices
     shard: Shard | Heard = Heard()
+    about = job.about()  # by all processes: the weights may lie on the devices of all
     if job.writes:
         claim(job.out, about, made())
         shard = Shard(job.out, {r.line: r.key for r in own}, process, processes, job.retry)

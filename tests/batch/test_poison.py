@@ -109,7 +109,7 @@ def test_whatever_a_line_is_the_other_rows_are_answered(tmp_path: Path, monkeypa
     for i, (line, _) in enumerate(POISON.values(), 1):
         lines += [line, {"id": i} | good(i)]
     task = job(tmp_path, lines)
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", mesh=None: PARAMS)
+    monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     result = CliRunner().invoke(app, ["batch", str(task.source), str(task.out), "--batch", "4"])
     assert result.exit_code == FAILED, result.output
     assert f"rows         {len(POISON) + 1} done, {len(POISON)} failed, of {len(lines)}\n" in result.stdout

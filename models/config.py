@@ -336,4 +336,6 @@ def _yarn(f: Fields, base: list[float], theta: float, context: int) -> tuple[lis
     scale = f.number("attention_factor", gain(mscale) / gain(mscale_all) if both else gain(1.0), float)
     freqs = [x / factor * r + x * (1 - r) for x, r in zip(base, ramp, strict=True)]
     # Configs in use keep the original max_position_embeddings beside a yarn factor: the model reaches old * factor
+    if old * factor > CONTEXT:
+        raise f.refuse("factor", factor, f"{CONTEXT:,} tokens are the most that any model reaches")
     return freqs, scale, max(context, round(old * factor))

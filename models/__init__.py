@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from . import bamba, gemma3, llama, mamba2, mistral, params, qwen2, qwen3, ssd
-from .config import Mixers, ModelConfig
+from .config import LAYERS, Mixers, ModelConfig
 from .llama import Attend, Projected, linear
 from .params import Params, Put, Tensors
 
@@ -79,7 +79,13 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         raise ValueError("model_type 'gemma3' has an image tower: give its text_config (model_type 'gemma3_text')")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} is not supported: use one of {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[kind].config(hf)
+    depth = hf.get("num_hidden_layers")
+    if isinstance(depth, int | float) and not depth <= LAYERS:
+        raise ValueError(f"config field 'num_hidden_layers' = {depth!r}: {LAYERS:,} is the most that any model has")
+    try:
+        return FAMILIES[kind].config(hf)
+    except (TypeError, AttributeError, ArithmeticError) as error:  # a field of another kind than every such file has
+        raise ValueError(f"the config of this {kind} model holds what none can ({error}): get its own") from error
 
 
 def build(config: Mapping[str, Any], tensors: Tensors, dtype: Any, put: Put = params.copied) -> Params:

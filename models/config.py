@@ -101,6 +101,9 @@ HARMLESS = frozenset(
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
+# What a config can say before any tensor contradicts it, and what is then built of it at once.
+CONTEXT, HEAD_DIM, LAYERS, _MOST = 1 << 24, 1024, 1024, 1 << 40
+
 _UNSET: Any = object()
 
 
@@ -120,14 +123,24 @@ class Fields:
             raise ValueError(f"config field {self.where + name!r} is missing, and {self.family} has no default for it")
         return default if got is None else got
 
-    def number(self, name: str, default: Any = _UNSET, kind: Callable[[Any], Any] = int) -> Any:
-        """A positive number."""
+    def number(self, name: str, default: Any = _UNSET, kind: Callable[[Any], Any] = int, most: float = _MOST) -> Any:
+        """A positive number, `most` at most."""
         got = self.take(name, default)
         if got is None:
             return None
-        if isinstance(got, bool) or not isinstance(got, int | float) or not 0 < got < math.inf or kind(got) != got:
+        valid = isinstance(got, int | float) and not isinstance(got, bool) and 0 < got < math.inf
+        if not valid or (isinstance(got, int) and got > _MOST) or kind(got) != got:
             raise self.refuse(name, got, f"it must be a positive {kind.__name__}")
+        if got > most:
+            raise self.refuse(name, got, f"{most:,} is the most that any model has, so it is a mistake")
         return kind(got)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """A dict; empty where the field is absent."""
+        got = self.take(name, {})
+        if not isinstance(got, dict):
+            raise self.refuse(name, got, "it must be an object of names and values")
+        return got
 
     def only(self, name: str, *allowed: Any, way_out: str) -> None:
         """The field may be absent, null or one of `allowed`: everything else would change the function."""
@@ -170,12 +183,13 @@ def read(
     if hf.get("model_type") not in (None, family):
         raise ValueError(f"config has model_type {hf['model_type']!r}, but it was given to the family {family!r}")
     f = Fields(hf, family)
-    width, count, layers = (f.number(n) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    width, count = (f.number(n) for n in ("hidden_size", "num_attention_heads"))
+    layers = f.number("num_hidden_layers", most=LAYERS)
     # null means multi-head in every family; only in llama (version 1) does a missing field mean that too
     heads = f.number("num_key_value_heads", count if family == "llama" or "num_key_value_heads" in hf else _UNSET)
     if count % heads:
         raise f.refuse("num_key_value_heads", heads, f"it must divide num_attention_heads = {count}")
-    dim = f.number("head_dim", head_dim or width // count)
+    dim = f.number("head_dim", head_dim or width // count, most=HEAD_DIM)
     if dim % 2:
         raise f.refuse("head_dim", dim, "rotary embedding turns pairs of channels, so it must be even")
     for name in ("mlp_bias", "rope_interleaved", "use_mrope"):
@@ -184,9 +198,9 @@ def read(
     f.only("partial_rotary_factor", 1, way_out="only 1.0 is implemented: all channels of a head turn")
     f.only("quantization_config", way_out="load the unquantized checkpoint, or a GGUF file of the same model")
     name = f.take(act, "gelu_pytorch_tanh" if act == "hidden_activation" else "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise f.refuse(act, name, f"use one of {sorted(ACTIVATIONS)}")
-    context = f.number("max_position_embeddings")
+    context = f.number("max_position_embeddings", most=CONTEXT)
     seen = windows(f, layers) if windows else (None,) * layers
     turns, context = (ropes or one_rope)(f, dim, context, seen)
     out = ModelConfig(
@@ -213,7 +227,11 @@ def read(
 def ends(f: Fields) -> dict[str, Any]:
     """The ids that begin and end a text."""
     eos = f.take("eos_token_id", ())
-    return {"eos": tuple(eos) if isinstance(eos, list | tuple) else (eos,), "bos": f.take("bos_token_id", None)}
+    ids, bos = tuple(eos) if isinstance(eos, list | tuple) else (eos,), f.take("bos_token_id", None)
+    for name, got in (("eos_token_id", ids), ("bos_token_id", (bos,) if bos is not None else ())):
+        if not all(type(i) is int for i in got):
+            raise f.refuse(name, got, "token ids are whole numbers")
+    return {"eos": ids, "bos": bos}
 
 
 def sliding_window(f: Fields) -> int | None:
@@ -224,6 +242,8 @@ def sliding_window(f: Fields) -> int | None:
 def by_layer_type(f: Fields, layers: int, window: int | None, default: list[str]) -> tuple[int | None, ...]:
     """windows from `layer_types` (or from `default` where the config has none)."""
     kinds = f.take("layer_types", default)
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise f.refuse("layer_types", kinds, "it is a list of texts")
     if len(kinds) != layers:
         raise f.refuse("layer_types", kinds, f"it needs num_hidden_layers = {layers} entries")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
@@ -236,7 +256,7 @@ def by_layer_type(f: Fields, layers: int, window: int | None, default: list[str]
 def one_rope(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) -> tuple[tuple[Rope, ...], int]:
     """The same rope in every layer, and the context that it reaches."""
     theta = f.number("rope_theta", 10000.0, float)
-    old, new = f.take("rope_scaling", {}), f.take("rope_parameters", {})
+    old, new = f.mapping("rope_scaling"), f.mapping("rope_parameters")
     if old and new:
         raise f.refuse("rope_scaling", old, "rope_parameters says the same in newer configs: keep one of the two")
     turn = rope({"rope_theta": theta} | old | new, f.family, dim, context)
@@ -316,4 +336,6 @@ def _yarn(f: Fields, base: list[float], theta: float, context: int) -> tuple[lis
     scale = f.number("attention_factor", gain(mscale) / gain(mscale_all) if both else gain(1.0), float)
     freqs = [x / factor * r + x * (1 - r) for x, r in zip(base, ramp, strict=True)]
     # Configs in use keep the original max_position_embeddings beside a yarn factor: the model reaches old * factor
+    if old * factor > CONTEXT:
+        raise f.refuse("factor", factor, f"{CONTEXT:,} tokens are the most that any model reaches")
     return freqs, scale, max(context, round(old * factor))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .config import Fields, Mixers, ModelConfig, ends
+from .config import LAYERS, Fields, Mixers, ModelConfig, ends
 from .llama import rms, unembed
 from .params import Names, Params
 
@@ -35,7 +35,7 @@ LONGEST = 1 << 30  # positions: a state knows none
 def config(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config dict with model_type mamba2; ValueError names a field that is not supported."""
     f = Fields(hf, "mamba2")
-    width, depth, expand = f.number("hidden_size"), f.number("num_hidden_layers"), f.number("expand", 2)
+    width, depth, expand = f.number("hidden_size"), f.number("num_hidden_layers", most=LAYERS), f.number("expand", 2)
     heads, dim = f.number("num_heads", 128), f.number("head_dim", 64)
     if heads * dim != width * expand:
         raise f.refuse("num_heads", heads, f"num_heads * head_dim = {heads * dim} must be {width * expand}")

@@ -22,6 +22,12 @@ class FetchError(RuntimeError):
     """A model could not be downloaded or stored: names what was tried, the cause and the way out."""
 
 
+def failed(error: BaseException) -> bool:
+    """Whether it is a failure, such as a panic of a package written in Rust, and not the user who interrupts."""
+    # A panic is no Exception, and its class cannot be imported.
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 @contextlib.contextmanager
 def refusing(path: str | PathLike[str], what: str, way_out: str) -> Iterator[None]:
     """Turns any failure within it into a FormatError about `path`, panics of packages written in Rust included.
@@ -36,7 +42,6 @@ def refusing(path: str | PathLike[str], what: str, way_out: str) -> Iterator[Non
     except FormatError:
         raise
     except BaseException as error:
-        # A panic is no Exception, and its class cannot be imported.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not failed(error):
             raise
         raise FormatError(path, f"{what} ({error})", way_out) from error

@@ -122,9 +122,9 @@ class _Cursor:
 
 def _map(path: Path) -> mmap.mmap:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # to open a pipe would wait for who writes it
+            raise FormatError(path, "it is not a regular file", "give the path of a .gguf file")
         with path.open("rb") as file:
-            if not path.is_file():
-                raise FormatError(path, "it is not a regular file", "give the path of a .gguf file")
             if not path.stat().st_size:
                 raise FormatError(path, "the file is empty", _AGAIN)
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

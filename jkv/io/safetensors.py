@@ -16,6 +16,7 @@ from jkv.io.tokenizer import Tokenizer
 _AGAIN = "download the folder again"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_LARGEST = 1 << 26  # bytes of a file of texts: the largest tokenizers have half of that
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -38,15 +39,30 @@ def read_folder(path: str | Path) -> Source:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, None if there is no such file; raises FormatError if it is anything else."""
-    if not path.exists():
+    content = _small(path)
+    if content is None:
         return None
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
     except (ValueError, RecursionError, OSError) as error:
         raise FormatError(path, f"it cannot be read as JSON ({error})", _AGAIN) from error
     if not isinstance(value, dict):
         raise FormatError(path, f"it holds a {type(value).__name__} where a JSON object belongs", _AGAIN)
     return value
+
+
+def _small(path: Path) -> bytes | None:
+    """The bytes of a file, None if there is none; raises FormatError for what has no end or is far too large."""
+    try:
+        if not path.exists():
+            return None
+        if not path.is_file():
+            raise FormatError(path, "it is not a regular file", _AGAIN)
+        if (size := path.stat().st_size) > _LARGEST:
+            raise FormatError(path, f"it has {size:,} bytes; {_LARGEST:,} are the most", _AGAIN)
+        return path.read_bytes()
+    except OSError as error:
+        raise FormatError(path, f"it cannot be read ({error.strerror})", _AGAIN) from error
 
 
 def _shards(folder: Path) -> dict[Path, set[str] | None]:
@@ -72,7 +88,7 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def _lone_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if len(files) == 1:
         return files
     if folder / "model.safetensors" in files:
@@ -112,12 +128,13 @@ def _thunk(handle: Any, name: str) -> Callable[[], np.ndarray]:
 def _tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
     """The folder's tokenizer with the end ids of all its configurations; None without a tokenizer.json."""
     path = folder / "tokenizer.json"
-    if not path.exists():
+    content = _small(path)
+    if content is None:
         return None
     from tokenizers import Tokenizer as Core
 
     with refusing(path, "it is no tokenizer", _AGAIN):
-        core = Core.from_file(str(path))
+        core = Core.from_buffer(content)
         # A tokenizer saved in training may cut or fill texts to a length.
         core.no_truncation()
         core.no_padding()
@@ -150,10 +167,10 @@ def _ids(value: Any) -> list[int]:
 def _template(folder: Path, names: dict[str, Any]) -> str | None:
     """The chat template: a file of its own, else an entry, where a list of named ones has a default."""
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if (content := _small(path)) is not None:
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return content.decode()
+        except UnicodeDecodeError as error:
             raise FormatError(path, f"it cannot be read ({error})", _AGAIN) from error
     value = names.get("chat_template")
     if isinstance(value, list):

@@ -1,22 +1,20 @@
-"""Text to token ids and back, with chat templates that cannot escape their sandbox."""
+"""Text to token ids and back, and what a chat template makes of messages."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
+
+from jkv.io.errors import failed
+from jkv.io.templates import render
 
 if TYPE_CHECKING:
     import tokenizers
 
 # A UTF-8 character is at most four bytes, so at most four tokens; twice that is never a character still arriving.
 _MAX_HELD = 8
-# The longest text or number a template may make by multiplying: far above any prompt, far below memory.
-_MAX_PRODUCT = 1 << 20
-# The most numbers that all the ranges of one template may give: nested loops over them end in time.
-_MAX_STEPS = 100_000
 
 
 class Tokenizer:
@@ -65,8 +63,15 @@ class Tokenizer:
         return ids
 
     def within(self, text: str) -> list[int]:
-        """Token ids of text that follows another: nothing is added to it."""
-        return self.core.encode(text, add_special_tokens=False).ids
+        """Token ids of text that follows another: nothing is added to it. ValueError where the tokenizer gives up."""
+        try:
+            return self.core.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if not failed(error):
+                raise
+            raise ValueError(
+                f"the tokenizer failed on a text of {len(text):,} characters ({error}): change it"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids without the special tokens; raises ValueError for ids that are negative or too large."""
@@ -132,56 +137,3 @@ class Stream:
     def _added(self) -> str:
         before = self._tokenizer.decode(self._context)
         return self._tokenizer.decode(self._context + self._held)[len(before) :]
-
-
-def _environment() -> Any:
-    from jinja2.exceptions import SecurityError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Also refuses products that would eat the memory, which the sandbox itself lets through."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**" or not all(isinstance(value, int | float | str) for value in (left, right)):
-                raise SecurityError(f"operator {operator} is not allowed on these values")
-            size = [len(value) if isinstance(value, str) else abs(value) for value in (left, right)]
-            if size[0] * size[1] > _MAX_PRODUCT:
-                raise SecurityError("a product is too large")
-            return super().call_binop(context, operator, left, right)
-
-    def raise_exception(message: str) -> None:
-        raise ValueError(message)
-
-    steps = 0
-
-    def bounded_range(*bounds: int) -> range:
-        nonlocal steps
-        numbers = range(*bounds)
-        steps += len(numbers)
-        if steps > _MAX_STEPS:
-            raise SecurityError("its loops are too long")
-        return numbers
-
-    # Templates come as Hugging Face writes them: these two trims and loop controls are part of that dialect.
-    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.globals |= {"raise_exception": raise_exception, "range": bounded_range}
-    # Jinja's own tojson escapes HTML, which a model must not see.
-    env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    return env
-
-
-def render(template: str, names: Mapping[str, Any]) -> str:
-    """`template` (Jinja) rendered in a sandbox; raises ValueError for errors in it and for attempts to leave it.
-
-    >>> render("{% for m in messages %}<{{ m.role }}>{% endfor %}", {"messages": [{"role": "user"}]})
-    '<user>'
-    """
-    try:
-        return _environment().from_string(template).render(names)
-    except Exception as error:  # A template is a program from a stranger: it can raise anything.
-        raise ValueError(
-            f"the model's chat template failed: {type(error).__name__}: {error}; "
-            "check the messages' roles and order, or use plain text"
-        ) from error

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from jkv.io.gguf import open_file
 from jkv.io.gguf_vocab import build_tokenizer
-from jkv.io.tokenizer import Tokenizer, render
+from jkv.io.templates import render
+from jkv.io.tokenizer import Tokenizer
 
 # Special tokens written out are special, so they do not come back.
 TEXT = st.text(max_size=40).filter(lambda text: not any(special in text for special in ggufs.SPECIAL))
@@ -116,10 +117,9 @@ FAILING = [
     "{% import 'os' as os %}",
     "{% for i in range(10 ** 9) %}{% endfor %}",
     "{% for i in range(1000000000) %}{% endfor %}",
-    "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}",
     "{{ 'x' * 10000000000 }}",
     "{{ [0] * 10000000000 }}",
-    "{{ 9 ** 9 ** 9 }}",
+    "{{ (9 ** 99999) ** 9 }}",
     "{{ messages.append(1) }}",
     "{{ ''.__class__.__mro__ }}",
     "{{ messages.__init__.__globals__ }}",

@@ -258,3 +258,32 @@ def test_a_config_is_a_good_static_argument():
     assert len(traces) == 1
     f(dataclasses.replace(one, config=dataclasses.replace(one.config, eps=0.5)))
     assert len(traces) == 2
+
+
+JUNK = [[], {}, "text", ["llama"], {"a": 1}, -1, 0, 1.5, math.nan, math.inf, True, 10**12, 10**18, 10**400, 1e300, [[]]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_of_junk_is_refused_or_read_at_once(case):
+    """Every field of every family in turn, those within ropes too; what is read stays small."""
+    hf = CASES[case]
+    places = [(name,) for name in hf] + [(name, k) for name, x in hf.items() if isinstance(x, dict) for k in x]
+    for name, *inner in places:
+        for junk in JUNK:
+            value = {**hf[name], inner[0]: junk} if inner else junk
+            try:
+                c = models.read_config(hf | {name: value})
+            except ValueError:
+                continue
+            assert (c.context <= 1 << 24 or not c.layers) and c.head_dim <= 1024 and len(repr(c)) < 100_000, (
+                name,
+                inner,
+                junk,
+            )
+
+
+@pytest.mark.parametrize(("field", "most"), [("max_position_embeddings", 1 << 24), ("head_dim", 1024)])
+def test_sizes_that_nothing_contradicts_have_a_most(field, most):
+    assert models.read_config(CASES["llama"] | {field: most})
+    with pytest.raises(ValueError, match=f"{field}.*{most:,} is the most"):
+        models.read_config(CASES["llama"] | {field: 2 * most})

@@ -351,7 +351,7 @@ class _Run:
         check_compressed(state.cache, self.bounded, self.name)
         kl, divergence = self._fidelity()
         prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
-        longest = max(*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max()))
+        longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
         if isinstance(self.given, CacheConfig) and self.given.shorten:
             longest = bucket(max(map(len, self.rows))) + self.room
         report = Report(

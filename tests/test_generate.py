@@ -145,7 +145,7 @@ def calls(monkeypatch):
 
     class Program:
         def __init__(self, program):
-            self.program, self.temporary = program, program.temporary
+            self.program, self.temporary, self.made = program, program.temporary, program.made
 
         def __call__(self, *args):
             asked.append(int(args[-1]))
@@ -198,14 +198,14 @@ def test_receipt_counts_what_is_there(params):
     assert exact.kl == pytest.approx(0, abs=1e-6) and exact.divergence == -1
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 41, 300])
+@pytest.mark.parametrize("tokens", [9, 300])
 def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens):
     """So the full cache is never smaller than itself, and what is larger is called so."""
     options: dict = dict(max_new_tokens=4, stop_ids=())
     for text in ("full", "int8", "snapkv(budget=48)"):
         report = jkv.generate(params, text, [3] * tokens, **options).report
         full = jkv.prefill(params, "full", [3] * tokens, room=64)[0].nbytes
-        half = replace(params, embed=params.embed.astype(jnp.bfloat16))
+        half = jkv.models.random(params.config, 0, jnp.bfloat16)
         assert report.bytes_full == full and report.dtype == "float32"
         assert report.bytes_bfloat16 == jkv.prefill(half, "full", [3] * tokens, room=64)[0].nbytes < full
         assert text != "full" or report.ratio == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jax import Array
@@ -72,7 +72,7 @@ def asked(
         stop_ids=None if ends is None else tuple(ends.reshape(-1).tolist()),
         chunk=None if chunk is None else count("chunk", chunk, "0 (all at once) or more"),
         compare=bool(compare),
-        until=until,
+        until=cast(Any, until),
     )
 
 

@@ -18,6 +18,7 @@ import jax
 from jax.experimental.layout import Format, Layout
 
 from jkv import forked, kernels
+from jkv.models import Params
 
 if TYPE_CHECKING:
     from jkv.sharding import Over
@@ -71,10 +72,9 @@ class Compiled:
         self.formats = self.program.input_formats[0] if free else None
         memory = self.program.memory_analysis()
         self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0  # bytes beside in- and outputs
-        self.peak = self.temporary  # bytes of all that it takes, makes and gives
+        self.made = self.temporary  # and what it gives that does not take an argument's place
         if memory is not None:
-            sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-            self.peak += int(sizes)
+            self.made += int(memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
     def __call__(self, *args: Any) -> Any:
         return self.program(*args if self.formats is None else jax.tree.map(_where, args, self.formats))
@@ -203,6 +203,11 @@ def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
     return begun
 
 
+def beside_weights(args: tuple[Any, ...]) -> int:
+    """Bytes of a program's arguments that are not a model."""
+    return sum(x.nbytes for arg in args if not isinstance(arg, Params) for x in jax.tree.leaves(arg))
+
+
 @dataclass
 class Cost:
     """Seconds spent compiling and running, and the programs compiled; over: the mesh that they run on, if any."""
@@ -218,7 +223,7 @@ class Cost:
         program, seconds = compiled(function, *args, over=self.over, **static)
         self.compiling += seconds + self._waited()  # or else the time of running would be that of two things
         self.programs += seconds > 0
-        self.peak = max(self.peak, program.peak)
+        self.peak = max(self.peak, program.made + beside_weights(args))
         start = time.perf_counter()
         out = jax.block_until_ready(program(*args))
         self.running += time.perf_counter() - start

@@ -19,13 +19,13 @@ from jkv.arguments import count, short
 from jkv.asked import Asked, Until, asked, composition, model
 from jkv.cache import Cache, tree_bytes
 from jkv.checks import check
-from jkv.compiled import Cost, ahead, compiled, use_disk_cache
+from jkv.compiled import Cost, ahead, beside_weights, compiled, use_disk_cache
 from jkv.config import CacheConfig
 from jkv.flush import on_top
 from jkv.loop import Decoding, absorb, absorb_own, run_blocks
 from jkv.models import Params
 from jkv.prompts import Prompt, bucket, check_length, check_total, encode, pad, reaching, stop_ids_of
-from jkv.report import Report, check_compressed, fidelity, full_bytes, kept_tokens, kernels_of, prefill_kernel_of
+from jkv.report import Report, check_compressed, fidelity, kept_tokens, kernels_of, prefill_kernel_of, roomy_bytes
 from jkv.sizes import empty
 from jkv.whole import read
 
@@ -331,6 +331,7 @@ class _Run:
         stop = jnp.int32(self.new)
         program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
         self.temporary = program.temporary
+        self.cost.peak = program.made + beside_weights((self.state, self.sampling))
         start = time.perf_counter()
         size = self.cache.room - self.cache.stay if live else self.new
         unread: list[tuple[Array, Array]] = []
@@ -367,7 +368,9 @@ class _Run:
         check_compressed(state.cache, self.bounded, self.name)
         kl, divergence = self._fidelity()
         prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
-        unread = 0 if isinstance(self.given, Cache) else prompt - int(state.cache.prompt.sum())
+        longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
+        if isinstance(self.given, CacheConfig) and self.given.shorten:
+            longest = bucket(max(map(len, self.rows))) + self.room
         report = Report(
             config=self.name,
             exactness=self.exactness,
@@ -375,11 +378,15 @@ class _Run:
             tokens_prompt=prompt,
             tokens_new=new,
             tokens_kept=kept_tokens(state.cache),
-            bytes_full=full_bytes(state.cache, unread),
+            dtype=str(state.cache.dtype),
+            bytes_full=roomy_bytes(state.cache, longest, state.cache.dtype),
+            bytes_bfloat16=roomy_bytes(state.cache, longest, jnp.bfloat16),
             bytes_kept=state.cache.nbytes,
             bytes_states=tree_bytes(state.cache.states),
             bytes_predicted=self.predicted,
             bytes_temporary=self.temporary,
+            bytes_peak_prefill=self.prefill_cost.peak,
+            bytes_peak_decode=self.cost.peak,
             prefill_tokens_per_s=prompt / max(self.prefill_cost.running, 1e-9),
             decode_tokens_per_s=new / max(self.cost.running, 1e-9),
             compile_s=self.prefill_cost.compiling + self.cost.compiling,

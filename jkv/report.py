@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax import Array
 
 from jkv.attend import prompt_kernel
 from jkv.cache import Cache, tree_bytes
+from jkv.methods import parse
+from jkv.sizes import layout
 from jkv.tiers import reader_of
 
 
@@ -20,11 +23,13 @@ from jkv.tiers import reader_of
 class Report:
     """What one generation cost.
 
-    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the same tokens uncompressed, `bytes_states` of the
-    blocks that recur (in both; no method changes them), `bytes_predicted` from the config before anything ran,
-    `bytes_temporary` of the decode loop by the compiler. tokens_kept: per layer
-    and head, mean over rows. kl: mean KL(full || compressed) in nats over the generated tokens; divergence: index of
-    the first token that the full cache would have chosen otherwise (-1: none); both None if not asked for.
+    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the full cache with the same room, in the same
+    `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
+    changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
+    decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them.
+    tokens_kept: per layer and head, mean over rows. kl: mean KL(full || compressed) in nats over the generated
+    tokens; divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None
+    if not asked for.
     """
 
     config: str
@@ -33,11 +38,15 @@ class Report:
     tokens_prompt: int
     tokens_new: int
     tokens_kept: list[list[float]]
+    dtype: str
     bytes_full: int
+    bytes_bfloat16: int
     bytes_kept: int
     bytes_states: int
     bytes_predicted: int
     bytes_temporary: int
+    bytes_peak_prefill: int
+    bytes_peak_decode: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     compile_s: float
@@ -48,24 +57,34 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than the full cache."""
+        """How many times smaller than the full cache in the same floats."""
         return self.bytes_full / max(self.bytes_kept, 1)
+
+    @property
+    def ratio_bfloat16(self) -> float:
+        """How many times smaller than the full cache in bfloat16."""
+        return self.bytes_bfloat16 / max(self.bytes_kept, 1)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
         seen = (self.tokens_prompt + self.tokens_new) / self.rows
-        tokens = f"{seen:.0f} seen; no block attends"
+        tokens, beside = f"{seen:.0f} seen; no block attends", ""
+        if self.bytes_bfloat16 != self.bytes_full:
+            beside = f", {_times(self.ratio_bfloat16)} than in bfloat16"
         if self.tokens_kept:
             tokens = f"{np.mean(self.tokens_kept):.0f} kept of {seen:.0f} seen, per layer and head"
         lines = [
             f"cache        {self.config}",
             f"exactness    {self.exactness}",
-            f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full: {self.ratio:.1f}x smaller",
+            f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full in {self.dtype}: "
+            f"{_times(self.ratio)}{beside}",
             f"tokens       {tokens}",
             f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
             f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels} (prefill {self.prefill_kernel})",
+            f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
+            "while decoding, beside the weights",
         ]
         if self.bytes_states:
             lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
@@ -73,6 +92,19 @@ class Report:
             where = "none" if self.divergence == -1 else f"at token {self.divergence}"
             lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
         return "\n".join(lines)
+
+
+def _times(ratio: float) -> str:
+    """
+    >>> _times(2), _times(0.25)
+    ('2.0x smaller', '4.0x larger')
+    """
+    return f"{ratio:.1f}x smaller" if ratio >= 1 else f"{1 / ratio:.1f}x larger"
+
+
+def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
+    """Bytes of a full cache of that float type for as many rows of `longest` tokens, and of as many generated ones."""
+    return tree_bytes(layout(parse("full"), cache.model, cache.rows, longest, cache.new, dtype)[1])
 
 
 def full_bytes(cache: Cache, unread: int = 0) -> int:

@@ -153,7 +153,8 @@ def test_what_is_not_chosen_was_never_there():
     assert [x for (x,) in got.tokens] == np.asarray(logits)[:, -1].argmax(-1).tolist()
     np.testing.assert_allclose(got.cache.layers[0].tiers[0].k.slots[:, :, :32], taps[0][1][:, :, :32], atol=1e-5)
     assert got.cache.prompt.tolist() == [BUDGET] * 2 and got.report.tokens_prompt == sum(LENGTHS)
-    assert got.report.bytes_full == (sum(LENGTHS) + 2) * L * 2 * H * D * 4
+    full = jkv.generate(PARAMS, None, ROWS, max_new_tokens=1, stop_ids=())
+    assert got.report.bytes_full == full.cache.nbytes
 
 
 # ----------------------------------------------------------------------------------------------------------- alisa

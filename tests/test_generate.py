@@ -145,7 +145,7 @@ def calls(monkeypatch):
 
     class Program:
         def __init__(self, program):
-            self.program, self.temporary = program, program.temporary
+            self.program, self.temporary, self.made = program, program.temporary, program.made
 
         def __call__(self, *args):
             asked.append(int(args[-1]))
@@ -190,11 +190,38 @@ def test_receipt_counts_what_is_there(params):
     out = jkv.generate(params, "snapkv(budget=40, window=8)", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True)
     report = out.report
     assert report.bytes_kept == out.cache.nbytes == report.bytes_predicted
-    assert report.bytes_full == 86 * 2 * 2 * 2 * 16 * 4  # tokens, layers, sides, heads, channels, bytes
     assert max(map(max, report.tokens_kept)) <= 40 + 16
     assert report.kl is not None and report.kl > 0
-    exact = jkv.generate(params, "full", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True).report
+    full = jkv.generate(params, "full", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True)
+    exact = full.report
+    assert report.bytes_full == exact.bytes_full == full.cache.nbytes
     assert exact.kl == pytest.approx(0, abs=1e-6) and exact.divergence == -1
+
+
+@pytest.mark.parametrize("tokens", [9, 300])
+def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens):
+    """So the full cache is never smaller than itself, and what is larger is called so."""
+    options: dict = dict(max_new_tokens=4, stop_ids=())
+    for text in ("full", "int8", "snapkv(budget=48)"):
+        report = jkv.generate(params, text, [3] * tokens, **options).report
+        full = jkv.prefill(params, "full", [3] * tokens, room=64)[0].nbytes
+        half = jkv.models.random(params.config, 0, jnp.bfloat16)
+        assert report.bytes_full == full and report.dtype == "float32"
+        assert report.bytes_bfloat16 == jkv.prefill(half, "full", [3] * tokens, room=64)[0].nbytes < full
+        assert text != "full" or report.ratio == 1
+        word = "smaller" if report.ratio >= 1 else "larger"
+        half_word = "smaller" if report.ratio_bfloat16 >= 1 else "larger"
+        line = next(x for x in str(report).splitlines() if x.startswith("bytes"))
+        assert f"float32: {max(report.ratio, 1 / report.ratio):.1f}x {word}, " in line
+        assert line.endswith(f"x {half_word} than in bfloat16")
+        assert report.bytes_peak_decode >= report.bytes_kept and report.bytes_peak_prefill >= report.bytes_kept
+        assert f"{report.bytes_peak_prefill:,} bytes while the prompt is read" in str(report)
+
+
+def test_a_longer_prompt_has_a_higher_peak_and_a_chunk_a_lower_one(params):
+    peak = lambda n, **o: jkv.generate(params, "knorm(budget=48)", [3] * n, max_new_tokens=4, **o).report  # noqa: E731
+    short, whole, chunks = peak(64), peak(448), peak(448, chunk=64)
+    assert chunks.bytes_peak_prefill < whole.bytes_peak_prefill > 2 * short.bytes_peak_prefill
 
 
 def test_bytes_budget_is_a_ceiling(params):

@@ -19,6 +19,7 @@ from jkv.aot.hlo import PLACES, lines
 from jkv.cache import Cache, tree_bytes
 from jkv.io import load as loading
 from jkv.models.ssd import STRETCH
+from jkv.prompts import bucket
 
 SIZES = dict(vocab_size=160, hidden_size=48, num_hidden_layers=4)
 PURE = jkv.models.random(SIZES | dict(model_type="mamba2", num_heads=12, head_dim=8, state_size=8, n_groups=2))
@@ -160,8 +161,10 @@ def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
     out, _ = answered(params is HYBRID)
     assert out.report.bytes_kept == out.cache.nbytes == out.report.bytes_predicted
     assert out.report.bytes_states == want and f"states       {want:,} of these bytes" in str(out.report)
-    tokens = sum(map(len, PROMPTS)) + 2 * NEW
-    assert out.report.bytes_full == want + tokens * c.layers * 2 * c.heads * c.head_dim * 4
+    full = sizes.empty(
+        methods.parse("full"), c, 2, bucket(max(map(len, PROMPTS))) + -(-NEW // 64) * 64, 64, jnp.float32
+    )
+    assert out.report.bytes_full == full.nbytes
 
 
 def test_one_budget_in_bytes_leaves_room_for_the_states():

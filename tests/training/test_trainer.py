@@ -24,6 +24,7 @@ from jkv.models import Projected
 from jkv.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
 from jkv.training import methods, retention, trainer
 from jkv.training.checkpoints import Folder
+from jkv.training.cli import DEFAULTS
 
 ARGUMENTS = (
     "--budget 12 --warm 8 --steps 20 --every 5 --rate 1e-2 --texts 5 --length 64 --corpus pydoc --width 8 --top 0 "
@@ -203,6 +204,28 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
     assert int(state["steps"]) == 4 and all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
     assert metrics(tmp_path) == metrics(whole)[:6]
     assert not (tmp_path / "card.json").exists()
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_training_writes_down_every_number_that_it_was_given(name, tmp_path, monkeypatch):
+    """All that the weights depend on: not how often they are saved, nor at which budget locret's are measured."""
+    told = []
+
+    def stopped(path, what, resume):
+        told.append(what)
+        raise ValueError("told")
+
+    monkeypatch.setattr(methods, "Folder", stopped)
+    small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
+    given = {k: small.get(k, x) for k, x in DEFAULTS[name].items() if k != "start"}
+    options = [x for k, v in given.items() for x in (f"--{k.replace('_', '-')}", v)]
+    result = call(
+        "train", name, "--out", tmp_path, *options, "--texts", 2, "--length", 200, "--corpus", "pydoc", "--check", 0
+    )
+    assert result.stderr.splitlines()[-1] == "error: told", result.stderr
+    wrote = told[0] | told[0]["recipe"]
+    unsaid = {"every"} | ({"budget"} if name == "locret" else set())
+    assert {k: wrote.get(k) for k in given.keys() - unsaid} == {k: given[k] for k in given.keys() - unsaid}
 
 
 @pytest.mark.parametrize("what", ["warm", "step"])

@@ -27,7 +27,7 @@ def chosen(score: np.ndarray, most: int, last: int, around: int) -> list[int]:
     >>> chosen(np.array([0, 0, 0, 9, 0, 0, 0, 0, 1, 0]), most=4, last=1, around=0), chosen(np.arange(9), 4, 1, 2)
     ([0, 3, 8, 9], [5, 6, 7, 8])
     >>> chosen(np.array([0, 0, 0, 9, 0, 0, 0, 0]), most=6, last=1, around=4)
-    [1, 2, 3, 4, 5, 7]
+    [0, 1, 2, 3, 4, 7]
     """
     n, before = len(score), max(around - 1, 0) // 2
     after = max(around - 1, 0) - before

@@ -26,8 +26,9 @@ lint: .venv/installed  ## style and types, the types on the package as a user ge
 	$(BIN)/pip install -q --no-deps --target build/types .
 	$(BIN)/pyright build/types/jkv
 
-docs: .venv/installed  ## docs/methods.md, from the catalogue
+docs: .venv/installed  ## docs/methods.md from the catalogue, the table of README.md from results/
 	$(BIN)/python docs/methods.py
+	$(BIN)/python docs/tables.py
 
 bench: .venv/installed  ## beside transformers on the same weights
 	$(BIN)/pip install -q -e '.[parity]'

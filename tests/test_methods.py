@@ -144,3 +144,10 @@ def test_the_page_of_methods_is_what_the_catalogue_says():
     page = Path(__file__).parent.parent / "docs" / "methods.md"
     made = runpy.run_path(str(page.with_suffix(".py")))
     assert page.read_text() == made["table"]() + made["refused"](), "run: make docs"
+
+
+def test_the_table_of_the_readme_is_what_the_results_say():
+    root = Path(__file__).parent.parent
+    page = (root / "README.md").read_text()
+    assert page == runpy.run_path(str(root / "docs" / "tables.py"))["filled"](page), "run: make docs"
+    assert page.count("\n") <= 130

@@ -102,6 +102,8 @@ def keydiff(size: Size) -> Axes:
 )
 def knorm(size: Size, *, dense_layers: int = 0) -> Axes:
     """Keys of small norm stay; the first `dense_layers` keep every token, two in the authors' code."""
+    if dense_layers < 0:
+        raise ValueError(f"knorm: dense_layers={dense_layers}: layers that keep every token, 0 or more")
     return dict(score=KeyNorm(), budget=Above(size=size, layer=dense_layers) if dense_layers else size)
 
 

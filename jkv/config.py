@@ -278,7 +278,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             at=s.at,
             select=select,
             unit=unit,
-            evicts=capacity < longest or len(sizes) > 1 or config.score.forgets,
+            evicts=capacity < longest or len(sizes) > 1 or config.score.forgets or budget.measures,
             kernels=config.kernels,
         )
         for s, size in zip(specs, sizes, strict=True)

@@ -62,7 +62,7 @@ def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
 
 def test_layers_that_are_exempt_keep_everything():
     for size in ("budget=256", "keep=0.25", "bytes='20MiB'"):
-        config = methods.parse(f"knorm({size}, skip=2)")
+        config = methods.parse(f"knorm({size}, dense_layers=2)")
         plan, (layers, _) = sizes.layout(config, MODEL, 1, PROMPT, 0, jnp.float32)
         assert [x.capacity == PROMPT for x in plan] == [True] * 2 + [False] * 28, size
         assert not plan[0].tiers[0].evicts and all(x.tiers[0].evicts for x in plan[2:])
@@ -70,4 +70,4 @@ def test_layers_that_are_exempt_keep_everything():
         plain, _ = sizes.layout(methods.parse(f"knorm({size})"), MODEL, 1, PROMPT, 0, jnp.float32)
         assert "bytes" in size or [x.capacity for x in plan[2:]] == [x.capacity for x in plain[2:]]
     with pytest.raises(ValueError, match="0 or more"):
-        methods.parse("knorm(budget=256, skip=-1)")
+        methods.parse("knorm(budget=256, dense_layers=-1)")

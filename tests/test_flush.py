@@ -13,7 +13,7 @@ from rig import BUDGET, LONGEST, MODEL, D, H
 
 from jkv import loop, sizes
 from jkv.budgets import All, Tokens
-from jkv.cache import LayerCache, Window, empty_layer
+from jkv.cache import Counts, LayerCache, Window, empty_layer
 from jkv.checks import check
 from jkv.config import CacheConfig, LayerConfig, resolve
 from jkv.flush import _first_of, flush
@@ -131,8 +131,8 @@ def test_no_live_token_is_lost_where_there_is_room(layout: int):
         at = jnp.asarray(pos)
         window = Window(k=k[:, :, np.maximum(pos[0], 0)], v=k[:, :, np.maximum(pos[0], 0)], pos=at, columns={})
         before = positions_of(layer)
-        count, none, old = jnp.full(1, seen), jnp.zeros(1, jnp.int32), layer
-        layer = flush(layer, window, (None, None), count, none, plan, MODEL.ropes[0], MODEL)
+        counts, old = Counts(seen=jnp.full(1, seen), prompt=jnp.full(1, seen), later=jnp.zeros(1, jnp.int32)), layer
+        layer = flush(layer, window, (None, None), counts, plan, MODEL.ropes[0], MODEL)
         stay = set(np.asarray(layer.recent.pos).ravel().tolist()) - {-1}
         came, waiting = set(waiting) - stay, sorted(stay)
         after = positions_of(layer)

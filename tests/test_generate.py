@@ -387,7 +387,7 @@ def test_prompts_that_cannot_be(params, prompt, message):
         ("h2o(budget=4096)", {}, "more than the model's context of 512"),
         ("h2o(keep=1.5)", {}, "keep=1.5"),
         ("h2o(bytes='many')", {}, "bytes='many'"),
-        ("knorm(bytes='1kB')", {}, "a cache of one token takes"),
+        ("knorm(bytes='1kB')", {}, "the smallest cache here"),
         ("h2o(budget=40)", dict(chunk=16), "prefill in one piece"),
         ("full", dict(chunk=-1), "chunk=-1"),
     ],

@@ -215,7 +215,7 @@ def predicted(case: Case, longest: int, plan=None) -> int:
         if case.measured:
             total += 4  # the row's share
         if case.measured and case.budget:
-            capacity = plan[layer].capacity if plan else BUDGET
+            capacity = plan[layer].capacity if plan else capacity
         if case.whole:
             capacity = ceil((case.whole * longest + (H - case.whole) * (BUDGET + 4)) / H)
         if case.draft:

@@ -20,7 +20,7 @@ from test_scores import attending, evidence
 
 import jkv.scores
 from jkv.budgets import Tokens
-from jkv.cache import LayerCache, Queries, Window, empty_layer
+from jkv.cache import Counts, LayerCache, Queries, Window, empty_layer
 from jkv.checks import check
 from jkv.config import CacheConfig, LayerConfig, resolve
 from jkv.evidence import evidence as seen
@@ -94,8 +94,8 @@ def declared() -> set[str]:
 
 
 def test_bases_forward_all_that_a_score_has():
-    assert declared() - set(vars(Wrapper)) == {"rank"}
-    assert declared() - set(vars(Several)) == {"rank", "ask"}
+    assert declared() - set(vars(Wrapper)) == {"rank", "by_query_head"}  # the latter is of the rank
+    assert declared() - set(vars(Several)) == {"rank", "by_query_head", "ask"}
     for kind in COMPOSITES:
         assert {"rank", "ask"} <= set(vars(kind))
 
@@ -293,7 +293,8 @@ def test_a_flush_takes_it(make: Make):
         layer, one = empty_layer(plan, 1, MODEL, jnp.float32), jnp.full(1, 40, jnp.int32)
         n = 40 if prompt else plan.room
         asked = queries_of(plan, n if prompt else plan.block)
-        return flush(layer, window_of(plan, n), asked, one, 0 * one, plan, MODEL.ropes[0], MODEL, prompt)
+        counts = Counts(seen=one, prompt=one, later=0 * one)
+        return flush(layer, window_of(plan, n), asked, counts, plan, MODEL.ropes[0], MODEL, prompt)
 
     for prompt in (True, False):
         jax.eval_shape(lambda prompt=prompt: run(prompt))

@@ -230,6 +230,12 @@ class Counted(Wrapper):
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new) | {MELTED: jnp.zeros(new.k.shape[:3], jnp.float32)}
 
+    def probed(self, ev: Evidence, about: Array) -> Columns:
+        return ev.columns | self.score.probed(ev, about)
+
+    def observe(self, ev: Evidence) -> Columns:
+        return ev.columns | self.score.observe(ev)
+
     def rank(self, ev: Evidence) -> Array:
         return self.score.rank(ev)
 

@@ -244,7 +244,12 @@ def test_what_ranks_by_the_whole_prompt_is_not_split():
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", mesh=None: PARAMS)
+    def load(what: str, dtype: str, mesh: str | None) -> Any:
+        if mesh is not None:
+            sharding.here(mesh, PARAMS.config)  # as the real one does
+        return PARAMS
+
+    monkeypatch.setattr(loading, "load", load)
     return lambda *args: CliRunner().invoke(app, ["batch", *map(str, args)])
 
 

@@ -18,7 +18,7 @@ from jkv.io import load
 
 
 def test_no_device_has_more_than_its_share_at_any_time():
-    script = Path(__file__).with_name("eight_devices.py")
+    script = Path(__file__).with_name("placing_job.py")
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

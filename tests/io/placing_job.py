@@ -1,6 +1,6 @@
 """The most that any of eight devices has while a model is loaded onto a mesh, and while a job runs on one.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python eight_devices.py; prints a JSON line a case.
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python placing_job.py; prints a JSON line a case.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -83,9 +84,9 @@ def at_the_job() -> dict[str, Any]:
     """What `jkv batch --mesh` has on a device when its job begins."""
     found: dict[str, Any] = {}
 
-    def run(what: job.Job, *_: Any) -> str:
+    def run(what: job.Job, *_: Any) -> SimpleNamespace:
         found.update(share=share(what.params), over=what.over is not None, most=max(MOST.values()))
-        return ""
+        return SimpleNamespace(code=0)
 
     job.run = run  # type: ignore[assignment]
     MOST.clear()

@@ -178,7 +178,7 @@ def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
     known = names(c, table)
 
     def stack(_: str, names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        rows, (_, *rest) = [known[name][0] for name in names], known[names[0]]
+        rows, rest = [known[name][0] for name in names], known[names[0]][1:]
         return jax.ShapeDtypeStruct((*(together(rows, c.heads) if len(rows) > 1 else rows), *rest), dtype)
 
     return _stacked(c, table, stack, dtype)

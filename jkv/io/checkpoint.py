@@ -81,7 +81,7 @@ def digest(arrays: Mapping[str, np.ndarray], meta: Any = None) -> str:
     for name in sorted(arrays):
         x = arrays[name]
         total.update(json.dumps([name, x.dtype.name, x.shape]).encode())
-        total.update(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+        total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
     return total.hexdigest()
 
 

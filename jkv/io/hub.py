@@ -50,7 +50,7 @@ NAMES = {
 
 
 def cache_dir() -> Path:
-    """The folder of downloaded models: JKV_CACHE, else jkv in XDG_CACHE_HOME, else ~/.cache/jkv."""
+    """The folder of models and compiled programs: JKV_CACHE, else jkv in XDG_CACHE_HOME, else ~/.cache/jkv."""
     if chosen := os.environ.get("JKV_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

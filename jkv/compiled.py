@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.layout import Format, Layout
 
-from jkv import forked, kernels
+from jkv import disk, forked, kernels
+from jkv.io.hub import cache_dir
 from jkv.models import Params
 
 if TYPE_CHECKING:
@@ -265,7 +264,12 @@ def forget() -> None:
 
 
 def use_disk_cache() -> None:
-    """Keep compiled programs on disk between runs, where the user has not chosen a folder."""
+    """Keep compiled programs on disk between runs, where the user has not chosen a folder.
+
+    Raises ValueError where JKV_PROGRAMS_GIB, the most that is kept of them, is no number.
+    """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        root = Path(os.environ.get("JKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jkv")
-        jax.config.update("jax_compilation_cache_dir", str(root.expanduser() / "programs"))
+        folder = cache_dir() / "programs"
+        if jax.config.values["jax_enable_compilation_cache"]:
+            disk.tidy(folder, disk.limit())
+        jax.config.update("jax_compilation_cache_dir", str(folder))

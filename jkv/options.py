@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 MODEL = "smollm2-135m"  # where none is named
-Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")]
+Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name[@REVISION].")]
 Dtype = Annotated[str, typer.Option(help="Of weights and uncompressed tokens: float32, bfloat16 or float16.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.")]
 TopK = Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")]

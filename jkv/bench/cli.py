@@ -35,7 +35,7 @@ PEERS = {
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, also beside others.")
 
 Model = Annotated[
-    str | None, typer.Option(help="A name, a .gguf file, a model folder, or org/name on a hub.")
+    str | None, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name[@REVISION].")
 ]  # or a shape
 Shape = Annotated[str | None, typer.Option(help="A public model's shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")]
 Random = Annotated[bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")]

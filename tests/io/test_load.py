@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import ggufs
 import jax.numpy as jnp
@@ -39,17 +40,74 @@ def test_folder_and_gguf_of_one_model_agree(tmp_path, monkeypatch):
     assert folder.tokenizer.eos_ids == (2, 0)
     # A local folder comes before a repository of the same name.
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "snapshot", lambda repo: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "snapshot", lambda *_: pytest.fail("asked the hub"))
     assert load.read("org/name").config == source.config
 
 
-def test_a_name_and_a_repository(tmp_path, monkeypatch):
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What a hub is asked for; it answers with a tiny model at COMMIT. The working folder is empty."""
+    calls = []
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    folder = tmp_path / "hub" / "snapshots" / COMMIT
+    make_folder(folder, read_gguf(ggufs.tiny(tmp_path / "m.gguf")))
+
+    def download(repo, revision=None, **_):
+        calls.append((repo, revision))
+        return str(folder)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    return calls
+
+
+def test_a_name_comes_from_its_wheel(tmp_path, monkeypatch):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf"))
-    make_folder(tmp_path / "snapshot", source)
     monkeypatch.setattr(hub, "fetch", lambda name: tmp_path / "m.gguf")
-    monkeypatch.setattr(hub, "snapshot", lambda repo: tmp_path / "snapshot")
     assert load.read("smollm2-135m").config == source.config
-    assert load.read("some-org/Some.Model-1").config["hidden_size"] == ggufs.WIDTH
+
+
+@pytest.mark.parametrize("revision", [None, "v1.0", "main", "refs/pr/3", COMMIT])
+@pytest.mark.parametrize("repo", ["some-org/Some.Model-1", "a/b"])
+@pytest.mark.parametrize("prefix", ["hub:", ""])
+def test_a_repository(asked, capsys, prefix, repo, revision):
+    what = prefix + repo + ("" if revision is None else f"@{revision}")
+    source = load.read(what)
+    assert source.config["hidden_size"] == ggufs.WIDTH and source.commit == COMMIT
+    assert asked == [(repo, revision)]
+    said = capsys.readouterr().err
+    assert said == ("" if prefix else f"note: there is no folder {what!r} here, so a hub is asked for hub:{what}\n")
+
+
+@pytest.mark.parametrize("what", ["runs/best", "runs/best@v1", "runs/Best-2.1"])
+def test_a_slip_in_a_local_path_asks_no_hub(asked, tmp_path, what):
+    (tmp_path / "here" / "runs" / "bestt").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"there is no folder '{what}' in runs; hub:{what} is the repository on a hub"):
+        load.read(what)
+    assert not asked
+    assert load.read(f"hub:{what}").commit == COMMIT and len(asked) == 1
+
+
+@pytest.mark.parametrize("what", ["./runs/best", "../runs/best", "~/runs", "/runs/best", "runs/best/", "a/b/c", "runs"])
+def test_what_is_written_as_a_path_asks_no_hub(asked, what):
+    with pytest.raises(ValueError, match="no model, file or folder"):
+        load.read(what)
+    assert not asked
+
+
+@pytest.mark.parametrize("what", ["hub:", "hub:name", "hub:a/b/c", "hub:a/b@", "hub:../b", "hub:a/b@-x", "hub:a/b@x y"])
+def test_what_is_no_repository_asks_no_hub(asked, what):
+    with pytest.raises(ValueError, match="is no repository on a hub; write hub:org/name or hub:org/name@REVISION"):
+        load.read(what)
+    assert not asked
+
+
+def test_a_local_folder_has_no_commit(tmp_path):
+    make_folder(tmp_path / "org" / "name", read_gguf(ggufs.tiny(tmp_path / "m.gguf")))
+    assert load.read(tmp_path / "org" / "name").commit is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jkv.io import checkpoint
 from jkv.io.errors import FormatError
 from jkv.io.identity import fingerprint
 from jkv.io.safetensors import read_json
-from jkv.results import overwrite
+from jkv.results import finite, overwrite
 
 if TYPE_CHECKING:
     from jkv.models import Params
@@ -41,7 +41,8 @@ def write(folder: str | Path, arrays: Mapping[str, Any], card: Mapping[str, Any]
     if wrong := [name for name, x in small.items() if not np.isfinite(x).all()]:
         raise ValueError(f"{wrong[0]} holds NaN, infinity or numbers beyond float16; nothing was written to {path}")
     checkpoint.write(path / WEIGHTS, small, {"method": card["method"]})
-    overwrite(path / CARD, json.dumps({**card, "sha256": checkpoint.digest(small, card["model"])}, indent=1) + "\n")
+    said = finite({**card, "sha256": checkpoint.digest(small, card["model"])})
+    overwrite(path / CARD, json.dumps(said, indent=1, allow_nan=False) + "\n")
 
 
 def read(folder: str | Path, *methods: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

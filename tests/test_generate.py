@@ -297,6 +297,7 @@ def test_the_program_used_longest_ago_is_let_go(monkeypatch):
     double = jax.jit(lambda x: 2 * x)
     monkeypatch.setattr(compiled, "LIMIT", 2)
     monkeypatch.setattr(compiled, "PROGRAMS", {})
+    monkeypatch.setattr(compiled, "BEGUN", {})  # what an earlier test began in the background is dropped
     assert run(1) and run(2)
     before = alive()
     assert not run(1) and run(3)  # 2 makes room
@@ -308,6 +309,7 @@ def test_programs_are_let_go_before_the_memory_maps_end(monkeypatch):
     double = jax.jit(lambda x: 2 * x)
     monkeypatch.setattr(compiled, "MAPS", 24)
     monkeypatch.setattr(compiled, "PROGRAMS", {})
+    monkeypatch.setattr(compiled, "BEGUN", {})  # what an earlier test began in the background is dropped
     monkeypatch.setattr(compiled, "maps", lambda: 5 * len(compiled.PROGRAMS))
     for n in range(1, 5):
         compiled.compiled(double, np.ones(n, np.float32))
@@ -326,6 +328,7 @@ def test_the_memory_of_programs_is_bounded(monkeypatch):
     live = lambda: len(jax.devices()[0].client.live_executables())  # noqa: E731
     double = jax.jit(lambda x: 2 * x)
     monkeypatch.setattr(compiled, "PROGRAMS", {})
+    monkeypatch.setattr(compiled, "BEGUN", {})  # what an earlier test began in the background is dropped
     monkeypatch.setattr(compiled, "maps", live)
     monkeypatch.setattr(compiled, "MAPS", 10_000)
     monkeypatch.setattr(compiled, "HELD", 4)

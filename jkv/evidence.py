@@ -16,7 +16,7 @@ from jkv.attend import visible
 from jkv.cache import MELTED, LayerCache, Queries, Tier, Window, map_codec
 from jkv.config import LayerConfig, TierConfig, needs_of
 from jkv.protocols import Columns
-from jkv.tiers import asked, counted, cut, flat, key_logits, newest, over_tiles, tier_dot, tier_mix, tile_size
+from jkv.tiers import asked, bare, counted, cut, flat, key_logits, newest, over_tiles, tier_dot, tier_mix, tile_size
 from jkv.tree import static, value
 
 if TYPE_CHECKING:
@@ -190,8 +190,7 @@ class Evidence:
             read = partial(self._tier_tile, tier, config, context.first(part, c))
             return use(read, c, tile_size(True, c, QUERIES, config.unit))
 
-        columns = {name: x for name, x in tier.columns.items() if name == MELTED}
-        out = context.each(own, replace(tier, columns=columns, summary=None), tier.axes, join)
+        out = context.each(own, bare(tier), tier.axes, join)
         return out if join else context.whole(out, tier.axes)
 
     def _of_window(self, use: Callable[..., Any], join: Any = None) -> Any:

@@ -107,14 +107,11 @@ def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
     return tree_bytes(layout(parse("full"), cache.model, cache.rows, longest, cache.new, dtype)[1])
 
 
-def full_bytes(cache: Cache, unread: int = 0) -> int:
-    """Bytes of keys and values of every token seen, and of `unread` that a prompt was shortened by; and of states.
-
-    In the recent window's dtype, without padding.
-    """
+def full_bytes(cache: Cache) -> int:
+    """Bytes of keys and values of every token seen, in the recent window's dtype, without padding; and of states."""
     m = cache.model
     token = m.layers * 2 * m.heads * m.head_dim * cache.dtype.itemsize
-    return (int(cache.seen.sum()) + unread) * token + tree_bytes(cache.states)
+    return int(cache.seen.sum()) * token + tree_bytes(cache.states)
 
 
 def kept_tokens(cache: Cache) -> list[list[float]]:

@@ -46,14 +46,19 @@ def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     overwrite(path, json.dumps(finite({"meta": meta, "rows": list(rows)}), indent=1, allow_nan=False) + "\n")
 
 
+def create(path: Path, text: str) -> None:
+    """The text in a file that was not there, on the disk; raises OSError, FileExistsError if it was."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def overwrite(path: Path, text: str) -> None:
     """The text in place of what was there, whole or not at all; raises OSError about `path`."""
     fresh = beside(path)
     try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        create(fresh, text)
         os.replace(fresh, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

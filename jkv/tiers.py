@@ -78,6 +78,12 @@ def counted(logits: Array, melted: Array | None) -> Array:
     return logits if melted is None else logits + jnp.log1p(melted)[:, :, None, None]
 
 
+def bare(tier: Tier) -> Tier:
+    """The tier with what attention reads of it, and no more."""
+    columns = {name: x for name, x in tier.columns.items() if name == MELTED}
+    return replace(tier, columns=columns, summary=None)
+
+
 def key_logits(codec: Codec, ask: Any, q: Array, code: Code, at: Array, rope: Rope) -> Array:
     """f32[B,H,N,n]: rotated queries q [B,H,N,D] against the coded keys of a tile that act at i32[B,Hs,n]."""
     if codec.rope == "before":
@@ -174,8 +180,7 @@ def _attend(
         here = None if pages is None else _pages_here(pages, part, tier, config)
         return _attend_own(q, first, last, tier, here, config, rope, scale, tokens)
 
-    columns = {name: x for name, x in tier.columns.items() if name == MELTED}
-    tier = replace(tier, at=at, columns=columns, summary=None)
+    tier = replace(bare(tier), at=at)
     return context.each_given(own, tier, tier.axes, q, first, last, pages, like=q, join=merge_over)
 
 

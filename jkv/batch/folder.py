@@ -15,7 +15,7 @@ from typing import Any
 
 from jkv.batch.written import answered, dumped, scan, tally
 from jkv.io.errors import FormatError
-from jkv.results import beside
+from jkv.results import beside, create
 
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
 
@@ -70,19 +70,13 @@ def _first(path: Path, text: str) -> bool:
     """Write the text to a path that is not there; whether it was not. Of several processes it is one that does."""
     fresh = beside(path)
     try:
-        with fresh.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        create(fresh, text)
         try:
             os.link(fresh, path)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            create(path, text)
     except FileExistsError:
         return False
     except OSError as error:

@@ -12,7 +12,7 @@ export JAX_PLATFORMS ?= cpu
 	@touch $@
 
 demo: .venv/installed  ## a real model generates through a compressed cache, and the receipt
-	$(BIN)/python -m jkv.demo
+	$(BIN)/python -m jkv.cli.demo
 
 test: .venv/installed  ## the whole suite
 	$(BIN)/jkv fetch smollm2-135m

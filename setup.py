@@ -3,7 +3,7 @@
 from setuptools import find_namespace_packages, setup
 
 FOLDERS = {"jkv": "jkv", "jkv.models": "models", "jkv.training": "training"}
-DATA = ("*__pycache__", "learned.*")  # folders that are no packages
+DATA = ("*__pycache__", "methods.learned.*")  # folders that are no packages
 
 setup(
     package_dir=FOLDERS,

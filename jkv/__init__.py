@@ -7,21 +7,20 @@
 4
 """
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jkv import models
-    from jkv.cache import Cache
-    from jkv.config import CacheConfig, TierSpec
-    from jkv.generate import Result, extend, generate, prefill, stream
+    from jkv.core.cache import Cache
+    from jkv.core.loop import step
+    from jkv.generation.api import Result, extend, generate, prefill, stream
+    from jkv.generation.cache_file import load_cache, save_cache
+    from jkv.generation.report import Report
     from jkv.io.load import load
-    from jkv.loop import step
     from jkv.methods import CATALOGUE, parse
-    from jkv.report import Report
+    from jkv.methods.config import CacheConfig, TierSpec
 
 __all__ = [
     "CATALOGUE",
@@ -33,9 +32,11 @@ __all__ = [
     "extend",
     "generate",
     "load",
+    "load_cache",
     "models",
     "parse",
     "prefill",
+    "save_cache",
     "step",
     "stream",
 ]
@@ -43,18 +44,20 @@ __all__ = [
 # The module of each name. It is imported when the name is first used: `jkv --help` need not wait for jax.
 _HOMES = {
     "CATALOGUE": "methods",
-    "Cache": "cache",
-    "CacheConfig": "config",
-    "Report": "report",
-    "Result": "generate",
-    "TierSpec": "config",
-    "extend": "generate",
-    "generate": "generate",
+    "Cache": "core.cache",
+    "CacheConfig": "methods.config",
+    "Report": "generation.report",
+    "Result": "generation.api",
+    "TierSpec": "methods.config",
+    "extend": "generation.api",
+    "generate": "generation.api",
     "load": "io.load",
+    "load_cache": "generation.cache_file",
+    "save_cache": "generation.cache_file",
     "parse": "methods",
-    "prefill": "generate",
-    "step": "loop",
-    "stream": "generate",
+    "prefill": "generation.api",
+    "step": "core.loop",
+    "stream": "generation.api",
 }
 
 
@@ -69,14 +72,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The import of the module jkv.generate ends by giving it this name, which is the function's.
-        if name in _HOMES and isinstance(value, ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal
+from operator import or_
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.tree import static, value
+from jkv.arrays.tree import static, value
 
 if TYPE_CHECKING:
-    from jkv.evidence import Evidence
-    from jkv.melt import Entries, Lost
     from jkv.models import ModelConfig, Params
 
 Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
+Say = Callable[[Any, list[list[int]], int], list[list[int]]]
 Queries = int | Literal["new", "all"]  # the last n; those since the last flush; also every query of a prompt
 
 
@@ -77,6 +77,54 @@ class Born:
     step: bool = static(default=False)
 
 
+class Evidence(Protocol):
+    """What a score may see of one layer at a flush: S = all slots of the tiers, then the window, oldest first."""
+
+    @property
+    def pos(self) -> Array: ...  # i32[B,H,S], -1 dead
+
+    @property
+    def may_go(self) -> Array: ...  # bool[B,H,S]: slots and newcomers; the rest of the window stays in any case
+
+    @property
+    def columns(self) -> Columns: ...
+
+    @property
+    def kept(self) -> Any: ...  # the newest queries that the score needs, or None
+
+    @property
+    def new(self) -> Any: ...  # the queries since the last flush, or None
+
+    @property
+    def seen(self) -> Array: ...  # i32[B] tokens in all
+
+    @property
+    def prompt(self) -> Array: ...  # i32[B] tokens that were given
+
+    @property
+    def limit(self) -> Array: ...  # i32[B] tokens that the tiers may hold
+
+    def chronological(self, heads: int | None = None) -> Array:
+        """i32[B,H,S]: indices by position, those that may go first, then the rest."""
+        ...
+
+    def dot(self, x: Array, of: str = "k") -> Array:
+        """f32[B,H,N,S]: inner products of x f[B,H,N,D] with every key (rotated) or value."""
+        ...
+
+    def mix(self, w: Array, of: str = "v") -> Array:
+        """f32[B,H,N,D]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]."""
+        ...
+
+    def fold(self, step: Callable[..., Any], queries: Any, join: Callable[[Any, Any], Any] = ...) -> Any:
+        """What every key gets of the attention probabilities of queries, tile by tile; see `core.evidence`."""
+        ...
+
+    def over_keys(self, step: Callable[..., Array], queries: Any) -> Array:
+        """What every query gets: f32[B,H,G,N]."""
+        ...
+
+
 class Score:
     """Who stays. Only `rank` must be written. Its arrays, if it has any, are [L,...]: a layer sees its own part."""
 
@@ -98,8 +146,11 @@ class Score:
         """f32[B,...]: what a layer says of a prompt that is whole; f32[B]: what it asks of a budget that `measures`."""
         raise NotImplementedError  # only of scores that `shorten` or a budget that `measures` asks
 
-    def probes(self, params: Params, rows: list[list[int]]) -> list[Probe]:
-        """What is read after the prompts of these token ids; one program serves probes of one padded length."""
+    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
+        """What is read after the prompts of these token ids; one program serves probes of one padded length.
+
+        say(model, rows, n): the n tokens that a model generates greedily after each row.
+        """
         return []
 
     def probed(self, ev: Evidence, about: Array) -> Columns:
@@ -269,6 +320,27 @@ class Codec:
         return jnp.concatenate([jnp.einsum("qn,nd->qd", w, x) for x in self.parts(tile)], 1)
 
 
+@value
+class Lost:
+    """Tokens that find no place: index i32[B,H,n] in S, S for none; k, v [B,H,n,D]."""
+
+    index: Array
+    k: Array
+    v: Array
+
+
+class Entries(Protocol):
+    """The tokens of S as a merge reads them: of tiers only those that it may change."""
+
+    def open(self, index: Array) -> Array:
+        """bool[B,H,m]: which of entries i32[B,H,m] may change."""
+        ...
+
+    def read(self, index: Array) -> tuple[Array, Array]:
+        """k, v f32[B,H,m,D] of entries that may change."""
+        ...
+
+
 class Merge:
     """What the evicted leave behind: entries that stay become other ones. Its arrays, if it has any, are [L,...]."""
 
@@ -318,3 +390,8 @@ class Selector:
         pos i32[B,H,units]: the newest token of a unit, -1 for none.
         """
         return summary
+
+
+def needs_of(*parts: Score | Merge | Selector | None) -> Needs:
+    """What the parts that are there ask of the runtime."""
+    return reduce(or_, (part.needs for part in parts if part is not None), Needs())

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from jkv.rope import Rope
+from jkv.models.rope import Rope
 
 from .config import Fields, Mixers, ModelConfig, one_rope, read
 from .llama import TENSORS as LLAMA

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jkv.rope import Rope
+from jkv.models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)

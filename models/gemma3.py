@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.rope import Rope
+from jkv.models.rope import Rope
 
 from .config import Fields, ModelConfig, by_layer_type, read, rope, sliding_window
 from .llama import TENSORS as LLAMA

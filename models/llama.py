@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.tree import value
+from jkv.arrays.tree import value
 
 from .config import ModelConfig, read
 from .params import Names, Params

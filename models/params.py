@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv import forked
-from jkv.tree import static, value
+from jkv.arrays.tree import static, value
+from jkv.host import forked
 
 from .config import Mixers, ModelConfig
 
@@ -139,7 +139,7 @@ def copied(_: str, x: np.ndarray, dtype: Any) -> Array:
 def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Put = copied) -> Params:
     """Params of named tensors. Each thunk is called once and dropped, so about one copy is in memory.
 
-    put: how an array gets from the host to where it is used; see `jkv.sharding.placing`.
+    put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`.
 
     ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
     """

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.tree import value
+from jkv.arrays.tree import value
 
 from .config import Mixers
 from .llama import linear

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 def few_programs():
     """Drop a module's compiled programs: some thousand of them exhaust the memory maps, and XLA then crashes."""
     yield
-    from jkv import compiled
+    from jkv.core import compiled
 
     compiled.PROGRAMS.clear()
     jax.clear_caches()

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from tiny import PARAMS
 
 from jkv import models
+from jkv.core.positions import positions
 from jkv.models import Params, ssd
-from jkv.prompts import positions
 
 
 @jax.jit

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import loop
+from jkv.core import loop
 
 
 def poison(cache):

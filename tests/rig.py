@@ -30,15 +30,17 @@ from tiny import (  # noqa: F401
     L,
 )
 
-from jkv import loop, methods, sizes
-from jkv.cache import Cache
-from jkv.compiled import Cost
-from jkv.config import CacheConfig
+from jkv import methods
+from jkv.core import loop
+from jkv.core.cache import Cache
+from jkv.core.compiled import Cost
+from jkv.core.positions import pad
+from jkv.generation import sizes
+from jkv.generation.whole import read
 from jkv.methods import CATALOGUE
+from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts import pad
-from jkv.rope import Rope
-from jkv.whole import read
+from jkv.models.rope import Rope
 
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv import attend as A
+from jkv.core import attend as A
 
 rng = np.random.default_rng(0)
 B, H, G, T, S, D = 2, 2, 2, 3, 24, 16

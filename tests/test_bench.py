@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from jkv import models
-from jkv.bench import cli, compare, engines, growth, kernel, measure, recommend, results, shapes, speed
-from jkv.cache import tree_bytes
+from jkv.bench import compare, engines, growth, kernel, measure, recommend, results, shapes, speed
 from jkv.cli import app
+from jkv.cli import bench as cli
+from jkv.core.cache import tree_bytes
 
 RUNNER = CliRunner()
 TINY = ("--shape", "tiny", "--random-weights")

@@ -10,13 +10,13 @@ import pytest
 from rig import CASES, MODEL, PARAMS
 
 import jkv
-from jkv.budgets import Tokens
-from jkv.cache import Counts, tree_bytes
-from jkv.checks import check
-from jkv.divisions import pyramid
-from jkv.flush import _limit
+from jkv.core.cache import Counts, tree_bytes
+from jkv.core.flush import _limit
+from jkv.generation.sizes import layout
 from jkv.methods import CATALOGUE, parse
-from jkv.sizes import layout
+from jkv.methods.budgets import Tokens
+from jkv.methods.checks import check
+from jkv.methods.divisions import pyramid
 
 LENGTH, NEW, KEEP = 120, 40, 0.45
 TOKENS = 54  # floor(0.45 * 120)

@@ -7,8 +7,9 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jkv import methods, models, sizes
-from jkv.cache import tree_bytes
+from jkv import methods, models
+from jkv.core.cache import tree_bytes
+from jkv.generation import sizes
 from jkv.io import learned
 
 SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64)

@@ -262,7 +262,7 @@ def test_signals_end_it_without_a_word(monkeypatch, error, code):
     assert (result.exit_code, result.output) == (code, "")
 
 
-SHORT = "from jkv import cli; from jkv.io import hub; hub.fetch = str; cli.main()"  # still in the buffer at the end
+SHORT = "from jkv.cli import app; from jkv.io import hub; hub.fetch = str; app.main()"  # still in the buffer at the end
 
 
 @pytest.mark.parametrize("args", [["-m", "jkv.cli", "methods"], ["-c", SHORT, "fetch"]], ids=["long", "short"])

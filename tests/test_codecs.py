@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jkv.codecs import Affine, Dense, Sparse
-from jkv.codecs.affine import pack, unpack
+from jkv.arrays.bits import pack, unpack
+from jkv.methods.codecs import Affine, Dense, Sparse
 
 CODECS = [
     Dense(),

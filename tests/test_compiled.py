@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import jkv.models as models
-from jkv import loop, methods, sampling, sizes
-from jkv.cache import tree_bytes
+from jkv import methods
+from jkv.core import loop, sampling
+from jkv.core.cache import tree_bytes
+from jkv.generation import sizes
 
 WIDE = dict(models.TINY, hidden_size=512, max_position_embeddings=32768, num_hidden_layers=4)
 TOKENS = 16384

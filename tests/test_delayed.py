@@ -13,11 +13,13 @@ from rig import LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from test_scores import evidence
 
 import jkv
-from jkv import loop, models, sizes
-from jkv.config import resolve
+from jkv import models
+from jkv.core import loop
+from jkv.generation import sizes
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
-from jkv.scores import delayed
+from jkv.methods.config import resolve
+from jkv.methods.scores import delayed
 
 WINDOW = 48
 TEXT = rig.CASES["dms"][0].tight

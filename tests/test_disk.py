@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jkv import disk
+from jkv.host import disk
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",
@@ -24,7 +24,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 COMPILING = """
 import sys, jax
-from jkv.compiled import use_disk_cache
+from jkv.core.compiled import use_disk_cache
 use_disk_cache()
 for i in range(int(sys.argv[1])):
     jax.jit(lambda x: x * (i + 3) + 1).lower(jax.ShapeDtypeStruct((4,), "float32")).compile()

@@ -15,19 +15,20 @@ from test_ladder import Given
 from test_oracles import best, newest, prompt_taps
 from test_scores import attending, evidence
 
-from jkv import loop, methods
-from jkv.cache import Counts, Queries, Window
-from jkv.config import resolve
-from jkv.divisions import pyramid
-from jkv.evidence import Evidence
-from jkv.flush import _limit
-from jkv.merges import Nearest, shares
+from jkv import methods
+from jkv.core import loop
+from jkv.core.cache import Counts, Queries, Window
+from jkv.core.evidence import Evidence
+from jkv.core.flush import _limit
+from jkv.methods.config import resolve
+from jkv.methods.divisions import pyramid
+from jkv.methods.merges import Nearest, shares
+from jkv.methods.scores.attention import Accumulated, Persistence, Recurrence
+from jkv.methods.scores.hybrid import Entropy, Gradient, Normalised, Plus
+from jkv.methods.scores.keys import KeyNorm
+from jkv.methods.scores.position import Oldest
+from jkv.methods.scores.wrappers import Representatives
 from jkv.protocols import Born
-from jkv.scores.attention import Accumulated, Persistence, Recurrence
-from jkv.scores.hybrid import Entropy, Gradient, Normalised, Plus
-from jkv.scores.keys import KeyNorm
-from jkv.scores.position import Oldest
-from jkv.scores.wrappers import Representatives
 
 ROWS = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]]  # four queries of four tokens
 

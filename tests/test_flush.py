@@ -11,15 +11,18 @@ import pytest
 import rig
 from rig import BUDGET, LONGEST, MODEL, D, H
 
-from jkv import loop, sizes
-from jkv.budgets import All, Tokens
-from jkv.cache import Counts, LayerCache, Window, empty_layer
-from jkv.checks import check
-from jkv.config import CacheConfig, LayerConfig, resolve
-from jkv.flush import _first_of, flush
+from jkv.arrays.tree import part
+from jkv.core import loop
+from jkv.core.cache import Counts, LayerCache, Window
+from jkv.core.empty import empty_layer
+from jkv.core.flush import _first_of, flush
+from jkv.core.layer import LayerConfig
+from jkv.generation import sizes
+from jkv.methods.budgets import All, Tokens
+from jkv.methods.checks import check
+from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.scores.position import Newest
 from jkv.protocols import Score
-from jkv.scores.position import Newest
-from jkv.tree import part
 
 
 def test_a_pause_changes_no_token_of_the_full_cache():

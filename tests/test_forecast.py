@@ -14,11 +14,12 @@ import tiny
 from rig import CASES, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, H, L
 
 import jkv
-from jkv import loop, sizes
-from jkv.config import resolve
+from jkv.core import loop
+from jkv.generation import sizes
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
-from jkv.selectors import forecast
+from jkv.methods.config import resolve
+from jkv.methods.selectors import forecast
 
 (CASE,) = CASES["attentionpredictor"]
 ROWS, PAGE, PAGES, SINKS, RECENT = 16, 8, 3, 8, 16

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import compiled, loop
-from jkv.prompts import bucket, encode
+from jkv.core import compiled, loop
+from jkv.core.positions import bucket
+from jkv.generation.prompts import encode
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def calls(monkeypatch):
         program, seconds = compiled.compiled(*args, **static)
         return Program(program) if args[0] is loop.run_blocks else program, seconds
 
-    monkeypatch.setattr(import_module("jkv.generate"), "compiled", counted)
+    monkeypatch.setattr(import_module("jkv.generation.api"), "compiled", counted)
     return asked
 
 

@@ -14,15 +14,15 @@ from test_cli import call, refused
 from test_oracles import best, newest, prompt_taps
 
 import jkv
-from jkv.attend import Partial, merge, softmax_parts
-from jkv.cache import Rest
-from jkv.config import resolve
-from jkv.divisions import weighted
+from jkv.arrays.partial import Partial, merge, softmax_parts
+from jkv.core.cache import Rest
+from jkv.core.rest import beside, compensated, joined
 from jkv.io import learned
 from jkv.io import load as loading
 from jkv.methods import parse
+from jkv.methods.config import resolve
+from jkv.methods.divisions import weighted
 from jkv.models.llama import out
-from jkv.rest import beside, compensated, joined
 from jkv.training import heads
 
 (CHOICE,), (SPLIT,) = CASES["compresskv"], CASES["razorattention"]

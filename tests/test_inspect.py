@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import inspect
+from jkv.generation import inspect
 
 PARAMS = jkv.models.random(jkv.models.TINY)
 IDS = [5, 6, 7, 8, 9] * 24

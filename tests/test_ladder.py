@@ -12,13 +12,13 @@ from rig import MODEL, L
 from test_scores import evidence
 
 from jkv import methods
-from jkv.config import resolve
-from jkv.evidence import Evidence
+from jkv.arrays.tree import part
+from jkv.core.evidence import Evidence
+from jkv.methods.config import resolve
+from jkv.methods.scores.ladder import Contest, Ladder
+from jkv.methods.scores.position import Protect
+from jkv.methods.scores.wrappers import PerQuery
 from jkv.protocols import Score
-from jkv.scores.ladder import Contest, Ladder
-from jkv.scores.position import Protect
-from jkv.scores.wrappers import PerQuery
-from jkv.tree import part
 
 
 def placed(score, pos: list[int], columns: dict[str, np.ndarray], limit: int, seen: int, width: int):

@@ -9,9 +9,10 @@ import rig
 from rig import LENGTHS, PARAMS, L
 
 import jkv
-from jkv import checks, loop, methods
-from jkv.cache import Cache
-from jkv.methods import CATALOGUE
+from jkv import methods
+from jkv.core import loop
+from jkv.core.cache import Cache
+from jkv.methods import CATALOGUE, checks
 
 LATER, ANSWER = (14, 15), 17  # tokens of each row after its prompt; steps of an answer: a flush
 QUESTION = np.full((2, max(LATER)), -1, np.int32)

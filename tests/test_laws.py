@@ -13,10 +13,12 @@ from poison import poison
 from rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
 from test_oracles import prompt_taps
 
-from jkv import loop, models, sampling
-from jkv.divisions import pyramid
+import jkv
+from jkv import models
+from jkv.core import loop, sampling
+from jkv.core.positions import positions
 from jkv.methods import CATALOGUE
-from jkv.prompts import positions
+from jkv.methods.divisions import pyramid
 
 ALL = [*rig.ALL, *rig.RECURRING]
 every = pytest.mark.parametrize("case", ALL, ids=str)
@@ -385,7 +387,7 @@ def test_a_saved_cache_is_read_as_it_was(case: Case, tmp_path):
     caches = rig.shared(case.tight, case.model).caches
     for cache in (caches[0], caches[len(caches) // 2], caches[-1]):
         cache = loop.replace(cache, name=case.tight)
-        cache.save(tmp_path / "c", case.params)
+        jkv.save_cache(cache, tmp_path / "c", case.params)
         again = type(cache).load(tmp_path / "c", case.params)
         assert jax.tree.structure(again) == jax.tree.structure(cache)
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))

@@ -15,13 +15,15 @@ from rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from test_scores import evidence
 
 import jkv
-from jkv import models, sharding, sizes
-from jkv.budgets import Tokens
-from jkv.divisions import Won
+from jkv import models
+from jkv.core import sharding
 from jkv.eval import measure
+from jkv.generation import sizes
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
-from jkv.scores import learned
+from jkv.methods.budgets import Tokens
+from jkv.methods.divisions import Won
+from jkv.methods.scores import learned
 
 TEXT = f"trimkv(budget={BUDGET}, gate={rig.GATE!r})"
 
@@ -187,14 +189,14 @@ def test_gates_of_trimkv_may_compete():
 
 def test_a_saved_cache_goes_on_with_its_gate_only(tmp_path):
     cache, _ = jkv.prefill(PARAMS, TEXT, PROMPT[:1].tolist())
-    cache.save(tmp_path / "c", PARAMS)
-    again = jkv.Cache.load(tmp_path / "c", PARAMS)
+    jkv.save_cache(cache, tmp_path / "c", PARAMS)
+    again = jkv.load_cache(tmp_path / "c", PARAMS)
     assert jax.tree.structure(again) == jax.tree.structure(cache)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))
     config = jkv.parse(TEXT)
     other = dataclasses.replace(config, score=jax.tree.map(lambda x: x + 1, config.score))
     with pytest.raises(FormatError, match="not those of this config"):
-        jkv.Cache.load(tmp_path / "c", PARAMS, other)
+        jkv.load_cache(tmp_path / "c", PARAMS, other)
 
 
 def test_a_config_with_weights_serves_twice():

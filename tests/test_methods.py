@@ -9,11 +9,12 @@ import pytest
 import rig
 
 import jkv
-from jkv.cache import Counts, empty_layer
-from jkv.checks import check
-from jkv.config import resolve
-from jkv.flush import flush
+from jkv.core.cache import Counts
+from jkv.core.empty import empty_layer
+from jkv.core.flush import flush
 from jkv.methods import CATALOGUE, pairs, parse
+from jkv.methods.checks import check
+from jkv.methods.config import resolve
 
 MODEL = rig.MODEL
 PAIRS = pairs(MODEL)

@@ -14,15 +14,18 @@ import rig
 from poison import poison
 from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, G, H, L, codes
 
-from jkv import loop, merges, methods
-from jkv.cache import MELTED, Queries, Window, map_codec
-from jkv.codecs import Separable
-from jkv.codecs.affine import floats
-from jkv.config import resolve
-from jkv.evidence import Evidence
-from jkv.flush import flush
+from jkv import methods
+from jkv.arrays.bits import floats
+from jkv.arrays.gather import map_codec
+from jkv.core import loop
+from jkv.core.cache import MELTED, Queries, Window
+from jkv.core.evidence import Evidence
+from jkv.core.flush import flush
+from jkv.methods import merges
+from jkv.methods.codecs import Separable
+from jkv.methods.config import resolve
+from jkv.methods.scores.mixed import Salience, hashed
 from jkv.protocols import Born
-from jkv.scores.mixed import Salience, hashed
 
 ZIP = "zipcache(block=20)"
 MERGE = "kvmerger(budget=48)"

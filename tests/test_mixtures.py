@@ -10,10 +10,11 @@ from rig import MODEL, PARAMS, D, H
 from tiny import FOLDER, MIXTURES
 
 import jkv
-from jkv import loop, methods
-from jkv.cache import map_codec
+from jkv import methods
+from jkv.arrays.gather import map_codec
+from jkv.core import loop
 from jkv.io import learned
-from jkv.mixtures import Blend, Mixtures
+from jkv.methods.mixtures import Blend, Mixtures
 from jkv.models import family
 
 BUDGET, MIXED, PIECE = 32, 12, 40

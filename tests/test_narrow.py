@@ -8,8 +8,9 @@ import pytest
 from rig import LENGTHS, MODEL, PARAMS, PROMPT, H
 
 import jkv
-from jkv.config import Narrow, resolve
+from jkv.core.layer import Narrow
 from jkv.methods import parse
+from jkv.methods.config import resolve
 from jkv.models import family
 
 ROWS = [row[row >= 0].tolist() for row in PROMPT]

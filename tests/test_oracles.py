@@ -11,9 +11,10 @@ import pytest
 import rig
 from rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, PROMPT, STEPS, D, H, L
 
-from jkv import loop, models
-from jkv.cache import map_codec
-from jkv.codecs import Dense
+from jkv import models
+from jkv.arrays.gather import map_codec
+from jkv.core import loop
+from jkv.methods.codecs import Dense
 from jkv.protocols import Code
 
 SHIFT = [PROMPT.shape[1] - n for n in LENGTHS]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import jkv
-from jkv import extras, results
+from jkv.host import extras, results
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"jkv": "jkv", "models": "jkv/models", "training": "jkv/training"}  # of the repository, and where they go
@@ -66,14 +66,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == installed().keys()
-    assert "jkv/kernels/column_sums/tpu.py" in names and "jkv/learned/smollm2-135m/weights.safetensors" in names
+    assert "jkv/kernels/column_sums/tpu.py" in names and "jkv/methods/learned/smollm2-135m/weights.safetensors" in names
     for name, path in installed().items():
         assert wheel.getinfo(name).file_size == path.stat().st_size, name
 
 
 def test_a_wheel_brings_the_command_and_its_own_name(wheel):
     about = {name.split("/")[-1]: name for name in wheel.namelist() if ".dist-info/" in name}
-    assert "jkv = jkv.cli:main" in wheel.read(about["entry_points.txt"]).decode()
+    assert "jkv = jkv.cli.app:main" in wheel.read(about["entry_points.txt"]).decode()
     assert f"Name: {extras.PACKAGE}\n" in wheel.read(about["METADATA"]).decode()
 
 
@@ -111,7 +111,9 @@ def reached(sources: dict[str, str]) -> set[str]:
     """The modules that are run, by the command or by `python -m`, and all that these import."""
     trees = {name: ast.parse(text) for name, text in sources.items()}
     todo = [
-        name for name, text in sources.items() if name in ("jkv", "jkv.cli") or '\nif __name__ == "__main__"' in text
+        name
+        for name, text in sources.items()
+        if name in ("jkv", "jkv.cli.app", "jkv.cli.__main__") or '\nif __name__ == "__main__"' in text
     ]
     seen: set[str] = set()
     while todo:
@@ -127,7 +129,7 @@ def test_every_module_is_of_use_to_the_package_and_not_to_tests_alone():
     sources = {name: path.read_text("utf-8") for name, path in modules().items()}
     assert sources.keys() - reached(sources) == set()
     # what nobody imports is found, and so is what only that imports
-    more = {"jkv.lonely": "import jkv.lonelier", "jkv.lonelier": "import jkv.cli"}
+    more = {"jkv.lonely": "import jkv.lonelier", "jkv.lonelier": "import jkv.cli.app"}
     assert sources.keys() | more.keys() - reached(sources | more) >= more.keys()
 
 
@@ -170,7 +172,7 @@ def test_every_extra_that_a_text_names_is_one():
 
 
 def test_the_installed_package_is_asked_for_by_its_own_name():
-    assert PROJECT["name"] == extras.PACKAGE and PROJECT["scripts"] == {"jkv": "jkv.cli:main"}
+    assert PROJECT["name"] == extras.PACKAGE and PROJECT["scripts"] == {"jkv": "jkv.cli.app:main"}
     assert metadata(extras.PACKAGE)["Name"] == extras.PACKAGE and requires(extras.PACKAGE)
     assert results.versions(["jkv", "nothing"]).keys() == {"python", "jkv"}
     assert results.versions(["jkv"])["jkv"] == PROJECT["version"]

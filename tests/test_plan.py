@@ -13,9 +13,14 @@ import pytest
 from jax.sharding import Mesh
 from typer.testing import CliRunner
 
-from jkv import cli, methods, models, plan, sharding, sizes
-from jkv.aot import Target, hlo, target
-from jkv.cache import tree_bytes
+from jkv import methods, models
+from jkv.cli import app as cli
+from jkv.core import sharding
+from jkv.core.cache import tree_bytes
+from jkv.generation import sizes
+from jkv.plan import hlo
+from jkv.plan import programs as plan
+from jkv.plan.target import Target, target
 
 MODEL = models.random(models.TINY).config
 JOB = plan.Job(
@@ -64,9 +69,8 @@ def test_the_search_finds_the_largest_batch(monkeypatch, most: int):
 def test_a_budget_in_bytes_and_a_tier_of_fixed_size_keep_what_they_keep_on_one_device():
     """Capacities are rounded up so that devices can divide them; how many slots are used is not."""
     one = methods.parse("streaming(bytes='40KiB', sinks=5) | kivi(group=8, recent=8)")
-    many = sharding.Over(Mesh(np.array([*jax.devices()] * 3).reshape(1, 1, 3), ("data", "model", "context"))).divided(
-        one
-    )
+    mesh = Mesh(np.array([*jax.devices()] * 3).reshape(1, 1, 3), ("data", "model", "context"))
+    many = one.over(sharding.Over(mesh))
     plans = [sizes.layout(x, MODEL, 2, 300, 16, jnp.float32)[0][0] for x in (one, many)]
     assert [t.capacity for t in plans[0].tiers] == [t.most for t in plans[0].tiers] == [t.most for t in plans[1].tiers]
     assert plans[0].capacity == plans[1].capacity and plans[1].tiers[0].most == 8

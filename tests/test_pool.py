@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rig import FORCED, LENGTHS, MODEL, PROMPT, H, L
 
-from jkv import checks, loop, methods, models
-from jkv.pool import compete
-from jkv.tiers import attend_tier
+from jkv import methods, models
+from jkv.core import loop
+from jkv.core.pool import compete
+from jkv.core.tiers import attend_tier
+from jkv.methods import checks
 
 
 def fair(scores: list[np.ndarray], limit: int, floor: float) -> list[int]:

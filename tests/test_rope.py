@@ -14,9 +14,9 @@ import rig
 from rig import CASES
 
 from jkv import models
+from jkv.core.positions import positions
 from jkv.methods import parse
-from jkv.prompts import positions
-from jkv.rope import Rope
+from jkv.models.rope import Rope
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 from make import CASES as FAMILIES  # noqa: E402

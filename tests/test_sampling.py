@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv import sampling
-from jkv.sampling import make, sample
+from jkv.core import sampling
+from jkv.core.sampling import make, sample
 
 LOGITS = jnp.log(jnp.array([0.5, 0.25, 0.15, 0.07, 0.03]))
 

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from tiny import MODEL, PARAMS
 
-from jkv import loop, sizes
-from jkv.cache import Queries, Window
-from jkv.config import CacheConfig
-from jkv.divisions import pyramid
-from jkv.evidence import Evidence
+from jkv.arrays.tree import part
+from jkv.core import loop
+from jkv.core.cache import Queries, Window
+from jkv.core.evidence import Evidence
+from jkv.generation import sizes
+from jkv.methods.config import CacheConfig
+from jkv.methods.divisions import pyramid
+from jkv.methods.scores.attention import Accumulated, WindowMass
+from jkv.methods.scores.keys import Expected, KeyNorm, KeyOutlier
+from jkv.methods.scores.position import Newest, Pool, Protect
+from jkv.methods.scores.wrappers import AcrossHeads
+from jkv.methods.selectors.quest import PageBound
+from jkv.models.rope import Rope
 from jkv.protocols import Born, Needs, Score
-from jkv.rope import Rope
-from jkv.scores.attention import Accumulated, WindowMass
-from jkv.scores.keys import Expected, KeyNorm, KeyOutlier
-from jkv.scores.position import Newest, Pool, Protect
-from jkv.scores.wrappers import AcrossHeads
-from jkv.selectors.quest import PageBound
-from jkv.tree import part
 
 PLAIN = Rope(inv_freq=(0.0,), longest=512)  # turns nothing
 

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import compiled, inspect, loop, methods, sizes
-from jkv.aot.hlo import PLACES, lines
-from jkv.cache import Cache, tree_bytes
+from jkv import methods
+from jkv.core import compiled, loop
+from jkv.core.cache import tree_bytes
+from jkv.core.positions import bucket
+from jkv.generation import inspect, sizes
+from jkv.generation.draft import greedy
 from jkv.io import load as loading
 from jkv.models.ssd import STRETCH
-from jkv.prompts import bucket
+from jkv.plan.hlo import PLACES, lines
 
 SIZES = dict(vocab_size=160, hidden_size=48, num_hidden_layers=4)
 PURE = jkv.models.random(SIZES | dict(model_type="mamba2", num_heads=12, head_dim=8, state_size=8, n_groups=2))
@@ -138,8 +141,8 @@ def test_tokens_are_taken_back_and_read_again(params):
 def test_a_cache_is_saved_forked_and_picked_with_its_states(params, tmp_path):
     cache, logits = jkv.prefill(params, "full", PROMPTS, room=64)
     cache, _ = loop.step(params, cache, logits.argmax(-1).astype(jnp.int32))
-    cache.save(tmp_path / "cache", params)
-    again = Cache.load(tmp_path / "cache", params)
+    jkv.save_cache(cache, tmp_path / "cache", params)
+    again = jkv.load_cache(tmp_path / "cache", params)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(a, b)
     forked = cache.fork(2).pick(jnp.asarray([3, 0]))
@@ -177,7 +180,7 @@ def test_a_draft_is_cut_in_front_of_a_layer_that_attends():
     assert (draft.config.layers, draft.config.mixers.at, len(draft.layers)) == (1, (1,), 2)
     assert HYBRID.first(2).config == HYBRID.config and len(HYBRID.first(2).layers) == 4
     with pytest.raises(ValueError, match="layers=3, and the model has 2"):
-        methods.parse("speckv(budget=40, layers=3)").score.probes(HYBRID, PROMPTS)
+        methods.parse("speckv(budget=40, layers=3)").score.probes(HYBRID, PROMPTS, greedy)
 
 
 def test_what_cannot_work_is_refused():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import compiled
+from jkv.core import compiled
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_threads_generate_what_one_does():
 CHILD = """
 import os, sys, warnings
 import jkv
-from jkv import compiled
+from jkv.core import compiled
 warnings.simplefilter("ignore")
 params = jkv.models.random(dict(jkv.models.TINY, num_hidden_layers=1))
 if {warm}:

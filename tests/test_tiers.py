@@ -14,16 +14,20 @@ import pytest
 import rig
 from rig import CASES, LONGEST, MODEL, STEPS, D, G, H
 
-from jkv.cache import Tier, empty_tier, map_codec
-from jkv.checks import check
-from jkv.codecs import Dense
-from jkv.config import CacheConfig, LayerConfig, TierConfig, resolve
-from jkv.flush import Newcomers, _admit
+from jkv.arrays.gather import map_codec
+from jkv.core.cache import Tier
+from jkv.core.empty import empty_tier
+from jkv.core.flush import _admit
+from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.melt import Newcomers
+from jkv.core.tiers import attend_tier, tier_dot
 from jkv.methods import CATALOGUE, parse
+from jkv.methods.checks import check
+from jkv.methods.codecs import Dense
+from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.scores.keys import KeyNorm
+from jkv.methods.selectors.quest import PageBound
 from jkv.protocols import Codec, Selector
-from jkv.scores.keys import KeyNorm
-from jkv.selectors.quest import PageBound
-from jkv.tiers import attend_tier, tier_dot
 
 PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside another one's
 ROPE, ROWS = MODEL.ropes[0], 2

@@ -40,8 +40,8 @@ def test_saved_cache_goes_on_alike(params, text, tmp_path):
     cache, logits = jkv.prefill(params, text, PROMPT)
     token = logits.argmax(-1).astype(jnp.int32)
     cache, _ = steps(params, cache, token, 5)
-    cache.save(tmp_path / "cache.jkv", params)
-    loaded = jkv.Cache.load(tmp_path / "cache.jkv", params)
+    jkv.save_cache(cache, tmp_path / "cache.jkv", params)
+    loaded = jkv.load_cache(tmp_path / "cache.jkv", params)
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(cache), strict=True))
     np.testing.assert_array_equal(steps(params, cache, token, 24)[1], steps(params, loaded, token, 24)[1])
@@ -49,19 +49,19 @@ def test_saved_cache_goes_on_alike(params, text, tmp_path):
 
 def test_cache_of_another_model_is_refused(params, tmp_path):
     cache, _ = jkv.prefill(params, "full", PROMPT)
-    cache.save(tmp_path / "c", params)
+    jkv.save_cache(cache, tmp_path / "c", params)
     other = dataclasses.replace(params, norm=params.norm + 1)
     with pytest.raises(FormatError, match="belongs to the model .* and this one is"):
-        jkv.Cache.load(tmp_path / "c", other)
+        jkv.load_cache(tmp_path / "c", other)
 
 
 def test_truncated_cache_is_refused(params, tmp_path):
     cache, _ = jkv.prefill(params, "full", PROMPT)
-    cache.save(tmp_path / "c", params)
+    jkv.save_cache(cache, tmp_path / "c", params)
     data = (tmp_path / "c").read_bytes()
     (tmp_path / "c").write_bytes(data[: len(data) // 2])
     with pytest.raises(FormatError, match="truncated"):
-        jkv.Cache.load(tmp_path / "c", params)
+        jkv.load_cache(tmp_path / "c", params)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -18,31 +18,34 @@ import rig
 from rig import MODEL, D, G, H
 from test_scores import attending, evidence
 
-import jkv.scores
-from jkv.budgets import Tokens
-from jkv.cache import Counts, LayerCache, Queries, Window, empty_layer
-from jkv.checks import check
-from jkv.config import CacheConfig, LayerConfig, resolve
-from jkv.evidence import evidence as seen
-from jkv.flush import flush
+import jkv.methods.scores
+from jkv.arrays.tree import part
+from jkv.core.cache import Counts, LayerCache, Queries, Window
+from jkv.core.empty import empty_layer
+from jkv.core.evidence import evidence as seen
+from jkv.core.flush import flush
+from jkv.core.layer import LayerConfig
+from jkv.generation.draft import greedy
+from jkv.methods.budgets import Tokens
+from jkv.methods.checks import check
+from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.scores.assisted import Assisted
+from jkv.methods.scores.attention import Accumulated, WindowMass
+from jkv.methods.scores.hybrid import ByPhase, Plus, Several
+from jkv.methods.scores.learned import Trained
+from jkv.methods.scores.position import Newest, Oldest, Wrapper
+from jkv.methods.scores.probes import Pseudo, Rebuilt
+from jkv.methods.scores.wrappers import Groups
 from jkv.protocols import Born, Needs, Probe, Score
-from jkv.scores.assisted import Assisted
-from jkv.scores.attention import Accumulated, WindowMass
-from jkv.scores.hybrid import ByPhase, Plus, Several
-from jkv.scores.learned import Trained
-from jkv.scores.position import Newest, Oldest, Wrapper
-from jkv.scores.probes import Pseudo, Rebuilt
-from jkv.scores.wrappers import Groups
-from jkv.tree import part
 
-for module in pkgutil.iter_modules(jkv.scores.__path__):
-    import_module(f"jkv.scores.{module.name}")
+for module in pkgutil.iter_modules(jkv.methods.scores.__path__):
+    import_module(f"jkv.methods.scores.{module.name}")
 
 
 def below(kind: type) -> Iterator[type]:
-    """Its classes in jkv.scores, bases of several of them aside."""
+    """Its classes in jkv.methods.scores, bases of several of them aside."""
     for sub in kind.__subclasses__():
-        if sub.__module__.startswith("jkv.scores") and sub not in (Wrapper, Several, Trained):
+        if sub.__module__.startswith("jkv.methods.scores") and sub not in (Wrapper, Several, Trained):
             yield sub
         yield from below(sub)
 
@@ -138,7 +141,7 @@ class Everything(Score):
     def ask(self, ev):
         return ev.columns["given"][:, 0, 0] * self.mark
 
-    def probes(self, params, rows):
+    def probes(self, params, rows, say):
         return [Probe(ids=rows, about=[(0, 1)])]
 
     def probed(self, ev, about):
@@ -194,7 +197,7 @@ def test_what_a_score_declares_is_declared(make: Make):
 @every
 def test_what_a_score_does_is_done(make: Make):
     score, ev, at = stubbed(make)
-    assert score.probes(rig.PARAMS, [[5]]) == Everything().probes(rig.PARAMS, [[5]])
+    assert score.probes(rig.PARAMS, [[5]], greedy) == Everything().probes(rig.PARAMS, [[5]], greedy)
     assert (inner(score.probed(ev, jnp.array([[1, 3]]))) == 101 + 4).all()
     after = score.observe(ev)
     assert (inner(after) == 102).all() and after.keys() == ev.columns.keys()

@@ -10,7 +10,7 @@ import numpy as np
 
 import jkv.models as models
 from jkv.io import learned as io
-from jkv.scores import delayed, gated, learned
+from jkv.methods.scores import delayed, gated, learned
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config

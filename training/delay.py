@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.tree import part
+from jkv.methods.scores.delayed import KEEP, Delayed
 from jkv.models import Params, Projected
-from jkv.scores.delayed import KEEP, Delayed
 from jkv.training import warm
 from jkv.training.data import rows
 from jkv.training.losses import TEMPERATURE, Batch, drawn, flagged
 from jkv.training.optimiser import adamw, cosine
 from jkv.training.student import Bias, hidden
-from jkv.tree import part
 
 
 @part

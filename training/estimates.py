@@ -22,14 +22,14 @@ import numpy as np
 import optax
 from jax import Array
 
-from jkv.attend import visible
+from jkv.arrays.tree import part
+from jkv.core.attend import visible
+from jkv.methods.scores.learned import Estimate, Foreseen
 from jkv.models import Params
-from jkv.scores.learned import Estimate, Foreseen
 from jkv.training import trainer
 from jkv.training.losses import Batch
 from jkv.training.optimiser import adamw, advance
 from jkv.training.warm import Layer, each_layer
-from jkv.tree import part
 
 
 @part

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.tree import part
+from jkv.methods.scores.gated import Gated
 from jkv.models import Projected
-from jkv.scores.gated import Gated
 from jkv.training import warm
 from jkv.training.losses import Batch, drawn, flagged
 from jkv.training.student import Bias
-from jkv.tree import part
 
 
 @part

@@ -23,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.tree import part, value
+from jkv.methods.selectors.forecast import Convolution, Forecast, Linear, Predictor, forecast
+from jkv.methods.selectors.quest import PageBound
 from jkv.models import Params, family
-from jkv.selectors.forecast import Convolution, Forecast, Linear, Predictor, forecast
-from jkv.selectors.quest import PageBound
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.optimiser import adamw, advance, cosine, sound
 from jkv.training.warm import through
-from jkv.tree import part, value
 
 RECENT = 64  # the newest tokens, which a step reads in any case
 BASELINE = "linear"

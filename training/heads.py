@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.attend import attend_causal, visible
+from jkv.arrays.tree import value
+from jkv.core.attend import attend_causal, visible
+from jkv.core.positions import pad
 from jkv.eval import measure, tasks
 from jkv.eval.experiments import count
+from jkv.methods.scores.heads import CHOICE, SPLIT
 from jkv.models import Params, family
 from jkv.models.llama import out
-from jkv.prompts import pad
-from jkv.scores.heads import CHOICE, SPLIT
-from jkv.tree import value
 
 SEEDS = 1 << 41  # of needles; those of training texts and of evaluations are smaller
 KEPT, WINDOW, TOP = 32, 8, 4  # tokens and window of the cache that layers are weighed by, and the heads that choose

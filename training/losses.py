@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.tree import value
 from jkv.models import Params, family
-from jkv.tree import value
 
 SLICE = 128  # positions whose logits exist at once
 TEMPERATURE = 0.1  # of what is drawn softly

@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import console
-from jkv import mixtures as blends
-from jkv.checks import check
 from jkv.eval import measure
 from jkv.eval.results import digest
+from jkv.host import console
 from jkv.io import learned
+from jkv.methods import mixtures as blends
 from jkv.methods import parse
+from jkv.methods.checks import check
+from jkv.methods.scores import delayed
+from jkv.methods.scores import gated as gated_score
+from jkv.methods.scores import learned as learned_score
+from jkv.methods.scores.learned import Foreseen, Outlook, Retention
+from jkv.methods.selectors.forecast import Forecast
 from jkv.models import Params
-from jkv.scores import delayed
-from jkv.scores import gated as gated_score
-from jkv.scores import learned as learned_score
-from jkv.scores.learned import Foreseen, Outlook, Retention
-from jkv.selectors.forecast import Forecast
 from jkv.training import data, delay, estimates, flags, forecast, mixtures, retention
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch

@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.attend import attend_causal, visible
-from jkv.cache import put, take, take_along
-from jkv.mixtures import Blend, Mixtures, arranged
+from jkv.arrays.gather import put, take, take_along
+from jkv.arrays.tree import part
+from jkv.core.attend import attend_causal, visible
+from jkv.methods.mixtures import Blend, Mixtures, arranged
 from jkv.models import Params
 from jkv.training import trainer
 from jkv.training.losses import Batch
 from jkv.training.optimiser import adamw, advance, cosine
 from jkv.training.warm import Layer, each_layer
-from jkv.tree import part
 
 
 @part

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.tree import part, value
+from jkv.methods.scores.learned import Deep
 from jkv.models import Projected
-from jkv.scores.learned import Deep
 from jkv.training import warm
 from jkv.training.losses import Batch, over_capacity
 from jkv.training.optimiser import adamw, cosine
 from jkv.training.student import Bias
-from jkv.tree import part, value
 
 
 @value

@@ -14,14 +14,14 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jkv import sharding
+from jkv.arrays.tree import part, value
+from jkv.core import sharding
 from jkv.models import Params
 from jkv.training.checkpoints import Folder
 from jkv.training.data import Order, rows
 from jkv.training.losses import Batch, Teacher, teach
 from jkv.training.optimiser import adamw, advance, sound
 from jkv.training.student import hidden
-from jkv.tree import part, value
 
 LESSONS = 2048  # texts whose teacher is remembered
 Told = tuple[Array, dict[str, Array]]  # a loss, and its parts

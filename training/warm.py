@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.attend import attend_causal
+from jkv.arrays.tree import part, value
+from jkv.core.attend import attend_causal
 from jkv.models import Params, Projected, family
 from jkv.training import trainer
 from jkv.training.losses import Batch, Teacher, distil
 from jkv.training.optimiser import adamw, advance, cosine
 from jkv.training.student import Bias, hidden
-from jkv.tree import part, value
 
 QUERIES = 64  # sampled for a step
 

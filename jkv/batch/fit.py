@@ -15,14 +15,13 @@ import jax.numpy as jnp
 
 from jkv.batch.requests import Settings
 from jkv.batch.running import Shapes
-from jkv.bench.measure import peak_bytes
-from jkv.cache import tree_bytes
-from jkv.compiled import compiled
-from jkv.loop import absorb_own, run_blocks
+from jkv.core.cache import tree_bytes
+from jkv.core.compiled import compiled, peak_bytes
+from jkv.core.loop import absorb_own, run_blocks
+from jkv.core.sharding import Over
+from jkv.generation.prompts import stop_ids_of
 from jkv.models import Params
-from jkv.plan import bytes_of, search
-from jkv.prompts import stop_ids_of
-from jkv.sharding import Over
+from jkv.plan.programs import bytes_of, search
 
 AT_ONCE = {"cpu": 32}  # rows from which on a step takes as long as its rows: more only leave more behind at the end
 ELSEWHERE = 256

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jkv.batch.written import answered, dumped, scan, tally
+from jkv.host.results import beside, create
 from jkv.io.errors import FormatError
-from jkv.results import beside, create
 
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
 

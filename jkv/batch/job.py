@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
@@ -11,26 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import jkv
 from jkv import models
 from jkv.batch import MOST_NEW, fit
 from jkv.batch.arrange import Bucket
-from jkv.batch.folder import Shard, claim
-from jkv.batch.report import Report
-from jkv.batch.requests import Request, Settings, checked, limits, lines, read
+from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Shapes
-from jkv.batch.together import Heard, any_of, gathered, spans
-from jkv.batch.work import Work
-from jkv.checks import check, check_prefill
-from jkv.compiled import use_disk_cache
-from jkv.config import CacheConfig
-from jkv.io.cache_file import fingerprint, weights
+from jkv.batch.together import spans
+from jkv.core.sharding import Over
+from jkv.generation.cache_file import fingerprint, weights
+from jkv.generation.prompts import reaching
+from jkv.host.results import versions
+from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts import reaching
-from jkv.results import versions
-from jkv.sharding import Over
 
 Tell = Callable[[int, int, str], None]  # rows that are done, of so many, and how it goes
 
@@ -73,7 +67,7 @@ class Job:
     @property
     def divided(self) -> CacheConfig:
         """The config of its caches."""
-        return self.config if self.over is None else self.over.divided(self.config)
+        return self.config if self.over is None else self.config.over(self.over)
 
     def about(self) -> dict[str, Any]:
         """What must be the same for a job to go on: whatever its tokens depend on beside the rows of its input, of
@@ -120,37 +114,3 @@ def made() -> dict[str, Any]:
             source.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     machine = {"backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
     return {"source": source.hexdigest()[:16], **machine, **versions(["jax", "jaxlib"])}
-
-
-def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
-    """Answers every row that is not yet in the folder, until all are or `stop` says so.
-
-    Raises ValueError for a job that cannot run or a folder of another job, OSError if the output cannot be written;
-    what was written before is kept, and the same job goes on from there.
-    """
-    use_disk_cache()
-    job = replace(job, config=job.config.bound(job.params))
-    check(job.divided, job.params.config)
-    check_prefill(job.config, "jkv batch")
-    checked(job.defaults, job.params)
-    if job.batch % job.unit:
-        raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
-    limits(job.params, job.config, job.most_new).check(job.defaults.max_new_tokens)
-    rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))
-    process, processes = job.place
-    own, about = rows[process::processes], job.about()  # by all processes: a fingerprint is a sum over all devices
-    shard: Shard | Heard = Heard()
-    about = job.about()  # by all processes: the weights may lie on the devices of all
-    if job.writes:
-        claim(job.out, about, made())
-        shard = Shard(job.out, {r.line: r.key for r in own}, process, processes, job.retry)
-    try:
-        if spans(job.over):
-            stop = any_of(stop)
-            done = gathered(np.array([r.line in shard.done for r in rows], np.int64))[0]
-            shard.done.update(
-                {r.line: None for r, is_done in zip(rows, done, strict=True) if is_done and not job.writes}
-            )
-        return Work(job, shard, len(rows), own, tell).finish(stop)
-    finally:
-        shard.close()

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from jkv import sampling
 from jkv.batch import MOST_NEW
-from jkv.config import CacheConfig
+from jkv.core import sampling
+from jkv.generation.prompts import check_length, encode_row
+from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts import check_length, encode_row
 
 PROMPTS = ("prompt", "messages", "tokens")
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them

@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import sampling
 from jkv.batch.arrange import Bucket, Wave, waves
 from jkv.batch.requests import DRAWS, Refused, Request, Settings, failed, said, survivable
-from jkv.cache import Cache, tree_bytes
-from jkv.compiled import Cost
-from jkv.config import CacheConfig
-from jkv.generate import cut
-from jkv.loop import Decoding, absorb_after, absorb_own, admit, run_blocks
+from jkv.core import sampling
+from jkv.core.cache import Cache, Decoding, tree_bytes
+from jkv.core.compiled import Cost
+from jkv.core.loop import absorb_after, absorb_own, admit, run_blocks
+from jkv.core.positions import pad
+from jkv.generation.api import cut
+from jkv.generation.prompts import stop_ids_of
+from jkv.generation.sizes import empty, fitted
+from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, Params
-from jkv.prompts import pad, stop_ids_of
-from jkv.sizes import empty, fitted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jkv.batch.folder import tally
-from jkv.sharding import Over
+from jkv.core.sharding import Over
 
 
 def spans(over: Over | None) -> bool:

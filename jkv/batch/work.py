@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from jkv.batch import fit
 from jkv.batch.arrange import Bucket, arrange, shape
-from jkv.batch.folder import Shard, note
+from jkv.batch.folder import Shard, claim, note
+from jkv.batch.job import Job, Tell, made
 from jkv.batch.report import Report
-from jkv.batch.requests import Refused, Request, failed, said, survivable
+from jkv.batch.requests import Refused, Request, checked, failed, limits, lines, read, said, survivable
 from jkv.batch.running import Answer, Running
-from jkv.batch.together import Heard, gathered, spans
-from jkv.compiled import Cost
-from jkv.results import overwrite
-
-if TYPE_CHECKING:
-    from jkv.batch.job import Job, Tell
+from jkv.batch.together import Heard, any_of, gathered, spans
+from jkv.core.compiled import Cost, use_disk_cache
+from jkv.host.results import overwrite
+from jkv.methods.checks import check, check_prefill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,3 +178,37 @@ def _row(x: Answer | Refused) -> dict[str, Any]:
     text = {} if x.text is None else {"text": x.text}
     about = {"prompt_tokens": len(request.tokens), "end": x.end, "key": request.key}
     return {"line": request.line, "id": request.id, **text, "tokens": x.tokens, **about}
+
+
+def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
+    """Answers every row that is not yet in the folder, until all are or `stop` says so.
+
+    Raises ValueError for a job that cannot run or a folder of another job, OSError if the output cannot be written;
+    what was written before is kept, and the same job goes on from there.
+    """
+    use_disk_cache()
+    job = replace(job, config=job.config.bound(job.params))
+    check(job.divided, job.params.config)
+    check_prefill(job.config, "jkv batch")
+    checked(job.defaults, job.params)
+    if job.batch % job.unit:
+        raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
+    limits(job.params, job.config, job.most_new).check(job.defaults.max_new_tokens)
+    rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))
+    process, processes = job.place
+    own = rows[process::processes]
+    shard: Shard | Heard = Heard()
+    about = job.about()  # by all processes: the weights may lie on the devices of all
+    if job.writes:
+        claim(job.out, about, made())
+        shard = Shard(job.out, {r.line: r.key for r in own}, process, processes, job.retry)
+    try:
+        if spans(job.over):
+            stop = any_of(stop)
+            done = gathered(np.array([r.line in shard.done for r in rows], np.int64))[0]
+            shard.done.update(
+                {r.line: None for r, is_done in zip(rows, done, strict=True) if is_done and not job.writes}
+            )
+        return Work(job, shard, len(rows), own, tell).finish(stop)
+    finally:
+        shard.close()

@@ -15,7 +15,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from jkv.batch.job import Job, Report, run
+from jkv.batch.job import Job
+from jkv.batch.report import Report
+from jkv.batch.work import run
 from jkv.bench.engines import Transformers
 from jkv.bench.results import SEED
 from jkv.bench.speed import number

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import loop, methods, sampling, sizes
+from jkv import methods
+from jkv.bench import presses
 from jkv.bench.measure import clock
-from jkv.compiled import Compiled, compiled
-from jkv.eval import presses
+from jkv.core import loop, sampling
+from jkv.core.compiled import Compiled, compiled
+from jkv.generation import sizes
+from jkv.generation.prompts import reaching
 from jkv.io.load import read
 from jkv.io.source import Source
 from jkv.models import Params
-from jkv.prompts import reaching
 
 Trial = Callable[[], float]  # runs once -> milliseconds per unit (a token, or a prompt)
 Tokens = Callable[[], list[float]]  # runs once -> milliseconds of each token

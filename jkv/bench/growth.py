@@ -13,10 +13,11 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from jkv import checks, methods
+from jkv import methods
 from jkv.bench.engines import Jkv
 from jkv.bench.speed import mib, number
-from jkv.figures import blank
+from jkv.io.figures import blank
+from jkv.methods import checks
 from jkv.models import ModelConfig, Params
 
 PROMPT, PIECE = 16, 16  # tokens before the first generated one; tokens timed at a time
@@ -78,7 +79,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws ms a token and MiB against the tokens generated, a line a cache; raises as `jkv.inspect.plot` does."""
+    """Draws ms a token and MiB against the tokens generated, a line a cache; raises as `inspect.plot` does."""
     figure = blank(11, 4.2)
     for axis, key, scale, name in zip(
         figure.subplots(1, 2), ("ms", "bytes"), (1, 2**20), ("ms a token", "MiB of the cache"), strict=True

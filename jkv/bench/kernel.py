@@ -14,17 +14,20 @@ from jax import Array
 from rich import box
 from rich.table import Table
 
-from jkv import checks, kernels, methods
-from jkv.attend import attend, visible
+from jkv import kernels, methods
+from jkv.arrays.gather import map_codec
 from jkv.bench.measure import clock, copy_rate, percentiles, turns
 from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
-from jkv.cache import Tier, map_codec, tree_bytes
-from jkv.config import CacheConfig, TierConfig, resolve
-from jkv.extras import install
+from jkv.core.attend import attend, visible
+from jkv.core.cache import Tier, tree_bytes
+from jkv.core.layer import TierConfig
+from jkv.core.tiers import attend_tier, linear
+from jkv.host.extras import install
 from jkv.kernels.decode_attention import reference
+from jkv.methods import checks
+from jkv.methods.config import CacheConfig, resolve
 from jkv.models import ModelConfig
-from jkv.tiers import attend_tier, linear
 
 OPERATIONS = ("decode_attention",)
 DENSE = ("float32", "bfloat16")

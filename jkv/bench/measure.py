@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.cache import Cache, tree_bytes
-from jkv.compiled import Compiled
+from jkv.core.cache import Cache, tree_bytes
+from jkv.core.tiers import gathered, picked
 from jkv.models import Params
-from jkv.tiers import gathered, picked
 
 T = TypeVar("T")
 
@@ -103,12 +102,3 @@ def cache_bytes(cache: Cache) -> int:
                 read = (copy.k, copy.v, copy.pos)
             total += tree_bytes(read)
     return total
-
-
-def peak_bytes(program: Compiled) -> int:
-    """Bytes that a program holds at its worst, by the compiler: arguments, results of their own, temporaries."""
-    m = program.program.memory_analysis()
-    if m is None:
-        return 0
-    results = m.output_size_in_bytes - m.alias_size_in_bytes
-    return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jkv.results import beside, versions, write
+from jkv.host.results import beside, versions, write
 
 SEED = 0  # of random weights and of prompts
 _PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "torch", "transformers")
@@ -60,3 +60,18 @@ def save(path: Path | None, about: dict[str, Any], rows: Sequence[dict[str, Any]
     """Write {"meta", "rows"} as JSON, whole or not at all; raises OSError about `path`. None: nothing is written."""
     if path is not None:
         write(path, about, rows)
+
+
+def use_cores(threads: int | None) -> int:
+    """Confines the process to `threads` of its cores (None: to all); how many. ValueError if it has not so many."""
+    if not hasattr(os, "sched_setaffinity"):
+        if threads is not None:
+            raise ValueError("--threads cannot be kept on this system: leave it out")
+        return os.cpu_count() or 1
+    mine = sorted(os.sched_getaffinity(0))
+    if threads is None:
+        return len(mine)
+    if threads > len(mine):
+        raise ValueError(f"--threads {threads}: this process may use {len(mine)} cores; give that or fewer")
+    os.sched_setaffinity(0, mine[:threads])
+    return threads

@@ -13,12 +13,14 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from jkv import checks, loop, methods
+from jkv import methods
 from jkv.bench.engines import PEERS, Jkv, apart
-from jkv.bench.measure import cache_bytes, clock, copy_rate, peak_bytes, percentiles, turns, weight_bytes
+from jkv.bench.measure import cache_bytes, clock, copy_rate, percentiles, turns, weight_bytes
 from jkv.bench.results import SEED
-from jkv.cache import Cache
-from jkv.compiled import Compiled, compiled
+from jkv.core import loop
+from jkv.core.cache import Cache
+from jkv.core.compiled import Compiled, compiled, peak_bytes
+from jkv.methods import checks
 from jkv.models import ModelConfig, Params
 
 if TYPE_CHECKING:

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.attend import attend, attend_causal, visible
-from jkv.cache import Cache, map_codec
-from jkv.loop import settle, step
+from jkv.arrays.gather import map_codec
+from jkv.arrays.tree import value
+from jkv.core.attend import attend, attend_causal, visible
+from jkv.core.cache import Cache
+from jkv.core.loop import settle, step
+from jkv.core.tiers import gathered, picked
+from jkv.generation.report import divergence
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
-from jkv.report import divergence
-from jkv.tiers import gathered, picked
-from jkv.tree import value
 
 
 @value

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.extras import install
+from jkv.host.extras import install
 from jkv.io.errors import FetchError
 
 # Not text of its own (tests, a copy of the topics) or different on each machine (what the build has left).

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from jkv.compiled import forget
-from jkv.config import CacheConfig
+from jkv.core.compiled import forget
 from jkv.eval import corpora, measure, niah, shared, tasks
 from jkv.eval.attention import recovered
 from jkv.eval.results import PACKAGES, Results, digest
 from jkv.eval.tasks import Example
+from jkv.host.results import versions
 from jkv.io.identity import fingerprint
 from jkv.methods import CATALOGUE, parse
+from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.results import versions
 
 KEEPS = (0.5, 0.25, 0.125)
 Say = Callable[[str], None]  # takes what was just measured

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.cache import Cache, tree_bytes
-from jkv.compiled import compiled
-from jkv.config import CacheConfig
+from jkv.core.cache import Cache, Decoding, tree_bytes
+from jkv.core.compiled import compiled
+from jkv.core.loop import run_blocks
+from jkv.core.sampling import make as sampling
 from jkv.eval.attention import mass, paid, sweep, to_spare
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
-from jkv.generate import extend, generate, prefill
-from jkv.loop import Decoding, run_blocks
+from jkv.generation.api import extend, generate, prefill
+from jkv.generation.prompts import encode
+from jkv.generation.report import divergence, full_bytes
+from jkv.generation.sizes import layout
+from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts import encode
-from jkv.report import divergence, full_bytes
-from jkv.sampling import make as sampling
-from jkv.sizes import layout
 
 SLICE = 64  # tokens whose logits exist at once
 PIECE = 512  # tokens of an endless text that are read together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jkv.eval.tasks import Count, Example, fit, string_match_all, task
+from jkv.eval.task import Count, Example, fit, string_match_all, task
 from jkv.eval.words import coined, numbers, prose
 
 DEPTHS = 11  # 0%, 10% .. 100%

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from jkv.eval.points import METRICS, Point, Row, pareto
-from jkv.figures import blank
+from jkv.io.figures import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jkv.locks import locked
-from jkv.results import finite, write
+from jkv.host.locks import locked
+from jkv.host.results import finite, write
 
 PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "tokenizers")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.eval.tasks import Count, Example, fit, string_match_all, string_match_part, task
+from jkv.eval.task import Count, Example, fit, string_match_all, string_match_part, task
 from jkv.eval.words import ASKED, chains, keys, letters, lines, listed, numbers, people, prose, uuids, vocabulary
 
 DEPTHS = 40  # evenly spaced, the first at the start and the last at the end

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jkv.eval import tasks
-from jkv.eval.tasks import (
+from jkv.eval import task as tasks
+from jkv.eval.task import (
     TASKS,
     Count,
     Example,

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from jkv.extras import install
+from jkv.host.disk import cache_dir
+from jkv.host.extras import install
 from jkv.io.errors import FetchError
 
 _CHUNK = 1 << 20
@@ -49,14 +50,6 @@ NAMES = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
-
-
-def cache_dir() -> Path:
-    """The folder of models and compiled programs: JKV_CACHE, else jkv in XDG_CACHE_HOME, else ~/.cache/jkv."""
-    if chosen := os.environ.get("JKV_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jkv"
 
 
 def fetch(name: str) -> Path:

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.host.results import finite, overwrite
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
 from jkv.io.identity import fingerprint
 from jkv.io.safetensors import read_json
-from jkv.results import finite, overwrite
 
 if TYPE_CHECKING:
     from jkv.models import Params
 
 T = TypeVar("T")
 WEIGHTS, CARD = "weights.safetensors", "card.json"
-SHIPPED = resources.files("jkv") / "learned"  # a folder for each that comes with the package
+SHIPPED = resources.files("jkv") / "methods" / "learned"  # a folder for each that comes with the package
 
 
 def identities(params: Params) -> list[str]:

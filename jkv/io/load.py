@@ -42,7 +42,7 @@ def load(what: str | Path, dtype: str = "float32", mesh: str | Mesh | None = Non
     check_dtype(dtype)
     import jax.numpy as jnp
 
-    from jkv import sharding
+    from jkv.core import sharding
     from jkv.models import build, read_config
     from jkv.models.params import copied
 

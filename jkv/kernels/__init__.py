@@ -1,6 +1,6 @@
 """Hand-written kernels: one package an operation, one module a platform, and which of them runs.
 
-kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of `jkv.tiers`
+kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of `jkv.core.tiers`
 ("xla") where not; what it took is logged once and stands in the report. "tpu" or "gpu" means that one or an error.
 """
 

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from jkv import loop, methods, sampling, sharding, sizes
-from jkv.aot.collectives import collectives
+from jkv import methods
 from jkv.batch.arrange import arrange
 from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running, Shapes
-from jkv.cache import Cache
-from jkv.compiled import Cost, compiled
+from jkv.core import loop, sampling, sharding
+from jkv.core.cache import Cache
+from jkv.core.compiled import Cost, compiled
+from jkv.generation import sizes
+from jkv.plan.collectives import collectives
 
 # two tiers, one of a fixed size, keys by channel and turned at read; a pool, that the heads' devices divide too; pages;
 # survivors that take shares of the evicted where they lie
@@ -80,7 +82,7 @@ def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:
     """The state after TOKENS, which all go through decode steps and their flushes, and the text of the program."""
     config, (n, steps), model, params = methods.parse(cache), TOKENS.shape, PARAMS.config, PARAMS
     if over is not None:
-        config, params = over.divided(config), jax.device_put(params, over.shardings(params))
+        config, params = config.over(over), jax.device_put(params, over.shardings(params))
     state = loop.Decoding(
         cache=sizes.empty(config, model, n, steps, steps, jnp.float32), logits=jnp.zeros((n, model.vocab)),
         alive=jnp.ones(n, bool), used=None, out=jnp.full((n, steps), -1), count=jnp.int32(0),

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jkv import console, models
+from jkv import models
 from jkv.bench import batch as many
 from jkv.bench import shapes
+from jkv.host import console
 
 
 def test_many_prompts_beside_the_peers_best_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -25,10 +25,11 @@ import jkv
 from jkv import methods
 from jkv.batch import MOST_NEW, fit, work
 from jkv.batch import job as jobs
-from jkv.batch.job import Job, run
+from jkv.batch.job import Job
 from jkv.batch.requests import Refused, Request, Settings, limits, read
 from jkv.batch.running import Answer, Running
 from jkv.batch.signals import FAILED, STOPPED
+from jkv.batch.work import run
 from jkv.batch.written import parsed
 from jkv.cli import app
 from jkv.io import load as loading

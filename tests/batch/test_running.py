@@ -18,19 +18,22 @@ from rig import PROMPT
 from typer.testing import CliRunner
 
 import jkv
-from jkv import loop, methods, sampling, sharding, sizes
+from jkv import methods
 from jkv.batch import fit
 from jkv.batch.arrange import arrange
-from jkv.batch.job import Job, run
+from jkv.batch.job import Job
 from jkv.batch.requests import Request, Settings
 from jkv.batch.signals import FAILED
-from jkv.cache import tree_bytes
+from jkv.batch.work import run
 from jkv.cli import app
+from jkv.core import loop, sampling, sharding
+from jkv.core.cache import tree_bytes
+from jkv.generation import sizes
+from jkv.generation.cache_file import weights
 from jkv.io import learned as trained
 from jkv.io import load as loading
-from jkv.io.cache_file import weights
-from jkv.plan import TRIES
-from jkv.scores import learned
+from jkv.methods.scores import learned
+from jkv.plan.programs import TRIES
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)

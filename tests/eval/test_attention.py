@@ -5,9 +5,10 @@ import numpy as np
 import rig
 from rig import LENGTHS, MODEL, PARAMS, PROMPT, G, H
 
-from jkv import loop, methods
+from jkv import methods
+from jkv.core import loop
 from jkv.eval import attention
-from jkv.sizes import empty
+from jkv.generation.sizes import empty
 
 N, PREFIX, PAGE, RECENT = 3, LENGTHS[1] - 3, 8, 16
 IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])

@@ -15,8 +15,9 @@ from test_measure import PARAMS, TINY, byte_tokenizer
 from typer.testing import CliRunner
 
 import jkv
-from jkv import loop, models
+from jkv import models
 from jkv.cli import app
+from jkv.core import loop
 from jkv.eval import experiments, measure
 from jkv.io import load as loading
 

@@ -14,15 +14,15 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from jkv import models
-from jkv.cache import Cache, LayerCache
+from jkv.core.cache import Cache, LayerCache
+from jkv.core.loop import step
 from jkv.eval import attention, experiments, measure, shared, tasks
 from jkv.eval.measure import Fidelity, Texts
+from jkv.generation.report import divergence
 from jkv.io import learned
 from jkv.io.load import load
 from jkv.io.tokenizer import Tokenizer
-from jkv.loop import step
 from jkv.methods import CATALOGUE, parse
-from jkv.report import divergence
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}<a>"
 

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 import jkv
-from jkv import sharding
-from jkv.batch import cli, job
+from jkv.batch import job, work
 from jkv.bench.shapes import noise
+from jkv.cli import batch as cli
+from jkv.core import sharding
 from jkv.io import load
 from jkv.io.identity import fingerprint
 
@@ -88,7 +89,7 @@ def at_the_job() -> dict[str, Any]:
         found.update(share=share(what.params), over=what.over is not None, most=max(MOST.values()))
         return SimpleNamespace(code=0)
 
-    job.run = run  # type: ignore[assignment]
+    work.run = run  # type: ignore[assignment]
     MOST.clear()
     with tempfile.TemporaryDirectory() as folder:
         (source := Path(folder) / "in.jsonl").write_text('{"tokens": [1]}\n')

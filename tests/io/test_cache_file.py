@@ -16,7 +16,8 @@ import tiny
 
 import jkv
 from jkv import models
-from jkv.io import cache_file, checkpoint
+from jkv.generation import cache_file
+from jkv.io import checkpoint
 from jkv.io.errors import FormatError
 
 PARAMS = models.random(dict(models.TINY, hidden_size=16, intermediate_size=16, num_hidden_layers=1))
@@ -30,7 +31,7 @@ def cache() -> jkv.Cache:
 
 @pytest.fixture
 def path(cache: jkv.Cache, tmp_path: Path) -> Path:
-    cache.save(tmp_path / "c", PARAMS)
+    jkv.save_cache(cache, tmp_path / "c", PARAMS)
     return tmp_path / "c"
 
 
@@ -51,7 +52,7 @@ def test_a_turned_bit_is_refused_or_says_nothing(cache, path):
         content[byte] ^= 1 << int(bit)
         path.write_bytes(content)
         try:
-            assert same(jkv.Cache.load(path, PARAMS), cache)
+            assert same(jkv.load_cache(path, PARAMS), cache)
         except FormatError:
             refused += 1
     assert refused > 0.99 * len(places)
@@ -96,30 +97,30 @@ DESCRIPTIONS = [
 def test_a_description_that_is_none_is_refused(path, field, value, says):
     rewritten(path, lambda arrays, meta: meta.update({field: value}))
     with pytest.raises(FormatError, match=says):
-        jkv.Cache.load(path, PARAMS)
+        jkv.load_cache(path, PARAMS)
 
 
 @pytest.mark.parametrize("field", ["model", "plan", "config", "rows", "longest", "new", "dtype", "weights"])
 def test_every_field_of_the_description_is_needed(path, field):
     rewritten(path, lambda arrays, meta: meta.pop(field))
     if field == "weights":  # without it, nothing was learned, as here
-        assert jkv.Cache.load(path, PARAMS)
+        assert jkv.load_cache(path, PARAMS)
         return
     with pytest.raises(FormatError):
-        jkv.Cache.load(path, PARAMS)
+        jkv.load_cache(path, PARAMS)
 
 
 def test_a_config_that_means_other_numbers_by_now_is_refused(path, monkeypatch):
-    from jkv import sizes
+    from jkv.generation import cache_file
 
-    later = sizes.layout
+    later = cache_file.layout
 
     def layout(config: Any, *more: Any) -> Any:
         return later(dataclasses.replace(config, recent=config.recent + 1, block=config.block - 1), *more)
 
-    monkeypatch.setattr(sizes, "layout", layout)
+    monkeypatch.setattr(cache_file, "layout", layout)
     with pytest.raises(FormatError, match="meant other numbers to the jkv that wrote it.*prefill the prompt again"):
-        jkv.Cache.load(path, PARAMS)
+        jkv.load_cache(path, PARAMS)
 
 
 def integers(cache: jkv.Cache) -> list[str]:
@@ -140,8 +141,8 @@ CASES = [
 @pytest.mark.parametrize(("params", "text"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_places_and_counts_beyond_all_that_is_there_are_refused(tmp_path, params, text):
     cache = jkv.prefill(params, text, [[5, 6, 7] * 10, [8] * 25], room=4)[0]
-    cache.save(tmp_path / "c", params)
-    assert same(jkv.Cache.load(tmp_path / "c", params), cache)
+    jkv.save_cache(cache, tmp_path / "c", params)
+    assert same(jkv.load_cache(tmp_path / "c", params), cache)
     whole, names = (tmp_path / "c").read_bytes(), integers(cache)
     assert names
     for name in names:
@@ -154,7 +155,7 @@ def test_places_and_counts_beyond_all_that_is_there_are_refused(tmp_path, params
 
             rewritten(tmp_path / "c", spoil)
             with pytest.raises(FormatError, match="cannot be so"):
-                jkv.Cache.load(tmp_path / "c", params)
+                jkv.load_cache(tmp_path / "c", params)
             (tmp_path / "c").write_bytes(whole)
 
 
@@ -162,7 +163,7 @@ def test_arrays_that_nobody_asked_for_are_not_read(path, monkeypatch):
     rewritten(path, lambda arrays, meta: arrays.update(more=np.zeros(1 << 20)))
     monkeypatch.setattr(checkpoint, "digest", lambda *_: pytest.fail("the arrays were read"))
     with pytest.raises(FormatError, match="holds array more"):
-        jkv.Cache.load(path, PARAMS)
+        jkv.load_cache(path, PARAMS)
 
 
 def test_another_models_cache_is_refused_before_its_arrays_are_read(path, monkeypatch):
@@ -171,11 +172,11 @@ def test_another_models_cache_is_refused_before_its_arrays_are_read(path, monkey
         changed = [x + 1 if x is other else x for x in jax.tree.leaves(PARAMS)]
         params = jax.tree.unflatten(jax.tree.structure(PARAMS), changed)
         with pytest.raises(FormatError, match="belongs to the model .* and this one is"):
-            jkv.Cache.load(path, params)
+            jkv.load_cache(path, params)
 
 
 def test_what_is_loaded_is_its_own(cache, path):
     """Programs take a cache's arrays over: they must not be the memory of a file."""
-    loaded = jkv.Cache.load(path, PARAMS)
+    loaded = jkv.load_cache(path, PARAMS)
     path.write_bytes(b"\0" * path.stat().st_size)
     assert same(loaded, cache) and json.loads(json.dumps(cache.name)) == loaded.name

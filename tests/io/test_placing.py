@@ -12,8 +12,9 @@ import jax
 import pytest
 
 import jkv
-from jkv import models, sharding
+from jkv import models
 from jkv.bench.shapes import noise
+from jkv.core import sharding
 from jkv.io import load
 
 

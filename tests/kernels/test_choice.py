@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import kernels, methods, models, sizes
-from jkv.report import kernels_of
+from jkv import kernels, methods, models
+from jkv.generation import sizes
+from jkv.generation.report import kernels_of
 
 PARAMS = models.random(dict(models.TINY, hidden_size=256))
 

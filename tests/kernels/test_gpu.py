@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gpu_interpreter import parameters
 
-from jkv.codecs.affine import pack
+from jkv.arrays.bits import pack
 from jkv.kernels.decode_attention import check
 from jkv.protocols import Linear
 

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jkv.aot import cuda
-from jkv.cache import map_codec, put
-from jkv.codecs import Affine, Dense
+from jkv.arrays.gather import map_codec, put
+from jkv.methods.codecs import Affine, Dense
+from jkv.plan import cuda
 
 if __name__ != "__main__":
     pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
@@ -113,7 +113,7 @@ def prompts():
 
 
 def decode(form, q, codes, pos, first, last, *pages):
-    """Steps in an inner loop, and a flush that scatters into the tier in an outer one: as `jkv.loop` does."""
+    """Steps in an inner loop, and a flush that scatters into the tier in an outer one: as `jkv.core.loop` does."""
 
     def write(x, i):
         at = (jnp.arange(32, dtype=jnp.int32) * 7 + i) % x.shape[2]

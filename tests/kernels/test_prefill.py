@@ -12,7 +12,9 @@ import pytest
 from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv import attend, kernels, loop, methods, models, sizes, whole
+from jkv import kernels, methods, models
+from jkv.core import attend, loop
+from jkv.generation import sizes, whole
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 
 CASES = [

@@ -12,13 +12,15 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv import loop, methods, models, sampling, sizes
-from jkv.cache import map_codec, put
-from jkv.codecs import Affine, Dense, Sparse
+from jkv import methods, models
+from jkv.arrays.gather import map_codec, put
+from jkv.core import loop, sampling
+from jkv.generation import sizes
 from jkv.kernels.decode_attention import reference
 from jkv.kernels.decode_attention import tpu as kernel
 from jkv.kernels.decode_attention import tpu_sides as sides
 from jkv.kernels.place import tpu as placing
+from jkv.methods.codecs import Affine, Dense, Sparse
 from jkv.protocols import Codec, Linear
 
 B, H = 2, 4

@@ -21,12 +21,12 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jkv.aot import tpu
-from jkv.codecs import Sparse
 from jkv.kernels.column_sums import tpu as columns
 from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
 from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.kernels.prefill_attention import tpu as prefill
+from jkv.methods.codecs import Sparse
+from jkv.plan import tpu
 from jkv.protocols import Linear
 
 GOLDEN = Path(__file__).with_name("golden_tpu.json")

@@ -89,7 +89,8 @@ def test_what_is_known_of_an_array_goes_with_it():
 
 DIVIDED = """
 import jax
-from jkv import models, sharding
+from jkv import models
+from jkv.core import sharding
 from jkv.io.identity import fingerprint
 for hf in (models.TINY, dict(models.TINY, model_type="bamba", num_hidden_layers=2, attn_layer_indices=[1],
            tie_word_embeddings=False, mamba_n_heads=8, mamba_d_state=8, mamba_n_groups=2)):

@@ -16,7 +16,7 @@ from jkv.io import learned
 from jkv.io import load as loading
 from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
-from jkv.scores.delayed import Delayed, Switch
+from jkv.methods.scores.delayed import Delayed, Switch
 from jkv.training import delay, trainer
 
 WINDOW, KEY = 12, jax.random.key(3)

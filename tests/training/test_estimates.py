@@ -13,7 +13,7 @@ from test_warm import MODEL, H, N, T, data
 import jkv
 from jkv.io import load as loading
 from jkv.io.learned import trained
-from jkv.scores.learned import Estimate, Foreseen, guess
+from jkv.methods.scores.learned import Estimate, Foreseen, guess
 from jkv.training.estimates import Recipe, fit, looked_for, loss
 
 RECIPE = Recipe(warm=200, answer=24, rate=2e-2)

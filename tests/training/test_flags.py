@@ -18,8 +18,8 @@ from jkv.io import learned as io
 from jkv.io import load as loading
 from jkv.io.errors import FormatError
 from jkv.io.safetensors import read_json
-from jkv.scores import gated
-from jkv.scores.gated import Gated, Look
+from jkv.methods.scores import gated
+from jkv.methods.scores.gated import Gated, Look
 from jkv.training import flags, trainer
 
 RNG = np.random.default_rng(4)
@@ -72,7 +72,7 @@ def test_a_prompt_forgets_before_it_attends():
 
         want, _ = plain.run(f64(PARAMS), None, ids, np.arange(len(ids)), bias=closed)
         np.testing.assert_allclose(logits[row], want[-1], atol=1e-4)
-        held = jkv.inspect.mask(cache)[:, row, :, : len(ids)]
+        held = jkv.generation.inspect.mask(cache)[:, row, :, : len(ids)]
         np.testing.assert_array_equal(held, np.stack(kept))
         assert 0.2 < held.mean() < 0.8
 

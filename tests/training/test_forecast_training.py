@@ -12,7 +12,7 @@ from test_forecast import convolved
 import jkv
 from jkv.io import load as loading
 from jkv.io.safetensors import read_json
-from jkv.selectors.forecast import Forecast, Linear, trained
+from jkv.methods.selectors.forecast import Forecast, Linear, trained
 from jkv.training import forecast
 
 H, G, T, D = 2, 2, 200, 4

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jkv import models
+from jkv.methods.scores.learned import Gate, Outlook, Retention, deeper, start
 from jkv.models import Projected
-from jkv.scores.learned import Gate, Outlook, Retention, deeper, start
 from jkv.training import losses, trainer
 from jkv.training.losses import Batch
 from jkv.training.retention import Recipe, Together, fading

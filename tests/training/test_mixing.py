@@ -14,7 +14,7 @@ from test_mixtures import BUDGET, IDS, MIXTURES, PIECE, by_hand, first_layer, so
 import jkv
 from jkv.io import learned
 from jkv.io import load as loading
-from jkv.mixtures import Blend, Mixtures, start
+from jkv.methods.mixtures import Blend, Mixtures, start
 from jkv.training.mixtures import Recipe, fit, loss
 from jkv.training.warm import Layer
 

@@ -16,15 +16,15 @@ import pytest
 from test_cli import PARAMS, call, refused
 
 import jkv
+from jkv.cli.train import DEFAULTS
 from jkv.io import learned
 from jkv.io import load as loading
 from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
+from jkv.methods.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
 from jkv.models import Projected
-from jkv.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
 from jkv.training import methods, retention, trainer
 from jkv.training.checkpoints import Folder
-from jkv.training.cli import DEFAULTS
 
 ARGUMENTS = (
     "--budget 12 --warm 8 --steps 20 --every 5 --rate 1e-2 --texts 5 --length 64 --corpus pydoc --width 8 --top 0 "
@@ -272,7 +272,7 @@ def test_a_finished_training_with_damaged_curves_ends_again(whole, tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from jkv.locks import locked
+from jkv.host.locks import locked
 with locked(Path(sys.argv[1])):
     print("in", flush=True)
     sys.stdin.read()
@@ -337,7 +337,7 @@ def test_a_corpus_shorter_than_a_text(tmp_path):
 MESH = """
 import jax, jax.numpy as jnp, numpy as np, sys
 from jkv import models
-from jkv.scores.learned import Retention, start
+from jkv.methods.scores.learned import Retention, start
 from jkv.training import retention, trainer
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch

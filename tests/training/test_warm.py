@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.scores import delayed, gated
-from jkv.scores.learned import Retention, start
+from jkv.methods.scores import delayed, gated
+from jkv.methods.scores.learned import Retention, start
 from jkv.training import delay, flags
 from jkv.training.losses import Batch
 from jkv.training.retention import Recipe

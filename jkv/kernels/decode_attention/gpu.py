@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jkv.attend import Partial
+from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import gpu_sides as sides
 from jkv.kernels.decode_attention import lengths
 from jkv.kernels.decode_attention.gpu_sides import Form

@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.attend import Partial, softmax_parts
-from jkv.cache import map_codec
-from jkv.codecs.affine import unpack
-from jkv.codecs.sparse import spread
+from jkv.arrays.bits import spread, unpack
+from jkv.arrays.gather import map_codec
+from jkv.arrays.partial import Partial, softmax_parts
 from jkv.protocols import Linear
 
 

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv.attend import Partial
+from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import lengths
 from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, value_side
 from jkv.protocols import Linear

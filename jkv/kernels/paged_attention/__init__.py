@@ -8,7 +8,7 @@ page as large as its tile, or larger, costs its own bytes, and a smaller one tho
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.cache import take
+from jkv.arrays.gather import take
 
 
 def refusal(unit: int, tile: int) -> str | None:

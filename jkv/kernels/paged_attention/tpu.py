@@ -9,7 +9,7 @@ from typing import Any
 
 from jax import Array
 
-from jkv.attend import Partial
+from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import tpu
 from jkv.kernels.decode_attention.tpu_sides import LANES
 from jkv.kernels.paged_attention import refusal, visits

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jkv.attend import Partial
+from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.kernels.prefill_attention import padded, spans
 

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv.attend import Partial
+from jkv.arrays.partial import Partial
 from jkv.kernels.prefill_attention import padded, spans
 
 LANES = 128

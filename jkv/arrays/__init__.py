@@ -1,0 +1,1 @@
+"""What every room computes with: pytrees, gathers, the parts of a softmax, packed bits."""

@@ -1,0 +1,71 @@
+"""Small integers that share bytes, floats as their bits, and rows of which a bitmap says the channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """uint8[..., D] below 2**bits -> uint8[..., D * bits / 8]; channel j lies at byte j % (D * bits / 8).
+
+    Channels of one byte are D * bits / 8 apart, so that they come apart as stretches: no interleaving.
+    """
+    parts = jnp.split(codes, 8 // bits, axis=-1)
+    out = parts[0]
+    for i, x in enumerate(parts[1:], 1):
+        out = out | (x << (i * bits))
+    return out
+
+
+def unpack(packed: Array, bits: int) -> Array:
+    """The inverse of `pack`, f32[..., D]."""
+    return jnp.concatenate(fields(packed, bits), -1)
+
+
+def fields(packed: Array, bits: int) -> list[Array]:
+    """What `pack` put together, f32[..., D * bits / 8] each. By division: XLA for CPUs makes slow code of shifts."""
+    rest, out = packed.astype(jnp.float32), []
+    for _ in range(8 // bits - 1):
+        above = jnp.floor(rest * 2.0**-bits)
+        out.append(rest - 2.0**bits * above)
+        rest = above
+    return [*out, rest]
+
+
+def at_most(x: Array, dtype: Any) -> Array:
+    """x f32 rounded down to a narrower dtype.
+
+    >>> float(at_most(jnp.float32(-1.001), jnp.bfloat16))
+    -1.0078125
+    """
+    y = x.astype(dtype)
+    bits = bits_of(y)
+    sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+    lower = jnp.where(y > 0, bits - 1, (bits | sign) + 1)  # its neighbour; XLA's `nextafter` is thirty operations
+    return floats(jnp.where(y.astype(jnp.float32) > x, lower, bits), y.dtype)
+
+
+def bits_of(x: Array) -> Array:
+    """Floats as unsigned integers: XLA for CPUs would move a bfloat16 array by way of a float32 copy of all of it."""
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def floats(bits: Array, dtype: Any) -> Array:
+    """The inverse of `bits_of`."""
+    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+
+
+def spread(values: Array, bitmap: Array) -> Array:
+    """f[n,D] of the numbers f[n,K] of those channels that uint8[n,D/8] has bits for; 0 in the others.
+
+    >>> spread(jnp.array([[5.0, 7.0]]), jnp.array([[0b10010]], jnp.uint8)).tolist()
+    [[0.0, 5.0, 0.0, 0.0, 7.0, 0.0, 0.0, 0.0]]
+    """
+    bits = (bitmap[..., None] >> jnp.arange(8, dtype=jnp.uint8)[None, None]) & 1
+    bits = bits.reshape(bitmap.shape[0], -1)
+    rank = jnp.cumsum(bits, 1, dtype=jnp.int32) - 1
+    return jnp.where(bits > 0, jnp.take_along_axis(values, rank, 1, mode="clip"), 0)

@@ -1,0 +1,74 @@
+"""Attention as a commutative monoid: attention over disjoint sets of keys merges exactly."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.tree import value
+
+
+@value
+class Partial:
+    """Un-normalised attention of queries over some keys: o = acc / l, log-sum-exp = m + log l.
+
+    acc f32[B,H,G,T,D], m f32[B,H,G,T] (-inf: no key seen), l f32[B,H,G,T].
+    """
+
+    acc: Array
+    m: Array
+    l: Array  # noqa: E741
+
+    @property
+    def lse(self) -> Array:
+        return self.m + jnp.log(jnp.maximum(self.l, 1e-37))
+
+    def finish(self) -> Array:
+        """f32[B,H,G,T,D]; a query that saw no key gives 0."""
+        return self.acc / jnp.maximum(self.l, 1e-37)[..., None]
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys; associative and commutative.
+
+    >>> import jax.numpy as jnp
+    >>> one = Partial(acc=jnp.ones((1, 1, 1, 1, 2)), m=jnp.zeros((1, 1, 1, 1)), l=jnp.ones((1, 1, 1, 1)))
+    >>> merge(one, one).finish().ravel().tolist()
+    [1.0, 1.0]
+    """
+    m = jnp.maximum(a.m, b.m)
+    at = jnp.where(m == -jnp.inf, 0, m)
+    fa, fb = jnp.exp(a.m - at), jnp.exp(b.m - at)
+    return Partial(acc=a.acc * fa[..., None] + b.acc * fb[..., None], m=m, l=a.l * fa + b.l * fb)
+
+
+def merge_all(parts: list[Partial]) -> Partial:
+    return reduce(merge, parts)
+
+
+def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
+    """`merge` of what all devices of a mesh's axes have, each of keys of its own."""
+    m = jax.lax.pmax(part.m, axes)
+    scale = jnp.exp(part.m - jnp.where(m == -jnp.inf, 0, m))
+    acc, l = jax.lax.psum((part.acc * scale[..., None], part.l * scale), axes)  # noqa: E741
+    return Partial(acc=acc, m=m, l=l)
+
+
+def nothing(q: Array) -> Partial:
+    """The neutral element for queries f[B,H,G,T,D]."""
+    zero = jnp.zeros(q.shape[:-1], jnp.float32)
+    return Partial(acc=jnp.zeros(q.shape, jnp.float32), m=zero - jnp.inf, l=zero)
+
+
+def softmax_parts(logits: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """Weights p f32[...,S], m and l of scaled logits f32[...,S]; where mask is False the logit is never used.
+
+    The mask selects, it does not add: a NaN in a dead slot stays out.
+    """
+    logits = jnp.where(mask, logits, -jnp.inf)
+    m = logits.max(-1)
+    p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m)[..., None])
+    return p, m, p.sum(-1)

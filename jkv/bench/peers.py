@@ -1,0 +1,246 @@
+"""jkv beside kvpress, the torch library of the field: which tokens stay, and what is then predicted.
+
+`python -m jkv.bench.peers` needs torch, transformers and kvpress. Both sides run the same float32 weights over the same
+prompts. Then each cache stays frozen while both read the same continuation at its true positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+from jkv import methods
+from jkv.bench.engines import Transformers
+from jkv.bench.presses import PEERS
+from jkv.bench.results import check_path, meta, save, use_cores
+from jkv.core.cache import Cache
+from jkv.core.compiled import forget
+from jkv.eval import corpora
+from jkv.eval.measure import Follow, surprise
+from jkv.host import console
+from jkv.models import Params
+
+KEEPS = (0.5, 0.25, 0.125)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a cache holds: the positions bool[L,B,H,S], and the perplexity after it."""
+
+    here: np.ndarray
+    ppl: float
+
+
+def ppl(logits: Any, ids: np.ndarray) -> float:
+    """exp of the mean loss of ids i32[B,T] under logits f32[B,T,V].
+
+    >>> round(ppl(np.zeros((1, 2, 8), np.float32), np.array([[3, 5]])), 5)
+    8.0
+    """
+    return float(np.exp(np.asarray(surprise(jnp.asarray(logits), jnp.asarray(ids)), np.float64).mean()))
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """f[L,B,H]: the share of the positions in a bool[L,B,H,S] that are in b.
+
+    >>> overlap(np.array([[[[True, True, False, False]]]]), np.array([[[[True, False, True, False]]]])).tolist()
+    [[[0.5]]]
+    """
+    return (a & b).sum(-1) / a.sum(-1)
+
+
+def marked(positions: Sequence[Any], size: int) -> np.ndarray:
+    """bool[L,B,H,size] of positions i[B,H,n] layer by layer, -1 for none.
+
+    >>> marked([np.array([[[2, 0, -1]]])], 4).astype(int).tolist()
+    [[[[1, 0, 1, 0]]]]
+    """
+    out = np.zeros((len(positions), *positions[0].shape[:2], size + 1), bool)  # the last place takes the -1
+    for mask, at in zip(out, positions, strict=True):
+        np.put_along_axis(mask, np.asarray(at), True, -1)
+    return out[..., :-1]
+
+
+# ------------------------------------------------------------------------------------------------------------- jkv
+
+
+def ours(params: Params, ids: np.ndarray, prompt: int) -> dict[str, Held]:
+    """Every spec of every keep, and "full"."""
+    wanted = {p.key(int(keep * prompt)): (p.text(int(keep * prompt)), p.chunk) for p in PEERS for keep in KEEPS}
+    out, (before, after) = {}, np.split(ids, [prompt], 1)
+    for key, (text, chunk) in ({"full": ("full", 0)} | wanted).items():
+        config = replace(methods.parse(text), block=after.shape[1])  # no flush before the end of the continuation
+        cache, logits = jkv.prefill(params, config, before, room=after.shape[1], chunk=chunk)
+        predicted = np.concatenate(list(Follow(params, cache, logits, after)), 1)
+        out[key] = Held(here(cache, prompt), ppl(predicted, after))
+        print(f"jkv {key}: {out[key].ppl:.3f}", flush=True)
+        forget()
+    return out
+
+
+def here(cache: Cache, size: int) -> np.ndarray:
+    """bool[L,B,H,size]: the positions that a cache holds."""
+    shape = (cache.rows, cache.model.heads)
+    parts = [[layer.recent.pos[:, None], *(tier.seen_by(shape[1]) for tier in layer.tiers)] for layer in cache.layers]
+    wide = [[np.broadcast_to(x, (*shape, x.shape[2])) for x in some] for some in parts]
+    return marked([np.concatenate(some, -1) for some in wide], size)
+
+
+# --------------------------------------------------------------------------------------------------------- kvpress
+
+
+class Kvpress:
+    """The presses on transformers: one eager prompt, every press on every layer of it, then the continuation."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        import kvpress  # pyright: ignore[reportMissingImports]  an extra
+        import torch  # pyright: ignore[reportMissingImports]  an extra
+        from transformers.modeling_utils import (  # pyright: ignore[reportMissingImports]  an extra
+            ALL_ATTENTION_FUNCTIONS,
+        )
+
+        self.kv, self.torch = kvpress, torch
+        self.model = Transformers(name, threads).model
+        ALL_ATTENTION_FUNCTIONS["lower_right"] = self._attend
+
+    def _attend(self, module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+        """New tokens see all that is cached, however much each layer has, and each other causally."""
+        from torch.nn.attention.bias import causal_lower_right  # pyright: ignore[reportMissingImports]  an extra
+
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        bias = causal_lower_right(q.shape[2], k.shape[2])
+        out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=options["scaling"])
+        return out.transpose(1, 2), None
+
+    def run(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
+        """Every peer at every keep, and ("full", 1)."""
+        presses = {(p.method, keep): p.press(self.kv, 1 - keep, int(keep * prompt)) for p in PEERS for keep in KEEPS}
+        relative = {p.method for p in PEERS if p.relative}
+        cut: dict[Any, list[Any]] = {key: [] for key in presses} | {("full", 1.0): []}
+
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            held = kwargs["past_key_values"].layers[module.layer_idx]
+            cut["full", 1.0].append((held.keys, held.values, self._positions(held.keys, held.keys)))
+            for key, press in presses.items():
+                wants = isinstance(press, self.kv.ObservedAttentionPress)
+                given = kwargs["hidden_states"], held.keys, held.values, output[1] if wants else None, kwargs
+                k, v = press.compress(module, *given)
+                at = press.press.compress(module, *given)[0] if key[0] in relative else k
+                cut[key].append((k, v, self._positions(held.keys, at)))
+
+        before, after = (self.torch.as_tensor(x, dtype=self.torch.long) for x in (ids[:, :prompt], ids[:, prompt:]))
+        self.model.set_attn_implementation("eager")
+        hooks = []
+        for part in self.model.model.layers:
+            part.self_attn.rotary_emb = self.model.model.rotary_emb
+            hooks.append(part.self_attn.register_forward_hook(hook, with_kwargs=True))
+        with self.torch.inference_mode():
+            first = self.model(before, use_cache=True, logits_to_keep=1).logits
+            for handle in hooks:
+                handle.remove()
+            self.model.config._attn_implementation = "lower_right"
+            results = {}
+            for key, layers in cut.items():
+                start = layers[0][0].shape[2] if key[0] in relative else prompt
+                rest = self._continue(layers, after[:, :-1], start)
+                logits = self.torch.cat([first, rest], 1).numpy()
+                results[key] = Held(marked([p for *_, p in layers], prompt), ppl(logits, ids[:, prompt:]))
+                print(f"kvpress {key[0]} {key[1]}: {results[key].ppl:.3f}", flush=True)
+        return results
+
+    def _continue(self, layers: list[Any], ids: Any, start: int) -> Any:
+        """Logits [B,T,V] of ids at positions from `start` on, after a cache of `layers`."""
+        from transformers import DynamicCache  # pyright: ignore[reportMissingImports]  an extra
+
+        cache = DynamicCache()
+        for i, (k, v, _) in enumerate(layers):
+            cache.update(k, v, i)
+        places = self.torch.arange(start, start + ids.shape[1])[None].expand(len(ids), -1)
+        return self.model(ids, past_key_values=cache, position_ids=places, use_cache=True).logits
+
+    def _positions(self, keys: Any, kept: Any) -> Any:
+        """i[B,H,n]: where the rows `kept` [B,H,n,D] are in `keys` [B,H,S,D], by the bits of two numbers of each."""
+        bits = [x[..., :2].contiguous().view(self.torch.int64)[..., 0] for x in (keys, kept)]
+        ordered, order = bits[0].sort(-1)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise ValueError("two keys begin alike: positions are not known")
+        return order.gather(-1, self.torch.searchsorted(ordered, bits[1].contiguous()))
+
+
+# ----------------------------------------------------------------------------------------------------------- table
+
+
+def compared(prompt: int, mine: dict[str, Held], theirs: dict[tuple[str, float], Held]) -> list[dict[str, Any]]:
+    """Every row of what `ours` and `Kvpress.run` found."""
+    keys = [("full", 1.0, "full", "")]
+    keys += [(p.method, keep, p.key(int(keep * prompt)), p.note) for p in PEERS for keep in KEEPS]
+    return [line(method, keep, mine[key], theirs[method, keep], note) for method, keep, key, note in keys]
+
+
+def about(args: argparse.Namespace, ids: np.ndarray) -> dict[str, Any]:
+    """What stands above the rows."""
+    hashes = [hashlib.sha256(x.astype("<i4").tobytes()).hexdigest() for x in ids]
+    tokens = {"text": "pydoc", "sha256 of little-endian int32": hashes}
+    out = meta(args.model, args.threads, prompt=args.prompt, continuation=args.new, windows=tokens)
+    return out | {"versions": out["versions"] | {"kvpress": metadata.version("kvpress")}}
+
+
+def line(method: str, keep: float, a: Held, b: Held, note: str) -> dict[str, Any]:
+    """One row: overlaps are shares of what jkv keeps; the least is that of the worst layer, window and head."""
+    same = overlap(a.here, b.here)
+    return {
+        "method": method,
+        "keep": keep,
+        "overlap": round(float(same.mean()), 4),
+        "least_overlap": round(float(same.min()), 4),
+        "ppl_jkv": round(a.ppl, 3),
+        "ppl_kvpress": round(b.ppl, 3),
+        "note": note,
+        "overlap_layer_0": round(float(same[0].mean()), 4),
+    }
+
+
+def table(lines: Sequence[dict[str, Any]]) -> Any:
+    """The rows as a table that is markdown too."""
+    from rich import box
+    from rich.table import Table
+
+    names = ("method", "keep", "overlap", "least_overlap", "ppl_jkv", "ppl_kvpress")
+    out = Table(*names, box=box.MARKDOWN)
+    for row in lines:
+        out.add_row(*(str(row[name]) for name in names))
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = argparse.ArgumentParser(prog="python -m jkv.bench.peers", description=__doc__)
+    p.add_argument("--model", default="smollm2-135m")
+    p.add_argument("--windows", type=int, default=4)
+    p.add_argument("--prompt", type=int, default=1024, help="tokens of a window that are compressed")
+    p.add_argument("--new", type=int, default=128, help="tokens of a window that are predicted")
+    p.add_argument("--threads", type=int, default=2, help="cores that the process may use")
+    p.add_argument("--out", type=Path, default=Path("results/kvpress.json"))
+    args = p.parse_args(argv)
+    check_path(args.out)
+    use_cores(args.threads)  # before the first computation
+    params = jkv.load(args.model)
+    assert params.tokenizer is not None
+    ids = corpora.windows(params.tokenizer.encode(corpora.text("pydoc")), args.prompt + args.new, args.windows)
+    theirs = Kvpress(args.model, args.threads).run(ids, args.prompt)
+    lines = compared(args.prompt, ours(params, ids, args.prompt), theirs)
+    save(args.out, about(args, ids), lines)
+    console.show(table(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What kvpress calls the methods that jkv has too, with the arguments that make them the same method.
+
+A name in brackets is a variant that takes one difference away.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jkv.methods.divisions import pyramid
+
+Press = Callable[[Any, float, int], Any]  # (the package kvpress, share of the prompt that goes, tokens kept) -> a press
+WINDOW = 32  # queries that snapkv and pyramidkv ask, in both
+BLOCK = 128  # tokens of a chunk of keydiff, in both
+
+PRESSES: dict[str, Press] = {
+    "streaming": lambda kv, gone, n: kv.KeyRerotationPress(kv.StreamingLLMPress(gone, n_sink=4)),
+    "knorm": lambda kv, gone, n: kv.KnormPress(gone),
+    "snapkv": lambda kv, gone, n: kv.SnapKVPress(gone, window_size=WINDOW),
+    "pyramidkv": lambda kv, gone, n: kv.PyramidKVPress(gone, window_size=WINDOW),
+    "keydiff": lambda kv, gone, n: kv.KeyDiffPress(gone),
+    "tova": lambda kv, gone, n: kv.TOVAPress(gone),
+    "expected_attention": lambda kv, gone, n: kv.ExpectedAttentionPress(gone),
+    "h2o": lambda kv, gone, n: kv.ObservedAttentionPress(gone),
+}
+
+
+def shared(cache: str, tokens: int) -> tuple[str, int]:
+    """The method of a cache that kvpress has too, and how many of `tokens` it keeps; "full" keeps all.
+
+    Raises ValueError for what only jkv has: other methods, arguments and compositions.
+
+    >>> shared("snapkv(keep=0.25)", 1024), shared("full", 1024)
+    (('snapkv', 256), ('full', 1024))
+    """
+    if cache == "full":
+        return cache, tokens
+    found = re.fullmatch(r"(\w+)\((?:budget=(\d+)|keep=([0-9.]+))\)", cache)
+    if found is None or found[1] not in PRESSES:
+        both = ", ".join(PRESSES)
+        raise ValueError(f"--vs kvpress: it has no {cache}; both have full, and with budget= or keep= alone {both}")
+    return found[1], min(int(found[2] or float(found[3]) * tokens), tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One comparison: jkv's text with {n} tokens to keep, and kvpress's press."""
+
+    method: str
+    spec: str
+    press: Press
+    chunk: int = 0
+    relative: bool = False  # keys act at their rank among the kept
+    note: str = ""
+
+    def text(self, n: int) -> str:
+        return self.spec.format(n=n)
+
+    def key(self, n: int) -> str:
+        return self.text(n) + (" in chunks" if self.chunk else "")
+
+
+def observed(kv: Any, gone: float, n: int) -> Any:
+    """kvpress's observed attention with two of its choices undone: sums, and the newest half of n protected."""
+
+    class Summed(kv.ObservedAttentionPress):
+        def score(self, module: Any, hidden: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+            mean = super().score(module, hidden, keys, values, attentions, kwargs)
+            total = mean.shape[-1]
+            sums = mean * mean.new_tensor(range(total, 0, -1))
+            sums[..., total - n // 2 :] = float("inf")
+            return sums
+
+    return Summed(gone)
+
+
+def sized(kv: Any, gone: float, n: int) -> Any:
+    """kvpress's PyramidKV with jkv's sizes of the layers."""
+
+    class Sized(kv.PyramidKVPress):
+        def get_layer_budget(self, module: Any, q_len: int) -> int:
+            return WINDOW + pyramid(n - WINDOW, module.config.num_hidden_layers, 20)[module.layer_idx]
+
+    return Sized(gone, window_size=WINDOW)
+
+
+PEERS = (
+    Peer(
+        method="streaming",
+        spec="streaming(budget={n}, relative=False, recent=0)",
+        press=lambda kv, gone, n: kv.StreamingLLMPress(gone, n_sink=4),
+    ),
+    Peer(
+        method="streaming (ranks)",
+        spec="streaming(budget={n}, recent=0)",
+        press=PRESSES["streaming"],
+        relative=True,
+        note="positions within the cache, as in the paper: in kvpress that is KeyRerotationPress",
+    ),
+    Peer(
+        method="knorm",
+        spec="knorm(budget={n}, recent=0)",
+        press=PRESSES["knorm"],
+        note="recent=0 to match; by default jkv keeps the newest 16 too. What differs is in layer 0: keys of one token "
+        "have one norm wherever it stands, and rounding breaks the tie",
+    ),
+    Peer(
+        method="snapkv",
+        spec=f"snapkv(budget={{n}}, window={WINDOW})",
+        press=PRESSES["snapkv"],
+        note="window 32 in both, the default of jkv and of the authors; kvpress's is 64",
+    ),
+    Peer(
+        method="pyramidkv",
+        spec=f"pyramidkv(budget={{n}}, window={WINDOW})",
+        press=PRESSES["pyramidkv"],
+        note="other sizes: kvpress's pyramid includes the window (jkv adds it to each layer, as the authors do), and "
+        "is uniform where its smallest layer would be below the window, which predicts better here",
+    ),
+    Peer(
+        method="pyramidkv (jkv's sizes)",
+        spec=f"pyramidkv(budget={{n}}, window={WINDOW})",
+        press=sized,
+        note="kvpress is given jkv's sizes of the layers",
+    ),
+    Peer(
+        method="keydiff",
+        spec="keydiff(budget={n})",
+        press=PRESSES["keydiff"],
+        note="after the whole prompt, in both",
+    ),
+    Peer(
+        method="keydiff (blocks)",
+        spec="keydiff(budget={n})",
+        press=lambda kv, gone, n: kv.BlockPress(kv.KeyDiffPress(gone), block_size=BLOCK),
+        chunk=BLOCK,
+        note="in jkv a chunk attends to what the cache holds, as in the paper; kvpress replays the blocks after a full "
+        "prefill, so hidden states differ above layer 0",
+    ),
+    Peer(
+        method="tova",
+        spec="tova(budget={n})",
+        press=PRESSES["tova"],
+        note="kvpress forces the newest token in; the paper's rule, and jkv, do not",
+    ),
+    Peer(
+        method="tova (newest forced)",
+        spec="tova(budget={n}, recent=1)",
+        press=PRESSES["tova"],
+        note="jkv forces the newest token in too",
+    ),
+    Peer(
+        method="expected_attention",
+        spec="expected_attention(budget={n}, recent=0)",
+        press=PRESSES["expected_attention"],
+        note="recent=0 to match; by default jkv keeps the newest 16 too",
+    ),
+    Peer(
+        method="h2o",
+        spec="h2o(budget={n}, recent=0)",
+        press=PRESSES["h2o"],
+        note="jkv is the paper's: sums over all queries, half of the budget for the newest tokens; kvpress divides "
+        "each sum by the number of queries that see the token, and protects none",
+    ),
+    Peer(
+        method="h2o (newest=0)",
+        spec="h2o(budget={n}, newest=0.0, recent=0)",
+        press=PRESSES["h2o"],
+        note="what is left: sums against means over the queries that see a token",
+    ),
+    Peer(
+        method="h2o (sums, newest half)",
+        spec="h2o(budget={n}, recent=0)",
+        press=observed,
+        note="kvpress's score times the number of queries, the newest half protected",
+    ),
+)

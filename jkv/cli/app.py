@@ -1,0 +1,350 @@
+"""The command line: generate, batch, inspect, methods, eval, bench, recommend, plan, train, calibrate, fetch; light."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from typer.core import TyperGroup
+
+from jkv.cli import batch as batch_cli
+from jkv.cli import bench as bench_cli
+from jkv.cli import eval as eval_cli
+from jkv.cli import plan as aot_cli
+from jkv.cli import train as training_cli
+from jkv.cli.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, TopP
+from jkv.host import console
+from jkv.host.console import status
+
+if TYPE_CHECKING:
+    from jkv.generation.inspect import Summary
+    from jkv.methods.catalogue import Row
+    from jkv.models import Params
+
+CACHE = "snapkv(budget=512) | int4"
+UsageError: Any = typer.BadParameter.__base__  # click's or, in a newer typer, its own, which exports the subclass alone
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Turns what a user can cause into one line on stderr and exit code 1; JKV_DEBUG=1 shows the traceback instead.
+
+    The exit code of options and arguments that cannot be read is 2.
+    A reader that leaves (`| head`) and Ctrl-C end the program without a word, with the codes of their signals.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except typer.Exit:  # a RuntimeError, of all things
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # or the interpreter would flush, and fail, once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(141) from None
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "jkv"
+        print(f"error: {error.format_message().rstrip('.')} (see {command} --help)", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
+        if os.environ.get("JKV_DEBUG") == "1":
+            raise
+        print(f"error: {_said(error)}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _said(error: BaseException) -> str:
+    """One line about an error, with a way out where its own text has none."""
+    text = textwrap.shorten(str(error) or type(error).__name__, 800)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}; check the path, its permissions and the free space"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return f"out of memory; use --chunk 512, a smaller budget or --dtype bfloat16 ({text})"
+    return text
+
+
+class Group(TyperGroup):
+    """All commands, each within `one_line`; without a command, the help."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with one_line():
+            return super().make_context(info_name, args or ["--help"], parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Group,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Language-model inference in JAX through compressed KV caches.",
+)
+
+app.add_typer(eval_cli.app, name="eval", cls=Group)
+app.add_typer(bench_cli.app, name="bench", cls=Group)
+app.command()(bench_cli.recommend)
+app.command()(aot_cli.plan)
+app.command()(training_cli.train)
+app.command()(training_cli.calibrate)
+app.command()(batch_cli.batch)
+
+Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
+File = Annotated[str | None, typer.Option(metavar="PATH", help="Read the prompt from a text file; - is stdin.")]
+Chat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")]
+Chunk = Annotated[int | None, typer.Option(help="Prompt tokens prefilled at a time (0: all), to save memory.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def read_prompt(text: str | None, file: str | None) -> str:
+    """The text of a file (- is stdin), then `text`; ValueError if both are missing or blank, or it cannot be read."""
+    parts = []
+    if file is not None:
+        try:
+            raw = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+            parts.append(raw.decode("utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is not UTF-8 text: give a text file, or convert it (iconv -t UTF-8)") from None
+        except OSError as error:
+            raise ValueError(
+                f"cannot read {file}: {error.strerror}; give a text file, or - to read from stdin"
+            ) from error
+    if text is not None:
+        parts.append(text)
+    prompt = "\n\n".join(parts)
+    if not prompt.strip():
+        where = f" ({file} has no text)" if file is not None else ""
+        raise ValueError(f"the prompt is empty{where}: give a text, or --file PATH")
+    return prompt
+
+
+def _open(model: str, cache: str, dtype: str, text: str, chat: bool | None) -> tuple[Params, Any]:
+    """The model, and the text as its prompt. What is wrong with the cache is said before anything is loaded."""
+    from jkv.io import load as loading
+    from jkv.methods import parse
+
+    parse(cache)
+    params = loading.load(model, dtype)
+    known = params.tokenizer is not None and params.tokenizer.template is not None
+    if chat or (chat is None and known):
+        if params.tokenizer is None:
+            raise ValueError(f"{model} has no tokenizer: give a model folder that has one")
+        return params, [{"role": "user", "content": text}]
+    return params, text
+
+
+def show(pieces: Iterator[str]) -> Any:
+    """Prints pieces of text to stdout as they come; the generator's return value."""
+    try:
+        with status("compiling and reading the prompt"):
+            piece = next(pieces)
+        while True:
+            print(piece, end="", flush=True)
+            piece = next(pieces)
+    except StopIteration as end:
+        print(flush=True)
+        return end.value
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; follows the text of --file.")] = None,
+    model: Model = MODEL,
+    cache: Cached = CACHE,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; can be repeated.")] = None,
+    chunk: Chunk = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first divergence.")] = False,
+    chat: Chat = None,
+    file: File = None,
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+) -> None:
+    """Text to stdout as it is generated, then the receipt of the cache to stderr."""
+    text = read_prompt(prompt, file)
+    params, asked = _open(model, cache, dtype, text, chat)
+    options: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        chunk=chunk,
+        compare=compare,
+    )
+    import jkv
+
+    if as_json:
+        out = jkv.generate(params, cache, asked, **options)
+        report = asdict(out.report) | {"ratio": out.report.ratio}
+        print(json.dumps({"text": out.text, "tokens": out.tokens, "report": report}))
+        return
+    out = show(jkv.stream(params, cache, asked, **options))
+    print(f"\n{out.report}", file=sys.stderr)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One of them: what it takes, does and promises.")] = None,
+    as_json: Json = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Which two of them go together.")] = False,
+) -> None:
+    """What a --cache can be made of."""
+    from jkv.methods import CATALOGUE, known
+
+    if name is not None and pairs:
+        raise ValueError(f"--pairs is about all methods, and {name} is one: leave out one of the two")
+    if name is not None:
+        return _method(known(name), as_json)
+    if pairs:
+        return _pairs(as_json)
+    if as_json:
+        print(json.dumps([_listed(r) for r in CATALOGUE.values()], indent=2))
+        return
+    table = Table(title="jkv methods", caption=f'joined by |, such as "{CACHE}"', row_styles=["", "dim"])
+    for head in ("name", "paper", "axes", "exactness", "about"):
+        table.add_column(head, no_wrap=head in ("name", "paper"), style="bold cyan" if head == "name" else None)
+    for r in CATALOGUE.values():
+        table.add_row(r.name, r.paper, ", ".join(r.axes), r.exactness, r.about)
+    console.show(table)
+
+
+def _listed(row: Row) -> dict[str, Any]:
+    return {k: getattr(row, k) for k in ("name", "paper", "claim", "exactness", "axes", "about")}
+
+
+def _method(row: Row, as_json: bool) -> None:
+    """One method: its arguments and defaults, source, claim and exactness, and the parts that it is made of."""
+    if as_json:
+        arguments = {k: "required" if x is ... else x for k, x in row.arguments.items()}
+        print(json.dumps({**_listed(row), "arguments": arguments, "text": row.text, "parts": row.parts}, indent=2))
+        return
+    print(f"{row.name}({', '.join(k if x is ... else f'{k}={x!r}' for k, x in row.arguments.items())})")
+    print(f"\n{row.text}\n")
+    for what in ("paper", "claim", "exactness"):
+        print(f"{what:10}{getattr(row, what) or '-'}")
+    print(f"{'axes':10}{', '.join(row.axes)}")
+    for part, text in row.parts.items():
+        print(f"\n{part}: {text}")
+
+
+def _pairs(as_json: bool) -> None:
+    """Which methods that score go with which that code or select; why the others are refused."""
+    from jkv import methods, models
+
+    found = methods.pairs(models.read_config(models.TINY))
+    if as_json:
+        print(json.dumps([{"score": a, "with": b, "refused": why} for (a, b), why in found.items()], indent=2))
+        return
+    others = list(dict.fromkeys(b for _, b in found))
+    table = Table(title="jkv methods that go together", row_styles=["", "dim"])
+    for name in ("", *others):
+        table.add_column(name, no_wrap=True, style=None if name else "bold cyan")
+    for a in dict.fromkeys(a for a, _ in found):
+        table.add_row(a, *("no" if found[a, b] else "yes" for b in others))
+    console.show(table)
+    for why in filter(None, found.values()):
+        print(why)
+
+
+@app.command()
+def inspect(
+    model: Model = MODEL,
+    cache: Cached = CACHE,
+    prompt: Annotated[str | None, typer.Option(help="The text to read; follows that of --file.")] = None,
+    file: File = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw what is kept: out.png, .svg, .pdf")] = None,
+    chunk: Chunk = None,
+    chat: Chat = None,
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+) -> None:
+    """What the cache holds after a prompt: tokens, positions and bytes of every layer."""
+    from jkv.generation import inspect as inspecting
+
+    if plot is not None:
+        inspecting.check_path(plot)
+    text = read_prompt(prompt, file)
+    params, asked = _open(model, cache, dtype, text, chat)
+    import jkv
+
+    with status("compiling and reading the prompt"):
+        held, _ = jkv.prefill(params, cache, asked, room=1, chunk=chunk)
+    found = inspecting.summary(held)
+    if as_json:
+        print(json.dumps(asdict(found) | {"nbytes": found.nbytes}))
+    else:
+        console.show(_layers(found, cache))
+    if plot is not None:
+        inspecting.plot(held, plot)
+        print(f"drawn: {plot}", file=sys.stderr)
+
+
+def _layers(found: Summary, cache: str) -> Table:
+    seen, least = sum(found.seen) / len(found.seen), min(n for layer in found.layers for n in layer.kept)
+    table = Table(
+        title=f"{cache}: {least:.0f} or more of {seen:.0f} tokens per head, {found.nbytes:,} bytes",
+        caption="KiB of codes + scales + metadata",
+        show_footer=True,
+    )
+    widest = max((layer.parts for layer in found.layers), key=len)
+    table.add_column("layer", justify="right", footer="all")
+    table.add_column("tokens", justify="right")
+    table.add_column("positions", justify="right")
+    for part in widest:
+        table.add_column(f"{part.name}\n{part.codec}", justify="right", footer=_kib(found, part.name))
+    table.add_column("KiB", justify="right", footer=f"{found.nbytes / 1024:,.1f}")
+    for i, layer in enumerate(found.layers):
+        low, high = min(layer.kept), max(layer.kept)
+        tokens = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+        parts = {part.name: _sizes(part.codes, part.scales, part.metadata) for part in layer.parts}
+        cells = [parts.get(part.name, "-") for part in widest]
+        table.add_row(str(i), tokens, f"{layer.first} to {layer.last}", *cells, f"{layer.nbytes / 1024:,.1f}")
+    return table
+
+
+def _kib(found: Summary, name: str) -> str:
+    parts = [part for layer in found.layers for part in layer.parts if part.name == name]
+    return _sizes(*(sum(getattr(part, kind) for part in parts) for kind in ("codes", "scales", "metadata")))
+
+
+def _sizes(codes: int, scales: int, metadata: int) -> str:
+    return " + ".join(f"{n / 1024:,.1f}" for n in (codes, scales, metadata))
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help=f"Such as {MODEL}.")] = MODEL) -> None:
+    """Download a named model once, and print its path."""
+    from jkv.io import hub
+
+    print(hub.fetch(name))
+
+
+def main() -> None:
+    """The entry point of the `jkv` command."""
+    for out in (sys.stdout, sys.stderr):
+        if isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
+    app()

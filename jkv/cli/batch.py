@@ -1,0 +1,136 @@
+"""jkv batch. Imports jax only when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jkv.batch import MOST_NEW
+from jkv.batch.signals import stoppable
+from jkv.cli.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, TopP
+from jkv.host import console
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jkv.batch.job import Tell
+    from jkv.batch.report import Report
+    from jkv.batch.requests import Settings
+
+
+def batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="A JSON object a line: prompt, messages or tokens.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder: rows as JSON lines, and report.json.")],
+    model: Model = MODEL,
+    cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
+    mesh: Annotated[
+        str | None, typer.Option(help="Devices of each process, or of all, such as data=4,model=2,context=2.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Rows at once; auto: as many as fit.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, a row.")] = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of every row's draws. Default: its line number.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a row; can be repeated.")] = None,
+    new_tokens_limit: Annotated[
+        int, typer.Option(min=1, help="The most that a row may ask for, where the cache has no limit of its own.")
+    ] = MOST_NEW,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run rows again that failed before.")] = False,
+    dtype: Dtype = "float32",
+    hosts: Annotated[
+        str | None,
+        typer.Option(help="One process of several: auto, as jax finds them; or ADDRESS:PORT,i,n for process i of n."),
+    ] = None,
+) -> None:
+    """Answer every row of a file once; a run that was killed, or had no room left, goes on where it was.
+
+    A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens and stop. The
+    rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
+
+    The exit code is 0 when all rows are answered, 65 when some failed, 75 when it was stopped and rows are left.
+    """
+    at_once = _number(batch)
+    with stoppable() as stopped:
+        from jkv.batch.requests import Settings
+
+        settings = Settings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            stop=tuple(stop or ()),
+        )
+        with console.meter() as tell:
+            options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed)
+            report = start(source, out, model, cache, mesh, settings, dtype, hosts, stopped, tell, options)
+        print(report)
+    if report.code:
+        raise typer.Exit(report.code)
+
+
+def _number(text: str) -> int:
+    """Rows at once; 0: auto."""
+    if text == "auto":
+        return 0
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"--batch {text}: a number of rows, or auto")
+    return int(text)
+
+
+def start(
+    source: Path,
+    out: Path,
+    model: str,
+    cache: str,
+    mesh: str | None,
+    settings: Settings,
+    dtype: str,
+    hosts: str | None,
+    stopped: Callable[[], bool],
+    tell: Tell,
+    options: dict[str, Any],
+) -> Report:
+    """Loads the model and runs the job; what is wrong with the cache or the input is said before anything is loaded."""
+    from jkv.batch.job import Job
+    from jkv.batch.work import run
+    from jkv.core import sharding
+    from jkv.io import load as loading
+    from jkv.methods import parse
+
+    config = parse(cache)
+    if not source.is_file():
+        raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
+    if hosts is not None:
+        join(hosts)
+    params = loading.load(model, dtype, mesh)
+    job = Job(
+        source=source, out=out, params=params, config=config, defaults=settings, over=sharding.over(params), **options
+    )
+    return run(job, stopped, tell)
+
+
+def join(hosts: str) -> None:
+    """Makes this process one of several. Raises ValueError for a text that does not say which."""
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    if hosts == "auto":
+        jax.distributed.initialize()
+        return
+    address, *numbers = hosts.split(",")
+    if ":" not in address or len(numbers) != 2 or not all(x.strip().isdigit() for x in numbers):
+        raise ValueError(f"--hosts {hosts}: auto, or such as 10.0.0.1:9876,0,2 for the first of two processes")
+    process, processes = map(int, numbers)
+    if process >= processes:
+        raise ValueError(f"--hosts {hosts}: the processes are 0 to {processes - 1}")
+    jax.distributed.initialize(address, num_processes=processes, process_id=process)

@@ -1,0 +1,388 @@
+"""jkv bench decode, prefill, flush, kernel, growth, compare, batch; jkv recommend. Imports jax where it is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jkv.bench.results import use_cores
+from jkv.cli import options
+from jkv.cli.options import Dtype
+from jkv.host import console
+from jkv.host.extras import install
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jkv.bench.speed import What
+    from jkv.io.source import Source
+
+Row = dict[str, Any]
+CACHES = ("full", "snapkv(budget=512) | int4")
+CODES = ("int8", "int4", "kivi(bits=2)")
+SHARED = ("full", "snapkv(keep=0.25)")  # with kvpress
+CONTEXTS = (512, 2048)
+PEERS = {
+    "transformers": (("torch", "transformers"), "parity"),
+    "kvpress": (("torch", "transformers", "kvpress"), "kvpress"),
+}
+
+app = typer.Typer(help="Speed, bytes and memory of caches on this machine, also beside others.")
+
+Model = Annotated[
+    str | None, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name[@REVISION].")
+]  # or a shape
+Shape = Annotated[str | None, typer.Option(help="A public model's shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")]
+Random = Annotated[bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")]
+Context = Annotated[
+    list[int] | None, typer.Option(min=1, help="Tokens in the cache; can be repeated. Default: 512 and 2048.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Rows.")]
+Caches = Annotated[
+    list[str] | None, typer.Option("--cache", help=f"A composition; can be repeated. Default: {' and '.join(CACHES)}")
+]
+Steps = Annotated[int, typer.Option(min=1, help="Tokens of a round; a multiple of the cache's block is fair.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Confine the process to so many of its cores. Default: all of them.")
+]
+Versus = Annotated[
+    str | None,
+    typer.Option(
+        "--vs",
+        help="Take turns: transformers (its full cache) or kvpress (same budget) on CPU, same weights; or a cache.",
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")]
+
+
+@app.command()
+def decode(
+    model: Model = None,
+    shape: Shape = None,
+    random_weights: Random = False,
+    context: Context = None,
+    batch: Batch = 1,
+    cache: Caches = None,
+    steps: Steps = 64,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    dtype: Dtype = "float32",
+    vs: Versus = None,
+    out: Out = None,
+) -> None:
+    """Milliseconds a token after a context, token by token, with percentiles, bytes and the share of a copy's rate."""
+    _speed("decode", model, shape, random_weights, context, batch, cache, steps, rounds, threads, dtype, vs, out)
+
+
+@app.command()
+def prefill(
+    model: Model = None,
+    shape: Shape = None,
+    random_weights: Random = False,
+    context: Context = None,
+    batch: Batch = 1,
+    cache: Caches = None,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    dtype: Dtype = "float32",
+    vs: Versus = None,
+    out: Out = None,
+) -> None:
+    """Milliseconds of a whole prompt."""
+    _speed("prefill", model, shape, random_weights, context, batch, cache, 0, rounds, threads, dtype, vs, out)
+
+
+@app.command()
+def flush(
+    model: Model = None,
+    shape: Shape = None,
+    random_weights: Random = False,
+    context: Context = None,
+    batch: Batch = 1,
+    cache: Caches = None,
+    rounds: Rounds = 15,
+    threads: Threads = None,
+    dtype: Dtype = "float32",
+    out: Out = None,
+) -> None:
+    """Milliseconds of one flush: what it adds to one token of each block."""
+    _speed("flush", model, shape, random_weights, context, batch, cache, 0, rounds, threads, dtype, None, out)
+
+
+def _speed(
+    what: What,
+    model: str | None,
+    shape: str | None,
+    random_weights: bool,
+    context: list[int] | None,
+    batch: int,
+    cache: list[str] | None,
+    steps: int,
+    rounds: int,
+    threads: int | None,
+    dtype: str,
+    vs: str | None,
+    out: Path | None,
+) -> None:
+    specs, contexts = cache or (SHARED if vs == "kvpress" else CACHES), context or CONTEXTS
+    cores = _start(specs, threads, dtype, vs, out)
+    from jkv import models
+    from jkv.bench import results, speed
+
+    name, source = _subject(model, shape, random_weights, dtype, vs)
+    beside = [vs] if vs and vs not in PEERS else []
+    speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
+
+    def found() -> Iterator[Row]:
+        params = models.build(source.config, source.tensors, dtype)
+        peer = speed.peer_of(vs, params, source, cores, dtype)
+        return speed.rows(what, params, specs, contexts, batch=batch, steps=steps, rounds=rounds, peer=peer)
+
+    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=rounds)
+    says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
+    _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, out)
+
+
+@app.command()
+def kernel(
+    op: Annotated[str, typer.Option(help="The operation: decode_attention.")] = "decode_attention",
+    shape: Annotated[str, typer.Option(help="Heads as in this model: llama-3.1-8b, qwen3-8b, ...")] = "llama-3.1-8b",
+    cache: Annotated[
+        list[str] | None, typer.Option(help=f"Whose codes; can be repeated. Default: {', '.join(CODES)}")
+    ] = None,
+    context: Context = None,
+    batch: Batch = 1,
+    kernels: Annotated[
+        list[str] | None, typer.Option(help="xla, tpu or gpu; can be repeated. Default: all that run here.")
+    ] = None,
+    vs: Annotated[
+        list[str] | None, typer.Option(help="On a GPU: sdpa (torch's), cudnn (jax's own call); can be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")] = 15,
+    threads: Threads = None,
+    dtype: Dtype = "float32",
+    out: Out = None,
+) -> None:
+    """Milliseconds of one new token's attention over one layer's codes, checked first, beside dense attention."""
+    specs, contexts, versus = cache or CODES, context or CONTEXTS, vs or []
+    cores = _start(specs, threads, dtype, None, out)
+    from jkv import kernels as own
+    from jkv import models
+    from jkv.bench import kernel as alone
+    from jkv.bench import results, shapes
+
+    names = kernels or list(dict.fromkeys(["xla", own.native()]))
+    alone.check(op, names, versus)
+    model = models.read_config(shapes.find(shape))
+    total = len(specs) * len(contexts) * (len(names) + len(alone.DENSE) + len(versus))
+    found = partial(alone.rows, specs, names, versus, model, contexts, batch=batch, dtype=dtype, rounds=rounds)
+    says = lambda r: f"{r['implementation']}, {r['cache']} at {r['context']}: {r['ms']:.3f} ms"  # noqa: E731
+    about = results.meta(shape, cores, operation=op, dtype=dtype, rounds=rounds)
+    _measure(total, found, says, alone.table, about, out)
+
+
+@app.command()
+def growth(
+    model: Model = None,
+    shape: Shape = None,
+    random_weights: Random = False,
+    cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="To generate, where --marks does not say.")] = 32768,
+    marks: Annotated[
+        str | None, typer.Option(help="Where to measure, such as 1024,8192. Default: 1024, doubled up to --tokens.")
+    ] = None,
+    over: Annotated[int, typer.Option(min=16, help="Tokens timed before each mark, in pieces of 16.")] = 128,
+    threads: Threads = None,
+    dtype: Dtype = "float32",
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw it: out.png, .svg, .pdf")] = None,
+    out: Out = None,
+) -> None:
+    """Milliseconds a token and bytes while tokens are generated, all of them really."""
+    specs = cache or ["streaming(budget=256)"]
+    cores = _start(specs, threads, dtype, None, out)
+    from jkv import models
+    from jkv.bench import growth as growing
+    from jkv.bench import results
+    from jkv.generation import inspect
+
+    if plot is not None:
+        inspect.check_path(plot)
+    at = _numbers(marks) if marks is not None else growing.doubling(tokens, over)
+    name, source = _subject(model, shape, random_weights, dtype, None)
+    growing.check(specs, at, over, models.read_config(source.config))
+    found = lambda: growing.rows(models.build(source.config, source.tensors, dtype), specs, at, over)  # noqa: E731
+    says = lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms"  # noqa: E731
+    about = results.meta(name, cores, dtype=dtype, over=over)
+    rows = _measure(len(specs) * len(at), found, says, growing.table, about, out)
+    if plot is not None:
+        growing.plot(rows, plot)
+        print(f"drawn: {plot}", file=sys.stderr)
+
+
+@app.command()
+def compare(
+    model: options.Model = options.MODEL,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens before those decoded. Default: 512, 2048 and 4096.")
+    ] = None,
+    prompt: Annotated[list[int] | None, typer.Option(min=1, help="Tokens prefilled. Default: 512 and 2048.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens of a round of decoding.")] = 32,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    out: Out = None,
+) -> None:
+    """The full cache beside transformers on the same float32 weights, in turns, and the floor of this machine."""
+    cores = _start((), threads, "float32", "transformers", out)
+    from jkv import models
+    from jkv.bench import compare as comparing
+    from jkv.bench import results
+    from jkv.io.load import read
+
+    lengths, prompts, source = context or [512, 2048, 4096], prompt or [512, 2048], read(model)
+    comparing.check(models.read_config(source.config), lengths, prompts, steps)
+    found = partial(comparing.rows, source, lengths, prompts, steps, rounds, cores)
+    says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
+    about = results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
+    _measure(len(lengths) + len(prompts), found, says, comparing.table, about, out)
+
+
+@app.command()
+def batch(
+    model: options.Model = options.MODEL,
+    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, beside what they have in common.")] = 256,
+    new: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
+    shared: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Tokens that all have in common; can be repeated. Default: 0 and 512."),
+    ] = None,
+    cache: Annotated[str, typer.Option(help="A composition.")] = "full",
+    at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows at once, of jkv.")] = 32,
+    threads: Threads = None,
+    out: Out = None,
+) -> None:
+    """jkv batch on ragged prompts beside a loop of transformers.generate with its best batch size."""
+    cores = _start((cache,), threads, "float32", "transformers", out)
+    from jkv import models
+    from jkv.bench import batch as many
+    from jkv.bench import compare as comparing
+    from jkv.bench import results
+    from jkv.io.load import read
+
+    heads, source = shared if shared else [0, 512], read(model)
+    comparing.check(models.read_config(source.config), [longest + max(heads)], [], new)
+    found = partial(many.rows, source, prompts, longest, new, heads, cache, at_once, cores)
+    says = lambda r: f"{r['engine']}, {r['shared']} tokens in common: {r['tokens_per_s']:.1f} tokens/s"  # noqa: E731
+    about = results.meta(model, cores, dtype="float32", longest=longest, new=new, cache=cache)
+    _measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, out)
+
+
+def recommend(
+    files: Annotated[list[str] | None, typer.Argument(help="More result files.")] = None,
+    model: Annotated[str, typer.Option(help="As it was given to jkv eval.")] = "smollm2-135m",
+    context: Annotated[int, typer.Option(min=1, help="Tokens that the cache must remember.")] = 8192,
+    memory: Annotated[str, typer.Option(help="For the cache of one row, such as 4GiB.")] = "4GiB",
+    results: Annotated[list[str] | None, typer.Option(help="Files of jkv eval. Default: results/*.json")] = None,
+) -> None:
+    """The caches with the best measured quality for their bytes that fit into the memory, and the evidence."""
+    from jkv import models
+    from jkv.bench import recommend as choosing
+    from jkv.bench.shapes import config_of
+    from jkv.methods.budgets import read_bytes
+
+    limit = read_bytes(memory)
+    c = models.read_config(config_of(model))
+    numbers = context * c.layers * 2 * c.heads * c.head_dim
+    patterns = [*(results or ()), *(files or ())] or ["results/*.json"]
+    console.show(choosing.table(choosing.best(patterns, model, numbers, limit), context))
+
+
+# ----------------------------------------------------------------------------------------- what the commands share
+
+
+def _start(specs: Iterable[str], threads: int | None, dtype: str, vs: str | None, out: Path | None) -> int:
+    """Refuses what cannot work, cheapest first, and takes the cores; how many they are. Raises ValueError, OSError."""
+    cores = use_cores(threads)  # before jax starts a thread for every core it may use
+    from jkv import methods
+    from jkv.bench import results
+    from jkv.io.load import check_dtype
+
+    for spec in specs:
+        methods.parse(spec)
+    check_dtype(dtype)
+    if vs is not None:
+        _check_peer(vs, specs)
+    results.check_path(out)
+    return cores
+
+
+def _check_peer(vs: str, specs: Iterable[str]) -> None:
+    if vs in ("sdpa", "cudnn"):
+        raise ValueError(f"--vs {vs}: it is attention alone, on a GPU: a column of jkv bench kernel there")
+    if vs not in PEERS:
+        from jkv import methods
+
+        try:
+            methods.parse(vs)
+        except ValueError as error:
+            raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}, and other caches: {error}") from None
+        return
+    packages, extra = PEERS[vs]
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; {install(extra)}")
+    import jax
+
+    if jax.default_backend() != "cpu":
+        raise ValueError(f"beside {vs}: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
+    if vs == "kvpress":
+        from jkv import methods
+        from jkv.bench.presses import shared
+
+        for spec in specs:
+            shared(str(methods.parse(spec)), 1)
+
+
+def _subject(
+    model: str | None, shape: str | None, random_weights: bool, dtype: str, vs: str | None
+) -> tuple[str, Source]:
+    from jkv.bench.shapes import subject
+
+    return subject(model, shape, random_weights, 4 if dtype == "float32" else 2, 1 + (vs in PEERS))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(x) for x in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--marks {text}: give numbers of tokens with commas between, such as 1024,8192") from None
+
+
+def _measure(
+    total: int,
+    found: Callable[[], Iterator[Row]],
+    says: Callable[[Row], str],
+    table: Callable[[list[Row]], Table],
+    about: Row,
+    out: Path | None,
+) -> list[Row]:
+    """The rows, each in the file as soon as it is there, and the table of those there are, whatever ends it."""
+    from jkv.bench import results
+
+    rows: list[Row] = []
+    try:
+        with console.progress(total) as say:
+            for row in found():
+                rows.append(row)
+                say(says(row))
+                results.save(out, about, rows)
+    finally:
+        if rows:
+            console.show(table(rows))
+    return rows

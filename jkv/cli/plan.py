@@ -1,0 +1,94 @@
+"""jkv plan. Imports jax only when it runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jkv.host import console
+
+if TYPE_CHECKING:
+    from jkv.plan.programs import Program
+    from jkv.plan.target import Target
+
+NUMBERS = ("what", "weights", "kernels", "temporary", "peak", "flops", "moved", "cycles", "refused", "compile_s")
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A public model's shape, such as llama-3.1-8b; a folder, .gguf or hub id.")
+    ],
+    topology: Annotated[str, typer.Option(help="TPUs, v5e:2x4 or v5e:1x1; a GPU: h200, h100; or cpu: this machine.")],
+    context: Annotated[int, typer.Option(min=2, help="Tokens that a row may have.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated. Default: full.")] = None,
+    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens prefilled at a time; 0: the whole prompt.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of weights and uncompressed tokens.")] = "bfloat16",
+    mesh: Annotated[
+        str | None, typer.Option(help="Such as data=2,model=4,context=2. Default: model as large as kv heads allow.")
+    ] = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Also what the devices send each other in a step and a flush.")
+    ] = False,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Also FLOPs, bytes moved and cycles, by the compiler, and their times.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Also write the programs to this file.")
+    ] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that decodes.")] = False,
+) -> None:
+    """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, and an accelerator that is here stays free
+    import jax.numpy as jnp
+
+    from jkv import methods, models
+    from jkv.bench import results
+    from jkv.bench.shapes import config_of
+    from jkv.io.load import check_dtype
+    from jkv.plan.programs import TRIES, Job, gib, programs
+    from jkv.plan.programs import largest as search
+    from jkv.plan.target import target
+
+    check_dtype(dtype)
+    results.check_path(out)
+    configs = [methods.parse(x) for x in cache or ["full"]]
+    shape = models.read_config(config_of(model))
+    if context > shape.context:
+        raise ValueError(f"--context {context}: the context of {model} is {shape.context}; give less")
+    machine = target(topology)
+    about = results.meta(model, 1, topology=topology, batch=batch, context=context, chunk=chunk, dtype=dtype)
+    rows = []
+    with console.progress(len(configs) * (TRIES if largest else 2)) as say:
+        for config in configs:
+            job = Job(
+                model=shape, config=config, batch=batch, context=context, chunk=chunk, dtype=jnp.dtype(dtype), mesh=mesh
+            )
+            if largest:
+                print(f"{config}: largest batch {search(job, machine, say)}")
+                continue
+            for program in programs(job, machine):
+                say(f"{config}, {program.what}: {program.refused or f'{gib(program.peak)} GiB at the peak'}")
+                rows.append((str(config), program))
+                numbers = [{"cache": c, "bytes": p.cache} | {k: vars(p)[k] for k in NUMBERS} for c, p in rows]
+                results.save(out, about, numbers)
+    if rows:
+        _show(rows, machine, costs, collectives)
+
+
+def _show(rows: list[tuple[str, Program]], machine: Target, costs: bool, collectives: bool) -> None:
+    """The tables of the programs that were compiled, and what the compiler says of those that it refused."""
+    from jkv.plan import programs as plan
+    from jkv.plan.collectives import table as messages
+
+    console.show(plan.table(rows, machine))
+    if costs:
+        console.show(plan.costs(rows, machine))
+    if collectives:
+        console.show(messages([(name, p.what, p.collectives) for name, p in rows]))
+    for name, program in rows:
+        if program.refused:
+            print(f"{name}, {program.what}: {program.refused}")

@@ -1,0 +1,323 @@
+"""The values that flow through a decode loop: frozen pytrees, every leaf (rows, heads, slots)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import take_along
+from jkv.arrays.tree import static, value
+from jkv.kernels import CONTEXT, HEADS
+from jkv.protocols import Code, Columns
+
+if TYPE_CHECKING:
+    from jkv.core.layer import LayerConfig
+    from jkv.models import ModelConfig
+    from jkv.models.ssd import State
+
+
+MELTED = "melted"  # the column of tokens that stand for others too: how many melted into each
+
+
+@value
+class Window:
+    """Exact tokens in order of index: the recent window, or the recent window and what is being prefilled.
+
+    k, v [B,H,W,D]; pos i32[B,W], -1 dead; columns f32[B,H,W].
+    """
+
+    k: Array
+    v: Array
+    pos: Array
+    columns: Columns
+
+
+@value
+class Queries:
+    """What scores need of queries: q f32[B,H,G,N,D] rotated, pos i32[B,N] (-1 dead), lse f32[B,H,G,N]."""
+
+    q: Array
+    pos: Array
+    lse: Array
+
+    def cut(self, start: int, stop: int) -> Queries:
+        return Queries(q=self.q[:, :, :, start:stop], pos=self.pos[:, start:stop], lse=self.lse[:, :, :, start:stop])
+
+    def newest(self, n: int) -> Queries:
+        total = self.pos.shape[1]
+        return self.cut(total - min(n, total), total)
+
+    def packed(self) -> Queries:
+        """The dead ones first."""
+        order = jnp.argsort(self.pos >= 0, axis=1, stable=True)
+        return Queries(
+            q=take_along(self.q, order[:, None, None, :, None], 3),
+            pos=take_along(self.pos, order, 1),
+            lse=take_along(self.lse, order[:, None, None], 3),
+        )
+
+    def then(self, new: Queries) -> Queries:
+        return Queries(
+            q=jnp.concatenate([self.q, new.q], 3),
+            pos=jnp.concatenate([self.pos, new.pos], 1),
+            lse=jnp.concatenate([self.lse, new.lse], 3),
+        )
+
+    def put(self, new: Queries, at: Array | int) -> Queries:
+        at = jnp.int32(at)
+        return Queries(
+            q=jax.lax.dynamic_update_slice_in_dim(self.q, new.q.astype(self.q.dtype), at, 3),
+            pos=jax.lax.dynamic_update_slice_in_dim(self.pos, new.pos, at, 1),
+            lse=jax.lax.dynamic_update_slice_in_dim(self.lse, new.lse, at, 3),
+        )
+
+    def turned(self, steps: Array | int) -> Queries:
+        """Oldest first, of a ring that was so before its oldest were overwritten, one a step."""
+        n = self.pos.shape[1]
+        if isinstance(steps, int) and steps % n == 0:
+            return self
+        index = jnp.remainder(steps + jnp.arange(n), n)
+        return Queries(
+            q=take_along(self.q, index[None, None, None, :, None], 3),
+            pos=take_along(self.pos, index[None], 1),
+            lse=take_along(self.lse, index[None, None, None], 3),
+        )
+
+    def last(self, n: Array | int) -> Queries:
+        """The same, of which all but the newest n are dead."""
+        total = self.pos.shape[1]
+        return replace(self, pos=jnp.where((jnp.arange(total) >= total - n)[None], self.pos, -1))
+
+
+@value
+class Tier:
+    """Encoded tokens in a fixed number of slots, in no particular order.
+
+    k, v: Code of C slots; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at i32[B,Hs,C] where keys act, or None: at
+    pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and where every other axis of heads is 1
+    too, or None: every head has C of its own; summary: the selector's index of the units, or None.
+    """
+
+    k: Code
+    v: Code
+    pos: Array
+    columns: Columns
+    at: Array | None
+    head: Array | None
+    summary: Any
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of a mesh that divide its slots: in a pool also the one that elsewhere divides heads."""
+        return (CONTEXT,) if self.head is None else (HEADS, CONTEXT)
+
+    def seen_by(self, heads: int) -> Array:
+        """pos i32[B,Hs,C] for each of the kv heads; another head's slots of a pool are -1."""
+        if self.head is None:
+            return self.pos
+        return jnp.where(self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None], self.pos, -1)
+
+
+@value
+class Rest:
+    """What left a layer without a trace, one token a kv head: the means k (rotated), v f32[B,H,D] of weight f32[B,H].
+
+    odds f32[B,H]: attention that it gets for each unit that all others get, or None: by its key.
+    """
+
+    k: Array
+    v: Array
+    count: Array
+    odds: Array | None = None
+
+
+@value
+class LayerCache:
+    """One layer: the recent window (capacity R), the queries that its score keeps, the tiers, and the rest, if any.
+
+    share i32[B]: tokens that the tiers of each row may hold, where its prompt was asked; or None: the budget's limit.
+    """
+
+    recent: Window
+    queries: Queries | None
+    tiers: tuple[Tier, ...]
+    rest: Rest | None
+    share: Array | None
+
+
+@value
+class Counts:
+    """Tokens i32[B] of each row: seen, of its prompt, and given after it (`extend`); the others are generated."""
+
+    seen: Array
+    prompt: Array
+    later: Array
+
+    @property
+    def generated(self) -> Array:
+        return self.seen - self.prompt - self.later
+
+    def given(self, n: Array, later: bool) -> Counts:
+        """After n i32[B] tokens more of the prompt, or of what is given after it."""
+        more = {"later": self.later + n} if later else {"prompt": self.prompt + n}
+        return replace(self, seen=self.seen + n, **more)
+
+
+@value
+class Cache:
+    """What a model remembers of its rows.
+
+    layers: of the blocks that attend; states: of those that recur, whose size no text changes; counts: tokens of each
+    row; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
+    text; new: tokens after the prompt that it was made for. A value: nothing changes it, every function returns a new
+    one.
+    """
+
+    layers: tuple[LayerCache, ...]
+    states: tuple[State, ...]
+    counts: Counts
+    fill: Array
+    plan: tuple[LayerConfig, ...]
+    model: ModelConfig = static()
+    name: str = static(default="")
+    new: int = static(default=0)
+
+    @property
+    def seen(self) -> Array:
+        """i32[B] tokens of each row."""
+        return self.counts.seen
+
+    @property
+    def prompt(self) -> Array:
+        """i32[B] tokens of each row's prompt."""
+        return self.counts.prompt
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array of the layers and states, metadata included."""
+        return tree_bytes((self.layers, self.states))
+
+    @property
+    def stay(self) -> int:
+        """Entries that a flush can leave in a recent window."""
+        return self.plan[0].stay if self.plan else 0
+
+    @property
+    def room(self) -> int:
+        """Entries of a recent window."""
+        return self.plan[0].room if self.plan else self.states[0].dt.shape[1]
+
+    @property
+    def dtype(self) -> Any:
+        """Of exact keys and values, and of what waits to enter a state."""
+        return self.layers[0].recent.k.dtype if self.layers else self.states[0].raw.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.seen.shape[0]
+
+    def kept(self) -> Array:
+        """i32[L,B,H]: tokens held per layer, row and kv head, recent window included."""
+        if not self.layers:
+            return jnp.zeros((0, self.rows, self.model.heads), jnp.int32)
+        return jnp.stack([layer_kept(layer) for layer in self.layers])
+
+    def fork(self, n: int) -> Cache:
+        """n copies of every row, next to each other: the start of n continuations."""
+        if n < 1:
+            raise ValueError(f"fork: n={n}; ask for at least one copy")
+        return self.pick(jnp.repeat(jnp.arange(self.rows), n))
+
+    def pick(self, index: Array) -> Cache:
+        """The rows i32[n], in that order; a row that is named twice is copied."""
+        return self._with(jax.tree.map(lambda x: x[index], self._rows))
+
+    @property
+    def _rows(self) -> Any:
+        """What belongs to rows."""
+        return self.layers, self.states, self.counts
+
+    def _with(self, rows: Any) -> Cache:
+        layers, states, counts = rows
+        return replace(self, layers=layers, states=states, counts=counts)
+
+    def put(self, slots: Array, rows: Cache) -> Cache:
+        """The cache with rows of another of the same plan in `slots` i32[n]; a slot of B or more is dropped.
+
+        The two must have flushed as long ago: one `fill` serves all rows.
+        """
+        return self._with(jax.tree.map(lambda a, b: a.at[slots].set(b, mode="drop"), self._rows, rows._rows))
+
+    def rollback(self, n: int) -> Cache:
+        """The cache without the newest n tokens of every row.
+
+        Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it.
+        """
+        if any(tier.select and tier.select.watches for layer in self.plan for tier in layer.tiers):
+            raise ValueError(
+                f"rollback({n}): {self.name} remembers what each step attended to, also those to be taken back; "
+                "a cache is a value, so keep the older one and go on from it"
+            )
+        since = min(int(self.fill) - self.stay, *(int(x.count.min()) for x in self.states[:1]), self.room)
+        if not 0 <= n <= since:
+            raise ValueError(
+                f"rollback({n}): {since} tokens were added since the last flush; a cache is a value, so keep the older "
+                "one and go on from it"
+            )
+        seen = self.seen - n
+
+        def cut(layer: LayerCache) -> LayerCache:
+            recent, queries = layer.recent, layer.queries
+            recent = replace(recent, pos=jnp.where(recent.pos < seen[:, None], recent.pos, -1))
+            if queries is not None:
+                queries = replace(queries, pos=jnp.where(queries.pos < seen[:, None], queries.pos, -1))
+            return replace(layer, recent=recent, queries=queries)
+
+        layers = tuple(cut(layer) for layer in self.layers)
+        states = tuple(replace(x, count=x.count - n) for x in self.states)
+        fill = self.fill - n if self._dense_tail(n) else self.fill
+        counts = replace(self.counts, seen=seen)
+        return replace(self, layers=layers, states=states, counts=counts, fill=fill)
+
+    def _dense_tail(self, n: int) -> bool:
+        """Whether the newest n places of every recent window hold the newest n tokens: no row paused meanwhile."""
+        fill = int(self.fill)
+        newest = (layer.recent.pos[:, fill - n : fill] for layer in self.layers[:1])
+        return all(bool((pos >= self.seen[:, None] - n).all()) for pos in newest)
+
+
+@value
+class Decoding:
+    """The state of a decode loop.
+
+    cache; logits f32[B,V] of the newest token; alive bool[B]; used bool[B,V] tokens seen (for the penalty) or None;
+    out i32[B,M] generated tokens, -1 after the end of a row; count i32[] columns of `out` in use; trace f32[B,M,V]
+    the logits that each token was drawn from, or None; forced i32[B,M]: tokens to take instead of drawing, or None.
+    """
+
+    cache: Cache
+    logits: Array
+    alive: Array
+    used: Array | None
+    out: Array
+    count: Array
+    trace: Array | None = None
+    forced: Array | None = None
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays (or shapes) in a pytree."""
+    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def layer_kept(layer: LayerCache) -> Array:
+    """i32[B,H] tokens of one layer."""
+    b, h = layer.recent.k.shape[:2]
+    total = jnp.broadcast_to((layer.recent.pos >= 0).sum(-1)[:, None], (b, h))
+    for tier in layer.tiers:
+        total = total + (tier.seen_by(h) >= 0).sum(-1)
+    return total

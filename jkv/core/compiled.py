@@ -1,0 +1,285 @@
+"""Ahead-of-time compilation, so that a receipt can tell compile seconds and peak memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.experimental.layout import Format, Layout
+
+from jkv import kernels
+from jkv.host import disk, forked
+from jkv.host.disk import cache_dir
+from jkv.models import Params
+
+if TYPE_CHECKING:
+    from jkv.core.sharding import Over
+
+ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
+
+# Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory maps, 0.1 to 0.2 MB a
+# map, of which Linux gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two.
+LIMIT, HELD, MAPS = 16, 16_000, 30_000  # programs; maps of all of them; maps of the process
+LOCK = Lock()  # of the two below
+PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
+BEGUN: dict[Any, Future[Compiled]] = {}  # those that a thread is compiling now, for all who ask for them
+
+
+def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Callable[[Any], Any]:
+    """jax.jit with the options; `compiled` also leaves the layouts of what is ANY to the compiler.
+
+    Kernels want a tier with its tokens last. Were the layouts fixed, a tier would be moved, and held twice, whenever a
+    program begins and ends. Static arguments come last. `function.over(shardings, shardings)` is the same for arguments
+    and results on a mesh.
+    """
+
+    def jitted(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
+        return jax.jit(function, in_shardings=given, out_shardings=returned, **options)
+
+    def anywhere(kind: Any, where: Any) -> Any:
+        return jax.tree.map(partial(Format, Layout.AUTO), where) if kind is ANY else where
+
+    def over(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
+        one = not isinstance(results, tuple)
+        given = tuple(map(anywhere, arguments, given))
+        returned = anywhere(results, returned) if one else tuple(map(anywhere, results, returned))
+        return jitted(function, given, returned)
+
+    def decorate(function: Any) -> Any:
+        out: Any = jax.jit(function, **options)
+        out.free, out.over = jitted(function, arguments, results), partial(over, function)
+        return out
+
+    return decorate
+
+
+class Compiled:
+    """One program: call it, or ask what it cost."""
+
+    def __init__(self, lowered: jax.stages.Lowered, free: bool) -> None:
+        before = maps()
+        self.program = lowered.compile()
+        trim()
+        self.maps = max(maps() - before, 0)  # and those of what another thread compiled meanwhile
+        self.formats = self.program.input_formats[0] if free else None
+        memory = self.program.memory_analysis()
+        self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0  # bytes beside in- and outputs
+        self.made = self.temporary  # and what it gives that does not take an argument's place
+        if memory is not None:
+            self.made += int(memory.output_size_in_bytes - memory.alias_size_in_bytes)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.program(*args if self.formats is None else jax.tree.map(_where, args, self.formats))
+
+
+def _where(x: Any, format: Any) -> Any:
+    """An argument where the program takes it, if it does; what every process has, a mesh of several takes as it is."""
+    sharding = format.sharding
+    if sharding is None or (x.is_fully_addressable and not sharding.is_fully_addressable):
+        return x
+    return jax.device_put(x, format)
+
+
+def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any) -> tuple[Compiled, float]:
+    """The program of a jitted function for arguments of these shapes, and the seconds that compiling took just now.
+
+    over: the mesh that it runs on, if it is not for one device.
+
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> program, seconds = compiled(double, jax.numpy.ones(3))
+    >>> program(jax.numpy.ones(3)).tolist(), seconds > 0, compiled(double, jax.numpy.ones(3))[1]
+    ([2.0, 2.0, 2.0], True, 0.0)
+    """
+    forked.check()
+    key = _key(function, args, static, over)
+    with LOCK:
+        program = PROGRAMS.pop(key, None)
+        if program is not None:
+            PROGRAMS[key] = program
+            return program, 0.0
+    start = time.perf_counter()
+    begun, mine = _begin(key)
+    if mine:
+        _fill(key, begun, lambda: Compiled(*_lowered(function, args, static, over)))
+    return begun.result(), time.perf_counter() - start
+
+
+def _begin(key: Any) -> tuple[Future[Compiled], bool]:
+    """The program of a key, which is to come, and whether it is for this thread to compile."""
+    forked.begun()
+    with LOCK:
+        future: Future[Compiled] = Future()
+        if key in PROGRAMS:  # another thread has just finished it
+            future.set_result(PROGRAMS[key])
+            return future, False
+        mine = BEGUN.setdefault(key, future)
+        return mine, mine is future
+
+
+def _fill(key: Any, begun: Future[Compiled], make: Callable[[], Compiled]) -> None:
+    """Compile what has begun, for all who wait: they get the program, or what went wrong."""
+    try:
+        program = make()
+    except BaseException as error:
+        return _fail(key, begun, error)
+    with LOCK:
+        if BEGUN.get(key) is begun:  # or else all were dropped meanwhile
+            del BEGUN[key]
+            PROGRAMS[key] = program
+            _let_go()
+    begun.set_result(program)
+
+
+def _fail(key: Any, begun: Future[Compiled], error: BaseException) -> None:
+    """Whoever asks next compiles it anew."""
+    with LOCK:
+        if BEGUN.get(key) is begun:
+            del BEGUN[key]
+    begun.set_exception(error)
+
+
+def _let_go() -> None:
+    """Drop programs that were used longest ago, until the others have room."""
+    dropped = False
+    while len(PROGRAMS) > LIMIT or (len(PROGRAMS) > 2 and _crowded()):
+        oldest = next(iter(PROGRAMS))
+        del PROGRAMS[oldest]
+        oldest[0].clear_cache()  # jax holds its programs too; what is in PROGRAMS survives this
+        dropped = True
+    if dropped:
+        trim()
+
+
+def _crowded() -> bool:
+    return sum(program.maps for program in PROGRAMS.values()) > HELD or maps() > MAPS
+
+
+def trim() -> None:
+    """Give back to the system what a compiler has left: as much again as its program takes, in pieces of the heap."""
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
+
+
+def maps() -> int:
+    """Memory maps of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError:
+        return 0
+
+
+def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
+    """Begin to compile what `compiled` will be asked for, beside what this thread does; for one device.
+
+    It is traced here, under this thread's settings. Of all arguments but the first the shapes are enough.
+
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> begun = ahead(double, jax.numpy.ones(5))
+    >>> compiled(double, jax.numpy.ones(5))[0](jax.numpy.ones(5)).sum().item(), begun.done()
+    (10.0, True)
+    """
+    forked.check()
+    args = (args[0], *jax.eval_shape(lambda *x: x, *args[1:]))
+    key = _key(function, args, static, None)
+    begun, mine = _begin(key)
+    if mine:
+        try:
+            lowered = _lowered(function, args, static, None)
+        except BaseException as error:
+            _fail(key, begun, error)
+            raise
+        beside = ThreadPoolExecutor(1, "compile")
+        beside.submit(_fill, key, begun, lambda: Compiled(*lowered))
+        beside.shutdown(wait=False)
+    return begun
+
+
+def beside_weights(args: tuple[Any, ...]) -> int:
+    """Bytes of a program's arguments that are not a model."""
+    return sum(x.nbytes for arg in args if not isinstance(arg, Params) for x in jax.tree.leaves(arg))
+
+
+@dataclass
+class Cost:
+    """Seconds spent compiling and running, and the programs compiled; over: the mesh that they run on, if any."""
+
+    compiling: float = 0.0
+    running: float = 0.0
+    programs: int = 0
+    over: Over | None = None
+    peak: int = 0
+    begun: Future[Compiled] | None = None
+
+    def run(self, function: Any, *args: Any, **static: Any) -> Any:
+        program, seconds = compiled(function, *args, over=self.over, **static)
+        self.compiling += seconds + self._waited()  # or else the time of running would be that of two things
+        self.programs += seconds > 0
+        self.peak = max(self.peak, program.made + beside_weights(args))
+        start = time.perf_counter()
+        out = jax.block_until_ready(program(*args))
+        self.running += time.perf_counter() - start
+        return out
+
+    def _waited(self) -> float:
+        start = time.perf_counter()
+        wait([self.begun] if self.begun else [])
+        return time.perf_counter() - start if self.begun else 0.0
+
+
+def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    return function, tree, tuple((x.shape, x.dtype) for x in leaves), over, tuple(static.items())
+
+
+def _lowered(
+    function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None
+) -> tuple[jax.stages.Lowered, bool]:
+    """The program before it is compiled, and whether the compiler chooses how its arguments lie."""
+    free = over is not None or (hasattr(function, "free") and kernels.native() != "xla")
+    if free:  # an array that lies somewhere has a layout, and would have to keep it
+        args = jax.eval_shape(lambda *x: x, *args)
+    if over is not None:
+        return over.lower(function, args, static), free
+    return function.free.lower(*args, *static.values()) if free else function.lower(*args, **static), free
+
+
+def forget() -> None:
+    """Drop all programs, such as those of a cache that will not be used again; the disk keeps them.
+
+    All of this process: jax's own too, which grow with every shape, and those of other libraries.
+    """
+    with LOCK:
+        PROGRAMS.clear()
+        BEGUN.clear()
+    jax.clear_caches()
+    trim()
+
+
+def use_disk_cache() -> None:
+    """Keep compiled programs on disk between runs, where the user has not chosen a folder.
+
+    Raises ValueError where JKV_PROGRAMS_GIB, the most that is kept of them, is no number.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        folder = cache_dir() / "programs"
+        if jax.config.values["jax_enable_compilation_cache"]:
+            disk.tidy(folder, disk.limit())
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def peak_bytes(program: Compiled) -> int:
+    """Bytes that a program holds at its worst, by the compiler: arguments, results of their own, temporaries."""
+    m = program.program.memory_analysis()
+    if m is None:
+        return 0
+    results = m.output_size_in_bytes - m.alias_size_in_bytes
+    return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)

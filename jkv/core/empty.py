@@ -1,0 +1,64 @@
+"""The arrays of a layer that has seen nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.core.cache import LayerCache, Queries, Rest, Tier, Window
+from jkv.core.layer import LayerConfig, TierConfig
+from jkv.models import ModelConfig
+from jkv.protocols import Code, Codec
+
+
+def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
+    one = codec.empty(slots, dim, dtype)
+    return jax.tree.map(lambda x: jnp.zeros((rows, heads, *x.shape), x.dtype), one)
+
+
+def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
+    """A tier with no live slot."""
+    heads, dim, c = 1 if plan.pooled else model.heads, model.head_dim, tier.capacity
+    hs = 1 if plan.uniform else heads
+    summary = None
+    if tier.select is not None:
+        unit = jax.eval_shape(tier.select.summarize, jax.ShapeDtypeStruct((tier.select.unit, dim), jnp.float32))
+        shape = (rows, heads, c // tier.select.unit)
+        summary = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), unit)
+    return Tier(
+        k=empty_code(tier.k, rows, heads, c, dim, dtype),
+        v=empty_code(tier.v, rows, heads, c, dim, dtype),
+        pos=jnp.full((rows, hs, c), -1, jnp.int32),
+        columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
+        at=jnp.zeros((rows, hs, c), jnp.int32) if tier.at == "rank" else None,
+        head=jnp.zeros((rows, 1, c), jnp.uint8) if plan.pooled else None,
+        summary=summary,
+    )
+
+
+def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> LayerCache:
+    """A layer that has seen nothing."""
+    h, g, d, r, n = model.heads, model.groups, model.head_dim, plan.room, plan.queries
+    recent = Window(
+        k=jnp.zeros((rows, h, r, d), dtype),
+        v=jnp.zeros((rows, h, r, d), dtype),
+        pos=jnp.full((rows, r), -1, jnp.int32),
+        columns={name: jnp.zeros((rows, h, r), jnp.float32) for name in plan.columns},
+    )
+    queries = None
+    if n:
+        queries = Queries(
+            q=jnp.zeros((rows, h, g, n, d), dtype),
+            pos=jnp.full((rows, n), -1, jnp.int32),
+            lse=jnp.zeros((rows, h, g, n), jnp.float32),
+        )
+    tiers = tuple(empty_tier(tier, plan, rows, model, dtype) for tier in plan.tiers)
+    rest = None
+    if plan.rest:
+        k, v = (jnp.zeros((rows, h, d), jnp.float32) for _ in range(2))
+        odds = jnp.zeros((rows, h), jnp.float32) if plan.score.compensates else None
+        rest = Rest(k=k, v=v, count=jnp.zeros((rows, h), jnp.float32), odds=odds)
+    share = jnp.zeros(rows, jnp.int32) if plan.budget.measures else None
+    return LayerCache(recent=recent, queries=queries, tiers=tiers, rest=rest, share=share)

@@ -1,0 +1,353 @@
+"""What a score may see at a flush, and how it reads it: tile by tile, on codes, never as a dense copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv import kernels
+from jkv.arrays.gather import map_codec
+from jkv.arrays.tree import static, value
+from jkv.core import context
+from jkv.core.attend import visible
+from jkv.core.cache import MELTED, LayerCache, Queries, Tier, Window
+from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.tiers import (
+    asked,
+    bare,
+    counted,
+    cut,
+    flat,
+    key_logits,
+    newest,
+    over_tiles,
+    tier_dot,
+    tier_mix,
+    tile_size,
+)
+from jkv.protocols import Columns, needs_of
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+    from jkv.models.rope import Rope
+
+QUERIES, KEYS = 64, 512  # a tile of probabilities
+Step = Callable[[Array, Array, Array, Array], Any]
+Source = Callable[..., Any]  # source(use, join): use(how a tile of keys is read, how many there are, a tile's)
+
+
+def added(a: Any, b: Any) -> Any:
+    """The sums of two results, array by array."""
+    return jax.tree.map(jnp.add, a, b)
+
+
+@value
+class Evidence:
+    """One layer at a flush: S = all slots of `tiers`, then the window, oldest first.
+
+    pos i32[B,H,S] (-1 dead); may_go bool[B,H,S]: slots and newcomers, the rest of the window stays in any case;
+    columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen, prompt i32[B]: tokens in
+    all, and those that were given; limit i32[B]: tokens that the tiers may hold; below: the layers below, which have
+    flushed already, lowest first.
+    """
+
+    pos: Array
+    may_go: Array
+    columns: Columns
+    window: Window
+    tiers: tuple[Tier, ...]
+    kept: Queries | None
+    new: Queries | None
+    seen: Array
+    prompt: Array
+    limit: Array
+    plan: LayerConfig
+    below: tuple[LayerCache, ...] = ()
+    rope: Rope = static()
+    scale: float = static()
+
+    @property
+    def slots(self) -> int:
+        return self.pos.shape[2] - self.window.pos.shape[1]
+
+    @property
+    def live(self) -> Array:
+        return self.pos >= 0
+
+    @property
+    def generating(self) -> bool:
+        """Whether this flush ends a block of steps, and not a prompt or a piece of one."""
+        return bool(self.tiers) and self.window.pos.shape[1] == self.plan.room
+
+    def chronological(self, heads: int | None = None) -> Array:
+        """i32[B,H,S]: indices by position, those that may go first, then the rest; H the first `heads`, or all."""
+        pos, goes = self.pos[:, :heads], (self.may_go & self.live)[:, :heads]
+        if not self.slots:
+            return jnp.broadcast_to(jnp.arange(pos.shape[2]), pos.shape)
+        return jnp.argsort(jnp.where(goes, pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
+
+    def dot(self, x: Array, of: str = "k") -> Array:
+        """f32[B,H,N,S]: inner products of x f[B,H,N,D] with every key (rotated) or value."""
+        parts = [tier_dot(x, t, c, self.rope, of) for t, c in zip(self.tiers, self.plan.tiers, strict=False)]
+        exact = self.window.k if of == "k" else self.window.v
+        parts.append(jnp.einsum("bhnd,bhsd->bhns", x, exact, preferred_element_type=jnp.float32))
+        return jnp.concatenate(parts, -1)
+
+    def mix(self, w: Array, of: str = "v") -> Array:
+        """f32[B,H,N,D]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]; the dead weigh nothing."""
+        w = jnp.where(self.live[:, :, None], w, 0)
+        out, start = 0.0, 0
+        for t, c in zip(self.tiers, self.plan.tiers, strict=False):
+            out = out + tier_mix(w[..., start : start + c.capacity], t, c, self.rope, of)
+            start += c.capacity
+        exact = self.window.k if of == "k" else self.window.v
+        exact = jnp.where((self.window.pos >= 0)[:, None, :, None], exact.astype(jnp.float32), 0)
+        return out + jnp.einsum("bhns,bhsd->bhnd", w[..., start:], exact)
+
+    def fold(self, step: Step, queries: Queries, join: Callable[[Any, Any], Any] = added) -> Any:
+        """What every key gets: step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) of query tiles.
+
+        p = exp(q . k * scale - lse) with the saved log-sum-exp: the probability that attention really used. A dead
+        query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once. A step
+        gives f32[B,H,s], or several of them; join(older, newer) puts tiles of queries together, and 0 changes nothing:
+        they are added, each to its own, if no other is given.
+        """
+        parts = [self._folded(source, step, queries, join) for source in self._sources()]
+        return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
+
+    def sums(self, queries: Queries) -> Array:
+        """f32[B,H,S]: the sum of p over the queries and G, p as in `fold`."""
+        step = lambda p, q_pos, pos, index: p.sum((2, 3))  # noqa: E731
+        *tiers, window = self._sources()
+        parts = [self._folded(source, step, queries, jnp.add) for source in tiers]
+        kernel = sums_kernel(self.plan.kernels, self.window.k.dtype, queries)
+        own = self._folded(window, step, queries, jnp.add) if kernel == "xla" else self._summed(kernel, queries)
+        parts.append(own)
+        return jnp.concatenate(parts, -1)
+
+    def _summed(self, kernel: str, queries: Queries) -> Array:
+        """`sums` of the window, by the kernel; every device for its own rows and heads."""
+        own, window = kernels.implementation("column_sums", kernel), self.plan.window
+        at = queries.pos
+        first = jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0)
+
+        def run(q: Array, k: Array, lse: Array, *places: Array) -> Array:
+            return own.sums(q, k, *places, lse, self.scale)
+
+        return kernels.over_mesh(run, queries.q, self.window.k, queries.lse, self.window.pos, first, at)
+
+    def complete(self, queries: Queries) -> Queries:
+        """The queries with a log-sum-exp over everything that is there, where a step read a part of it."""
+        total = self.over_keys(lambda p, q_pos, pos, index: p.sum(-1), queries)
+        return replace(queries, lse=queries.lse + jnp.log(jnp.maximum(total, 1e-30)))
+
+    def paid(self, tier: int, queries: Queries) -> Array:
+        """f32[B,H,C,N]: the most that every query, of at most QUERIES, pays to each slot of a tier, over G."""
+        most = lambda p, q_pos, pos, index: jnp.moveaxis(p.max(2), 2, 3)  # noqa: E731
+        return self._folded(self._sources()[tier], most, queries, jnp.add)
+
+    def _folded(self, source: Source, step: Step, queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
+        b, h, g, n, _ = queries.q.shape
+        n = min(n, QUERIES)
+        one = (b, h, g, n, 1), (b, n), (b, h, 1), (1,)
+        types = jnp.float32, jnp.int32, jnp.int32, jnp.int32
+        form = jax.eval_shape(step, *(jax.ShapeDtypeStruct(s, t) for s, t in zip(one, types, strict=True)))
+
+        def use(read: Callable[..., Any], total: int, tile: int) -> Any:
+            def keys(start: Array, fresh: Array, out: Any) -> Any:
+                def some(q: Array, q_pos: Array, lse: Array) -> Any:
+                    return step(*read(start, fresh.shape[0], q, q_pos, lse))
+
+                new = _over_queries(some, queries, join)
+                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 2), out, new)
+
+            empty = jax.tree.map(lambda x: jnp.zeros((b, h, total, *x.shape[3:]), x.dtype), form)
+            return over_tiles(keys, empty, total, tile)
+
+        return source(use)
+
+    def over_keys(self, step: Step, queries: Queries) -> Array:
+        """f32[B,H,G,N]: what every query gets: sums over all keys of step f32[B,H,G,n]; its arguments as in `fold`."""
+
+        def some(q: Array, q_pos: Array, lse: Array) -> Array:
+            def use(read: Callable[..., Any], total: int, tile: int) -> Array:
+                def keys(start: Array, fresh: Array, out: Array) -> Array:
+                    p, _, pos, index = read(start, fresh.shape[0], q, q_pos, lse)
+                    p, pos = jnp.where(fresh[None, None, None, None], p, 0), jnp.where(fresh[None, None], pos, -1)
+                    return out + step(p, q_pos, pos, index)
+
+                return over_tiles(keys, jnp.zeros(lse.shape, jnp.float32), total, tile)
+
+            return reduce(jnp.add, [source(use, jax.lax.psum) for source in self._sources()])
+
+        n = queries.pos.shape[1]
+        if n <= QUERIES:
+            return some(queries.q, queries.pos, queries.lse)
+        starts = jnp.asarray([min(i, n - QUERIES) for i in range(0, n, QUERIES)])
+
+        def body(i: Array, out: Array) -> Array:
+            cut = _tile_of(queries, starts[i])
+            return jax.lax.dynamic_update_slice_in_dim(out, some(cut.q, cut.pos, cut.lse), starts[i], 3)
+
+        return jax.lax.fori_loop(0, len(starts), body, jnp.zeros(queries.lse.shape, jnp.float32))
+
+    def _sources(self) -> list[Source]:
+        """Every tier and the window."""
+        tiers = [partial(self._of_tier, *x) for x in zip(self.tiers, self.plan.tiers, strict=False)]
+        return [*tiers, self._of_window]
+
+    def _of_tier(self, tier: Tier, config: TierConfig, use: Callable[..., Any], join: Any = None) -> Any:
+        """Each device for its own slots; join: as `context.each` takes it, or None: every device gets all."""
+
+        def own(tier: Tier, part: context.Part) -> Any:
+            c = tier.pos.shape[2]
+            read = partial(self._tier_tile, tier, config, context.first(part, c))
+            return use(read, c, tile_size(True, c, QUERIES, config.unit))
+
+        out = context.each(own, bare(tier), tier.axes, join)
+        return out if join else context.whole(out, tier.axes)
+
+    def _of_window(self, use: Callable[..., Any], join: Any = None) -> Any:
+        total = self.window.pos.shape[1]
+        return use(self._window_tile, total, min(KEYS, total))
+
+    def _tier_tile(
+        self,
+        tier: Tier,
+        config: TierConfig,
+        first: Array | int,
+        start: Array,
+        n: int,
+        q: Array,
+        q_pos: Array,
+        lse: Array,
+    ) -> tuple[Array, ...]:
+        at, c = tier.pos if tier.at is None else tier.at, tier.pos.shape[2]
+        places, slots, whose = jax.tree.map(lambda x: _cut(x, start, n), (at, tier.pos, tier.head))
+        code, rows = cut(tier.k, start, n, c), asked(flat(q), tier)
+        ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
+        logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
+        logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
+        logits = counted(logits, _cut(tier.columns[MELTED], start, n) if MELTED in tier.columns else None)
+        return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)
+
+    def _window_tile(self, start: Array, n: int, q: Array, q_pos: Array, lse: Array) -> tuple[Array, ...]:
+        k, pos = _cut(self.window.k, start, n), _cut(self.pos, self.slots + start, n)
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * self.scale
+        return *_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n)
+
+
+def evidence(
+    layer: LayerCache,
+    packed: Window,
+    leaving: Array,
+    queries: tuple[Queries | None, Queries | None],
+    seen: Array,
+    prompt: Array,
+    limit: Array,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+    fresh: bool,
+    below: tuple[LayerCache, ...] = (),
+) -> Evidence:
+    """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go."""
+    b, h, w, _ = packed.k.shape
+    tiers, most = () if fresh else layer.tiers, needs_of(plan.score, plan.merge).queries
+    own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]
+    columns = {name: jnp.concatenate([*(x[name] for x in own), y], -1) for name, y in packed.columns.items()}
+    newcomers = jnp.broadcast_to((jnp.arange(w)[None] < leaving[:, None])[:, None], (b, h, w))
+    pos = [jnp.broadcast_to(t.seen_by(h), (b, h, t.pos.shape[2])) for t in tiers]
+    return Evidence(
+        pos=jnp.concatenate([*pos, jnp.broadcast_to(packed.pos[:, None], (b, h, w))], -1),
+        may_go=jnp.concatenate([*(jnp.ones(p.shape, bool) for p in pos), newcomers], -1),
+        columns=columns,
+        window=packed,
+        tiers=tiers,
+        kept=queries[0].newest(most) if queries[0] is not None and most else None,
+        new=queries[1],
+        seen=seen,
+        prompt=prompt,
+        limit=limit,
+        plan=plan,
+        below=below,
+        rope=rope,
+        scale=model.scale,
+    )
+
+
+def sums_kernel(kind: str, dtype: Any, queries: Queries) -> str:
+    """Which implementation sums columns of a window: the platform's, where it takes them and there are enough."""
+    if (name := kernels.wanted(kind)) == "xla":
+        return name
+    own, (_, _, groups, n, dim) = kernels.implementation("column_sums", name), queries.q.shape
+    return "xla" if n < own.PART or own.supports(dtype, dim, groups) else name
+
+
+def _cut(x: Array, start: Array, n: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, n, 2)
+
+
+def _probabilities(logits: Array, lse: Array, q_pos: Array, pos: Array, window: int | None) -> tuple[Any, ...]:
+    see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
+    p = jnp.where(see[:, :, None], jnp.exp(jnp.where(see[:, :, None], logits, -jnp.inf) - lse[..., None]), 0)
+    return p, q_pos, pos
+
+
+def _tile_of(queries: Queries, start: Array) -> Queries:
+    """QUERIES queries from `start`."""
+    return Queries(
+        q=jax.lax.dynamic_slice_in_dim(queries.q, start, QUERIES, 3),
+        pos=jax.lax.dynamic_slice_in_dim(queries.pos, start, QUERIES, 1),
+        lse=jax.lax.dynamic_slice_in_dim(queries.lse, start, QUERIES, 3),
+    )
+
+
+def _over_queries(one: Callable[[Array, Array, Array], Any], queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
+    """`one` of tiles of queries, oldest first, put together by `join`."""
+    n = queries.pos.shape[1]
+    if n <= QUERIES:
+        return one(queries.q, queries.pos, queries.lse)
+    pad = -n % QUERIES
+    padded = Queries(
+        q=jnp.pad(queries.q, ((0, 0),) * 3 + ((pad, 0), (0, 0))),
+        pos=jnp.pad(queries.pos, ((0, 0), (pad, 0)), constant_values=-1),
+        lse=jnp.pad(queries.lse, ((0, 0),) * 3 + ((pad, 0),)),
+    )
+
+    def body(i: Array, out: Any) -> Any:
+        tile = _tile_of(padded, i * QUERIES)
+        return join(out, one(tile.q, tile.pos, tile.lse))
+
+    first = _tile_of(padded, jnp.int32(0))
+    form = jax.eval_shape(one, first.q, first.pos, first.lse)
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
+    return jax.lax.fori_loop(0, (n + pad) // QUERIES, body, zero)
+
+
+def watching(ev: Evidence, kept: Queries | None, plan: LayerConfig) -> Queries | None:
+    """The kept queries that the tiers' selector watches, if it does."""
+    select = plan.tiers[0].select if plan.tiers else None
+    if select is None or not select.watches:
+        return None
+    assert kept is not None
+    kept = kept.newest(select.needs.queries).packed()
+    return ev.complete(kept) if ev.tiers else kept  # a step's log-sum-exp is of what it read alone
+
+
+def watched(tiers: tuple[Tier, ...], ev: Evidence, kept: Queries, plan: LayerConfig) -> tuple[Tier, ...]:
+    """Tiers whose selectors know what the kept queries pay to everything that is there."""
+    select = plan.tiers[0].select
+    assert select is not None
+    now, out = replace(ev, tiers=tiers), []
+    for i, tier in enumerate(tiers):
+        paid = now.paid(i, kept)
+        rows = paid.reshape(*paid.shape[:2], -1, select.unit, paid.shape[3]).max(3)
+        out.append(replace(tier, summary=select.observe(tier.summary, rows, newest(tier, select.unit, rows.shape[1]))))
+    return tuple(out)

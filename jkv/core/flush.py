@@ -1,0 +1,378 @@
+"""The one transition: the window's oldest tokens meet the tiers, the best stay, the newcomers are encoded.
+
+1 pack     per row, live entries by age: newcomers (whole units), then those that stay exact
+2 observe  columns of all tokens from the new queries
+3 rank     f32[B,Hs,S]; dead is -inf whatever the score says
+4 cascade  per tier: the i-th best newcomer takes the i-th worst slot if it is strictly better; the losers are the
+           next tier's newcomers; survivors do not move and are never encoded again
+5 merge    the last tier's losers leave shares in survivors, newcomers among them before they are encoded
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import map_codec, per, put, take, take_along
+from jkv.core import context
+from jkv.core.cache import Counts, LayerCache, Queries, Rest, Tier, Window
+from jkv.core.evidence import Evidence, evidence, watched, watching
+from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.melt import Newcomers, merged, remembered
+from jkv.core.pool import compete, together
+from jkv.core.rest import joined, weighed
+from jkv.core.tiers import acting, after, write
+from jkv.protocols import Columns
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+    from jkv.models.rope import Rope
+
+
+# Traced once for all layers that are alike: somebody waits for the program.
+@partial(jax.jit, static_argnames=("rope", "model", "fresh"))
+@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
+def flush(
+    layer: LayerCache,
+    window: Window,
+    queries: tuple[Queries | None, Queries | None],
+    counts: Counts,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+    fresh: bool = False,
+    below: tuple[LayerCache, ...] = (),
+) -> LayerCache:
+    """The layer after its window has flushed.
+
+    window: W entries, oldest first; queries: those kept and the new ones; counts: of all tokens; fresh: the
+    tiers are known to be empty; below: the layers below, which have flushed, if the score needs them.
+    """
+    seen = counts.seen
+    layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
+    total = window.pos.shape[1]
+    order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
+    live = (window.pos >= 0).sum(1)
+    leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
+    most = max(total - plan.recent, 0) // plan.unit * plan.unit
+    packed = _gather(window, order)
+    limit = _limit(plan, counts, layer.share)
+    ev = evidence(layer, packed, leaving, queries, seen, counts.prompt, limit, plan, rope, model, fresh, below)
+    if ev.tiers and plan.tiers[0].select is not None:
+        ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
+    ev = replace(ev, columns=plan.score.observe(ev))
+    watch = watching(ev, queries[0], plan)
+    read = (*ev.columns.values(), *([] if watch is None else [watch.lse]))
+    if ev.tiers and read:
+        leaving = after(leaving, read, 0)
+    tiers, rest = layer.tiers, layer.rest
+    if tiers and most:
+        first = layer.share if plan.budget.inner else None
+        tiers, rest = _cascade(tiers, rest, ev, leaving, most, first, plan, rope)
+    tiers = acting(tiers, live - leaving, seen)
+    if watch is not None:
+        tiers = watched(tiers, ev, watch, plan)
+    columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
+    recent = _stayers(packed, columns, live, leaving, plan)
+    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), rest=rest)
+
+
+def _known(tier: Tier) -> Tier:
+    """The tier with what all devices know of all slots; codes and summaries stay where they are."""
+    pos, columns, at, head = context.whole((tier.pos, tier.columns, tier.at, tier.head), tier.axes)
+    return replace(tier, pos=pos, columns=columns, at=at, head=head)
+
+
+def going_on(
+    layer: LayerCache,
+    window: Window,
+    queries: tuple[Queries | None, Queries | None],
+    seen: Array,
+    plan: LayerConfig,
+    rope: Rope,
+    model: ModelConfig,
+    below: tuple[LayerCache, ...],
+) -> Array:
+    """i32[B,n]: the entries of a prompt's window that the next layers see, oldest first, after some of -1.
+
+    By their rank, summed over heads; what stays in the recent window is among them.
+    """
+    assert plan.narrow is not None
+    total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
+    order = jnp.argsort(window.pos < 0, axis=1, stable=True)
+    leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
+    packed = _gather(window, order)
+    ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, below)
+    rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
+    place = jnp.arange(total)[None]
+    rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
+    n = min(max(plan.narrow.most(total), plan.recent), total)
+    best = jax.lax.top_k(rank, n)[1]
+    goes = jnp.arange(n)[None] < jnp.clip(plan.narrow.count(live), plan.recent, live)[:, None]
+    best = jnp.sort(jnp.where(goes, best, -1), -1)
+    return jnp.where(best < 0, -1, take_along(order, best, 1))
+
+
+def _gather(window: Window, order: Array) -> Window:
+    index = order[:, None]
+    return Window(
+        k=take(window.k, index),
+        v=take(window.v, index),
+        pos=take_along(window.pos, order, 1),
+        columns={name: take(x, index) for name, x in window.columns.items()},
+    )
+
+
+def _limit(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
+    """i32[B]: tokens that all tiers together may hold; share i32[B]: what the layer got of a budget that measures."""
+    seen = counts.prompt if plan.append else counts.seen
+    most = plan.budget.limit(plan.capacity - plan.append, seen, counts.prompt, share)
+    most, u = jnp.maximum(most - plan.recent, 0), plan.unit
+    if plan.append:  # in whole units: with newcomers, what waited in the window for its unit leaves too
+        most = per(most, u) * u + per(on_top(plan, counts.later, counts.generated) + u - 1, u) * u
+    return jnp.minimum(most, -(-max(plan.capacity - plan.recent, 0) // u) * u)
+
+
+def on_top(plan: LayerConfig, later: Array, generated: Array) -> Array:
+    """i32[B]: tokens on top of the budget: all that are given after a prompt, and a share of what is generated."""
+    older = jnp.maximum(generated - plan.recent, 0)
+    return later + generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
+
+
+def ranked(ev: Evidence, plan: LayerConfig) -> Array:
+    """f32[B,Hs,S]; dead beats protected, and so does a token that no later query of a local layer can see."""
+    rank = plan.score.rank(ev)
+    pos = ev.pos[:, : rank.shape[1]]
+    gone = pos < 0
+    if plan.window is not None:
+        gone = gone | (pos <= ev.seen[:, None, None] - plan.window)
+    return jnp.where(gone, -jnp.inf, rank)
+
+
+def _cascade(
+    tiers: tuple[Tier, ...],
+    rest: Rest | None,
+    ev: Evidence,
+    leaving: Array,
+    most: int,
+    first: Array | None,
+    plan: LayerConfig,
+    rope: Rope,
+) -> tuple[tuple[Tier, ...], Rest | None]:
+    """first i32[B]: slots of the first tier in use, or None: as its config says."""
+    simple = len(tiers) == 1 and not plan.tiers[0].evicts
+    heads = 1 if plan.uniform else ev.pos.shape[1]
+    rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else ranked(ev, plan)
+    fresh = not ev.tiers
+    inside = slice(ev.slots, ev.slots + most)
+    alive = (jnp.arange(most)[None] < leaving[:, None])[:, None]
+    new = Newcomers(
+        k=ev.window.k[:, :, :most],
+        v=ev.window.v[:, :, :most],
+        pos=jnp.where(alive, ev.pos[:, :heads, inside], -1),
+        rank=jnp.where(alive, jnp.broadcast_to(rank[:, :, inside], (rank.shape[0], heads, most)), -jnp.inf),
+        columns={name: x[:, :, inside] for name, x in ev.columns.items()},
+        index=jnp.broadcast_to(ev.slots + jnp.arange(most), (rank.shape[0], heads, most)),
+    )
+    out, stages, start, left = [], [], 0, ev.limit
+    if plan.pooled:
+        heads, left = 1, ev.limit * ev.pos.shape[1]
+        rank, new = _pooled(rank, new, tiers[0], ev, plan, left)
+    for tier, config in zip(tiers, plan.tiers, strict=True):
+        c = config.capacity
+        of_slots = jnp.full((rank.shape[0], heads, c), -jnp.inf)
+        if not fresh:
+            of_slots = jnp.broadcast_to(rank[:, :, start : start + c], of_slots.shape)
+            tier = remembered(tier, ev.columns, start)
+            if plan.score.forgets:
+                tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
+        limit = jnp.minimum(_share(config, ev, plan, None if out else first), left)
+        slot, token = _contest(of_slots, tier.pos, new, limit, config)
+        taken, out = new, [*out, tier]
+        if config is not plan.tiers[-1] or ((plan.merge or plan.rest) and not simple):
+            new = _losers(tier, new, slot, token, of_slots, start, config, rope)
+            slot = after(slot, (new.k, new.v), config.capacity)
+        stages.append((taken, slot, token))
+        start, left = start + c, left - limit
+    if plan.merge and not simple:
+        out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
+        stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
+    if rest is not None and not simple:
+        gone = new.of(rest.count.shape[1])
+        weight = gone.astype(jnp.float32)
+        if plan.score.compensates:
+            weight, rest = weighed(rest, *plan.score.outside(ev), gone, new.index)
+        rest = joined(rest, new.k, new.v, weight)
+    tiers = tuple(
+        _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
+    )
+    return tiers, rest
+
+
+def _pooled(
+    rank: Array, new: Newcomers, tier: Tier, ev: Evidence, plan: LayerConfig, limit: Array
+) -> tuple[Array, Newcomers]:
+    """Ranks of the slots f32[B,1,C], and newcomers, of a pool: the tokens of all heads in one contest."""
+    assert plan.floor is not None and tier.head is not None
+    b, h, n = new.rank.shape
+    head = jnp.broadcast_to(jnp.repeat(jnp.arange(h, dtype=jnp.uint8), n), (b, 1, h * n))
+    slots = rank[:, :, : ev.slots].max(1, keepdims=True)  # a slot is dead to all heads but its own
+    slots, new = context.whole((slots, replace(jax.tree.map(together, new), head=head)), tier.axes)
+    if not plan.tiers[0].evicts:
+        return slots, new
+    pos, of = tier.pos[:, :, : ev.slots], tier.head[:, :, : ev.slots]
+    every = (jnp.concatenate(x, 2) for x in ((slots, new.rank), (pos, new.pos), (of, head)))
+    rank = compete(*every, heads=h, limit=limit, floor=plan.floor)
+    return rank[:, :, : ev.slots], replace(new, rank=rank[:, :, ev.slots :])
+
+
+def _share(config: TierConfig, ev: Evidence, plan: LayerConfig, given: Array | None) -> Array:
+    """i32[B]: slots of a tier in use: those given, its share of the units stored now, or all it may have; whole units.
+
+    In integers, so that what the first tier does not take fits into the next: 0.6 of 5 units is 3, never 4.
+    """
+    if given is not None:
+        return jnp.minimum(-(-given // config.unit) * config.unit, config.most)
+    if config.share is None:
+        return jnp.full_like(ev.limit, config.most)
+    stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.recent, 0)) // config.unit
+    part = Fraction(config.share).limit_denominator(1000)
+    return jnp.minimum(-(-stored * part.numerator // part.denominator) * config.unit, config.most)
+
+
+def _grains(rank: Array, g: int) -> Array:
+    """f32[..., n] -> f32[..., n/g]: mean of a unit's ranks; one protected token protects, one dead token kills."""
+    if g == 1:
+        return rank
+    x = rank.reshape(*rank.shape[:-1], -1, g)
+    mean = jnp.where(jnp.isfinite(x), x, 0).mean(-1)
+    mean = jnp.where((x == jnp.inf).any(-1), jnp.inf, mean)
+    return jnp.where((x == -jnp.inf).all(-1), -jnp.inf, mean)
+
+
+def _first_of(dead: Array, m: int) -> Array:
+    """i32[B,Hs,m]: the first m dead units of bool[B,Hs,n], n where there are no more; found without a sort."""
+    count = jnp.cumsum(dead, -1, dtype=jnp.int32)
+    find = lambda x: jnp.searchsorted(x, jnp.arange(1, m + 1, dtype=jnp.int32), side="left")  # noqa: E731
+    return jax.vmap(jax.vmap(find))(count)
+
+
+def _contest(
+    slot_rank: Array, slot_pos: Array, new: Newcomers, limit: Array, config: TierConfig
+) -> tuple[Array, Array]:
+    """Which unit of slots i32[B,Hs,m] takes which tokens i32[B,Hs,m*unit]; a slot of C / unit or more: none.
+
+    Newcomers in order of rank are cut into units; the i-th best unit meets the i-th worst unit of slots. Both the
+    admitted tokens and their slots are then put in order, so that a unit holds neighbours in time.
+    """
+    u, units = config.unit, config.capacity // config.unit
+    n = new.rank.shape[2]
+    m = min(n, config.capacity) // u
+    b, hs = slot_rank.shape[:2]
+    dead = (slot_pos < 0).reshape(b, hs, units, u).all(-1)
+    room = limit[:, None, None] // u - (units - dead.sum(-1, keepdims=True))
+    shut = dead & (jnp.cumsum(dead, -1) > room)
+    if config.evicts:
+        merit = jnp.where(shut, jnp.inf, jnp.where(dead, -jnp.inf, _grains(slot_rank, u)))
+        newest = -slot_pos.reshape(b, hs, units, u).max(-1)  # among equals the newest goes first
+        index = jnp.broadcast_to(jnp.arange(units), merit.shape)
+        merit, _, worst = jax.lax.sort((merit, newest, index), num_keys=2)
+        merit, worst = merit[..., :m], worst[..., :m]
+        by_rank = jnp.argsort(-new.rank, axis=-1, stable=True)  # the older of equals first
+    else:
+        worst = _first_of(dead, m)
+        merit = jnp.full(worst.shape, -jnp.inf)
+        by_rank = jnp.argsort(new.pos < 0, axis=-1, stable=True)
+    by_rank = by_rank[..., : m * u]
+    value_of = _grains(take_along(new.rank, by_rank, -1), u)
+    whole = (take_along(new.pos, by_rank, -1) >= 0).reshape(b, hs, m, u).all(-1)
+    win = whole & (value_of > merit)
+    slot = jnp.sort(jnp.where(win, worst, units), -1)
+    token = jnp.sort(jnp.where(jnp.repeat(win, u, -1), by_rank, n), -1)
+    return slot, token
+
+
+def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierConfig, rope: Rope) -> Tier:
+    """Encode the admitted tokens, once, and write them in place."""
+    u = config.unit
+    place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
+    pos = take(new.pos, token)
+    k, v = take(new.k, token), take(new.v, token)
+
+    def stored(old: Any, fresh: Any, grain_of: int) -> Any:
+        def one(x: Array, y: Array) -> Array:
+            grain = grain_of // x.shape[2]
+            return write(x, per(place[:, :, ::grain], grain), y, tier, config)
+
+        return jax.tree.map(one, old, fresh)
+
+    summary = tier.summary
+    if config.select is not None:
+        keys = k.astype(jnp.float32)  # rotated, as queries meet them, however the codec stores them
+        keys = keys.reshape(*keys.shape[:2], -1, u, keys.shape[-1])
+        keys = keys.reshape(*keys.shape[:2], -1, config.select.unit, keys.shape[-1])
+        made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
+        at = per(place[:, :, :: config.select.unit], config.select.unit)
+        summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
+    return Tier(
+        k=stored(tier.k, map_codec(config.k.encode, _frame(config, k, pos, rope)), config.capacity),
+        v=stored(tier.v, map_codec(config.v.encode, v), config.capacity),
+        pos=put(tier.pos, place, pos),
+        columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},
+        at=tier.at,
+        head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
+        summary=summary,
+    )
+
+
+def _frame(config: TierConfig, k: Array, pos: Array, rope: Rope) -> Array:
+    """Keys in the frame that the tier's codec stores; windows hold rotated keys."""
+    return k if config.k.rope == "before" else rope.rotate(k, pos, inverse=True)
+
+
+def _losers(
+    tier: Tier, new: Newcomers, slot: Array, token: Array, slot_rank: Array, start: int, config: TierConfig, rope: Rope
+) -> Newcomers:
+    """The next tier's newcomers: those not admitted, and in the place of each that was, the slot's old content."""
+    u = config.unit
+    place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
+
+    def old(code: Any, codec: Any) -> Array:
+        def gather(x: Array) -> Array:
+            grain = config.capacity // x.shape[2]
+            return context.read(x, per(place[:, :, ::grain], grain), tier.axes)
+
+        return map_codec(codec.decode, jax.tree.map(gather, code))
+
+    k = old(tier.k, config.k).astype(new.k.dtype)
+    if config.k.rope == "after":
+        k = rope.rotate(k, take(tier.pos, place))
+    return Newcomers(
+        k=put(new.k, token, k),
+        v=put(new.v, token, old(tier.v, config.v)),
+        pos=put(new.pos, token, take(tier.pos, place)),
+        rank=put(new.rank, token, take(slot_rank, place)),
+        columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},
+        index=put(new.index, token, start + place),
+        head=put(new.head, token, take(tier.head, place)) if tier.head is not None and new.head is not None else None,
+    )
+
+
+def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, plan: LayerConfig) -> Window:
+    """The newest entries at the right end of the first `stay` places of a new recent window; the rest is dead."""
+    slot = jnp.arange(plan.room)[None]
+    index = live[:, None] - plan.stay + slot  # of the packed window
+    alive = (index >= leaving[:, None]) & (slot < plan.stay)
+    at = jnp.clip(index, 0, packed.pos.shape[1] - 1)
+    return Window(
+        k=take(packed.k, at[:, None]),
+        v=take(packed.v, at[:, None]),
+        pos=jnp.where(alive, take_along(packed.pos, at, 1), -1),
+        columns={name: take(x, at[:, None]) for name, x in columns.items()},
+    )

@@ -1,0 +1,110 @@
+"""The config of one layer and of its tiers, every number known."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Literal, TypeVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.tree import leaf, part
+from jkv.models import ModelConfig
+from jkv.protocols import Budget, Codec, Merge, Needs, Score, Selector
+
+T = TypeVar("T")
+
+
+@part
+class Narrow:
+    """A prompt goes on with fewer of its tokens after a layer, those of the highest rank over all heads.
+
+    layer: number, or None: the last of the lower half; size: tokens of a row (int), or a share of them (float); those
+    that stay exact in any case go on in any case.
+    """
+
+    size: int | float
+    layer: int | None = None
+
+    def after(self, model: ModelConfig) -> int:
+        return max(model.layers // 2 - 1, 0) if self.layer is None else self.layer
+
+    def most(self, length: int) -> int:
+        """Tokens of the longest of rows of `length` tokens."""
+        return min(self.size if isinstance(self.size, int) else ceil(self.size * length), length)
+
+    def count(self, tokens: Array) -> Array:
+        """i32[B] of rows of i32[B] tokens."""
+        if isinstance(self.size, int):
+            return jnp.minimum(tokens, self.size)
+        return jnp.floor(self.size * tokens.astype(jnp.float32)).astype(jnp.int32)
+
+
+@part
+class TierConfig:
+    """A tier of one layer: its slots, how many may be in use, its share of what is stored, how it is coded and read."""
+
+    capacity: int
+    most: int
+    share: float | None
+    k: Codec
+    v: Codec
+    at: Literal["pos", "rank"]
+    select: Selector | None = leaf()
+    unit: int
+    evicts: bool
+    kernels: str
+
+
+@part
+class LayerConfig:
+    """The config of one layer, every number known.
+
+    stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
+    floor: of a head in a pool, or None. capacity: tokens of a head, in a pool their mean. columns: the names of what
+    the score remembers of a token.
+    """
+
+    score: Score = leaf()
+    needs: Needs
+    columns: tuple[str, ...]
+    tiers: tuple[TierConfig, ...] = leaf()
+    budget: Budget
+    floor: float | None
+    merge: Merge | None = leaf()
+    rest: bool
+    recent: int
+    block: int
+    unit: int
+    capacity: int
+    longest: int
+    window: int | None
+    append: int
+    grows: float
+    narrow: Narrow | None
+    kernels: str
+
+    @property
+    def stay(self) -> int:
+        return self.recent + self.unit - 1
+
+    @property
+    def room(self) -> int:
+        return self.stay + self.block
+
+    @property
+    def queries(self) -> int:
+        """Queries in the ring, the newest: as many as are read at a flush."""
+        return max(self.needs.queries, self.block if self.needs.new else 0)
+
+    def under(self, layers: tuple[T, ...]) -> tuple[T, ...]:
+        """The layers below, if the score needs them: without them, layers that are alike share a traced flush."""
+        return layers if self.needs.below else ()
+
+    @property
+    def uniform(self) -> bool:
+        return self.score.uniform
+
+    @property
+    def pooled(self) -> bool:
+        return self.floor is not None

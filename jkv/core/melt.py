@@ -1,0 +1,136 @@
+"""What the evicted leave, put where it goes: into newcomers before they are encoded, and into slots that may change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate
+from operator import or_
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import map_codec, put, take, take_along
+from jkv.arrays.tree import value
+from jkv.core import context
+from jkv.core.cache import Tier
+from jkv.core.evidence import Evidence
+from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.tiers import write
+from jkv.protocols import Code, Codec, Columns, Lost, Merge
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The tokens of S as a merge reads them: of tiers only those that it may change.
+
+    Those keep rotated keys, and their codecs are rewritable; what would have gone into others is dropped.
+    """
+
+    ev: Evidence
+    plan: LayerConfig
+
+    @property
+    def tiers(self) -> list[tuple[int, Tier, TierConfig]]:
+        """Tiers that may change, with the index of their first slot."""
+        pairs = list(zip(self.ev.tiers, self.plan.tiers, strict=False))
+        starts = accumulate((config.capacity for _, config in pairs), initial=0)
+        return [(at, *x) for at, x in zip(starts, pairs, strict=False) if may_change(x[1])]
+
+    def open(self, index: Array) -> Array:
+        """bool[B,H,m]: which of entries i32[B,H,m] may change; what is no entry may not."""
+        inside = [(index >= at) & (index < at + config.capacity) for at, _, config in self.tiers]
+        return reduce(or_, inside, index >= self.ev.slots) & (index < self.ev.pos.shape[2])
+
+    def read(self, index: Array) -> tuple[Array, Array]:
+        """k, v f32[B,H,m,D] of entries that may change."""
+        ev = self.ev
+        k, v = (take(x, index - ev.slots).astype(jnp.float32) for x in (ev.window.k, ev.window.v))
+        for at, tier, config in self.tiers:
+            inside = ((index >= at) & (index < at + config.capacity))[..., None]
+            k = jnp.where(inside, _decoded(config.k, tier.k, index - at, tier), k)
+            v = jnp.where(inside, _decoded(config.v, tier.v, index - at, tier), v)
+        return k, v
+
+
+def may_change(config: TierConfig) -> bool:
+    """Whether a merge may change the slots of a tier: not where a selector knows the keys as they were written."""
+    return config.k.rewritable and config.v.rewritable and config.k.rope == "before" and config.select is None
+
+
+def merged(
+    merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Newcomers, plan: LayerConfig
+) -> tuple[list[Tier], list[Newcomers]]:
+    """Tiers and newcomers once those that stay have become what the merge makes of them, newcomers not yet encoded."""
+    b, h, total = ev.pos.shape
+    index, gone = (jnp.broadcast_to(x, (b, h, x.shape[2])) for x in (lost.index, lost.pos >= 0))
+    index = jnp.where(gone, index, total)  # at a first flush S has no slots, and the dead no place in it
+    kept = ev.live & ~put(jnp.zeros((b, h, total), bool), index, gone)
+    gone, entries = Lost(index=index, k=lost.k, v=lost.v), Entries(ev, plan)
+    index, k, v = merge.into(ev, kept, gone, entries)
+    columns = merge.remember(ev, kept, gone, entries)
+    out, start = [], 0
+    for tier, config in zip(tiers, plan.tiers, strict=True):
+        if ev.tiers:
+            tier = remembered(tier, columns, start)
+            if may_change(config):
+                tier = _rewrite(tier, index - start, k, v, config)
+        out.append(tier)
+        start += config.capacity
+    return out, [_with_shares(x, index, k, v, columns, total) for x in stages]
+
+
+def _decoded(codec: Codec, code: Code, index: Array, tier: Tier) -> Array:
+    return map_codec(codec.decode, jax.tree.map(lambda x: context.read(x, index, tier.axes), code))
+
+
+def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) -> Tier:
+    """k, v [B,H,m,D] encoded into slots i32[B,H,m]; what is no slot is dropped."""
+    slot = jnp.where(slot < 0, config.capacity, slot)
+
+    def stored(old: Code, codec: Codec, x: Array) -> Code:
+        dtype = jax.tree.leaves(old)[0].dtype
+        fresh = map_codec(codec.encode, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
+        return jax.tree.map(lambda a, y: write(a, slot, y, tier, config), old, fresh)
+
+    return replace(tier, k=stored(tier.k, config.k, k), v=stored(tier.v, config.v, v))
+
+
+def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Columns, total: int) -> Newcomers:
+    """Newcomers with k, v [B,H,m,D] for those of index i32[B,H,m] in S, and with new columns."""
+    n = new.index.shape[2]
+    own = jnp.broadcast_to(jnp.where(new.pos >= 0, new.index, total + 1), (*index.shape[:2], n))
+    place = put(jnp.full((*index.shape[:2], total + 1), n), own, jnp.broadcast_to(jnp.arange(n)[None, None], own.shape))
+    place = take(place, index)
+    columns = {name: take(x, own) for name, x in columns.items()}
+    return replace(new, k=put(new.k, place, k), v=put(new.v, place, v), columns=columns)
+
+
+def remembered(tier: Tier, columns: Columns, start: int) -> Tier:
+    """The tier with what is now remembered of its tokens, which are those from `start` on of columns [B,H,S]."""
+    c = tier.pos.shape[2]
+    columns = {name: x[:, :, start : start + c] for name, x in columns.items()}
+    if tier.head is not None:
+        whose = tier.head.astype(jnp.int32)
+        columns = {name: take_along(x, whose, 1) for name, x in columns.items()}
+    return replace(tier, columns=columns)
+
+
+@value
+class Newcomers:
+    """Tokens at the door of a tier: k, v [B,H,n,D], pos i32[B,Hs,n] (-1 dead), rank f32[B,Hs,n], columns f32[B,H,n],
+    index i32[B,Hs,n] into S. At the door of a pool those of all heads, in one: head u8[B,1,n] whose they are."""
+
+    k: Array
+    v: Array
+    pos: Array
+    rank: Array
+    columns: Columns
+    index: Array
+    head: Array | None = None
+
+    def of(self, heads: int) -> Array:
+        """bool[B,H,n]: which of them each kv head has."""
+        whose = True if self.head is None else self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None]
+        return jnp.broadcast_to((self.pos >= 0) & whose, (self.pos.shape[0], heads, self.pos.shape[2]))

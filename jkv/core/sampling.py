@@ -1,0 +1,141 @@
+"""From logits to a token, one row independent of every other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.tree import static, value
+from jkv.host.arguments import numbers
+
+_BITS_OF_INF = 0x7F800000  # of all float32 from 0 to inf, the last
+
+
+@value
+class Sampling:
+    """How tokens are drawn, per row.
+
+    keys: one PRNG key a row; temperature (0: greedy), top_p, min_p, penalty f32[B]; top_k i32[B]; stop_ids i32[n];
+    greedy: static, all rows are, and nothing but the penalty is read.
+    """
+
+    keys: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    penalty: Array
+    stop_ids: Array
+    greedy: bool = static()
+
+
+def check(
+    rows: int,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+) -> tuple[np.ndarray, ...]:
+    """The settings in this order, an array [rows] each; ValueError for one out of range, naming it."""
+    largest = float(np.finfo(np.float32).max)
+    tiny = float(np.nextafter(0, 1))
+    heat = _per_row(rows, "temperature", temperature, "0 (greedy) or more", False, 0, largest)
+    first = _per_row(rows, "top_k", top_k, "0 (off) or more, a whole number", True, 0, (1 << 31) - 1)
+    mass = _per_row(rows, "top_p", top_p, "above 0, at most 1", False, tiny, 1)
+    least = _per_row(rows, "min_p", min_p, "0 (off) or more, below 1", False, 0, float(np.nextafter(1, 0)))
+    penalty = _per_row(rows, "repetition_penalty", repetition_penalty, "above 0; 1 is off", False, tiny, largest)
+    return heat, first, mass, least, penalty
+
+
+def _per_row(rows: int, name: str, x: Any, want: str, whole: bool, least: float, most: float) -> np.ndarray:
+    got = numbers(name, x, want, whole=whole, least=least, most=most)
+    if got.ndim and len(got) not in (1, rows):
+        raise ValueError(f"{name} has {len(got)} numbers for {rows} rows: give one a row, or a single number")
+    return np.broadcast_to(got, rows)
+
+
+def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int], **settings: Any) -> Sampling:
+    """Settings of `check` for `rows` rows, each one for all or one a row; top_k 0 and top_p 1 are off.
+
+    Temperature 0 is greedy, and the other settings are off then. Raises ValueError for a setting out of range, naming
+    it.
+
+    >>> make(2, 100, seeds=(0, 1), stop_ids=(), temperature=(0, 0.5), top_k=7).top_k.tolist()
+    [100, 7]
+    """
+    heat, first, mass, least, penalty = check(rows, **settings)
+    greedy = heat == 0
+    return Sampling(
+        keys=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
+        temperature=jnp.asarray(heat, jnp.float32),
+        top_k=jnp.asarray(np.where((first > 0) & ~greedy, first, vocab), jnp.int32),
+        top_p=jnp.asarray(np.where(greedy, 1, mass), jnp.float32),
+        min_p=jnp.asarray(np.where(greedy, 0, least), jnp.float32),
+        penalty=jnp.asarray(penalty, jnp.float32),
+        stop_ids=jnp.asarray(tuple(stop_ids) or (-2,), jnp.int32),
+        greedy=bool(greedy.all()),
+    )
+
+
+def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array:
+    """i32[B] from logits f32[B,V], of each row by itself.
+
+    argmax over the tokens t that are `kept` of (logits[t] - max) / temperature + gumbel(key, seen, t): a draw from the
+    softmax of what is kept (Maddison et al. 2014, 1411.0030). The noise belongs to the row's key, `seen` i32[B] and the
+    token's id, whatever the logits are: two models that nearly agree draw the same token, but where it was close. Rows
+    of temperature 0 take the first of the largest logits.
+
+    used bool[B,V]: tokens of the row so far, divided (or multiplied, below 0) by the penalty (1909.05858).
+    """
+    if used is not None:
+        p = s.penalty[:, None]
+        logits = jnp.where(used, jnp.where(logits > 0, logits / p, logits * p), logits)
+    if s.greedy:
+        return logits.argmax(-1).astype(jnp.int32)
+    best, hot = logits.max(-1, keepdims=True), (s.temperature > 0)[:, None]
+    behind = jnp.where(logits == best, 0, (best - logits) / jnp.where(hot, s.temperature[:, None], 1))
+    keys = jax.vmap(jax.random.fold_in)(s.keys, seen)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    noisy = jnp.where(kept(behind, s.top_k, s.top_p, s.min_p), noise - behind, -jnp.inf)
+    return jnp.where(hot, noisy, logits).argmax(-1).astype(jnp.int32)
+
+
+def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """bool[B,V]: the tokens that may be drawn, by how far behind the best they are, f32[B,V] >= 0 of scaled logits.
+
+    Those with fewer than top_k better ones, whose mass together is below top_p, and with at least min_p times the
+    best one's probability; each of the three as if it were alone. Equal tokens stay or go together: all that are at
+    the threshold stay, so top_k may keep more than k. What is infinitely far behind goes.
+
+    >>> kept(jnp.array([[0.0, 2.0, 1.0, 2.0, 3.0]]), jnp.array([3]), jnp.array([1.0]), jnp.array([0.0])).tolist()
+    [[True, True, True, True, False]]
+    """
+    weight = jnp.exp(-behind)
+    limit = jnp.where(top_p < 1, top_p * weight.sum(-1), jnp.inf)
+    off = (top_k >= behind.shape[1]) & (top_p >= 1)
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        better = behind < _distance(middle)
+        fits = (better.sum(-1) < top_k) & (jnp.where(better, weight, 0).sum(-1) < limit)
+        going = high - low > 1
+        return jnp.where(going & fits, middle, low), jnp.where(going & ~fits, middle, high)
+
+    def going(bounds: tuple[Array, Array]) -> Array:
+        return (bounds[1] - bounds[0] > 1).any()
+
+    # The farthest that fits, of all float32: their bits are in their order, so 31 turns find it without sorting.
+    farthest = jnp.full_like(top_k, _BITS_OF_INF)
+    reach, _ = jax.lax.while_loop(going, halve, (jnp.where(off, farthest, 0), farthest + 1))
+    return (behind <= _distance(reach)) & (weight >= min_p[:, None]) & (behind < jnp.inf)
+
+
+def _distance(bits: Array) -> Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]

@@ -1,0 +1,175 @@
+"""Where the arrays of a model and its cache lie on a mesh of devices: rows of the batch, kv heads, slots of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jkv.core.cache import Cache, Decoding, Tier
+from jkv.kernels import CONTEXT, HEADS, ROWS
+from jkv.models import ModelConfig, Params
+from jkv.models.ssd import State
+
+
+def unit(devices: Sequence[Any], model: ModelConfig) -> int:
+    """Rows come in multiples of it: the devices that do not share the kv heads divide the rows."""
+    n = len(devices)
+    return n // max(x for x in range(1, n + 1) if n % x == 0 and model.heads % x == 0)
+
+
+def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
+    """A mesh over all devices: as many as can share the kv heads do, the others divide the rows.
+
+    Raises ValueError if they cannot. Example:
+
+    >>> from jkv import models
+    >>> dict(mesh(jax.devices()[:1], models.random(models.TINY).config, rows=3).shape)
+    {'data': 1, 'model': 1, 'context': 1}
+    """
+    by_rows = unit(devices, model)
+    if rows % by_rows:
+        raise ValueError(
+            f"{len(devices)} devices: {len(devices) // by_rows} share the {model.heads} kv heads, so rows come in "
+            f"multiples of {by_rows}, and there are {rows}; give a batch that is one, or fewer devices"
+        )
+    return Mesh(np.array(devices).reshape(by_rows, -1, 1), (ROWS, HEADS, CONTEXT))
+
+
+def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) -> Mesh:
+    """The mesh of a text such as "data=4,model=2,context=2", over the first devices; an axis that is left out is 1.
+
+    Raises ValueError for an unknown axis, more devices than there are, and kv heads or rows that cannot be shared so.
+    """
+    sizes = _sizes(text)
+    if model.heads % sizes[HEADS]:
+        raise ValueError(
+            f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
+            f"{model.heads} to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
+        )
+    total = prod(sizes.values())
+    if total > len(devices):
+        raise ValueError(f"mesh {text!r}: it takes {total} devices, and there are {len(devices)}; give fewer")
+    if rows % sizes[ROWS]:
+        raise ValueError(f"mesh {text!r}: {ROWS}={sizes[ROWS]} divides the rows, and there are {rows}; give a multiple")
+    return Mesh(np.array(devices[:total]).reshape(*sizes.values()), tuple(sizes))
+
+
+def here(text: str, model: ModelConfig) -> Mesh:
+    """The mesh of a text over the devices of all processes, if it takes them all, or over this one's; see `named`."""
+    every = jax.devices()
+    return named(text, every if prod(_sizes(text).values()) == len(every) else jax.local_devices(), model)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes = {ROWS: 1, HEADS: 1, CONTEXT: 1}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        name = name.strip()
+        if name not in sizes:
+            raise ValueError(
+                f"mesh {text!r}: its axes are {ROWS} (rows), {HEADS} (kv heads) and {CONTEXT} (slots of tiers), such "
+                "as data=4,model=2"
+            )
+        if not number.strip().isdigit() or int(number) < 1:
+            raise ValueError(f"mesh {text!r}: {name} is a number of devices, 1 or more")
+        sizes[name] = int(number)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Over:
+    """A mesh that programs run on: weights and caches are divided, whatever else they take or give is on every device.
+
+    Hashable and equal by mesh, as part of what tells programs apart.
+    """
+
+    mesh: Mesh
+
+    def slots(self, pooled: bool) -> int:
+        """Devices that divide the slots of a tier; a pool is shared by all heads, so those that divide heads do too."""
+        return self.mesh.shape[CONTEXT] * (self.mesh.shape[HEADS] if pooled else 1)
+
+    def shardings(self, x: Any) -> Any:
+        """Of one argument or result."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        if isinstance(x, Params):
+            return of_params(x, self.mesh)
+        if isinstance(x, Cache):
+            return of_rows(x, self.mesh, x.model.heads)
+        if isinstance(x, Decoding):  # what the host reads is everywhere
+            return replace(
+                of_rows(x, self.mesh, x.cache.model.heads), out=everywhere, alive=everywhere, count=everywhere
+            )
+        return jax.tree.map(lambda _: everywhere, x)
+
+    def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
+        with jax.set_mesh(self.mesh):
+            back = jax.eval_shape(partial(function, **static), *args)
+            back = tuple(map(self.shardings, back)) if type(back) is tuple else self.shardings(back)
+            return function.over(tuple(map(self.shardings, args)), back).lower(*args, *static.values())
+
+
+def over(params: Params) -> Over | None:
+    """The mesh that a model's weights are divided over, or None: they are on one device."""
+    where = params.embed.sharding
+    return Over(where.mesh) if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else None
+
+
+def placing(over: Mesh) -> Callable[[str, np.ndarray, Any], jax.Array]:
+    """How `models.build` gets an array of a field from the host to its shards: no device has more than its own."""
+
+    def put(field: str, x: np.ndarray, dtype: Any) -> jax.Array:
+        where = NamedSharding(over, _of_weight(field, x.ndim))
+        return jax.make_array_from_callback(x.shape, where, lambda index: np.array(x[index], dtype), dtype=dtype)
+
+    return put
+
+
+def of_params(params: Any, over: Mesh) -> Any:
+    """Shardings of the weights: matrices by what they give, those that end a block by what they take.
+
+    So a layer needs two sums over the devices: after its attention and after its MLP.
+    """
+
+    def one(path: Any, x: Any) -> NamedSharding:
+        return NamedSharding(over, _of_weight(getattr(path[-1], "key", ""), x.ndim))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _of_weight(field: str, axes: int) -> PartitionSpec:
+    if axes < 2:
+        return PartitionSpec()
+    return PartitionSpec(None, HEADS) if field in ("o", "down") else PartitionSpec(HEADS)
+
+
+def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
+    """Shardings of a cache or a decode state: of arrays [B], [B,n], [B,1,...] or [B,H,...], in tiers [B,H,C,...].
+
+    States of mixers have heads of their own, and are divided if these can be; what waits is not.
+
+    What its scores have learned, in the plan, is of no row: it is on every device.
+    """
+
+    def where(x: Any, *slots: tuple[str, ...]) -> NamedSharding:
+        names = (ROWS, HEADS if x.ndim > 2 and 1 < heads == x.shape[1] else None, *slots)
+        return NamedSharding(over, PartitionSpec(*names[: x.ndim]))
+
+    def one(path: Any, x: Any) -> Any:
+        if "plan" in (getattr(key, "name", None) for key in path):
+            return NamedSharding(over, PartitionSpec())
+        if isinstance(x, State):
+            shared = x.state.shape[1] % over.shape[HEADS] == 0
+            rows = jax.tree.map(lambda y: NamedSharding(over, PartitionSpec(ROWS)), x)
+            return replace(rows, state=NamedSharding(over, PartitionSpec(ROWS, HEADS if shared else None)))
+        return jax.tree.map(lambda y: where(y, x.axes), x) if isinstance(x, Tier) else where(x)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, Tier | State))

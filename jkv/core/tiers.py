@@ -1,0 +1,388 @@
+"""Reading a tier: codes are contracted tile by tile, never decoded to a dense copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv import kernels
+from jkv.arrays.gather import map_codec, per, put, take
+from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
+from jkv.core import context
+from jkv.core.attend import FEW, visible
+from jkv.core.cache import MELTED, Tier
+from jkv.core.layer import TierConfig
+from jkv.core.pool import line, together
+from jkv.models.rope import Rope
+from jkv.protocols import Code, Codec, Linear
+
+TILE = 512  # slots of a coded tier that are read at a time
+LEAST = 16  # slots that are read at once
+
+
+def cut(tree: Any, start: Array, n: int, slots: int) -> Any:
+    """n slots from `start` of every leaf [B,H,slots or slots / grain,...]."""
+
+    def one(x: Array) -> Array:
+        grain = slots // x.shape[2]
+        return jax.lax.dynamic_slice_in_dim(x, per(start, grain), n // grain, 2, allow_negative_indices=False)
+
+    return jax.tree.map(one, tree)
+
+
+def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, tile: int) -> Any:
+    """Fold body(start, fresh bool[tile], state) over tiles; the last tile is moved back to stay inside.
+
+    `fresh` is False for the slots of a moved tile that were read before.
+    """
+    if slots <= tile:
+        return body(jnp.int32(0), jnp.ones(slots, bool), init)
+
+    def step(i: Array, state: Any) -> Any:
+        start = jnp.minimum(i * tile, slots - tile)
+        return body(start, start + jnp.arange(tile) >= i * tile, state)
+
+    return jax.lax.fori_loop(0, -(-slots // tile), step, init)
+
+
+def tile_size(tiled: bool, slots: int, queries: int, unit: int) -> int:
+    """Slots of a tile, in whole units: a few, or all that a codec contracts as they are; else TILE, or fewer for many
+    queries.
+
+    What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
+    layers before the first layer runs, and even before the decode loop, as its constants.
+    """
+    if (queries == 1 and not tiled) or slots <= LEAST:
+        return slots
+    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if tiled else slots)
+    return min(slots, max(-(-tile // unit), 1) * unit)
+
+
+def flat(x: Array) -> Array:
+    """[B,H,G,T,...] -> [B,H,G*T,...]."""
+    b, h, g, t, *rest = x.shape
+    return x.reshape(b, h, g * t, *rest)
+
+
+def asked(x: Array, tier: Tier) -> Array:
+    """x [B,H,N,...] as the tier's heads are asked: those of a pool are one."""
+    return x if tier.head is None else together(x)
+
+
+def counted(logits: Array, melted: Array | None) -> Array:
+    """Logits [B,H,G,T,n] of entries into which melted f32[B,H,n] others, which count too; None: nothing melts."""
+    return logits if melted is None else logits + jnp.log1p(melted)[:, :, None, None]
+
+
+def bare(tier: Tier) -> Tier:
+    """The tier with what attention reads of it, and no more."""
+    columns = {name: x for name, x in tier.columns.items() if name == MELTED}
+    return replace(tier, columns=columns, summary=None)
+
+
+def key_logits(codec: Codec, ask: Any, q: Array, code: Code, at: Array, rope: Rope) -> Array:
+    """f32[B,H,N,n]: rotated queries q [B,H,N,D] against the coded keys of a tile that act at i32[B,Hs,n]."""
+    if codec.rope == "before":
+        return map_codec(codec.logits, ask, code)
+    keys = rope.rotate(map_codec(codec.decode, code), at)
+    return jnp.einsum("bhnd,bhsd->bhns", q.astype(jnp.float32), keys)
+
+
+def linear(tier: Tier, config: TierConfig) -> tuple[Linear | None, Linear | None]:
+    """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
+    k = map_codec(config.k.linear, tier.k) if config.k.rope == "before" else None
+    return k, map_codec(config.v.linear, tier.v)
+
+
+def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
+    """What a step does with the tier, and what its kernels are told beside the arrays."""
+    return ("decode_attention", ()) if config.select is None else ("paged_attention", (config.select.unit,))
+
+
+def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
+    """Which implementation reads the tier, or the pages that its selector picks, for so many queries a kv head."""
+    name, more = operation(config)
+
+    def refusal(module: Any) -> str | None:
+        if MELTED in tier.columns:
+            return "entries that stand for several tokens"
+        if config.k.rope == "after":
+            return "keys that are rotated when they are read"
+        k, v = jax.eval_shape(partial(linear, config=config), tier)
+        if k is None or v is None:
+            return f"codes of {type(config.k if k is None else config.v).__name__}: they have no linear form"
+        return module.supports(k, v, dim, queries, *more)
+
+    return kernels.choose(name, config.kernels, refusal)
+
+
+def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
+    """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
+    name = kernel_of(tier, config, dim, queries)
+    if name != "xla" or config.select is None:
+        return name
+
+    def copied(q: Array, tier: Tier) -> Tier:
+        return gathered(picked(q, tier, config), tier, tier.pos, config)[0]
+
+    q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
+    name = kernel_of(jax.eval_shape(copied, q, tier), replace(config, select=None), dim, queries)
+    return name if name == "xla" else f"{name} after a gather"
+
+
+def write(x: Array, index: Array, new: Array, tier: Tier, config: TierConfig) -> Array:
+    """Codes x [B,H,C,...] of a tier with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
+    if x.ndim == 4 and kernels.wanted(config.kernels) == "tpu":
+        place = kernels.implementation("place", "tpu")
+        if place.supports(x, index.shape[2]) is None:
+            return context.write(x, index, new, tier.axes, partial(kernels.over_mesh, place.place))
+    return context.write(x, index, new, tier.axes)
+
+
+def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
+    """x i32[B] or i32[B,Hs,m], which now depends on what was read, [B,H,...]: XLA copies a tier that is read and
+    written, unless the write must wait. No number is below and above 0."""
+    total = jnp.stack([y.astype(jnp.float32).sum(range(2, y.ndim)) for y in read]).sum(0)
+    never = (total < 0) & (total > 0)
+    if x.ndim == 1:
+        return jnp.where(never.any(1), none, x)
+    return jnp.where((never.any(1, keepdims=True) if x.shape[1] == 1 else never)[..., None], none, x)
+
+
+def attend_tier(
+    q: Array, q_pos: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
+) -> Partial:
+    """Rotated queries [B,H,G,T,D] at i32[B,T] over the tier, or over the units that its selector picks."""
+    first = jnp.zeros_like(q_pos) if window is None else jnp.maximum(q_pos - window + 1, 0)
+    if tier.head is None:
+        return _attend(q, first, q_pos, tier, config, rope, scale, q.shape[3])
+    b, h, g, t, _ = q.shape
+    of = jnp.repeat(jnp.arange(h), g * t)[None]
+    start, end = (line(jnp.tile(x, (1, h * g)), of) for x in (first, q_pos))
+    part = _attend(q.reshape(b, 1, 1, h * g * t, -1), start, end, tier, config, rope, scale, t)
+    return jax.tree.map(lambda x: x.reshape(b, h, g, t, *x.shape[4:]), part)
+
+
+def _attend(
+    q: Array, first: Array, last: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, tokens: int
+) -> Partial:
+    """The same for queries that see 0 <= first <= pos <= last, i32[B,T]; `tokens` of a row are asking."""
+    at = tier.pos if tier.at is None else tier.at
+    if tier.head is not None:
+        tier = replace(tier, pos=line(tier.pos, tier.head))
+    pages = None if config.select is None else picked(q, tier, config)
+
+    def own(tier: Tier, part: context.Part, q: Array, first: Array, last: Array, pages: Array | None) -> Partial:
+        here = None if pages is None else _pages_here(pages, part, tier, config)
+        return _attend_own(q, first, last, tier, here, config, rope, scale, tokens)
+
+    tier = replace(bare(tier), at=at)
+    return context.each_given(own, tier, tier.axes, q, first, last, pages, like=q, join=merge_over)
+
+
+def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig) -> Array:
+    """Pages i32[B,H,P] of all devices as those of one, -1 where they are another's."""
+    assert config.select is not None
+    units = tier.pos.shape[2] // config.select.unit
+    here = context.own(pages, part, units)
+    return jnp.where(here < units, here, -1)
+
+
+def _attend_own(
+    q: Array,
+    first: Array,
+    last: Array,
+    tier: Tier,
+    pages: Array | None,
+    config: TierConfig,
+    rope: Rope,
+    scale: float,
+    tokens: int,
+) -> Partial:
+    """The same over the slots of one device, or over those of its pages; keys act at `tier.at`."""
+    b, h, g, t, d = q.shape
+    at = tier.at
+    assert at is not None
+    if pages is not None:
+        if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale, pages)) is not None:
+            return part
+        tier, at = gathered(pages, tier, at, config)
+        config = replace(config, select=None)
+    if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale)) is not None:
+        return part
+    k, v, pos, size, melted = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MELTED)
+    ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
+
+    def body(start: Array, fresh: Array, part: Partial) -> Partial:
+        n = fresh.shape[0]
+        kt, vt = cut(k, start, n, size), cut(v, start, n, size)
+        pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
+        logits = key_logits(config.k, ask, flat(q), kt, att, rope).reshape(b, h, g, t, n) * scale
+        logits = counted(logits, None if melted is None else jax.lax.dynamic_slice_in_dim(melted, start, n, 2))
+        pt = jnp.where(fresh, pt, -1)[:, :, None, None]
+        mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
+        p, m, l = softmax_parts(logits, mask)  # noqa: E741
+        acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
+        return merge(part, Partial(acc=acc, m=m, l=l))
+
+    tile = tile_size(config.k.tiled or config.v.tiled, size, tokens, config.unit)
+    return over_tiles(body, nothing(q), size, tile)
+
+
+def _by_kernel(
+    q: Array, first: Array, last: Array, tier: Tier, config: TierConfig, scale: float, *pages: Array
+) -> Partial | None:
+    """By the platform's kernel, or None where it has none."""
+    name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3])
+    if name == "xla":
+        return None
+    what, more = operation(config)
+    attention = kernels.implementation(what, name).attention
+    tier = replace(tier, columns={}, at=None, head=None, summary=None)
+
+    def run(q: Array, tier: Tier, first: Array, last: Array, *pages: Array) -> Partial:
+        return attention(q, *linear(tier, config), tier.pos, first, last, scale, *pages, *more)
+
+    return kernels.over_mesh(run, q, tier, first, last, *pages)
+
+
+def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
+    """i32[B,H,P]: the pages that the selector picks, -1 none."""
+    select = config.select
+    assert select is not None
+    return select.pick(q, tier.summary, newest(tier, select.unit, q.shape[1]) >= 0)
+
+
+def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Tier, Array]:
+    """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act.
+
+    A page may be a part of a codec's grain, or end inside one: what a grain shares is then copied for every stretch of
+    slots that lies within one grain and one page, so a page costs its own slots and never whole grains.
+    """
+    assert config.select is not None
+    u, (b, h, _) = config.select.unit, pages.shape
+    index = (pages[..., None] * u + jnp.arange(u)[None, None, None]).reshape(b, h, -1)
+
+    def gather(x: Array) -> Array:
+        grain = tier.pos.shape[2] // x.shape[2]
+        return take(x, per(index[:, :, :: gcd(u, grain)], grain))
+
+    pos = take(tier.pos, index)
+    k, v = jax.tree.map(gather, (tier.k, tier.v))
+    columns = {name: take(x, index) for name, x in tier.columns.items()}
+    return replace(tier, k=k, v=v, pos=jnp.where(index < 0, -1, pos), columns=columns), take(at, index)
+
+
+def newest(tier: Tier, unit: int, heads: int) -> Array:
+    """i32[B,H,units]: the position of the newest token of every unit, -1 for none."""
+    b, _, c = tier.pos.shape
+    return jnp.broadcast_to(tier.pos, (b, heads, c)).reshape(b, heads, -1, unit).max(-1)
+
+
+def observed(
+    q: Array, q_pos: Array, lse: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
+) -> Any:
+    """The summary of a selector that watches, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
+
+    The logits of the few keys that were read are computed once more: no kernel has to give them away.
+    """
+    select, (b, h, g, t, _) = config.select, q.shape
+    assert select is not None
+    pos = newest(tier, select.unit, h)
+    units = picked(q, tier, config)
+    copy, at = gathered(units, tier, tier.pos if tier.at is None else tier.at, config)
+    n = copy.pos.shape[2]
+    ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
+    logits = key_logits(config.k, ask, flat(q), copy.k, at, rope).reshape(b, h, g, t, n) * scale
+    logits = counted(logits, copy.columns.get(MELTED))
+    see = visible(q_pos, copy.pos, window)[:, :, None]
+    p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
+    most = p.reshape(b, h, g * t, -1, select.unit).max((2, 4))
+    row = put(jnp.zeros(pos.shape), jnp.where(units < 0, pos.shape[2], units), most)
+    after = select.observe(tier.summary, row[..., None], pos)
+    alive = (q_pos[:, 0] >= 0)[:, None, None]
+    return jax.tree.map(
+        lambda x, y: jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, y), after, tier.summary
+    )
+
+
+def acting(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ...]:
+    """Where keys act in a cache of relative positions: rank among the kept + (seen - kept).
+
+    The newest kept token then acts at seen - 1, its true position, so queries and the recent window need no shift.
+    """
+    if all(t.at is None for t in tiers):
+        return tiers
+    pos = jnp.concatenate([t.pos for t in tiers], -1)
+    late = jnp.iinfo(jnp.int32).max
+    rank = jnp.argsort(jnp.argsort(jnp.where(pos < 0, late, pos), -1), -1)
+    kept = (pos >= 0).sum(-1, keepdims=True) + staying[:, None, None]
+    at = rank + (seen[:, None, None] - kept)
+    cuts = [sum(t.pos.shape[2] for t in tiers[: i + 1]) for i in range(len(tiers) - 1)]
+    return tuple(
+        t if t.at is None else replace(t, at=a.astype(jnp.int32))
+        for t, a in zip(tiers, jnp.split(at, cuts, -1), strict=True)
+    )
+
+
+def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
+    """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
+    at = tier.pos if tier.at is None else tier.at
+    shape = (*x.shape[:3], tier.pos.shape[2])
+    x = asked(x.astype(jnp.float32), tier)
+    b, h, n, _ = x.shape
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
+    turned = of == "k" and codec.rope == "after"
+    ask = None if turned else map_codec(codec.query, x)
+
+    def own(held: Any, part: context.Part) -> Array:
+        code, at = held
+        c = at.shape[2]
+
+        def body(start: Array, fresh: Array, out: Array) -> Array:
+            size = fresh.shape[0]
+            tile = cut(code, start, size, c)
+            places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
+            dots = key_logits(codec, ask, x, tile, places, rope) if turned else map_codec(codec.logits, ask, tile)
+            return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
+
+        tile = tile_size(codec.tiled, c, shape[2], config.unit)
+        return over_tiles(body, jnp.zeros((b, h, n, c), jnp.float32), c, tile)
+
+    return context.whole(context.each(own, (code, at), tier.axes, axis=3), tier.axes, axis=3).reshape(shape)
+
+
+def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
+    """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
+    at = tier.pos if tier.at is None else tier.at
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
+    shape = w.shape[:3]
+    w = asked(w, tier)
+    d = jax.eval_shape(lambda c: map_codec(codec.decode, c), code).shape[-1]
+
+    def own(held: Any, part: context.Part) -> Array:
+        code, at, pos = held
+        c, live = pos.shape[2], (pos >= 0)[:, :, None]
+
+        def body(start: Array, fresh: Array, out: Array) -> Array:
+            size = fresh.shape[0]
+            tile = cut(code, start, size, c)
+            wt = jax.lax.dynamic_slice_in_dim(w, context.first(part, c) + start, size, 3)
+            alive = jax.lax.dynamic_slice_in_dim(live, start, size, 3)
+            x = map_codec(codec.decode, tile)
+            if of == "k" and codec.rope == "after":
+                x = rope.rotate(x, jax.lax.dynamic_slice_in_dim(at, start, size, 2))
+            x = jnp.where(alive[:, :, 0, :, None], x, 0)
+            return out + jnp.einsum("bhns,bhsd->bhnd", wt * fresh[None, None, None].astype(w.dtype), x)
+
+        tile = tile_size(True, c, shape[2], config.unit)
+        return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), c, tile)
+
+    return context.each(own, (code, at, tier.pos), tier.axes, join=jax.lax.psum).reshape(*shape, d)

@@ -1,0 +1,1 @@
+"""Text in, text and receipt out: host code around the core."""

@@ -1,0 +1,439 @@
+"""The public functions: prefill, extend, generate, stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.core import sampling as draw
+from jkv.core.cache import Cache, Decoding, tree_bytes
+from jkv.core.compiled import Cost, ahead, beside_weights, compiled, use_disk_cache
+from jkv.core.flush import on_top
+from jkv.core.loop import absorb, absorb_own, run_blocks
+from jkv.core.positions import bucket, pad
+from jkv.generation.asked import Asked, Until, asked, composition, model
+from jkv.generation.prompts import Prompt, check_length, check_total, encode, reaching, stop_ids_of
+from jkv.generation.report import (
+    Report,
+    check_compressed,
+    fidelity,
+    kept_tokens,
+    kernels_of,
+    prefill_kernel_of,
+    roomy_bytes,
+)
+from jkv.generation.sizes import empty
+from jkv.generation.whole import read, shortened
+from jkv.host.arguments import count, short
+from jkv.methods.checks import check
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+
+ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was generated: text and tokens (lists of them for several rows), the cache, the next logits, the receipt."""
+
+    text: str | list[str]
+    tokens: list[int] | list[list[int]]
+    cache: Cache
+    logits: Array
+    report: Report
+
+
+def prefill(
+    params: Params,
+    config: str | CacheConfig | None,
+    prompt: Prompt,
+    *,
+    room: int | None = None,
+    chunk: int | None = None,
+) -> tuple[Cache, Array]:
+    """The cache after a prompt, and the logits f32[B,V] of what comes next.
+
+    room: tokens that may be added later (default: 256, or what the model's context leaves of them); chunk: prompt
+    tokens at a time, so that memory is the budget and a chunk whatever the prompt's length. Raises ValueError for what
+    cannot work, with the way out.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> cache, logits = prefill(params, "snapkv(budget=40, window=8)", [[5, 6, 7] * 40])
+    >>> cache.kept().max().item(), logits.shape
+    (40, (1, 100))
+    """
+    model(params)
+    plan = composition(config)
+    rows, _ = encode(params, prompt)
+    room = None if room is None else count("room", room, "tokens that may be added later, 0 or more")
+    chunk = None if chunk is None else count("chunk", chunk, "0 (all at once) or more")
+    if room is None:
+        left = params.config.context - max(map(len, rows))
+        room = ROOM if plan.unlimited else max(0, min(ROOM, left))
+    cache, logits, _ = _prefill(params, plan, rows, room, chunk)
+    return cache, logits
+
+
+def _prefill(
+    params: Params,
+    config: CacheConfig,
+    rows: list[list[int]],
+    room: int,
+    chunk: int | None,
+    then: Callable[[Params, Cache], Future[Any]] | None = None,
+) -> tuple[Cache, Array, Cost]:
+    """then(params, cache): told what comes out, before it does, where its shapes are known."""
+    use_disk_cache()
+    model, config, cost = params.config, config.bound(params), Cost()
+    chunk = config.chunk if chunk is None else chunk
+    check(config, model, chunk)
+    check_length(config, model, max(map(len, rows)), room)
+    if config.shorten:
+        rows = shortened(config.shorten, params, rows, cost)
+    longest = max(map(len, rows))
+    if config.unlimited:
+        params = replace(params, config=reaching(model, longest + room))
+    whole = not chunk or chunk >= longest
+    length = bucket(longest) if whole else -(-longest // chunk) * chunk
+    cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
+    ids = pad(rows, length)
+    if then and not config.budget.measures and len(params.embed.sharding.device_set) == 1:
+        cost.begun = then(params, cache)
+    if whole:
+        return *read(params, config, cache, rows, ids, cost), cost
+    logits = None
+    for i in range(0, length, chunk):
+        cache, logits = cost.run(absorb_own, params, cache, ids[:, i : i + chunk])
+    assert logits is not None
+    return cache, logits, cost
+
+
+def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
+    """The cache after more text, and the logits f32[B,V] of what comes next; the given cache stays as it was.
+
+    A cache that compresses its prompt alone (`append`) keeps the text on top of its budget; in others it competes with
+    the prompt by the method's score. Raises ValueError if the cache has no room for it, or if its rows are not the
+    prompt's.
+    """
+    model(params)
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache is {short(cache)}: give a Cache, as prefill and generate make it")
+    rows, _ = encode(params, prompt)
+    return _extend(params, cache, rows, 0)[:2]
+
+
+def _extend(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tuple[Cache, Array, Cost]:
+    if len(rows) != cache.rows:
+        raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
+    longest = int(cache.seen.max()) + max(map(len, rows)) + new
+    for plan in cache.plan[:1]:
+        if plan.tiers and not plan.tiers[0].evicts and longest > plan.longest:
+            raise ValueError(
+                f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
+            )
+    _check_on_top(cache, rows, new)
+    cost, model = Cost(), cache.model
+    unlimited = any(plan.budget.bounded and any(t.at == "rank" for t in plan.tiers) for plan in cache.plan)
+    check_total(model, unlimited, longest - new, new, "cache and prompt have")
+    if unlimited:
+        cache = replace(cache, model=reaching(model, bucket(longest)))
+    params = replace(params, config=cache.model)
+    cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
+    return cache, logits, cost
+
+
+def _check_on_top(cache: Cache, rows: list[list[int]], new: int) -> None:
+    """Raise ValueError if a cache that keeps what follows its prompt on top of the budget has no room for it."""
+    for plan in cache.plan[:1]:
+        more, nothing = jnp.array([len(row) for row in rows], jnp.int32), jnp.zeros(1, jnp.int32)
+        room = on_top(plan, nothing, nothing + cache.new)
+        asked = on_top(plan, cache.counts.later + more, cache.counts.generated + new)
+        if plan.grows and int(asked.max()) > int(room[0]):
+            raise ValueError(
+                f"the cache has room for {int(room[0])} tokens on top of its budget, after its prompt, and would hold "
+                f"{int(asked.max())}: prefill with a larger room="
+            )
+
+
+def generate(
+    params: Params,
+    cache: str | CacheConfig | Cache | None,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str] = (),
+    stop_ids: Sequence[int] | None = None,
+    chunk: int | None = None,
+    compare: bool = False,
+    until: Until | None = None,
+) -> Result:
+    """Text after a prompt, through a compressed cache.
+
+    cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to go
+    on from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
+    depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. stop: texts that
+    end a row (left out of it); stop_ids: tokens that do (default: the model's). compare: also run the full cache on
+    the generated tokens and report KL and first divergence. until(cache, logits f32[B,V], tokens): asked after every
+    block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> out = jkv.generate(params, "streaming(budget=32, recent=8)", [3, 1, 4] * 40, max_new_tokens=8)
+    >>> len(out.tokens), out.report.ratio > 2
+    (8, True)
+    """
+    options = asked(
+        params,
+        cache,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        stop_ids=stop_ids,
+        chunk=chunk,
+        compare=compare,
+        until=until,
+    )
+    run = _Run(params, options, *encode(params, prompt))
+    for _ in run.blocks(live=bool(options.stop or until)):
+        pass
+    return run.result()
+
+
+def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prompt, **options: Any) -> Iterator[str]:
+    """The text of one row, piece by piece as it is generated; takes the options of `generate`.
+
+    The generator's return value is the Result: `result = yield from stream(...)`. What cannot be is refused at once,
+    and the prompt is read when the first piece is asked for.
+    """
+    given = asked(params, cache, **options)
+    rows, single = encode(params, prompt)
+    _fit(params, given, rows)
+    if len(rows) != 1 or params.tokenizer is None:
+        raise ValueError("stream takes one prompt and a model with a tokenizer; use generate for several rows or ids")
+    return _pieces(params, given, rows, single)
+
+
+def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
+    run = _Run(params, given, rows, single)
+    text, done = params.tokenizer.stream(), 0
+    held = ""
+    for tokens in run.blocks(live=True):
+        held += "".join(text.push(t) for t in tokens[0][done:])
+        done = len(tokens[0])
+        held, piece = _hold(held, run.stop)
+        if piece:
+            yield piece
+    rest = cut(held + text.finish(), run.stop)
+    if rest:
+        yield rest
+    return run.result()  # noqa: B901
+
+
+def _hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
+    """(held back, printable): what could still become a stop text is held back."""
+    keep = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    if any(s in text for s in stop):
+        return text, ""
+    return text[len(text) - keep :], text[: len(text) - keep]
+
+
+def cut(text: str, stop: tuple[str, ...]) -> str:
+    """The text before the first stop text."""
+    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+
+
+def _tokens(out: Array) -> list[list[int]]:
+    """The tokens of each row, without the -1 after its end."""
+    return [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
+
+
+def _fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
+    """Raise ValueError for options that are not those of these rows, or rows that are too long with what is asked."""
+    draw.check(len(rows), **asked.draws)
+    if asked.seeds.ndim and len(asked.seeds) != len(rows):
+        raise ValueError(
+            f"seed has {len(asked.seeds)} numbers for {len(rows)} rows: give one a row, or a single number"
+        )
+    if isinstance(asked.cache, CacheConfig):
+        check_length(asked.cache, params.config, max(map(len, rows)), asked.new)
+
+
+class _Run:
+    """One generation: prefill at construction, then blocks, then the result."""
+
+    def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:
+        self.rows, self.single, b = rows, single, len(rows)
+        _fit(params, asked, rows)
+        seeds = asked.seeds if asked.seeds.ndim else (asked.seeds + np.arange(b)) % (1 << 32)
+        ids = stop_ids_of(params) if asked.stop_ids is None else asked.stop_ids
+        self.sampling = draw.make(b, params.config.vocab, seeds=seeds.tolist(), stop_ids=ids, **asked.draws)
+        penalized = bool((self.sampling.penalty != 1).any())
+        new, cache, chunk, compare = asked.new, asked.cache, asked.chunk, asked.compare
+        self.stop, self.until, self.new, self.chunk, self.given = asked.stop, asked.until, new, chunk, cache
+        self.room = -(-new // 64) * 64
+        if isinstance(cache, Cache):
+            self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
+            self.cache, logits, self.prefill_cost = _extend(params, cache, self.rows, new)
+        else:
+            config = cache
+            self.name, self.bounded, self.exactness = str(config), config.budget.bounded, config.exactness
+            if not config.unlimited:
+                self.room = min(self.room, params.config.context - max(map(len, self.rows)))
+            begin = partial(self._begin, penalized=penalized, compare=compare)
+            self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, self.room, chunk, begin)
+        self.params = replace(params, config=self.cache.model)
+        self.predicted = self.cache.nbytes
+        self.state = self._start(
+            jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
+        )
+        self.cost, self.temporary = Cost(), 0
+
+    def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> Future[Any]:
+        """The decode loop begins to compile while the prompt is read."""
+        logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
+        state = self._start(cache, logits, penalized, compare)
+        return ahead(run_blocks, params, state, self.sampling, jnp.int32(self.new))
+
+    def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
+        b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
+        used = None
+        if penalized:
+            used = np.zeros((b, vocab), bool)
+            for i, row in enumerate(self.rows):
+                used[i, row] = True
+        return Decoding(
+            cache=cache,
+            logits=logits,
+            alive=jnp.ones(b, bool),
+            used=None if used is None else jnp.asarray(used),
+            out=jnp.full((b, room), -1, jnp.int32),
+            count=jnp.int32(0),
+            trace=jnp.zeros((b, room, vocab), jnp.float32) if compare else None,
+        )
+
+    def blocks(self, live: bool) -> Iterator[list[list[int]]]:
+        """Tokens so far, row by row: after every block if live, else once at the end.
+
+        The device runs one block ahead of the reader, unless what is read may end a row.
+        """
+        stop = jnp.int32(self.new)
+        program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
+        self.temporary = program.temporary
+        self.cost.peak = program.made + beside_weights((self.state, self.sampling))
+        start = time.perf_counter()
+        size = self.cache.room - self.cache.stay if live else self.new
+        unread: list[tuple[Array, Array]] = []
+        for done in (*range(size, self.new, size), self.new):
+            self.state = program(self.params, self.state, self.sampling, jnp.int32(done))
+            unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next call takes the state
+            if len(unread) == 1 and not (self.stop or self.until):
+                continue
+            out, alive = unread.pop(0)
+            tokens = _tokens(out)
+            yield tokens
+            if not bool(alive.any()):
+                break
+            if self.stop or self.until:
+                self._end_rows(tokens)
+        for out, _ in unread:
+            yield _tokens(out)
+        jax.block_until_ready(self.state.out)
+        self.cost.running = time.perf_counter() - start
+
+    def _end_rows(self, tokens: list[list[int]]) -> None:
+        over = np.zeros(len(tokens), bool)
+        if self.stop:
+            over |= [any(s in self.params.tokenizer.decode(t) for s in self.stop) for t in tokens]
+        if self.until:
+            ends = np.asarray(self.until(self.state.cache, self.state.logits, tokens))
+            if ends.shape not in ((), over.shape):
+                raise ValueError(f"until gave {short(ends)} for {len(over)} rows: give one truth a row")
+            over |= ends.astype(bool)
+        self.state = replace(self.state, alive=self.state.alive & ~jnp.asarray(over))
+
+    def result(self) -> Result:
+        state, tokens = self.state, _tokens(self.state.out)
+        check_compressed(state.cache, self.bounded, self.name)
+        kl, divergence = self._fidelity()
+        prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
+        longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
+        if isinstance(self.given, CacheConfig) and self.given.shorten:
+            longest = bucket(max(map(len, self.rows))) + self.room
+        report = Report(
+            config=self.name,
+            exactness=self.exactness,
+            rows=len(self.rows),
+            tokens_prompt=prompt,
+            tokens_new=new,
+            tokens_kept=kept_tokens(state.cache),
+            dtype=str(state.cache.dtype),
+            bytes_full=roomy_bytes(state.cache, longest, state.cache.dtype),
+            bytes_bfloat16=roomy_bytes(state.cache, longest, jnp.bfloat16),
+            bytes_kept=state.cache.nbytes,
+            bytes_states=tree_bytes(state.cache.states),
+            bytes_predicted=self.predicted,
+            bytes_temporary=self.temporary,
+            bytes_peak_prefill=self.prefill_cost.peak,
+            bytes_peak_decode=self.cost.peak,
+            prefill_tokens_per_s=prompt / max(self.prefill_cost.running, 1e-9),
+            decode_tokens_per_s=new / max(self.cost.running, 1e-9),
+            compile_s=self.prefill_cost.compiling + self.cost.compiling,
+            kernels=kernels_of(state.cache),
+            prefill_kernel=prefill_kernel_of(state.cache),
+            kl=kl,
+            divergence=divergence,
+        )
+        text = [""] * len(tokens)
+        if self.params.tokenizer is not None:
+            text = [cut(self.params.tokenizer.decode(t), self.stop) for t in tokens]
+        one = self.single
+        return Result(
+            text=text[0] if one else text,
+            tokens=tokens[0] if one else tokens,
+            cache=state.cache,
+            logits=state.logits,
+            report=report,
+        )
+
+    def _fidelity(self) -> tuple[float, int] | tuple[None, None]:
+        """KL and first divergence: the full cache takes the generated tokens, and its logits are compared."""
+        if self.state.trace is None:
+            return None, None
+        # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
+        forced = jnp.asarray(self.state.out)
+        cache, logits, _ = _prefill(self.params, composition(None), self.rows, self.room, 0)
+        state = Decoding(
+            cache=cache,
+            logits=logits,
+            alive=jnp.ones_like(self.state.alive),
+            used=None,
+            out=jnp.full_like(forced, -1),
+            count=jnp.int32(0),
+            trace=jnp.zeros_like(self.state.trace),
+            forced=jnp.maximum(forced, 0),
+        )
+        program, _ = compiled(run_blocks, self.params, state, self.sampling, jnp.int32(0))
+        full = program(self.params, state, self.sampling, jnp.int32(self.new)).trace
+        n = self.new
+        return fidelity(full[:, :n], self.state.trace[:, :n], np.asarray(forced)[:, :n])

@@ -1,0 +1,112 @@
+"""What a caller asks of `generate` and `stream`, checked before anything runs: each argument is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from jax import Array
+
+from jkv import methods
+from jkv.core.cache import Cache
+from jkv.host import forked
+from jkv.host.arguments import count, numbers, short
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+
+Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of one generation. draws: of `sampling.make`; seeds: one, or one a row."""
+
+    cache: CacheConfig | Cache
+    new: int
+    draws: dict[str, Any]
+    seeds: np.ndarray
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...] | None
+    chunk: int | None
+    compare: bool
+    until: Until | None
+
+
+def asked(
+    params: Params,
+    cache: Any,
+    *,
+    max_new_tokens: Any = 128,
+    seed: Any = 0,
+    stop: Any = (),
+    stop_ids: Any = None,
+    chunk: Any = None,
+    compare: Any = False,
+    until: Any = None,
+    **draws: Any,
+) -> Asked:
+    """The options of `generate`; ValueError or TypeError for one that cannot be, with its name.
+
+    >>> from jkv import models
+    >>> asked(models.random(models.TINY), None, stop_ids=5, max_new_tokens=np.int64(3)).stop_ids
+    (5,)
+    """
+    model(params)
+    if not isinstance(compare, bool | np.bool_):
+        raise ValueError(f"compare={compare!r}: give True or False")
+    if until is not None and not callable(until):
+        raise ValueError(f"until={until!r}: give a function of a cache, logits and tokens")
+    if compare and isinstance(cache, Cache):
+        raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
+    ends = None
+    if stop_ids is not None:
+        last = params.config.vocab - 1
+        ends = numbers("stop_ids", stop_ids, f"token ids from 0 to {last}", whole=True, least=0, most=last)
+    return Asked(
+        cache=cache if isinstance(cache, Cache) else composition(cache),
+        new=count("max_new_tokens", max_new_tokens, "at least one: ask for a whole number of 1 or more", 1),
+        draws=draws,
+        seeds=seeds(seed),
+        stop=texts(stop, params),
+        stop_ids=None if ends is None else tuple(ends.reshape(-1).tolist()),
+        chunk=None if chunk is None else count("chunk", chunk, "0 (all at once) or more"),
+        compare=bool(compare),
+        until=cast(Any, until),
+    )
+
+
+def model(params: Any) -> None:
+    """Raise TypeError for what is no model, RuntimeError in a process where none can run."""
+    forked.check()
+    if not isinstance(params, Params):
+        raise TypeError(f"params is {short(params)}: give a model, as jkv.load makes it")
+
+
+def composition(cache: Any) -> CacheConfig:
+    """The config of a text, a config or None; TypeError for anything else."""
+    if cache is not None and not isinstance(cache, str | CacheConfig):
+        raise TypeError(f"cache is {short(cache)}: give a text such as 'snapkv(budget=512)', a CacheConfig, or None")
+    return methods.as_config(cache)
+
+
+def texts(stop: Any, params: Params) -> tuple[str, ...]:
+    """Stop texts: one, or several.
+
+    >>> from jkv import models
+    >>> texts((), models.random(models.TINY))
+    ()
+    """
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, Sequence | set | frozenset) or not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop={short(stop)}: give a text, or several, none of them empty")
+    if stop and params.tokenizer is None:
+        raise ValueError("stop texts need a tokenizer, and this model has none: use stop_ids")
+    return tuple(stop)
+
+
+def seeds(seed: Any) -> np.ndarray:
+    """One seed, or one a row."""
+    most = (1 << 32) - 1
+    return numbers("seed", seed, f"0 to {most}, one number or one a row", whole=True, least=0, most=most)

@@ -1,0 +1,151 @@
+"""A compressed cache on disk: codes as they are, tied to the model and the config that made them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.core.cache import Cache, Counts
+from jkv.generation.prompts import reaching
+from jkv.generation.sizes import layout
+from jkv.host.results import versions
+from jkv.io import checkpoint
+from jkv.io.errors import FormatError
+from jkv.io.identity import fingerprint
+from jkv.methods import parse
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+
+_FIELDS = ("layers", "states", "counts", "fill")
+_AGAIN = "prefill the prompt again"
+_FAR = 1 << 30  # beyond any text; sums of two still fit
+_LONGEST_TEXT = 1 << 16  # of a config: far above any, far below what Python's parser cannot take
+
+
+def weights(plan: Any) -> str:
+    """Hex digest of what a config has learned; empty where it is nothing."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(plan)]
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:32] if arrays else ""
+
+
+def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
+    """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
+    leaves = jax.tree_util.tree_leaves_with_path(_arrays(cache))
+    meta = {
+        "model": fingerprint(params),
+        **versions(("jkv",)),
+        "plan": _numbers(cache.plan),
+        "config": cache.name,
+        "rows": cache.rows,
+        "longest": cache.plan[0].longest if cache.plan else 0,
+        "new": cache.new,
+        "parts": cache.plan[0].budget.parts if cache.plan else None,
+        "dtype": cache.dtype.name,
+        "weights": weights(cache.plan),
+    }
+    checkpoint.write(path, {jax.tree_util.keystr(where): x for where, x in leaves}, meta)
+
+
+def load_cache(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
+    """The cache in a file written by `save_cache` with the same model; config: only for one without a text form.
+
+    Raises FormatError for a file that is damaged, of another model (with both fingerprints), of another jkv or of
+    another shape.
+    """
+    path = Path(path)
+    with checkpoint.opened(path) as (meta, _, read):
+        own = fingerprint(params)
+        if meta.get("model") != own:
+            cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
+            raise FormatError(path, cause, "load the model that the cache was made with")
+        empty = _described(path, meta, params, config)
+        found, tree = jax.tree_util.tree_flatten_with_path(_arrays(empty))
+        arrays = read(jax.tree_util.keystr(where) for where, _ in found)
+    leaves: list[Any] = []
+    for where, want in found:
+        name = jax.tree_util.keystr(where)
+        x = arrays[name]
+        if x.shape != want.shape or x.dtype != want.dtype:
+            cause = f"array {name} is {x.dtype}{list(x.shape)}, not {want.dtype}{list(want.shape)}"
+            raise FormatError(path, cause, _AGAIN)
+        leaves.append(x)
+    layers, states, counts, fill = jax.tree_util.tree_unflatten(tree, leaves)
+    cache = replace(empty, layers=layers, states=states, counts=counts, fill=fill)
+    if (wrong := _impossible(cache)) is not None:
+        raise FormatError(path, f"its {wrong} cannot be so", _AGAIN)
+    return replace(cache, **jax.tree.map(jnp.array, dict(zip(_FIELDS, _arrays(cache), strict=True))))
+
+
+def _arrays(cache: Cache) -> tuple[Any, ...]:
+    return tuple(getattr(cache, name) for name in _FIELDS)
+
+
+def _numbers(plan: Any) -> str:
+    """Hex digest of every number that a config came to, which another version may make others of."""
+    return hashlib.sha256(str(jax.tree.structure(plan)).encode()).hexdigest()[:32]
+
+
+def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheConfig | None) -> Cache:
+    """The cache that a file's description asks for, with shapes for arrays."""
+    try:
+        if config is None and (not isinstance(meta["config"], str) or len(meta["config"]) > _LONGEST_TEXT):
+            raise ValueError("its config is no text, or far too long")
+        config = (config or parse(meta["config"])).bound(params)
+        if config.budget.measures:
+            config = replace(config, budget=config.budget.with_parts(meta["parts"]))
+        rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
+        if not all(type(n) is int and 0 <= n < 1 << 31 for n in (rows, longest, new)):
+            raise ValueError(f"rows, longest and new are {rows!r}, {longest!r} and {new!r}")
+        model = reaching(params.config, longest) if config.unlimited else params.config
+        plan, (layers, states) = layout(config, model, rows, longest, new, dtype)
+    except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
+        raise FormatError(path, f"its description cannot be used ({type(error).__name__}: {error})", _AGAIN) from error
+    if meta.get("weights", "") != weights(plan):
+        cause = "the weights that its score was trained to are not those of this config"
+        raise FormatError(path, cause, "load it with the gate that it was made with, or " + _AGAIN)
+    if meta.get("plan") != _numbers(plan):
+        made, this = meta.get("jkv", "another"), versions(("jkv",)).get("jkv", "this one")
+        cause = f"{config} meant other numbers to the jkv that wrote it ({made}) than to this one ({this})"
+        raise FormatError(path, cause, _AGAIN)
+    vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    return Cache(
+        layers=layers,
+        states=states,
+        counts=Counts(seen=vector, prompt=vector, later=vector),  # type: ignore[arg-type]
+        fill=number,  # type: ignore[arg-type]
+        plan=plan,
+        model=model,
+        name=config.name,
+        new=new,
+    )
+
+
+def _impossible(cache: Cache) -> str | None:
+    """What of a cache of numpy arrays no prompt can have led to, if anything: a place beyond a window or a text."""
+    seen, tiers = np.asarray(cache.seen), [t for plan in cache.plan for t in plan.tiers]
+    parts = [np.asarray(x) for x in (cache.prompt, cache.counts.later, cache.counts.generated)]
+    most = _FAR if any(tier.at == "rank" for tier in tiers) or not cache.plan else cache.model.context
+    if (seen > most).any() or any((x < 0).any() or (x > seen).any() for x in parts):
+        return "number of tokens (seen, prompt, later)"
+    if not cache.stay <= cache.fill <= cache.room:
+        return "fill"
+    if any((x.count < 0).any() or (x.count > x.dt.shape[1]).any() for x in cache.states):
+        return "number of tokens that wait (count)"
+    for i, layer in enumerate(cache.layers):
+        held = [layer.recent.pos, *([layer.queries.pos] if layer.queries else []), *(t.pos for t in layer.tiers)]
+        for pos in map(np.asarray, held):
+            end = seen.reshape(-1, *(1,) * (pos.ndim - 1))
+            if (pos < -1).any() or (pos >= end).any():
+                return f"positions in layer {i}"
+        for tier in layer.tiers:
+            if tier.head is not None and (np.asarray(tier.head) >= cache.model.heads).any():
+                return f"heads in layer {i}"
+            if tier.at is not None and not all(-_FAR <= x < _FAR for x in (np.min(tier.at), np.max(tier.at))):
+                return f"places of keys in layer {i}"
+    return None

@@ -1,0 +1,31 @@
+"""What a model says greedily after its prompts, for methods that read a draft of the answer."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.core import sampling as draw
+from jkv.core.cache import Decoding
+from jkv.core.loop import absorb_own, run_blocks
+from jkv.core.positions import bucket, pad
+from jkv.generation.sizes import empty
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+
+
+def greedy(params: Params, rows: list[list[int]], new: int) -> list[list[int]]:
+    """The `new` most likely tokens after each of the rows, one by one, through the full cache."""
+    b, length, model = len(rows), bucket(max(map(len, rows))), params.config
+    cache = empty(CacheConfig(), model, b, length + new, new, params.embed.dtype)
+    cache, logits = absorb_own(params, cache, pad(rows, length), fresh=True)
+    state = Decoding(
+        cache=cache,
+        logits=logits,
+        alive=jnp.ones(b, bool),
+        used=None,
+        out=jnp.full((b, new), -1, jnp.int32),
+        count=jnp.int32(0),
+    )
+    sampling = draw.make(b, model.vocab, seeds=[0] * b, stop_ids=())
+    return np.asarray(run_blocks(params, state, sampling, jnp.int32(new)).out).tolist()

@@ -1,0 +1,169 @@
+"""Receipts: what a cache held, what it cost, and how exact it was."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.core.attend import prompt_kernel
+from jkv.core.cache import Cache, tree_bytes
+from jkv.core.tiers import reader_of
+from jkv.generation.sizes import layout
+from jkv.methods import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one generation cost.
+
+    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the full cache with the same room, in the same
+    `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
+    changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
+    decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them.
+    tokens_kept: per layer and head, mean over rows. kl: mean KL(full || compressed) in nats over the generated
+    tokens; divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None
+    if not asked for.
+    """
+
+    config: str
+    exactness: str
+    rows: int
+    tokens_prompt: int
+    tokens_new: int
+    tokens_kept: list[list[float]]
+    dtype: str
+    bytes_full: int
+    bytes_bfloat16: int
+    bytes_kept: int
+    bytes_states: int
+    bytes_predicted: int
+    bytes_temporary: int
+    bytes_peak_prefill: int
+    bytes_peak_decode: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    compile_s: float
+    kernels: str
+    prefill_kernel: str
+    kl: float | None = None
+    divergence: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the full cache in the same floats."""
+        return self.bytes_full / max(self.bytes_kept, 1)
+
+    @property
+    def ratio_bfloat16(self) -> float:
+        """How many times smaller than the full cache in bfloat16."""
+        return self.bytes_bfloat16 / max(self.bytes_kept, 1)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        seen = (self.tokens_prompt + self.tokens_new) / self.rows
+        tokens, beside = f"{seen:.0f} seen; no block attends", ""
+        if self.bytes_bfloat16 != self.bytes_full:
+            beside = f", {_times(self.ratio_bfloat16)} than in bfloat16"
+        if self.tokens_kept:
+            tokens = f"{np.mean(self.tokens_kept):.0f} kept of {seen:.0f} seen, per layer and head"
+        lines = [
+            f"cache        {self.config}",
+            f"exactness    {self.exactness}",
+            f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full in {self.dtype}: "
+            f"{_times(self.ratio)}{beside}",
+            f"tokens       {tokens}",
+            f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
+            f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels} (prefill {self.prefill_kernel})",
+            f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
+            "while decoding, beside the weights",
+        ]
+        if self.bytes_states:
+            lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
+        if self.kl is not None:
+            where = "none" if self.divergence == -1 else f"at token {self.divergence}"
+            lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
+        return "\n".join(lines)
+
+
+def _times(ratio: float) -> str:
+    """
+    >>> _times(2), _times(0.25)
+    ('2.0x smaller', '4.0x larger')
+    """
+    return f"{ratio:.1f}x smaller" if ratio >= 1 else f"{1 / ratio:.1f}x larger"
+
+
+def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
+    """Bytes of a full cache of that float type for as many rows of `longest` tokens, and of as many generated ones."""
+    return tree_bytes(layout(parse("full"), cache.model, cache.rows, longest, cache.new, dtype)[1])
+
+
+def full_bytes(cache: Cache) -> int:
+    """Bytes of keys and values of every token seen, in the recent window's dtype, without padding; and of states."""
+    m = cache.model
+    token = m.layers * 2 * m.heads * m.head_dim * cache.dtype.itemsize
+    return int(cache.seen.sum()) * token + tree_bytes(cache.states)
+
+
+def kept_tokens(cache: Cache) -> list[list[float]]:
+    """Tokens per layer and head, mean over the rows."""
+    return np.asarray(cache.kept(), np.float32).mean(1).round(1).tolist()
+
+
+def kernels_of(cache: Cache) -> str:
+    """What reads the tiers in a decode step: "xla", or how many layers each kernel serves."""
+    groups, dim = cache.model.groups, cache.model.head_dim
+    count = Counter(
+        reader_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
+        for layer, plan in zip(cache.layers, cache.plan, strict=True)
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True)
+    )
+    return next(iter(count), "xla") if len(count) < 2 else ", ".join(f"{name} {n}" for name, n in count.items())
+
+
+def prefill_kernel_of(cache: Cache) -> str:
+    """What attends a prompt's tokens to each other, and sums its columns; tiers that are there are read by xla."""
+    if not cache.plan:
+        return "xla"
+    return prompt_kernel(cache.plan[0].kernels, cache.dtype, cache.model.head_dim, cache.model.groups)
+
+
+def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
+    """Raise RuntimeError if a budget was asked for, was exceeded by the context, and nothing was left out."""
+    if not bounded or not cache.plan:
+        return
+    longest = int(cache.seen.max())
+    slack = cache.plan[0].block + cache.plan[0].unit - 1
+    least = min(plan.capacity for plan in cache.plan)
+    if longest > least + slack and int(cache.kept().min(axis=(0, 2)).max()) >= longest:
+        raise RuntimeError(
+            f"{config} should hold {least} tokens, but all {longest} are still there: nothing was evicted"
+        )
+
+
+@jax.jit
+def divergence(full: Array, own: Array) -> tuple[Array, Array]:
+    """KL(full || own) in nats and whether both prefer the same token, f32[B,N] and bool[B,N], of logits [B,N,V]."""
+    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
+    return (jnp.exp(p) * (p - q)).sum(-1), full.argmax(-1) == own.argmax(-1)
+
+
+def fidelity(full: Array, own: Array, tokens: np.ndarray) -> tuple[float, int]:
+    """Mean KL(full || own) in nats and first divergence, from logits f32[B,N,V] at the same tokens i32[B,N].
+
+    Tokens of -1 do not count; a divergence of -1: there is none.
+    """
+    kl, same = (np.asarray(x) for x in divergence(full, own))
+    live = tokens >= 0
+    other = ~same & live
+    first = np.where(other.any(1), other.argmax(1), tokens.shape[1]).min()
+    return float(kl[live].mean()), -1 if first == tokens.shape[1] else int(first)

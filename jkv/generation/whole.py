@@ -1,0 +1,134 @@
+"""Prompts that stay whole until more is known: what is read behind them, what the layers say, and then one flush."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.core.attend import attend_causal
+from jkv.core.cache import Cache, LayerCache, Queries
+from jkv.core.compiled import ANY, program
+from jkv.core.evidence import evidence
+from jkv.core.flush import flush, ranked
+from jkv.core.loop import absorb_own, as_window, by_kind, longer, reading
+from jkv.core.positions import bucket, pad, positions
+from jkv.generation.draft import greedy
+from jkv.generation.sizes import divided, empty
+from jkv.methods.config import CacheConfig
+from jkv.methods.scores.probes import Sought
+from jkv.methods.shorten import Shorten
+from jkv.models import family
+from jkv.models import layer as block
+
+if TYPE_CHECKING:
+    from jkv.core.compiled import Cost
+    from jkv.core.layer import LayerConfig
+    from jkv.methods.config import CacheConfig
+    from jkv.models import Params
+    from jkv.models.rope import Rope
+
+
+def read(
+    params: Params, config: CacheConfig, cache: Cache, rows: list[list[int]], ids: Array, cost: Cost
+) -> tuple[Cache, Array]:
+    """An empty cache after rows in one piece, and after what their score reads behind them and their budget asks."""
+    if not config.waits:
+        return cost.run(absorb_own, params, cache, ids, fresh=True)
+    whole, logits = dense(params, config, rows, ids, cost)
+    if config.budget.measures:
+        cache = shared(config, cache, whole, [len(row) for row in rows], cost)
+    return cost.run(compress, cache, whole), logits
+
+
+def dense(params: Params, config: CacheConfig, rows: list[list[int]], ids: Array, cost: Cost) -> tuple[Cache, Array]:
+    """Rows in one piece, of which all stays, with what the score has learned from the texts that it reads behind."""
+    whole = empty(config.uncut(ids.shape[1]), params.config, len(rows), ids.shape[1], 0, params.embed.dtype)
+    whole, logits = cost.run(absorb_own, params, whole, ids, fresh=True)
+    for part in config.score.probes(params, rows, greedy):
+        asked = pad(part.ids, bucket(max(map(len, part.ids))))
+        whole = cost.run(probe, params, whole, asked, jnp.asarray(part.about, jnp.int32))
+    return whole, logits
+
+
+def shared(config: CacheConfig, cache: Cache, dense: Cache, lengths: list[int], cost: Cost) -> Cache:
+    """An empty cache as another, of the sizes that the layers of a prompt ask for; shares of each row are in it."""
+    longest, asked = cache.plan[0].longest, np.asarray(cost.run(ask, dense, ranks=config.budget.ranks), float)
+    config, shares = divided(config, cache, asked, lengths, longest, dense.dtype)
+    made = empty(config, cache.model, len(lengths), longest, cache.new, dense.dtype)
+    layers = zip(made.layers, jnp.asarray(shares, jnp.int32), strict=True)
+    return replace(made, layers=tuple(replace(x, share=y) for x, y in layers))
+
+
+@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("cache",))
+def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
+    """The cache after its score has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
+
+    The cache was made by `CacheConfig.uncut`; about i32[B,2] is `Probe.about`.
+    """
+    model = cache.model
+    net, pos = family(model), positions(ids, cache.seen)
+
+    def run(i: int, new: Any) -> tuple[Array, LayerCache]:
+        plan, layer, rope = cache.plan[i], cache.layers[i], model.ropes[i]
+        dtype, before = layer.recent.k.dtype, layer.recent.pos.shape[1]
+        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        window = longer(layer.recent, as_window(new, pos, plan, rope, dtype))
+        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
+        asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(cache.seen)
+        ev = evidence(layer, window, nobody, asked, cache.seen, cache.prompt, nobody, plan, rope, model, fresh=True)
+        columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
+        return part.finish(), replace(layer, recent=replace(layer.recent, columns=columns))
+
+    x, made = net.embed(params, jnp.maximum(ids, 0)), []
+    for i in range(model.depth):
+        x, one = block(params, i, x, pos, run, reading(cache, pos))
+        made.append(one)
+    return replace(cache, layers=by_kind(model, made)[0])
+
+
+def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
+    """The last queries of a prompt that is whole, as a flush is given them."""
+    n = plan.needs.queries
+    return (layer.queries.newest(n) if n and layer.queries is not None else None), None
+
+
+@program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
+def compress(empty: Cache, whole: Cache) -> Cache:
+    """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
+    model, counts = empty.model, whole.counts
+    layers: tuple[LayerCache, ...] = ()
+    for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True):
+        a = replace(a, queries=b.queries)
+        layers += (flush(a, b.recent, _kept(b, plan), counts, plan, rope, model, True, plan.under(layers)),)
+    fill = jnp.int32(empty.stay)
+    return replace(empty, layers=layers, states=whole.states, counts=counts, fill=fill)
+
+
+@program(arguments=(ANY,), results=None, static_argnames=("ranks",))
+def ask(whole: Cache, ranks: bool = False) -> Array:
+    """f32[L,B,...]: what each layer of a cache made by `CacheConfig.uncut` asks: `Score.ask`, or the ranks."""
+    model, nobody = whole.model, jnp.zeros_like(whole.seen)
+
+    def said(layer: LayerCache, plan: LayerConfig, rope: Rope) -> Array:
+        asked = _kept(layer, plan)
+        ev = evidence(layer, layer.recent, nobody, asked, whole.seen, whole.prompt, nobody, plan, rope, model, True)
+        return ranked(ev, plan) if ranks else plan.score.ask(ev)
+
+    return jnp.stack([said(*x) for x in zip(whole.layers, whole.plan, model.ropes, strict=True)])
+
+
+def shortened(shorten: Shorten, params: Params, rows: list[list[int]], cost: Cost) -> list[list[int]]:
+    """The token ids of the prompts as they are read: the tokens that a draft, the model's first layers, looks at."""
+    if max(map(len, rows)) <= shorten.tokens:
+        return rows
+    counting = shorten.counting(params.config)
+    draft = params.first(counting.stop)
+    config = CacheConfig(score=Sought(tokens=shorten.drafted, queries=shorten.window))
+    cache, _ = dense(draft, config, rows, pad(rows, bucket(max(map(len, rows)))), cost)
+    score = np.asarray(cost.run(ask, cache))[counting.start :].max(0)
+    live = np.asarray(cache.layers[0].recent.pos) >= 0
+    return [shorten.row(row, x[at]) for row, x, at in zip(rows, score, live, strict=True)]

@@ -1,0 +1,1 @@
+"""Python beside arrays: files, processes, the terminal, arguments."""

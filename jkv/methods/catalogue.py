@@ -1,0 +1,146 @@
+"""Rows of the catalogue: a paper is a function from arguments to the axes that it fills."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from jkv.methods.budgets import Bytes, Keep, Size, Tokens, read_bytes
+from jkv.methods.config import CacheConfig
+
+Axes = dict[str, Any]  # field of CacheConfig -> value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method of the catalogue: called with its arguments, it gives the axes that it fills.
+
+    `make` of a row that is `sized` has a `size` in front, which users give as one of budget=, keep= and bytes=.
+    exactness: how far it is its source's method; claim: what that source promises, in its own setting.
+    """
+
+    name: str
+    paper: str
+    exactness: str
+    claim: str
+    make: Callable[..., Axes]
+
+    @property
+    def about(self) -> str:
+        return self.text.split("\n")[0]
+
+    @property
+    def text(self) -> str:
+        return inspect.getdoc(self.make) or ""
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        own = inspect.signature(self.make).parameters.values()
+        return {p.name: ... if p.default is p.empty else p.default for p in own}
+
+    @property
+    def sized(self) -> bool:
+        """Whether it has a budget that users give, in any of its forms."""
+        return "size" in self._own
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its own, and their defaults; `...` where it has none."""
+        own = self._own
+        if not self.sized:
+            return own
+        default = own.pop("size")
+        return {"budget": None, "keep": getattr(default, "keep", None), "bytes": None} | own
+
+    def __call__(self, **arguments: Any) -> Axes:
+        """What these arguments fill; TypeError for one that is not its own, ValueError for a value that cannot be."""
+        if not self.sized:
+            return self.make(**arguments)
+        given = {name: arguments.pop(name, None) for name in SIZES}
+        inspect.signature(self.make).bind(None, **arguments)  # who misspells a name is told so first
+        default = self._own["size"]
+        plain = default is not ... and all(x is None for x in given.values())
+        return self.make(default if plain else size(**given), **arguments)
+
+    @property
+    def filled(self) -> Axes:
+        """What its defaults fill, for 64 tokens where it must be told how many."""
+        return self(**({"budget": 64} if self.sized else {}))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that its defaults fill."""
+        return tuple(k for k in self.filled if k in AXES)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The classes that these are made of, and what each of them does.
+
+        >>> from jkv.methods import CATALOGUE
+        >>> list(CATALOGUE["snapkv"].parts)
+        ['Pool', 'WindowMass', 'Tokens']
+        """
+        return dict(_parts(self.filled))
+
+
+def _parts(filled: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(filled, dict | tuple):
+        for x in filled.values() if isinstance(filled, dict) else filled:
+            yield from _parts(x)
+    elif is_dataclass(filled):
+        yield type(filled).__name__, inspect.getdoc(type(filled)) or ""
+        yield from _parts(tuple(getattr(filled, f.name) for f in fields(filled)))
+
+
+AXES = (
+    "score",
+    "codec",
+    "tiers",
+    "budget",
+    "pooled",
+    "merge",
+    "rest",
+    "select",
+    "recent",
+    "block",
+    "append",
+    "shorten",
+    "narrow",
+)
+SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
+ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
+SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
+CATALOGUE: dict[str, Row] = {}
+
+
+def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+    def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
+        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
+        return make
+
+    return add
+
+
+def size(budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Size:
+    """The budget that a method was given, in exactly one of its three forms; ValueError for none, or several."""
+    given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
+    if len(given) != 1:
+        raise ValueError(
+            "give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); "
+            f"got {given or 'none'}"
+        )
+    if bytes is not None:
+        return Bytes(bytes=read_bytes(bytes))
+    if budget is not None:
+        if not isinstance(budget, int) or budget < 1:
+            raise ValueError(f"budget={budget}: a number of tokens, 1 or more, that are kept")
+        return Tokens(tokens=budget)
+    assert keep is not None
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
+    return Keep(keep=float(keep))
+
+
+assert set(AXES) <= {f.name for f in fields(CacheConfig)}

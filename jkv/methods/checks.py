@@ -1,0 +1,197 @@
+"""What cannot work is refused when it is asked for, with the two parts named and what would work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+import jax
+
+from jkv import kernels
+from jkv.core.pool import HEADS
+from jkv.methods.config import CacheConfig
+from jkv.protocols import needs_of
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+
+
+def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
+    """Raise ValueError if the config cannot work with the model, or with a prefill in chunks of `chunk` tokens."""
+    kernels.check(config.kernels)
+    if not model.layers:
+        _check_idle(config, model)
+    if config.block < 1:
+        raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
+    if config.recent < 0:
+        raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
+    if config.recent < config.score.undecided:
+        raise ValueError(
+            f"{config}: the token after it decides whether one leaves, so the newest must wait: recent=1 or more"
+        )
+    if chunk < 0:
+        raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
+    needs = needs_of(config.score, config.merge, config.select)
+    if config.waits and (needs.new or needs.prompt):
+        raise ValueError(
+            f"{config}: a prompt that stays whole is ranked by texts that are read after it and by its last queries, "
+            "and this score wants all of them; take one such as snapkv's"
+        )
+    if chunk and config.waits:
+        raise ValueError(
+            f"{config} {_why(config)}, which stays whole until then, and chunk={chunk} would cut it; "
+            "prefill in one piece (chunk=0)"
+        )
+    _check_shorten(config, model)
+    _check_narrow(config, model, chunk)
+    if chunk and needs.whole_prompt:
+        raise ValueError(
+            f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
+            "(chunk=0), or take a score of the last queries such as snapkv"
+        )
+    if any(x.shape[0] != model.layers for x in jax.tree.leaves((config.score, config.merge))):
+        raise ValueError(f"{config}: its weights were trained for another number of layers than {model.layers}")
+    if config.codec != CacheConfig().codec and all(t.k and t.v for t in config.tiers):
+        raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
+    for tier in config.tiers:
+        keys, values = config.codecs(tier)
+        keys.check(model)
+        values.check(model)
+        if tier.at == "rank" and keys.rope != "after":
+            raise ValueError(
+                f"{config}: relative positions need keys stored un-rotated, and {type(keys).__name__} stores them "
+                "rotated; leave it out, or set at='pos' on the tier"
+            )
+        if tier.at == "rank" and config.select:
+            raise ValueError(
+                f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they "
+                "were written; leave out the selector, or use true positions (streaming(relative=False))"
+            )
+    if config.devices > 1 and config.select and config.select.watches:
+        raise ValueError(
+            f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
+            "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
+        )
+    _check_pool(config, model)
+    _check_rest(config, model)
+    _check_merge(config)
+    _check_budget(config, model)
+
+
+def _check_merge(config: CacheConfig) -> None:
+    if config.merge is None or not config.merge.rewrites:
+        return
+    coded = [c for tier in config.tiers for c in config.codecs(tier) if not c.rewritable or c.rope == "after"]
+    others = {f"the codec {type(c).__name__}, which codes a token once or un-rotated": True for c in coded}
+    others["the selection of pages"] = config.select is not None
+    _alone(config, "mixtures of entries that are mixed again at each flush do", others)
+
+
+def _check_rest(config: CacheConfig, model: ModelConfig) -> None:
+    others = {
+        "a merge, which takes the same tokens": config.merge is not None,
+        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "a score whose tokens leave before their slots are needed": config.score.forgets,
+        "layers that see a window of the newest tokens": any(model.windows),
+    }
+    for other, there in others.items():
+        if config.rest and there:
+            raise ValueError(
+                f"{config}: the evicted as one token more of their head (rest) do not go with {other}; leave out one"
+            )
+
+
+def _check_shorten(config: CacheConfig, model: ModelConfig) -> None:
+    shorten = config.shorten
+    if shorten is None:
+        return
+    counting = shorten.counting(model)
+    if counting.stop > model.layers or not counting:
+        raise ValueError(
+            f"{config}: layers={shorten.layers}, first={shorten.first}: a draft of {counting.stop} blocks, of which "
+            f"{min(counting.stop, model.layers)} attend, and the model has {model.layers}; take no more, and a first= "
+            "below what attends"
+        )
+
+
+def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+    narrow = config.narrow
+    if narrow is None:
+        return
+    if not 0 <= narrow.after(model) < model.layers:
+        raise ValueError(f"{config}: layer={narrow.layer}, and the model has layers 0 to {model.layers - 1}")
+    others = {
+        f"chunk={chunk}": bool(chunk),
+        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "a prompt that stays whole until more is known": config.waits,
+        "blocks that recur, which read every token": model.mixers is not None,
+    }
+    _alone(config, "a prompt that goes on with fewer of its tokens (narrow) does", others)
+
+
+def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
+    same = ("block", "kernels", "devices", "exactness", "name")
+    plain = replace(CacheConfig(), **{field: getattr(config, field) for field in same})
+    if config != plain:
+        raise ValueError(
+            f"{config}: no block of this {model.family} model attends, so it has no keys and values to compress; its "
+            "states have a fixed size: use full"
+        )
+
+
+def check_prefill(config: CacheConfig, what: str) -> None:
+    """Raise ValueError for `what` runs a prompt through one program, if the config's prefill is more than that."""
+    if config.waits or config.shorten:
+        raise ValueError(
+            f"{config} {_why(config)}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv eval "
+            "take it"
+        )
+
+
+def _why(config: CacheConfig) -> str:
+    if config.shorten and not config.waits:
+        return "has a draft read the prompt first"
+    return "reads texts after the prompt" if config.score.needs.probes else "asks every layer about the prompt"
+
+
+def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
+    if config.pooled is None:
+        return
+    if not 0 <= config.pooled <= 1:
+        raise ValueError(f"floor={config.pooled}: the share of an equal part that a head is sure of, from 0 to 1")
+    grains = [c.grain for tier in config.tiers for c in config.codecs(tier)]
+    others = {
+        "a score that keeps the same tokens for all heads": config.score.uniform,
+        "a merge": config.merge is not None,
+        "the selection of pages": config.select is not None,
+        "several tiers": len(config.tiers) > 1,
+        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        f"a codec that codes {max(grains)} tokens together": max(grains) > 1,
+        f"{model.heads} kv heads, more than {HEADS}": model.heads > HEADS,
+    }
+    _alone(config, "heads that compete for one pool of slots (pooled) do", others)
+
+
+def _alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
+    """Raise ValueError for the first of `others` that is there."""
+    for other in (name for name, there in others.items() if there):
+        raise ValueError(f"{config}: {what} not go with {other}; leave out one")
+
+
+def _check_budget(config: CacheConfig, model: ModelConfig) -> None:
+    least = config.least
+    for layer in range(model.layers):
+        room = config.budget.for_layer(model, layer, model.context).capacity(model.context)
+        if config.budget.bounded and room < least:
+            needed, most = config.smallest(model, model.context), model.context
+            number = f" to budget={needed} or keep={ceil(1e6 * needed / most) / 1e6}, or more," if needed < most else ""
+            raise ValueError(
+                f"{config}: layer {layer} would hold {room} tokens, fewer than the {least} that recent={config.recent} "
+                f"and the fixed tiers need; raise the budget{number} or lower recent="
+            )
+        if room > model.context:
+            raise ValueError(
+                f"{config}: layer {layer} would hold {room} tokens, more than the model's context of {model.context}; "
+                "lower the budget, or use full"
+            )

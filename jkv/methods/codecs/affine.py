@@ -1,0 +1,95 @@
+"""Uniform integers: x ~ code * scale + low."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.bits import at_most, bits_of, fields, floats, pack
+from jkv.arrays.tree import part
+from jkv.protocols import Code, Codec, Linear
+
+
+@part
+class Affine(Codec):
+    """Integers of 2, 4 or 8 bits in groups: code = round((x - low) / scale), scale = (max - min) / (2**bits - 1).
+
+    axis "token": a group is `group` channels (0: all) of one token, scale and low live in the slot (grain 1).
+    axis "channel": a group is `group` tokens of one channel, coded, moved and dropped together (grain = group).
+    Low and scale are kept as the bits of their floats, low rounded down and scale up, and codes are rounded against
+    what is kept: no number is off by more than half a scale. A constant group has scale 0 and decodes to its value, as
+    far as `scale_dtype` can say it. Source: KIVI (2402.02750) for both axes.
+    """
+
+    bits: int = 8
+    axis: Literal["token", "channel"] = "token"
+    group: int = 0
+    scale_dtype: str = "bfloat16"
+    rope: Literal["before", "after"] = "before"
+
+    @property
+    def grain(self) -> int:  # a constant of most codecs
+        return self.group if self.axis == "channel" else 1
+
+    def check(self, model: Any) -> None:
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"affine codec: bits={self.bits}; 2, 4 or 8 can be packed into bytes")
+        if self.axis == "channel" and self.group < 1:
+            raise ValueError("affine codec per channel needs group= tokens that share a scale, such as group=32")
+        if self.axis == "token" and self.group and model.head_dim % min(self.group, model.head_dim):
+            raise ValueError(
+                f"affine codec: group={self.group} does not divide head_dim={model.head_dim}; take a divisor, or 0"
+            )
+        if model.head_dim % (8 // self.bits):
+            raise ValueError(
+                f"affine codec: head_dim={model.head_dim} is no multiple of {8 // self.bits} codes a byte; use bits=8"
+            )
+
+    def unrotated(self) -> Affine:
+        return replace(self, rope="after")
+
+    def _grouped(self, x: Array) -> tuple[Array, int]:
+        """x [n,D] with its groups on one axis of their own, and that axis."""
+        n, d = x.shape
+        if self.axis == "channel":
+            return x.reshape(n // self.group, self.group, d), 1
+        return x.reshape(n, -1, min(self.group or d, d)), 2
+
+    def encode(self, x: Array) -> Code:
+        y, axis = self._grouped(x.astype(jnp.float32))
+        dtype = jnp.dtype(self.scale_dtype)
+        low = at_most(y.min(axis), dtype)
+        step = -at_most((low.astype(jnp.float32) - y.max(axis)) / (2**self.bits - 1), dtype)
+        wide = jnp.expand_dims(step.astype(jnp.float32), axis)
+        code = (y - jnp.expand_dims(low.astype(jnp.float32), axis)) / jnp.where(wide > 0, wide, 1)
+        code = jnp.clip(jnp.round(code), 0, 2**self.bits - 1).astype(jnp.uint8).reshape(x.shape)
+        packed = code if self.bits == 8 else pack(code, self.bits)
+        step, low = bits_of(step), bits_of(low)
+        if self.axis == "channel":
+            return Code(slots=packed, grains=(step, low))
+        return Code(slots=(packed, step, low))
+
+    def decode(self, code: Code) -> Array:
+        return jnp.concatenate(self.parts(code), 1)
+
+    def parts(self, code: Code) -> list[Array]:
+        packed, *scales = self._stored(code)
+        parts, tokens = fields(packed, self.bits), packed.shape[0] // scales[0].shape[0]
+        n, d = packed.shape
+        shared = gcd(d, d * len(parts) // scales[0].shape[1])  # channels of one part that have one scale
+        wide = [jnp.repeat(x.astype(jnp.float32), d * len(parts) // shared // x.shape[1], 1) for x in scales]
+        step, low = (jnp.split(x[:, None, :, None], len(parts), 2) for x in wide)
+        parts = [y.reshape(-1, tokens, d // shared, shared) for y in parts]
+        return [(y * s + b).reshape(n, d) for y, s, b in zip(parts, step, low, strict=True)]
+
+    def linear(self, code: Code) -> Linear:
+        packed, step, low = self._stored(code)
+        return Linear(codes=packed, step=step, low=low, bits=self.bits)
+
+    def _stored(self, code: Code) -> tuple[Array, Array, Array]:
+        packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots
+        return packed, floats(step, self.scale_dtype), floats(low, self.scale_dtype)

@@ -1,0 +1,43 @@
+"""Keys and values as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.tree import part
+from jkv.protocols import Code, Codec, Linear
+
+
+@part
+class Dense(Codec):
+    """Floats of the cache's own dtype: exact."""
+
+    rope: Literal["before", "after"] = "before"
+    rewritable = True
+
+    @property
+    def tiled(self) -> bool:  # a constant of most codecs
+        return self.rope == "after"  # what is rotated is a copy
+
+    def unrotated(self) -> Dense:
+        return replace(self, rope="after")
+
+    def encode(self, x: Array) -> Code:
+        return Code(slots=x)
+
+    def decode(self, code: Code) -> Array:
+        return code.slots.astype(jnp.float32)
+
+    def linear(self, code: Code) -> Linear:
+        return Linear(codes=code.slots)
+
+    def logits(self, ask: Array, tile: Code) -> Array:
+        return jnp.einsum("qd,nd->qn", ask.astype(tile.slots.dtype), tile.slots, preferred_element_type=jnp.float32)
+
+    def mix(self, w: Array, tile: Code) -> Array:
+        x: Any = tile.slots
+        return jnp.einsum("qn,nd->qd", w.astype(x.dtype), x, preferred_element_type=jnp.float32)

@@ -1,0 +1,234 @@
+"""What to keep and how: one CacheConfig, resolved to one LayerConfig a layer before anything is built."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from math import ceil, lcm
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jkv import kernels
+from jkv.arrays.tree import leaf, part
+from jkv.core.layer import LayerConfig, Narrow, TierConfig
+from jkv.methods.budgets import All, Tokens
+from jkv.methods.codecs import Dense
+from jkv.methods.scores.position import Newest
+from jkv.methods.shorten import Shorten
+from jkv.protocols import Born, Budget, Codec, Merge, Score, Selector, needs_of
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig, Params
+
+
+@part
+class TierSpec:
+    """One tier of every layer, first choice first.
+
+    k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
+    None: the rest. at: keys act at their own position ("pos"), or are stored un-rotated and act at their rank among the
+    kept ("rank").
+    """
+
+    k: Codec | None = None
+    v: Codec | None = None
+    size: int | float | None = None
+    at: Literal["pos", "rank"] = "pos"
+
+
+@part
+class CacheConfig:
+    """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
+
+    score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
+    pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
+    every head has its own; merge: what the evicted leave; rest: or whether they are one token more of their head,
+    their mean with the weight of all of them; select: what a step reads; recent: newest tokens, always exact;
+    block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of the
+    generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0: both
+    are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a prompt
+    goes on after some layer, or None: with all its tokens; dense_layers: layers that read everything; kernels: "auto",
+    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
+    """
+
+    score: Score = leaf(default=Newest())
+    codec: tuple[Codec, Codec] = (Dense(), Dense())
+    tiers: tuple[TierSpec, ...] = (TierSpec(),)
+    budget: Budget = All()
+    pooled: float | None = None
+    merge: Merge | None = leaf(default=None)
+    rest: bool = False
+    select: Selector | None = leaf(default=None)
+    recent: int = 16
+    block: int = 16
+    chunk: int = 0
+    append: float = 0.0
+    shorten: Shorten | None = None
+    narrow: Narrow | None = None
+    dense_layers: tuple[int, ...] = ()
+    kernels: str = "auto"
+    devices: int = 1
+    exactness: str = "exact"
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or repr(self)
+
+    def bound(self, params: Params) -> CacheConfig:
+        """This config with the weights that its parts need of a model; ValueError if they were trained for another."""
+        merge, select = (x.bound(params) if x else None for x in (self.merge, self.select))
+        return replace(
+            self, score=self.score.bound(params), budget=self.budget.bound(params), merge=merge, select=select
+        )
+
+    def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
+        """How a tier keeps its keys and its values."""
+        k = tier.k or self.codec[0]
+        return k.unrotated() if tier.at == "rank" else k, tier.v or self.codec[1]
+
+    @property
+    def unit(self) -> int:
+        """Tokens that enter and leave a tier together."""
+        return lcm(*(c.grain for s in self.tiers for c in self.codecs(s)), self.select.unit if self.select else 1)
+
+    @property
+    def steps(self) -> int:
+        """Steps between flushes: a block in whole units."""
+        return ceil(self.block / self.unit) * self.unit
+
+    @property
+    def splits(self) -> bool:
+        """Whether a prompt that is read in two pieces gives the same cache, if no token leaves in between.
+
+        It does unless a score ranks by queries of the first piece that are gone when it ranks, or upper layers see
+        fewer tokens.
+        """
+        needs = needs_of(self.score, self.merge, self.select)
+        return not (needs.whole_prompt or needs.pieces) and self.narrow is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a prompt stays whole until more is known: texts that are read after it, or what its layers ask."""
+        return self.score.needs.probes or self.budget.measures
+
+    def reach(self, longest: int, new: int) -> int:
+        """Of rows of at most `longest` tokens, `new` of them generated, the most that the budget is asked about."""
+        return longest - new if self.append else longest
+
+    def over(self, mesh: Any) -> CacheConfig:
+        """The config of caches that lie on a mesh: its devices divide the slots of each tier."""
+        return replace(self, devices=mesh.slots(self.pooled is not None))
+
+    @property
+    def least(self) -> int:
+        """Tokens of a layer that are kept in any case, and one more."""
+        return self.recent + sum(t.size for t in self.tiers if isinstance(t.size, int)) + 1
+
+    def smallest(self, model: ModelConfig, longest: int) -> int:
+        """The smallest number of tokens as its budget that leaves `least` to every layer."""
+
+        def enough(tokens: int) -> bool:
+            budget = self.budget.of(Tokens(tokens=tokens))
+            return all(budget.for_layer(model, i, longest).capacity(longest) >= self.least for i in range(model.layers))
+
+        return bisect_left(range(longest), True, lo=min(self.least, longest), key=enough)
+
+    def uncut(self, length: int) -> CacheConfig:
+        """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
+        return replace(self, recent=length, budget=All())
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether texts may be longer than the model's context: keys act at places within a bounded cache."""
+        return self.budget.bounded and any(tier.at == "rank" for tier in self.tiers)
+
+
+def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
+    """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` are generated."""
+    return tuple(_layer(config, model, i, longest, new) for i in range(model.layers))
+
+
+def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
+    # A layer's own copy: a program that takes a cache over takes its plan along.
+    select = None if i in config.dense_layers else jax.tree.map(jnp.copy, config.select)
+    reach = config.reach(longest, new)
+    budget = config.budget.for_layer(model, i, reach)
+    held = budget.capacity(reach)
+    older = max(new - config.recent, 0)
+    wanted = held + (new - older + ceil(config.append * older) if config.append else 0)
+    window = model.windows[i]
+    if window is not None:
+        wanted = min(wanted, window)  # older tokens are invisible to every later query
+    capacity = min(wanted, longest)
+    unit = config.unit
+    specs, total = config.tiers, max(capacity - config.recent, 0)
+    if (part := budget.inner) is not None:  # rows that use less of it have more in the next
+        first, least = (min(x, total) for x in part)
+        specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
+    sizes = _sizes(specs, total, unit)
+    sharing = 1 if config.pooled is None else model.heads
+    tiers = tuple(
+        TierConfig(
+            capacity=_whole(size * sharing, unit, config),
+            most=size * sharing,
+            share=s.size if isinstance(s.size, float) else None,
+            k=config.codecs(s)[0],
+            v=config.codecs(s)[1],
+            at=s.at,
+            select=select,
+            unit=unit,
+            evicts=capacity < longest or len(sizes) > 1 or config.score.forgets or budget.measures,
+            kernels=config.kernels,
+        )
+        for s, size in zip(specs, sizes, strict=True)
+        if size
+    )
+    score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
+    score = score.for_layer(model, i)
+    return LayerConfig(
+        score=score,
+        needs=needs_of(score, merge, select),
+        columns=_columns(score, model),
+        tiers=tiers,
+        budget=budget,
+        floor=config.pooled,
+        merge=merge,
+        rest=config.rest,
+        recent=config.recent,
+        block=config.steps,
+        unit=unit,
+        capacity=capacity,
+        longest=longest,
+        window=window,
+        append=capacity - min(held, capacity),
+        grows=config.append,
+        narrow=config.narrow if config.narrow and config.narrow.after(model) == i else None,
+        kernels=config.kernels,
+    )
+
+
+def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
+    x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
+    pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return tuple(sorted(jax.eval_shape(lambda x, k, pos: score.birth(Born(x=x, k=k, v=k, pos=pos)), x, k, pos)))
+
+
+def _whole(slots: int, unit: int, config: CacheConfig) -> int:
+    """Slots in whole units on each device, or tiles of the kernels, which read 128 at a time; not all are used."""
+    tile = unit if kernels.wanted(config.kernels) == "xla" else lcm(unit, kernels.SLOTS)
+    return ceil(slots / (tile * config.devices)) * tile * config.devices
+
+
+def _sizes(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:
+    """Slots of each tier in whole units: fixed sizes, then shares of what they leave, then the rest."""
+    fixed = sum(s.size for s in specs if isinstance(s.size, int))
+    rest = max(total - fixed, 0)
+    shared = sum(int(s.size * rest) for s in specs if isinstance(s.size, float))
+    out = []
+    for spec in specs:
+        size = spec.size if spec.size is not None else rest - shared
+        out.append(ceil((int(size * rest) if isinstance(size, float) else size) / unit) * unit)
+    return out

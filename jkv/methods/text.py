@@ -1,0 +1,112 @@
+"""Compositions by text: methods of the catalogue, joined by `|`, become a CacheConfig."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jkv.methods.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, SIZES, Axes, Row
+from jkv.methods.checks import check
+from jkv.methods.config import CacheConfig
+from jkv.methods.rows import basics, elaborate, evictions  # noqa: F401 - to be in the catalogue
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+
+
+def parse(text: str) -> CacheConfig:
+    """CacheConfig of a composition such as "snapkv(budget=512) | int4"; `str` of it is a normal form of the text.
+
+    Raises ValueError for an unknown method or argument (with the nearest known one), for arguments that are not
+    literals, and for two methods that fill the same axis.
+
+    >>> str(parse("snapkv( budget=512 )|int4"))
+    'snapkv(budget=512) | int4'
+    """
+    axes: Axes = {}
+    owner: dict[str, str] = {}
+    names, exactness = [], []
+    for stage in text.split("|"):
+        name, arguments = _read(stage.strip(), text)
+        entry = known(name)
+        schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
+        try:
+            filled = entry(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
+        except TypeError as e:
+            raise ValueError(_argument_error(entry, arguments, str(e))) from None
+        for axis, value in filled.items():
+            if axis in owner and axis not in ARGUMENTS and name != "full":
+                if owner[axis] != "full":
+                    raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
+            owner[axis] = name
+            axes[axis] = max(axes.get(axis, 0), value) if axis in SCHEDULE and axis not in schedule else value
+        names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
+        exactness.append(entry.exactness)
+    return CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))
+
+
+def known(name: str) -> Row:
+    """A row of the catalogue; ValueError names the nearest one."""
+    if name not in CATALOGUE:
+        near = difflib.get_close_matches(name, CATALOGUE, 1)
+        raise ValueError(
+            f"unknown method {name!r}" + (f": did you mean {near[0]!r}?" if near else "; see `jkv methods`")
+        )
+    return CATALOGUE[name]
+
+
+def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Name and literal keyword arguments of one stage."""
+    try:
+        node = ast.parse(stage, mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)") from None
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
+        raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)")
+    try:
+        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except ValueError:
+        raise ValueError(f"arguments in {stage!r} must be plain numbers, strings or True/False") from None
+
+
+def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
+    known = [*entry.arguments, *ARGUMENTS]
+    for name in arguments:
+        if name not in known and name in SIZES:
+            own = ", ".join(f"{x}=" for x in entry.arguments)
+            if {"budget", "score"} & {*entry.axes}:
+                return f"{entry.name} has no {name}=: what it keeps is decided by {own or 'nothing else: it is all'}"
+            return f"{entry.name} has no {name}=: it evicts nothing; write 'snapkv({name}=...) | {entry.name}'"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"
+            return f"{entry.name} has no argument {name!r}: {hint}"
+    return f"{entry.name}: {fallback}"
+
+
+def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
+    """Every method that scores tokens with every one that codes or selects them: why it is refused, or "".
+
+    In a budget that has room for the recent windows of all of them, on a model whose context has room for the budget.
+    """
+    out, model = {}, replace(model, context=16 * budget)
+    for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
+        takes = "budget" in first.arguments
+        text = f"{first.name}(budget={budget})" if takes else first.name
+        for second in (r for r in CATALOGUE.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
+            try:
+                check(parse(f"{text} | {second.name}"), model)
+                out[first.name, second.name] = ""
+            except ValueError as error:
+                out[first.name, second.name] = str(error)
+    return out
+
+
+def as_config(what: str | CacheConfig | None) -> CacheConfig:
+    """A CacheConfig from text, from a CacheConfig, or from nothing: the full cache."""
+    if what is None:
+        return parse("full")
+    return parse(what) if isinstance(what, str) else what

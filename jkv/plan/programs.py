@@ -1,0 +1,254 @@
+"""Does it fit? The real programs, compiled for a machine that need not be here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich import box
+from rich.table import Table
+
+from jkv import models
+from jkv.core import loop, sampling, sharding
+from jkv.generation import sizes
+from jkv.generation.report import kernels_of, prefill_kernel_of
+from jkv.methods import checks
+from jkv.methods.config import CacheConfig
+from jkv.models import ModelConfig
+from jkv.plan.collectives import Collective, collectives
+from jkv.plan.hlo import cycles
+from jkv.plan.target import Target
+
+NEW = 256  # tokens generated
+TRIES = 6  # compilations in search of the largest batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all).
+
+    mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the rows.
+    """
+
+    model: ModelConfig
+    config: CacheConfig
+    batch: int
+    context: int
+    chunk: int
+    dtype: Any
+    mesh: str | None = None
+
+    def over(self, target: Target) -> sharding.Over:
+        """The mesh of the target's devices; ValueError if they cannot share the job so."""
+        if self.mesh is None:
+            return sharding.Over(sharding.mesh(target.devices, self.model, self.batch))
+        return sharding.Over(sharding.named(self.mesh, target.devices, self.model, self.batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One compiled program: bytes on each device, or why the compiler refused it.
+
+    weights and cache follow from shapes and shardings; temporary, peak, collectives, the text, flops, bytes moved and
+    cycles are the compiler's: of a loop whose length it does not know, those of one turn. The cycles are those of a
+    step, or of a program without steps; Pallas kernels are not in them.
+    """
+
+    what: str
+    weights: int
+    cache: int
+    kernels: str
+    compile_s: float
+    temporary: int = 0
+    peak: int = 0
+    flops: float = 0.0
+    moved: float = 0.0
+    cycles: int = 0
+    refused: str | None = None
+    collectives: tuple[Collective, ...] = ()
+    text: str = ""
+
+    def fits(self, target: Target) -> bool:
+        return self.refused is None and (target.memory is None or self.peak <= target.memory)
+
+
+def programs(job: Job, target: Target) -> Iterator[Program]:
+    """Prefill, then decode, for the target. ValueError for what cannot work, before anything is compiled."""
+    shapes, new = _shapes(job, target)
+    prompt = job.chunk or job.context - new
+    ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
+    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own, shapes, ids, fresh=not job.chunk)
+    yield decode(job, target)
+
+
+def decode(job: Job, target: Target) -> Program:
+    """The decode loop for the target."""
+    cache, new = _shapes(job, target)
+    shape: Any = jax.ShapeDtypeStruct
+    state = loop.Decoding(
+        cache=cache,
+        logits=shape((job.batch, job.model.vocab), jnp.float32),
+        alive=shape((job.batch,), bool),
+        used=None,
+        out=shape((job.batch, new), jnp.int32),
+        count=shape((), jnp.int32),
+    )
+    settings = partial(sampling.make, job.batch, job.model.vocab, seeds=(0,) * job.batch, stop_ids=(0,))
+    return _compile(job, target, "decode", loop.run_blocks, state, jax.eval_shape(settings), shape((), jnp.int32))
+
+
+def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:
+    """The largest batch whose decode program fits, to one part in 16; 0: none. By proportion, then bisection."""
+    memory = target.memory
+    if memory is None:
+        raise ValueError(f"the memory of {target.name} is not known: --largest needs a TPU topology or a GPU")
+
+    def share(batch: int) -> float:
+        program = decode(replace(job, batch=batch), target)
+        say(f"batch {batch}: {'fits' if program.fits(target) else 'does not fit'}")
+        fits = program.refused is None and memory > program.weights
+        return (program.peak - program.weights) / (memory - program.weights) if fits else inf
+
+    return search(share, replace(job, batch=0).over(target).mesh.shape[sharding.ROWS])
+
+
+def search(share: Callable[[int], float], unit: int, most: int | None = None) -> int:
+    """The largest batch, a multiple of `unit`, whose share of the free memory is 1 at most; 0: none.
+
+    To one part in 16, in at most TRIES compilations, from `most` down or, if there is none, from `unit` up: by
+    proportion, then bisection. A share of inf: the compiler refused.
+    """
+    low, high, batch = 0, None, most or unit
+    for _ in range(TRIES):
+        taken = share(batch)
+        if taken > 1:
+            high = batch
+        else:
+            low = batch
+        if low == most or (high is not None and high - low <= max(unit, low // 16)):
+            break
+        middle = low and high or taken == inf
+        batch = (low + (high or 0)) // 2 if middle else int(batch / max(taken, 1e-9))
+        batch = max(batch // unit * unit, low + unit)
+        batch = min(batch, (most or batch) if high is None else high - unit)
+    return low
+
+
+def _shapes(job: Job, target: Target) -> tuple[Any, int]:
+    """The shapes of the cache for the target's kernels (xla where it has none), and the new tokens it has room for."""
+    divided = job.config.over(job.over(target))
+    checks.check(divided, job.model, job.chunk)
+    checks.check_prefill(divided, "jkv plan")
+    new = min(NEW, job.context // 2)
+
+    def shapes(kernels: str) -> Any:
+        config = replace(divided, kernels=kernels)
+        return jax.eval_shape(lambda: sizes.empty(config, job.model, job.batch, job.context, new, job.dtype))
+
+    own = shapes(target.kernels)
+    try:
+        kernels_of(own)
+        prefill_kernel_of(own)
+    except ValueError:
+        return shapes("xla"), new
+    return own, new
+
+
+def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, **static: Any) -> Program:
+    """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
+    over, params = job.over(target), models.abstract(job.model, job.dtype)
+    cache = carried.cache if isinstance(carried, loop.Decoding) else carried
+    out = Program(
+        what=what,
+        weights=bytes_of(params, over.shardings(params)),
+        cache=bytes_of((cache.layers, cache.states), (over.shardings(cache).layers, over.shardings(cache).states)),
+        kernels=kernels_of(cache) if isinstance(carried, loop.Decoding) else prefill_kernel_of(cache),
+        compile_s=0.0,
+    )
+    start = time.perf_counter()
+    try:
+        program = over.lower(function, (params, carried, *rest), static).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return replace(out, refused=str(error).splitlines()[0], compile_s=time.perf_counter() - start)
+    memory, text, cost = program.memory_analysis(), program.as_text(), program.cost_analysis() or {}
+    schedule = cycles(text)
+    inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return replace(
+        out,
+        temporary=memory.temp_size_in_bytes,
+        peak=inside + memory.temp_size_in_bytes,
+        flops=cost.get("flops", 0.0),
+        moved=cost.get("bytes accessed", 0.0),
+        cycles=schedule.get("step", sum(schedule.values())),
+        collectives=collectives(text),
+        text=text,
+        compile_s=time.perf_counter() - start,
+    )
+
+
+def bytes_of(tree: Any, where: Any) -> int:
+    """Bytes on one device."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True)
+    return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+
+
+def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
+    """Markdown: GiB of one device."""
+    of = "" if target.memory is None else f" of {target.memory / 2**30:.2f}"
+    out = Table(box=box.MARKDOWN, caption="weights and cache from their shapes; the rest from the compiler")
+    for name in (
+        "cache",
+        "program",
+        "weights",
+        "cache GiB",
+        "temporaries",
+        f"peak{of}",
+        "fits",
+        "kernels",
+        "compile s",
+    ):
+        out.add_column(name, justify="left" if name in ("cache", "program") else "right")
+    for cache, p in found:
+        made = ("-", "-") if p.refused else (gib(p.temporary), gib(p.peak))
+        fits = "yes" if p.fits(target) else "no"
+        out.add_row(cache, p.what, gib(p.weights), gib(p.cache), *made, fits, p.kernels, f"{p.compile_s:.0f}")
+    return out
+
+
+def costs(found: Sequence[tuple[str, Program]], target: Target) -> Table:
+    """Markdown: what a device computes and moves, and the milliseconds that this takes at the rates of its vendor.
+
+    The decode program: one step and what a block does once. Least: weights and cache, read once. Schedule: the
+    compiler's own cycles of all that is no Pallas kernel, and the share of the peak that the FLOPs then reach.
+    """
+    out = Table(box=box.MARKDOWN)
+    rest = ("GFLOP", "ms of them", "moved MiB", "ms of them", "weights and cache MiB", "schedule ms", "of peak")
+    for name in ("cache", "program", *rest):
+        out.add_column(name, justify="left" if name in ("cache", "program") else "right")
+    flops, bandwidth = target.rates or (inf, inf)
+    for cache, p in found:
+        if p.refused is None:
+            took = (f"{1e3 * p.flops / flops:,.3f}", f"{1e3 * p.moved / bandwidth:,.3f}")
+            least, own = f"{(p.weights + p.cache) / 2**20:,.1f}", ("-", "-")
+            if target.clock is not None and p.cycles:
+                seconds = p.cycles / target.clock
+                own = (f"{1e3 * seconds:,.3f}", f"{p.flops / flops / seconds:.0%}")
+            gflop, moved = f"{p.flops / 1e9:,.2f}", f"{p.moved / 2**20:,.1f}"
+            out.add_row(cache, p.what, gflop, took[0], moved, took[1], least, *own)
+    return out
+
+
+def gib(x: float) -> str:
+    """
+    >>> gib(3 << 29)
+    '1.50'
+    """
+    return f"{x / 2**30:,.2f}"

@@ -18,13 +18,14 @@ test: .venv/installed  ## the whole suite
 	$(BIN)/jkv fetch smollm2-135m
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-lint: .venv/installed  ## style and types, the types on the package as a user gets it
+lint: .venv/installed  ## style, types and the arrows between rooms, on the package as a user gets it
 	$(BIN)/pip install -q -e '.[lint]'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build
 	$(BIN)/pip install -q --no-deps --target build/types .
 	$(BIN)/pyright build/types/jkv
+	cd build/types && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
 
 docs: .venv/installed  ## docs/methods.md from the catalogue, the table of README.md from results/
 	$(BIN)/python docs/methods.py

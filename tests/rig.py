@@ -36,7 +36,7 @@ from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
 from jkv.core.positions import pad
 from jkv.generation import sizes
-from jkv.generation.whole import read
+from jkv.generation.whole import read, shortened
 from jkv.methods import CATALOGUE
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -282,7 +282,7 @@ def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tu
     config, state = methods.parse(text), empty(text, prompt.shape[0], params=params)
     rows = [row[row >= 0].tolist() for row in prompt] if config.waits or config.shorten else []
     if config.shorten:
-        rows = config.shorten.rows(params, rows, Cost())
+        rows = shortened(config.shorten, params, rows, Cost())
         prompt = np.asarray(pad(rows, prompt.shape[1]))
     if config.waits:
         return read(params, config, state, rows, jnp.asarray(prompt), Cost())

@@ -1,6 +1,8 @@
 """Compositions by text: they round-trip, any two that may go together do, and what cannot be is refused by name."""
 
 import runpy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,12 +13,17 @@ import rig
 import jkv
 from jkv.core.cache import Counts
 from jkv.core.empty import empty_layer
+from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
+from jkv.core.loop import absorb_own
+from jkv.generation.prompts import reaching
+from jkv.generation.sizes import empty
+from jkv.generation.whole import ask, compress, probe
 from jkv.methods import CATALOGUE, pairs, parse
 from jkv.methods.checks import check
 from jkv.methods.config import resolve
 
-MODEL = rig.MODEL
+MODEL, L = rig.MODEL, rig.L
 PAIRS = pairs(MODEL)
 
 
@@ -94,6 +101,36 @@ FOLDERS = {
     "dms": {"gate": rig.SWITCH},
     "attentiongate": {"gate": rig.LOOK},
 }
+
+
+@pytest.mark.parametrize("name", sorted(set(CATALOGUE) - {"pooled"}))
+def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(name):
+    """Traced, one piece of a prompt after another: what a score asks of many queries is never one tile of them."""
+    given = ["budget=512"] if "budget" in CATALOGUE[name].arguments else []
+    given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
+    given += [f"dense_layers=0, predictor={rig.PREDICTOR!r}"] if name == "attentionpredictor" else []
+    config = parse(f"{name}({', '.join(given)})").bound(rig.PARAMS)
+    length, model = 10 * QUERIES, replace(reaching(MODEL, 20 * QUERIES), context=20 * QUERIES)
+    params = replace(rig.PARAMS, config=model)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    once = partial(absorb_own, fresh=True)
+    held = partial(empty, model=model, rows=1, longest=length + 40, new=40, dtype=jnp.float32)
+    if not config.waits:
+        cache, _ = jax.eval_shape(once, params, held(config), ids)
+    else:
+        full = empty(config.uncut(length), model, 1, length, 0, jnp.float32)
+        full, _ = jax.eval_shape(once, params, full, ids)
+        probes = config.score.probes(params, [[5] * 300], lambda *_: [[7] * 40]) if config.score.needs.probes else []
+        for part in probes:
+            about = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+            full = jax.eval_shape(probe, params, full, jax.ShapeDtypeStruct((1, len(part.ids[0])), jnp.int32), about)
+        if config.budget.measures:
+            jax.eval_shape(partial(ask, ranks=config.budget.ranks), full)
+            config = replace(config, budget=config.budget.with_parts([(512, 0, 0)] * L))
+        cache = jax.eval_shape(compress, held(config), full)
+    if config.splits and not config.waits:
+        cache, _ = jax.eval_shape(absorb_own, params, cache, ids)
+    assert jax.tree.structure(cache) == jax.tree.structure(held(config))
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.arrays.partial import merge_all
 from jkv.core import attend as A
 
 rng = np.random.default_rng(0)
@@ -42,7 +43,7 @@ def test_merge_is_attention_over_the_union_in_any_order():
     whole = over(0, S)
     same(A.merge(a, b), A.merge(b, a))
     same(A.merge(A.merge(a, b), c), A.merge(a, A.merge(b, c)))
-    same(A.merge_all([c, a, b]), whole)
+    same(merge_all([c, a, b]), whole)
     np.testing.assert_allclose(whole.finish(), softmax64(Q, K, V, MASK), atol=2e-6)
 
 

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from jkv import models
 from jkv.bench import compare, engines, growth, kernel, measure, recommend, results, shapes, speed
-from jkv.cli import app
 from jkv.cli import bench as cli
+from jkv.cli.app import app
 from jkv.core.cache import tree_bytes
+from jkv.core.compiled import peak_bytes
 
 RUNNER = CliRunner()
 TINY = ("--shape", "tiny", "--random-weights")
@@ -109,7 +110,7 @@ def test_a_round_of_decoding_starts_before_a_flush(params):
     ids = np.random.default_rng(0).integers(0, 100, (2, 100))
     state, program, seconds = engine.full_window(ids, 16)
     assert int(state.cache.fill) == state.cache.plan[0].room and state.cache.seen.tolist() == [100, 100]
-    assert seconds > 0 and measure.peak_bytes(program) > tree_bytes((params, state.cache))
+    assert seconds > 0 and peak_bytes(program) > tree_bytes((params, state.cache))
     ready = speed.decode(engine, ids, 16)
     times = ready.trial()
     assert len(times) == 16 and min(times) > 0 and ready.seconds == 0  # the same program

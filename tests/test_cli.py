@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from typer.testing import CliRunner
 
 import jkv
-from jkv.cli import app, one_line
+from jkv.cli.app import app, one_line
 from jkv.io import load as loading
 from jkv.io.errors import FetchError
 from jkv.io.tokenizer import Tokenizer

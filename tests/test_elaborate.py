@@ -140,7 +140,7 @@ def test_a_prompt_is_read_as_what_a_draft_looks_at():
     shorten = parse(CASES["specpc"][0].tight).shorten
     assert shorten is not None
     rows = shortened(shorten, PARAMS, ROWS, Cost())
-    (part,) = Drafted(tokens=1).probes(PARAMS.first(1), ROWS)
+    (part,) = Drafted(tokens=1).probes(PARAMS.first(1), ROWS, greedy)
     assert rows == [[ROWS[i][j] for j in read_as(i, part.ids, BUDGET, 8, 6)] for i in range(2)]
     assert shortened(shorten, PARAMS, [ROWS[0], ROWS[1][:40]], Cost()) == [rows[0], ROWS[1][:40]]
     weights = [[0, 9, 0, 1, 1, 1, 0, 0], 4, 1, 2]

@@ -130,6 +130,12 @@ def test_below_uniform_is_counted_over_the_last_queries():
     assert len(np.unique(want)) > 5
 
 
+def test_below_uniform_is_counted_over_more_queries_than_one_tile():
+    scene = Scene("scissorhands(budget=48, history=150, block=16)", n=200, queries=200)
+    low = (scene.p.mean(1) < 1 / (np.arange(200)[:, None] + 1)) & np.tri(200, dtype=bool)
+    np.testing.assert_array_equal(scene.rank()[:, 1:], -low[:, 50:].sum(1)[:, 1:])
+
+
 # ------------------------------------------------------------------------------------- recurrence, units and pages
 
 

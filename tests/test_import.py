@@ -7,9 +7,7 @@ import pytest
 
 import jkv
 
-HELP = (
-    "import sys, jkv.cli; sys.argv = ['jkv', '--help']\ntry: jkv.cli.main()\nexcept SystemExit as e: assert not e.code"
-)
+HELP = "import sys; from jkv.cli import app; sys.argv = ['jkv', '--help']\ntry: app.main()\nexcept SystemExit as e: assert not e.code"
 
 
 def fresh(code):
@@ -27,10 +25,10 @@ def test_jax_is_not_imported_before_it_is_needed(code):
     "code",
     [
         "import jkv",
-        "import jkv, jkv.generate",
-        "import jkv; jkv.generate; import jkv.generate",
-        "from jkv.generate import Result; import jkv",
-        "import jkv; jkv.step; from jkv import models, inspect, methods",
+        "import jkv, jkv.generation.api",
+        "import jkv; jkv.generate; import jkv.generation.api",
+        "from jkv.generation.api import Result; import jkv",
+        "import jkv; jkv.step; from jkv import models, methods",
     ],
 )
 def test_generate_is_the_function(code):

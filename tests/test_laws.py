@@ -388,6 +388,6 @@ def test_a_saved_cache_is_read_as_it_was(case: Case, tmp_path):
     for cache in (caches[0], caches[len(caches) // 2], caches[-1]):
         cache = loop.replace(cache, name=case.tight)
         jkv.save_cache(cache, tmp_path / "c", case.params)
-        again = type(cache).load(tmp_path / "c", case.params)
+        again = jkv.load_cache(tmp_path / "c", case.params)
         assert jax.tree.structure(again) == jax.tree.structure(cache)
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))

@@ -31,7 +31,7 @@ from jkv.batch.running import Answer, Running
 from jkv.batch.signals import FAILED, STOPPED
 from jkv.batch.work import run
 from jkv.batch.written import parsed
-from jkv.cli import app
+from jkv.cli.app import app
 from jkv.io import load as loading
 from jkv.io.tokenizer import Tokenizer
 
@@ -417,7 +417,7 @@ def test_another_source_jax_or_machine_goes_on_with_a_note(
     assert about.keys() == {"source", "backend", "device", "jax", "jaxlib", "python"}
     for name in about:
         capsys.readouterr()
-        monkeypatch.setattr(jobs, "made", lambda name=name: about | {name: "other"})
+        monkeypatch.setattr(work, "made", lambda name=name: about | {name: "other"})
         assert pretended(task) == (set(), 0)
         assert (
             f"note: {task.out} was begun otherwise: {name} '{about[name]}' there, 'other' now"

@@ -25,7 +25,7 @@ from jkv.batch.job import Job
 from jkv.batch.requests import Request, Settings
 from jkv.batch.signals import FAILED
 from jkv.batch.work import run
-from jkv.cli import app
+from jkv.cli.app import app
 from jkv.core import loop, sampling, sharding
 from jkv.core.cache import tree_bytes
 from jkv.generation import sizes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from jkv.cli import app
+from jkv.cli.app import app
 from jkv.io import load
 
 

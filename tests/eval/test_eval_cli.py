@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import jkv
 from jkv import models
-from jkv.cli import app
+from jkv.cli.app import app
 from jkv.core import loop
 from jkv.eval import experiments, measure
 from jkv.io import load as loading

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jkv.eval import tasks
+from jkv.eval import task as tasks
 from jkv.eval.tasks import TASKS, examples, fit
 from jkv.io.load import read
 

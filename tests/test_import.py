@@ -7,7 +7,11 @@ import pytest
 
 import jkv
 
-HELP = "import sys; from jkv.cli import app; sys.argv = ['jkv', '--help']\ntry: app.main()\nexcept SystemExit as e: assert not e.code"
+HELP = """
+import sys; from jkv.cli import app; sys.argv = ["jkv", "--help"]
+try: app.main()
+except SystemExit as e: assert not e.code
+"""
 
 
 def fresh(code):

@@ -175,3 +175,8 @@ class Line(Budget):
         at = per(n, self.step)
         low, high = shares[at], shares[at + 1]
         return low + per((high - low) * (n - at * self.step), self.step)
+
+
+def at_most(most: int, budget: int | None, part: int) -> int:
+    """A paper's number of tokens, or that part of a budget in tokens where it is small."""
+    return most if budget is None else min(most, max(budget // part, 1))

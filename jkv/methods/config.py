@@ -38,6 +38,9 @@ class TierSpec:
     at: Literal["pos", "rank"] = "pos"
 
 
+RELATIVE = (TierSpec(at="rank"),)  # keys act at their rank among the kept
+
+
 @part
 class CacheConfig:
     """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jkv.methods.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, SIZES, Axes, Row
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
-from jkv.methods.rows import basics, elaborate, evictions  # noqa: F401 - to be in the catalogue
+from jkv.methods.rows import ROWS  # noqa: F401 - to be in the catalogue
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig

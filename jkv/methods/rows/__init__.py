@@ -1,1 +1,5 @@
-"""The rows of the catalogue, by family."""
+"""The rows of the catalogue, a module a family."""
+
+from jkv.methods.rows import modifiers, eviction, layers, lookahead, gates, merging, precision, reading  # isort: skip
+
+ROWS = (modifiers, eviction, layers, lookahead, gates, merging, precision, reading)  # in this order

@@ -1,0 +1,129 @@
+"""Prompts that are judged by what comes after them, or of which less is read."""
+
+from __future__ import annotations
+
+from jkv.core.layer import Narrow
+from jkv.methods.budgets import Size
+from jkv.methods.catalogue import Axes, row
+from jkv.methods.divisions import Won
+from jkv.methods.scores.attention import WindowMass
+from jkv.methods.scores.position import Pool, Protect
+from jkv.methods.scores.probes import Drafted, Pseudo, Rebuilt
+from jkv.methods.shorten import Shorten
+
+
+@row(
+    "2502.01068",
+    "as snapkv; upper layers see fewer tokens of the prompt; generated tokens are kept on top",
+    "prefill 1.82x and decode 2.87x as fast, as accurate as what only decodes faster",
+)
+def fastkv(
+    size: Size,
+    *,
+    window: int = 8,
+    pool: int = 7,
+    layer: int | None = None,
+    tokens: int | None = None,
+    share: float | None = None,
+) -> Axes:
+    """FastKV: a prompt goes on with its best `tokens`, or `share` (default: 0.2), after `layer` (default: half way)."""
+    if tokens is not None and share is not None:
+        raise ValueError("fastkv: give tokens= or share= of a prompt that go on, not both")
+    narrow = tokens if tokens is not None else 0.2 if share is None else float(share)
+    if not (narrow > window if isinstance(narrow, int) else 0 < narrow <= 1):
+        raise ValueError(f"fastkv: tokens={tokens}, share={share}: more than window={window}; above 0 and at most 1")
+    return dict(
+        score=Pool(score=WindowMass(queries=window), width=pool),
+        budget=size,
+        recent=window,
+        narrow=Narrow(size=narrow, layer=layer),
+        append=1.0,
+    )
+
+
+@row("2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache")
+def dapq(size: Size, *, tokens: int = 32, pool: int = 5) -> Axes:
+    """DapQ: attention from pseudo tokens where the answer will stand."""
+    if tokens < 1:
+        raise ValueError(f"dapq: tokens={tokens}: pseudo tokens read after the prompt, 1 or more")
+    score = Pool(score=Pseudo(tokens=tokens), width=pool)
+    return dict(score=score, budget=size, recent=0, append=1.0)
+
+
+@row(
+    "2505.23416",
+    "all layers and heads compete; what follows the prompt is kept on top; the request to repeat is our own",
+    "3x to 4x smaller and decode about twice as fast with hardly a loss, whatever is asked later",
+)
+def kvzip(
+    size: Size,
+    *,
+    piece: int = 2048,
+    sinks: int = 4,
+    floor: float | None = 0.0,
+    step: int | None = None,
+) -> Axes:
+    """KVzip: tokens that the model looks at when it repeats the prompt; the tokens of all layers and heads compete.
+
+    floor: what a head is sure of, as a share of an equal part, or None: layers and heads have equal shares; slots come
+    in steps of `step` tokens (None: a quarter of the budget).
+    """
+    if piece < 1 or (step is not None and step < 1):
+        raise ValueError(
+            f"kvzip: piece={piece}, step={step}: tokens that are repeated at a time, and of slots, 1 or more"
+        )
+    return dict(
+        score=Protect(score=Rebuilt(piece=piece, sinks=sinks), sinks=sinks),
+        budget=size if floor is None else Won(size=size, window=0, step=step),
+        pooled=floor,
+        recent=0,
+        append=1.0,
+    )
+
+
+@row(
+    "2506.08373",
+    "reconstruction: the draft is the model's own first layers; generated tokens are kept on top",
+    "more accurate than others in the same memory and time (no figure in the abstract)",
+)
+def speckv(
+    size: Size,
+    *,
+    tokens: int = 32,
+    layers: int | None = None,
+    window: int = 33,
+    pool: int = 7,
+) -> Axes:
+    """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: half) draft them."""
+    size = size.above("speckv", window, "its observation window")
+    if tokens < 0 or (layers is not None and layers < 1):
+        raise ValueError(f"speckv: tokens={tokens}, layers={layers}: 0 or more, and 1 or more of the model's layers")
+    score = Drafted(tokens=tokens, layers=layers, queries=window)
+    return dict(score=Pool(score=score, width=pool, kind="max"), budget=size, recent=window, append=1.0)
+
+
+@row(
+    "2506.08373",
+    "reconstruction: the draft is the model's own first layers; the others are never read",
+    "more accurate than others in the same memory and time (no figure in the abstract)",
+)
+def specpc(
+    *,
+    tokens: int = 2048,
+    drafted: int = 1,
+    layers: int | None = None,
+    first: int | None = None,
+    window: int = 64,
+    around: int = 32,
+) -> Axes:
+    """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at.
+
+    As in the paper only prompts longer than 2048 tokens are cut by default.
+    """
+    if tokens <= window:
+        raise ValueError(f"specpc: tokens={tokens} must exceed its newest tokens of {window}")
+    least = {"drafted": drafted, "around": around, "window": window, "layers": layers or 0, "first": first or 0}
+    if min(least.values()) < 0 or layers == 0:
+        raise ValueError(f"specpc: {least}: 0 or more, and layers 1 or more")
+    shorten = Shorten(tokens=tokens, drafted=drafted, window=window, around=around, layers=layers, first=first)
+    return dict(shorten=shorten)

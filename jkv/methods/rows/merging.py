@@ -1,0 +1,101 @@
+"""The evicted leave something in those that stay."""
+
+from __future__ import annotations
+
+from jkv.io import learned
+from jkv.methods.budgets import Size
+from jkv.methods.catalogue import Axes, row
+from jkv.methods.merges import Nearest, Runs, ZeroClass
+from jkv.methods.mixtures import Mixtures
+from jkv.methods.scores.attention import Accumulated, Latest, WindowMass
+from jkv.methods.scores.hybrid import ByPhase, Counted, Even, Plus, Remembered
+from jkv.methods.scores.mixed import Pivots
+from jkv.methods.scores.position import Oldest, Protect
+from jkv.methods.scores.wrappers import AcrossHeads, PerQuery
+
+
+@row(
+    "2407.08454",
+    "reconstruction; lagged by block - 1; into int tiers only newcomers merge",
+    "better than H2O and CaM on LongBench and ZeroScrolls with half and 35% of the cache",
+)
+def kvmerger(
+    size: Size,
+    *,
+    sinks: int = 4,
+    width: float = 1.0,
+    threshold: float | None = None,
+    alone: float = 0.5,
+) -> Axes:
+    """KVMerger (a reconstruction): runs of similar neighbouring keys melt into their most attended token.
+
+    The most attended tokens, as many as a share `alone` of what is kept, are in no run; `width`: times the paper's.
+    """
+    if not 0 <= alone <= 1:
+        raise ValueError(f"kvmerger: alone={alone}: the share of what is kept that is in no run, from 0 to 1")
+    return dict(
+        score=Counted(score=Pivots(sinks=sinks, threshold=threshold, alone=alone)),
+        merge=Runs(width=float(width), sinks=sinks, threshold=threshold, alone=alone),
+        budget=size,
+    )
+
+
+@row(
+    "2407.18121",
+    "exact in one piece for the prompt; while generating lagged by block - 1",
+    "better generation than pruning at any rate of acceleration (no figure in the abstract)",
+)
+def elasticcache(size: Size, *, sinks: int = 4, newest: int = 25) -> Axes:
+    """Elastic Cache: a prompt melts into its most attended tokens; then what is just older than `newest` leaves."""
+    size = size.above("elasticcache", newest, "its newest tokens")
+    prompt = Protect(score=AcrossHeads(score=Accumulated()), sinks=sinks, newest=1)
+    return dict(
+        score=Counted(score=ByPhase(score=prompt, path=Oldest(newest=newest), once=True)),
+        merge=Nearest(sinks=sinks),
+        budget=size,
+        recent=1,
+    )
+
+
+@row(
+    "2412.08521",
+    "reconstruction; none go into the recent window; lagged by block - 1; into int tiers only newcomers",
+    "1.28 points more on LongBench with 256 tokens; 95% of needles with less than 2% of the context",
+)
+def ems(
+    size: Size,
+    *,
+    window: int = 32,
+    candidates: int = 64,
+    threshold: float = 0.6,
+) -> Axes:
+    """EMS: of what leaves, the best `candidates` melt into the kept token whose key is most like theirs, or vanish."""
+    size = size.above("ems", window, "its window")
+    if candidates < 1:
+        raise ValueError(f"ems: candidates={candidates}: evicted tokens that may be merged at a time, 1 or more")
+    parts = PerQuery(score=Accumulated()), WindowMass(queries=window)
+    score = Plus(scores=tuple(Even(score=x) for x in parts), weights=(1.0, 1.0))
+    return dict(
+        score=Counted(score=Remembered(score=score)),
+        merge=ZeroClass(candidates=candidates, threshold=float(threshold)),
+        budget=size,
+        recent=window,
+    )
+
+
+@row(
+    "2406.05317",
+    "reconstruction: trained layer by layer; scores of a group are summed; decode every block of steps",
+    "3,482 tokens in 128 slots, up to 0.2791 more accuracy than others of that size",
+)
+def lococo(size: Size, *, gate: str | None = None, chunk: int = 512, local: int = 0) -> Axes:
+    """LoCoCo: what the last piece looked at least melts into trained mixtures; `gate` is of `jkv train lococo`.
+
+    Of the size, as many tokens are mixtures as were trained, half of it there; the others stay as they are, and
+    so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).
+    """
+    merge = learned.trained(gate, Mixtures())
+    if gate is not None and merge.weights.conv.shape[1] % 2 == 0:
+        raise learned.broken(gate, "its convolution has no entry in the middle")
+    size = size.above("lococo", local + merge.count, "its newest tokens and its mixtures")
+    return dict(score=Latest(), merge=merge, budget=size, recent=local, chunk=chunk)

@@ -1,0 +1,39 @@
+"""The full cache, and what is put on top of any method."""
+
+from __future__ import annotations
+
+from jkv.methods.budgets import All
+from jkv.methods.catalogue import Axes, row
+from jkv.methods.scores.position import Newest
+
+
+@row("-", "exact")
+def full() -> Axes:
+    """Every token, as it is."""
+    return dict(score=Newest(), budget=All())
+
+
+@row(
+    "2407.11550",
+    "changes only how the heads of a layer share its budget",
+    "better than equal heads on RULER and LongBench, question known or not (no figure in the abstract)",
+)
+def pooled(*, floor: float = 0.2) -> Axes:
+    """The heads of a layer compete for its slots, each sure of `floor` of an equal share; the bytes stay the same."""
+    return dict(pooled=float(floor))
+
+
+@row(
+    "2407.15891",
+    "changes only what the evicted leave",
+    "over 70% less without noticeable loss, as a part of razorattention",
+)
+def rest() -> Axes:
+    """What a kv head evicts becomes one token more, the mean of all of them, with the weight of all of them."""
+    return dict(rest=True)
+
+
+@row("-", "changes nothing but the budget")
+def append() -> Axes:
+    """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
+    return dict(append=1.0)

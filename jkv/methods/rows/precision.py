@@ -1,0 +1,137 @@
+"""Fewer bits, for all tokens or for most."""
+
+from __future__ import annotations
+
+from jkv.methods.budgets import All, Size
+from jkv.methods.catalogue import Axes, row
+from jkv.methods.codecs import Affine, Dense, Separable, Sparse
+from jkv.methods.config import TierSpec
+from jkv.methods.divisions import Inside
+from jkv.methods.scores.attention import Accumulated, WindowMass
+from jkv.methods.scores.dispersion import Tailed
+from jkv.methods.scores.hybrid import ByPhase
+from jkv.methods.scores.mixed import Salience, Sticky
+from jkv.methods.scores.position import Pool
+from jkv.methods.scores.wrappers import AcrossHeads, Reaching
+
+
+def coded(bits: int, group: int, size: float | None = None) -> TierSpec:
+    """A tier of keys by channel and values by token in so many bits; 16 are the plain floats."""
+    if bits == 16:
+        return TierSpec(k=Dense(), v=Dense(), size=size)
+    return TierSpec(k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size)
+
+
+@row(
+    "2402.02750",
+    "approximation: integers; the tail is exact",
+    "2 bits at almost the same quality; 2.6x less peak memory, 2.35x to 3.47x the throughput",
+)
+def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
+    """KIVI: keys per channel in groups of tokens, values per token in groups of channels; one tail for both."""
+    k, v = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
+    return dict(codec=(k, v), recent=recent, block=group)
+
+
+@row("-", "approximation: 8-bit integers; the tail is exact")
+def int8() -> Axes:
+    """Eight bits a number, one scale a token and head."""
+    return dict(codec=(Affine(bits=8), Affine(bits=8)))
+
+
+@row("-", "approximation: 4-bit integers; the tail is exact")
+def int4(*, group: int = 32) -> Axes:
+    """Four bits a number, one scale a token and group of channels."""
+    return dict(codec=(Affine(bits=4, group=group), Affine(bits=4, group=group)))
+
+
+@row(
+    "2505.22913",
+    "approximation: the smallest numbers of a token are 0; the tail is exact",
+    "70% sparse without loss; 45% of the dense bytes, up to 2.23x the tokens a second",
+)
+def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
+    """MUSTAFAR: the largest channels of every key and value, and a bit for each channel."""
+    codec = Sparse(sparsity=float(sparsity))
+    return dict(codec=(codec, codec), recent=recent)
+
+
+@row(
+    "2405.14256",
+    "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice",
+    "4.98x smaller with 0.38% less on GSM8k, Mistral-7B",
+)
+def zipcache(
+    *, high: int = 4, low: int = 2, share: float = 0.6, group: int = 20, recent: int = 0, block: int = 100
+) -> Axes:
+    """ZipCache: the salient `share` of the tokens in `high` bits, the others in `low`; 16 bits are the plain floats."""
+
+    if not 0 < share <= 1:
+        raise ValueError(f"zipcache: share={share}: the fraction of tokens in {high} bits, above 0 and at most 1")
+    tiers = coded(high, group, float(share)), coded(low, group)
+    return dict(score=Sticky(score=Salience()), tiers=tiers, recent=recent, block=block)
+
+
+@row(
+    "2402.18096",
+    "reconstruction: no balancer of keys; demoted at a flush, coded once; nothing is evicted",
+    "of lines to retrieve 99.8% with half of the entries at 3 bits, 43% with that half gone, Llama-2-7B",
+)
+def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32) -> Axes:
+    """MiKV: what H2O would evict stays at `bits` bits; the heavy `keep` of all tokens is exact, or in another codec."""
+    if not 0 < keep <= 1:
+        raise ValueError(f"mikv: keep={keep}: the fraction of tokens that stays as it is, above 0 and at most 1")
+    low = Affine(bits=bits, group=group)
+    tiers = (TierSpec(size=float(keep)), TierSpec(k=low, v=low))
+    return dict(score=Accumulated(), tiers=tiers, recent=recent)
+
+
+@row(
+    "-",
+    "reconstruction: demoted as soon as a prompt is read, and once; 8-bit integers for its fp8",
+    "about 97% of the accuracy in a quarter of the memory",
+)
+def arkv(
+    size: Size,
+    *,
+    share: float | None = None,
+    window: int = 32,
+    pool: int = 5,
+    gamma: float = 263.81,
+    step: int | None = None,
+) -> Axes:
+    """ARKV: a layer's best tokens stay as they are, as many as it asks for (or a `share`); the others get 8 bits."""
+    size = size.above("arkv", window, "its observation window")
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"arkv: share={share}: the fraction of the budget that stays as it is, above 0 and at most 1")
+    if step is not None and step < 1:
+        raise ValueError(f"arkv: step={step}: tokens by which the exact tiers of layers differ, 1 or more")
+    low = Affine(bits=8)
+    score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=WindowMass(queries=1))
+    return dict(
+        score=Pool(score=score, width=pool),
+        budget=Inside(size=size, window=window, step=step) if share is None else size,
+        tiers=(TierSpec(size=1.0 if share is None else float(share)), TierSpec(k=low, v=low)),
+        recent=window,
+        block=max(((size.tokens or 512) - window) // 3, 1),
+    )
+
+
+@row(
+    "2410.08584",
+    "reconstruction, for text: a prompt attends to all of itself; what is generated gets the lower bits",
+    "prefill 2.6x as fast in half of the memory, 0.2% less on Video-MME, LongVA-7B",
+)
+def zipvl(
+    *, mass: float = 0.95, high: int = 4, low: int = 2, group: int = 20, window: int = 64, step: int = 240
+) -> Axes:
+    """ZipVL: in each layer the fewest tokens that have `mass` of the attention get `high` bits, the others `low`."""
+    if not 0 < mass <= 1 or step < 1:
+        raise ValueError(f"zipvl: mass={mass}, step={step}: above 0 and at most 1; 1 token or more")
+    score = Reaching(score=AcrossHeads(score=WindowMass(queries=window)), share=float(mass), newest=window)
+    return dict(
+        score=Sticky(score=score),
+        budget=Inside(size=All(), window=window, step=step),
+        tiers=(coded(high, group, 1.0), coded(low, group)),
+        recent=window,
+    )

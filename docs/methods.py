@@ -3,15 +3,14 @@
 from pathlib import Path
 
 from jkv.methods import CATALOGUE, pairs
+from jkv.methods.rows import ROWS
 from jkv.models import TINY, read_config
 
 HEAD = """# Methods
 
 Made from the catalogue by `make docs`. `jkv methods NAME` tells more of one: its arguments and their defaults, and its
-parts with their equations.
-
-| method | what it does | paper | what that promises | exactness here |
-|---|---|---|---|---|
+parts with their equations. A line says what a method does and its paper; then what the paper promises, in a setting of
+its own, and how far the method is that of the paper.
 """
 REFUSED = """
 ## What does not go together
@@ -22,11 +21,16 @@ Every method that scores tokens goes with every one that codes or selects them, 
 
 
 def table() -> str:
-    """A line a method; what a paper promises holds in its own setting."""
-    return HEAD + "".join(
-        f"| `{r.name}` | {' '.join(r.text.split())} | {r.paper} | {r.claim or '-'} | {r.exactness} |\n"
-        for r in CATALOGUE.values()
-    )
+    """A heading a family, and three lines a method."""
+    out = [HEAD]
+    for family in ROWS:
+        out.append(f"\n## {(family.__doc__ or '').rstrip('.')}\n")
+        for r in CATALOGUE.values():
+            if r.make.__module__ == family.__name__:
+                source = "" if r.paper == "-" else f" ({r.paper})"
+                out += [f"\n**`{r.name}`**{source}: {' '.join(r.text.split())}\n", f"- here: {r.exactness}\n"]
+                out += [f"- promised: {r.claim}\n"] if r.claim else []
+    return "".join(out)
 
 
 def refused() -> str:

@@ -13,12 +13,6 @@ def row(cache, task="ppl/pydoc", size=50, **more):
     return {"cache": cache, "task": task, "kept": 0.5, "bytes": size, "bytes_full": 100, **more}
 
 
-def test_sizes_do_not_make_a_family():
-    a, b = (f"snapkv(budget={n}, window=8) | int4" for n in (128, 512))
-    assert report.family(a) == report.family(b) != report.family("snapkv(budget=128, window=16) | int4")
-    assert report.family("quest(pages=8)") == "quest" and report.family("int8") == "int8"
-
-
 def printed(rows, *others):
     out = io.StringIO()
     files = [("a.json", {"model": "m"}, rows), *others]

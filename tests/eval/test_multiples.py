@@ -104,7 +104,7 @@ def test_names_that_mean_something_to_a_drawing_are_text(tmp_path):
     rows = [
         {"cache": x, "task": "t/$x", "bytes": 9 + i, "bytes_full": 99, "score": i / 9} for i, x in enumerate(HOSTILE)
     ]
-    figure = multiples.multiples(points([("a.json", {}, rows)]), "bytes", "\\$^")
+    figure = multiples.multiples(points([("a.json", {}, rows)]), "bytes", "$\\frac{$")
     figure.savefig(tmp_path / "a.png")
     said = {t.get_text() for axes in figure.axes for t in axes.texts}
     assert {"</script><b>", "$\\frac{$", "a b", "x" * 43 + "…"} <= said and np.isfinite(figure.bbox.extents).all()

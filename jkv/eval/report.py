@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from jkv.eval.points import Point, Row, pareto
@@ -46,7 +47,7 @@ def table(found: Sequence[Point]) -> Table:
             value += f" [{p.interval[0]:.2f}, {p.interval[1]:.2f}]" if p.interval else ""
             value += "".join(f" ({k} {p.more[k]:.4g})" for k in ("ppl", "honest") if k in p.more)
             out.add_row(
-                p.cache + (" *" if p in best else ""),
+                escape(p.cache) + (" *" if p in best else ""),
                 p.task + (f" ({len(p.tasks)} tasks)" if len(p.tasks) > 1 else ""),
                 p.size,
                 p.asked,

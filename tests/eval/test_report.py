@@ -30,6 +30,10 @@ def test_tasks_of_a_suite_are_one_line_and_ways_of_asking_are_not():
     assert "0.250" in lines[1] and "| unseen" in lines[1]
 
 
+def test_a_name_is_text_and_no_markup_of_the_table():
+    assert "[/bold]" in printed([row("[/bold]", ppl=9.0)])
+
+
 def test_the_star_is_on_what_nothing_beats_at_its_bytes():
     text = printed([row("full", size=100, ppl=9.0), row("int8", size=50, ppl=9.1), row("h2o", size=60, ppl=9.5)])
     assert "full * " in text and "int8 * " in text and "h2o * " not in text

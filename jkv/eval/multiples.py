@@ -134,12 +134,14 @@ def _label(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.patheffects import withStroke
 
-    renderer = FigureCanvasAgg(axes.get_figure(root=True)).get_renderer()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    renderer = FigureCanvasAgg(figure).get_renderer()
     own = [axes.transData.transform(line) for _, line in lines]
     marks = np.concatenate(own)
     steps = [step for a, b in zip(edge, edge[1:], strict=False) for step in (a, (b[0], a[1]))] + [edge[-1]]
     paths = np.concatenate([marks, *map(_along, [*own, axes.transData.transform(steps)])])
-    frame, placed, points = axes.bbox, np.zeros((0, 4)), 72 / axes.get_figure(root=True).dpi
+    frame, placed, points = axes.bbox, np.zeros((0, 4)), 72 / figure.dpi
     for (name, data), line, color in zip(lines, own, colors, strict=True):
         size = axes.text(0, 0, _plain(name), fontsize=SMALL, parse_math=False)
         extent = size.get_window_extent(renderer)

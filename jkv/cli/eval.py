@@ -298,8 +298,9 @@ def multiturn(
 def report(
     files: Annotated[list[str], typer.Argument(help="Result files of these commands.")],
     plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw quality against bytes and time.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="One page to explore; it needs no network.")] = None,
 ) -> None:
-    """One table of result files, and their pictures."""
+    """One table of result files, their pictures, and a page to explore them."""
     from jkv.eval.points import load, points
     from jkv.eval.report import table
 
@@ -309,3 +310,8 @@ def report(
     console.show(table(measured))
     if plots is not None:
         _draw(found, plots)
+    if html is not None:
+        from jkv.eval import page
+
+        page.write(measured, html)
+        print(f"written: {html}")

@@ -160,7 +160,7 @@ def _point(key: tuple[Any, ...], some: list[Any]) -> Point:
     answers = [row.get("answers", n) for row, n in zip(rows, counts, strict=True)]
     others = [
         k
-        for k in ("kept", "context", "ppl", "honest", "ms_token")
+        for k in ("kept", "context", "ppl", "kl_p99", "agree", "first", "honest", "ms_token")
         if k != metric and all(_number(r.get(k)) for r in rows)
     ]
     return Point(

@@ -8,23 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
-from jkv.eval.points import METRICS, Point, Row, pareto
+from jkv.eval.points import Point, Row, pareto
 from jkv.io.figures import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def family(cache: str) -> str:
-    """A composition without its sizes: points of one family make a line.
-
-    >>> family("snapkv(budget=512, window=8) | int4")
-    'snapkv(window=8) | int4'
-    """
-    out = re.sub(r"\b(budget|keep|bytes|pages)=[^,)]*(, )?", "", cache)
-    return out.replace(", )", ")").replace("()", "")
 
 
 def groups(found: Iterable[Point]) -> list[tuple[str, list[Point]]]:
@@ -56,7 +47,7 @@ def table(found: Sequence[Point]) -> Table:
             value += f" [{p.interval[0]:.2f}, {p.interval[1]:.2f}]" if p.interval else ""
             value += "".join(f" ({k} {p.more[k]:.4g})" for k in ("ppl", "honest") if k in p.more)
             out.add_row(
-                p.cache + (" *" if p in best else ""),
+                escape(p.cache) + (" *" if p in best else ""),
                 p.task + (f" ({len(p.tasks)} tasks)" if len(p.tasks) > 1 else ""),
                 p.size,
                 p.asked,
@@ -74,48 +65,6 @@ def _kept(p: Point) -> str:
     if "kept" not in p.more:
         return ""
     return f"{p.more['kept']:.3f}" + (f" of {p.more['context']:,.0f}" if "context" in p.more else "")
-
-
-PPL = (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1000)  # on an axis of perplexities
-SHARES = (2, 5, 10, 15, 20, 30, 50, 70, 100, 200, 400)  # percent, on an axis of bytes
-
-
-def plot(found: Sequence[Point], cost: str, title: str) -> Figure:
-    """Quality against `cost` ("bytes" or "ms_token"): a line a family of caches, the Pareto front in black."""
-    metric, figure = found[0].metric, blank(10, 6.5)
-    axes = figure.add_subplot()
-    families: dict[str, list[Point]] = {}
-    for p in found:
-        families.setdefault(family(p.cache), []).append(p)
-
-    def x(p: Point) -> float:
-        return 100 * p.share if cost == "bytes" else p.more[cost]
-
-    markers = "osD^vP*Xph<>"
-    for i, (name, some) in enumerate(sorted(families.items())):
-        some = sorted(some, key=x)
-        axes.plot([x(p) for p in some], [p.value for p in some], marker=markers[i % 12], label=name, lw=1, ms=5)
-    front = pareto(found, lambda p: (x(p), p.loss))
-    axes.plot(
-        [x(p) for p in front], [p.value for p in front], color="black", lw=2.5, alpha=0.25, zorder=0, label="best"
-    )
-    if metric == "kl":
-        axes.set_yscale("symlog", linthresh=1e-2)
-    if metric == "ppl":  # most are near the full cache's, and some are far
-        values = [p.value for p in found]
-        axes.set_yscale("log")
-        axes.set_yticks(ticks := [x for x in PPL if min(values) / 1.2 < x < max(values) * 1.2], map(str, ticks))
-    if cost == "bytes":  # most caches lie between a tenth of the full one and the half
-        axes.set_xscale("log")
-        ends = min(map(x, found)) / 1.5, max(map(x, found)) * 1.5
-        axes.set_xticks(ticks := [share for share in SHARES if ends[0] < share < ends[1]], map(str, ticks))
-    axes.minorticks_off()
-    axes.set(
-        xlabel="bytes, % of the full cache" if cost == "bytes" else "ms per token", ylabel=METRICS[metric], title=title
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
 
 
 def heat(rows: Sequence[Row], title: str) -> Figure:
@@ -156,6 +105,8 @@ def layers(row: Row) -> Figure:
 
 def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
     """All pictures of these rows and of their points, as PNG files in a folder."""
+    from jkv.eval.multiples import multiples  # the catalogue, and so jax
+
     out.mkdir(parents=True, exist_ok=True)
     made: list[tuple[str, Figure]] = []
     needles: dict[str, list[Row]] = {}
@@ -168,7 +119,7 @@ def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
     for name, some in groups(found):
         for cost in ("bytes", "ms_token"):
             if len(some) > 1 and (cost == "bytes" or all(cost in p.more for p in some)):
-                made.append((f"{name} by {cost}", plot(some, cost, name)))
+                made.append((f"{name} by {cost}", multiples(some, cost, name)))
     paths = []
     for name, figure in made:
         paths.append(out / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".png"))

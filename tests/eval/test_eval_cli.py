@@ -204,6 +204,7 @@ def saved(path, *arrays, **named):
         (("multiturn", "--mode", "again"), "reused, turns or rebuilt"),
         (("report", "nothing.json"), "nothing.json: No such file"),
         (("report", "*.json"), "no rows yet"),
+        (("report", "nothing.json", "--html", "page.html"), "nothing.json: No such file"),
     ],
 )
 def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):

@@ -13,12 +13,6 @@ def row(cache, task="ppl/pydoc", size=50, **more):
     return {"cache": cache, "task": task, "kept": 0.5, "bytes": size, "bytes_full": 100, **more}
 
 
-def test_sizes_do_not_make_a_family():
-    a, b = (f"snapkv(budget={n}, window=8) | int4" for n in (128, 512))
-    assert report.family(a) == report.family(b) != report.family("snapkv(budget=128, window=16) | int4")
-    assert report.family("quest(pages=8)") == "quest" and report.family("int8") == "int8"
-
-
 def printed(rows, *others):
     out = io.StringIO()
     files = [("a.json", {"model": "m"}, rows), *others]
@@ -34,6 +28,10 @@ def test_tasks_of_a_suite_are_one_line_and_ways_of_asking_are_not():
     assert len(lines) == 2
     assert "0.750" in lines[0] and "ruler (2 tasks)" in lines[0] and "| seen" in lines[0]
     assert "0.250" in lines[1] and "| unseen" in lines[1]
+
+
+def test_a_name_is_text_and_no_markup_of_the_table():
+    assert "[/bold]" in printed([row("[/bold]", ppl=9.0)])
 
 
 def test_the_star_is_on_what_nothing_beats_at_its_bytes():

@@ -1,0 +1,110 @@
+"""Small multiples: every cache in its family's panel, in grey in all the others, every name in reach."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from jkv.eval import multiples
+from jkv.eval.families import FULL, JOINED, ORDER, OTHER, family
+from jkv.eval.points import pareto, points
+from jkv.methods import CATALOGUE
+
+HOSTILE = ("</script><b>", "$\\frac{$", "a\nb\x00", "[/bold]", "x" * 400, "|", "", "\ud800", "h2o(", "日本")
+
+
+def catalogue(metric="kl", seed=0):
+    """Every method of the catalogue, in three sizes where it has any, and compositions, all with numbers of chance."""
+    chance = random.Random(seed)
+    names = [f"{r.name}(budget={n})" if r.sized else r.name for r in CATALOGUE.values() for n in (512, 256, 128)]
+    rows = []
+    for name in [*dict.fromkeys(names), "snapkv(budget=512) | int4", "no such cache"]:
+        share = chance.choice((0.15, 0.27, 0.52)) * chance.uniform(0.9, 1.2)
+        value = {"kl": share**-2 / 400, "ppl": 4 + share**-2 / 20, "score": share}[metric] * chance.uniform(0.5, 2)
+        more = {"ms_token": chance.uniform(10, 40), metric: 0.0 if name == "full" and metric == "kl" else value}
+        rows.append({"cache": name, "task": "t/x", "bytes": int(1000 * share), "bytes_full": 1000, **more})
+    return points([("a.json", {"model": "m", "prefix": 64}, rows)])
+
+
+def test_what_rows_are_made_of_says_their_family():
+    """Read from the classes of the parts and the arguments alone, not as the families read them."""
+    codes, by = {"Affine", "Separable", "Sparse"}, {name: family(name) for name in CATALOGUE}
+    for name, row in CATALOGUE.items():
+        parts, own = {*row.parts}, {*row.axes}
+        said = {
+            "selection": "select" in own,
+            "precision": bool(codes & parts),
+            "merging": bool({"merge", "rest"} & own),
+            "eviction by trained": "gate" in row.arguments and "merge" not in own,
+        }
+        assert [x for x in said if by[name].startswith(x)] == [x for x, is_so in said.items() if is_so], (
+            name,
+            by[name],
+        )
+    assert {*by.values()} | {JOINED, OTHER} == {*ORDER} and by["full"] == FULL
+    assert all(family(f"{a}(budget=8) | {b}") == JOINED for a, b in itertools.pairwise(CATALOGUE))
+
+
+@given(st.text())
+def test_a_name_that_nobody_knows_is_of_a_family_too(name):
+    assert family(name) in ORDER and family(f"?{name}") == OTHER
+
+
+def test_sizes_do_not_make_a_method():
+    a, b = (f"snapkv(budget={n}, window=8) | int4" for n in (128, 512))
+    assert multiples.method(a) == multiples.method(b) != multiples.method("snapkv(budget=128, window=16) | int4")
+    assert multiples.method("quest(pages=8)") == "quest" and multiples.method("int8") == "int8"
+
+
+def drawn(axes):
+    """(points in grey, points in colour, names) of a panel."""
+    grey, *_ = axes.collections
+    colored = [xy for line in axes.lines if line.get_marker() != "None" for xy in line.get_xydata()]
+    return {*map(tuple, grey.get_offsets())}, {*map(tuple, colored)}, {t.get_text() for t in axes.texts}
+
+
+@pytest.mark.parametrize("metric, cost", [("kl", "bytes"), ("ppl", "ms_token"), ("score", "bytes")])
+def test_every_cache_is_in_the_panel_of_its_family_and_behind_all_others(metric, cost):
+    found = catalogue(metric)
+    place = {p.cache: (100 * p.share if cost == "bytes" else p.more[cost], p.value) for p in found}
+    wide, *panels = multiples.multiples(found, cost, "title").axes
+    for axes in (wide, *panels):
+        assert drawn(axes)[0] == {*place.values()}
+    front = pareto(found, lambda p: (place[p.cache][0], p.loss))
+    assert drawn(wide)[1:] == ({place[p.cache] for p in front} | {place["full"], place["append"]}, {
+        *(p.cache for p in front), "full", "append"
+    })  # fmt: skip
+    assert [axes.get_title("left") for axes in panels] == [name for name in ORDER if name != FULL]
+    for axes in panels:
+        own = [p.cache for p in found if family(p.cache) == axes.get_title("left")]
+        assert drawn(axes)[1:] == ({place[x] for x in own}, {*map(multiples.method, own)})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_names_do_not_hide_one_another_and_stay_in_their_panel(seed):
+    figure = multiples.multiples(catalogue(seed=seed), "bytes", "title")
+    figure.draw_without_rendering()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for axes in figure.axes:
+        boxes = [Text.get_window_extent(t, renderer).extents for t in axes.texts]  # without the leader
+        frame = axes.bbox.extents
+        for box in boxes:
+            assert (box[:2] >= frame[:2] - 3).all() and (box[2:] <= frame[2:] + 3).all()
+        for a, b in itertools.combinations(boxes, 2):
+            assert (a[:2] > b[2:] - 3).any() or (b[:2] > a[2:] - 3).any()
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_names_that_mean_something_to_a_drawing_are_text(tmp_path):
+    rows = [
+        {"cache": x, "task": "t/$x", "bytes": 9 + i, "bytes_full": 99, "score": i / 9} for i, x in enumerate(HOSTILE)
+    ]
+    figure = multiples.multiples(points([("a.json", {}, rows)]), "bytes", "$\\frac{$")
+    figure.savefig(tmp_path / "a.png")
+    said = {t.get_text() for axes in figure.axes for t in axes.texts}
+    assert {"</script><b>", "$\\frac{$", "a b", "x" * 43 + "…"} <= said and np.isfinite(figure.bbox.extents).all()

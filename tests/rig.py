@@ -36,7 +36,7 @@ from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
 from jkv.core.positions import pad
 from jkv.generation import sizes
-from jkv.generation.whole import read, shortened
+from jkv.generation.prefill import read, shortened
 from jkv.methods import CATALOGUE
 from jkv.methods.config import CacheConfig
 from jkv.models import Params

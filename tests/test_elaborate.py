@@ -21,7 +21,7 @@ from jkv.arrays.gather import map_codec
 from jkv.core.compiled import Cost
 from jkv.core.positions import pad, positions
 from jkv.generation.draft import greedy
-from jkv.generation.whole import shortened
+from jkv.generation.prefill import shortened
 from jkv.methods import parse
 from jkv.methods.divisions import asked_for
 from jkv.methods.merges import ZeroClass, shares

@@ -16,9 +16,9 @@ from jkv.core.empty import empty_layer
 from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
 from jkv.core.loop import absorb_own
+from jkv.generation.prefill import ask, compress, probe
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import empty
-from jkv.generation.whole import ask, compress, probe
 from jkv.methods import CATALOGUE, pairs, parse
 from jkv.methods.checks import check
 from jkv.methods.config import resolve

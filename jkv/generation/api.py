@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +16,12 @@ from jax import Array
 
 from jkv.core import sampling as draw
 from jkv.core.cache import Cache, Decoding, tree_bytes
-from jkv.core.compiled import Cost, ahead, beside_weights, compiled, use_disk_cache
-from jkv.core.flush import on_top
-from jkv.core.loop import absorb, absorb_own, run_blocks
-from jkv.core.positions import bucket, pad
+from jkv.core.compiled import Cost, ahead, beside_weights, compiled
+from jkv.core.loop import run_blocks
+from jkv.core.positions import bucket
 from jkv.generation.asked import Asked, Until, asked, composition, model
-from jkv.generation.prompts import Prompt, check_length, check_total, encode, reaching, stop_ids_of
+from jkv.generation.prefill import extended, prefilled
+from jkv.generation.prompts import Prompt, check_length, encode, stop_ids_of
 from jkv.generation.report import (
     Report,
     check_compressed,
@@ -31,10 +31,7 @@ from jkv.generation.report import (
     prefill_kernel_of,
     roomy_bytes,
 )
-from jkv.generation.sizes import empty
-from jkv.generation.whole import read, shortened
 from jkv.host.arguments import count, short
-from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
@@ -80,42 +77,8 @@ def prefill(
     if room is None:
         left = params.config.context - max(map(len, rows))
         room = ROOM if plan.unlimited else max(0, min(ROOM, left))
-    cache, logits, _ = _prefill(params, plan, rows, room, chunk)
+    cache, logits, _ = prefilled(params, plan, rows, room, chunk)
     return cache, logits
-
-
-def _prefill(
-    params: Params,
-    config: CacheConfig,
-    rows: list[list[int]],
-    room: int,
-    chunk: int | None,
-    then: Callable[[Params, Cache], Future[Any]] | None = None,
-) -> tuple[Cache, Array, Cost]:
-    """then(params, cache): told what comes out, before it does, where its shapes are known."""
-    use_disk_cache()
-    model, config, cost = params.config, config.bound(params), Cost()
-    chunk = config.chunk if chunk is None else chunk
-    check(config, model, chunk)
-    check_length(config, model, max(map(len, rows)), room)
-    if config.shorten:
-        rows = shortened(config.shorten, params, rows, cost)
-    longest = max(map(len, rows))
-    if config.unlimited:
-        params = replace(params, config=reaching(model, longest + room))
-    whole = not chunk or chunk >= longest
-    length = bucket(longest) if whole else -(-longest // chunk) * chunk
-    cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
-    ids = pad(rows, length)
-    if then and not config.budget.measures and len(params.embed.sharding.device_set) == 1:
-        cost.begun = then(params, cache)
-    if whole:
-        return *read(params, config, cache, rows, ids, cost), cost
-    logits = None
-    for i in range(0, length, chunk):
-        cache, logits = cost.run(absorb_own, params, cache, ids[:, i : i + chunk])
-    assert logits is not None
-    return cache, logits, cost
 
 
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
@@ -129,40 +92,7 @@ def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     if not isinstance(cache, Cache):
         raise TypeError(f"cache is {short(cache)}: give a Cache, as prefill and generate make it")
     rows, _ = encode(params, prompt)
-    return _extend(params, cache, rows, 0)[:2]
-
-
-def _extend(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tuple[Cache, Array, Cost]:
-    if len(rows) != cache.rows:
-        raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
-    longest = int(cache.seen.max()) + max(map(len, rows)) + new
-    for plan in cache.plan[:1]:
-        if plan.tiers and not plan.tiers[0].evicts and longest > plan.longest:
-            raise ValueError(
-                f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
-            )
-    _check_on_top(cache, rows, new)
-    cost, model = Cost(), cache.model
-    unlimited = any(plan.budget.bounded and any(t.at == "rank" for t in plan.tiers) for plan in cache.plan)
-    check_total(model, unlimited, longest - new, new, "cache and prompt have")
-    if unlimited:
-        cache = replace(cache, model=reaching(model, bucket(longest)))
-    params = replace(params, config=cache.model)
-    cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
-    return cache, logits, cost
-
-
-def _check_on_top(cache: Cache, rows: list[list[int]], new: int) -> None:
-    """Raise ValueError if a cache that keeps what follows its prompt on top of the budget has no room for it."""
-    for plan in cache.plan[:1]:
-        more, nothing = jnp.array([len(row) for row in rows], jnp.int32), jnp.zeros(1, jnp.int32)
-        room = on_top(plan, nothing, nothing + cache.new)
-        asked = on_top(plan, cache.counts.later + more, cache.counts.generated + new)
-        if plan.grows and int(asked.max()) > int(room[0]):
-            raise ValueError(
-                f"the cache has room for {int(room[0])} tokens on top of its budget, after its prompt, and would hold "
-                f"{int(asked.max())}: prefill with a larger room="
-            )
+    return extended(params, cache, rows, 0)[:2]
 
 
 def generate(
@@ -294,14 +224,14 @@ class _Run:
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
-            self.cache, logits, self.prefill_cost = _extend(params, cache, self.rows, new)
+            self.cache, logits, self.prefill_cost = extended(params, cache, self.rows, new)
         else:
             config = cache
             self.name, self.bounded, self.exactness = str(config), config.budget.bounded, config.exactness
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
             begin = partial(self._begin, penalized=penalized, compare=compare)
-            self.cache, logits, self.prefill_cost = _prefill(params, config, self.rows, self.room, chunk, begin)
+            self.cache, logits, self.prefill_cost = prefilled(params, config, self.rows, self.room, chunk, begin)
         self.params = replace(params, config=self.cache.model)
         self.predicted = self.cache.nbytes
         self.state = self._start(
@@ -422,7 +352,7 @@ class _Run:
             return None, None
         # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
         forced = jnp.asarray(self.state.out)
-        cache, logits, _ = _prefill(self.params, composition(None), self.rows, self.room, 0)
+        cache, logits, _ = prefilled(self.params, composition(None), self.rows, self.room, 0)
         state = Decoding(
             cache=cache,
             logits=logits,

@@ -1,9 +1,11 @@
-"""Prompts that stay whole until more is known: what is read behind them, what the layers say, and then one flush."""
+"""The prefill: prompts in one piece or in chunks, and those that stay whole until probes and layers were asked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,25 +13,93 @@ from jax import Array
 
 from jkv.core.attend import attend_causal
 from jkv.core.cache import Cache, LayerCache, Queries
-from jkv.core.compiled import ANY, program
+from jkv.core.compiled import ANY, Cost, program, use_disk_cache
 from jkv.core.evidence import evidence
-from jkv.core.flush import flush, ranked
-from jkv.core.loop import absorb_own, as_window, by_kind, longer, reading
+from jkv.core.flush import flush, on_top, ranked
+from jkv.core.layer import LayerConfig
+from jkv.core.loop import absorb, absorb_own, as_window, by_kind, longer, reading
 from jkv.core.positions import bucket, pad, positions
 from jkv.generation.draft import greedy
+from jkv.generation.prompts import check_length, check_total, reaching
 from jkv.generation.sizes import divided, empty
+from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.methods.scores.probes import Sought
 from jkv.methods.shorten import Shorten
-from jkv.models import family
+from jkv.models import Params, family
 from jkv.models import layer as block
+from jkv.models.rope import Rope
 
-if TYPE_CHECKING:
-    from jkv.core.compiled import Cost
-    from jkv.core.layer import LayerConfig
-    from jkv.methods.config import CacheConfig
-    from jkv.models import Params
-    from jkv.models.rope import Rope
+
+def prefilled(
+    params: Params,
+    config: CacheConfig,
+    rows: list[list[int]],
+    room: int,
+    chunk: int | None,
+    then: Callable[[Params, Cache], Future[Any]] | None = None,
+) -> tuple[Cache, Array, Cost]:
+    """The cache after prompts, the logits of what comes next, and what it cost; ValueError for what cannot work.
+
+    then(params, cache): told what comes out, before it does, where its shapes are known.
+    """
+    use_disk_cache()
+    model, config, cost = params.config, config.bound(params), Cost()
+    chunk = config.chunk if chunk is None else chunk
+    check(config, model, chunk)
+    check_length(config, model, max(map(len, rows)), room)
+    if config.shorten:
+        rows = shortened(config.shorten, params, rows, cost)
+    longest = max(map(len, rows))
+    if config.unlimited:
+        params = replace(params, config=reaching(model, longest + room))
+    whole = not chunk or chunk >= longest
+    length = bucket(longest) if whole else -(-longest // chunk) * chunk
+    cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
+    ids = pad(rows, length)
+    if then and not config.budget.measures and len(params.embed.sharding.device_set) == 1:
+        cost.begun = then(params, cache)
+    if whole:
+        return *read(params, config, cache, rows, ids, cost), cost
+    logits = None
+    for i in range(0, length, chunk):
+        cache, logits = cost.run(absorb_own, params, cache, ids[:, i : i + chunk])
+    assert logits is not None
+    return cache, logits, cost
+
+
+def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tuple[Cache, Array, Cost]:
+    """The cache after more text in every row, with room for `new` tokens after it; as `prefilled` otherwise."""
+    if len(rows) != cache.rows:
+        raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
+    longest = int(cache.seen.max()) + max(map(len, rows)) + new
+    for plan in cache.plan[:1]:
+        if plan.tiers and not plan.tiers[0].evicts and longest > plan.longest:
+            raise ValueError(
+                f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
+            )
+    _check_on_top(cache, rows, new)
+    cost, model = Cost(), cache.model
+    unlimited = any(plan.budget.bounded and any(t.at == "rank" for t in plan.tiers) for plan in cache.plan)
+    check_total(model, unlimited, longest - new, new, "cache and prompt have")
+    if unlimited:
+        cache = replace(cache, model=reaching(model, bucket(longest)))
+    params = replace(params, config=cache.model)
+    cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
+    return cache, logits, cost
+
+
+def _check_on_top(cache: Cache, rows: list[list[int]], new: int) -> None:
+    """Raise ValueError if a cache that keeps what follows its prompt on top of the budget has no room for it."""
+    for plan in cache.plan[:1]:
+        more, nothing = jnp.array([len(row) for row in rows], jnp.int32), jnp.zeros(1, jnp.int32)
+        room = on_top(plan, nothing, nothing + cache.new)
+        asked = on_top(plan, cache.counts.later + more, cache.counts.generated + new)
+        if plan.grows and int(asked.max()) > int(room[0]):
+            raise ValueError(
+                f"the cache has room for {int(room[0])} tokens on top of its budget, after its prompt, and would hold "
+                f"{int(asked.max())}: prefill with a larger room="
+            )
 
 
 def read(

@@ -13,7 +13,7 @@ from rig import MODEL, PARAMS, H, L
 import jkv
 from jkv.core import loop
 from jkv.core.positions import pad
-from jkv.generation import sizes, whole
+from jkv.generation import prefill, sizes
 from jkv.generation.draft import greedy
 from jkv.methods import CATALOGUE, checks, parse
 from jkv.methods.scores.probes import AGAIN, Pseudo, Rebuilt
@@ -28,7 +28,7 @@ def found(text: str) -> list[np.ndarray]:
     cache = sizes.empty(config.uncut(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
     cache, _ = loop.absorb(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
     for part in config.score.probes(PARAMS, ROWS, greedy):
-        cache = whole.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.about))
+        cache = prefill.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.about))
     out = []
     for layer in cache.layers:
         pos, x = np.asarray(layer.recent.pos), np.asarray(layer.recent.columns["learned"], float)

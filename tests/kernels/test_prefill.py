@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv import kernels, methods, models
 from jkv.core import attend, loop
-from jkv.generation import sizes, whole
+from jkv.generation import prefill, sizes
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 
 CASES = [
@@ -55,7 +55,7 @@ def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str)
     config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncut(80)
     cache = sizes.empty(config, params.config, 1, 80, 0, jnp.float32)
     ids, about = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
-    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (2, whole.probe, about)):
+    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (2, prefill.probe, about)):
         traced = str(jax.make_jaxpr(function)(params, cache, ids, *more))
         assert traced.count("name=prefill_attention") == (calls if kind == "tpu" else 0)
 

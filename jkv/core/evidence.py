@@ -115,11 +115,11 @@ class Evidence:
 
         p = exp(q . k * scale - lse) with the saved log-sum-exp: the probability that attention really used. A dead
         query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once. A step
-        gives f32[B,H,s], or several of them; join(older, newer) puts tiles of queries together, and 0 changes nothing:
-        they are added, each to its own, if no other is given.
+        gives f32[B,H,s,...], or several of them; join(older, newer) puts tiles of queries together, and 0 changes
+        nothing: they are added, each to its own, if no other is given.
         """
         parts = [self._folded(source, step, queries, join) for source in self._sources()]
-        return jax.tree.map(lambda *x: jnp.concatenate(x, -1), *parts)
+        return jax.tree.map(lambda *x: jnp.concatenate(x, 2), *parts)
 
     def sums(self, queries: Queries) -> Array:
         """f32[B,H,S]: the sum of p over the queries and G, p as in `fold`."""

@@ -140,10 +140,9 @@ class Persistence(Score):
         def seen(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
             return jnp.broadcast_to(visible(q_pos, pos, window)[:, :, None], p.shape).astype(jnp.float32).sum(-1)
 
-        def low(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, ...]:
+        def low(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
             see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
-            bits = jnp.einsum("bhns,bnw->wbhs", (see & (p.mean(2) < 1)).astype(jnp.float32), self.bits(q_pos))
-            return tuple(bits)
+            return jnp.einsum("bhns,bnw->bhsw", (see & (p.mean(2) < 1)).astype(jnp.float32), self.bits(q_pos))
 
         times = jnp.log(jnp.maximum(ev.over_keys(seen, asked), 1))  # n p: how many times the uniform share
         new = ev.fold(low, replace(asked, lse=asked.lse - times))
@@ -151,7 +150,7 @@ class Persistence(Score):
         out = dict(ev.columns)
         for i in range(words):
             kept = jnp.where(ev.live, out[self.words[i]], 0).astype(jnp.int32) & ~stale[:, i, None, None]
-            out[self.words[i]] = kept.astype(jnp.float32) + new[i]
+            out[self.words[i]] = kept.astype(jnp.float32) + new[..., i]
         return out
 
     def bits(self, pos: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jkv.models.rope import Rope
@@ -78,6 +78,18 @@ class ModelConfig:
     def attends(self, i: int) -> bool:
         """Whether block i attends."""
         return self.mixers is None or i not in self.mixers.at
+
+    def block(self, i: int) -> "ModelConfig":
+        """Of block i alone."""
+        before = sum(map(self.attends, range(i)))
+        own = slice(before, before + self.attends(i))
+        mixers = replace(self.mixers, at=() if self.attends(i) else (0,)) if self.mixers else None
+        turns, seen = self.ropes[own], self.windows[own]
+        return replace(self, layers=len(turns), ropes=turns, windows=seen, mixers=mixers)
+
+    def attending(self, a: int) -> "ModelConfig":
+        """Of the a-th block that attends, alone."""
+        return self.block([i for i in range(self.depth) if self.attends(i)][a])
 
     def __hash__(self) -> int:
         # jit hashes its static arguments at every call; all layers' ropes would cost more than the lookup

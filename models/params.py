@@ -64,6 +64,22 @@ class Params:
     config: ModelConfig = static()
     tokenizer: Any = static(default=None)
 
+    def block(self, i: int) -> "Params":
+        """A model that is block i alone: blocks that are alike differ in their arrays only, so programs serve them all.
+
+        >>> from jkv import models
+        >>> p = models.random(models.TINY)
+        >>> p.block(0).config == p.block(1).config, p.block(1).config.depth
+        (True, 1)
+        """
+        w, config = self.layers[i], self.config.block(i)
+        return replace(self, embed=None, layers=(w,), norm=None, head=None, config=config, tokenizer=None)
+
+    @property
+    def ends(self) -> "Params":
+        """The model without blocks: it turns tokens into the first one's input, and the last one's into logits."""
+        return replace(self, layers=(), tokenizer=None)
+
     def first(self, layers: int) -> "Params":
         """The model cut in front of a layer, so that `layers` attend: a draft, and its programs compile sooner.
 

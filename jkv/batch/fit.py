@@ -61,9 +61,9 @@ def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
     draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    block, _ = compiled(run_blocks, params, state, draws, shape(()), over=over)
+    block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
     ids = shape((shapes.several, shapes.bucket.length))
-    prefill, _ = compiled(absorb_own, params, blank, ids, over=over, fresh=True)
+    prefill, _ = compiled(absorb_own.whole, params, blank, ids, over=over, fresh=True)
 
     def here(tree: Any) -> int:
         return tree_bytes(tree) if over is None else bytes_of(tree, over.shardings(tree))

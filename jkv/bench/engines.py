@@ -63,7 +63,7 @@ class Jkv:
         n, block = ids.shape[1], self.config.steps
         state = self.decoding(ids[:, : n - block], block + steps)
         stop = jnp.int32(block)
-        program, seconds = compiled(loop.run_blocks, self.params, state, self.sampling, stop)
+        program, seconds = compiled(loop.run_blocks.whole, self.params, state, self.sampling, stop)
         return program(self.params, state, self.sampling, stop), program, seconds
 
     def run(self, state: loop.Decoding, stop: int) -> loop.Decoding:

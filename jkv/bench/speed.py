@@ -67,7 +67,7 @@ def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
     """Milliseconds of the prompt; the cache has room for a block more."""
     checks.check_prefill(engine.config, "jkv bench prefill")
     cache, x = engine.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
-    program, seconds = compiled(loop.absorb, engine.params, cache, x, fresh=True)
+    program, seconds = compiled(loop.absorb.whole, engine.params, cache, x, fresh=True)
     trial = lambda: [clock(lambda: program(engine.params, cache, x))]  # noqa: E731
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
 

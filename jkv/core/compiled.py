@@ -6,7 +6,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -16,6 +16,7 @@ import jax
 from jax.experimental.layout import Format, Layout
 
 from jkv import kernels
+from jkv.core.cache import Cache, Decoding, tree_bytes
 from jkv.host import disk, forked
 from jkv.host.disk import cache_dir
 from jkv.models import Params
@@ -27,9 +28,10 @@ ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the 
 
 # Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory maps, 0.1 to 0.2 MB a
 # map, of which Linux gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two.
-LIMIT, HELD, MAPS = 16, 16_000, 30_000  # programs; maps of all of them; maps of the process
+LIMIT, HELD, MAPS = 256, 16_000, 30_000  # programs; maps of all of them; maps of the process
 LOCK = Lock()  # of the two below
 PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
+BESIDE = ThreadPoolExecutor(1, "compile")  # one after the other: whoever waits for a program needs a core, too
 BEGUN: dict[Any, Future[Compiled]] = {}  # those that a thread is compiling now, for all who ask for them
 
 
@@ -57,6 +59,28 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
         out: Any = jax.jit(function, **options)
         out.free, out.over = jitted(function, arguments, results), partial(over, function)
         return out
+
+    return decorate
+
+
+Run = Callable[..., Any]  # runs a program: run(program, *arguments, **static)
+
+
+def call(function: Any, *args: Any, **static: Any) -> Any:
+    """How a flow runs its programs if nobody asks what they cost: under a `jax.jit` they become one."""
+    return function(*args, **static)
+
+
+def flow(**options: Any) -> Callable[[Any], Any]:
+    """A function that runs programs, layer by layer, through its argument `run`; `.whole` is one `program` of it all.
+
+    Layers that are alike share their programs, so they are compiled once; a mesh takes the whole. What happens between
+    two programs is no arithmetic: a flow also goes through shapes, where `run` only compiles.
+    """
+
+    def decorate(function: Any) -> Any:
+        function.whole = program(**options)(function)
+        return function
 
     return decorate
 
@@ -105,6 +129,7 @@ def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any)
         if program is not None:
             PROGRAMS[key] = program
             return program, 0.0
+    jax.block_until_ready(args)  # or else what is under way ends beside the compiler, and unseen
     start = time.perf_counter()
     begun, mine = _begin(key)
     if mine:
@@ -197,42 +222,61 @@ def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
         except BaseException as error:
             _fail(key, begun, error)
             raise
-        beside = ThreadPoolExecutor(1, "compile")
-        beside.submit(_fill, key, begun, lambda: Compiled(*lowered))
-        beside.shutdown(wait=False)
+        BESIDE.submit(_fill, key, begun, lambda: Compiled(*lowered))
     return begun
 
 
 def beside_weights(args: tuple[Any, ...]) -> int:
     """Bytes of a program's arguments that are not a model."""
-    return sum(x.nbytes for arg in args if not isinstance(arg, Params) for x in jax.tree.leaves(arg))
+    return sum(tree_bytes(arg) for arg in args if not isinstance(arg, Params))
+
+
+def caches(args: tuple[Any, ...]) -> int:
+    """Bytes of the caches among arguments, and of what decodes with them."""
+    return sum(tree_bytes(arg) for arg in args if isinstance(arg, Cache | Decoding))
 
 
 @dataclass
 class Cost:
-    """Seconds spent compiling and running, and the programs compiled; over: the mesh that they run on, if any."""
+    """Seconds spent compiling and running, the programs compiled, and bytes: those that programs hold beside arguments
+    and results, and all but weights at the worst moment. over: the mesh that programs run on, if any."""
 
     compiling: float = 0.0
     running: float = 0.0
     programs: int = 0
     over: Over | None = None
     peak: int = 0
-    begun: Future[Compiled] | None = None
+    temporary: int = 0
 
-    def run(self, function: Any, *args: Any, **static: Any) -> Any:
-        program, seconds = compiled(function, *args, over=self.over, **static)
-        self.compiling += seconds + self._waited()  # or else the time of running would be that of two things
-        self.programs += seconds > 0
-        self.peak = max(self.peak, program.made + beside_weights(args))
-        start = time.perf_counter()
-        out = jax.block_until_ready(program(*args))
-        self.running += time.perf_counter() - start
+    def run(self, flow: Any, *args: Any, **static: Any) -> Any:
+        """What a flow gives, once it is there."""
+        start, before = time.perf_counter(), self.compiling
+        out = jax.block_until_ready(self.begin(flow, *args, **static))
+        self.running += time.perf_counter() - start - (self.compiling - before)
         return out
 
-    def _waited(self) -> float:
-        start = time.perf_counter()
-        wait([self.begun] if self.begun else [])
-        return time.perf_counter() - start if self.begun else 0.0
+    def begin(self, flow: Any, *args: Any, **static: Any) -> Any:
+        """What a flow will give; on a mesh it is one program."""
+        if self.over is not None or _spread(args):
+            return self._one(flow.whole, args, static, 0)
+        held = caches(args)
+        one = lambda function, *args, **static: self._one(function, args, static, held)  # noqa: E731
+        return flow(*args, **static, run=one)
+
+    def _one(self, function: Any, args: tuple[Any, ...], static: dict[str, Any], held: int) -> Any:
+        """held: bytes of the whole cache, of which a program may be given a layer."""
+        program, seconds = compiled(function, *args, over=self.over, **static)
+        self.compiling += seconds
+        self.programs += seconds > 0
+        self.temporary = max(self.temporary, program.temporary)
+        self.peak = max(self.peak, program.made + beside_weights(args) + (0 if caches(args) else held))
+        return program(*args)
+
+
+def _spread(args: tuple[Any, ...]) -> bool:
+    """Whether arguments lie on several devices."""
+    first = jax.tree.leaves(args)[0]
+    return isinstance(first, jax.Array) and len(first.sharding.device_set) > 1
 
 
 def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None) -> Any:

@@ -15,10 +15,10 @@ from jkv.arrays.gather import take_along
 from jkv.arrays.partial import merge_all
 from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_causal, visible
-from jkv.core.cache import Cache, Decoding, LayerCache, Queries, Tier, Window
-from jkv.core.compiled import ANY, program
+from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Queries, Window
+from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.flush import flush, going_on
-from jkv.core.layer import LayerConfig
+from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.positions import positions
 from jkv.core.rest import beside, compensated
 from jkv.core.sampling import Sampling, sample
@@ -34,40 +34,140 @@ if TYPE_CHECKING:
 Weights = Mapping[str, Array]
 
 
-@program(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"))
-def absorb(params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False) -> tuple[Cache, Array]:
+@flow(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"))
+def absorb(
+    params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False, run: Run = call
+) -> tuple[Cache, Array]:
     """The cache after tokens i32[B,T] (right-aligned, -1 is padding), and the logits f32[B,V] of the newest.
 
     Every layer flushes as soon as its attention is done, so only one layer's dense keys and values exist at a time.
     `fresh`: the cache is known to be empty; `later`: the tokens are no part of the prompt, as a question after it.
     """
-    return _absorbed(params, cache if fresh else entered(params, cache, True), ids, fresh, begun=not fresh, later=later)
+    layers = tuple(run(copied, x) for x in cache.layers)
+    states = tuple(run(copied, x) for x in cache.states)
+    return absorb_own(params, replace(cache, layers=layers, states=states), ids, fresh, later, run)
+
+
+@flow(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"), donate_argnames=("cache",))
+def absorb_own(
+    params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False, run: Run = call
+) -> tuple[Cache, Array]:
+    """`absorb` for a cache that nobody needs any more: the new one takes its memory, layer by layer."""
+    if not fresh:
+        cache = replace(cache, states=entered(params, cache.states, jnp.bool_(True), run))
+    return _absorbed(run, params, cache, ids, fresh, begun=not fresh, later=later)
+
+
+@flow(arguments=(None, ANY, ANY, None, None), results=(ANY, None))
+def absorb_after(
+    params: Params, empty: Cache, firsts: Cache, index: Array, ids: Array, run: Run = call
+) -> tuple[Cache, Array]:
+    """`absorb` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncut`.
+
+    The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
+    """
+    layers = tuple(
+        replace(a, **dict(zip(("recent", "queries"), run(picked, (b.recent, b.queries), index), strict=True)))
+        for a, b in zip(empty.layers, firsts.layers, strict=True)
+    )
+    states = tuple(run(picked, x, index) for x in firsts.states)
+    begun = replace(empty, layers=layers, states=states, counts=run(picked, firsts.counts, index))
+    return _absorbed(run, params, begun, ids, fresh=True, begun=True)
 
 
 def _absorbed(
-    params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool, later: bool = False
+    run: Run, params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool, later: bool = False
 ) -> tuple[Cache, Array]:
     """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like.
 
     Nothing waits for the states.
     """
-    model = cache.model
-    net = family(model)
-    pos = positions(ids, cache.seen)
-    counts = cache.counts.given((ids >= 0).sum(1).astype(jnp.int32), later)
-    steps = cache.fill - cache.stay if begun else None
-
-    def run(
-        pos: Array, below: tuple[LayerCache, ...], i: int, new: Any
-    ) -> tuple[Array, tuple[LayerCache, Array | None]]:
-        plan, layer, rope, dtype = cache.plan[i], cache.layers[i], model.ropes[i], cache.layers[i].recent.k.dtype
+    model, ends, stay = cache.model, params.ends, cache.stay
+    x, pos, counts, steps = run(
+        embedded, ends, ids, cache.counts, cache.fill, stay=stay if begun else None, later=later
+    )
+    layers: tuple[LayerCache, ...] = ()
+    states: tuple[State, ...] = ()
+    for i in range(model.depth):
+        one = params.block(i)
+        if not model.attends(i):
+            x, state = run(mixed, one, cache.states[len(states)], x, pos)
+            states += (state,)
+            continue
+        layer, plan = cache.layers[len(layers)], cache.plan[len(layers)]
         # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
-        last = i == model.layers - 1 and model.attends(model.depth - 1)
-        rows = max(1, plan.needs.queries) if last and not (plan.needs.new or plan.needs.prompt) else pos.shape[1]
-        q_pos = pos[:, -rows:]
-        q = rope.rotate(new.q[:, :, :, -rows:], q_pos[:, None, None]).astype(dtype)
+        last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
+        rows = max(1, plan.needs.queries) if last else None
+        x, window, asked, queries = run(attended, one, layer, plan, x, pos, steps, fresh=fresh, rows=rows)
+        below = plan.under(layers)
+        layer, on = run(
+            flushed,
+            replace(layer, queries=None),
+            window,
+            asked,
+            plan,
+            counts,
+            below,
+            model=one.config,
+            fresh=fresh,
+            narrows=plan.narrow is not None and not begun,
+        )
+        del window, asked  # a layer's dense keys and values, before the next layer's are made
+        layers += (replace(layer, queries=queries),)
+        if on is not None:
+            x, pos = run(narrowed, x, pos, on)
+    logits = run(said, ends, x)
+    return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(stay)), logits
+
+
+@program(arguments=(ANY,), results=ANY)
+def copied(x: Any) -> Any:
+    return jax.tree.map(jnp.copy, x)
+
+
+@program(arguments=(ANY, None), results=ANY)
+def picked(x: Any, index: Array) -> Any:
+    """The rows i32[n] of arrays [B,...]."""
+    return jax.tree.map(lambda y: y[index], x)
+
+
+@program(arguments=(None, None, None, None), results=None, static_argnames=("stay", "later"))
+def embedded(
+    ends: Params, ids: Array, counts: Counts, fill: Array, stay: int | None, later: bool
+) -> tuple[Array, Array, Counts, Array | None]:
+    """Tokens i32[B,T] as the first block takes them, x [B,T,E], their positions i32[B,T], the counts after them, and
+    the steps since the last flush, if the recent windows, where `stay` entries stay, may hold any."""
+    pos = positions(ids, counts.seen)
+    counts = counts.given((ids >= 0).sum(1).astype(jnp.int32), later)
+    x = family(ends.config).embed(ends, jnp.maximum(ids, 0))
+    return x, pos, counts, None if stay is None else fill - stay
+
+
+@program(
+    arguments=(None, ANY, None, None, None, None),
+    results=(None, ANY, ANY, ANY),
+    static_argnames=("fresh", "rows"),
+)
+def attended(
+    one: Params,
+    layer: LayerCache,
+    plan: LayerConfig,
+    x: Array,
+    pos: Array,
+    steps: Array | None,
+    fresh: bool,
+    rows: int | None,
+) -> tuple[Array, Window, tuple[Queries | None, Queries | None], Queries | None]:
+    """A block's output for x [B,T,E] at pos i32[B,T], or for its newest rows, and what the layer's flush takes: the
+    window, the queries kept and new, and the ring of queries after it. steps: since the last flush, or None."""
+    model = one.config
+    rope, dtype = model.ropes[0], layer.recent.k.dtype
+
+    def run(_: int, new: Any) -> tuple[Array, Any]:
+        q_pos = pos if rows is None else pos[:, -rows:]
+        q = rope.rotate(new.q[:, :, :, -q_pos.shape[1] :], q_pos[:, None, None]).astype(dtype)
         window = as_window(new, pos, plan, rope, dtype)
-        if begun:
+        if steps is not None:
             window = longer(layer.recent, window)
         until = plan.score.until(window.columns, window.pos)
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until, plan.kernels)
@@ -78,65 +178,66 @@ def _absorbed(
             ]
             part = compensated(merge_all([part, *past, *beside(q, layer.rest, model.scale)]), layer.rest)
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps)
-        below = plan.under(below)
-        narrowed = plan.narrow is not None and not begun
-        on = going_on(layer, window, asked, counts.seen, plan, rope, model, below) if narrowed else None
-        layer = flush(replace(layer, queries=kept), window, asked, counts, plan, rope, model, fresh, below)
-        return part.finish(), (layer, on)
+        return part.finish(), (window, asked, kept)
 
-    read = reading(cache, pos)
-
-    def mix(i: int, w: Weights, x: Array) -> tuple[Array, tuple[State, None]]:
-        y, state = read(i, w, x)
-        return y, (state, None)
-
-    x, made = net.embed(params, jnp.maximum(ids, 0)), []
-    for i in range(model.depth):
-        x, (one, on) = block(params, i, x, pos, partial(run, pos, by_kind(model, made)[0]), mix)
-        made.append(one)
-        if on is not None:
-            x = take_along(x, on[..., None], 1)
-            pos = jnp.where(on < 0, -1, take_along(pos, on, 1))
-    logits = net.head(params, x[:, -1:])[:, 0]
-    layers, states = by_kind(model, made)
-    return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(cache.stay)), logits
+    x, made = block(one, 0, x, pos, run, none)
+    return x, *made
 
 
-def reading(cache: Cache, pos: Array) -> Mix:
-    """The mixers of blocks that recur, for tokens at pos i32[B,T] after those of the cache; beside it the new state."""
+def none(*_: Any) -> Any:
+    """The function of the other kind of blocks: a block that attends does not recur."""
+    raise AssertionError
 
-    def mix(i: int, w: Weights, x: Array) -> tuple[Array, State]:
-        m = cache.model.mixers
-        assert m is not None
-        return ssd.read(w, m, cache.model.eps, x, pos >= 0, cache.states[i])
+
+@program(
+    arguments=(ANY, ANY, ANY, None, None, ANY),
+    results=(ANY, None),
+    static_argnames=("model", "fresh", "narrows"),
+    donate_argnames=("layer",),
+)
+def flushed(
+    layer: LayerCache,
+    window: Window,
+    asked: tuple[Queries | None, Queries | None],
+    plan: LayerConfig,
+    counts: Counts,
+    below: tuple[LayerCache, ...],
+    model: ModelConfig,
+    fresh: bool,
+    narrows: bool,
+) -> tuple[LayerCache, Array | None]:
+    """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it narrows."""
+    rope = model.ropes[0]
+    on = going_on(layer, window, asked, counts.seen, plan, rope, model, below) if narrows else None
+    return flush(layer, window, asked, counts, plan, rope, model, fresh, below), on
+
+
+@program(arguments=(None, ANY, None, None), results=(None, ANY), donate_argnames=("state",))
+def mixed(one: Params, state: State, x: Array, pos: Array) -> tuple[Array, State]:
+    """The output of a block that recurs for x [B,T,E] at pos i32[B,T], and its state after them."""
+    return block(one, 0, x, pos, none, reading(one.config, state, pos))
+
+
+def reading(model: ModelConfig, state: State, pos: Array) -> Mix:
+    """The mixer of a block that recurs, for tokens at pos i32[B,T] after those of its state, and the new state."""
+
+    def mix(_: int, w: Weights, x: Array) -> tuple[Array, State]:
+        assert model.mixers is not None
+        return ssd.read(w, model.mixers, model.eps, x, pos >= 0, state)
 
     return mix
 
 
-def by_kind(model: ModelConfig, made: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What was made of each block: of those that attend, and of those that recur."""
-    attend = tuple(x for i, x in enumerate(made) if model.attends(i))
-    return attend, tuple(x for i, x in enumerate(made) if not model.attends(i))
+@program(arguments=(None, None, None), results=(None, None))
+def narrowed(x: Array, pos: Array, on: Array) -> tuple[Array, Array]:
+    """The entries i32[B,n] of x [B,T,E] at pos i32[B,T]; -1: a pad."""
+    return take_along(x, on[..., None], 1), jnp.where(on < 0, -1, take_along(pos, on, 1))
 
 
-# For a cache that nobody needs any more: the new one takes its memory.
-absorb_own = program(
-    arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"), donate_argnames=("cache",)
-)(absorb.__wrapped__)
-
-
-@program(arguments=(None, ANY, ANY, None, None), results=(ANY, None))
-def absorb_after(params: Params, empty: Cache, firsts: Cache, index: Array, ids: Array) -> tuple[Cache, Array]:
-    """`absorb` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncut`.
-
-    The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
-    """
-    first = firsts.pick(index)
-    layers = tuple(
-        replace(a, recent=b.recent, queries=b.queries) for a, b in zip(empty.layers, first.layers, strict=True)
-    )
-    begun = replace(empty, layers=layers, states=first.states, counts=first.counts)
-    return _absorbed(params, begun, ids, fresh=True, begun=True)
+@program(arguments=(None, None), results=None)
+def said(ends: Params, x: Array) -> Array:
+    """Logits f32[B,V] of the newest of x [B,T,E]."""
+    return family(ends.config).head(ends, x[:, -1:])[:, 0]
 
 
 def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any, step: bool = False) -> Window:
@@ -167,123 +268,167 @@ def _ask(
 
 
 @value
-class Moving:
-    """What one decode step changes: recent windows, kept queries, states' windows, seen, fill. The tiers are constants
-    to it, but for the summaries of selectors that watch: of each layer and tier, None where there is none."""
+class Moved:
+    """What a decode step changes of a layer: the recent window, the kept queries, and in tiers, which are constants to
+    it otherwise, the summaries of selectors that watch (None where there is none)."""
 
-    recent: tuple[Window, ...]
-    queries: tuple[Queries | None, ...]
-    summaries: tuple[tuple[Any, ...], ...]
+    recent: Window
+    queries: Queries | None
+    summaries: tuple[Any, ...]
+
+    def into(self, layer: LayerCache) -> LayerCache:
+        tiers = tuple(
+            t if s is None else replace(t, summary=s) for t, s in zip(layer.tiers, self.summaries, strict=True)
+        )
+        return replace(layer, recent=self.recent, queries=self.queries, tiers=tiers)
+
+
+@value
+class Moving:
+    """What one decode step changes: of layers, of states, seen i32[B], fill."""
+
+    layers: tuple[Moved, ...]
     states: tuple[State, ...]
     seen: Array
     fill: Array
 
 
+# Traced once for all blocks that are alike, as the two below: somebody waits for the program.
+@jax.jit
+def _attending(
+    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, fill: Array
+) -> tuple[Array, Moved]:
+    """A block's output for one token x [B,1,E] at pos i32[B,1], and what changes of its layer."""
+    model = one.config
+    rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
+
+    def run(_: int, new: Any) -> tuple[Array, Moved]:
+        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        fresh = as_window(new, pos, plan, rope, dtype, step=True)
+        window = jax.tree.map(
+            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, fill, 1 if a.ndim == 2 else 2), recent, fresh
+        )
+        parts = [attend(q, window.k, window.v, visible(pos, window.pos[:, None], plan.window), model.scale)]
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
+        part = compensated(merge_all([*parts, *beside(q, layer.rest, model.scale)]), layer.rest)
+        summaries = tuple(
+            observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if _watches(c) else None
+            for t, c in zip(layer.tiers, plan.tiers, strict=True)
+        )
+        queries = layer.queries
+        if queries is not None:
+            step = jnp.remainder(fill - plan.stay, plan.queries)
+            queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
+        return part.finish(), Moved(recent=window, queries=queries, summaries=summaries)
+
+    return block(one, 0, x, pos, run, none)
+
+
+@jax.jit
+def _mixing(one: Params, state: State, x: Array, pos: Array, alive: Array) -> tuple[Array, State]:
+    """The same of a block that recurs, and its state."""
+    model = one.config
+
+    def mix(_: int, w: Weights, x: Array) -> tuple[Array, State]:
+        assert model.mixers is not None
+        return ssd.step(w, model.mixers, model.eps, x, alive, state)
+
+    return block(one, 0, x, pos, none, mix)
+
+
 def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: Array) -> tuple[Moving, Array]:
     """One token i32[B] per row that is alive: the moving part after it, and logits f32[B,V]."""
-    model = cache.model
-    net = family(model)
+    model, ends = cache.model, params.ends
     pos = jnp.where(alive, moving.seen, -1)[:, None]
-
-    def run(i: int, new: Any) -> tuple[Array, tuple[Window, Queries | None, tuple[Any, ...]]]:
-        plan, rope, recent = cache.plan[i], model.ropes[i], moving.recent[i]
-        tiers = _tiers(cache.layers[i], moving.summaries[i])
-        dtype = recent.k.dtype
-        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        one = as_window(new, pos, plan, rope, dtype, step=True)
-        recent = jax.tree.map(
-            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, moving.fill, 1 if a.ndim == 2 else 2), recent, one
-        )
-        parts = [attend(q, recent.k, recent.v, visible(pos, recent.pos[:, None], plan.window), model.scale)]
-        for tier, config in zip(tiers, plan.tiers, strict=True):
-            parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
-        rest, queries = cache.layers[i].rest, moving.queries[i]
-        part = compensated(merge_all([*parts, *beside(q, rest, model.scale)]), rest)
-        summaries = tuple(
-            observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if c.select and c.select.watches else None
-            for t, c in zip(tiers, plan.tiers, strict=True)
-        )
-        if queries is not None:
-            step = jnp.remainder(moving.fill - plan.stay, plan.queries)
-            queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
-        return part.finish(), (recent, queries, summaries)
-
-    def mix(i: int, w: Weights, x: Array) -> tuple[Array, State]:
-        assert model.mixers is not None
-        return ssd.step(w, model.mixers, model.eps, x, alive, moving.states[i])
-
-    x, moved = net.embed(params, token[:, None]), []
+    x = family(model).embed(ends, token[:, None])
+    layers: tuple[Moved, ...] = ()
+    states: tuple[State, ...] = ()
     for i in range(model.depth):
-        x, parts = block(params, i, x, pos, run, mix)
-        moved.append(parts)
-    layers, states = by_kind(model, moved)
-    recent, queries, summaries = zip(*layers, strict=True) if layers else ((), (), ())
-    after = Moving(
-        recent=recent,
-        queries=queries,
-        summaries=summaries,
-        states=states,
-        seen=moving.seen + alive.astype(jnp.int32),
-        fill=moving.fill + 1,
-    )
-    return after, net.head(params, x)[:, 0]
+        if model.attends(i):
+            a = len(layers)
+            layer = moving.layers[a].into(cache.layers[a])
+            x, moved = _attending(params.block(i), layer, cache.plan[a], x, pos, moving.fill)
+            layers += (moved,)
+        else:
+            x, state = _mixing(params.block(i), moving.states[len(states)], x, pos, alive)
+            states += (state,)
+    seen = moving.seen + alive.astype(jnp.int32)
+    return Moving(layers=layers, states=states, seen=seen, fill=moving.fill + 1), said(ends, x)
+
+
+def _watches(tier: TierConfig) -> bool:
+    return tier.select is not None and tier.select.watches
 
 
 def _split(cache: Cache) -> Moving:
-    return Moving(
-        recent=tuple(x.recent for x in cache.layers),
-        queries=tuple(x.queries for x in cache.layers),
-        summaries=tuple(
-            tuple(t.summary if c.select and c.select.watches else None for t, c in zip(x.tiers, p.tiers, strict=True))
-            for x, p in zip(cache.layers, cache.plan, strict=True)
-        ),
-        states=cache.states,
-        seen=cache.seen,
-        fill=cache.fill,
+    layers = tuple(
+        Moved(
+            recent=x.recent,
+            queries=x.queries,
+            summaries=tuple(t.summary if _watches(c) else None for t, c in zip(x.tiers, p.tiers, strict=True)),
+        )
+        for x, p in zip(cache.layers, cache.plan, strict=True)
     )
-
-
-def _tiers(layer: LayerCache, summaries: tuple[Any, ...]) -> tuple[Tier, ...]:
-    """The layer's tiers, with the summaries that steps have changed."""
-    return tuple(t if s is None else replace(t, summary=s) for t, s in zip(layer.tiers, summaries, strict=True))
+    return Moving(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill)
 
 
 def _join_cache(cache: Cache, moving: Moving) -> Cache:
-    layers = tuple(
-        replace(layer, recent=r, queries=q, tiers=_tiers(layer, s))
-        for layer, r, q, s in zip(cache.layers, moving.recent, moving.queries, moving.summaries, strict=True)
-    )
+    layers = tuple(moved.into(layer) for layer, moved in zip(cache.layers, moving.layers, strict=True))
     counts = replace(cache.counts, seen=moving.seen)
     return replace(cache, layers=layers, states=moving.states, counts=counts, fill=moving.fill)
 
 
-def settle(cache: Cache) -> Cache:
-    """Flush if the recent windows are full; otherwise nothing changes."""
-    due = cache.fill >= cache.room
+@flow(arguments=(ANY,), results=ANY, donate_argnames=("cache",))
+def settle(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
+    """Flush if it is due, or if the recent windows are full; otherwise nothing changes."""
+    due, fill = run(ripe, cache.fill, due, stay=cache.stay, room=cache.room)
+    layers: tuple[LayerCache, ...] = ()
+    for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
+        layers += (run(settled, layer, due, plan, cache.counts, plan.under(layers), model=cache.model.attending(i)),)
+    return replace(cache, layers=layers, fill=fill)
 
-    def settled(i: int, below: tuple[LayerCache, ...], layer: LayerCache) -> LayerCache:
-        plan, queries, asked = cache.plan[i], layer.queries, (None, None)
+
+@program(arguments=(None, None), results=None, static_argnames=("stay", "room"))
+def ripe(fill: Array, due: Array | None, stay: int, room: int) -> tuple[Array, Array]:
+    """Whether windows with `fill` of `room` entries flush, if they may, and the entries after it."""
+    now = fill >= room if due is None else due & (fill >= room)
+    return now, jnp.where(now, stay, fill)
+
+
+@program(arguments=(ANY, None, None, None, ANY), results=ANY, static_argnames=("model",), donate_argnames=("layer",))
+def settled(
+    layer: LayerCache,
+    due: Array,
+    plan: LayerConfig,
+    counts: Counts,
+    below: tuple[LayerCache, ...],
+    model: ModelConfig,
+) -> LayerCache:
+    """The layer after a flush of its recent window, if it is due."""
+
+    def change(layer: LayerCache) -> LayerCache:
+        queries, asked = layer.queries, (None, None)
         if queries is not None:
             n, queries = plan.needs.queries, queries.turned(plan.block)
             asked = (queries.newest(n) if n else None, queries.newest(plan.block) if plan.needs.new else None)
             layer = replace(layer, queries=queries)
-        rope, model = cache.model.ropes[i], cache.model
-        return flush(layer, layer.recent, asked, cache.counts, plan, rope, model, below=plan.under(below))
+        return flush(layer, layer.recent, asked, counts, plan, model.ropes[0], model, below=below)
 
-    layers: tuple[LayerCache, ...] = ()
-    for i, layer in enumerate(cache.layers):
-        layers += (_if(due, partial(settled, i, layers), layer),)
-    return replace(cache, layers=layers, fill=jnp.where(due, cache.stay, cache.fill))
+    return _if(due, change, layer)
 
 
-def entered(params: Params, cache: Cache, due: Array | bool) -> Cache:
-    """The cache whose states have taken in what waited, if it is due."""
-    m = cache.model.mixers
-    if m is None:
-        return cache
-    due = due & (cache.states[0].count > 0).any()
-    states = zip(m.at, cache.states, strict=True)
-    return replace(cache, states=tuple(_if(due, partial(ssd.settle, params.layers[i], m), x) for i, x in states))
+def entered(params: Params, states: tuple[State, ...], due: Array, run: Run = call) -> tuple[State, ...]:
+    """The states after they have taken in what waits, if it is due."""
+    at = params.config.mixers.at if params.config.mixers else ()
+    return tuple(run(entering, params.block(i), state, due) for i, state in zip(at, states, strict=True))
+
+
+@program(arguments=(None, ANY, None), results=ANY, donate_argnames=("state",))
+def entering(one: Params, state: State, due: Array) -> State:
+    m = one.config.mixers
+    assert m is not None
+    return _if(due & (state.count > 0).any(), partial(ssd.settle, one.layers[0], m), state)
 
 
 def _if(due: Array, change: Callable[[Any], Any], x: Any) -> Any:
@@ -292,51 +437,97 @@ def _if(due: Array, change: Callable[[Any], Any], x: Any) -> Any:
     return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x: change(x), x)
 
 
+def run_block(
+    params: Params, state: Decoding, sampling: Sampling, stop: Array, full: bool = True, run: Run = call
+) -> Decoding:
+    """One block: a flush if the recent windows are full, then steps until they are, `out` has `stop` columns, or no row
+    is alive. full: they may be, by all that the caller knows."""
+    cache = state.cache
+    more = run(going, state.count, state.alive, stop)
+    if full:
+        cache = settle(cache, more, run)
+    cache = replace(cache, states=entered(params, cache.states, more, run))
+    return run(steps, params, replace(state, cache=cache), sampling, stop)
+
+
+@program(arguments=(None, None, None), results=None)
+def going(count: Array, alive: Array, stop: Array) -> Array:
+    """Whether there is more to generate."""
+    return (count < stop) & alive.any()
+
+
 @program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("state",))
-def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
-    """Generate until `out` has `stop` columns or no row is alive, on the device: flush, then up to `block` steps."""
+def steps(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
+    """Step by step, on the device, until the recent windows are full, `out` has `stop` columns, or no row is alive."""
+    cache, room = state.cache, state.cache.room
 
+    def more(carry: Any) -> Array:
+        moving, _, alive, _, _, count, _ = carry
+        return (moving.fill < room) & going(count, alive, stop)
+
+    def one(carry: Any) -> Any:
+        moving, logits, alive, used, out, count, trace = carry
+        token = sample(logits, sampling, moving.seen, used)
+        if state.forced is not None:
+            token = jax.lax.dynamic_slice_in_dim(state.forced, count, 1, 1)[:, 0]
+        if trace is not None:
+            trace = jax.lax.dynamic_update_slice_in_dim(trace, logits[:, None], count, 1)
+        out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(alive, token, -1)[:, None], count, 1)
+        if used is not None:
+            used = used.at[jnp.arange(token.shape[0]), token].max(alive)
+        moving, logits = _advance(params, cache, moving, token, alive)
+        alive = alive & ~(token[:, None] == sampling.stop_ids[None]).any(-1)
+        return moving, logits, alive, used, out, count + 1, trace
+
+    carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
+    with jax.named_scope("step"):  # programs are read by such names, see aot/hlo.py
+        moving, logits, alive, used, out, count, trace = jax.lax.while_loop(more, one, carry)
+    cache = _join_cache(cache, moving)
+    return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
+
+
+def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array, run: Run = call) -> Decoding:
+    """Generate until `out` has `stop` columns or no row is alive, block by block. `.whole` does so on the device."""
+    for done, full in borders(state, int(stop)):
+        state = run_block(params, state, sampling, jnp.int32(done), full, run)
+    return state
+
+
+def borders(state: Decoding, stop: int) -> list[tuple[int, bool]]:
+    """Where blocks end if rows go on until `out` has `stop` columns, and whether each begins with a flush."""
+    count, fill, ends = int(state.count), int(state.cache.fill), []
+    stay, room = state.cache.stay, state.cache.room
+    while count < stop:
+        full = fill >= room
+        count, fill = min(stop, count + room - (stay if full else fill)), room
+        ends.append((count, full))
+    return ends
+
+
+@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("state",))
+def _run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
     def more(state: Decoding) -> Array:
-        return (state.count < stop) & state.alive.any()
+        return going(state.count, state.alive, stop)
 
-    def block(state: Decoding) -> Decoding:
-        cache = entered(params, settle(state.cache), True)
-        room = cache.room
-
-        def going(carry: Any) -> Array:
-            moving, _, alive, _, _, count, _ = carry
-            return (moving.fill < room) & (count < stop) & alive.any()
-
-        def one(carry: Any) -> Any:
-            moving, logits, alive, used, out, count, trace = carry
-            token = sample(logits, sampling, moving.seen, used)
-            if state.forced is not None:
-                token = jax.lax.dynamic_slice_in_dim(state.forced, count, 1, 1)[:, 0]
-            if trace is not None:
-                trace = jax.lax.dynamic_update_slice_in_dim(trace, logits[:, None], count, 1)
-            out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(alive, token, -1)[:, None], count, 1)
-            if used is not None:
-                used = used.at[jnp.arange(token.shape[0]), token].max(alive)
-            moving, logits = _advance(params, cache, moving, token, alive)
-            alive = alive & ~(token[:, None] == sampling.stop_ids[None]).any(-1)
-            return moving, logits, alive, used, out, count + 1, trace
-
-        carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
-        with jax.named_scope("step"):  # programs are read by such names, see aot/hlo.py
-            moving, logits, alive, used, out, count, trace = jax.lax.while_loop(going, one, carry)
-        cache = _join_cache(cache, moving)
-        return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
-
-    return jax.lax.while_loop(more, block, state)
+    return jax.lax.while_loop(more, lambda state: run_block(params, state, sampling, stop), state)
 
 
-@program(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
-def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots: Array) -> Decoding:
+run_blocks.whole = _run_blocks
+
+
+@flow(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
+def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots: Array, run: Run = call) -> Decoding:
     """The state with rows that have just been prefilled in `slots` i32[n], those of B or more dropped.
 
     Its own rows have finished a block, or none of them is alive. logits f32[n,V], used bool[n,V] of the new rows.
     """
-    cache = replace(settle(state.cache).put(slots, rows), fill=rows.fill)
+    return run(seated, replace(state, cache=settle(state.cache, run=run)), rows, logits, used, slots)
+
+
+@program(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
+def seated(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots: Array) -> Decoding:
+    """`admit` of a state that has flushed."""
+    cache = replace(state.cache.put(slots, rows), fill=rows.fill)
     logits = state.logits.at[slots].set(logits, mode="drop")
     if state.used is not None:
         used = state.used.at[slots].set(used, mode="drop")
@@ -346,6 +537,8 @@ def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots
 @jax.jit
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
-    cache = entered(params, settle(cache), cache.fill >= cache.room)
+    due = cache.fill >= cache.room
+    cache = settle(cache)
+    cache = replace(cache, states=entered(params, cache.states, due))
     moving, logits = _advance(params, cache, _split(cache), jnp.maximum(token, 0), token >= 0)
     return _join_cache(cache, moving), logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jkv.core.cache import Cache, Decoding, tree_bytes
-from jkv.core.compiled import compiled
+from jkv.core.compiled import Cost
 from jkv.core.loop import run_blocks
 from jkv.core.sampling import make as sampling
 from jkv.eval.attention import mass, paid, sweep, to_spare
@@ -86,10 +85,9 @@ class Follow:
                 trace=jnp.zeros((b, SLICE, params.config.vocab), jnp.float32),
                 forced=jnp.asarray(np.pad(part, ((0, 0), (0, SLICE - n)))),
             )
-            program, _ = compiled(run_blocks, params, state, settings, jnp.int32(n))
-            begin = time.perf_counter()
-            state = jax.block_until_ready(program(params, state, settings, jnp.int32(n)))
-            self.ms.append((time.perf_counter() - begin) / n * 1e3)
+            cost = Cost()
+            state = cost.run(run_blocks, params, state, settings, jnp.int32(n))
+            self.ms.append(cost.running / n * 1e3)
             cache, self.logits = state.cache, state.logits
             assert state.trace is not None
             yield state.trace[:, :n]

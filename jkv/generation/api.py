@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +15,8 @@ from jax import Array
 
 from jkv.core import sampling as draw
 from jkv.core.cache import Cache, Decoding, tree_bytes
-from jkv.core.compiled import Cost, ahead, beside_weights, compiled
-from jkv.core.loop import run_blocks
+from jkv.core.compiled import Cost, ahead
+from jkv.core.loop import borders, run_block, run_blocks, steps
 from jkv.core.positions import bucket
 from jkv.generation.asked import Asked, Until, asked, composition, model
 from jkv.generation.prefill import extended, prefilled
@@ -145,7 +144,7 @@ def generate(
         until=until,
     )
     run = _Run(params, options, *encode(params, prompt))
-    for _ in run.blocks(live=bool(options.stop or until)):
+    for _ in run.blocks():
         pass
     return run.result()
 
@@ -168,7 +167,7 @@ def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -
     run = _Run(params, given, rows, single)
     text, done = params.tokenizer.stream(), 0
     held = ""
-    for tokens in run.blocks(live=True):
+    for tokens in run.blocks():
         held += "".join(text.push(t) for t in tokens[0][done:])
         done = len(tokens[0])
         held, piece = _hold(held, run.stop)
@@ -237,13 +236,13 @@ class _Run:
         self.state = self._start(
             jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
         )
-        self.cost, self.temporary = Cost(), 0
+        self.cost = Cost()
 
-    def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> Future[Any]:
+    def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
         """The decode loop begins to compile while the prompt is read."""
         logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
         state = self._start(cache, logits, penalized, compare)
-        return ahead(run_blocks, params, state, self.sampling, jnp.int32(self.new))
+        ahead(steps, params, state, self.sampling, jnp.int32(self.new))
 
     def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
         b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
@@ -262,20 +261,15 @@ class _Run:
             trace=jnp.zeros((b, room, vocab), jnp.float32) if compare else None,
         )
 
-    def blocks(self, live: bool) -> Iterator[list[list[int]]]:
-        """Tokens so far, row by row: after every block if live, else once at the end.
+    def blocks(self) -> Iterator[list[list[int]]]:
+        """Tokens so far, row by row, after every block.
 
         The device runs one block ahead of the reader, unless what is read may end a row.
         """
-        stop = jnp.int32(self.new)
-        program, self.cost.compiling = compiled(run_blocks, self.params, self.state, self.sampling, stop)
-        self.temporary = program.temporary
-        self.cost.peak = program.made + beside_weights((self.state, self.sampling))
         start = time.perf_counter()
-        size = self.cache.room - self.cache.stay if live else self.new
         unread: list[tuple[Array, Array]] = []
-        for done in (*range(size, self.new, size), self.new):
-            self.state = program(self.params, self.state, self.sampling, jnp.int32(done))
+        for done, full in borders(self.state, self.new):
+            self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(done), full=full)
             unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next call takes the state
             if len(unread) == 1 and not (self.stop or self.until):
                 continue
@@ -289,7 +283,7 @@ class _Run:
         for out, _ in unread:
             yield _tokens(out)
         jax.block_until_ready(self.state.out)
-        self.cost.running = time.perf_counter() - start
+        self.cost.running = time.perf_counter() - start - self.cost.compiling
 
     def _end_rows(self, tokens: list[list[int]]) -> None:
         over = np.zeros(len(tokens), bool)
@@ -323,7 +317,7 @@ class _Run:
             bytes_kept=state.cache.nbytes,
             bytes_states=tree_bytes(state.cache.states),
             bytes_predicted=self.predicted,
-            bytes_temporary=self.temporary,
+            bytes_temporary=self.cost.temporary,
             bytes_peak_prefill=self.prefill_cost.peak,
             bytes_peak_decode=self.cost.peak,
             prefill_tokens_per_s=prompt / max(self.prefill_cost.running, 1e-9),
@@ -363,7 +357,6 @@ class _Run:
             trace=jnp.zeros_like(self.state.trace),
             forced=jnp.maximum(forced, 0),
         )
-        program, _ = compiled(run_blocks, self.params, state, self.sampling, jnp.int32(0))
-        full = program(self.params, state, self.sampling, jnp.int32(self.new)).trace
+        full = Cost().run(run_blocks, self.params, state, self.sampling, jnp.int32(self.new)).trace
         n = self.new
         return fidelity(full[:, :n], self.state.trace[:, :n], np.asarray(forced)[:, :n])

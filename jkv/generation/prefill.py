@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +11,13 @@ import numpy as np
 from jax import Array
 
 from jkv.core.attend import attend_causal
-from jkv.core.cache import Cache, LayerCache, Queries
-from jkv.core.compiled import ANY, Cost, program, use_disk_cache
+from jkv.core.cache import Cache, Counts, LayerCache, Queries
+from jkv.core.compiled import ANY, Cost, Run, call, flow, program, use_disk_cache
 from jkv.core.evidence import evidence
 from jkv.core.flush import flush, on_top, ranked
 from jkv.core.layer import LayerConfig
-from jkv.core.loop import absorb, absorb_own, as_window, by_kind, longer, reading
-from jkv.core.positions import bucket, pad, positions
+from jkv.core.loop import absorb, absorb_own, as_window, copied, embedded, longer, mixed, none
+from jkv.core.positions import bucket, pad
 from jkv.generation.draft import greedy
 from jkv.generation.prompts import check_length, check_total, reaching
 from jkv.generation.sizes import divided, empty
@@ -26,9 +25,9 @@ from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.methods.scores.probes import Sought
 from jkv.methods.shorten import Shorten
-from jkv.models import Params, family
+from jkv.models import ModelConfig, Params
 from jkv.models import layer as block
-from jkv.models.rope import Rope
+from jkv.protocols import Columns
 
 
 def prefilled(
@@ -37,7 +36,7 @@ def prefilled(
     rows: list[list[int]],
     room: int,
     chunk: int | None,
-    then: Callable[[Params, Cache], Future[Any]] | None = None,
+    then: Callable[[Params, Cache], None] | None = None,
 ) -> tuple[Cache, Array, Cost]:
     """The cache after prompts, the logits of what comes next, and what it cost; ValueError for what cannot work.
 
@@ -58,7 +57,7 @@ def prefilled(
     cache = empty(config, params.config, len(rows), length + room, room, params.embed.dtype)
     ids = pad(rows, length)
     if then and not config.budget.measures and len(params.embed.sharding.device_set) == 1:
-        cost.begun = then(params, cache)
+        then(params, cache)
     if whole:
         return *read(params, config, cache, rows, ids, cost), cost
     logits = None
@@ -133,31 +132,44 @@ def shared(config: CacheConfig, cache: Cache, dense: Cache, lengths: list[int], 
     return replace(made, layers=tuple(replace(x, share=y) for x, y in layers))
 
 
-@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("cache",))
-def probe(params: Params, cache: Cache, ids: Array, about: Array) -> Cache:
+@flow(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("cache",))
+def probe(params: Params, cache: Cache, ids: Array, about: Array, run: Run = call) -> Cache:
     """The cache after its score has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
 
     The cache was made by `CacheConfig.uncut`; about i32[B,2] is `Probe.about`.
     """
     model = cache.model
-    net, pos = family(model), positions(ids, cache.seen)
+    x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, stay=None, later=False)
+    layers: tuple[LayerCache, ...] = ()
+    states = iter(cache.states)
+    for i in range(model.depth):
+        one = params.block(i)
+        if not model.attends(i):
+            x, _ = run(mixed, one, run(copied, next(states)), x, pos)
+            continue
+        layer, plan = cache.layers[len(layers)], cache.plan[len(layers)]
+        x, columns = run(probed, one, layer, plan, x, pos, cache.counts, about)
+        layers += (replace(layer, recent=replace(layer.recent, columns=columns)),)
+    return replace(cache, layers=layers)
 
-    def run(i: int, new: Any) -> tuple[Array, LayerCache]:
-        plan, layer, rope = cache.plan[i], cache.layers[i], model.ropes[i]
-        dtype, before = layer.recent.k.dtype, layer.recent.pos.shape[1]
+
+@program(arguments=(None, ANY, None, None, None, None, None), results=(None, ANY))
+def probed(
+    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, counts: Counts, about: Array
+) -> tuple[Array, Columns]:
+    """A block's output for x [B,T,E] at pos i32[B,T], and the columns of its layer's window after these queries."""
+    model = one.config
+    rope, dtype, before = model.ropes[0], layer.recent.k.dtype, layer.recent.pos.shape[1]
+
+    def run(_: int, new: Any) -> tuple[Array, Columns]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         window = longer(layer.recent, as_window(new, pos, plan, rope, dtype))
         part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
-        asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(cache.seen)
-        ev = evidence(layer, window, nobody, asked, cache.seen, cache.prompt, nobody, plan, rope, model, fresh=True)
-        columns = {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
-        return part.finish(), replace(layer, recent=replace(layer.recent, columns=columns))
+        asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(counts.seen)
+        ev = evidence(layer, window, nobody, asked, counts.seen, counts.prompt, nobody, plan, rope, model, fresh=True)
+        return part.finish(), {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
 
-    x, made = net.embed(params, jnp.maximum(ids, 0)), []
-    for i in range(model.depth):
-        x, one = block(params, i, x, pos, run, reading(cache, pos))
-        made.append(one)
-    return replace(cache, layers=by_kind(model, made)[0])
+    return block(one, 0, x, pos, run, none)
 
 
 def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
@@ -166,29 +178,48 @@ def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
     return (layer.queries.newest(n) if n and layer.queries is not None else None), None
 
 
-@program(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
-def compress(empty: Cache, whole: Cache) -> Cache:
+@flow(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
+def compress(empty: Cache, whole: Cache, run: Run = call) -> Cache:
     """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
-    model, counts = empty.model, whole.counts
     layers: tuple[LayerCache, ...] = ()
-    for a, b, plan, rope in zip(empty.layers, whole.layers, empty.plan, model.ropes, strict=True):
-        a = replace(a, queries=b.queries)
-        layers += (flush(a, b.recent, _kept(b, plan), counts, plan, rope, model, True, plan.under(layers)),)
+    for i, (a, b, plan) in enumerate(zip(empty.layers, whole.layers, empty.plan, strict=True)):
+        below, model = plan.under(layers), empty.model.attending(i)
+        layers += (run(compressed, replace(a, queries=None), b, plan, whole.counts, below, model=model),)
     fill = jnp.int32(empty.stay)
-    return replace(empty, layers=layers, states=whole.states, counts=counts, fill=fill)
+    return replace(empty, layers=layers, states=whole.states, counts=whole.counts, fill=fill)
 
 
-@program(arguments=(ANY,), results=None, static_argnames=("ranks",))
-def ask(whole: Cache, ranks: bool = False) -> Array:
+@program(arguments=(ANY, ANY, None, None, ANY), results=ANY, static_argnames=("model",), donate_argnames=("layer",))
+def compressed(
+    layer: LayerCache,
+    whole: LayerCache,
+    plan: LayerConfig,
+    counts: Counts,
+    below: tuple[LayerCache, ...],
+    model: ModelConfig,
+) -> LayerCache:
+    """An empty layer after one flush of all that another holds in its window."""
+    layer = replace(layer, queries=whole.queries)
+    return flush(layer, whole.recent, _kept(whole, plan), counts, plan, model.ropes[0], model, True, below)
+
+
+@flow(arguments=(ANY,), results=None, static_argnames=("ranks",))
+def ask(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
     """f32[L,B,...]: what each layer of a cache made by `CacheConfig.uncut` asks: `Score.ask`, or the ranks."""
-    model, nobody = whole.model, jnp.zeros_like(whole.seen)
+    model = whole.model
+    layers = enumerate(zip(whole.layers, whole.plan, strict=True))
+    return jnp.stack(
+        [run(asked_by, x, plan, whole.counts, model=model.attending(i), ranks=ranks) for i, (x, plan) in layers]
+    )
 
-    def said(layer: LayerCache, plan: LayerConfig, rope: Rope) -> Array:
-        asked = _kept(layer, plan)
-        ev = evidence(layer, layer.recent, nobody, asked, whole.seen, whole.prompt, nobody, plan, rope, model, True)
-        return ranked(ev, plan) if ranks else plan.score.ask(ev)
 
-    return jnp.stack([said(*x) for x in zip(whole.layers, whole.plan, model.ropes, strict=True)])
+@program(arguments=(ANY, None, None), results=None, static_argnames=("model", "ranks"))
+def asked_by(layer: LayerCache, plan: LayerConfig, counts: Counts, model: ModelConfig, ranks: bool) -> Array:
+    """f32[B,...] of one layer."""
+    nobody = jnp.zeros_like(counts.seen)
+    asked, rope = _kept(layer, plan), model.ropes[0]
+    ev = evidence(layer, layer.recent, nobody, asked, counts.seen, counts.prompt, nobody, plan, rope, model, True)
+    return ranked(ev, plan) if ranks else plan.score.ask(ev)
 
 
 def shortened(shorten: Shorten, params: Params, rows: list[list[int]], cost: Cost) -> list[list[int]]:

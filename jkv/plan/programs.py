@@ -83,7 +83,7 @@ def programs(job: Job, target: Target) -> Iterator[Program]:
     shapes, new = _shapes(job, target)
     prompt = job.chunk or job.context - new
     ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
-    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own, shapes, ids, fresh=not job.chunk)
+    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own.whole, shapes, ids, fresh=not job.chunk)
     yield decode(job, target)
 
 
@@ -100,7 +100,7 @@ def decode(job: Job, target: Target) -> Program:
         count=shape((), jnp.int32),
     )
     settings = partial(sampling.make, job.batch, job.model.vocab, seeds=(0,) * job.batch, stop_ids=(0,))
-    return _compile(job, target, "decode", loop.run_blocks, state, jax.eval_shape(settings), shape((), jnp.int32))
+    return _compile(job, target, "decode", loop.run_blocks.whole, state, jax.eval_shape(settings), shape((), jnp.int32))
 
 
 def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:

@@ -52,7 +52,7 @@ def compiled_loop(text: str) -> tuple[Any, Any]:
         count=jnp.int32(0),
     )
     drawn = sampling.make(1, 100, seeds=(0,), stop_ids=())
-    return loop.run_blocks.lower(params, state, drawn, jnp.int32(64)).compile(AS_USERS), shapes(empty)
+    return loop.run_blocks.whole.lower(params, state, drawn, jnp.int32(64)).compile(AS_USERS), shapes(empty)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -81,7 +81,7 @@ def prefill_temporaries(text: str, tokens: int) -> int:
     params = models.random(WIDE)
     empty = sizes.empty(methods.parse(text), params.config, 1, 6016, 16, jnp.float32)
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    program = loop.absorb.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile(AS_USERS)
+    program = loop.absorb.whole.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile(AS_USERS)
     return program.memory_analysis().temp_size_in_bytes
 
 

@@ -144,19 +144,13 @@ def calls(monkeypatch):
     """How many tokens each call of the decode loop was asked for in all."""
     asked = []
 
-    class Program:
-        def __init__(self, program):
-            self.program, self.temporary, self.made = program, program.temporary, program.made
+    api = import_module("jkv.generation.api")
 
-        def __call__(self, *args):
-            asked.append(int(args[-1]))
-            return self.program(*args)
+    def counted(params, state, sampling, stop, full, run):
+        asked.append(int(stop))
+        return loop.run_block(params, state, sampling, stop, full, run)
 
-    def counted(*args, **static):
-        program, seconds = compiled.compiled(*args, **static)
-        return Program(program) if args[0] is loop.run_blocks else program, seconds
-
-    monkeypatch.setattr(import_module("jkv.generation.api"), "compiled", counted)
+    monkeypatch.setattr(api, "run_block", counted)
     return asked
 
 
@@ -248,23 +242,44 @@ def test_streaming_goes_past_the_context(params):
     np.testing.assert_allclose(out.logits, want.logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(("spec", "programs", "beside"), [("h2o(budget=48)", 4, 1), ("cake(budget=48)", 6, 0)])
-def test_the_decode_loop_compiles_beside_the_prompts_program(params, monkeypatch, spec, programs, beside):
-    """Once, and where the cache's sizes are known before the prompt is read. Two programs are the full cache's."""
+@pytest.fixture
+def made(monkeypatch):
+    """The names of the programs that are compiled from now on, and whether the main thread compiles them."""
     made, compiling = [], compiled.Compiled.__init__
 
     def init(self, lowered, free):
-        made.append(threading.current_thread() is threading.main_thread())
+        name = lowered.compiler_ir().operation.attributes["sym_name"].value
+        made.append((name.removeprefix("jit_"), threading.current_thread() is threading.main_thread()))
         compiling(self, lowered, free)
 
     monkeypatch.setattr(compiled.Compiled, "__init__", init)
     compiled.forget()
-    options: dict = dict(max_new_tokens=24, stop_ids=(), repetition_penalty=1.1, compare=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("spec", "beside"), [("h2o(budget=48)", {"steps", "ripe", "settled"}), ("cake(budget=48)", set())]
+)
+def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, beside):
+    """Once, and where the cache's sizes are known before the prompt is read."""
+    options: dict = dict(max_new_tokens=24, stop_ids=(), repetition_penalty=1.1)
     report = jkv.generate(params, spec, PROMPTS[0], **options).report
-    assert (len(made), made.count(False)) == (programs, beside)
+    assert {name for name, main in made if not main} == beside and {"steps", "settled"} <= {name for name, _ in made}
     assert report.compile_s > 0
+    before = len(made)
     again = jkv.generate(params, spec, PROMPTS[0], **options).report
-    assert again.compile_s < 0.01 and len(made) == programs
+    assert again.compile_s < 0.01 and len(made) == before
+
+
+@pytest.mark.parametrize("spec", ["h2o(budget=48) | int4", "dapq(budget=48)", "full"])
+def test_a_kind_of_layer_is_compiled_once(made, spec):
+    """A model of twice as many takes the programs of the first, but for its ends and for the one of steps."""
+    for layers, names in ((3, {"attended", "steps", "settled"}), (6, {"embedded", "said", "steps"})):
+        made.clear()
+        params = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=layers))
+        jkv.generate(params, spec, PROMPTS[0], max_new_tokens=24, stop_ids=())
+        got = {name for name, _ in made}
+        assert names <= got if layers == 3 else names == got
 
 
 def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypatch):

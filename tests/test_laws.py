@@ -162,7 +162,8 @@ def test_pads_change_nothing(case: Case):
 
 @pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
-    caches, programs = rig.shared(case.tight, case.model).caches, (loop.absorb, loop.step)
+    caches = rig.shared(case.tight, case.model).caches
+    programs = (loop.embedded, loop.attended, loop.mixed, loop.flushed, loop.said, loop.step)
     kinds = {(jax.tree.structure(c), *map(jax.typeof, jax.tree.leaves(c))) for c in caches}
     assert len(kinds) == 1
     before = [f._cache_size() for f in programs]
@@ -179,7 +180,7 @@ def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(case: Case)
         start = rig.shared(case.tight, case.model)
         state = decoding(start.caches[0], start.logits[0])
         state = loop.run_blocks(case.params, state, greedy(), jnp.int32(STEPS))
-        sizes.append(loop.run_blocks._cache_size())
+        sizes.append([f._cache_size() for f in (loop.steps, loop.settled, loop.entering)])
     assert sizes[0] == sizes[1]
     again = rig.run(case.tight, forced=np.asarray(state.out), params=case.params)
     np.testing.assert_array_equal(np.stack(again.logits[:-1]).argmax(-1).T, state.out)

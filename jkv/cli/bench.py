@@ -1,4 +1,4 @@
-"""jkv bench decode, prefill, flush, kernel, growth, compare, batch; jkv recommend. Imports jax where it is needed."""
+"""jkv bench decode, prefill, flush, compile, kernel, growth, compare, batch; jkv recommend; jax only where needed."""
 
 from __future__ import annotations
 
@@ -148,6 +148,32 @@ def _speed(
     about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=rounds)
     says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
     _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, out)
+
+
+@app.command("compile")
+def compiling(
+    model: Model = None,
+    shape: Shape = None,
+    random_weights: Random = False,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 1024,
+    cache: Caches = None,
+    threads: Threads = None,
+    dtype: Dtype = "float32",
+    out: Out = None,
+) -> None:
+    """Seconds until the first tokens, nothing being compiled yet: layer by layer, and as one program."""
+    specs = cache or CACHES
+    cores = _start(specs, threads, dtype, None, out)
+    from jkv import models
+    from jkv.bench import compile as waiting
+    from jkv.bench import results
+
+    name, source = _subject(model, shape, random_weights, dtype, None)
+    waiting.check(specs, context, models.read_config(source.config))
+    found = lambda: waiting.rows(models.build(source.config, source.tensors, dtype), specs, context)  # noqa: E731
+    says = lambda r: f"{r['cache']}, {r['how']}: {r['first_s']:.1f} s"  # noqa: E731
+    about = results.meta(name, cores, dtype=dtype, context=context)
+    _measure(2 * len(specs), found, says, waiting.table, about, out)
 
 
 @app.command()

@@ -109,7 +109,8 @@ def _where(x: Any, format: Any) -> Any:
     sharding = format.sharding
     if sharding is None or (x.is_fully_addressable and not sharding.is_fully_addressable):
         return x
-    return jax.device_put(x, format)
+    typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)  # keys of draws: their layout is not of their shape
+    return jax.device_put(x, sharding if typed else format)
 
 
 def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any) -> tuple[Compiled, float]:
@@ -224,6 +225,12 @@ def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
             raise
         BESIDE.submit(_fill, key, begun, lambda: Compiled(*lowered))
     return begun
+
+
+def shaped(function: Any, *args: Any, **static: Any) -> Any:
+    """Runs nothing: a program begins to compile, and what it would give is shapes. How a flow goes through shapes."""
+    ahead(function, *args, **static)
+    return jax.eval_shape(partial(function, **static), *args)
 
 
 def beside_weights(args: tuple[Any, ...]) -> int:

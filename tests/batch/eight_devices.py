@@ -89,7 +89,7 @@ def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:
         trace=jnp.zeros((n, steps, model.vocab)), forced=jnp.asarray(TOKENS),
     )  # fmt: skip
     draws = sampling.make(n, model.vocab, seeds=range(n), stop_ids=())
-    program, _ = compiled(loop.run_blocks, params, state, draws, jnp.int32(0), over=over)
+    program, _ = compiled(loop.run_blocks.whole, params, state, draws, jnp.int32(0), over=over)
     return program(params, state, draws, jnp.int32(steps)), program.program.as_text()
 
 

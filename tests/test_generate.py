@@ -4,7 +4,6 @@ import mmap
 import os
 import threading
 from dataclasses import replace
-from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -144,13 +143,14 @@ def calls(monkeypatch):
     """How many tokens each call of the decode loop was asked for in all."""
     asked = []
 
-    api = import_module("jkv.generation.api")
+    begin = compiled.Cost.begin
 
-    def counted(params, state, sampling, stop, full, run):
-        asked.append(int(stop))
-        return loop.run_block(params, state, sampling, stop, full, run)
+    def counted(cost, flow, *args, **static):
+        if flow is loop.run_block:
+            asked.append(int(args[-1]))
+        return begin(cost, flow, *args, **static)
 
-    monkeypatch.setattr(api, "run_block", counted)
+    monkeypatch.setattr(compiled.Cost, "begin", counted)
     return asked
 
 
@@ -258,7 +258,7 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "beside"), [("h2o(budget=48)", {"steps", "ripe", "settled"}), ("cake(budget=48)", set())]
+    ("spec", "beside"), [("h2o(budget=48)", {"going", "steps", "ripe", "settled"}), ("cake(budget=48)", set())]
 )
 def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, beside):
     """Once, and where the cache's sizes are known before the prompt is read."""
@@ -280,6 +280,16 @@ def test_a_kind_of_layer_is_compiled_once(made, spec):
         jkv.generate(params, spec, PROMPTS[0], max_new_tokens=24, stop_ids=())
         got = {name for name, _ in made}
         assert names <= got if layers == 3 else names == got
+
+
+def test_where_kernels_are_native_a_prompt_and_what_follows_are_a_program_each(params, made, monkeypatch):
+    """So that a tier keeps the layout that a kernel wants; with the tokens of layer by layer."""
+    options: dict = dict(max_new_tokens=24, stop_ids=())
+    want = jkv.generate(params, "h2o(budget=48) | int4", PROMPTS[0], **options).tokens
+    made.clear()
+    monkeypatch.setattr(compiled.kernels, "native", lambda: "gpu")
+    assert jkv.generate(params, "h2o(budget=48) | int4", PROMPTS[0], **options).tokens == want
+    assert sorted(made) == [("_run_blocks", False), ("absorb_own", True)]
 
 
 def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypatch):

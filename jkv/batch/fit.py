@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jkv.batch.requests import Settings
 from jkv.batch.running import Shapes
 from jkv.core.cache import tree_bytes
-from jkv.core.compiled import compiled, peak_bytes
-from jkv.core.loop import absorb_own, run_blocks
+from jkv.core.compiled import Cost, compiled, peak_bytes
+from jkv.core.loop import absorb_own, run_block, run_blocks
 from jkv.core.sharding import Over
 from jkv.generation.prompts import stop_ids_of
 from jkv.models import Params
@@ -61,12 +61,18 @@ def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
     draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
     ids = shape((shapes.several, shapes.bucket.length))
+    if over is None:
+        block, prefill = Cost(runs=False), Cost(runs=False)
+        block.begin(run_block, params, state, draws, shape(()))
+        prefill.begin(absorb_own, params, blank, ids, fresh=True)
+        held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
+        return max(block.peak, held + prefill.peak)
+    block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
     prefill, _ = compiled(absorb_own.whole, params, blank, ids, over=over, fresh=True)
 
     def here(tree: Any) -> int:
-        return tree_bytes(tree) if over is None else bytes_of(tree, over.shardings(tree))
+        return bytes_of(tree, over.shardings(tree))
 
     held = here(state) + (here(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
     return max(peak_bytes(block), held + peak_bytes(prefill)) - here(params)

@@ -71,15 +71,17 @@ def call(function: Any, *args: Any, **static: Any) -> Any:
     return function(*args, **static)
 
 
-def flow(**options: Any) -> Callable[[Any], Any]:
+def flow(whole: Any = None, **options: Any) -> Callable[[Any], Any]:
     """A function that runs programs, layer by layer, through its argument `run`; `.whole` is one `program` of it all.
 
-    Layers that are alike share their programs, so they are compiled once; a mesh takes the whole. What happens between
-    two programs is no arithmetic: a flow also goes through shapes, where `run` only compiles.
+    Layers that are alike share their programs, so they are compiled once. The whole is for a mesh, and for kernels, as
+    it keeps the layout of a tier from one layer's flush to the steps and back. What happens between two programs is no
+    arithmetic: a flow also goes through shapes, where `run` only compiles.
     """
 
     def decorate(function: Any) -> Any:
-        function.whole = program(**options)(function)
+        function.whole = whole or program(**options)(function)
+        function.static = options.get("static_argnames", ())
         return function
 
     return decorate
@@ -246,7 +248,8 @@ def caches(args: tuple[Any, ...]) -> int:
 @dataclass
 class Cost:
     """Seconds spent compiling and running, the programs compiled, and bytes: those that programs hold beside arguments
-    and results, and all but weights at the worst moment. over: the mesh that programs run on, if any."""
+    and results, and all but weights at the worst moment. over: the mesh that programs run on, if any. runs: False where
+    they are only compiled, for arguments that are shapes."""
 
     compiling: float = 0.0
     running: float = 0.0
@@ -254,6 +257,7 @@ class Cost:
     over: Over | None = None
     peak: int = 0
     temporary: int = 0
+    runs: bool = True
 
     def run(self, flow: Any, *args: Any, **static: Any) -> Any:
         """What a flow gives, once it is there."""
@@ -263,12 +267,22 @@ class Cost:
         return out
 
     def begin(self, flow: Any, *args: Any, **static: Any) -> Any:
-        """What a flow will give; on a mesh it is one program."""
-        if self.over is not None or _spread(args):
-            return self._one(flow.whole, args, static, 0)
+        """What a flow will give."""
+        if self._whole(args):
+            return self._one(flow.whole, args, {name: static[name] for name in flow.static if name in static}, 0)
         held = caches(args)
         one = lambda function, *args, **static: self._one(function, args, static, held)  # noqa: E731
         return flow(*args, **static, run=one)
+
+    def ahead(self, flow: Any, *args: Any, **static: Any) -> None:
+        """Begin to compile what `begin` will run."""
+        if self._whole(args):
+            ahead(flow.whole, *args, **{name: static[name] for name in flow.static if name in static})
+        else:
+            flow(*args, **static, run=shaped)
+
+    def _whole(self, args: tuple[Any, ...]) -> bool:
+        return self.over is not None or kernels.native() != "xla" or _spread(args)
 
     def _one(self, function: Any, args: tuple[Any, ...], static: dict[str, Any], held: int) -> Any:
         """held: bytes of the whole cache, of which a program may be given a layer."""
@@ -277,7 +291,7 @@ class Cost:
         self.programs += seconds > 0
         self.temporary = max(self.temporary, program.temporary)
         self.peak = max(self.peak, program.made + beside_weights(args) + (0 if caches(args) else held))
-        return program(*args)
+        return program(*args) if self.runs else jax.eval_shape(partial(function, **static), *args)
 
 
 def _spread(args: tuple[Any, ...]) -> bool:

@@ -437,6 +437,15 @@ def _if(due: Array, change: Callable[[Any], Any], x: Any) -> Any:
     return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x: change(x), x)
 
 
+@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("state",))
+def _run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
+    def more(state: Decoding) -> Array:
+        return going(state.count, state.alive, stop)
+
+    return jax.lax.while_loop(more, lambda state: run_block(params, state, sampling, stop), state)
+
+
+@flow(whole=_run_blocks)
 def run_block(
     params: Params, state: Decoding, sampling: Sampling, stop: Array, full: bool = True, run: Run = call
 ) -> Decoding:
@@ -486,8 +495,9 @@ def steps(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> D
     return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
 
 
+@flow(whole=_run_blocks)
 def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array, run: Run = call) -> Decoding:
-    """Generate until `out` has `stop` columns or no row is alive, block by block. `.whole` does so on the device."""
+    """Generate until `out` has `stop` columns or no row is alive, block by block; as a whole, on the device."""
     for done, full in borders(state, int(stop)):
         state = run_block(params, state, sampling, jnp.int32(done), full, run)
     return state
@@ -502,17 +512,6 @@ def borders(state: Decoding, stop: int) -> list[tuple[int, bool]]:
         count, fill = min(stop, count + room - (stay if full else fill)), room
         ends.append((count, full))
     return ends
-
-
-@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("state",))
-def _run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
-    def more(state: Decoding) -> Array:
-        return going(state.count, state.alive, stop)
-
-    return jax.lax.while_loop(more, lambda state: run_block(params, state, sampling, stop), state)
-
-
-run_blocks.whole = _run_blocks
 
 
 @flow(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))

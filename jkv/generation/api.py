@@ -15,8 +15,8 @@ from jax import Array
 
 from jkv.core import sampling as draw
 from jkv.core.cache import Cache, Decoding, tree_bytes
-from jkv.core.compiled import Cost, ahead, shaped
-from jkv.core.loop import borders, run_block, run_blocks, settle, steps
+from jkv.core.compiled import Cost
+from jkv.core.loop import borders, run_block, run_blocks
 from jkv.core.positions import bucket
 from jkv.generation.asked import Asked, Until, asked, composition, model
 from jkv.generation.prefill import extended, prefilled
@@ -242,9 +242,8 @@ class _Run:
         """What decodes begins to compile while the prompt is read: steps, then a flush if they come that far."""
         logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
         state = self._start(cache, logits, penalized, compare)
-        ahead(steps, params, state, self.sampling, jnp.int32(self.new))
-        if self.new > cache.room - cache.stay:
-            settle(cache, jnp.bool_(True), shaped)
+        for full in (False, True)[: 1 + (self.new > cache.room - cache.stay)]:
+            Cost().ahead(run_block, params, state, self.sampling, jnp.int32(self.new), full=full)
 
     def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
         b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64

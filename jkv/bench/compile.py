@@ -60,9 +60,9 @@ def by_layers(params: Params, spec: str, ids: np.ndarray) -> tuple[float, float]
     marks: list[float] = []
     start = time.perf_counter()
 
-    def mark(*_: Any) -> bool:
+    def mark(*_: Any) -> list[bool]:
         marks.append(time.perf_counter() - start)
-        return False
+        return [False]
 
     generate(params, spec, ids.tolist(), max_new_tokens=2 * methods.parse(spec).steps, stop_ids=(), until=mark)
     return marks[0], marks[1]

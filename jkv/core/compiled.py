@@ -111,7 +111,7 @@ def _where(x: Any, format: Any) -> Any:
     sharding = format.sharding
     if sharding is None or (x.is_fully_addressable and not sharding.is_fully_addressable):
         return x
-    typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)  # keys of draws: their layout is not of their shape
+    typed = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)  # keys of draws: their layout is not of their shape
     return jax.device_put(x, sharding if typed else format)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ from jkv.core.compiled import Cost, compiled, peak_bytes
 from jkv.core.loop import absorb_own, run_block, run_blocks
 from jkv.core.sharding import Over
 from jkv.generation.prompts import stop_ids_of
+from jkv.host import memory
 from jkv.models import Params
 from jkv.plan.programs import bytes_of, search
 
@@ -46,13 +45,9 @@ def spare(over: Over | None) -> int:
     """Bytes free on each device of this process; on a CPU, four fifths of the free memory for all of them together."""
     own = jax.local_devices()
     devices = own[:1] if over is None else [d for d in over.mesh.devices.flat if d in own]
-    stats = [s for d in devices if (s := d.memory_stats())]
-    if len(stats) == len(devices):
-        return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
-    info = Path("/proc/meminfo")
-    found = [x for x in info.read_text().splitlines() if x.startswith("MemAvailable")] if info.exists() else []
-    free = int(found[0].split()[1]) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free * 4 // 5 // len(devices)
+    if all(d.memory_stats() for d in devices):
+        return min(map(memory.free, devices))
+    return memory.available() * 4 // 5 // len(devices)
 
 
 def needed(params: Params, shapes: Shapes, over: Over | None) -> int:

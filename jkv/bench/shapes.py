@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jkv import models
 from jkv.bench.results import SEED
+from jkv.host import memory
 from jkv.io.load import read
 from jkv.io.source import Source
 from jkv.models import params as weights
@@ -161,26 +160,11 @@ def noise(config: Mapping[str, Any], itemsize: int, copies: int) -> Source:
     c = models.read_config(config)
     table = models.FAMILIES[c.family].TENSORS
     sizes = [prod(shape) for shape in weights.names(c, table).values()]
-    need, free = copies * itemsize * sum(sizes) + 4 * max(sizes), available()  # drawn in float32, one at a time
-    if free is not None and need > free:
+    need = copies * itemsize * sum(sizes) + 4 * max(sizes)  # drawn in float32, one at a time
+    left = memory.free(jax.devices()[0])
+    if need > left:
         raise ValueError(
             f"the random weights of {sum(sizes) / 1e9:.2f} billion parameters need {need / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free; use --dtype bfloat16, a smaller shape, no --vs, or a larger machine"
+            f"{left / 2**30:.1f} GiB are free; use --dtype bfloat16, a smaller shape, no --vs, or a larger machine"
         )
     return Source(dict(config), weights.seeded(c, table, SEED), None)
-
-
-def available() -> int | None:
-    """Bytes that can still be taken: of the accelerator, or the least that machine and cgroup say; None: not known."""
-    if stats := jax.devices()[0].memory_stats():
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    found = []
-    info = Path("/proc/meminfo")
-    if info.exists():
-        found += [int(x.split()[1]) * 1024 for x in info.read_text().splitlines() if x.startswith("MemAvailable:")]
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(limit).exists() and (text := Path(limit).read_text().strip()).isdigit():
-            found.append(int(text))
-    return min(found, default=None)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import platformdirs
+
 from jkv.host.results import beside
 
 GIB = "JKV_PROGRAMS_GIB"  # the environment variable with the most that the folder keeps from one process to the next
@@ -115,8 +117,7 @@ def _fails(decompress: Callable[[bytes], bytes], data: bytes) -> bool:
 
 
 def cache_dir() -> Path:
-    """The folder of models and compiled programs: JKV_CACHE, else jkv in XDG_CACHE_HOME, else ~/.cache/jkv."""
+    """The folder of models and compiled programs: JKV_CACHE, else the system's own place (~/.cache/jkv on Linux)."""
     if chosen := os.environ.get("JKV_CACHE"):
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jkv"
+    return platformdirs.user_cache_path("jkv", appauthor=False)

@@ -154,6 +154,20 @@ def calls(monkeypatch):
     return asked
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["greedy", "penalized"])
+def test_the_first_token_of_a_greedy_stream_waits_for_no_loop(params, calls, penalty):
+    params = replace(params, tokenizer=LETTERS)
+    options: dict = dict(max_new_tokens=20, stop_ids=(), repetition_penalty=penalty)
+    want = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options).text
+    calls.clear()
+    stream = jkv.stream(params, "h2o(budget=48)", PROMPTS[0], **options)
+    first = next(stream)
+    assert (first == want[0] and not calls) if penalty == 1 else calls
+    assert first + "".join(stream) == want
+    stop = want[:2]
+    assert "".join(jkv.stream(params, "h2o(budget=48)", PROMPTS[0], stop=stop, **options)) == ""
+
+
 @pytest.mark.parametrize("end", ["length", "stop text", "stop token"])
 def test_stream_gives_what_generate_does(params, calls, end):
     params = replace(params, tokenizer=LETTERS)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -153,7 +154,8 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
     """The text of one row, piece by piece as it is generated; takes the options of `generate`.
 
     The generator's return value is the Result: `result = yield from stream(...)`. What cannot be is refused at once,
-    and the prompt is read when the first piece is asked for.
+    and the prompt is read when the first piece is asked for. The first token of a greedy row comes before the decode
+    loop is compiled; what follows comes block by block.
     """
     given = asked(params, cache, **options)
     rows, single = encode(params, prompt)
@@ -167,7 +169,7 @@ def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -
     run = _Run(params, given, rows, single)
     text, done = params.tokenizer.stream(), 0
     held = ""
-    for tokens in run.blocks():
+    for tokens in chain([run.first()], run.blocks()):
         held += "".join(text.push(t) for t in tokens[0][done:])
         done = len(tokens[0])
         held, piece = _hold(held, run.stop)
@@ -261,6 +263,12 @@ class _Run:
             count=jnp.int32(0),
             trace=jnp.zeros((b, room, vocab), jnp.float32) if compare else None,
         )
+
+    def first(self) -> list[list[int]]:
+        """The first token of each row where it is the largest logit, which needs no decode loop; else no token."""
+        if not self.sampling.greedy or self.state.used is not None:
+            return [[] for _ in self.rows]
+        return self.state.logits.argmax(-1)[:, None].tolist()
 
     def blocks(self) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every block.

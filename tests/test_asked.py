@@ -39,7 +39,23 @@ class Letters:
 
 PARAMS = replace(models.random(dict(models.TINY, num_hidden_layers=1)), tokenizer=Letters())
 IDS = [3, 1, 4]
-NO_NUMBER = [None, "1", b"1", True, np.True_, {}, [True], [[1]], [[1], [1, 2]], float("nan"), 1j, object(), 10**30]
+NO_NUMBER = [
+    None,
+    "1",
+    b"1",
+    True,
+    np.True_,
+    {},
+    [True],
+    [True, 1],
+    (1, np.False_),
+    [[1]],
+    [[1], [1, 2]],
+    float("nan"),
+    1j,
+    object(),
+    10**30,
+]
 NO_COUNT = [*NO_NUMBER, 1.5, 2.0, np.float32(2), -1, [1.0]]
 WRONG = {
     "params": [None, "smollm2-135m", 5],
@@ -93,6 +109,13 @@ def test_prefill_and_extend_refuse_by_name_too(name):
         for x in [*WRONG[name], *(["full"] if name == "cache" else [])]:
             given = {"params": PARAMS, "cache": cache, "prompt": IDS} | {name: x}
             refused(name, jkv.extend, *given.values())
+
+
+@pytest.mark.parametrize("call", [jkv.generate, jkv.stream], ids=["generate", "stream"])
+def test_a_cache_is_compared_with_nothing(call):
+    """It may have lost what the full one would have been made of."""
+    cache, _ = jkv.prefill(PARAMS, None, IDS)
+    refused("compare=", call, PARAMS, cache, IDS, max_new_tokens=4, compare=True)
 
 
 def test_every_option_is_in_the_table():

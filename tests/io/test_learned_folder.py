@@ -25,6 +25,15 @@ def test_numbers_that_are_none_are_not_served(tmp_path, bad):
         learned.read(tmp_path, "trimkv")
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])
+def test_numbers_that_are_none_are_not_written(tmp_path, bad):
+    """Nor those that float16 has not; what the folder held stays."""
+    learned.write(tmp_path, {"a": np.zeros(2)}, CARD)
+    with pytest.raises(ValueError, match="a holds NaN, infinity or numbers beyond float16; nothing was written"):
+        learned.write(tmp_path, {"a": np.array([1, bad])}, CARD)
+    assert learned.read(tmp_path, "trimkv")[0]["a"].tolist() == [0, 0]
+
+
 def test_a_kill_between_weights_and_card_is_seen(tmp_path, monkeypatch):
     learned.write(tmp_path, {"a": np.zeros(3)}, CARD)
 

@@ -1,14 +1,17 @@
-"""Tables of README.md, docs/quality.md and docs/speed.md, from results/. Run it: python docs/tables.py"""
+"""Tables of the pages, from results/ and the cards of what was trained. Run it: python docs/tables.py"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.plan import tpu
+
 ROOT = Path(__file__).parent.parent
+LEARNED = ROOT / "jkv" / "methods" / "learned"
 SHOWN = (
     "int8",
     "int4",
@@ -19,56 +22,249 @@ SHOWN = (
     "snapkv(budget=256) | int4",
     "streaming(budget=256)",
 )
-BUDGETS = (512, 256, 128)
+BUDGETS, PAGE = (512, 256, 128), 16
+ABOUT = {
+    "attentionpredictor": "which keeps all and forecasts what to read",
+    "compresskv": "whose heads were found to look for needles",
+    "dms": "which learned what to forget",
+    "kvzip": "which asks by reading the prompt again",
+    "locret": "whose heads foresee what an answer looks at",
+    "makeeach": "by trimkv's gates",
+    "quest": "which keeps all and reads so many",
+}
+TRAINED = (
+    "trimkv",
+    "makeeach",
+    "locret",
+    "lococo",
+    "dms",
+    "attentiongate",
+    "attentionpredictor",
+    "quest",
+    "snapkv",
+    "streaming",
+)
+CHOICES = ("h2o", "quest", "linear", "conv", "best")  # of pages, in the card of attentionpredictor
+CHIPS = ("v5e", "v6e")
+Rows = list[dict[str, Any]]
 
 
-def results(name: str) -> list[dict[str, Any]]:
+def results(name: str) -> Rows:
     return json.loads((ROOT / "results" / f"{name}.json").read_text())["rows"]
+
+
+def code(cache: str) -> str:
+    return f"`{cache}`".replace("|", "\\|")
+
+
+def number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.1f}"
+
+
+def line(*cells: str) -> str:
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+
+
+def sized(rows: Iterable[dict[str, Any]], value: str) -> dict[str, list[float]]:
+    """The means of a value by method, for those that were measured at all of `BUDGETS`."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        if match := re.fullmatch(r"(\w+)\((budget|pages)=(\d+)\)", row["cache"]):
+            tokens = int(match[3]) * (PAGE if match[2] == "pages" else 1)
+            found.setdefault(match[1], {}).setdefault(tokens, []).append(row[value])
+    return {
+        name: [sum(some[b]) / len(some[b]) for b in BUDGETS]
+        for name, some in found.items()
+        if set(BUDGETS) <= set(some)
+    }
+
+
+def alike(found: dict[str, list[float]]) -> list[str]:
+    """A line of names and shares each: the best first, those that look alike together."""
+    out: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(found, key=lambda name: (-sum(found[name]), name)):
+        shown = tuple("0" if x == 0 else f"{x:.2f}" for x in found[name])
+        out.setdefault(shown, []).append(name)
+    return [line(", ".join(names), *shares) for shares, names in out.items()]
 
 
 def costs() -> list[str]:
     """What some caches cost in quality, and what they take."""
-    rows, lines = {row["cache"]: row for row in results("fidelity")}, []
-    for name in SHOWN:
-        row, text = rows[name], name.replace("|", "\\|")
-        lines.append(f"| `{text}` | {row['kept']:.0%} | {row['kl']:.2g} | {row['bytes'] / row['bytes_full']:.0%} |")
-    return lines
+    rows = {row["cache"]: row for row in results("fidelity")}
+    return [
+        line(code(x), f"{r['kept']:.0%}", f"{r['kl']:.2g}", f"{r['bytes'] / r['bytes_full']:.0%}")
+        for x, r in ((name, rows[name]) for name in SHOWN)
+    ]
+
+
+def needles() -> list[str]:
+    """Needles given back, and those that give back few in one line."""
+    found = sized(results("ruler"), "score")
+    few = {name: shares for name, shares in found.items() if shares[0] < 0.25}
+    many = {f"{name}, {ABOUT[name]}" if name in ABOUT else name: found[name] for name in found.keys() - few}
+    least, most = ([f(x) for x in zip(*few.values(), strict=True)] for f in (min, max))
+    ranges = ["0" if b == 0 else f"{a:.2g} to {b:.2f}" for a, b in zip(least, most, strict=True)]
+    return [*alike(many), line(f"the other {len(few)} that evict or merge", *ranges)]
 
 
 def later() -> list[str]:
-    """Answers to later questions by what evicts, merges or learned, the best first."""
-    found: dict[str, dict[int, float]] = {}
-    for row in results("multiturn"):
-        if (match := re.fullmatch(r"(\w+)\(budget=(\d+)\)", row["cache"])) and row["mode"] == "reused":
-            found.setdefault(match[1], {})[int(match[2])] = row["score"]
-    whole = {name: [scores[b] for b in BUDGETS] for name, scores in found.items() if set(BUDGETS) <= set(scores)}
-    alike: dict[tuple[float, ...], list[str]] = {}
-    for name in sorted(whole, key=lambda name: (-sum(whole[name]), name)):
-        alike.setdefault(tuple(whole[name]), []).append(name)
-    return [f"| {', '.join(names)} | {' | '.join(f'{x:.2f}' for x in scores)} |" for scores, names in alike.items()]
+    """Answers to later questions."""
+    return alike(sized((row for row in results("multiturn") if row["mode"] == "reused"), "score"))
+
+
+def peers() -> list[str]:
+    """jkv beside kvpress, a row a method and way of comparing."""
+    found: dict[str, Rows] = {}
+    for row in results("kvpress"):
+        found.setdefault(row["method"], []).append(row)
+
+    def of(rows: Rows, key: str, digits: int) -> str:
+        return " / ".join(f"{row[key]:.{digits}f}" for row in rows)
+
+    return [
+        line(name, of(rows, "overlap", 3), of(rows, "ppl_jkv", 2), of(rows, "ppl_kvpress", 2))
+        for name, rows in found.items()
+    ]
+
+
+def beside() -> list[str]:
+    """jkv beside transformers."""
+    what = {"decode": "decode, ms/token after {:,} tokens", "prefill": "prefill, ms for {:,} tokens"}
+    return [
+        line(
+            what[r["what"]].format(r["tokens"]),
+            *(number(r[x]) for x in ("jkv", "other")),
+            f"{r['ratio']:.2f}",
+            number(r["floor"]),
+        )
+        for r in results("compare")
+    ]
 
 
 def waiting() -> list[str]:
     """How long the compiler keeps a user waiting."""
+    return [
+        line(code(r["cache"]), r["how"], f"{r['first_s']:.1f}", f"{r['all_s']:.1f}", f"{r['maps']:,}")
+        for r in results("compile")
+    ]
+
+
+def jobs() -> list[str]:
+    """Jobs of many prompts beside a loop of transformers."""
+    rows = sorted(results("batch"), key=lambda r: (r["shared"], r["ratio"]))
+    name = lambda r: r["engine"].replace(", no sharing", ", each prompt whole")  # noqa: E731
+    common = lambda r: f"{r['shared']} tokens in common: " if r["shared"] else ""  # noqa: E731
+    return [line(common(r) + name(r), f"{r['tokens_per_s']:.1f}", f"{r['ratio']:.2f}") for r in rows]
+
+
+def recurrent() -> list[str]:
+    """What a model without attention takes on chips, by the compiler's schedule."""
     lines = []
-    for row in results("compile"):
-        cache, seconds = row["cache"].replace("|", "\\|"), f"{row['first_s']:.1f} | {row['all_s']:.1f}"
-        lines.append(f"| `{cache}` | {row['how']} | {seconds} | {row['maps']:,} |")
+    for model in ("130m", "780m", "2.7b"):
+        for chip in CHIPS:
+            prompt, step = results(f"plan/mamba2-{model}-{chip}")
+            flops, bandwidth = tpu.RATES[chip]
+            seconds = [x["cycles"] / (flops / tpu.PER_CYCLE[chip]) for x in (prompt, step)]
+            done = prompt["flops"] / seconds[0]
+            needed = step["weights"] + step["bytes"]
+            lines.append(
+                line(
+                    model.upper(),
+                    chip,
+                    f"{prompt['flops'] / 1e9:,.0f}",
+                    f"{seconds[0] * 1e3:.1f}",
+                    f"{done / 1e12:.0f}",
+                    f"{done / flops:.0%}",
+                    f"{step['moved'] / 2**20:,.0f}",
+                    f"{needed / 2**20:,.0f}",
+                    f"{seconds[1] * 1e3:.2f}",
+                    f"{needed / seconds[1] / bandwidth:.0%}",
+                )
+            )
     return lines
 
 
-TABLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
-    "README.md": ("| cache | tokens kept | KL | bytes |\n|---|---|---|---|\n", costs),
-    "docs/speed.md": ("| cache | compiled | first block, s | all, s | memory maps |\n|---|---|---|---|---|\n", waiting),
-    "docs/quality.md": ("| | 512 tokens, 74% | 256, 37% | 128, 18% |\n|---|---|---|---|\n", later),
+def trained() -> list[str]:
+    """What is learned, by three measures, and some that are not beside it."""
+    measured = [(sized(results("fidelity"), "kl"), 3), (sized(results("ppl_stdlib"), "ppl"), 2)]
+    measured.append((sized(results("ruler"), "score"), 2))
+    return [
+        line(name, *(" / ".join("0" if x == 0 else f"{x:.{n}f}" for x in found[name]) for found, n in measured))
+        for name in TRAINED
+    ]
+
+
+def unseen() -> list[str]:
+    """Perplexity on texts that no training has seen, by budget."""
+    python, vim = ({row["cache"]: row for row in results(f"heldout/{name}")} for name in ("pydoc", "vim"))
+    budget = lambda cache: int((re.search(r"budget=(\d+)", cache) or "00")[1])  # noqa: E731
+    lines = []
+    for cache in sorted(python.keys() - {"full"}, key=lambda x: (-budget(x), python[x]["ppl"])):
+        row, other = python[cache], vim.get(cache)
+        kept = dict.fromkeys(f"{x['kept']:.1%}".replace(".0%", "%") for x in (row, other) if x)
+        smaller, ppl = row["bytes_full"] / row["bytes"], "-" if other is None else f"{other['ppl']:.2f}"
+        lines.append(line(code(cache), ", ".join(kept), f"{smaller:.2f}", f"{row['ppl']:.2f}", ppl))
+    return lines
+
+
+def forecast() -> list[str]:
+    """Attention found in so many pages, knowing everything."""
+    found = json.loads((LEARNED / "smollm2-135m-attentionpredictor" / "card.json").read_text())["eval"]["recovered"]
+    names = {"linear": "attentionpredictor, linear", "conv": "attentionpredictor", "best": "the best choice"}
+    return [line(names.get(x, x), *(f"{share:.3f}" for share in found[x].values())) for x in CHOICES]
+
+
+def reading() -> list[str]:
+    """Attention found in a cache, by the tokens that each head reads: the first cache of so many says the number."""
+    groups: dict[str, Rows] = {}
+    for row in results("attention"):
+        if match := re.fullmatch(r"h2o\(budget=(\d+)\)", row["cache"]):
+            groups[match[1]] = []
+        groups[[*groups][-1]].append(row)
+    return [line(tokens, *(f"{r['recovered']:.3f}" for r in rows)) for tokens, rows in groups.items()]
+
+
+def head(*cells: str) -> str:
+    return f"{line(*cells)}\n{'|---' * len(cells)}|\n"
+
+
+SIZES = ("512 tokens, 74%", "256, 37%", "128, 18%")
+TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
+    "README.md": {head("cache", "tokens kept", "KL", "bytes"): costs},
+    "docs/batch.md": {head("", "tokens/s", "ratio"): jobs},
+    "docs/quality.md": {
+        head("", "half of the tokens", "a quarter", "an eighth"): needles,
+        head("", *SIZES): later,
+        head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
+    },
+    "docs/speed.md": {
+        head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,
+        head("cache", "compiled", "first block, s", "all, s", "memory maps"): waiting,
+    },
+    "docs/tpu.md": {
+        head(
+            *("", "", "prefill GFLOP", "ms", "TFLOP/s", "of the peak", "a step moves MiB", "weights and states MiB"),
+            *("ms", "of the bandwidth"),
+        ): recurrent
+    },
+    "docs/training.md": {
+        head("at half / a quarter / an eighth of 1,024 tokens", "KL, prose", "perplexity, code", "needles"): trained,
+        head("", "tokens kept", "times smaller", "Python's", "Vim's"): unseen,
+        head("pages", "4", "8", "16", "32"): forecast,
+        head("tokens read of each head", "h2o", "quest", "attentionpredictor, linear", "attentionpredictor"): reading,
+    },
 }
 
 
 def filled(name: str) -> str:
-    """The page with the table that the results make."""
-    head, lines = TABLES[name]
-    before, table = (ROOT / name).read_text().split(head)
-    return before + head + "\n".join(lines()) + table[table.index("\n\n") :]
+    """The page with the tables that the results make."""
+    text = (ROOT / name).read_text()
+    for top, made in TABLES[name].items():
+        before, table = text.split(top)
+        rest = table.splitlines(keepends=True)
+        after = next((i for i, row in enumerate(rest) if not row.startswith("|")), len(rest))
+        text = "".join([before, top, *(f"{row}\n" for row in made()), *rest[after:]])
+    return text
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import jkv
 
 HELP = """
-import sys; from jkv.cli import app; sys.argv = ["jkv", "--help"]
+import sys; from jkv.cli import app; sys.argv = ["jkv", {}"--help"]
 try: app.main()
 except SystemExit as e: assert not e.code
 """
@@ -20,7 +20,17 @@ def fresh(code):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("code", ["import jkv; dir(jkv)", HELP], ids=["import", "help"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import jkv; dir(jkv)",
+        HELP.format(""),
+        HELP.format("'train', 'dms', "),
+        HELP.format("'eval', 'ppl', "),
+        HELP.format("'bench', 'decode', "),
+    ],
+    ids=["import", "help", "train", "eval", "bench"],
+)
 def test_jax_is_not_imported_before_it_is_needed(code):
     fresh(f"{code}\nimport sys; assert 'jax' not in sys.modules")
 

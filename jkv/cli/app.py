@@ -22,7 +22,7 @@ from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import train as training_cli
-from jkv.cli.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, TopP
+from jkv.cli.options import MODEL, Drawing, Dtype, Model, flat
 from jkv.host import console
 from jkv.host.console import status
 
@@ -96,10 +96,10 @@ app = typer.Typer(
 
 app.add_typer(eval_cli.app, name="eval", cls=Group)
 app.add_typer(bench_cli.app, name="bench", cls=Group)
+app.add_typer(training_cli.train, name="train", cls=Group)
+app.add_typer(training_cli.calibrate, name="calibrate", cls=Group)
 app.command()(bench_cli.recommend)
 app.command()(aot_cli.plan)
-app.command()(training_cli.train)
-app.command()(training_cli.calibrate)
 app.command()(batch_cli.batch)
 
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
@@ -160,16 +160,13 @@ def show(pieces: Iterator[str]) -> Any:
 
 
 @app.command()
+@flat
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; follows the text of --file.")] = None,
     model: Model = MODEL,
     cache: Cached = CACHE,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
+    drawing: Drawing = Drawing(),
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; can be repeated.")] = None,
     chunk: Chunk = None,
@@ -183,12 +180,8 @@ def generate(
     text = read_prompt(prompt, file)
     params, asked = _open(model, cache, dtype, text, chat)
     options: dict[str, Any] = dict(
+        **vars(drawing),
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
         seed=seed,
         stop=tuple(stop or ()),
         chunk=chunk,

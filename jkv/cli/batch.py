@@ -9,7 +9,7 @@ import typer
 
 from jkv.batch import MOST_NEW
 from jkv.batch.signals import stoppable
-from jkv.cli.options import MODEL, Dtype, MinP, Model, Penalty, Temperature, TopK, TopP
+from jkv.cli.options import MODEL, Drawing, Dtype, Model, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jkv.batch.requests import Settings
 
 
+@flat
 def batch(
     source: Annotated[
         Path, typer.Argument(metavar="IN.jsonl", help="A JSON object a line: prompt, messages or tokens.")
@@ -32,11 +33,7 @@ def batch(
     ] = None,
     batch: Annotated[str, typer.Option(help="Rows at once; auto: as many as fit.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, a row.")] = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
+    drawing: Drawing = Drawing(),
     seed: Annotated[int | None, typer.Option(help="Of every row's draws. Default: its line number.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a row; can be repeated.")] = None,
     new_tokens_limit: Annotated[
@@ -60,16 +57,7 @@ def batch(
     with stoppable() as stopped:
         from jkv.batch.requests import Settings
 
-        settings = Settings(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            stop=tuple(stop or ()),
-        )
+        settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()))
         with console.meter() as tell:
             options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed)
             report = start(source, out, model, cache, mesh, settings, dtype, hosts, stopped, tell, options)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.bench.results import use_cores
-from jkv.cli import options
-from jkv.cli.options import Dtype
+from jkv.cli.options import CACHES, MODEL, Caches, Context, Dtype, Machine, Model, Rounds, Subject, Timed, flat
 from jkv.host import console
 from jkv.host.extras import install
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from jkv.io.source import Source
 
 Row = dict[str, Any]
-CACHES = ("full", "snapkv(budget=512) | int4")
 CODES = ("int8", "int4", "kivi(bits=2)")
 SHARED = ("full", "snapkv(keep=0.25)")  # with kvpress
 CONTEXTS = (512, 2048)
@@ -35,23 +33,6 @@ PEERS = {
 
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, also beside others.")
 
-Model = Annotated[
-    str | None, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name[@REVISION].")
-]  # or a shape
-Shape = Annotated[str | None, typer.Option(help="A public model's shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")]
-Random = Annotated[bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")]
-Context = Annotated[
-    list[int] | None, typer.Option(min=1, help="Tokens in the cache; can be repeated. Default: 512 and 2048.")
-]
-Batch = Annotated[int, typer.Option(min=1, help="Rows.")]
-Caches = Annotated[
-    list[str] | None, typer.Option("--cache", help=f"A composition; can be repeated. Default: {' and '.join(CACHES)}")
-]
-Steps = Annotated[int, typer.Option(min=1, help="Tokens of a round; a multiple of the cache's block is fair.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Confine the process to so many of its cores. Default: all of them.")
-]
 Versus = Annotated[
     str | None,
     typer.Option(
@@ -59,146 +40,99 @@ Versus = Annotated[
         help="Take turns: transformers (its full cache) or kvpress (same budget) on CPU, same weights; or a cache.",
     ),
 ]
-Out = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")]
 
 
 @app.command()
+@flat
 def decode(
-    model: Model = None,
-    shape: Shape = None,
-    random_weights: Random = False,
-    context: Context = None,
-    batch: Batch = 1,
-    cache: Caches = None,
-    steps: Steps = 64,
-    rounds: Rounds = 5,
-    threads: Threads = None,
-    dtype: Dtype = "float32",
+    o: Timed,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens of a round; a multiple of the cache's block is fair.")] = 64,
     vs: Versus = None,
-    out: Out = None,
 ) -> None:
     """Milliseconds a token after a context, token by token, with percentiles, bytes and the share of a copy's rate."""
-    _speed("decode", model, shape, random_weights, context, batch, cache, steps, rounds, threads, dtype, vs, out)
+    _speed("decode", o, steps, vs)
 
 
 @app.command()
-def prefill(
-    model: Model = None,
-    shape: Shape = None,
-    random_weights: Random = False,
-    context: Context = None,
-    batch: Batch = 1,
-    cache: Caches = None,
-    rounds: Rounds = 5,
-    threads: Threads = None,
-    dtype: Dtype = "float32",
-    vs: Versus = None,
-    out: Out = None,
-) -> None:
+@flat
+def prefill(o: Timed, vs: Versus = None) -> None:
     """Milliseconds of a whole prompt."""
-    _speed("prefill", model, shape, random_weights, context, batch, cache, 0, rounds, threads, dtype, vs, out)
+    _speed("prefill", o, 0, vs)
 
 
 @app.command()
-def flush(
-    model: Model = None,
-    shape: Shape = None,
-    random_weights: Random = False,
-    context: Context = None,
-    batch: Batch = 1,
-    cache: Caches = None,
-    rounds: Rounds = 15,
-    threads: Threads = None,
-    dtype: Dtype = "float32",
-    out: Out = None,
-) -> None:
+@flat
+def flush(o: Timed = Timed(rounds=15)) -> None:
     """Milliseconds of one flush: what it adds to one token of each block."""
-    _speed("flush", model, shape, random_weights, context, batch, cache, 0, rounds, threads, dtype, None, out)
+    _speed("flush", o, 0, None)
 
 
-def _speed(
-    what: What,
-    model: str | None,
-    shape: str | None,
-    random_weights: bool,
-    context: list[int] | None,
-    batch: int,
-    cache: list[str] | None,
-    steps: int,
-    rounds: int,
-    threads: int | None,
-    dtype: str,
-    vs: str | None,
-    out: Path | None,
-) -> None:
-    specs, contexts = cache or (SHARED if vs == "kvpress" else CACHES), context or CONTEXTS
-    cores = _start(specs, threads, dtype, vs, out)
+def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
+    specs, contexts = o.cache or (SHARED if vs == "kvpress" else CACHES), o.context or CONTEXTS
+    cores = _start(specs, o, o.dtype, vs)
     from jkv import models
     from jkv.bench import results, speed
 
-    name, source = _subject(model, shape, random_weights, dtype, vs)
+    name, source = _subject(o, vs)
     beside = [vs] if vs and vs not in PEERS else []
     speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
 
     def found() -> Iterator[Row]:
-        params = models.build(source.config, source.tensors, dtype)
-        peer = speed.peer_of(vs, params, source, cores, dtype)
-        return speed.rows(what, params, specs, contexts, batch=batch, steps=steps, rounds=rounds, peer=peer)
+        params = models.build(source.config, source.tensors, o.dtype)
+        peer = speed.peer_of(vs, params, source, cores, o.dtype)
+        return speed.rows(what, params, specs, contexts, batch=o.batch, steps=steps, rounds=o.rounds, peer=peer)
 
-    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=rounds)
+    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=o.dtype, rounds=o.rounds)
     says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
-    _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, out)
+    _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
 
 
 @app.command("compile")
+@flat
 def compiling(
-    model: Model = None,
-    shape: Shape = None,
-    random_weights: Random = False,
+    weights: Subject,
+    machine: Machine,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 1024,
     cache: Caches = None,
-    threads: Threads = None,
-    dtype: Dtype = "float32",
-    out: Out = None,
 ) -> None:
     """Seconds until the first tokens, nothing being compiled yet: layer by layer, and as one program."""
     specs = cache or CACHES
-    cores = _start(specs, threads, dtype, None, out)
+    cores = _start(specs, machine, weights.dtype)
     from jkv import models
     from jkv.bench import compile as waiting
     from jkv.bench import results
 
-    name, source = _subject(model, shape, random_weights, dtype, None)
+    name, source = _subject(weights)
     waiting.check(specs, context, models.read_config(source.config))
-    found = lambda: waiting.rows(models.build(source.config, source.tensors, dtype), specs, context)  # noqa: E731
+    load = partial(models.build, source.config, source.tensors, weights.dtype)
     says = lambda r: f"{r['cache']}, {r['how']}: {r['first_s']:.1f} s"  # noqa: E731
-    about = results.meta(name, cores, dtype=dtype, context=context)
-    _measure(2 * len(specs), found, says, waiting.table, about, out)
+    about = results.meta(name, cores, dtype=weights.dtype, context=context)
+    _measure(2 * len(specs), lambda: waiting.rows(load(), specs, context), says, waiting.table, about, machine.out)
 
 
 @app.command()
+@flat
 def kernel(
+    machine: Machine,
     op: Annotated[str, typer.Option(help="The operation: decode_attention.")] = "decode_attention",
     shape: Annotated[str, typer.Option(help="Heads as in this model: llama-3.1-8b, qwen3-8b, ...")] = "llama-3.1-8b",
     cache: Annotated[
         list[str] | None, typer.Option(help=f"Whose codes; can be repeated. Default: {', '.join(CODES)}")
     ] = None,
     context: Context = None,
-    batch: Batch = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     kernels: Annotated[
         list[str] | None, typer.Option(help="xla, tpu or gpu; can be repeated. Default: all that run here.")
     ] = None,
     vs: Annotated[
         list[str] | None, typer.Option(help="On a GPU: sdpa (torch's), cudnn (jax's own call); can be repeated.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")] = 15,
-    threads: Threads = None,
+    rounds: Rounds = 15,
     dtype: Dtype = "float32",
-    out: Out = None,
 ) -> None:
     """Milliseconds of one new token's attention over one layer's codes, checked first, beside dense attention."""
     specs, contexts, versus = cache or CODES, context or CONTEXTS, vs or []
-    cores = _start(specs, threads, dtype, None, out)
+    cores = _start(specs, machine, dtype)
     from jkv import kernels as own
     from jkv import models
     from jkv.bench import kernel as alone
@@ -211,28 +145,25 @@ def kernel(
     found = partial(alone.rows, specs, names, versus, model, contexts, batch=batch, dtype=dtype, rounds=rounds)
     says = lambda r: f"{r['implementation']}, {r['cache']} at {r['context']}: {r['ms']:.3f} ms"  # noqa: E731
     about = results.meta(shape, cores, operation=op, dtype=dtype, rounds=rounds)
-    _measure(total, found, says, alone.table, about, out)
+    _measure(total, found, says, alone.table, about, machine.out)
 
 
 @app.command()
+@flat
 def growth(
-    model: Model = None,
-    shape: Shape = None,
-    random_weights: Random = False,
+    weights: Subject,
+    machine: Machine,
     cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="To generate, where --marks does not say.")] = 32768,
     marks: Annotated[
         str | None, typer.Option(help="Where to measure, such as 1024,8192. Default: 1024, doubled up to --tokens.")
     ] = None,
     over: Annotated[int, typer.Option(min=16, help="Tokens timed before each mark, in pieces of 16.")] = 128,
-    threads: Threads = None,
-    dtype: Dtype = "float32",
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw it: out.png, .svg, .pdf")] = None,
-    out: Out = None,
 ) -> None:
     """Milliseconds a token and bytes while tokens are generated, all of them really."""
     specs = cache or ["streaming(budget=256)"]
-    cores = _start(specs, threads, dtype, None, out)
+    cores = _start(specs, machine, weights.dtype)
     from jkv import models
     from jkv.bench import growth as growing
     from jkv.bench import results
@@ -241,31 +172,32 @@ def growth(
     if plot is not None:
         inspect.check_path(plot)
     at = _numbers(marks) if marks is not None else growing.doubling(tokens, over)
-    name, source = _subject(model, shape, random_weights, dtype, None)
+    name, source = _subject(weights)
     growing.check(specs, at, over, models.read_config(source.config))
-    found = lambda: growing.rows(models.build(source.config, source.tensors, dtype), specs, at, over)  # noqa: E731
+    load = partial(models.build, source.config, source.tensors, weights.dtype)
     says = lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms"  # noqa: E731
-    about = results.meta(name, cores, dtype=dtype, over=over)
-    rows = _measure(len(specs) * len(at), found, says, growing.table, about, out)
+    about = results.meta(name, cores, dtype=weights.dtype, over=over)
+    found = lambda: growing.rows(load(), specs, at, over)  # noqa: E731
+    rows = _measure(len(specs) * len(at), found, says, growing.table, about, machine.out)
     if plot is not None:
         growing.plot(rows, plot)
         print(f"drawn: {plot}", file=sys.stderr)
 
 
 @app.command()
+@flat
 def compare(
-    model: options.Model = options.MODEL,
+    machine: Machine,
+    model: Model = MODEL,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens before those decoded. Default: 512, 2048 and 4096.")
     ] = None,
     prompt: Annotated[list[int] | None, typer.Option(min=1, help="Tokens prefilled. Default: 512 and 2048.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Tokens of a round of decoding.")] = 32,
     rounds: Rounds = 5,
-    threads: Threads = None,
-    out: Out = None,
 ) -> None:
     """The full cache beside transformers on the same float32 weights, in turns, and the floor of this machine."""
-    cores = _start((), threads, "float32", "transformers", out)
+    cores = _start((), machine, vs="transformers")
     from jkv import models
     from jkv.bench import compare as comparing
     from jkv.bench import results
@@ -276,12 +208,14 @@ def compare(
     found = partial(comparing.rows, source, lengths, prompts, steps, rounds, cores)
     says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
     about = results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
-    _measure(len(lengths) + len(prompts), found, says, comparing.table, about, out)
+    _measure(len(lengths) + len(prompts), found, says, comparing.table, about, machine.out)
 
 
 @app.command()
+@flat
 def batch(
-    model: options.Model = options.MODEL,
+    machine: Machine,
+    model: Model = MODEL,
     prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
     longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, beside what they have in common.")] = 256,
     new: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
@@ -291,11 +225,9 @@ def batch(
     ] = None,
     cache: Annotated[str, typer.Option(help="A composition.")] = "full",
     at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows at once, of jkv.")] = 32,
-    threads: Threads = None,
-    out: Out = None,
 ) -> None:
     """jkv batch on ragged prompts beside a loop of transformers.generate with its best batch size."""
-    cores = _start((cache,), threads, "float32", "transformers", out)
+    cores = _start((cache,), machine, vs="transformers")
     from jkv import models
     from jkv.bench import batch as many
     from jkv.bench import compare as comparing
@@ -307,7 +239,7 @@ def batch(
     found = partial(many.rows, source, prompts, longest, new, heads, cache, at_once, cores)
     says = lambda r: f"{r['engine']}, {r['shared']} tokens in common: {r['tokens_per_s']:.1f} tokens/s"  # noqa: E731
     about = results.meta(model, cores, dtype="float32", longest=longest, new=new, cache=cache)
-    _measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, out)
+    _measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, machine.out)
 
 
 def recommend(
@@ -333,9 +265,9 @@ def recommend(
 # ----------------------------------------------------------------------------------------- what the commands share
 
 
-def _start(specs: Iterable[str], threads: int | None, dtype: str, vs: str | None, out: Path | None) -> int:
+def _start(specs: Iterable[str], machine: Machine, dtype: str = "float32", vs: str | None = None) -> int:
     """Refuses what cannot work, cheapest first, and takes the cores; how many they are. Raises ValueError, OSError."""
-    cores = use_cores(threads)  # before jax starts a thread for every core it may use
+    cores = use_cores(machine.threads)  # before jax starts a thread for every core it may use
     from jkv import methods
     from jkv.bench import results
     from jkv.io.load import check_dtype
@@ -345,7 +277,7 @@ def _start(specs: Iterable[str], threads: int | None, dtype: str, vs: str | None
     check_dtype(dtype)
     if vs is not None:
         _check_peer(vs, specs)
-    results.check_path(out)
+    results.check_path(machine.out)
     return cores
 
 
@@ -375,12 +307,10 @@ def _check_peer(vs: str, specs: Iterable[str]) -> None:
             shared(str(methods.parse(spec)), 1)
 
 
-def _subject(
-    model: str | None, shape: str | None, random_weights: bool, dtype: str, vs: str | None
-) -> tuple[str, Source]:
+def _subject(o: Subject, vs: str | None = None) -> tuple[str, Source]:
     from jkv.bench.shapes import subject
 
-    return subject(model, shape, random_weights, 4 if dtype == "float32" else 2, 1 + (vs in PEERS))
+    return subject(o.model, o.shape, o.random_weights, 4 if o.dtype == "float32" else 2, 1 + (vs in PEERS))
 
 
 def _numbers(text: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv.cli.options import Dtype, Model
+from jkv.cli.options import Compared, Measured, Text, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -19,19 +19,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
 
-Caches = Annotated[list[str] | None, typer.Option("--cache", help="A composition; can be repeated. Default: full.")]
 Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
-Corpus = Annotated[str, typer.Option(help="pydoc (prose), stdlib (code), either with :test, a dataset: wikitext, ...")]
-Text = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Your own UTF-8 text instead.")]
-Tokens = Annotated[Path | None, typer.Option("--tokens", metavar="FILE.npz", help="int32 [n, prefix + continue].")]
 ENDLESS = "streaming(budget=512)"
-Prefix = Annotated[int, typer.Option(help="Tokens that are read and compressed.")]
-Rest = Annotated[int, typer.Option("--continue", help="Tokens after them that are predicted one by one.")]
 Frozen = Annotated[bool, typer.Option("--frozen", help="Compress the prefix only, nothing after it.")]
-Samples = Annotated[int, typer.Option(help="Texts, or prompts of each task.")]
-Batch = Annotated[int, typer.Option(help="Rows at a time.")]
-Seed = Annotated[int, typer.Option(help="Of the texts' places and of the tasks.")]
-Out = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")]
 Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
 Names = Annotated[list[str] | None, typer.Option("--tasks", help="A task; can be repeated. Default: all.")]
 Seen = Annotated[
@@ -40,29 +30,35 @@ Seen = Annotated[
 
 
 def _setting(
-    model: str,
+    o: Measured,
     caches: list[str] | None,
-    all_: bool,
     length: int | Callable[[Params], int],
-    batch: int,
-    path: Any,
-    seed: int,
-    dtype: str,
+    batch: int = 1,
+    catalogue: bool = False,
 ) -> Setting:
     """The setting; length: of what is compressed, of which the catalogue takes its shares."""
-    from jkv.eval.experiments import Setting, catalogue
+    from jkv.eval import experiments
     from jkv.io.load import load
     from jkv.methods import parse
 
-    names = list(caches or ([] if all_ else ["full"]))
+    names = list(caches or ([] if catalogue else ["full"]))
     for name in names:  # what is wrong is said before anything is loaded
         parse(name)
     if batch < 1:
         raise ValueError(f"batch={batch}: rows at a time, 1 or more")
-    params = load(model, dtype)
-    if all_:
-        names += catalogue(length if isinstance(length, int) else length(params), params)
-    return Setting(model, params, list(dict.fromkeys(names)), batch, path, seed)
+    params = load(o.model, o.dtype)
+    if catalogue:
+        names += experiments.catalogue(length if isinstance(length, int) else length(params), params)
+    return experiments.Setting(o.model, params, list(dict.fromkeys(names)), batch, o.out, o.seed)
+
+
+def _texts(s: Setting, text: Text, rest: int, samples: int, endless: bool = False) -> tuple[Any, Any]:
+    """Token ids of texts of `text.prefix` tokens and `rest` more, and what they were taken from."""
+    from jkv.eval import experiments
+
+    return experiments.texts(
+        s.params, text.corpus, text.text, text.tokens, text.prefix, rest, samples, s.seed, endless=endless
+    )
 
 
 def _show(found: Results) -> None:
@@ -83,57 +79,34 @@ def _draw(found: list[tuple[str, Any, list[Any]]], folder: Path) -> None:
 
 
 @app.command()
-def ppl(
-    model: Model = "smollm2-135m",
-    cache: Caches = None,
-    catalogue: Catalogue = False,
-    corpus: Corpus = "pydoc",
-    text: Text = None,
-    tokens: Tokens = None,
-    prefix: Prefix = 2048,
-    rest: Rest = 256,
-    frozen: Frozen = False,
-    samples: Samples = 4,
-    batch: Batch = 4,
-    seed: Seed = 0,
-    out: Out = None,
-    dtype: Dtype = "float32",
-) -> None:
+@flat
+def ppl(o: Compared, text: Text, catalogue: Catalogue = False, frozen: Frozen = False) -> None:
     """Perplexity of a text's continuation, token by token through the compressed cache of its beginning."""
     from jkv.eval import experiments
 
-    s = _setting(model, cache, catalogue, prefix, batch, out, seed, dtype)
-    ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, rest, samples, seed)
+    s = _setting(o, o.cache, text.prefix, o.batch, catalogue)
+    ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
-        found = experiments.perplexity(s, ids, source, prefix, frozen, say)
+        found = experiments.perplexity(s, ids, source, text.prefix, frozen, say)
     _show(found)
 
 
 @app.command()
+@flat
 def fidelity(
-    model: Model = "smollm2-135m",
-    cache: Caches = None,
+    o: Compared,
+    text: Text = Text(prefix=1024, rest=128),
     catalogue: Catalogue = False,
-    corpus: Corpus = "pydoc",
-    text: Text = None,
-    tokens: Tokens = None,
-    prefix: Prefix = 1024,
-    rest: Rest = 128,
     frozen: Frozen = False,
     layers: Annotated[bool, typer.Option("--layers", help="Also compress one layer at a time.")] = False,
-    samples: Samples = 4,
-    batch: Batch = 4,
-    seed: Seed = 0,
-    out: Out = None,
-    dtype: Dtype = "float32",
 ) -> None:
     """KL to the full cache, top-1 agreement, first divergence, attention kept; which layers to spare."""
     from jkv.eval import experiments
 
-    s = _setting(model, cache, catalogue, prefix, batch, out, seed, dtype)
-    ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, rest, samples, seed)
+    s = _setting(o, o.cache, text.prefix, o.batch, catalogue)
+    ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
-        found = experiments.fidelity(s, ids, source, prefix, frozen, layers, say)
+        found = experiments.fidelity(s, ids, source, text.prefix, frozen, layers, say)
     _show(found)
     for row in found.rows:
         if "spare" in row:
@@ -141,27 +114,21 @@ def fidelity(
 
 
 @app.command()
+@flat
 def endless(
-    model: Model = "smollm2-135m",
+    o: Measured,
     cache: Annotated[list[str] | None, typer.Option(help=f"Can be repeated. Default: {ENDLESS}.")] = None,
-    corpus: Corpus = "stdlib",
-    text: Text = None,
-    tokens: Tokens = None,
+    text: Text = Text(corpus="stdlib", prefix=1024),
     length: Annotated[int, typer.Option(help="Tokens of the text, as many as you like.")] = 100_000,
     points: Annotated[int, typer.Option(help="Places where it is measured, the first after --prefix tokens.")] = 11,
-    prefix: Prefix = 1024,
-    rest: Rest = 256,
-    seed: Seed = 0,
-    out: Out = None,
-    dtype: Dtype = "float32",
 ) -> None:
     """Perplexity ever farther into one text, beside that of the same tokens after the few before them alone."""
     from jkv.eval import experiments
 
-    s = _setting(model, cache or [ENDLESS], False, prefix, 1, out, seed, dtype)
-    ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, length - prefix, 1, seed, endless=True)
+    s = _setting(o, cache or [ENDLESS], text.prefix)
+    ids, source = _texts(s, text, length - text.prefix, 1, endless=True)
     with console.progress(len(s.caches) * points) as say:
-        found = experiments.endless(s, ids[0], source, points, prefix, rest, say)
+        found = experiments.endless(s, ids[0], source, points, text.prefix, text.rest, say)
     for row in found.rows:
         print(
             f"{row['cache']} after {row['after']:,}: perplexity {row['ppl']:.3f}, fresh {row['fresh']:.3f}; "
@@ -170,30 +137,21 @@ def endless(
 
 
 @app.command()
+@flat
 def attention(
-    model: Model = "smollm2-135m",
-    cache: Caches = None,
-    corpus: Corpus = "pydoc",
-    text: Text = None,
-    tokens: Tokens = None,
-    prefix: Prefix = 2048,
-    rest: Rest = 64,
+    o: Compared,
+    text: Text = Text(rest=64),
     spared: Annotated[int, typer.Option(help="First layers to leave out of the mean.")] = 2,
-    samples: Samples = 4,
-    batch: Batch = 4,
-    seed: Seed = 0,
-    out: Out = None,
-    dtype: Dtype = "float32",
 ) -> None:
     """The share of the full model's attention that each step of a cache reads: what eviction or selection leaves."""
     from jkv.eval import experiments
 
-    s = _setting(model, cache, False, prefix, batch, out, seed, dtype)
+    s = _setting(o, o.cache, text.prefix, o.batch)
     if not 0 <= spared < s.params.config.layers:
         raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {s.params.config.layers} layers")
-    ids, source = experiments.texts(s.params, corpus, text, tokens, prefix, rest, samples, seed)
+    ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
-        found = experiments.attention(s, ids, source, prefix, spared, say)
+        found = experiments.attention(s, ids, source, text.prefix, spared, say)
     for row in found.rows:
         print(f"{row['cache']}: {row['recovered']:.4f} of the attention in {row['tokens_read']:.0f} tokens")
 
@@ -206,18 +164,13 @@ def _asked(question: str) -> list[bool]:
 
 
 @app.command()
+@flat
 def ruler(
-    model: Model = "smollm2-135m",
-    cache: Caches = None,
+    o: Compared,
     catalogue: Catalogue = False,
     task: Names = None,
     length: Length = 1024,
-    samples: Samples = 4,
     question: Seen = "seen",
-    batch: Batch = 4,
-    seed: Seed = 0,
-    out: Out = None,
-    dtype: Dtype = "float32",
 ) -> None:
     """The 13 RULER tasks (2404.06654) in our own words, generated offline."""
     from jkv.eval import experiments, tasks
@@ -225,56 +178,46 @@ def ruler(
     names = task or [t.name for t in tasks.TASKS.values() if t.suite == "ruler"]
     for name in names:
         tasks.find(tasks.TASKS, name)
-    s, seen = _setting(model, cache, catalogue, length, batch, out, seed, dtype), _asked(question)
+    s, seen = _setting(o, o.cache, length, o.batch, catalogue), _asked(question)
     with console.progress(len(s.caches) * len(names) * len(seen)) as say:
-        found = experiments.ruler(s, names, length, samples, seen, say)
+        found = experiments.ruler(s, names, length, o.samples, seen, say)
     _show(found)
 
 
 @app.command()
+@flat
 def niah(
-    model: Model = "smollm2-135m",
-    cache: Caches = None,
+    o: Compared = Compared(samples=1),
     length: Annotated[list[int] | None, typer.Option(help="Tokens; can be repeated. Default: 512, 1024.")] = None,
     depths: Annotated[int, typer.Option(help="Even depths from start to end.")] = 5,
-    samples: Samples = 1,
     question: Seen = "seen",
-    batch: Batch = 4,
-    seed: Seed = 0,
-    out: Out = None,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the heat maps.")] = None,
-    dtype: Dtype = "float32",
 ) -> None:
     """Needle in a haystack: a grid of lengths and depths, and its heat map."""
     from jkv.eval import experiments
 
     if depths < 2:
         raise ValueError(f"depths={depths}: 2 or more, the start and the end are the first two")
-    s = _setting(model, cache, False, 1024, batch, out, seed, dtype)
+    s = _setting(o, o.cache, 1024, o.batch)
     lengths, places = length or [512, 1024], [i / (depths - 1) for i in range(depths)]
     seen = _asked(question)
     with console.progress(len(s.caches) * len(lengths) * depths * len(seen)) as say:
-        found = experiments.needle(s, lengths, places, samples, seen, say)
+        found = experiments.needle(s, lengths, places, o.samples, seen, say)
     _show(found)
     if plot is not None:
         _draw([("", found.meta, found.rows)], plot)
 
 
 @app.command()
+@flat
 def multiturn(
-    model: Model = "smollm2-135m",
-    cache: Caches = None,
+    o: Compared = Compared(samples=2, batch=6),
     catalogue: Catalogue = False,
     task: Names = None,
     length: Length = 1536,
     mode: Annotated[
         list[str] | None, typer.Option(help="reused, turns, rebuilt; can be repeated. Default: all.")
     ] = None,
-    samples: Samples = 2,
-    batch: Annotated[int, typer.Option(help="Questions of a session at a time.")] = 6,
-    seed: Seed = 0,
-    out: Out = None,
-    dtype: Dtype = "float32",
 ) -> None:
     """Several questions about one context in the manner of SCBench (2412.10319), and one that has no answer."""
     from jkv.eval import experiments, shared, tasks
@@ -286,11 +229,11 @@ def multiturn(
         raise ValueError(f"--mode {unknown[0]}: reused, turns or rebuilt")
 
     def held(params: Params) -> int:
-        return experiments.context(params, names, length, samples, seed)
+        return experiments.context(params, names, length, o.samples, o.seed)
 
-    s = _setting(model, cache, catalogue, held, batch, out, seed, dtype)
+    s = _setting(o, o.cache, held, o.batch, catalogue)
     with console.progress(len(s.caches) * len(names) * len(modes)) as say:
-        found = experiments.multiturn(s, names, length, samples, modes, say)
+        found = experiments.multiturn(s, names, length, o.samples, modes, say)
     _show(found)
 
 

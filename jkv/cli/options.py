@@ -1,14 +1,145 @@
-"""Options that several commands take, each with the same words."""
+"""Options that several commands take, each with the same words: one, or a dataclass of those that go together.
 
-from typing import Annotated
+A command names such a dataclass as the type of a parameter; `flat` makes an option of each of its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 MODEL = "smollm2-135m"  # where none is named
-Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name[@REVISION].")]
+Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")]
 Dtype = Annotated[str, typer.Option(help="Of weights and uncompressed tokens: float32, bfloat16 or float16.")]
-Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.")]
-TopK = Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")]
-MinP = Annotated[float, typer.Option(help="Leave out what is this many times less likely than the best.")]
-Penalty = Annotated[float, typer.Option(help="Above 1: used tokens become less likely.")]
+
+
+def flat(run: Callable[..., None]) -> Callable[..., None]:
+    """The command of a function: each field of a parameter that is a dataclass is an option of its own.
+
+    Defaults are those of the fields, or of the parameter's own default, which is such a dataclass.
+    """
+    hints, options, groups = get_type_hints(run, include_extras=True), [], {}
+    for p in signature(run).parameters.values():
+        kind = hints[p.name]
+        if not is_dataclass(kind):
+            options.append(p.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+            continue
+        groups[p.name], types = kind, get_type_hints(kind, include_extras=True)
+        for f in fields(kind):
+            default = f.default if p.default is Parameter.empty else getattr(p.default, f.name)
+            default = Parameter.empty if default is MISSING else default
+            options.append(Parameter(f.name, Parameter.KEYWORD_ONLY, default=default, annotation=types[f.name]))
+    flattened = Signature(options)
+
+    @wraps(run)
+    def command(**given: Any) -> None:
+        bound = flattened.bind(**given)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        run(**made, **given)
+
+    command.__signature__ = flattened  # type: ignore[attr-defined]
+    command.__annotations__ = {o.name: o.annotation for o in options}
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How tokens are drawn."""
+
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Leave out what is this many times less likely than the best.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: used tokens become less likely.")] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The model of a measurement of quality, and where its result goes."""
+
+    model: Model = MODEL
+    seed: Annotated[int, typer.Option(help="Of the texts' places and of the tasks.")] = 0
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")
+    ] = None
+    dtype: Dtype = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Measured):
+    """The caches that are measured, and on how much."""
+
+    cache: Annotated[
+        list[str] | None, typer.Option("--cache", help="A composition; can be repeated. Default: full.")
+    ] = None
+    samples: Annotated[int, typer.Option(help="Texts, or prompts of each task.")] = 4
+    batch: Annotated[int, typer.Option(help="Rows, or questions of a session, at a time.")] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text whose beginning is compressed, and whose continuation is predicted."""
+
+    corpus: Annotated[
+        str, typer.Option(help="pydoc (prose), stdlib (code), either with :test, a dataset: wikitext, ...")
+    ] = "pydoc"
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Your own UTF-8 text instead.")] = None
+    tokens: Annotated[
+        Path | None, typer.Option("--tokens", metavar="FILE.npz", help="int32 \\[n, prefix + continue].")
+    ] = None
+    prefix: Annotated[int, typer.Option(help="Tokens that are read and compressed.")] = 2048
+    rest: Annotated[int, typer.Option("--continue", help="Tokens after them that are predicted one by one.")] = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The weights whose speed is measured."""
+
+    model: Annotated[
+        str | None, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")
+    ] = None  # or a shape
+    shape: Annotated[
+        str | None, typer.Option(help="A public model's shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")
+    ] = None
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")
+    ] = False
+    dtype: Dtype = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The cores that a measurement of speed takes, and where its rows go."""
+
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Confine the process to so many of its cores. Default: all of them.")
+    ] = None
+    out: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")] = None
+
+
+CACHES = ("full", "snapkv(budget=512) | int4")
+Caches = Annotated[
+    list[str] | None, typer.Option("--cache", help=f"A composition; can be repeated. Default: {' and '.join(CACHES)}")
+]
+Context = Annotated[
+    list[int] | None, typer.Option(min=1, help="Tokens in the cache; can be repeated. Default: 512 and 2048.")
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(Subject, Machine):
+    """The weights, caches, contexts and rows of a measurement of speed."""
+
+    context: Context = None
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1
+    cache: Caches = None
+    rounds: Rounds = 5

@@ -93,7 +93,7 @@ def at_the_job() -> dict[str, Any]:
     MOST.clear()
     with tempfile.TemporaryDirectory() as folder:
         (source := Path(folder) / "in.jsonl").write_text('{"tokens": [1]}\n')
-        cli.batch(source, Path(folder) / "out", model="llama", mesh="data=2,model=4", batch="2")
+        cli.batch(source=source, out=Path(folder) / "out", model="llama", mesh="data=2,model=4", batch="2")
     return found
 
 

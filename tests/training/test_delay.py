@@ -158,8 +158,8 @@ def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
 
 
 def test_options_of_another_method_are_refused(tmp_path):
-    refused(train(tmp_path / "out", "--width", 8), "--width is nothing that dms is trained by; it takes --window")
-    refused(train(tmp_path / "out", "--window", 0), "window=0: 1 or more")
+    refused(train(tmp_path / "out", "--width", 8), "No such option: --width", "--window", code=2)
+    refused(train(tmp_path / "out", "--window", 0), "'--window'", "dms --help", code=2)
     refused(train(tmp_path / "out", "--window", 48), "window=48, length=48", "below the length, a window too")
     refused(train(tmp_path / "out", "--ratio", 1), "ratio=1.0", "above 1")
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import jax
@@ -16,7 +16,7 @@ import pytest
 from test_cli import PARAMS, call, refused
 
 import jkv
-from jkv.cli.train import DEFAULTS
+from jkv.cli.train import METHODS
 from jkv.io import learned
 from jkv.io import load as loading
 from jkv.io.learned import trained
@@ -80,7 +80,8 @@ def test_a_training_may_begin_where_another_ended(whole, tmp_path):
     assert "start" in read_json(tmp_path / "on" / "card.json")
     refused(call("train", "dms", "--out", tmp_path / "no", "--start", whole), "trimkv", str(whole))
     refused(train(tmp_path / "no", "--start", whole), "--width is that of the weights in --start")
-    refused(call("train", "attentionpredictor", "--out", tmp_path / "no", "--start", whole), "--start is nothing that")
+    no_weights = call("train", "attentionpredictor", "--out", tmp_path / "no", "--start", whole)
+    refused(no_weights, "No such option: --start", "--help", code=2)
     with pytest.MonkeyPatch.context() as patch:
         other = replace(PARAMS, norm=PARAMS.norm + 1)
         patch.setattr(loading, "load", lambda what, dtype: other)
@@ -206,8 +207,8 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
     assert not (tmp_path / "card.json").exists()
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_a_training_writes_down_every_number_that_it_was_given(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings", METHODS)
+def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_path, monkeypatch):
     """All that the weights depend on: not how often they are saved, nor at which budget locret's are measured."""
     told = []
 
@@ -217,7 +218,8 @@ def test_a_training_writes_down_every_number_that_it_was_given(name, tmp_path, m
 
     monkeypatch.setattr(methods, "Folder", stopped)
     small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
-    given = {k: small.get(k, x) for k, x in DEFAULTS[name].items() if k != "start"}
+    name, given = settings.__name__.lower(), {f.name: small.get(f.name, f.default) for f in fields(settings)}
+    given.pop("start", None)
     options = [x for k, v in given.items() for x in (f"--{k.replace('_', '-')}", v)]
     result = call(
         "train", name, "--out", tmp_path, *options, "--texts", 2, "--length", 200, "--corpus", "pydoc", "--check", 0
@@ -313,7 +315,6 @@ def test_a_full_disk_does_not_hide_what_ended_a_training(tiny, tmp_path):
     [
         (["--length", 100000], "the model's context is 512"),
         (["--budget", 64], "a budget below the length"),
-        (["--texts", 0], "texts=0: 1 or more"),
         (["--check", 4000], "pydoc:test: the corpus has"),
         (["--corpus", "nothing"], "there is no corpus or file 'nothing'"),
         (["--texts", 1, "--corpus", "stdlib"], "at least one of each of the 2 sources"),
@@ -325,8 +326,15 @@ def test_what_cannot_be_trained_is_said_before_anything_is_written(tmp_path, mor
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("option", ["--texts 0", "--budget 0", "--every 0", "--steps -1", "--top -1", "--check -1"])
+def test_numbers_that_are_too_small_are_refused_by_the_name_of_their_option(tmp_path, option):
+    refused(train(tmp_path / "out", *option.split()), f"'{option.split()[0]}'", "trimkv --help", code=2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_name_that_nothing_trains(tmp_path):
-    refused(train(tmp_path, name="snapkv"), "nothing to train for 'snapkv'", "trimkv")
+    refused(train(tmp_path, name="snapkv"), "No such command 'snapkv'", "train --help", code=2)
+    assert all(settings.__name__.lower() in call("train", "--help").stdout for settings in METHODS)
 
 
 def test_a_corpus_shorter_than_a_text(tmp_path):

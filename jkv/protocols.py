@@ -13,7 +13,6 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -265,29 +264,18 @@ class Linear:
 class Codec:
     """How bytes are kept, for one row and one head: the runtime maps over both.
 
-    Law: logits(query(q), c) == q . decode(c) and mix(w, c) == w @ decode(c). A codec that can contract codes without
-    decoding them writes these three itself; what is decoded otherwise is one tile.
+    Law: logits(q, c) == q . decode(c) and mix(w, c) == w @ decode(c). A codec that can contract codes without decoding
+    them writes these two itself; what is decoded otherwise is one tile.
     """
 
     grain: int = 1  # tokens that are coded, moved and dropped together
-    rope: Literal["before", "after"] = "before"  # keys stored rotated, or un-rotated and rotated at read
-    rewritable: bool = False  # a merge may change a stored slot
-    tiled: bool = True  # logits and mix decode a tile
-
-    def unrotated(self) -> Codec:
-        """The same of keys that are stored un-rotated; itself if it cannot, or does."""
-        return self
+    exact: bool = False  # codes are the numbers themselves: read without a decoded copy, and a merge may change them
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError naming the two parts that cannot work together, and what would."""
 
-    def empty(self, n: int, dim: int, dtype: Any) -> Code:
-        """Storage for n slots; its shapes are the byte formula."""
-        x = jax.ShapeDtypeStruct((n, dim), dtype)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(self.encode, x))
-
     def encode(self, x: Array) -> Code:
-        """x f[n,D], n a multiple of the grain."""
+        """x f[n,D], n a multiple of the grain; the shapes of what it makes are the byte formula."""
         raise NotImplementedError  # its own in every codec
 
     def decode(self, code: Code) -> Array:
@@ -305,15 +293,11 @@ class Codec:
         """The same codes as kernels read them (without the axes of rows and heads), or None: no kernel reads them."""
         return None
 
-    def query(self, q: Array) -> Any:
-        """q f32[N,D]; once per step, whatever does not depend on a tile."""
-        return q
-
-    def logits(self, ask: Any, tile: Code) -> Array:
-        """f32[N,n], unscaled."""
+    def logits(self, q: Array, tile: Code) -> Array:
+        """f32[N,n] of queries f32[N,D], unscaled."""
         parts = self.parts(tile)
-        asks = jnp.split(ask, len(parts), 1)
-        return reduce(jnp.add, [jnp.einsum("qd,nd->qn", q, x) for q, x in zip(asks, parts, strict=True)])
+        qs = jnp.split(q, len(parts), 1)
+        return reduce(jnp.add, [jnp.einsum("qd,nd->qn", a, x) for a, x in zip(qs, parts, strict=True)])
 
     def mix(self, w: Array, tile: Code) -> Array:
         """w f32[N,n] -> f32[N,D]."""
@@ -345,7 +329,7 @@ class Merge:
     """What the evicted leave behind: entries that stay become other ones. Its arrays, if it has any, are [L,...]."""
 
     needs: Needs = Needs()
-    rewrites: bool = False  # every entry may change at each flush: only for codecs that are rewritable
+    rewrites: bool = False  # every entry may change at each flush: only for codecs that are exact
 
     def bound(self, params: Params) -> Merge:
         """This merge with the weights that were trained for the model; ValueError if there are none."""

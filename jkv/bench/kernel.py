@@ -26,7 +26,7 @@ from jkv.core.tiers import attend_tier, linear
 from jkv.host.extras import install
 from jkv.kernels.decode_attention import reference
 from jkv.methods import checks
-from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.models import ModelConfig
 
 OPERATIONS = ("decode_attention",)
@@ -76,7 +76,8 @@ def check(operation: str, names: Sequence[str], versus: Sequence[str]) -> None:
 def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str) -> Problem:
     """Of the codecs of a cache, its last tier's, in a model's shape; ValueError for codes that no kernel reads."""
     cache = methods.parse(spec)
-    plain = CacheConfig(codec=cache.codecs(cache.tiers[-1]), recent=0)
+    k, v = cache.codecs(cache.tiers[-1])
+    plain = CacheConfig(tiers=(TierSpec(k=k, v=v, rope=cache.tiers[-1].rope),), recent=0)
     checks.check(plain, model)
     config = resolve(plain, model, context, 0)[0].tiers[0]
     shape = (batch, model.heads, config.capacity, model.head_dim)

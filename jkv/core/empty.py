@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jkv.arrays.gather import map_codec
 from jkv.core.cache import LayerCache, Queries, Rest, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.models import ModelConfig
@@ -14,8 +16,8 @@ from jkv.protocols import Code, Codec
 
 
 def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
-    one = codec.empty(slots, dim, dtype)
-    return jax.tree.map(lambda x: jnp.zeros((rows, heads, *x.shape), x.dtype), one)
+    form = jax.eval_shape(partial(map_codec, codec.encode), jax.ShapeDtypeStruct((rows, heads, slots, dim), dtype))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
 
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
@@ -32,7 +34,7 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         v=empty_code(tier.v, rows, heads, c, dim, dtype),
         pos=jnp.full((rows, hs, c), -1, jnp.int32),
         columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
-        at=jnp.zeros((rows, hs, c), jnp.int32) if tier.at == "rank" else None,
+        at=jnp.zeros((rows, hs, c), jnp.int32) if tier.rope == "rank" else None,
         head=jnp.zeros((rows, 1, c), jnp.uint8) if plan.pooled else None,
         summary=summary,
     )

@@ -25,7 +25,7 @@ from jkv.protocols import Code, Codec, Columns, Lost, Merge
 class Entries:
     """The tokens of S as a merge reads them: of tiers only those that it may change.
 
-    Those keep rotated keys, and their codecs are rewritable; what would have gone into others is dropped.
+    Those keep rotated keys, and their codecs are exact; what would have gone into others is dropped.
     """
 
     ev: Evidence
@@ -56,7 +56,7 @@ class Entries:
 
 def may_change(config: TierConfig) -> bool:
     """Whether a merge may change the slots of a tier: not where a selector knows the keys as they were written."""
-    return config.k.rewritable and config.v.rewritable and config.k.rope == "before" and config.select is None
+    return config.k.exact and config.v.exact and not config.pre_rope and config.select is None
 
 
 def merged(

@@ -16,7 +16,7 @@ from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_causal, visible
 from jkv.core.cache import Cache
 from jkv.core.loop import settle, step
-from jkv.core.tiers import gathered, picked
+from jkv.core.tiers import decoded_keys, gathered, picked
 from jkv.generation.report import divergence
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
@@ -41,8 +41,7 @@ def stored(cache: Cache) -> list[Stored]:
         here = jnp.zeros((b, h, plan.longest + 1), bool)
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            key = map_codec(config.k.decode, tier.k)
-            key = rope.rotate(key, tier.pos if tier.at is None else tier.at) if config.k.rope == "after" else key
+            key = decoded_keys(tier.k, tier.pos if tier.at is None else tier.at, config, rope)
             parts.append((key, map_codec(config.v.decode, tier.v), tier.seen_by(h)))
         for key, val, pos in parts:
             at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))

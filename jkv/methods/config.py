@@ -28,17 +28,17 @@ class TierSpec:
     """One tier of every layer, first choice first.
 
     k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
-    None: the rest. at: keys act at their own position ("pos"), or are stored un-rotated and act at their rank among the
-    kept ("rank").
+    None: the rest. rope: keys are stored as they are rotated in the window ("write"), or before the rotation and
+    rotated when they are read, by their position ("read") or by their rank among the kept ("rank").
     """
 
     k: Codec | None = None
     v: Codec | None = None
     size: int | float | None = None
-    at: Literal["pos", "rank"] = "pos"
+    rope: Literal["write", "read", "rank"] = "write"
 
 
-RELATIVE = (TierSpec(at="rank"),)  # keys act at their rank among the kept
+RELATIVE = (TierSpec(rope="rank"),)  # keys act at their rank among the kept
 
 
 @part
@@ -88,8 +88,7 @@ class CacheConfig:
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
-        k = tier.k or self.codec[0]
-        return k.unrotated() if tier.at == "rank" else k, tier.v or self.codec[1]
+        return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
     def unit(self) -> int:
@@ -143,9 +142,14 @@ class CacheConfig:
         return replace(self, recent=length, budget=All())
 
     @property
+    def relative(self) -> bool:
+        """Whether keys act at their rank among the kept, and not at their positions."""
+        return any(tier.rope == "rank" for tier in self.tiers)
+
+    @property
     def unlimited(self) -> bool:
         """Whether texts may be longer than the model's context: keys act at places within a bounded cache."""
-        return self.budget.bounded and any(tier.at == "rank" for tier in self.tiers)
+        return self.budget.bounded and self.relative
 
 
 def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
@@ -179,7 +183,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             share=s.size if isinstance(s.size, float) else None,
             k=config.codecs(s)[0],
             v=config.codecs(s)[1],
-            at=s.at,
+            rope=s.rope,
             select=select,
             unit=unit,
             evicts=capacity < longest or len(sizes) > 1 or config.score.forgets or budget.measures,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ class Affine(Codec):
     axis: Literal["token", "channel"] = "token"
     group: int = 0
     scale_dtype: str = "bfloat16"
-    rope: Literal["before", "after"] = "before"
 
     @property
     def grain(self) -> int:  # a constant of most codecs
@@ -48,9 +46,6 @@ class Affine(Codec):
             raise ValueError(
                 f"affine codec: head_dim={model.head_dim} is no multiple of {8 // self.bits} codes a byte; use bits=8"
             )
-
-    def unrotated(self) -> Affine:
-        return replace(self, rope="after")
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
         """x [n,D] with its groups on one axis of their own, and that axis."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from math import floor
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,6 @@ class Sparse(Codec):
 
     sparsity: float = 0.7
     dtype: str = "bfloat16"
-    rope: Literal["before", "after"] = "before"
-
-    def unrotated(self) -> Sparse:
-        return replace(self, rope="after")
 
     def kept(self, dim: int) -> int:
         """Numbers of a token.

@@ -264,12 +264,23 @@ class Linear:
 class Codec:
     """How bytes are kept, for one row and one head: the runtime maps over both.
 
+    Its arrays, if it has any, are [L,H,...], or [L,1,...] for all kv heads: one head of one layer sees its own part.
+
     Law: logits(q, c) == q . decode(c) and mix(w, c) == w @ decode(c). A codec that can contract codes without decoding
     them writes these two itself; what is decoded otherwise is one tile.
     """
 
     grain: int = 1  # tokens that are coded, moved and dropped together
     exact: bool = False  # codes are the numbers themselves: read without a decoded copy, and a merge may change them
+
+    @property
+    def label(self) -> str:
+        """Its name for people, such as "4 bits"."""
+        return type(self).__name__.lower()
+
+    def bound(self, params: Params) -> Codec:
+        """This codec with the arrays that were made for the model; ValueError if there are none."""
+        return self
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError naming the two parts that cannot work together, and what would."""
@@ -357,6 +368,10 @@ class Selector:
 
     def bound(self, params: Params) -> Selector:
         """This selector with the weights that were trained for the model; ValueError if there are none."""
+        return self
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Selector | None:
+        """This selector in one layer of a model; None: the layer reads everything."""
         return self
 
     def summarize(self, k: Array) -> Any:

@@ -16,9 +16,9 @@ from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, G, H, L, codes
 
 from jkv import methods
 from jkv.arrays.bits import floats
-from jkv.arrays.gather import map_codec
 from jkv.core import loop
 from jkv.core.cache import MELTED, Queries, Window
+from jkv.core.codes import decode
 from jkv.core.evidence import Evidence
 from jkv.core.flush import flush
 from jkv.methods import merges
@@ -110,7 +110,7 @@ def test_every_token_of_a_ragged_batch_is_kept(group: int, block: int, share: fl
 
 @partial(jax.jit, static_argnums=0)
 def decoded(codec, code):
-    return map_codec(codec.decode, code)
+    return decode(codec, code)
 
 
 def test_the_salient_prompt_tokens_are_in_four_bits_and_within_half_a_step():

@@ -12,8 +12,8 @@ import rig
 from rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, PROMPT, STEPS, D, H, L
 
 from jkv import models
-from jkv.arrays.gather import map_codec
 from jkv.core import loop
+from jkv.core.codes import decode
 from jkv.methods import parse
 from jkv.methods.codecs import Dense, Separable
 from jkv.protocols import Code
@@ -213,7 +213,7 @@ def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
     def plain(layer, plan):
         tier, config = layer.tiers[0], plan.tiers[0]
         assert config.pre_rope and not isinstance(config.k, Dense)
-        k, v = (Code(slots=map_codec(c.decode, x)) for c, x in ((config.k, tier.k), (config.v, tier.v)))
+        k, v = (Code(slots=decode(c, x)) for c, x in ((config.k, tier.k), (config.v, tier.v)))
         tiers, codecs = (replace(tier, k=k, v=v),), (replace(config, k=Dense(), v=Dense()),)
         return replace(layer, tiers=tiers), replace(plan, tiers=codecs)
 

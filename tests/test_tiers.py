@@ -14,8 +14,8 @@ import pytest
 import rig
 from rig import CASES, LONGEST, MODEL, STEPS, D, G, H
 
-from jkv.arrays.gather import map_codec
 from jkv.core.cache import Tier
+from jkv.core.codes import decode, encode
 from jkv.core.empty import empty_tier
 from jkv.core.flush import _admit
 from jkv.core.layer import LayerConfig, TierConfig
@@ -76,7 +76,7 @@ def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
     k, v = jnp.asarray(rng.standard_normal((2, ROWS, H, c, D)), jnp.float32)
     stored = k if not config.pre_rope else ROPE.rotate(k, jnp.asarray(pos), inverse=True)
     tier = empty_tier(config, plan, ROWS, MODEL, jnp.float32)
-    k_code, v_code = map_codec(config.k.encode, stored), map_codec(config.v.encode, v)
+    k_code, v_code = encode(config.k, stored), encode(config.v, v)
     return replace(tier, k=k_code, v=v_code, pos=jnp.asarray(pos), columns={})
 
 
@@ -182,7 +182,7 @@ def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
     cache = rig.run(text, forced=rig.FORCED[:, :34]).caches[-1]
     for layer, plan in zip(cache.layers, cache.plan, strict=True):
         (tier,), (config,) = layer.tiers, plan.tiers
-        keys = map_codec(config.k.decode, tier.k).reshape(ROWS, H, -1, config.select.unit, D)
+        keys = decode(config.k, tier.k).reshape(ROWS, H, -1, config.select.unit, D)
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
         live = (np.broadcast_to(tier.pos, (ROWS, H, tier.pos.shape[2])).reshape(keys.shape[:4]) >= 0).all(-1)
         assert live.any()

@@ -15,10 +15,10 @@ from rich import box
 from rich.table import Table
 
 from jkv import kernels, methods
-from jkv.arrays.gather import map_codec
 from jkv.bench.measure import clock, copy_rate, percentiles, turns
 from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
+from jkv.core import codes
 from jkv.core.attend import attend, visible
 from jkv.core.cache import Tier, tree_bytes
 from jkv.core.layer import TierConfig
@@ -83,7 +83,7 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     shape = (batch, model.heads, config.capacity, model.head_dim)
     keys = jax.random.split(jax.random.key(SEED), 3)
     floats = [jax.random.normal(key, shape, jnp.float32) for key in keys[:2]]
-    k, v = (map_codec(c.encode, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
+    k, v = (codes.encode(c, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
     pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape[:3])
     tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
     codes_k, codes_v = linear(tier, config)
@@ -94,7 +94,7 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     want = reference.attention(
         q.astype(jnp.float32), codes_k, codes_v, pos, jnp.zeros_like(at), at, model.scale
     ).finish()
-    dense = (map_codec(config.k.decode, k), map_codec(config.v.decode, v))
+    dense = (codes.decode(config.k, k), codes.decode(config.v, v))
     return Problem(q=q, at=at, tier=tier, config=config, dense=dense, want=np.asarray(want))
 
 

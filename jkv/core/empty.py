@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jkv.arrays.gather import map_codec
+from jkv.core import codes
 from jkv.core.cache import LayerCache, Queries, Rest, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.models import ModelConfig
@@ -16,7 +15,7 @@ from jkv.protocols import Code, Codec
 
 
 def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
-    form = jax.eval_shape(partial(map_codec, codec.encode), jax.ShapeDtypeStruct((rows, heads, slots, dim), dtype))
+    form = jax.eval_shape(codes.encode, codec, jax.ShapeDtypeStruct((rows, heads, slots, dim), dtype))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
 
 

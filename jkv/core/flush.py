@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import map_codec, per, put, take, take_along
-from jkv.core import context
+from jkv.arrays.gather import per, put, take, take_along
+from jkv.core import codes, context
 from jkv.core.cache import Counts, LayerCache, Queries, Rest, Tier, Window
 from jkv.core.evidence import Evidence, evidence, watched, watching
 from jkv.core.layer import LayerConfig, TierConfig
@@ -323,8 +323,8 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
     if config.pre_rope:
         k = rope.rotate(k, pos, inverse=True)
     return Tier(
-        k=stored(tier.k, map_codec(config.k.encode, k), config.capacity),
-        v=stored(tier.v, map_codec(config.v.encode, v), config.capacity),
+        k=stored(tier.k, codes.encode(config.k, k), config.capacity),
+        v=stored(tier.v, codes.encode(config.v, v), config.capacity),
         pos=put(tier.pos, place, pos),
         columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},
         at=tier.at,
@@ -347,7 +347,7 @@ def _losers(
     pos, (k, v) = take(tier.pos, place), jax.tree.map(gather, (tier.k, tier.v))
     return Newcomers(
         k=put(new.k, token, decoded_keys(k, pos, config, rope)),
-        v=put(new.v, token, map_codec(config.v.decode, v)),
+        v=put(new.v, token, codes.decode(config.v, v)),
         pos=put(new.pos, token, pos),
         rank=put(new.rank, token, take(slot_rank, place)),
         columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},

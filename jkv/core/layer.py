@@ -50,8 +50,8 @@ class TierConfig:
     capacity: int
     most: int
     share: float | None
-    k: Codec
-    v: Codec
+    k: Codec = leaf()
+    v: Codec = leaf()
     rope: Literal["write", "read", "rank"]
     select: Selector | None = leaf()
     unit: int

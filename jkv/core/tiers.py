@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.arrays.gather import map_codec, per, put, take
+from jkv.arrays.gather import per, put, take
 from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
-from jkv.core import context
+from jkv.core import codes, context
 from jkv.core.attend import FEW, visible
 from jkv.core.cache import MELTED, Tier
 from jkv.core.layer import TierConfig
 from jkv.core.pool import line, together
 from jkv.models.rope import Rope
-from jkv.protocols import Code, Linear
+from jkv.protocols import Code, Codec, Linear
 
 TILE = 512  # slots of a coded tier that are read at a time
 LEAST = 16  # slots that are read at once
@@ -89,7 +89,7 @@ def bare(tier: Tier) -> Tier:
 
 def decoded_keys(code: Code, at: Array, config: TierConfig, rope: Rope) -> Array:
     """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]."""
-    keys = map_codec(config.k.decode, code)
+    keys = codes.decode(config.k, code)
     return rope.rotate(keys, at) if config.pre_rope else keys
 
 
@@ -98,13 +98,12 @@ def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) 
     q = q.astype(jnp.float32)
     if config.pre_rope:
         return jnp.einsum("bhnd,bhsd->bhns", q, decoded_keys(code, at, config, rope))
-    return map_codec(config.k.logits, q, code)
+    return codes.logits(config.k, q, code)
 
 
 def linear(tier: Tier, config: TierConfig) -> tuple[Linear | None, Linear | None]:
     """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
-    k = None if config.pre_rope else map_codec(config.k.linear, tier.k)
-    return k, map_codec(config.v.linear, tier.v)
+    return None if config.pre_rope else codes.linear(config.k, tier.k), codes.linear(config.v, tier.v)
 
 
 def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
@@ -185,12 +184,21 @@ def _attend(
         tier = replace(tier, pos=line(tier.pos, tier.head))
     pages = None if config.select is None else picked(q, tier, config)
 
-    def own(tier: Tier, part: context.Part, q: Array, first: Array, last: Array, pages: Array | None) -> Partial:
+    def own(
+        tier: Tier,
+        part: context.Part,
+        q: Array,
+        first: Array,
+        last: Array,
+        pages: Array | None,
+        codecs: tuple[Codec, Codec],
+    ) -> Partial:
         here = None if pages is None else _pages_here(pages, part, tier, config)
-        return _attend_own(q, first, last, tier, here, config, rope, scale, tokens)
+        mine = replace(config, k=codecs[0], v=codecs[1])
+        return _attend_own(q, first, last, tier, here, mine, rope, scale, tokens)
 
-    tier = replace(bare(tier), at=at)
-    return context.each_given(own, tier, tier.axes, q, first, last, pages, like=q, join=merge_over)
+    tier, codecs = replace(bare(tier), at=at), (config.k, config.v)
+    return context.each_given(own, tier, tier.axes, q, first, last, pages, codecs, like=q, join=merge_over)
 
 
 def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig) -> Array:
@@ -234,7 +242,7 @@ def _attend_own(
         pt = jnp.where(fresh, pt, -1)[:, :, None, None]
         mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
         p, m, l = softmax_parts(logits, mask)  # noqa: E741
-        acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
+        acc = codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, d)
         return merge(part, Partial(acc=acc, m=m, l=l))
 
     decodes = config.pre_rope or not (config.k.exact and config.v.exact)
@@ -251,12 +259,11 @@ def _by_kernel(
         return None
     what, more = operation(config)
     attention = kernels.implementation(what, name).attention
-    tier = replace(tier, columns={}, at=None, head=None, summary=None)
 
-    def run(q: Array, tier: Tier, first: Array, last: Array, *pages: Array) -> Partial:
-        return attention(q, *linear(tier, config), tier.pos, first, last, scale, *pages, *more)
+    def run(q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, *pages: Array) -> Partial:
+        return attention(q, k, v, pos, first, last, scale, *pages, *more)
 
-    return kernels.over_mesh(run, q, tier, first, last, *pages)
+    return kernels.over_mesh(run, q, *linear(tier, config), tier.pos, first, last, *pages)
 
 
 def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
@@ -354,7 +361,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
             size = fresh.shape[0]
             tile = cut(code, start, size, c)
             places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
-            dots = key_logits(x, tile, places, config, rope) if of == "k" else map_codec(codec.logits, x, tile)
+            dots = key_logits(x, tile, places, config, rope) if of == "k" else codes.logits(codec, x, tile)
             return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
 
         tile = tile_size(decodes, c, shape[2], config.unit)
@@ -369,7 +376,7 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
     shape = w.shape[:3]
     w = asked(w, tier)
-    d = jax.eval_shape(lambda c: map_codec(codec.decode, c), code).shape[-1]
+    d = jax.eval_shape(codes.decode, codec, code).shape[-1]
 
     def own(held: Any, part: context.Part) -> Array:
         code, at, pos = held
@@ -381,7 +388,7 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
             wt = jax.lax.dynamic_slice_in_dim(w, context.first(part, c) + start, size, 3)
             alive = jax.lax.dynamic_slice_in_dim(live, start, size, 3)
             places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
-            x = decoded_keys(tile, places, config, rope) if of == "k" else map_codec(codec.decode, tile)
+            x = decoded_keys(tile, places, config, rope) if of == "k" else codes.decode(codec, tile)
             x = jnp.where(alive[:, :, 0, :, None], x, 0)
             return out + jnp.einsum("bhns,bhsd->bhnd", wt * fresh[None, None, None].astype(w.dtype), x)
 

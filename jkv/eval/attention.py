@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.arrays.gather import map_codec
 from jkv.arrays.tree import value
+from jkv.core import codes
 from jkv.core.attend import attend, attend_causal, visible
 from jkv.core.cache import Cache
 from jkv.core.loop import settle, step
@@ -42,7 +42,7 @@ def stored(cache: Cache) -> list[Stored]:
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             key = decoded_keys(tier.k, tier.pos if tier.at is None else tier.at, config, rope)
-            parts.append((key, map_codec(config.v.decode, tier.v), tier.seen_by(h)))
+            parts.append((key, codes.decode(config.v, tier.v), tier.seen_by(h)))
         for key, val, pos in parts:
             at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))
             key, val = (jnp.broadcast_to(x, (b, h, *x.shape[2:])) for x in (key, val))

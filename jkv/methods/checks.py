@@ -50,10 +50,18 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
-    if any(x.shape[0] != model.layers for x in jax.tree.leaves((config.score, config.merge))):
+    learned = config.score, config.merge, config.codec, config.tiers
+    if any(x.shape[0] != model.layers for x in jax.tree.leaves(learned)):
         raise ValueError(f"{config}: its weights were trained for another number of layers than {model.layers}")
-    if config.codec != CacheConfig().codec and all(t.k and t.v for t in config.tiers):
+    chosen = jax.tree.structure(config.codec) != jax.tree.structure(CacheConfig().codec)
+    if chosen and all(tier.k and tier.v for tier in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
+    heads = {1} if config.pooled is not None else {1, model.heads}
+    if any(x.ndim < 2 or x.shape[1] not in heads for x in jax.tree.leaves((config.codec, config.tiers))):
+        raise ValueError(
+            f"{config}: a codec's arrays are [layers, heads, ...], of {model.heads} kv heads, or of 1 for all of "
+            "them, as heads that compete for one pool of slots (pooled) need it"
+        )
     for tier in config.tiers:
         keys, values = config.codecs(tier)
         keys.check(model)
@@ -128,7 +136,7 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
 def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
     same = ("block", "kernels", "devices", "exactness", "name")
     plain = replace(CacheConfig(), **{field: getattr(config, field) for field in same})
-    if config != plain:
+    if jax.tree.structure(config) != jax.tree.structure(plain):
         raise ValueError(
             f"{config}: no block of this {model.family} model attends, so it has no keys and values to compress; its "
             "states have a fixed size: use full"

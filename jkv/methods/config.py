@@ -32,8 +32,8 @@ class TierSpec:
     rotated when they are read, by their position ("read") or by their rank among the kept ("rank").
     """
 
-    k: Codec | None = None
-    v: Codec | None = None
+    k: Codec | None = leaf(default=None)
+    v: Codec | None = leaf(default=None)
     size: int | float | None = None
     rope: Literal["write", "read", "rank"] = "write"
 
@@ -52,13 +52,13 @@ class CacheConfig:
     block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of the
     generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0: both
     are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a prompt
-    goes on after some layer, or None: with all its tokens; dense_layers: layers that read everything; kernels: "auto",
-    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
+    goes on after some layer, or None: with all its tokens; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide
+    the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
-    codec: tuple[Codec, Codec] = (Dense(), Dense())
-    tiers: tuple[TierSpec, ...] = (TierSpec(),)
+    codec: tuple[Codec, Codec] = leaf(default=(Dense(), Dense()))
+    tiers: tuple[TierSpec, ...] = leaf(default=(TierSpec(),))
     budget: Budget = All()
     pooled: float | None = None
     merge: Merge | None = leaf(default=None)
@@ -70,7 +70,6 @@ class CacheConfig:
     append: float = 0.0
     shorten: Shorten | None = None
     narrow: Narrow | None = None
-    dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
     devices: int = 1
     exactness: str = "exact"
@@ -81,9 +80,18 @@ class CacheConfig:
 
     def bound(self, params: Params) -> CacheConfig:
         """This config with the weights that its parts need of a model; ValueError if they were trained for another."""
-        merge, select = (x.bound(params) if x else None for x in (self.merge, self.select))
+
+        def bound(part: Any) -> Any:
+            return part and part.bound(params)
+
         return replace(
-            self, score=self.score.bound(params), budget=self.budget.bound(params), merge=merge, select=select
+            self,
+            score=self.score.bound(params),
+            codec=tuple(map(bound, self.codec)),
+            tiers=tuple(replace(tier, k=bound(tier.k), v=bound(tier.v)) for tier in self.tiers),
+            budget=self.budget.bound(params),
+            merge=bound(self.merge),
+            select=bound(self.select),
         )
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
@@ -159,7 +167,7 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
     # A layer's own copy: a program that takes a cache over takes its plan along.
-    select = None if i in config.dense_layers else jax.tree.map(jnp.copy, config.select)
+    select = jax.tree.map(jnp.copy, config.select and config.select.for_layer(model, i))
     reach = config.reach(longest, new)
     budget = config.budget.for_layer(model, i, reach)
     held = budget.capacity(reach)
@@ -181,8 +189,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             capacity=_whole(size * sharing, unit, config),
             most=size * sharing,
             share=s.size if isinstance(s.size, float) else None,
-            k=config.codecs(s)[0],
-            v=config.codecs(s)[1],
+            **dict(zip("kv", jax.tree.map(lambda x: x[i : i + 1], config.codecs(s)), strict=True)),
             rope=s.rope,
             select=select,
             unit=unit,

@@ -33,6 +33,10 @@ class Affine(Codec):
     def grain(self) -> int:  # a constant of most codecs
         return self.group if self.axis == "channel" else 1
 
+    @property
+    def label(self) -> str:
+        return f"{self.bits} bits" + (" per channel" if self.axis == "channel" else "")
+
     def check(self, model: Any) -> None:
         if self.bits not in (2, 4, 8):
             raise ValueError(f"affine codec: bits={self.bits}; 2, 4 or 8 can be packed into bytes")

@@ -33,6 +33,10 @@ class Separable(Codec):
     def inner(self) -> Affine:
         return Affine(bits=self.bits, scale_dtype=self.scale_dtype)
 
+    @property
+    def label(self) -> str:
+        return self.inner.label
+
     def check(self, model: Any) -> None:
         if self.group < 1:
             raise ValueError(f"separable codec: group={self.group}; a channel scale needs 1 token or more")

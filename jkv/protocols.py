@@ -1,8 +1,8 @@
 """What a method is made of. Read this first: a paper is a choice of these, and a row of `jkv.methods`.
 
 B rows, T new tokens, H kv heads, Hs = H (a selection per head) or 1 (one for all heads), G query heads per kv head,
-N queries, D head dim, n slots of a tile, g grain, W window entries, C slots of a tier,
-S tokens known at a flush: every slot of every tier, then the window, oldest first.
+N queries, D channels of a query and a key, Dv of a value (D where nothing else is said), n slots of a tile, g grain,
+W window entries, C slots of a tier, S tokens known at a flush: every slot of every tier, then the window, oldest first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Probe:
 
 @value
 class Born:
-    """New tokens of one layer: its normed input x f[B,T,E], keys (rotated) and values [B,H,T,D], pos i32[B,T], -1 dead.
+    """New tokens of one layer: its normed input x f[B,T,E], k (rotated) [B,H,T,D], v [B,H,T,Dv], pos i32[B,T], -1 dead.
 
     step: they are generated, one a row; else a prompt's.
     """
@@ -112,7 +112,7 @@ class Evidence(Protocol):
         ...
 
     def mix(self, w: Array, of: str = "v") -> Array:
-        """f32[B,H,N,D]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]."""
+        """f32[B,H,N,D or Dv]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]."""
         ...
 
     def fold(self, step: Callable[..., Any], queries: Any, join: Callable[[Any, Any], Any] = ...) -> Any:
@@ -282,8 +282,8 @@ class Codec:
         """This codec with the arrays that were made for the model; ValueError if there are none."""
         return self
 
-    def check(self, model: ModelConfig) -> None:
-        """Raise ValueError naming the two parts that cannot work together, and what would."""
+    def check(self, dim: int) -> None:
+        """Raise ValueError for keys or values of `dim` channels that it cannot keep, naming what would work."""
 
     def encode(self, x: Array) -> Code:
         """x f[n,D], n a multiple of the grain; the shapes of what it makes are the byte formula."""

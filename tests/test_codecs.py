@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +118,7 @@ def test_the_count_is_that_of_the_fraction_as_it_is_written():
 @pytest.mark.parametrize(("sparsity", "dim", "message"), [(1.0, 64, "0 to below 1"), (0.5, 20, "no multiple of the 8")])
 def test_what_the_sparse_codec_cannot_keep_is_refused(sparsity: float, dim: int, message: str):
     with pytest.raises(ValueError, match=message):
-        Sparse(sparsity=sparsity).check(SimpleNamespace(head_dim=dim))
+        Sparse(sparsity=sparsity).check(dim)
 
 
 @codecs

@@ -80,11 +80,12 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     plain = CacheConfig(tiers=(TierSpec(k=k, v=v, rope=cache.tiers[-1].rope),), recent=0)
     checks.check(plain, model)
     config = resolve(plain, model, context, 0)[0].tiers[0]
-    shape = (batch, model.heads, config.capacity, model.head_dim)
+    shape = (batch, model.heads, config.capacity)
     keys = jax.random.split(jax.random.key(SEED), 3)
-    floats = [jax.random.normal(key, shape, jnp.float32) for key in keys[:2]]
+    dims = model.head_dim, model.value_dim
+    floats = [jax.random.normal(key, (*shape, d), jnp.float32) for key, d in zip(keys[:2], dims, strict=True)]
     k, v = (codes.encode(c, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
-    pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape[:3])
+    pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape)
     tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
     codes_k, codes_v = linear(tier, config)
     if codes_k is None or codes_v is None:

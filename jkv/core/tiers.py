@@ -101,6 +101,11 @@ def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) 
     return codes.logits(config.k, q, code)
 
 
+def width(codec: Codec, code: Code) -> int:
+    """Channels of what decodes."""
+    return jax.eval_shape(codes.decode, codec, code).shape[-1]
+
+
 def linear(tier: Tier, config: TierConfig) -> tuple[Linear | None, Linear | None]:
     """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
     return None if config.pre_rope else codes.linear(config.k, tier.k), codes.linear(config.v, tier.v)
@@ -120,6 +125,8 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
             return "entries that stand for several tokens"
         if config.pre_rope:
             return "keys that are rotated when they are read"
+        if (why := kernels.uneven(dim, width(config.v, tier.v))) is not None:
+            return why
         k, v = jax.eval_shape(partial(linear, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no linear form"
@@ -221,7 +228,7 @@ def _attend_own(
     tokens: int,
 ) -> Partial:
     """The same over the slots of one device, or over those of its pages; keys act at `tier.at`."""
-    b, h, g, t, d = q.shape
+    b, h, g, t, _ = q.shape
     at = tier.at
     assert at is not None
     if pages is not None:
@@ -242,12 +249,12 @@ def _attend_own(
         pt = jnp.where(fresh, pt, -1)[:, :, None, None]
         mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
         p, m, l = softmax_parts(logits, mask)  # noqa: E741
-        acc = codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, d)
+        acc = codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1)
         return merge(part, Partial(acc=acc, m=m, l=l))
 
     decodes = config.pre_rope or not (config.k.exact and config.v.exact)
     tile = tile_size(decodes, size, tokens, config.unit)
-    return over_tiles(body, nothing(q), size, tile)
+    return over_tiles(body, nothing(q, width(config.v, v)), size, tile)
 
 
 def _by_kernel(
@@ -376,7 +383,7 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
     shape = w.shape[:3]
     w = asked(w, tier)
-    d = jax.eval_shape(codes.decode, codec, code).shape[-1]
+    d = width(codec, code)
 
     def own(held: Any, part: context.Part) -> Array:
         code, at, pos = held

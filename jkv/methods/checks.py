@@ -64,8 +64,8 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         )
     for tier in config.tiers:
         keys, values = config.codecs(tier)
-        keys.check(model)
-        values.check(model)
+        keys.check(model.head_dim)
+        values.check(model.value_dim)
     if config.relative and config.select:
         raise ValueError(
             f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "

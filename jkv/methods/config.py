@@ -225,9 +225,10 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
 
 def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
     x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
-    k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
+    k, v = (jax.ShapeDtypeStruct((1, model.heads, 1, d), jnp.float32) for d in (model.head_dim, model.value_dim))
     pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return tuple(sorted(jax.eval_shape(lambda x, k, pos: score.birth(Born(x=x, k=k, v=k, pos=pos)), x, k, pos)))
+    new = Born(x=x, k=k, v=v, pos=pos)  # type: ignore[arg-type]
+    return tuple(sorted(jax.eval_shape(score.birth, new)))
 
 
 def _whole(slots: int, unit: int, config: CacheConfig) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -37,10 +35,10 @@ class Separable(Codec):
     def label(self) -> str:
         return self.inner.label
 
-    def check(self, model: Any) -> None:
+    def check(self, dim: int) -> None:
         if self.group < 1:
             raise ValueError(f"separable codec: group={self.group}; a channel scale needs 1 token or more")
-        self.inner.check(model)
+        self.inner.check(dim)
 
     def encode(self, x: Array) -> Code:
         y = x.astype(jnp.float32).reshape(-1, self.group, x.shape[1])

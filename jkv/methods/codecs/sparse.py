@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import floor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +34,11 @@ class Sparse(Codec):
         """
         return dim - floor(Fraction(self.sparsity).limit_denominator(1000) * dim)
 
-    def check(self, model: Any) -> None:
+    def check(self, dim: int) -> None:
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparse codec: sparsity={self.sparsity}: the share of channels dropped, 0 to below 1")
-        if model.head_dim % 8:
-            raise ValueError(f"sparse codec: head_dim={model.head_dim} is no multiple of the 8 channels of a byte")
+        if dim % 8:
+            raise ValueError(f"sparse codec: head_dim={dim} is no multiple of the 8 channels of a byte")
 
     def encode(self, x: Array) -> Code:
         n, d = x.shape

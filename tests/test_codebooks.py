@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from codebook import Codebook
 
 import jkv
 from jkv import models
-from jkv.arrays.tree import leaf, part
+from jkv.arrays.tree import part
 from jkv.core import compiled, loop
 from jkv.core.codes import decode
 from jkv.generation.cache_file import load_cache, save_cache
@@ -28,19 +29,6 @@ MODEL = PARAMS.config
 L, H, LEVELS = MODEL.layers, MODEL.heads, 8
 PROMPTS = [[(7 * i * i + 3 * i) % 97 for i in range(61)], [(11 * i) % 89 for i in range(43)]]
 NEW = 30
-
-
-@part
-class Codebook(Codec):
-    """Each number is the nearest of a table f[L,H,K], or [L,1,K] for all heads."""
-
-    table: jax.Array = leaf()
-
-    def encode(self, x: jax.Array) -> Code:
-        return Code(slots=abs(x[..., None] - self.table[None, None]).argmin(-1).astype(jnp.uint8))
-
-    def decode(self, code: Code) -> jax.Array:
-        return self.table[code.slots.astype(jnp.int32)]
 
 
 def tables(heads: int, seed: int = 0) -> Codebook:

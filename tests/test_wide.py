@@ -24,10 +24,11 @@ from jkv.generation import sizes
 from jkv.methods import parse
 from jkv.methods.codecs import Separable
 from jkv.methods.config import CacheConfig, TierSpec, resolve
+from jkv.methods.mixtures import Mixtures, start
 from jkv.models import ModelConfig, Params, llama
 
 LIFTS = {
-    n: np.linalg.qr(np.random.default_rng(n).normal(size=(max(n, D),) * 2))[0].astype("f")[:n, :D] for n in (8, 24)
+    n: np.linalg.qr(np.random.default_rng(n).normal(size=(max(n, D),) * 2))[0].astype("f")[:n, :D] for n in (8, 32)
 }
 
 
@@ -131,10 +132,10 @@ def test_a_step_is_attention_over_what_is_held(config: CacheConfig, n: int):
 
 
 def test_values_that_lose_nothing_by_the_lift_change_no_logit():
-    """Columns of the lift to 24 channels are orthonormal."""
+    """Columns of the lift to 32 channels are orthonormal."""
     for text in ("full", "snapkv(budget=48, window=8)", f"razorattention(local=48, share=0.0, heads={rig.KEEPERS!r})"):
         config, out = parse(text), []
-        for params in (PARAMS, wide(24)):
+        for params in (PARAMS, wide(32)):
             cache = replace(sizes.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
             cache, logits = loop.absorb(params, cache, jnp.asarray(PROMPT), fresh=True)
             for token in FORCED[:, :20].T:
@@ -146,7 +147,9 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
 @pytest.mark.parametrize("text", [case.tight for cases in CASES.values() for case in cases], ids=list)
 def test_every_method_takes_them(text: str):
     """Traced, not run: all shapes of a prompt, of a flush and of a step fit together."""
-    params, config = wide(24), parse(text)
+    params, config = wide(32), parse(text)
+    if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are
+        config = replace(config, merge=replace(config.merge, gate=start(params.config, 12, 5, jax.random.key(0))))
     cache = sizes.empty(replace(config, shorten=None), params.config, 2, 142, 52, jnp.float32)
     ids = jax.ShapeDtypeStruct(PROMPT.shape, jnp.int32)
     cache, _ = jax.eval_shape(partial(loop.absorb, fresh=True), params, cache, ids)
@@ -168,10 +171,10 @@ def test_a_prompt_attends_tile_by_tile(window: int | None):
 
 
 def test_kernels_refuse_them():
-    with pytest.raises(ValueError, match="the tpu kernel of prefill_attention does not take values of 24 channels"):
-        prompt_kernel("tpu", jnp.bfloat16, 64, 24, 1)
-    (plan, *_), (layers, _) = sizes.layout(parse("int8"), wide(24).config, 2, 142, 52, jnp.float32)
+    with pytest.raises(ValueError, match="the tpu kernel of prefill_attention does not take values of 32 channels"):
+        prompt_kernel("tpu", jnp.bfloat16, 64, 32, 1)
+    (plan, *_), (layers, _) = sizes.layout(parse("int8"), wide(32).config, 2, 142, 52, jnp.float32)
     config = replace(plan.tiers[0], kernels="tpu")
-    with pytest.raises(ValueError, match="decode_attention does not take values of 24 channels beside keys of 16"):
+    with pytest.raises(ValueError, match="decode_attention does not take values of 32 channels beside keys of 16"):
         kernel_of(layers[0].tiers[0], config, D, G)
-    assert resolve(parse("int8"), wide(24).config, 142, 52)[0] == plan
+    assert resolve(parse("int8"), wide(32).config, 142, 52)[0] == plan

@@ -189,7 +189,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             capacity=_whole(size * sharing, unit, config),
             most=size * sharing,
             share=s.size if isinstance(s.size, float) else None,
-            **dict(zip("kv", jax.tree.map(lambda x: x[i : i + 1], config.codecs(s)), strict=True)),
+            **dict(zip("kv", jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(s)), strict=True)),
             rope=s.rope,
             select=select,
             unit=unit,

@@ -1,8 +1,8 @@
 """What a method is made of. Read this first: a paper is a choice of these, and a row of `jkv.methods`.
 
 B rows, T new tokens, H kv heads, Hs = H (a selection per head) or 1 (one for all heads), G query heads per kv head,
-N queries, D head dim, n slots of a tile, g grain, W window entries, C slots of a tier,
-S tokens known at a flush: every slot of every tier, then the window, oldest first.
+N queries, D channels of a query and a key, Dv of a value (D where nothing else is said), n slots of a tile, g grain,
+W window entries, C slots of a tier, S tokens known at a flush: every slot of every tier, then the window, oldest first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -65,7 +64,7 @@ class Probe:
 
 @value
 class Born:
-    """New tokens of one layer: its normed input x f[B,T,E], keys (rotated) and values [B,H,T,D], pos i32[B,T], -1 dead.
+    """New tokens of one layer: its normed input x f[B,T,E], k (rotated) [B,H,T,D], v [B,H,T,Dv], pos i32[B,T], -1 dead.
 
     step: they are generated, one a row; else a prompt's.
     """
@@ -113,7 +112,7 @@ class Evidence(Protocol):
         ...
 
     def mix(self, w: Array, of: str = "v") -> Array:
-        """f32[B,H,N,D]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]."""
+        """f32[B,H,N,D or Dv]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]."""
         ...
 
     def fold(self, step: Callable[..., Any], queries: Any, join: Callable[[Any, Any], Any] = ...) -> Any:
@@ -265,29 +264,29 @@ class Linear:
 class Codec:
     """How bytes are kept, for one row and one head: the runtime maps over both.
 
-    Law: logits(query(q), c) == q . decode(c) and mix(w, c) == w @ decode(c). A codec that can contract codes without
-    decoding them writes these three itself; what is decoded otherwise is one tile.
+    Its arrays, if it has any, are [L,H,...], or [L,1,...] for all kv heads: one head of one layer sees its own part.
+
+    Law: logits(q, c) == q . decode(c) and mix(w, c) == w @ decode(c). A codec that can contract codes without decoding
+    them writes these two itself; what is decoded otherwise is one tile.
     """
 
     grain: int = 1  # tokens that are coded, moved and dropped together
-    rope: Literal["before", "after"] = "before"  # keys stored rotated, or un-rotated and rotated at read
-    rewritable: bool = False  # a merge may change a stored slot
-    tiled: bool = True  # logits and mix decode a tile
+    exact: bool = False  # codes are the numbers themselves: read without a decoded copy, and a merge may change them
 
-    def unrotated(self) -> Codec:
-        """The same of keys that are stored un-rotated; itself if it cannot, or does."""
+    @property
+    def label(self) -> str:
+        """Its name for people, such as "4 bits"."""
+        return type(self).__name__.lower()
+
+    def bound(self, params: Params) -> Codec:
+        """This codec with the arrays that were made for the model; ValueError if there are none."""
         return self
 
-    def check(self, model: ModelConfig) -> None:
-        """Raise ValueError naming the two parts that cannot work together, and what would."""
-
-    def empty(self, n: int, dim: int, dtype: Any) -> Code:
-        """Storage for n slots; its shapes are the byte formula."""
-        x = jax.ShapeDtypeStruct((n, dim), dtype)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(self.encode, x))
+    def check(self, dim: int) -> None:
+        """Raise ValueError for keys or values of `dim` channels that it cannot keep, naming what would work."""
 
     def encode(self, x: Array) -> Code:
-        """x f[n,D], n a multiple of the grain."""
+        """x f[n,D], n a multiple of the grain; the shapes of what it makes are the byte formula."""
         raise NotImplementedError  # its own in every codec
 
     def decode(self, code: Code) -> Array:
@@ -305,15 +304,11 @@ class Codec:
         """The same codes as kernels read them (without the axes of rows and heads), or None: no kernel reads them."""
         return None
 
-    def query(self, q: Array) -> Any:
-        """q f32[N,D]; once per step, whatever does not depend on a tile."""
-        return q
-
-    def logits(self, ask: Any, tile: Code) -> Array:
-        """f32[N,n], unscaled."""
+    def logits(self, q: Array, tile: Code) -> Array:
+        """f32[N,n] of queries f32[N,D], unscaled."""
         parts = self.parts(tile)
-        asks = jnp.split(ask, len(parts), 1)
-        return reduce(jnp.add, [jnp.einsum("qd,nd->qn", q, x) for q, x in zip(asks, parts, strict=True)])
+        qs = jnp.split(q, len(parts), 1)
+        return reduce(jnp.add, [jnp.einsum("qd,nd->qn", a, x) for a, x in zip(qs, parts, strict=True)])
 
     def mix(self, w: Array, tile: Code) -> Array:
         """w f32[N,n] -> f32[N,D]."""
@@ -345,7 +340,7 @@ class Merge:
     """What the evicted leave behind: entries that stay become other ones. Its arrays, if it has any, are [L,...]."""
 
     needs: Needs = Needs()
-    rewrites: bool = False  # every entry may change at each flush: only for codecs that are rewritable
+    rewrites: bool = False  # every entry may change at each flush: only for codecs that are exact
 
     def bound(self, params: Params) -> Merge:
         """This merge with the weights that were trained for the model; ValueError if there are none."""
@@ -373,6 +368,10 @@ class Selector:
 
     def bound(self, params: Params) -> Selector:
         """This selector with the weights that were trained for the model; ValueError if there are none."""
+        return self
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Selector | None:
+        """This selector in one layer of a model; None: the layer reads everything."""
         return self
 
     def summarize(self, k: Array) -> Any:

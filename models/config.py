@@ -38,9 +38,10 @@ class Mixers:
 class ModelConfig:
     """Every number that changes the function, none that does not. Static under jit.
 
-    `layers` of its blocks attend, the `mixers` recur. A layer has `heads` key/value heads (H) of `head_dim` channels
-    (D), each read by `groups` query heads (G). Layer i turns queries and keys with `ropes[i]`, and sees key position p
-    from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits of attention are `scale * q.k`.
+    `layers` of its blocks attend, the `mixers` recur. A layer has `heads` key/value heads (H), of `head_dim` channels a
+    key (D) and `value_dim` a value (Dv), each read by `groups` query heads (G). Layer i turns queries and keys with
+    `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits
+    of attention are `scale * q.k`.
 
     >>> from jkv.models import llama
     >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -69,6 +70,11 @@ class ModelConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     mixers: Mixers | None = field(default=None, repr=False)
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.head_dim
 
     @property
     def depth(self) -> int:

@@ -265,8 +265,14 @@ def compositions() -> list[CacheConfig]:
 
 
 def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS) -> Cache:
-    made = sizes.empty(methods.parse(text), params.config, rows, longest, new, jnp.float32)
-    return replace(made, name="")  # so what has the same plan has the same programs
+    return made(methods.parse(text), rows, longest, new, params)
+
+
+def made(
+    config: CacheConfig, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS
+) -> Cache:
+    cache = sizes.empty(config, params.config, rows, longest, new, jnp.float32)
+    return replace(cache, name="")  # so what has the same plan has the same programs
 
 
 @dataclass(frozen=True)
@@ -368,9 +374,9 @@ def stored(codec: Any, code: Any, pos: jax.Array) -> jax.Array:
     return jax.vmap(jax.vmap(lambda o, p, y: o.at[p].set(y)))(out, pos, x)[:, :, :-1]
 
 
-def turned(codec: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.ndarray:
-    """Keys by position, rotated by it or back, for a codec that keeps them un-rotated."""
-    if codec.rope == "before":
+def turned(tier: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.ndarray:
+    """Keys by position, rotated by it or back, for a tier that keeps them un-rotated."""
+    if not tier.pre_rope:
         return x
     return np.asarray(rope.rotate(jnp.asarray(x), jnp.arange(LONGEST)[None, None], inverse))
 
@@ -420,8 +426,8 @@ class Replay:
             if tier is not None:
                 pick, held_by = coded[..., None], after.layers[i].tiers[0]
                 at, rope = held_by.seen_by(H), self.params.config.ropes[i]
-                k = as_stored(tier.k, held_by.k, at, turned(tier.k, k, rope, inverse=True), pick)
-                k, v = turned(tier.k, k, rope), as_stored(tier.v, held_by.v, at, v, pick)
+                k = as_stored(tier.k, held_by.k, at, turned(tier, k, rope, inverse=True), pick)
+                k, v = turned(tier, k, rope), as_stored(tier.v, held_by.v, at, v, pick)
             ks.append(jnp.asarray(k))
             vs.append(jnp.asarray(v))
             sees.append(jnp.asarray(coded | exact))

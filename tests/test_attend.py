@@ -48,7 +48,7 @@ def test_merge_is_attention_over_the_union_in_any_order():
 
 
 def test_no_key_is_the_neutral_element_and_gives_zero():
-    a, none = over(0, S), A.nothing(jnp.asarray(Q))
+    a, none = over(0, S), A.nothing(jnp.asarray(Q), D)
     same(A.merge(a, none), a)
     same(A.merge(none, a), a)
     assert not np.asarray(A.merge(none, none).finish()).any()

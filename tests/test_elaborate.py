@@ -17,7 +17,7 @@ from test_oracles import best, newest, prompt_taps
 from test_scores import evidence
 
 import jkv
-from jkv.arrays.gather import map_codec
+from jkv.core.codes import decode
 from jkv.core.compiled import Cost
 from jkv.core.positions import pad, positions
 from jkv.generation.draft import greedy
@@ -239,7 +239,7 @@ def test_the_best_stay_as_they_are_and_the_next_at_few_bits(text: str):
                 pos = np.asarray(tier.pos)[row, h % tier.pos.shape[1]]
                 assert sorted(pos[pos >= 0]) == np.flatnonzero(want).tolist()
                 for codec, code, x in ((config.k, tier.k, k), (config.v, tier.v, v)):
-                    got = np.asarray(map_codec(codec.decode, code))[row, h][pos >= 0]
+                    got = np.asarray(decode(codec, code))[row, h][pos >= 0]
                     x = x[h, pos[pos >= 0]]
                     low = config is plan[1] and bits > 0
                     step = np.ptp(x, axis=1, keepdims=True) / (2**bits - 1) if low else 0 * x[:, :1]

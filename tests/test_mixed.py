@@ -16,9 +16,9 @@ from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, G, H, L, codes
 
 from jkv import methods
 from jkv.arrays.bits import floats
-from jkv.arrays.gather import map_codec
 from jkv.core import loop
 from jkv.core.cache import MELTED, Queries, Window
+from jkv.core.codes import decode
 from jkv.core.evidence import Evidence
 from jkv.core.flush import flush
 from jkv.methods import merges
@@ -44,7 +44,7 @@ def test_separable_contracts_like_the_decoded_and_errs_by_half_a_step(bits: int)
     q, w = rng.standard_normal((3, D)).astype(np.float32), np.abs(rng.standard_normal((3, 12))).astype(np.float32)
     code = codec.encode(jnp.asarray(x))
     plain = np.asarray(codec.decode(code))
-    np.testing.assert_allclose(codec.logits(codec.query(jnp.asarray(q)), code), q @ plain.T, atol=2e-3, rtol=1e-5)
+    np.testing.assert_allclose(codec.logits(jnp.asarray(q), code), q @ plain.T, atol=2e-3, rtol=1e-5)
     np.testing.assert_allclose(codec.mix(jnp.asarray(w), code), w @ plain, atol=2e-3, rtol=1e-5)
     c = np.sqrt(np.abs(x.reshape(3, 4, D)).max(1))
     np.testing.assert_allclose(floats(code.grains[0], codec.scale_dtype), np.where(c > 0, c, 1), rtol=2**-8)
@@ -110,7 +110,7 @@ def test_every_token_of_a_ragged_batch_is_kept(group: int, block: int, share: fl
 
 @partial(jax.jit, static_argnums=0)
 def decoded(codec, code):
-    return map_codec(codec.decode, code)
+    return decode(codec, code)
 
 
 def test_the_salient_prompt_tokens_are_in_four_bits_and_within_half_a_step():

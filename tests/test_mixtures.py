@@ -11,8 +11,8 @@ from tiny import FOLDER, MIXTURES
 
 import jkv
 from jkv import methods
-from jkv.arrays.gather import map_codec
 from jkv.core import loop
+from jkv.core.codes import decode
 from jkv.io import learned
 from jkv.methods.mixtures import Blend, Mixtures
 from jkv.models import family
@@ -84,7 +84,7 @@ def stored(cache, head: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     layer = cache.layers[0]
     tier, recent = layer.tiers[0], layer.recent
     config = cache.plan[0].tiers[0]
-    k, v = (np.asarray(map_codec(c.decode, x))[0, head] for c, x in ((config.k, tier.k), (config.v, tier.v)))
+    k, v = (np.asarray(decode(c, x))[0, head] for c, x in ((config.k, tier.k), (config.v, tier.v)))
     out = {int(t): (k[i], v[i]) for i, t in enumerate(np.asarray(tier.seen_by(H))[0, head]) if t >= 0}
     for i, t in enumerate(np.asarray(recent.pos)[0]):
         if t >= 0:

@@ -12,9 +12,10 @@ import rig
 from rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, PROMPT, STEPS, D, H, L
 
 from jkv import models
-from jkv.arrays.gather import map_codec
 from jkv.core import loop
-from jkv.methods.codecs import Dense
+from jkv.core.codes import decode
+from jkv.methods import parse
+from jkv.methods.codecs import Dense, Separable
 from jkv.protocols import Code
 
 SHIFT = [PROMPT.shape[1] - n for n in LENGTHS]
@@ -199,16 +200,21 @@ def test_relative_places_are_ranks_of_the_kept():
                 ks[layer, row, :, now[row]], vs[layer, row, :, now[row]] = k[row, :, 0], v[row, :, 0]
 
 
-@pytest.mark.parametrize("codec", ["int8", "mustafar", rig.KIVI_TEXT])
-def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(codec):
-    cache = rig.shared(f"lacache(budget=48) | {codec}").caches[-1]
-    floats = Dense(rope="after")
+MOVING = {codec: parse(f"lacache(budget=48) | {codec}") for codec in ("int8", "mustafar", rig.KIVI_TEXT)}
+MOVING["separable"] = replace(parse("lacache(budget=48)"), codec=(Separable(bits=4, group=4),) * 2)
+
+
+@pytest.mark.parametrize("config", MOVING.values(), ids=list(MOVING))
+def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
+    cache, _ = loop.absorb(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
+    for token in FORCED[:, :34].T:
+        cache, _ = loop.step(PARAMS, cache, jnp.asarray(token))
 
     def plain(layer, plan):
         tier, config = layer.tiers[0], plan.tiers[0]
-        assert config.k.rope == "after" and not isinstance(config.k, Dense)
-        k, v = (Code(slots=map_codec(c.decode, x)) for c, x in ((config.k, tier.k), (config.v, tier.v)))
-        tiers, codecs = (replace(tier, k=k, v=v),), (replace(config, k=floats, v=Dense()),)
+        assert config.pre_rope and not isinstance(config.k, Dense)
+        k, v = (Code(slots=decode(c, x)) for c, x in ((config.k, tier.k), (config.v, tier.v)))
+        tiers, codecs = (replace(tier, k=k, v=v),), (replace(config, k=Dense(), v=Dense()),)
         return replace(layer, tiers=tiers), replace(plan, tiers=codecs)
 
     layers, plan = zip(*map(plain, cache.layers, cache.plan), strict=True)

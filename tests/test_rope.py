@@ -34,7 +34,7 @@ MOVED = [
     case
     for case in (case for cases in CASES.values() for case in cases)
     for config in [parse(case.tight)]
-    if any(config.codecs(tier)[0].rope == "after" for tier in config.tiers) and not case.slot.lossy
+    if any(tier.rope != "write" for tier in config.tiers) and not case.slot.lossy
 ]
 
 

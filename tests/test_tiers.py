@@ -14,8 +14,8 @@ import pytest
 import rig
 from rig import CASES, LONGEST, MODEL, STEPS, D, G, H
 
-from jkv.arrays.gather import map_codec
 from jkv.core.cache import Tier
+from jkv.core.codes import decode, encode
 from jkv.core.empty import empty_tier
 from jkv.core.flush import _admit
 from jkv.core.layer import LayerConfig, TierConfig
@@ -23,7 +23,7 @@ from jkv.core.melt import Newcomers
 from jkv.core.tiers import attend_tier, tier_dot
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
-from jkv.methods.codecs import Dense
+from jkv.methods.codecs import Affine, Dense, Separable, Sparse
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.scores.keys import KeyNorm
 from jkv.methods.selectors.quest import PageBound
@@ -33,14 +33,14 @@ PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside
 ROPE, ROWS = MODEL.ropes[0], 2
 ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all rows
 SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
-Kind = tuple[Codec, Codec]
+Kind = tuple[Codec, Codec, str]  # of keys, of values, and when keys are rotated
 
 
 @cache
 def picked_from() -> tuple[dict[Kind, list[TierConfig]], list[tuple[CacheConfig, str]]]:
     """Tiers that may be read by pages: their codecs, with every selector and page; and what is refused, and why.
 
-    Keys are stored rotated and, in each codec that can, un-rotated.
+    Keys are stored rotated and, in every codec, of values too, before the rotation.
     """
     found: dict[Kind, dict[tuple[str, int], TierConfig]] = {}
     refused = []
@@ -54,17 +54,17 @@ def picked_from() -> tuple[dict[Kind, list[TierConfig]], list[tuple[CacheConfig,
                 refused.append((picks, str(error)))
                 continue
             for k, v in map(picks.codecs, picks.tiers):
-                known = [of_v for of_k, of_v in found if of_k == k.unrotated()]  # with one codec of values will do
-                for kind in (k, v), (k.unrotated(), *(known or [v])[:1]):
-                    tier = tier_of(kind, lcm(*(x.grain for x in kind), select.unit), select)
+                known = {of_k: of_v for of_k, of_v, rope in found if rope == "read"}  # one codec of values will do
+                for kind in (k, v, "write"), (k, known.get(k, v), "read"), (v, known.get(v, v), "read"):
+                    tier = tier_of(kind, lcm(*(x.grain for x in kind[:2]), select.unit), select)
                     found.setdefault(kind, {})[type(select).__name__, select.unit] = tier
     return {kind: list(tiers.values()) for kind, tiers in found.items()}, refused
 
 
 def tier_of(kind: Kind, unit: int, select: Selector | None) -> TierConfig:
-    k, v = kind
+    k, v, rope = kind
     sized = dict(capacity=unit, most=unit, share=None, unit=unit, evicts=True, kernels="xla")
-    return TierConfig(k=k, v=v, at="pos", select=select, **sized)
+    return TierConfig(k=k, v=v, rope=rope, select=select, **sized)  # type: ignore[arg-type]
 
 
 def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
@@ -74,9 +74,9 @@ def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
     pos[rng.random(pos.shape) < 0.2] = -1
     pos[:, :, : config.unit] = -1
     k, v = jnp.asarray(rng.standard_normal((2, ROWS, H, c, D)), jnp.float32)
-    stored = k if config.k.rope == "before" else ROPE.rotate(k, jnp.asarray(pos), inverse=True)
+    stored = k if not config.pre_rope else ROPE.rotate(k, jnp.asarray(pos), inverse=True)
     tier = empty_tier(config, plan, ROWS, MODEL, jnp.float32)
-    k_code, v_code = map_codec(config.k.encode, stored), map_codec(config.v.encode, v)
+    k_code, v_code = encode(config.k, stored), encode(config.v, v)
     return replace(tier, k=k_code, v=v_code, pos=jnp.asarray(pos), columns={})
 
 
@@ -112,7 +112,8 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
 
 def test_what_is_not_read_by_pages_is_refused_with_a_reason():
     found, refused = picked_from()
-    assert {k.rope for k, _ in found} == {"before", "after"}
+    keys = {rope: {type(k) for k, _, of_k in found if of_k == rope} for rope in ("write", "read")}
+    assert keys == {"write": {Affine, Dense, Sparse}, "read": {Affine, Dense, Separable, Sparse}}
     for config, why in refused:
         select = type(config.select).__name__
         assert ("leave out" in why and select in why) or "selection of pages" in why, why
@@ -151,10 +152,10 @@ def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
 
 
 @pytest.mark.parametrize("page", [1, 2])
-@pytest.mark.parametrize("codec", [Dense(), Dense(rope="after")], ids=str)
-def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(codec: Codec, page: int):
+@pytest.mark.parametrize("rope", ["write", "read"])
+def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: int):
     select = PageBound(unit=page, pages=2)
-    config = replace(tier_of((codec, Dense()), 4, select), capacity=48)
+    config = replace(tier_of((Dense(), Dense(), rope), 4, select), capacity=48)
     tier = admitted(config)[0]
     q = jnp.asarray(np.random.default_rng(5).standard_normal((ROWS, H, G, 1, D)), jnp.float32)
     q = ROPE.rotate(q, jnp.full((1, 1, 1, 1), 300))
@@ -181,7 +182,7 @@ def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
     cache = rig.run(text, forced=rig.FORCED[:, :34]).caches[-1]
     for layer, plan in zip(cache.layers, cache.plan, strict=True):
         (tier,), (config,) = layer.tiers, plan.tiers
-        keys = map_codec(config.k.decode, tier.k).reshape(ROWS, H, -1, config.select.unit, D)
+        keys = decode(config.k, tier.k).reshape(ROWS, H, -1, config.select.unit, D)
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
         live = (np.broadcast_to(tier.pos, (ROWS, H, tier.pos.shape[2])).reshape(keys.shape[:4]) >= 0).all(-1)
         assert live.any()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -43,8 +41,3 @@ def put(x: Array, index: Array, new: Array) -> Array:
     new = jnp.broadcast_to(new, (*x.shape[:2], *new.shape[2:])).astype(x.dtype)
     write = lambda a, i, n: a.at[i].set(n, mode="drop", wrap_negative_indices=False)  # noqa: E731
     return jax.vmap(jax.vmap(write))(x, index, new)
-
-
-def map_codec(fn: Any, *args: Any) -> Any:
-    """Apply a function of one row and one head to arrays [B,H,...]."""
-    return jax.vmap(jax.vmap(fn))(*args)

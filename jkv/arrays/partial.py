@@ -15,7 +15,7 @@ from jkv.arrays.tree import value
 class Partial:
     """Un-normalised attention of queries over some keys: o = acc / l, log-sum-exp = m + log l.
 
-    acc f32[B,H,G,T,D], m f32[B,H,G,T] (-inf: no key seen), l f32[B,H,G,T].
+    acc f32[B,H,G,T,Dv], m f32[B,H,G,T] (-inf: no key seen), l f32[B,H,G,T].
     """
 
     acc: Array
@@ -27,7 +27,7 @@ class Partial:
         return self.m + jnp.log(jnp.maximum(self.l, 1e-37))
 
     def finish(self) -> Array:
-        """f32[B,H,G,T,D]; a query that saw no key gives 0."""
+        """f32[B,H,G,T,Dv]; a query that saw no key gives 0."""
         return self.acc / jnp.maximum(self.l, 1e-37)[..., None]
 
 
@@ -57,10 +57,10 @@ def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
     return Partial(acc=acc, m=m, l=l)
 
 
-def nothing(q: Array) -> Partial:
-    """The neutral element for queries f[B,H,G,T,D]."""
+def nothing(q: Array, width: int) -> Partial:
+    """The neutral element for queries f[B,H,G,T,D] and values of that width."""
     zero = jnp.zeros(q.shape[:-1], jnp.float32)
-    return Partial(acc=jnp.zeros(q.shape, jnp.float32), m=zero - jnp.inf, l=zero)
+    return Partial(acc=jnp.zeros((*zero.shape, width), jnp.float32), m=zero - jnp.inf, l=zero)
 
 
 def softmax_parts(logits: Array, mask: Array) -> tuple[Array, Array, Array]:

@@ -41,14 +41,14 @@ class Line:
 def step_bytes(params: Params, cached: int) -> int:
     """Bytes that a float32 step must read: every weight and `cached` tokens of keys and values."""
     c = params.config
-    return weight_bytes(params) + cached * c.layers * 2 * c.heads * c.head_dim * 4
+    return weight_bytes(params) + cached * c.layers * c.heads * (c.head_dim + c.value_dim) * 4
 
 
 def prompt_operations(params: Params, tokens: int) -> int:
     """Multiplications and additions of a causal prompt; of the head, only the newest token's row."""
     c = params.config
     weights = sum(x.size for x in jax.tree.leaves(params.layers))
-    attention = 4 * c.heads * c.groups * c.head_dim * c.layers * tokens * (tokens + 1) // 2
+    attention = 2 * c.heads * c.groups * (c.head_dim + c.value_dim) * c.layers * tokens * (tokens + 1) // 2
     return 2 * weights * tokens + attention + 2 * c.vocab * c.width
 
 

@@ -15,10 +15,10 @@ from rich import box
 from rich.table import Table
 
 from jkv import kernels, methods
-from jkv.arrays.gather import map_codec
 from jkv.bench.measure import clock, copy_rate, percentiles, turns
 from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
+from jkv.core import codes
 from jkv.core.attend import attend, visible
 from jkv.core.cache import Tier, tree_bytes
 from jkv.core.layer import TierConfig
@@ -26,7 +26,7 @@ from jkv.core.tiers import attend_tier, linear
 from jkv.host.extras import install
 from jkv.kernels.decode_attention import reference
 from jkv.methods import checks
-from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.models import ModelConfig
 
 OPERATIONS = ("decode_attention",)
@@ -76,14 +76,16 @@ def check(operation: str, names: Sequence[str], versus: Sequence[str]) -> None:
 def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str) -> Problem:
     """Of the codecs of a cache, its last tier's, in a model's shape; ValueError for codes that no kernel reads."""
     cache = methods.parse(spec)
-    plain = CacheConfig(codec=cache.codecs(cache.tiers[-1]), recent=0)
+    k, v = cache.codecs(cache.tiers[-1])
+    plain = CacheConfig(tiers=(TierSpec(k=k, v=v, rope=cache.tiers[-1].rope),), recent=0)
     checks.check(plain, model)
     config = resolve(plain, model, context, 0)[0].tiers[0]
-    shape = (batch, model.heads, config.capacity, model.head_dim)
+    shape = (batch, model.heads, config.capacity)
     keys = jax.random.split(jax.random.key(SEED), 3)
-    floats = [jax.random.normal(key, shape, jnp.float32) for key in keys[:2]]
-    k, v = (map_codec(c.encode, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
-    pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape[:3])
+    dims = model.head_dim, model.value_dim
+    floats = [jax.random.normal(key, (*shape, d), jnp.float32) for key, d in zip(keys[:2], dims, strict=True)]
+    k, v = (codes.encode(c, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
+    pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape)
     tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
     codes_k, codes_v = linear(tier, config)
     if codes_k is None or codes_v is None:
@@ -93,7 +95,7 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     want = reference.attention(
         q.astype(jnp.float32), codes_k, codes_v, pos, jnp.zeros_like(at), at, model.scale
     ).finish()
-    dense = (map_codec(config.k.decode, k), map_codec(config.v.decode, v))
+    dense = (codes.decode(config.k, k), codes.decode(config.v, v))
     return Problem(q=q, at=at, tier=tier, config=config, dense=dense, want=np.asarray(want))
 
 

@@ -28,16 +28,21 @@ def lasting(see: Array, q_pos: Array, until: Array | None) -> Array:
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:
-    """q [B,H,G,T,D] over k, v [B,H,S,D] where mask bool[B,Hs,T,S]; one tile, no loop."""
+    """q [B,H,G,T,D] over k [B,H,S,D], v [B,H,S,Dv] where mask bool[B,Hs,T,S]; one tile, no loop."""
     logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * scale
     p, m, l = softmax_parts(logits, mask[:, :, None])  # noqa: E741
     acc = jnp.einsum("bhgts,bhsd->bhgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(acc=acc, m=m, l=l)
 
 
-def prompt_kernel(kind: str, dtype: Any, dim: int, groups: int) -> str:
-    """Which implementation attends a prompt's tokens, for keys of that dtype and `groups` queries each."""
-    return kernels.choose("prefill_attention", kind, lambda module: module.supports(dtype, dim, groups))
+def prompt_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> str:
+    """Which implementation attends a prompt's tokens, for keys of that dtype, of `dim` channels and `groups` queries
+    each, and values of `width` channels."""
+
+    def refusal(module: Any) -> str | None:
+        return kernels.uneven(dim, width) or module.supports(dtype, dim, groups)
+
+    return kernels.choose("prefill_attention", kind, refusal)
 
 
 def attend_causal(
@@ -51,14 +56,16 @@ def attend_causal(
     until: Array | None = None,
     kind: str = "xla",
 ) -> Partial:
-    """Queries [B,H,G,T,D] over a window [B,H,S,D] whose last T entries are their own keys; positions rise with index.
+    """Queries [B,H,G,T,D] over a window, k [B,H,S,D] and v [B,H,S,Dv], whose last T entries are their own keys.
+
+    Positions rise with index.
 
     until i32[B,H,S]: the last position whose query may see a key, or None: all later ones. kind: of kernels.
     Query tile by query tile, key tile by key tile: the score matrix [T,S] never exists, and the half of it that lies
     in the future is not computed.
     """
     t, s = q.shape[3], k.shape[2]
-    if t > FEW and (name := prompt_kernel(kind, k.dtype, q.shape[4], q.shape[2])) != "xla":
+    if t > FEW and (name := prompt_kernel(kind, k.dtype, q.shape[4], v.shape[3], q.shape[2])) != "xla":
         attention = kernels.implementation("prefill_attention", name).attention
         first = jnp.zeros_like(q_pos) if window is None else jnp.maximum(q_pos - window + 1, 0)
 
@@ -90,7 +97,7 @@ def attend_causal(
             mask = lasting(visible(pt, jnp.where(again[None], -1, kp)[:, None], window), pt, ends)
             return merge(part, attend(qt, kt, vt, mask, scale))
 
-        return jax.lax.fori_loop(0, -((first - last) // tk), keys, nothing(qt))
+        return jax.lax.fori_loop(0, -((first - last) // tk), keys, nothing(qt, v.shape[3]))
 
     tiles = -(-t // tq)
     parts = jax.lax.map(rows, jnp.arange(tiles))

@@ -27,7 +27,7 @@ MELTED = "melted"  # the column of tokens that stand for others too: how many me
 class Window:
     """Exact tokens in order of index: the recent window, or the recent window and what is being prefilled.
 
-    k, v [B,H,W,D]; pos i32[B,W], -1 dead; columns f32[B,H,W].
+    k [B,H,W,D], v [B,H,W,Dv]; pos i32[B,W], -1 dead; columns f32[B,H,W].
     """
 
     k: Array

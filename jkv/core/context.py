@@ -48,6 +48,8 @@ def each_given(
 ) -> Any:
     """run(own slots, part, *shared), which closes over nothing: every device sees its own rows and heads of all arrays.
 
+    Where an axis of rows or heads is 1, the array is of all of them.
+
     join None: the result is of slots, as the tree; else as the array `like`.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -57,7 +59,7 @@ def each_given(
 
     def spec(x: Array, *slots: Axes) -> PartitionSpec:
         heads = HEADS if HEADS not in names and x.ndim > 2 and x.shape[1] > 1 else None
-        return PartitionSpec(ROWS, heads, *slots)
+        return PartitionSpec(ROWS if x.shape[0] > 1 else None, heads, *slots)
 
     def own(part: Array, tree: Any, *shared: Any) -> Any:
         out = run(tree, part[0], *shared)

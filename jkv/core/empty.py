@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.core import codes
 from jkv.core.cache import LayerCache, Queries, Rest, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.models import ModelConfig
@@ -14,8 +15,8 @@ from jkv.protocols import Code, Codec
 
 
 def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
-    one = codec.empty(slots, dim, dtype)
-    return jax.tree.map(lambda x: jnp.zeros((rows, heads, *x.shape), x.dtype), one)
+    form = jax.eval_shape(codes.encode, codec, jax.ShapeDtypeStruct((rows, heads, slots, dim), dtype))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
 
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
@@ -29,10 +30,10 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         summary = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), unit)
     return Tier(
         k=empty_code(tier.k, rows, heads, c, dim, dtype),
-        v=empty_code(tier.v, rows, heads, c, dim, dtype),
+        v=empty_code(tier.v, rows, heads, c, model.value_dim, dtype),
         pos=jnp.full((rows, hs, c), -1, jnp.int32),
         columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
-        at=jnp.zeros((rows, hs, c), jnp.int32) if tier.at == "rank" else None,
+        at=jnp.zeros((rows, hs, c), jnp.int32) if tier.rope == "rank" else None,
         head=jnp.zeros((rows, 1, c), jnp.uint8) if plan.pooled else None,
         summary=summary,
     )
@@ -40,10 +41,10 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
 
 def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> LayerCache:
     """A layer that has seen nothing."""
-    h, g, d, r, n = model.heads, model.groups, model.head_dim, plan.room, plan.queries
+    h, g, d, dv, r, n = model.heads, model.groups, model.head_dim, model.value_dim, plan.room, plan.queries
     recent = Window(
         k=jnp.zeros((rows, h, r, d), dtype),
-        v=jnp.zeros((rows, h, r, d), dtype),
+        v=jnp.zeros((rows, h, r, dv), dtype),
         pos=jnp.full((rows, r), -1, jnp.int32),
         columns={name: jnp.zeros((rows, h, r), jnp.float32) for name in plan.columns},
     )
@@ -57,7 +58,7 @@ def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) ->
     tiers = tuple(empty_tier(tier, plan, rows, model, dtype) for tier in plan.tiers)
     rest = None
     if plan.rest:
-        k, v = (jnp.zeros((rows, h, d), jnp.float32) for _ in range(2))
+        k, v = (jnp.zeros((rows, h, x), jnp.float32) for x in (d, dv))
         odds = jnp.zeros((rows, h), jnp.float32) if plan.score.compensates else None
         rest = Rest(k=k, v=v, count=jnp.zeros((rows, h), jnp.float32), odds=odds)
     share = jnp.zeros(rows, jnp.int32) if plan.budget.measures else None

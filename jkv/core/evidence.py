@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.arrays.gather import map_codec
 from jkv.arrays.tree import static, value
 from jkv.core import context
 from jkv.core.attend import visible
@@ -230,9 +229,7 @@ class Evidence:
     ) -> tuple[Array, ...]:
         at, c = tier.pos if tier.at is None else tier.at, tier.pos.shape[2]
         places, slots, whose = jax.tree.map(lambda x: _cut(x, start, n), (at, tier.pos, tier.head))
-        code, rows = cut(tier.k, start, n, c), asked(flat(q), tier)
-        ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
-        logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
+        logits = key_logits(asked(flat(q), tier), cut(tier.k, start, n, c), places, config, self.rope) * self.scale
         logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
         logits = counted(logits, _cut(tier.columns[MELTED], start, n) if MELTED in tier.columns else None)
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)

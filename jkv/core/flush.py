@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import map_codec, per, put, take, take_along
-from jkv.core import context
+from jkv.arrays.gather import per, put, take, take_along
+from jkv.core import codes, context
 from jkv.core.cache import Counts, LayerCache, Queries, Rest, Tier, Window
 from jkv.core.evidence import Evidence, evidence, watched, watching
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.melt import Newcomers, merged, remembered
 from jkv.core.pool import compete, together
 from jkv.core.rest import joined, weighed
-from jkv.core.tiers import acting, after, write
+from jkv.core.tiers import acting, after, decoded_keys, write
 from jkv.protocols import Columns
 
 if TYPE_CHECKING:
@@ -320,20 +320,17 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
         at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
+    if config.pre_rope:
+        k = rope.rotate(k, pos, inverse=True)
     return Tier(
-        k=stored(tier.k, map_codec(config.k.encode, _frame(config, k, pos, rope)), config.capacity),
-        v=stored(tier.v, map_codec(config.v.encode, v), config.capacity),
+        k=stored(tier.k, codes.encode(config.k, k), config.capacity),
+        v=stored(tier.v, codes.encode(config.v, v), config.capacity),
         pos=put(tier.pos, place, pos),
         columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},
         at=tier.at,
         head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
         summary=summary,
     )
-
-
-def _frame(config: TierConfig, k: Array, pos: Array, rope: Rope) -> Array:
-    """Keys in the frame that the tier's codec stores; windows hold rotated keys."""
-    return k if config.k.rope == "before" else rope.rotate(k, pos, inverse=True)
 
 
 def _losers(
@@ -343,20 +340,15 @@ def _losers(
     u = config.unit
     place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
 
-    def old(code: Any, codec: Any) -> Array:
-        def gather(x: Array) -> Array:
-            grain = config.capacity // x.shape[2]
-            return context.read(x, per(place[:, :, ::grain], grain), tier.axes)
+    def gather(x: Array) -> Array:
+        grain = config.capacity // x.shape[2]
+        return context.read(x, per(place[:, :, ::grain], grain), tier.axes)
 
-        return map_codec(codec.decode, jax.tree.map(gather, code))
-
-    k = old(tier.k, config.k).astype(new.k.dtype)
-    if config.k.rope == "after":
-        k = rope.rotate(k, take(tier.pos, place))
+    pos, (k, v) = take(tier.pos, place), jax.tree.map(gather, (tier.k, tier.v))
     return Newcomers(
-        k=put(new.k, token, k),
-        v=put(new.v, token, old(tier.v, config.v)),
-        pos=put(new.pos, token, take(tier.pos, place)),
+        k=put(new.k, token, decoded_keys(k, pos, config, rope)),
+        v=put(new.v, token, codes.decode(config.v, v)),
+        pos=put(new.pos, token, pos),
         rank=put(new.rank, token, take(slot_rank, place)),
         columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},
         index=put(new.index, token, start + place),

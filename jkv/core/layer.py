@@ -42,18 +42,25 @@ class Narrow:
 
 @part
 class TierConfig:
-    """A tier of one layer: its slots, how many may be in use, its share of what is stored, how it is coded and read."""
+    """A tier of one layer: its slots, how many may be in use, its share of what is stored, how it is coded and read.
+
+    rope: as in TierSpec; keys that are rotated when they are read are stored before the rotation (`pre_rope`).
+    """
 
     capacity: int
     most: int
     share: float | None
-    k: Codec
-    v: Codec
-    at: Literal["pos", "rank"]
+    k: Codec = leaf()
+    v: Codec = leaf()
+    rope: Literal["write", "read", "rank"]
     select: Selector | None = leaf()
     unit: int
     evicts: bool
     kernels: str
+
+    @property
+    def pre_rope(self) -> bool:
+        return self.rope != "write"
 
 
 @part

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import map_codec, put, take, take_along
+from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.tree import value
-from jkv.core import context
+from jkv.core import codes, context
 from jkv.core.cache import Tier
 from jkv.core.evidence import Evidence
 from jkv.core.layer import LayerConfig, TierConfig
@@ -25,7 +25,7 @@ from jkv.protocols import Code, Codec, Columns, Lost, Merge
 class Entries:
     """The tokens of S as a merge reads them: of tiers only those that it may change.
 
-    Those keep rotated keys, and their codecs are rewritable; what would have gone into others is dropped.
+    Those keep rotated keys, and their codecs are exact; what would have gone into others is dropped.
     """
 
     ev: Evidence
@@ -56,7 +56,7 @@ class Entries:
 
 def may_change(config: TierConfig) -> bool:
     """Whether a merge may change the slots of a tier: not where a selector knows the keys as they were written."""
-    return config.k.rewritable and config.v.rewritable and config.k.rope == "before" and config.select is None
+    return config.k.exact and config.v.exact and not config.pre_rope and config.select is None
 
 
 def merged(
@@ -82,7 +82,7 @@ def merged(
 
 
 def _decoded(codec: Codec, code: Code, index: Array, tier: Tier) -> Array:
-    return map_codec(codec.decode, jax.tree.map(lambda x: context.read(x, index, tier.axes), code))
+    return codes.decode(codec, jax.tree.map(lambda x: context.read(x, index, tier.axes), code))
 
 
 def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) -> Tier:
@@ -91,7 +91,7 @@ def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) ->
 
     def stored(old: Code, codec: Codec, x: Array) -> Code:
         dtype = jax.tree.leaves(old)[0].dtype
-        fresh = map_codec(codec.encode, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
+        fresh = codes.encode(codec, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
         return jax.tree.map(lambda a, y: write(a, slot, y, tier, config), old, fresh)
 
     return replace(tier, k=stored(tier.k, config.k, k), v=stored(tier.v, config.v, v))

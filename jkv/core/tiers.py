@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.arrays.gather import map_codec, per, put, take
+from jkv.arrays.gather import per, put, take
 from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
-from jkv.core import context
+from jkv.core import codes, context
 from jkv.core.attend import FEW, visible
 from jkv.core.cache import MELTED, Tier
 from jkv.core.layer import TierConfig
@@ -52,16 +52,16 @@ def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, 
     return jax.lax.fori_loop(0, -(-slots // tile), step, init)
 
 
-def tile_size(tiled: bool, slots: int, queries: int, unit: int) -> int:
-    """Slots of a tile, in whole units: a few, or all that a codec contracts as they are; else TILE, or fewer for many
-    queries.
+def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
+    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else TILE, or fewer for
+    many queries.
 
     What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
     layers before the first layer runs, and even before the decode loop, as its constants.
     """
-    if (queries == 1 and not tiled) or slots <= LEAST:
+    if (queries == 1 and not decodes) or slots <= LEAST:
         return slots
-    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if tiled else slots)
+    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)
 
 
@@ -87,18 +87,28 @@ def bare(tier: Tier) -> Tier:
     return replace(tier, columns=columns, summary=None)
 
 
-def key_logits(codec: Codec, ask: Any, q: Array, code: Code, at: Array, rope: Rope) -> Array:
-    """f32[B,H,N,n]: rotated queries q [B,H,N,D] against the coded keys of a tile that act at i32[B,Hs,n]."""
-    if codec.rope == "before":
-        return map_codec(codec.logits, ask, code)
-    keys = rope.rotate(map_codec(codec.decode, code), at)
-    return jnp.einsum("bhnd,bhsd->bhns", q.astype(jnp.float32), keys)
+def decoded_keys(code: Code, at: Array, config: TierConfig, rope: Rope) -> Array:
+    """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]."""
+    keys = codes.decode(config.k, code)
+    return rope.rotate(keys, at) if config.pre_rope else keys
+
+
+def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) -> Array:
+    """f32[B,H,N,n]: logits, unscaled, of rotated queries [B,H,N,D] and the keys of a tile that act at i32[B,Hs,n]."""
+    q = q.astype(jnp.float32)
+    if config.pre_rope:
+        return jnp.einsum("bhnd,bhsd->bhns", q, decoded_keys(code, at, config, rope))
+    return codes.logits(config.k, q, code)
+
+
+def width(codec: Codec, code: Code) -> int:
+    """Channels of what decodes."""
+    return jax.eval_shape(codes.decode, codec, code).shape[-1]
 
 
 def linear(tier: Tier, config: TierConfig) -> tuple[Linear | None, Linear | None]:
     """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
-    k = map_codec(config.k.linear, tier.k) if config.k.rope == "before" else None
-    return k, map_codec(config.v.linear, tier.v)
+    return None if config.pre_rope else codes.linear(config.k, tier.k), codes.linear(config.v, tier.v)
 
 
 def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
@@ -113,8 +123,10 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
     def refusal(module: Any) -> str | None:
         if MELTED in tier.columns:
             return "entries that stand for several tokens"
-        if config.k.rope == "after":
+        if config.pre_rope:
             return "keys that are rotated when they are read"
+        if (why := kernels.uneven(dim, width(config.v, tier.v))) is not None:
+            return why
         k, v = jax.eval_shape(partial(linear, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no linear form"
@@ -179,12 +191,21 @@ def _attend(
         tier = replace(tier, pos=line(tier.pos, tier.head))
     pages = None if config.select is None else picked(q, tier, config)
 
-    def own(tier: Tier, part: context.Part, q: Array, first: Array, last: Array, pages: Array | None) -> Partial:
+    def own(
+        tier: Tier,
+        part: context.Part,
+        q: Array,
+        first: Array,
+        last: Array,
+        pages: Array | None,
+        codecs: tuple[Codec, Codec],
+    ) -> Partial:
         here = None if pages is None else _pages_here(pages, part, tier, config)
-        return _attend_own(q, first, last, tier, here, config, rope, scale, tokens)
+        mine = replace(config, k=codecs[0], v=codecs[1])
+        return _attend_own(q, first, last, tier, here, mine, rope, scale, tokens)
 
-    tier = replace(bare(tier), at=at)
-    return context.each_given(own, tier, tier.axes, q, first, last, pages, like=q, join=merge_over)
+    tier, codecs = replace(bare(tier), at=at), (config.k, config.v)
+    return context.each_given(own, tier, tier.axes, q, first, last, pages, codecs, like=q, join=merge_over)
 
 
 def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig) -> Array:
@@ -207,7 +228,7 @@ def _attend_own(
     tokens: int,
 ) -> Partial:
     """The same over the slots of one device, or over those of its pages; keys act at `tier.at`."""
-    b, h, g, t, d = q.shape
+    b, h, g, t, _ = q.shape
     at = tier.at
     assert at is not None
     if pages is not None:
@@ -218,22 +239,22 @@ def _attend_own(
     if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale)) is not None:
         return part
     k, v, pos, size, melted = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MELTED)
-    ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
         n = fresh.shape[0]
         kt, vt = cut(k, start, n, size), cut(v, start, n, size)
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
-        logits = key_logits(config.k, ask, flat(q), kt, att, rope).reshape(b, h, g, t, n) * scale
+        logits = key_logits(flat(q), kt, att, config, rope).reshape(b, h, g, t, n) * scale
         logits = counted(logits, None if melted is None else jax.lax.dynamic_slice_in_dim(melted, start, n, 2))
         pt = jnp.where(fresh, pt, -1)[:, :, None, None]
         mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
         p, m, l = softmax_parts(logits, mask)  # noqa: E741
-        acc = map_codec(config.v.mix, flat(p), vt).reshape(b, h, g, t, d)
+        acc = codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1)
         return merge(part, Partial(acc=acc, m=m, l=l))
 
-    tile = tile_size(config.k.tiled or config.v.tiled, size, tokens, config.unit)
-    return over_tiles(body, nothing(q), size, tile)
+    decodes = config.pre_rope or not (config.k.exact and config.v.exact)
+    tile = tile_size(decodes, size, tokens, config.unit)
+    return over_tiles(body, nothing(q, width(config.v, v)), size, tile)
 
 
 def _by_kernel(
@@ -245,12 +266,11 @@ def _by_kernel(
         return None
     what, more = operation(config)
     attention = kernels.implementation(what, name).attention
-    tier = replace(tier, columns={}, at=None, head=None, summary=None)
 
-    def run(q: Array, tier: Tier, first: Array, last: Array, *pages: Array) -> Partial:
-        return attention(q, *linear(tier, config), tier.pos, first, last, scale, *pages, *more)
+    def run(q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, *pages: Array) -> Partial:
+        return attention(q, k, v, pos, first, last, scale, *pages, *more)
 
-    return kernels.over_mesh(run, q, tier, first, last, *pages)
+    return kernels.over_mesh(run, q, *linear(tier, config), tier.pos, first, last, *pages)
 
 
 def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
@@ -299,8 +319,7 @@ def observed(
     units = picked(q, tier, config)
     copy, at = gathered(units, tier, tier.pos if tier.at is None else tier.at, config)
     n = copy.pos.shape[2]
-    ask = map_codec(config.k.query, flat(q.astype(jnp.float32))) if config.k.rope == "before" else None
-    logits = key_logits(config.k, ask, flat(q), copy.k, at, rope).reshape(b, h, g, t, n) * scale
+    logits = key_logits(flat(q), copy.k, at, config, rope).reshape(b, h, g, t, n) * scale
     logits = counted(logits, copy.columns.get(MELTED))
     see = visible(q_pos, copy.pos, window)[:, :, None]
     p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
@@ -339,8 +358,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     x = asked(x.astype(jnp.float32), tier)
     b, h, n, _ = x.shape
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
-    turned = of == "k" and codec.rope == "after"
-    ask = None if turned else map_codec(codec.query, x)
+    decodes = not codec.exact or (of == "k" and config.pre_rope)
 
     def own(held: Any, part: context.Part) -> Array:
         code, at = held
@@ -350,10 +368,10 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
             size = fresh.shape[0]
             tile = cut(code, start, size, c)
             places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
-            dots = key_logits(codec, ask, x, tile, places, rope) if turned else map_codec(codec.logits, ask, tile)
+            dots = key_logits(x, tile, places, config, rope) if of == "k" else codes.logits(codec, x, tile)
             return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
 
-        tile = tile_size(codec.tiled, c, shape[2], config.unit)
+        tile = tile_size(decodes, c, shape[2], config.unit)
         return over_tiles(body, jnp.zeros((b, h, n, c), jnp.float32), c, tile)
 
     return context.whole(context.each(own, (code, at), tier.axes, axis=3), tier.axes, axis=3).reshape(shape)
@@ -365,7 +383,7 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
     shape = w.shape[:3]
     w = asked(w, tier)
-    d = jax.eval_shape(lambda c: map_codec(codec.decode, c), code).shape[-1]
+    d = width(codec, code)
 
     def own(held: Any, part: context.Part) -> Array:
         code, at, pos = held
@@ -376,9 +394,8 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
             tile = cut(code, start, size, c)
             wt = jax.lax.dynamic_slice_in_dim(w, context.first(part, c) + start, size, 3)
             alive = jax.lax.dynamic_slice_in_dim(live, start, size, 3)
-            x = map_codec(codec.decode, tile)
-            if of == "k" and codec.rope == "after":
-                x = rope.rotate(x, jax.lax.dynamic_slice_in_dim(at, start, size, 2))
+            places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
+            x = decoded_keys(tile, places, config, rope) if of == "k" else codes.decode(codec, tile)
             x = jnp.where(alive[:, :, 0, :, None], x, 0)
             return out + jnp.einsum("bhns,bhsd->bhnd", wt * fresh[None, None, None].astype(w.dtype), x)
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.arrays.gather import map_codec
 from jkv.arrays.tree import value
+from jkv.core import codes
 from jkv.core.attend import attend, attend_causal, visible
 from jkv.core.cache import Cache
 from jkv.core.loop import settle, step
-from jkv.core.tiers import gathered, picked
+from jkv.core.tiers import decoded_keys, gathered, picked
 from jkv.generation.report import divergence
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
@@ -36,14 +36,13 @@ def stored(cache: Cache) -> list[Stored]:
     """Every layer of a cache by position; S is the longest text that it was made for."""
     out = []
     for plan, layer, rope in zip(cache.plan, cache.layers, cache.model.ropes, strict=True):
-        b, h, _, d = layer.recent.k.shape
-        k = v = jnp.zeros((b, h, plan.longest + 1, d))
+        b, h = layer.recent.k.shape[:2]
+        k, v = (jnp.zeros((b, h, plan.longest + 1, x.shape[3])) for x in (layer.recent.k, layer.recent.v))
         here = jnp.zeros((b, h, plan.longest + 1), bool)
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            key = map_codec(config.k.decode, tier.k)
-            key = rope.rotate(key, tier.pos if tier.at is None else tier.at) if config.k.rope == "after" else key
-            parts.append((key, map_codec(config.v.decode, tier.v), tier.seen_by(h)))
+            key = decoded_keys(tier.k, tier.pos if tier.at is None else tier.at, config, rope)
+            parts.append((key, codes.decode(config.v, tier.v), tier.seen_by(h)))
         for key, val, pos in parts:
             at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))
             key, val = (jnp.broadcast_to(x, (b, h, *x.shape[2:])) for x in (key, val))

@@ -130,7 +130,7 @@ def _impossible(cache: Cache) -> str | None:
     """What of a cache of numpy arrays no prompt can have led to, if anything: a place beyond a window or a text."""
     seen, tiers = np.asarray(cache.seen), [t for plan in cache.plan for t in plan.tiers]
     parts = [np.asarray(x) for x in (cache.prompt, cache.counts.later, cache.counts.generated)]
-    most = _FAR if any(tier.at == "rank" for tier in tiers) or not cache.plan else cache.model.context
+    most = _FAR if any(tier.rope == "rank" for tier in tiers) or not cache.plan else cache.model.context
     if (seen > most).any() or any((x < 0).any() or (x > seen).any() for x in parts):
         return "number of tokens (seen, prompt, later)"
     if not cache.stay <= cache.fill <= cache.room:

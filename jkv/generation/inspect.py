@@ -136,10 +136,8 @@ def _first(code: Code) -> int:
 def _spoken(k: Codec, v: Codec, dtype: str) -> str:
     """A name of the two codecs for people: "float32", "4 bits", "2 bits per channel / 2 bits"."""
 
-    def one(codec: Any) -> str:
-        if not hasattr(codec, "bits"):
-            return dtype if type(codec).__name__ == "Dense" else type(codec).__name__.lower()
-        return f"{codec.bits} bits" + (" per channel" if getattr(codec, "axis", "token") == "channel" else "")
+    def one(codec: Codec) -> str:
+        return dtype if codec.exact else codec.label
 
     return one(k) if one(k) == one(v) else f"{one(k)} / {one(v)}"
 

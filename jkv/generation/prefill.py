@@ -79,7 +79,7 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
             )
     _check_on_top(cache, rows, new)
     cost, model = Cost(), cache.model
-    unlimited = any(plan.budget.bounded and any(t.at == "rank" for t in plan.tiers) for plan in cache.plan)
+    unlimited = any(plan.budget.bounded and any(t.rope == "rank" for t in plan.tiers) for plan in cache.plan)
     check_total(model, unlimited, longest - new, new, "cache and prompt have")
     if unlimited:
         cache = replace(cache, model=reaching(model, bucket(longest)))

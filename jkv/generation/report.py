@@ -110,7 +110,7 @@ def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
 def full_bytes(cache: Cache) -> int:
     """Bytes of keys and values of every token seen, in the recent window's dtype, without padding; and of states."""
     m = cache.model
-    token = m.layers * 2 * m.heads * m.head_dim * cache.dtype.itemsize
+    token = m.layers * m.heads * (m.head_dim + m.value_dim) * cache.dtype.itemsize
     return int(cache.seen.sum()) * token + tree_bytes(cache.states)
 
 
@@ -134,7 +134,8 @@ def prefill_kernel_of(cache: Cache) -> str:
     """What attends a prompt's tokens to each other, and sums its columns; tiers that are there are read by xla."""
     if not cache.plan:
         return "xla"
-    return prompt_kernel(cache.plan[0].kernels, cache.dtype, cache.model.head_dim, cache.model.groups)
+    m = cache.model
+    return prompt_kernel(cache.plan[0].kernels, cache.dtype, m.head_dim, m.value_dim, m.groups)
 
 
 def check_compressed(cache: Cache, bounded: bool, config: str) -> None:

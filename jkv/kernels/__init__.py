@@ -71,6 +71,15 @@ def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | N
     return "xla"
 
 
+def uneven(keys: int, values: int) -> str | None:
+    """Why no kernel of attention takes keys and values of so many channels, or None.
+
+    >>> uneven(128, 128), uneven(192, 128)
+    (None, 'values of 128 channels beside keys of 192')
+    """
+    return None if keys == values else f"values of {values} channels beside keys of {keys}"
+
+
 def over_mesh(run: Callable[..., Any], *args: Any) -> Any:
     """run(*args) on every device's own rows and kv heads: the compiler cannot divide a kernel by itself.
 

@@ -50,24 +50,27 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
-    if any(x.shape[0] != model.layers for x in jax.tree.leaves((config.score, config.merge))):
+    learned = config.score, config.merge, config.codec, config.tiers
+    if any(x.shape[0] != model.layers for x in jax.tree.leaves(learned)):
         raise ValueError(f"{config}: its weights were trained for another number of layers than {model.layers}")
-    if config.codec != CacheConfig().codec and all(t.k and t.v for t in config.tiers):
+    chosen = jax.tree.structure(config.codec) != jax.tree.structure(CacheConfig().codec)
+    if chosen and all(tier.k and tier.v for tier in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
+    heads = {1} if config.pooled is not None else {1, model.heads}
+    if any(x.ndim < 2 or x.shape[1] not in heads for x in jax.tree.leaves((config.codec, config.tiers))):
+        raise ValueError(
+            f"{config}: a codec's arrays are [layers, heads, ...], of {model.heads} kv heads, or of 1 for all of "
+            "them, as heads that compete for one pool of slots (pooled) need it"
+        )
     for tier in config.tiers:
         keys, values = config.codecs(tier)
-        keys.check(model)
-        values.check(model)
-        if tier.at == "rank" and keys.rope != "after":
-            raise ValueError(
-                f"{config}: relative positions need keys stored un-rotated, and {type(keys).__name__} stores them "
-                "rotated; leave it out, or set at='pos' on the tier"
-            )
-        if tier.at == "rank" and config.select:
-            raise ValueError(
-                f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they "
-                "were written; leave out the selector, or use true positions (streaming(relative=False))"
-            )
+        keys.check(model.head_dim)
+        values.check(model.value_dim)
+    if config.relative and config.select:
+        raise ValueError(
+            f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
+            "written; leave out the selector, or use true positions (streaming(relative=False))"
+        )
     if config.devices > 1 and config.select and config.select.watches:
         raise ValueError(
             f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
@@ -82,7 +85,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
 def _check_merge(config: CacheConfig) -> None:
     if config.merge is None or not config.merge.rewrites:
         return
-    coded = [c for tier in config.tiers for c in config.codecs(tier) if not c.rewritable or c.rope == "after"]
+    coded = [c for tier in config.tiers for c in config.codecs(tier) if not c.exact or tier.rope != "write"]
     others = {f"the codec {type(c).__name__}, which codes a token once or un-rotated": True for c in coded}
     others["the selection of pages"] = config.select is not None
     _alone(config, "mixtures of entries that are mixed again at each flush do", others)
@@ -91,7 +94,7 @@ def _check_merge(config: CacheConfig) -> None:
 def _check_rest(config: CacheConfig, model: ModelConfig) -> None:
     others = {
         "a merge, which takes the same tokens": config.merge is not None,
-        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "positions within the cache": config.relative,
         "a score whose tokens leave before their slots are needed": config.score.forgets,
         "layers that see a window of the newest tokens": any(model.windows),
     }
@@ -123,7 +126,7 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         raise ValueError(f"{config}: layer={narrow.layer}, and the model has layers 0 to {model.layers - 1}")
     others = {
         f"chunk={chunk}": bool(chunk),
-        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "positions within the cache": config.relative,
         "a prompt that stays whole until more is known": config.waits,
         "blocks that recur, which read every token": model.mixers is not None,
     }
@@ -133,7 +136,7 @@ def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
 def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
     same = ("block", "kernels", "devices", "exactness", "name")
     plain = replace(CacheConfig(), **{field: getattr(config, field) for field in same})
-    if config != plain:
+    if jax.tree.structure(config) != jax.tree.structure(plain):
         raise ValueError(
             f"{config}: no block of this {model.family} model attends, so it has no keys and values to compress; its "
             "states have a fixed size: use full"
@@ -166,7 +169,7 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
         "a merge": config.merge is not None,
         "the selection of pages": config.select is not None,
         "several tiers": len(config.tiers) > 1,
-        "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
+        "positions within the cache": config.relative,
         f"a codec that codes {max(grains)} tokens together": max(grains) > 1,
         f"{model.heads} kv heads, more than {HEADS}": model.heads > HEADS,
     }

@@ -28,17 +28,17 @@ class TierSpec:
     """One tier of every layer, first choice first.
 
     k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
-    None: the rest. at: keys act at their own position ("pos"), or are stored un-rotated and act at their rank among the
-    kept ("rank").
+    None: the rest. rope: keys are stored as they are rotated in the window ("write"), or before the rotation and
+    rotated when they are read, by their position ("read") or by their rank among the kept ("rank").
     """
 
-    k: Codec | None = None
-    v: Codec | None = None
+    k: Codec | None = leaf(default=None)
+    v: Codec | None = leaf(default=None)
     size: int | float | None = None
-    at: Literal["pos", "rank"] = "pos"
+    rope: Literal["write", "read", "rank"] = "write"
 
 
-RELATIVE = (TierSpec(at="rank"),)  # keys act at their rank among the kept
+RELATIVE = (TierSpec(rope="rank"),)  # keys act at their rank among the kept
 
 
 @part
@@ -52,13 +52,13 @@ class CacheConfig:
     block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of the
     generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0: both
     are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a prompt
-    goes on after some layer, or None: with all its tokens; dense_layers: layers that read everything; kernels: "auto",
-    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
+    goes on after some layer, or None: with all its tokens; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide
+    the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
-    codec: tuple[Codec, Codec] = (Dense(), Dense())
-    tiers: tuple[TierSpec, ...] = (TierSpec(),)
+    codec: tuple[Codec, Codec] = leaf(default=(Dense(), Dense()))
+    tiers: tuple[TierSpec, ...] = leaf(default=(TierSpec(),))
     budget: Budget = All()
     pooled: float | None = None
     merge: Merge | None = leaf(default=None)
@@ -70,7 +70,6 @@ class CacheConfig:
     append: float = 0.0
     shorten: Shorten | None = None
     narrow: Narrow | None = None
-    dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
     devices: int = 1
     exactness: str = "exact"
@@ -81,15 +80,23 @@ class CacheConfig:
 
     def bound(self, params: Params) -> CacheConfig:
         """This config with the weights that its parts need of a model; ValueError if they were trained for another."""
-        merge, select = (x.bound(params) if x else None for x in (self.merge, self.select))
+
+        def bound(part: Any) -> Any:
+            return part and part.bound(params)
+
         return replace(
-            self, score=self.score.bound(params), budget=self.budget.bound(params), merge=merge, select=select
+            self,
+            score=self.score.bound(params),
+            codec=tuple(map(bound, self.codec)),
+            tiers=tuple(replace(tier, k=bound(tier.k), v=bound(tier.v)) for tier in self.tiers),
+            budget=self.budget.bound(params),
+            merge=bound(self.merge),
+            select=bound(self.select),
         )
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
         """How a tier keeps its keys and its values."""
-        k = tier.k or self.codec[0]
-        return k.unrotated() if tier.at == "rank" else k, tier.v or self.codec[1]
+        return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
     def unit(self) -> int:
@@ -143,9 +150,14 @@ class CacheConfig:
         return replace(self, recent=length, budget=All())
 
     @property
+    def relative(self) -> bool:
+        """Whether keys act at their rank among the kept, and not at their positions."""
+        return any(tier.rope == "rank" for tier in self.tiers)
+
+    @property
     def unlimited(self) -> bool:
         """Whether texts may be longer than the model's context: keys act at places within a bounded cache."""
-        return self.budget.bounded and any(tier.at == "rank" for tier in self.tiers)
+        return self.budget.bounded and self.relative
 
 
 def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
@@ -155,7 +167,7 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
     # A layer's own copy: a program that takes a cache over takes its plan along.
-    select = None if i in config.dense_layers else jax.tree.map(jnp.copy, config.select)
+    select = jax.tree.map(jnp.copy, config.select and config.select.for_layer(model, i))
     reach = config.reach(longest, new)
     budget = config.budget.for_layer(model, i, reach)
     held = budget.capacity(reach)
@@ -177,9 +189,8 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             capacity=_whole(size * sharing, unit, config),
             most=size * sharing,
             share=s.size if isinstance(s.size, float) else None,
-            k=config.codecs(s)[0],
-            v=config.codecs(s)[1],
-            at=s.at,
+            **dict(zip("kv", jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(s)), strict=True)),
+            rope=s.rope,
             select=select,
             unit=unit,
             evicts=capacity < longest or len(sizes) > 1 or config.score.forgets or budget.measures,
@@ -214,9 +225,10 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
 
 def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
     x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
-    k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
+    k, v = (jax.ShapeDtypeStruct((1, model.heads, 1, d), jnp.float32) for d in (model.head_dim, model.value_dim))
     pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return tuple(sorted(jax.eval_shape(lambda x, k, pos: score.birth(Born(x=x, k=k, v=k, pos=pos)), x, k, pos)))
+    new = Born(x=x, k=k, v=v, pos=pos)  # type: ignore[arg-type]
+    return tuple(sorted(jax.eval_shape(score.birth, new)))
 
 
 def _whole(slots: int, unit: int, config: CacheConfig) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Shares(Merge):
     """Shares of the evicted in a survivor, x_p <- (x_p + sum g_i x_i) / (1 + sum g_i), for k and v.
 
-    A newcomer takes shares before it is encoded; a stored slot only if its codecs are rewritable. Of a score that is
+    A newcomer takes shares before it is encoded; a stored slot only if its codecs are exact. Of a score that is
     `Counted`, a survivor counts as many tokens as went into it.
     """
 

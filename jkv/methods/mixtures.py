@@ -91,7 +91,7 @@ def start(model: ModelConfig, mixtures: int, width: int, key: Array) -> Blend:
     >>> start(models.read_config(models.TINY), 4, 5, jax.random.key(0)).conv.shape
     (2, 5, 16, 4)
     """
-    layers, inputs = model.layers, 2 * model.head_dim
+    layers, inputs = model.layers, model.head_dim + model.value_dim
     return Blend(
         conv=jax.random.normal(key, (layers, width, inputs, mixtures)) / (width * inputs) ** 0.5,
         bias=jnp.zeros((layers, mixtures)),

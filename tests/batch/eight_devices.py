@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,15 +23,20 @@ from jkv.core import loop, sampling, sharding
 from jkv.core.cache import Cache
 from jkv.core.compiled import Cost, compiled
 from jkv.generation import sizes
+from jkv.methods.config import CacheConfig
 from jkv.plan.collectives import collectives
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from codebook import Codebook  # noqa: E402
+
 # two tiers, one of a fixed size, keys by channel and turned at read; a pool, that the heads' devices divide too; pages;
-# survivors that take shares of the evicted where they lie
+# survivors that take shares of the evicted where they lie; codecs with arrays of heads, and of all of them
 CACHES = (
     "streaming(budget=48) | kivi(group=8, recent=8)",
     "adakv(budget=80, window=8) | int4",
     "quest(page=8, pages=3, dense_layers=0) | int8",
     "kvmerger(budget=56)",
+    "codebooks",
 )
 PARAMS = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
 # a block that attends behind one that recurs
@@ -40,6 +46,7 @@ HYBRID = jkv.models.random(
 )
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 100, (4, 96)).astype(np.int32)
+BOOKS = tuple(Codebook(table=jnp.asarray(RNG.normal(size=(1, heads, 8)), jnp.float32)) for heads in (2, 1))
 
 
 def rows_that_come_and_go() -> dict[str, Any]:
@@ -80,7 +87,8 @@ def divided(x: jax.Array) -> int:
 
 def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:
     """The state after TOKENS, which all go through decode steps and their flushes, and the text of the program."""
-    config, (n, steps), model, params = methods.parse(cache), TOKENS.shape, PARAMS.config, PARAMS
+    config = CacheConfig(codec=BOOKS) if cache == "codebooks" else methods.parse(cache)  # type: ignore[arg-type]
+    (n, steps), model, params = TOKENS.shape, PARAMS.config, PARAMS
     if over is not None:
         config, params = config.over(over), jax.device_put(params, over.shardings(params))
     state = loop.Decoding(

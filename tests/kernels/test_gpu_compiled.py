@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jkv.arrays.gather import map_codec, put
+from jkv.arrays.gather import put
+from jkv.core import codes as codes_of
+from jkv.core.empty import empty_code
 from jkv.methods.codecs import Affine, Dense
 from jkv.plan import cuda
 
@@ -41,12 +43,11 @@ PAGES = Shape((2, 8, 64), jnp.int32)
 
 def tiers(form, dim, slots, heads=(2, 8)):
     """Codes as they are stored, of keys and of values."""
-    codes = (jax.eval_shape(functools.partial(codec.empty, slots, dim, jnp.bfloat16)) for codec in form)
-    return tuple(jax.tree.map(lambda x: Shape((*heads, *x.shape), x.dtype), code) for code in codes)
+    return tuple(jax.eval_shape(lambda c=codec: empty_code(c, *heads, slots, dim, jnp.bfloat16)) for codec in form)
 
 
 def linear(form, codes):
-    return tuple(map_codec(codec.linear, code) for codec, code in zip(form, codes, strict=True))
+    return tuple(codes_of.linear(codec, code) for codec, code in zip(form, codes, strict=True))
 
 
 def arguments(form, dim, group, slots, heads=(2, 8)):

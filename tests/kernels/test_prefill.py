@@ -107,20 +107,20 @@ def test_spans_are_the_tiles_that_are_seen():
 
 
 def test_which_one_runs():
-    assert attend.prompt_kernel("tpu", jnp.bfloat16, 128, 8) == "tpu"
-    assert attend.prompt_kernel("xla", jnp.float16, 512, 8) == "xla"
+    assert attend.prompt_kernel("tpu", jnp.bfloat16, 128, 128, 8) == "tpu"
+    assert attend.prompt_kernel("xla", jnp.float16, 512, 512, 8) == "xla"
     for dtype, dim, groups, why in (
         (jnp.float16, 64, 1, "keys in float16; bfloat16 or float32"),
         (jnp.bfloat16, 100, 1, "head_dim=100; multiples of 8 up to 256"),
         (jnp.bfloat16, 64, 32, "32 queries a kv head of 64 channels; 16 at most"),
     ):
         with pytest.raises(ValueError, match=f"the tpu kernel of prefill_attention does not take {why}"):
-            attend.prompt_kernel("tpu", dtype, dim, groups)
+            attend.prompt_kernel("tpu", dtype, dim, dim, groups)
 
 
 def test_an_automatic_choice_falls_back_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "native", lambda: "tpu")
     kernels._say.cache_clear()
     with caplog.at_level("INFO", "jkv"):
-        assert attend.prompt_kernel("auto", jnp.bfloat16, 512, 1) == "xla"
+        assert attend.prompt_kernel("auto", jnp.bfloat16, 512, 512, 1) == "xla"
     assert "prefill_attention runs on xla: the tpu kernel does not take head_dim=512" in caplog.text

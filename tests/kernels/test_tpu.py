@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv import methods, models
-from jkv.arrays.gather import map_codec, put
-from jkv.core import loop, sampling
+from jkv.arrays.gather import put
+from jkv.core import codes, loop, sampling
 from jkv.generation import sizes
 from jkv.kernels.decode_attention import reference
 from jkv.kernels.decode_attention import tpu as kernel
@@ -87,7 +87,7 @@ def allowed(q, k: Linear, v: Linear, keys, values, scale) -> tuple[float, float]
 
 @partial(jax.jit, static_argnums=0)
 def coded(codec: Codec, x: jax.Array) -> Linear:
-    return map_codec(codec.linear, map_codec(codec.encode, x))
+    return codes.linear(codec, codes.encode(codec, x))
 
 
 def poisoned(x: Linear, dead: np.ndarray) -> Linear:
@@ -190,7 +190,7 @@ def test_what_it_does_not_take_is_named():
     assert "float16" in str(kernel.supports(half, full, 64, 8)) and kernel.supports(full, full, 64, 8) is None
     some = replace(full, kept=jnp.zeros((1, 1, 128, 8), jnp.uint8))
     assert "keys of some channels in float32; bfloat16" in str(kernel.supports(some, full, 64, 8))
-    narrow = map_codec(INT4.linear, map_codec(INT4.encode, jnp.zeros((1, 1, 128, 16))))
+    narrow = codes.linear(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, 16))))
     assert "whole multiples of 16 bytes" in str(kernel.supports(narrow, narrow, 16, 8))
     with pytest.raises(ValueError, match="129 queries a kv head"):
         kernel.attention(jnp.zeros((1, 1, 129, 1, 64)), full, full, *[jnp.zeros((1, 1), jnp.int32)] * 3, 1.0)

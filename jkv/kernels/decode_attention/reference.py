@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.bits import spread, unpack
-from jkv.arrays.gather import map_codec
 from jkv.arrays.partial import Partial, softmax_parts
 from jkv.protocols import Linear
 
@@ -16,7 +16,7 @@ from jkv.protocols import Linear
 def dense(x: Linear, dtype: Any = jnp.float32) -> Array:
     """f[B,H,C,D]: codes times steps plus lows, or those of the kept channels, computed in `dtype`."""
     if x.kept is not None:
-        return map_codec(spread, x.codes.astype(dtype), x.kept)
+        return jax.vmap(jax.vmap(spread))(x.codes.astype(dtype), x.kept)
     if x.step is None or x.low is None:
         return x.codes.astype(dtype)
     codes = unpack(x.codes, x.bits)

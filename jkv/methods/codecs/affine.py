@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array
@@ -29,28 +28,26 @@ class Affine(Codec):
     axis: Literal["token", "channel"] = "token"
     group: int = 0
     scale_dtype: str = "bfloat16"
-    rope: Literal["before", "after"] = "before"
 
     @property
     def grain(self) -> int:  # a constant of most codecs
         return self.group if self.axis == "channel" else 1
 
-    def check(self, model: Any) -> None:
+    @property
+    def label(self) -> str:
+        return f"{self.bits} bits" + (" per channel" if self.axis == "channel" else "")
+
+    def check(self, dim: int) -> None:
         if self.bits not in (2, 4, 8):
             raise ValueError(f"affine codec: bits={self.bits}; 2, 4 or 8 can be packed into bytes")
         if self.axis == "channel" and self.group < 1:
             raise ValueError("affine codec per channel needs group= tokens that share a scale, such as group=32")
-        if self.axis == "token" and self.group and model.head_dim % min(self.group, model.head_dim):
+        if self.axis == "token" and self.group and dim % min(self.group, dim):
+            raise ValueError(f"affine codec: group={self.group} does not divide head_dim={dim}; take a divisor, or 0")
+        if dim % (8 // self.bits):
             raise ValueError(
-                f"affine codec: group={self.group} does not divide head_dim={model.head_dim}; take a divisor, or 0"
+                f"affine codec: head_dim={dim} is no multiple of {8 // self.bits} codes a byte; use bits=8"
             )
-        if model.head_dim % (8 // self.bits):
-            raise ValueError(
-                f"affine codec: head_dim={model.head_dim} is no multiple of {8 // self.bits} codes a byte; use bits=8"
-            )
-
-    def unrotated(self) -> Affine:
-        return replace(self, rope="after")
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
         """x [n,D] with its groups on one axis of their own, and that axis."""

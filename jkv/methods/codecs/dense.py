@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,15 +15,7 @@ from jkv.protocols import Code, Codec, Linear
 class Dense(Codec):
     """Floats of the cache's own dtype: exact."""
 
-    rope: Literal["before", "after"] = "before"
-    rewritable = True
-
-    @property
-    def tiled(self) -> bool:  # a constant of most codecs
-        return self.rope == "after"  # what is rotated is a copy
-
-    def unrotated(self) -> Dense:
-        return replace(self, rope="after")
+    exact = True
 
     def encode(self, x: Array) -> Code:
         return Code(slots=x)
@@ -35,8 +26,8 @@ class Dense(Codec):
     def linear(self, code: Code) -> Linear:
         return Linear(codes=code.slots)
 
-    def logits(self, ask: Array, tile: Code) -> Array:
-        return jnp.einsum("qd,nd->qn", ask.astype(tile.slots.dtype), tile.slots, preferred_element_type=jnp.float32)
+    def logits(self, q: Array, tile: Code) -> Array:
+        return jnp.einsum("qd,nd->qn", q.astype(tile.slots.dtype), tile.slots, preferred_element_type=jnp.float32)
 
     def mix(self, w: Array, tile: Code) -> Array:
         x: Any = tile.slots

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -33,10 +31,14 @@ class Separable(Codec):
     def inner(self) -> Affine:
         return Affine(bits=self.bits, scale_dtype=self.scale_dtype)
 
-    def check(self, model: Any) -> None:
+    @property
+    def label(self) -> str:
+        return self.inner.label
+
+    def check(self, dim: int) -> None:
         if self.group < 1:
             raise ValueError(f"separable codec: group={self.group}; a channel scale needs 1 token or more")
-        self.inner.check(model)
+        self.inner.check(dim)
 
     def encode(self, x: Array) -> Code:
         y = x.astype(jnp.float32).reshape(-1, self.group, x.shape[1])

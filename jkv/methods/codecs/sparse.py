@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from math import floor
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +25,6 @@ class Sparse(Codec):
 
     sparsity: float = 0.7
     dtype: str = "bfloat16"
-    rope: Literal["before", "after"] = "before"
-
-    def unrotated(self) -> Sparse:
-        return replace(self, rope="after")
 
     def kept(self, dim: int) -> int:
         """Numbers of a token.
@@ -40,11 +34,11 @@ class Sparse(Codec):
         """
         return dim - floor(Fraction(self.sparsity).limit_denominator(1000) * dim)
 
-    def check(self, model: Any) -> None:
+    def check(self, dim: int) -> None:
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparse codec: sparsity={self.sparsity}: the share of channels dropped, 0 to below 1")
-        if model.head_dim % 8:
-            raise ValueError(f"sparse codec: head_dim={model.head_dim} is no multiple of the 8 channels of a byte")
+        if dim % 8:
+            raise ValueError(f"sparse codec: head_dim={dim} is no multiple of the 8 channels of a byte")
 
     def encode(self, x: Array) -> Code:
         n, d = x.shape

@@ -24,7 +24,7 @@ MOST = Keep(keep=0.7)
 )
 def streaming(size: Size, *, sinks: int = 4, relative: bool = True) -> Axes:
     """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
-    first = TierSpec(k=Dense(), v=Dense(), size=sinks, at="rank")
+    first = TierSpec(k=Dense(), v=Dense(), size=sinks, rope="rank")
     return dict(
         score=Protect(score=Newest(), sinks=sinks),
         budget=size,

@@ -20,7 +20,7 @@ def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
 
     It holds every token, and an index: what it saves is reading.
     """
-    return dict(select=PageBound(unit=page, pages=pages), dense_layers=tuple(range(dense_layers)))
+    return dict(select=PageBound(unit=page, pages=pages, first=dense_layers))
 
 
 @row(
@@ -49,8 +49,10 @@ def attentionpredictor(
     if min(pages, page) < 1 or sinks < 0:
         raise ValueError(f"attentionpredictor: pages={pages}, page={page}, sinks={sinks}: 1 or more, sinks 0 or more")
     net, models = (None, ()) if predictor is None else forecast.trained(predictor, kind)
-    select = forecast.Forecast(unit=page, pages=pages, sinks=sinks, rows=rows, kind=kind, net=net, models=models)
-    return dict(select=select, dense_layers=tuple(range(dense_layers)), recent=64)
+    select = forecast.Forecast(
+        unit=page, pages=pages, sinks=sinks, rows=rows, kind=kind, net=net, models=models, first=dense_layers
+    )
+    return dict(select=select, recent=64)
 
 
 @row(

@@ -56,7 +56,7 @@ class Entropy(Score):
 class Gradient(Score):
     """How much a key and value move the newest output away from the one before it.
 
-    For the loss mean((o - o')^2) of the last two queries' outputs, g = 2 (o - o') / D: sum_d |dL/dv_j| = p_j |g|_1 and
+    For the loss mean((o - o')^2) of the last two queries' outputs, g = 2 (o - o') / Dv: sum_d |dL/dv_j| = p_j |g|_1 and
     sum_d |dL/dk_j| = p_j |g . (v_j - o)| |q|_1 scale, summed over G; o' is held fixed. Source: CRITIC (2504.01281).
     """
 
@@ -70,10 +70,10 @@ class Gradient(Score):
         see = (visible(pos, ev.pos, ev.plan.window) & (pos >= 0)[:, None, :, None])[:, :, None]
         logits = ev.dot(q.reshape(b, h, g * n, d)).reshape(b, h, g, n, -1) * ev.scale
         p = jnp.where(see, jnp.exp(jnp.where(see, logits - ev.kept.lse[..., None], -jnp.inf)), 0)
-        out = ev.mix(p.reshape(b, h, g * n, -1)).reshape(b, h, g, n, d)
+        out = ev.mix(p.reshape(b, h, g * n, -1)).reshape(b, h, g, n, -1)
         both = (pos >= 0).all(1)[:, None, None, None]
         new, p, see = out[..., -1, :], p[..., -1, :], see[..., -1, :]
-        slope = jnp.where(both, 2 / d * (new - out[..., 0, :]), 0)
+        slope = jnp.where(both, 2 / new.shape[-1] * (new - out[..., 0, :]), 0)
         away = jnp.where(see, ev.dot(slope, of="v") - (slope * new).sum(-1, keepdims=True), 0)
         size = jnp.abs(q[..., -1, :]).sum(-1, keepdims=True) * ev.scale
         return (p * (jnp.abs(slope).sum(-1, keepdims=True) + jnp.abs(away) * size)).sum(2)

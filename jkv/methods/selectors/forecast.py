@@ -12,7 +12,8 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
-from jkv.protocols import Needs, Selector
+from jkv.methods.selectors.upper import Upper
+from jkv.protocols import Needs
 
 if TYPE_CHECKING:
     from jkv.models import Params
@@ -116,7 +117,7 @@ class Watched:
 
 
 @part
-class Forecast(Selector):
+class Forecast(Upper):
     """AttentionPredictor: the `pages` units of the highest forecast are read, the first `sinks` tokens always.
 
     A unit's history is the most attention, over G and its tokens, of the last `rows` queries; the forecast for a step

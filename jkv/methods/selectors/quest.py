@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.protocols import Selector
+from jkv.methods.selectors.upper import Upper
 
 
 @part
-class PageBound(Selector):
+class PageBound(Upper):
     """Quest: bound_j = sum_d max(q_d kmax_jd, q_d kmin_jd) >= q . k of every key in page j; the `pages` best are read.
 
     The maximum over G decides for a kv head. Summary: (kmin, kmax) f32[D] a page. Source: 2406.10774.

@@ -1,0 +1,180 @@
+"""Models whose values have another width than their keys: a family of its own, llama with its values lifted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rig
+from rig import CASES, FORCED, PARAMS, PROMPT, D, G, H
+
+from jkv import models
+from jkv.core import loop
+from jkv.core.attend import attend_causal, prompt_kernel
+from jkv.core.cache import Cache
+from jkv.core.codes import decode
+from jkv.core.tiers import kernel_of
+from jkv.generation import sizes
+from jkv.methods import parse
+from jkv.methods.codecs import Separable
+from jkv.methods.config import CacheConfig, TierSpec, resolve
+from jkv.methods.mixtures import Mixtures, start
+from jkv.models import ModelConfig, Params, llama
+
+LIFTS = {
+    n: np.linalg.qr(np.random.default_rng(n).normal(size=(max(n, D),) * 2))[0].astype("f")[:n, :D] for n in (8, 32)
+}
+
+
+class Wide(ModelConfig):
+    """llama, of which a value is its own times a matrix f[Dv,D], and so is what attention gives back, transposed."""
+
+    @property
+    def value_dim(self) -> int:
+        return int(self.family.removeprefix("wide"))
+
+
+def layer(params: Params, i: int, x: jax.Array, pos: jax.Array, attend: Any) -> tuple[jax.Array, Any]:
+    lift = jnp.asarray(LIFTS[params.config.value_dim])
+
+    def lifted(i: int, p: models.Projected) -> tuple[jax.Array, Any]:
+        o, aux = attend(i, replace(p, v=jnp.einsum("bhtd,vd->bhtv", p.v, lift)))
+        return jnp.einsum("bhgtv,vd->bhgtd", o, lift), aux
+
+    return llama.block(params, i, x, llama.project(params, i, x, pos), lifted)
+
+
+for n in LIFTS:
+    models.FAMILIES[f"wide{n}"] = SimpleNamespace(embed=llama.embed, head=llama.head, layer=layer)
+
+
+def wide(n: int) -> Params:
+    fields = {**vars(PARAMS.config), "family": f"wide{n}"}
+    return replace(PARAMS, config=Wide(**fields))
+
+
+SEPARABLE = CacheConfig(tiers=(TierSpec(k=Separable(bits=8, group=4), v=Separable(bits=4, group=4), rope="read"),))
+READ = {
+    text: parse(text)
+    for text in (
+        "full",
+        "int8",
+        "int4(group=8)",
+        "mustafar",
+        "kivi(recent=0, group=16)",
+        "zipcache(block=20)",
+        "lacache(budget=48) | int8",
+        "snapkv(budget=48, window=8)",
+        "adakv(budget=48, window=8) | int4(group=8)",
+        "kvmerger(budget=48)",
+        "quest(pages=1000, page=8, dense_layers=0) | int4(group=8)",
+    )
+} | {"separable": SEPARABLE}
+
+
+def held(cache: Cache, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of a layer, decoded: keys rotated to where they act, values, their positions, and how many each stands for."""
+    layer, rope = cache.layers[i], cache.model.ropes[i]
+    keys, values, places, counts = [layer.recent.k], [layer.recent.v], [layer.recent.pos[:, None]], []
+    for tier, config in zip(layer.tiers, cache.plan[i].tiers, strict=True):
+        k = decode(config.k, tier.k)
+        keys.append(rope.rotate(k, tier.pos if tier.at is None else tier.at) if config.rope != "write" else k)
+        values.append(decode(config.v, tier.v))
+        places.append(tier.seen_by(H))
+    shape = lambda x, *rest: np.broadcast_to(x, (x.shape[0], H, x.shape[2], *rest))  # noqa: E731
+    k, v = (np.concatenate([shape(x, x.shape[3]) for x in parts], 2) for parts in (keys, values))
+    for tier in (SimpleNamespace(columns={}, pos=places[0]), *layer.tiers):
+        melted = tier.columns.get("melted")
+        counts.append(np.zeros((2, H, tier.pos.shape[2])) if melted is None else np.asarray(melted))
+    return k, v, np.concatenate([shape(x) for x in places], 2), 1 + np.concatenate(counts, 2)
+
+
+def said(params: Params, cache: Cache, token: np.ndarray) -> np.ndarray:
+    """The logits after one token of each row, with attention in float64 over what the cache holds."""
+    model, pos = params.config, jnp.asarray(cache.seen)[:, None]
+    x = llama.embed(params, jnp.asarray(token)[:, None])
+
+    def attend(i: int, p: models.Projected, a: int) -> tuple[jax.Array, None]:
+        rope = model.ropes[a]
+        q, new = np.float64(rope.rotate(p.q, pos[:, None, None])), np.asarray(rope.rotate(p.k, pos[:, None]))
+        k, v, places, counts = held(cache, a)
+        k, v = np.concatenate([k, new], 2), np.concatenate([v, p.v], 2)
+        logits = np.einsum("bhgtd,bhsd->bhgts", q, np.float64(k)) * model.scale
+        counts = np.concatenate([np.where(places < 0, 0, counts), np.ones((*counts.shape[:2], 1))], 2)
+        w = counts[:, :, None, None] * np.exp(logits - logits.max(-1, keepdims=True))
+        v = np.where(counts[..., None] > 0, v, 0)
+        return jnp.asarray(np.einsum("bhgts,bhsd->bhgtd", w / w.sum(-1, keepdims=True), v), jnp.float32), None
+
+    for a in range(model.layers):
+        x, _ = models.layer(params.block(a), 0, x, pos, partial(attend, a=a), loop.none)
+    return np.asarray(llama.head(params, x))[:, 0]
+
+
+@pytest.mark.parametrize("n", LIFTS)
+@pytest.mark.parametrize("config", READ.values(), ids=list(READ))
+def test_a_step_is_attention_over_what_is_held(config: CacheConfig, n: int):
+    params = wide(n)
+    cache = replace(sizes.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
+    cache, _ = loop.absorb(params, cache, jnp.asarray(PROMPT), fresh=True)
+    for token in FORCED[:, :20].T:
+        cache, got = loop.step(params, cache, jnp.asarray(token))
+    while cache.fill >= cache.room:
+        cache, got = loop.step(params, cache, jnp.asarray(FORCED[:, 20]))
+    assert cache.layers[0].recent.v.shape[3] == n and cache.layers[0].recent.k.shape[3] == D
+    token = FORCED[:, 21]
+    np.testing.assert_allclose(loop.step(params, cache, jnp.asarray(token))[1], said(params, cache, token), atol=2e-4)
+
+
+def test_values_that_lose_nothing_by_the_lift_change_no_logit():
+    """Columns of the lift to 32 channels are orthonormal."""
+    for text in ("full", "snapkv(budget=48, window=8)", f"razorattention(local=48, share=0.0, heads={rig.KEEPERS!r})"):
+        config, out = parse(text), []
+        for params in (PARAMS, wide(32)):
+            cache = replace(sizes.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
+            cache, logits = loop.absorb(params, cache, jnp.asarray(PROMPT), fresh=True)
+            for token in FORCED[:, :20].T:
+                cache, logits = loop.step(params, cache, jnp.asarray(token))
+            out.append(logits)
+        np.testing.assert_allclose(*out, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", [case.tight for cases in CASES.values() for case in cases], ids=list)
+def test_every_method_takes_them(text: str):
+    """Traced, not run: all shapes of a prompt, of a flush and of a step fit together."""
+    params, config = wide(32), parse(text)
+    if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are
+        config = replace(config, merge=replace(config.merge, gate=start(params.config, 12, 5, jax.random.key(0))))
+    cache = sizes.empty(replace(config, shorten=None), params.config, 2, 142, 52, jnp.float32)
+    ids = jax.ShapeDtypeStruct(PROMPT.shape, jnp.int32)
+    cache, _ = jax.eval_shape(partial(loop.absorb, fresh=True), params, cache, ids)
+    after, logits = jax.eval_shape(loop.step, params, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache) and logits.shape == (2, params.config.vocab)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_prompt_attends_tile_by_tile(window: int | None):
+    rng, t = np.random.default_rng(0), 700
+    q, k = rng.normal(size=(1, 1, 2, t, 8)), rng.normal(size=(1, 1, t, 8))
+    v, pos = rng.normal(size=(1, 1, t, 20)), np.arange(t)[None]
+    got = attend_causal(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[jnp.asarray(pos)] * 2, 0.3, window
+    ).finish()
+    see = np.tril(np.ones((t, t), bool)) & (np.arange(t)[:, None] - np.arange(t) < (window or t))
+    w = np.where(see, np.exp(np.einsum("bhgtd,bhsd->bhgts", q, k) * 0.3), 0)
+    np.testing.assert_allclose(got, np.einsum("bhgts,bhsd->bhgtd", w / w.sum(-1, keepdims=True), v), atol=1e-5)
+
+
+def test_kernels_refuse_them():
+    with pytest.raises(ValueError, match="the tpu kernel of prefill_attention does not take values of 32 channels"):
+        prompt_kernel("tpu", jnp.bfloat16, 64, 32, 1)
+    (plan, *_), (layers, _) = sizes.layout(parse("int8"), wide(32).config, 2, 142, 52, jnp.float32)
+    config = replace(plan.tiers[0], kernels="tpu")
+    with pytest.raises(ValueError, match="decode_attention does not take values of 32 channels beside keys of 16"):
+        kernel_of(layers[0].tiers[0], config, D, G)
+    assert resolve(parse("int8"), wide(32).config, 142, 52)[0] == plan

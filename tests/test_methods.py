@@ -32,7 +32,7 @@ def test_every_row_says_what_it_is(name):
     row = CATALOGUE[name]
     assert row.about and row.exactness and row.paper and row.axes
     assert bool(row.claim) == (row.paper != "-" or name == "arkv")  # a paper without a number
-    assert row.parts or {*row.axes} <= {"pooled", "rest", "append"}
+    assert row.parts or {*row.axes} <= {"pooled", "append"}
     assert all(row.parts.values())
 
 

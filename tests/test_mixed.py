@@ -18,7 +18,7 @@ from jkv import methods
 from jkv.arrays.bits import floats
 from jkv.arrays.gather import map_codec
 from jkv.core import loop
-from jkv.core.cache import MELTED, Queries, Window
+from jkv.core.cache import MERGED, Queries, Window
 from jkv.core.evidence import Evidence
 from jkv.core.flush import flush
 from jkv.methods import merges
@@ -250,7 +250,7 @@ def test_no_token_is_lost_without_a_place_that_counts_it(text: str):
         for layer in cache.layers:
             tier, recent = layer.tiers[0], np.asarray(layer.recent.pos >= 0).sum(1)
             there = np.asarray(tier.pos) >= 0
-            counts = np.where(there, 1 + np.asarray(tier.columns[MELTED]), 0).sum(-1) + recent[:, None]
+            counts = np.where(there, 1 + np.asarray(tier.columns[MERGED]), 0).sum(-1) + recent[:, None]
             np.testing.assert_array_equal(counts, np.tile(np.asarray(cache.seen)[:, None], (1, H)))
 
 
@@ -269,7 +269,7 @@ def snapshot(layer, row: int, head: int):
     tier = layer.tiers[0]
     pos = np.asarray(tier.pos)[row, head]
     live = pos >= 0
-    arrays = (tier.k.slots, tier.v.slots, tier.columns["similar"], tier.columns[MELTED])
+    arrays = (tier.k.slots, tier.v.slots, tier.columns["similar"], tier.columns[MERGED])
     return tuple(dict(zip(pos[live], np.asarray(x)[row, head][live], strict=True)) for x in arrays)
 
 
@@ -310,7 +310,7 @@ def test_a_flush_melts_slots_and_newcomers_alike():
                 before, after = (snapshot(c.layers[1], row, head) for c in (old, new))
                 recent = old.layers[1].recent
                 at = np.asarray(recent.pos)[row]
-                given = recent.k, recent.v, recent.columns["similar"], recent.columns[MELTED]
+                given = recent.k, recent.v, recent.columns["similar"], recent.columns[MERGED]
                 own = [np.asarray(x)[row, head][at >= 0] for x in given]
                 at = at[at >= 0]
                 unit = own[0] / np.linalg.norm(own[0], axis=1, keepdims=True)

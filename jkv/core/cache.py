@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jkv.models.ssd import State
 
 
-MELTED = "melted"  # the column of tokens that stand for others too: how many melted into each
+MERGED = "merged"  # the column of tokens that stand for others too: how many were merged into each
 
 
 @value
@@ -123,29 +123,17 @@ class Tier:
 
 
 @value
-class Rest:
-    """What left a layer without a trace, one token a kv head: the means k (rotated), v f32[B,H,D] of weight f32[B,H].
-
-    odds f32[B,H]: attention that it gets for each unit that all others get, or None: by its key.
-    """
-
-    k: Array
-    v: Array
-    count: Array
-    odds: Array | None = None
-
-
-@value
 class LayerCache:
-    """One layer: the recent window (capacity R), the queries that its score keeps, the tiers, and the rest, if any.
+    """One layer: the recent window (capacity R), the queries that its score keeps, and the tiers.
 
-    share i32[B]: tokens that the tiers of each row may hold, where its prompt was asked; or None: the budget's limit.
+    residual: the state of its merge, leaves [B,H,...], or None; share i32[B]: tokens that the tiers of each row may
+    hold, where its prompt was asked; or None: the budget's limit.
     """
 
     recent: Window
     queries: Queries | None
     tiers: tuple[Tier, ...]
-    rest: Rest | None
+    residual: Any
     share: Array | None
 
 

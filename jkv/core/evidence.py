@@ -16,7 +16,7 @@ from jkv.arrays.gather import map_codec
 from jkv.arrays.tree import static, value
 from jkv.core import context
 from jkv.core.attend import visible
-from jkv.core.cache import MELTED, LayerCache, Queries, Tier, Window
+from jkv.core.cache import MERGED, LayerCache, Queries, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.tiers import (
     asked,
@@ -234,7 +234,7 @@ class Evidence:
         ask = map_codec(config.k.query, rows.astype(jnp.float32)) if config.k.rope == "before" else None
         logits = key_logits(config.k, ask, rows, code, places, self.rope) * self.scale
         logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
-        logits = counted(logits, _cut(tier.columns[MELTED], start, n) if MELTED in tier.columns else None)
+        logits = counted(logits, _cut(tier.columns[MERGED], start, n) if MERGED in tier.columns else None)
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)
 
     def _window_tile(self, start: Array, n: int, q: Array, q_pos: Array, lse: Array) -> tuple[Array, ...]:

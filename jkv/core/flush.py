@@ -5,7 +5,7 @@
 3 rank     f32[B,Hs,S]; dead is -inf whatever the score says
 4 cascade  per tier: the i-th best newcomer takes the i-th worst slot if it is strictly better; the losers are the
            next tier's newcomers; survivors do not move and are never encoded again
-5 merge    the last tier's losers leave shares in survivors, newcomers among them before they are encoded
+5 merge    the last tier's losers change survivors, newcomers among them before they are encoded, or a state
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from jax import Array
 
 from jkv.arrays.gather import map_codec, per, put, take, take_along
 from jkv.core import context
-from jkv.core.cache import Counts, LayerCache, Queries, Rest, Tier, Window
+from jkv.core.cache import Counts, LayerCache, Queries, Tier, Window
 from jkv.core.evidence import Evidence, evidence, watched, watching
 from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.melt import Newcomers, merged, remembered
+from jkv.core.merge import Newcomers, evicted, merged, remembered
 from jkv.core.pool import compete, together
-from jkv.core.rest import joined, weighed
 from jkv.core.tiers import acting, after, write
 from jkv.protocols import Columns
 
@@ -71,16 +70,16 @@ def flush(
     read = (*ev.columns.values(), *([] if watch is None else [watch.lse]))
     if ev.tiers and read:
         leaving = after(leaving, read, 0)
-    tiers, rest = layer.tiers, layer.rest
+    tiers, residual = layer.tiers, layer.residual
     if tiers and most:
         first = layer.share if plan.budget.inner else None
-        tiers, rest = _cascade(tiers, rest, ev, leaving, most, first, plan, rope)
+        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, rope)
     tiers = acting(tiers, live - leaving, seen)
     if watch is not None:
         tiers = watched(tiers, ev, watch, plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), rest=rest)
+    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), residual=residual)
 
 
 def _known(tier: Tier) -> Tier:
@@ -157,14 +156,14 @@ def ranked(ev: Evidence, plan: LayerConfig) -> Array:
 
 def _cascade(
     tiers: tuple[Tier, ...],
-    rest: Rest | None,
+    residual: Any,
     ev: Evidence,
     leaving: Array,
     most: int,
     first: Array | None,
     plan: LayerConfig,
     rope: Rope,
-) -> tuple[tuple[Tier, ...], Rest | None]:
+) -> tuple[tuple[Tier, ...], Any]:
     """first i32[B]: slots of the first tier in use, or None: as its config says."""
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
@@ -195,24 +194,21 @@ def _cascade(
         limit = jnp.minimum(_share(config, ev, plan, None if out else first), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
         taken, out = new, [*out, tier]
-        if config is not plan.tiers[-1] or ((plan.merge or plan.rest) and not simple):
+        if config is not plan.tiers[-1] or (plan.merge and not simple):
             new = _losers(tier, new, slot, token, of_slots, start, config, rope)
             slot = after(slot, (new.k, new.v), config.capacity)
         stages.append((taken, slot, token))
         start, left = start + c, left - limit
     if plan.merge and not simple:
-        out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
-        stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
-    if rest is not None and not simple:
-        gone = new.of(rest.count.shape[1])
-        weight = gone.astype(jnp.float32)
-        if plan.score.compensates:
-            weight, rest = weighed(rest, *plan.score.outside(ev), gone, new.index)
-        rest = joined(rest, new.k, new.v, weight)
+        lost = evicted(new, ev)
+        residual = plan.merge.absorb(residual, ev, lost)
+        if plan.merge.changes != "none":
+            out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], lost, plan)
+            stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
     tiers = tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
-    return tiers, rest
+    return tiers, residual
 
 
 def _pooled(

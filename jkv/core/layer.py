@@ -72,7 +72,6 @@ class LayerConfig:
     budget: Budget
     floor: float | None
     merge: Merge | None = leaf()
-    rest: bool
     recent: int
     block: int
     unit: int

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import take_along
-from jkv.arrays.partial import merge_all
+from jkv.arrays.partial import Partial, merge_all
 from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_causal, visible
 from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Queries, Window
@@ -20,7 +20,6 @@ from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.flush import flush, going_on
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.positions import positions
-from jkv.core.rest import beside, compensated
 from jkv.core.sampling import Sampling, sample
 from jkv.core.tiers import attend_tier, observed
 from jkv.models import Mix, ModelConfig, Params, family, ssd
@@ -176,12 +175,17 @@ def attended(
                 attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
-            part = compensated(merge_all([part, *past, *beside(q, layer.rest, model.scale)]), layer.rest)
+            part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
         asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps)
         return part.finish(), (window, asked, kept)
 
     x, made = block(one, 0, x, pos, run, none)
     return x, *made
+
+
+def _with_residual(found: Partial, q: Array, layer: LayerCache, plan: LayerConfig, model: ModelConfig) -> Partial:
+    """Attention over what is kept, and over what the evicted left beside it."""
+    return plan.merge.attend(layer.residual, q, found, model.scale) if plan.merge else found
 
 
 def none(*_: Any) -> Any:
@@ -311,7 +315,7 @@ def _attending(
         parts = [attend(q, window.k, window.v, visible(pos, window.pos[:, None], plan.window), model.scale)]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
-        part = compensated(merge_all([*parts, *beside(q, layer.rest, model.scale)]), layer.rest)
+        part = _with_residual(merge_all(parts), q, layer, plan, model)
         summaries = tuple(
             observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if _watches(c) else None
             for t, c in zip(layer.tiers, plan.tiers, strict=True)

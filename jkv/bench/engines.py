@@ -36,7 +36,7 @@ class Jkv:
         self.config, c = methods.parse(method).bound(params), params.config
         if self.config.unlimited:
             c = reaching(c, longest)
-        self.params, self.rows = replace(params, tokenizer=None, config=c), rows
+        self.params, self.rows = replace(params, config=c), rows
         self.sampling = sampling.make(rows, c.vocab, seeds=(0,) * rows, stop_ids=())
 
     def empty(self, longest: int, new: int) -> Any:

@@ -192,14 +192,8 @@ def greedy():
 
 
 def decoding(cache, logits):
-    return loop.Decoding(
-        cache=jax.tree.map(jnp.copy, cache),  # the loop takes its argument over
-        logits=jnp.asarray(logits),
-        alive=jnp.ones(2, bool),
-        used=None,
-        out=jnp.full((2, STEPS), -1, jnp.int32),
-        count=jnp.int32(0),
-    )
+    cache = jax.tree.map(jnp.copy, cache)  # the loop takes its argument over
+    return loop.Decoding.start(cache, jnp.asarray(logits), STEPS)
 
 
 # --------------------------------------------------------------------------------------------------------- 5 bytes

@@ -296,6 +296,29 @@ class Decoding:
     trace: Array | None = None
     forced: Array | None = None
 
+    @classmethod
+    def start(
+        cls,
+        cache: Cache,
+        logits: Array,
+        new: int,
+        used: Array | None = None,
+        forced: Array | None = None,
+        traced: bool = False,
+    ) -> Decoding:
+        """The state before the first of at most `new` tokens; every row is alive."""
+        b, vocab = logits.shape
+        return cls(
+            cache=cache,
+            logits=logits,
+            alive=jnp.ones(b, bool),
+            used=used,
+            out=jnp.full((b, new), -1, jnp.int32),
+            count=jnp.int32(0),
+            trace=jnp.zeros((b, new, vocab), jnp.float32) if traced else None,
+            forced=forced,
+        )
+
 
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays (or shapes) in a pytree."""

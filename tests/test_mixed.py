@@ -18,7 +18,7 @@ from jkv import methods
 from jkv.arrays.bits import floats
 from jkv.arrays.gather import map_codec
 from jkv.core import loop
-from jkv.core.cache import MERGED, Queries, Window
+from jkv.core.cache import MERGED, Observation, Queries, Window
 from jkv.core.evidence import Evidence
 from jkv.core.flush import flush
 from jkv.methods import merges
@@ -365,13 +365,13 @@ def test_the_dead_and_the_neighbours_change_nothing(text: str):
 def test_dead_slots_of_a_shrunken_row_stay_out():
     """A flush in which one row has no newcomer at all leaves that row's tier as it was."""
     cache = rig.shared(MERGE).caches[20]
-    layer, plan, rope = cache.layers[1], cache.plan[1], MODEL.ropes[1]
+    layer, plan, model = cache.layers[1], cache.plan[1], MODEL.attending(1)
     tier = loop.replace(layer.tiers[0], pos=layer.tiers[0].pos.at[1, :, :5].set(-1))
     recent = loop.replace(layer.recent, pos=layer.recent.pos.at[1, :4].set(-1))  # its 16 newest are left
     layer = loop.replace(layer, recent=recent, tiers=(tier,))
     layer = poison(loop.replace(cache, layers=(cache.layers[0], layer))).layers[1]
-    asked = None, loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1)
-    flushed = jax.jit(lambda layer, asked, counts: flush(layer, layer.recent, asked, counts, plan, rope, MODEL))
+    asked = Observation(new=loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1))
+    flushed = jax.jit(lambda layer, asked, counts: flush(layer, layer.recent, asked, counts, plan, model))
     out = flushed(layer, asked, replace(cache.counts, prompt=cache.seen))
     for a, b in ((out.tiers[0].k.slots, layer.tiers[0].k.slots), (out.tiers[0].v.slots, layer.tiers[0].v.slots)):
         np.testing.assert_array_equal(a[1], b[1])

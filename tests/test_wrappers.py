@@ -20,7 +20,7 @@ from test_scores import attending, evidence
 
 import jkv.methods.scores
 from jkv.arrays.tree import part
-from jkv.core.cache import Counts, LayerCache, Queries, Window
+from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import evidence as seen
 from jkv.core.flush import flush
@@ -227,12 +227,13 @@ def test_flags_of_every_pair():
                 assert getattr(score, switch) >= getattr(own, switch), (name, leaf, switch)
 
 
-def queries_of(plan: LayerConfig, new: int) -> tuple[Queries | None, Queries | None]:
+def queries_of(plan: LayerConfig, new: int) -> Observation:
     def some(n: int) -> Queries:
         lse = jnp.zeros((1, H, G, n))
         return Queries(q=jnp.zeros((1, H, G, n, D)), pos=jnp.zeros((1, n), jnp.int32), lse=lse)
 
-    return some(plan.needs.queries) if plan.needs.queries else None, some(new) if plan.needs.new else None
+    kept, new = some(plan.needs.queries) if plan.needs.queries else None, some(new) if plan.needs.new else None
+    return Observation(kept=kept, new=new)
 
 
 def window_of(plan: LayerConfig, n: int) -> Window:
@@ -254,14 +255,14 @@ def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) 
     n, one = 40 if prompt else plan.room, jnp.full(1, 40, jnp.int32)
     window, asked = window_of(plan, n), queries_of(plan, n if prompt else plan.block)
     below = plan.under(layers[:1])
-    ev = seen(layers[1], window, one, asked, one, one, one, plan, MODEL.ropes[1], MODEL, prompt, below)
+    counts = Counts(seen=one, prompt=one, later=0 * one)
+    ev = seen(layers[1], window, asked, counts, plan, MODEL.attending(1), one, one, prompt, below)
     assert ev.generating != prompt
     columns = plan.score.observe(ev)
     assert columns.keys() == ev.columns.keys()
     ev = replace(ev, columns=columns)
     if plan.score.needs.probes:
-        asked = None, queries_of(replace(plan, needs=Needs(new=True)), 6)[1]
-        probing = replace(ev, kept=None, new=asked[1])
+        probing = replace(ev, kept=None, new=queries_of(replace(plan, needs=Needs(new=True)), 6).new)
         assert plan.score.probed(probing, jnp.zeros((1, 2), jnp.int32)).keys() == columns.keys()
     return plan.score.rank(ev)
 
@@ -289,7 +290,7 @@ def test_a_flush_takes_it(make: Make):
         n = 40 if prompt else plan.room
         asked = queries_of(plan, n if prompt else plan.block)
         counts = Counts(seen=one, prompt=one, later=0 * one)
-        return flush(layer, window_of(plan, n), asked, counts, plan, MODEL.ropes[0], MODEL, prompt)
+        return flush(layer, window_of(plan, n), asked, counts, plan, MODEL, prompt)
 
     for prompt in (True, False):
         jax.eval_shape(lambda prompt=prompt: run(prompt))

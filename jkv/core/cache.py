@@ -12,7 +12,7 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import static, value
 from jkv.kernels import CONTEXT, HEADS
-from jkv.protocols import Code, Columns
+from jkv.protocols import Code, Columns, Needs
 
 if TYPE_CHECKING:
     from jkv.core.layer import LayerConfig
@@ -91,6 +91,19 @@ class Queries:
         """The same, of which all but the newest n are dead."""
         total = self.pos.shape[1]
         return replace(self, pos=jnp.where((jnp.arange(total) >= total - n)[None], self.pos, -1))
+
+
+@value
+class Observation:
+    """The queries that a flush reads: the newest, which are kept, and those since the last flush; None: not needed."""
+
+    kept: Queries | None = None
+    new: Queries | None = None
+
+    @classmethod
+    def of(cls, ring: Queries | None, needs: Needs, new: Queries | None = None) -> Observation:
+        """As many of a ring, oldest first, as are needed, and the new ones."""
+        return cls(kept=ring.newest(needs.queries) if ring is not None and needs.queries else None, new=new)
 
 
 @value

@@ -21,7 +21,7 @@ from jax import Array
 
 from jkv.arrays.gather import map_codec, per, put, take, take_along
 from jkv.core import context
-from jkv.core.cache import Counts, LayerCache, Queries, Tier, Window
+from jkv.core.cache import Counts, LayerCache, Observation, Tier, Window
 from jkv.core.evidence import Evidence, evidence, watched, watching
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.merge import Newcomers, evicted, merged, remembered
@@ -35,25 +35,23 @@ if TYPE_CHECKING:
 
 
 # Traced once for all layers that are alike: somebody waits for the program.
-@partial(jax.jit, static_argnames=("rope", "model", "fresh"))
+@partial(jax.jit, static_argnames=("model", "fresh"))
 @jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
 def flush(
     layer: LayerCache,
     window: Window,
-    queries: tuple[Queries | None, Queries | None],
+    queries: Observation,
     counts: Counts,
     plan: LayerConfig,
-    rope: Rope,
     model: ModelConfig,
     fresh: bool = False,
     below: tuple[LayerCache, ...] = (),
 ) -> LayerCache:
     """The layer after its window has flushed.
 
-    window: W entries, oldest first; queries: those kept and the new ones; counts: of all tokens; fresh: the
-    tiers are known to be empty; below: the layers below, which have flushed, if the score needs them.
+    window: W entries, oldest first; counts: of all tokens; model: of this layer alone; fresh: the tiers are known to
+    be empty; below: the layers below, which have flushed, if the score needs them.
     """
-    seen = counts.seen
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
@@ -62,19 +60,19 @@ def flush(
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, counts, layer.share)
-    ev = evidence(layer, packed, leaving, queries, seen, counts.prompt, limit, plan, rope, model, fresh, below)
+    ev = evidence(layer, packed, queries, counts, plan, model, leaving, limit, fresh, below)
     if ev.tiers and plan.tiers[0].select is not None:
         ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
-    watch = watching(ev, queries[0], plan)
+    watch = watching(ev, queries.kept, plan)
     read = (*ev.columns.values(), *([] if watch is None else [watch.lse]))
     if ev.tiers and read:
         leaving = after(leaving, read, 0)
     tiers, residual = layer.tiers, layer.residual
     if tiers and most:
         first = layer.share if plan.budget.inner else None
-        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, rope)
-    tiers = acting(tiers, live - leaving, seen)
+        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0])
+    tiers = acting(tiers, live - leaving, counts.seen)
     if watch is not None:
         tiers = watched(tiers, ev, watch, plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
@@ -91,10 +89,9 @@ def _known(tier: Tier) -> Tier:
 def going_on(
     layer: LayerCache,
     window: Window,
-    queries: tuple[Queries | None, Queries | None],
-    seen: Array,
+    queries: Observation,
+    counts: Counts,
     plan: LayerConfig,
-    rope: Rope,
     model: ModelConfig,
     below: tuple[LayerCache, ...],
 ) -> Array:
@@ -105,9 +102,8 @@ def going_on(
     assert plan.narrow is not None
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
-    leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
-    packed = _gather(window, order)
-    ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, below)
+    leaving = jnp.maximum(live - plan.recent, 0)
+    ev = evidence(layer, _gather(window, order), queries, counts, plan, model, leaving, below=below)
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
     rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))

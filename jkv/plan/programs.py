@@ -92,7 +92,7 @@ def decode(job: Job, target: Target) -> Program:
     cache, new = _shapes(job, target)
     shape: Any = jax.ShapeDtypeStruct
     logits = shape((job.batch, job.model.vocab), jnp.float32)
-    state = jax.eval_shape(lambda *x: loop.Decoding.start(*x, new), cache, logits)
+    state = jax.eval_shape(lambda cache, logits: loop.Decoding.start(cache, logits, new), cache, logits)
     settings = partial(sampling.make, job.batch, job.model.vocab, seeds=(0,) * job.batch, stop_ids=(0,))
     return _compile(job, target, "decode", loop.run_blocks.whole, state, jax.eval_shape(settings), shape((), jnp.int32))
 

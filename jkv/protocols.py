@@ -20,6 +20,7 @@ from jax import Array
 from jkv.arrays.tree import static, value
 
 if TYPE_CHECKING:
+    from jkv.arrays.partial import Partial
     from jkv.models import ModelConfig, Params
 
 Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
@@ -129,7 +130,6 @@ class Score:
 
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
-    compensates: bool = False  # knows what is lost: a `rest` gets the attention that `outside` leaves to it
     forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
     undecided: int = 0  # newest tokens that it cannot judge yet
 
@@ -167,10 +167,6 @@ class Score:
     def observe(self, ev: Evidence) -> Columns:
         """Columns f32[B,H,S] after the new queries; every query is observed once."""
         return ev.columns
-
-    def outside(self, ev: Evidence) -> tuple[Array, Array]:
-        """Attention f32[B,H,S] that each token gets, and f32[B] that all get, those included that are lost."""
-        raise NotImplementedError  # only of scores that say `compensates`
 
     def rank(self, ev: Evidence) -> Array:
         """f32[B,Hs,S]: the highest stay; +inf is protected, -inf leaves. Among equals the older stays."""
@@ -317,7 +313,7 @@ class Codec:
 
 @value
 class Lost:
-    """Tokens that find no place: index i32[B,H,n] in S, S for none; k, v [B,H,n,D]."""
+    """Evicted tokens: index i32[B,H,n] in S, S for none; k (rotated), v [B,H,n,D], in a pool [B,1,n,D]."""
 
     index: Array
     k: Array
@@ -337,10 +333,14 @@ class Entries(Protocol):
 
 
 class Merge:
-    """What the evicted leave behind: entries that stay become other ones. Its arrays, if it has any, are [L,...]."""
+    """What the evicted leave: kept entries change, or a state beside the tiers does. Its arrays, if any, are [L,...].
+
+    changes: "none"; "some": newcomers before they are encoded, and slots of codecs that are exact; "all": every
+    entry at each flush, only for codecs that are exact.
+    """
 
     needs: Needs = Needs()
-    rewrites: bool = False  # every entry may change at each flush: only for codecs that are exact
+    changes: Literal["none", "some", "all"] = "some"
 
     def bound(self, params: Params) -> Merge:
         """This merge with the weights that were trained for the model; ValueError if there are none."""
@@ -348,11 +348,23 @@ class Merge:
 
     def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
         """(i32[B,H,m], k, v f32[B,H,m,D]): which entries of S change, S for none, and into what; kept bool[B,H,S]."""
-        raise NotImplementedError  # its own in every merge
+        raise NotImplementedError  # its own in every merge that changes entries
 
     def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
         """Columns f32[B,H,S] of the entries that stay, after the merge."""
         return ev.columns
+
+    def empty(self, rows: int, model: ModelConfig) -> Any:
+        """The state of a layer that has lost nothing: arrays [B,...] or [B,H,...]; None: it has no state."""
+        return None
+
+    def absorb(self, state: Any, ev: Evidence, lost: Lost) -> Any:
+        """The state with what is evicted at this flush."""
+        return state
+
+    def attend(self, state: Any, q: Array, found: Partial, scale: float) -> Partial:
+        """Attention of rotated q [B,H,G,T,D] over the state too, where `found` is over everything that is kept."""
+        return found
 
 
 class Selector:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.arrays.tree import static, value
+from jkv.arrays.tree import host, static, value
 from jkv.host import forked
 
 from .config import Mixers, ModelConfig
@@ -45,6 +45,8 @@ class Names:
 class Params:
     """A model: embed [V,E], one dict of arrays a layer, norm [E], head [V,E] (None: embed is used), and its config.
 
+    The tokenizer stays on the host: programs do not take it, so models that differ in it share them.
+
     Matrices are stored [out, in]. Products of one input share an array, so that a decode step reads few, long ones:
     `qkv` [H, G + 2, D, E], of each kv head its queries, its key and its value, and `gate_up` [H, 2, F / H, E], so that
     devices that divide H have what belongs together. The fields of `EXACT` are in float32, whatever the dtype of the
@@ -62,7 +64,7 @@ class Params:
     norm: Array
     head: Array | None
     config: ModelConfig = static()
-    tokenizer: Any = static(default=None)
+    tokenizer: Any = host(default=None)
 
     def block(self, i: int) -> "Params":
         """A model that is block i alone: blocks that are alike differ in their arrays only, so programs serve them all.
@@ -73,12 +75,12 @@ class Params:
         (True, 1)
         """
         w, config = self.layers[i], self.config.block(i)
-        return replace(self, embed=None, layers=(w,), norm=None, head=None, config=config, tokenizer=None)
+        return replace(self, embed=None, layers=(w,), norm=None, head=None, config=config)
 
     @property
     def ends(self) -> "Params":
         """The model without blocks: it turns tokens into the first one's input, and the last one's into logits."""
-        return replace(self, layers=(), tokenizer=None)
+        return replace(self, layers=())
 
     def first(self, layers: int) -> "Params":
         """The model cut in front of a layer, so that `layers` attend: a draft, and its programs compile sooner.

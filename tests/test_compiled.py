@@ -43,14 +43,7 @@ def compiled_loop(text: str) -> tuple[Any, Any]:
     """The compiled decode loop and the shapes of its cache, one row of up to 20,000 tokens."""
     params = models.random(WIDE)
     empty = sizes.empty(methods.parse(text), params.config, 1, 20_000, 64, jnp.float32)
-    state = loop.Decoding(
-        cache=empty,
-        logits=jnp.zeros((1, 100)),
-        alive=jnp.ones(1, bool),
-        used=None,
-        out=jnp.full((1, 64), -1, jnp.int32),
-        count=jnp.int32(0),
-    )
+    state = loop.Decoding.start(empty, jnp.zeros((1, 100)), 64)
     drawn = sampling.make(1, 100, seeds=(0,), stop_ids=())
     return loop.run_blocks.whole.lower(params, state, drawn, jnp.int32(64)).compile(AS_USERS), shapes(empty)
 

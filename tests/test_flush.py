@@ -13,7 +13,7 @@ from rig import BUDGET, LONGEST, MODEL, D, H
 
 from jkv.arrays.tree import part
 from jkv.core import loop
-from jkv.core.cache import Counts, LayerCache, Window
+from jkv.core.cache import Counts, LayerCache, Observation, Window
 from jkv.core.empty import empty_layer
 from jkv.core.flush import _first_of, flush
 from jkv.core.layer import LayerConfig
@@ -135,7 +135,7 @@ def test_no_live_token_is_lost_where_there_is_room(layout: int):
         window = Window(k=k[:, :, np.maximum(pos[0], 0)], v=k[:, :, np.maximum(pos[0], 0)], pos=at, columns={})
         before = positions_of(layer)
         counts, old = Counts(seen=jnp.full(1, seen), prompt=jnp.full(1, seen), later=jnp.zeros(1, jnp.int32)), layer
-        layer = flush(layer, window, (None, None), counts, plan, MODEL.ropes[0], MODEL)
+        layer = flush(layer, window, Observation(), counts, plan, MODEL)
         stay = set(np.asarray(layer.recent.pos).ravel().tolist()) - {-1}
         came, waiting = set(waiting) - stay, sorted(stay)
         after = positions_of(layer)

@@ -135,9 +135,6 @@ class Letters:
         return ""
 
 
-LETTERS = Letters()  # one for all: a model with another tokenizer has programs of its own
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """How many tokens each call of the decode loop was asked for in all."""
@@ -170,7 +167,7 @@ def test_the_first_token_of_a_greedy_stream_waits_for_no_loop(params, calls, pen
 
 @pytest.mark.parametrize("end", ["length", "stop text", "stop token"])
 def test_stream_gives_what_generate_does(params, calls, end):
-    params = replace(params, tokenizer=LETTERS)
+    params = replace(params, tokenizer=Letters())
     options: dict = dict(max_new_tokens=60, stop_ids=(), temperature=1.5)
     free = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options)
     if end == "stop text":
@@ -294,6 +291,13 @@ def test_a_kind_of_layer_is_compiled_once(made, spec):
         jkv.generate(params, spec, PROMPTS[0], max_new_tokens=24, stop_ids=())
         got = {name for name, _ in made}
         assert names <= got if layers == 3 else names == got
+
+
+def test_models_that_differ_in_their_tokenizer_share_programs(params, made):
+    for first in (True, False):
+        made.clear()
+        out = jkv.generate(replace(params, tokenizer=Letters()), "h2o(budget=48)", PROMPTS[0], max_new_tokens=20)
+        assert len(out.text) == len(out.tokens) and bool(made) == first
 
 
 def test_where_kernels_are_native_a_prompt_and_what_follows_are_a_program_each(params, made, monkeypatch):

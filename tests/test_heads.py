@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +15,15 @@ from test_cli import call, refused
 from test_oracles import best, newest, prompt_taps
 
 import jkv
-from jkv.arrays.partial import Partial, merge, softmax_parts
-from jkv.core.cache import Rest
-from jkv.core.rest import beside, compensated, joined
+from jkv.arrays.partial import Partial, softmax_parts
 from jkv.io import learned
 from jkv.io import load as loading
 from jkv.methods import parse
 from jkv.methods.config import resolve
 from jkv.methods.divisions import weighted
+from jkv.methods.residuals import MeanToken, MeanValue, Share, Token
 from jkv.models.llama import out
+from jkv.protocols import Lost
 from jkv.training import heads
 
 (CHOICE,), (SPLIT,) = CASES["compresskv"], CASES["razorattention"]
@@ -76,26 +77,32 @@ def one_key(q, k, v) -> Partial:
     return Partial(acc=jnp.einsum("bhgts,bsd->bhgtd", p, v), m=m, l=l)
 
 
-def test_a_rest_weighs_what_it_stands_for():
-    nothing = Rest(k=jnp.full((1, 1, 1), jnp.nan), v=jnp.full((1, 1, 1), jnp.nan), count=jnp.zeros((1, 1)))
+def with_lost(token: Token, k, v, gone) -> Token:
+    """Of a flush that evicts those of tokens k, v [1,1,n,D] that are `gone`, f[n]."""
+    n = len(gone)
+    index = jnp.where(jnp.asarray(gone) > 0, jnp.arange(n), n)[None, None]
+    return MeanToken().absorb(token, SimpleNamespace(pos=jnp.zeros((1, 1, n))), Lost(index=index, k=k, v=v))
+
+
+def test_a_mean_token_weighs_what_it_stands_for():
+    attend = MeanToken().attend
+    nothing = Token(k=jnp.full((1, 1, 1), jnp.nan), v=jnp.full((1, 1, 1), jnp.nan), count=jnp.zeros((1, 1)))
     zero = np.zeros((1, 1))
     query = jnp.zeros((1, 1, 1, 1, 1))
     kept = one_key(zero[0], zero, [[6.0]])
-    (none,) = beside(query, nothing, 1.0)
-    assert merge(kept, none).finish().item() == 6
+    assert attend(nothing, query, kept, 1.0).finish().item() == 6
     values = jnp.asarray([2.0, jnp.nan, 4.0]).reshape(1, 1, 3, 1)
-    two = joined(nothing, jnp.zeros((1, 1, 3, 1)), values, jnp.array([[[1.0, 0.0, 1.0]]]))
-    (rest,) = beside(query, two, 1.0)
-    np.testing.assert_allclose(merge(kept, rest).finish().item(), 4, rtol=1e-6)
+    two = with_lost(nothing, jnp.zeros((1, 1, 3, 1)), values, [1.0, 0.0, 1.0])
+    np.testing.assert_allclose(attend(two, query, kept, 1.0).finish().item(), 4, rtol=1e-6)
     rng = np.random.default_rng(0)  # dropped keys that are equal: full attention, whatever the values, in two goes
     q, k, v = rng.standard_normal(D), rng.standard_normal((9, D)), rng.standard_normal((9, D))
     k[3:] = k[3]
-    rest = Rest(k=jnp.zeros((1, 1, D)), v=jnp.zeros((1, 1, D)), count=jnp.zeros((1, 1)))
+    token = MeanToken().empty(1, replace(MODEL, heads=1))
     for some in (slice(3, 5), slice(5, 9)):
         new = (jnp.asarray(x[some], jnp.float32)[None, None] for x in (k, v))
-        rest = joined(rest, *new, jnp.ones((1, 1, some.stop - some.start)))
-    (last,) = beside(jnp.asarray(q, jnp.float32).reshape(1, 1, 1, 1, D), rest, 1.0)
-    got = merge(one_key(q, k[:3], v[:3]), last).finish().ravel()
+        token = with_lost(token, *new, np.ones(some.stop - some.start))
+    found = one_key(q, k[:3], v[:3])
+    got = attend(token, jnp.asarray(q, jnp.float32).reshape(1, 1, 1, 1, D), found, 1.0).finish().ravel()
     weight = np.exp(k @ q - (k @ q).max())
     np.testing.assert_allclose(got, weight / weight.sum() @ v, atol=1e-5)
 
@@ -103,8 +110,8 @@ def test_a_rest_weighs_what_it_stands_for():
 def test_a_layer_keeps_what_the_head_alike_below_looks_at_and_the_rest_by_its_weight():
     cache = rig.prompted(rig.CASES["smallkv"][0].tight)
     assert np.asarray(cache.kept())[0].tolist() == [[n] * H for n in rig.LENGTHS]
-    part = cache.layers[1]
-    assert part.rest is not None and part.rest.odds is not None
+    state = cache.layers[1].residual
+    assert isinstance(state, Share)
     for row, n in enumerate(rig.LENGTHS):
         (_, _, _, below), (_, _, v, above) = (prompt_taps(layer, row) for layer in range(2))
         out = above[:, :, -8:].astype(np.float64) @ v[:, None]
@@ -115,21 +122,21 @@ def test_a_layer_keeps_what_the_head_alike_below_looks_at_and_the_rest_by_its_we
         np.testing.assert_array_equal(np.logical_or(*rig.held(cache, 1))[row, :, :n], kept)
         for h in range(H):
             lost = own[h] * ~kept[h]
-            np.testing.assert_allclose(part.rest.v[row, h], lost @ v[h] / lost.sum(), atol=1e-5)
-            np.testing.assert_allclose(part.rest.odds[row, h], lost.sum() / (8 - lost.sum()), rtol=1e-4)
+            np.testing.assert_allclose(state.v[row, h], lost @ v[h] / lost.sum(), atol=1e-5)
+            np.testing.assert_allclose(state.odds[row, h], lost.sum() / (8 - lost.sum()), rtol=1e-4)
             p = above[h, :, -8:].astype(np.float64) * kept[h]
             share = lost.sum() / 8  # the mean over queries and heads of what they paid to what is lost
-            made = (p @ v[h]).mean((0, 1)) + share * np.asarray(part.rest.v[row, h])
+            made = (p @ v[h]).mean((0, 1)) + share * np.asarray(state.v[row, h])
             np.testing.assert_allclose(made, out[h].mean((0, 1)), atol=1e-5)
 
 
-def test_a_rest_of_known_odds_has_its_share():
+def test_a_mean_value_of_known_odds_has_its_share():
     part = Partial(acc=jnp.full((1, 1, 1, 1, 2), 6.0), m=jnp.zeros((1, 1, 1, 1)), l=jnp.full((1, 1, 1, 1), 3.0))
     one = jnp.ones((1, 1))
-    rest = Rest(k=jnp.zeros((1, 1, 2)), v=jnp.asarray([[[10.0, 2.0]]]), count=one, odds=one)
-    np.testing.assert_allclose(compensated(part, rest).finish().ravel(), [(2 + 10) / 2, 2])
-    assert compensated(part, replace(rest, odds=None)) is part
-    assert beside(jnp.zeros((1, 1, 1, 1, 2)), rest, 1.0) == []
+    state, query = Share(v=jnp.asarray([[[10.0, 2.0]]]), weight=one, odds=one), jnp.zeros((1, 1, 1, 1, 2))
+    np.testing.assert_allclose(MeanValue().attend(state, query, part, 1.0).finish().ravel(), [(2 + 10) / 2, 2])
+    nothing = MeanValue().empty(1, replace(MODEL, heads=1, head_dim=2))
+    np.testing.assert_array_equal(MeanValue().attend(nothing, query, part, 1.0).finish(), part.finish())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,7 @@ def test_a_rest_of_known_odds_has_its_share():
     [
         ("smallkv(budget=48, layers=2, window=8)", "layers=2 hold all, and the model has 2"),
         ("smallkv(budget=32)", "must exceed its newest queries of 32"),
-        ("kvmerger(budget=48) | rest", "a merge"),
+        ("kvmerger(budget=48) | rest", "kvmerger and rest both fill the axis 'merge': keep one of them"),
         ("streaming(budget=48) | rest", "positions within the cache"),
         (f"dms(keep=1.0, gate={rig.SWITCH!r}) | rest", "before their slots are needed"),
         ("compresskv(budget=8)", "must exceed its observation window of 8"),

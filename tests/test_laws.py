@@ -84,7 +84,7 @@ def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
     expected = forward(blind, jnp.asarray(ids), positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32)))
     expected = np.asarray(expected).transpose(1, 0, 2)[PROMPT.shape[1] - 1 :]
     np.testing.assert_allclose(np.stack(got.logits), expected, atol=TOLERANCE, rtol=0)
-    assert all((np.asarray(layer.rest.count).max() > 50) for layer in got.caches[-1].layers)
+    assert all((np.asarray(layer.residual.count).max() > 50) for layer in got.caches[-1].layers)
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.whole], ids=str)
@@ -93,7 +93,7 @@ def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost(ca
     for i in (0, rig.flushed(caches)[2]):
         cache, whole = caches[i], (1, 0)
         for layer in range(L):
-            held, rest = np.logical_or(*rig.held(cache, layer)), cache.layers[layer].rest
+            held, rest = np.logical_or(*rig.held(cache, layer)), cache.layers[layer].residual
             for row, n in enumerate(LENGTHS):
                 n, few = n + i, BUDGET + 4
                 assert held[row, whole[layer], :n].all() and rest.count[row, whole[layer]] == 0
@@ -192,14 +192,8 @@ def greedy():
 
 
 def decoding(cache, logits):
-    return loop.Decoding(
-        cache=jax.tree.map(jnp.copy, cache),  # the loop takes its argument over
-        logits=jnp.asarray(logits),
-        alive=jnp.ones(2, bool),
-        used=None,
-        out=jnp.full((2, STEPS), -1, jnp.int32),
-        count=jnp.int32(0),
-    )
+    cache = jax.tree.map(jnp.copy, cache)  # the loop takes its argument over
+    return loop.Decoding.start(cache, jnp.asarray(logits), STEPS)
 
 
 # --------------------------------------------------------------------------------------------------------- 5 bytes
@@ -223,7 +217,7 @@ def predicted(case: Case, longest: int, plan=None) -> int:
             capacity = ceil((case.whole * longest + (H - case.whole) * (BUDGET + 4)) / H)
         if case.draft:
             capacity = longest if layer < case.draft else BUDGET
-            total += (H * (2 * D + 1) * 4 + H * 4 * (layer >= case.draft)) * case.odds
+        total += H * (D + 2) * 4 * case.odds
         if "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)

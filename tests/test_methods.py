@@ -11,7 +11,7 @@ import pytest
 import rig
 
 import jkv
-from jkv.core.cache import Counts
+from jkv.core.cache import Counts, Observation
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
@@ -32,7 +32,7 @@ def test_every_row_says_what_it_is(name):
     row = CATALOGUE[name]
     assert row.about and row.exactness and row.paper and row.axes
     assert bool(row.claim) == (row.paper != "-" or name == "arkv")  # a paper without a number
-    assert row.parts or {*row.axes} <= {"pooled", "rest", "append"}
+    assert row.parts or {*row.axes} <= {"pooled", "append"}
     assert all(row.parts.values())
 
 
@@ -147,7 +147,8 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
             n, queries = plan.needs.queries, layer.queries
             kept = queries.newest(n) if n else None
             new = queries.newest(plan.block) if plan.needs.new else None
-            return flush(layer, layer.recent, (kept, new), counts, plan, MODEL.ropes[1], MODEL, below=(layer,))
+            asked = Observation(kept=kept, new=new)
+            return flush(layer, layer.recent, asked, counts, plan, MODEL.attending(1), below=(layer,))
 
         number = jax.ShapeDtypeStruct((1,), jnp.int32)
         after = jax.eval_shape(flushed, layer, Counts(seen=number, prompt=number, later=number))

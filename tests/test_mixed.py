@@ -17,7 +17,7 @@ from rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, G, H, L, codes
 from jkv import methods
 from jkv.arrays.bits import floats
 from jkv.core import loop
-from jkv.core.cache import MELTED, Queries, Window
+from jkv.core.cache import MERGED, Observation, Queries, Window
 from jkv.core.codes import decode
 from jkv.core.evidence import Evidence
 from jkv.core.flush import flush
@@ -250,7 +250,7 @@ def test_no_token_is_lost_without_a_place_that_counts_it(text: str):
         for layer in cache.layers:
             tier, recent = layer.tiers[0], np.asarray(layer.recent.pos >= 0).sum(1)
             there = np.asarray(tier.pos) >= 0
-            counts = np.where(there, 1 + np.asarray(tier.columns[MELTED]), 0).sum(-1) + recent[:, None]
+            counts = np.where(there, 1 + np.asarray(tier.columns[MERGED]), 0).sum(-1) + recent[:, None]
             np.testing.assert_array_equal(counts, np.tile(np.asarray(cache.seen)[:, None], (1, H)))
 
 
@@ -269,7 +269,7 @@ def snapshot(layer, row: int, head: int):
     tier = layer.tiers[0]
     pos = np.asarray(tier.pos)[row, head]
     live = pos >= 0
-    arrays = (tier.k.slots, tier.v.slots, tier.columns["similar"], tier.columns[MELTED])
+    arrays = (tier.k.slots, tier.v.slots, tier.columns["similar"], tier.columns[MERGED])
     return tuple(dict(zip(pos[live], np.asarray(x)[row, head][live], strict=True)) for x in arrays)
 
 
@@ -310,7 +310,7 @@ def test_a_flush_melts_slots_and_newcomers_alike():
                 before, after = (snapshot(c.layers[1], row, head) for c in (old, new))
                 recent = old.layers[1].recent
                 at = np.asarray(recent.pos)[row]
-                given = recent.k, recent.v, recent.columns["similar"], recent.columns[MELTED]
+                given = recent.k, recent.v, recent.columns["similar"], recent.columns[MERGED]
                 own = [np.asarray(x)[row, head][at >= 0] for x in given]
                 at = at[at >= 0]
                 unit = own[0] / np.linalg.norm(own[0], axis=1, keepdims=True)
@@ -365,13 +365,13 @@ def test_the_dead_and_the_neighbours_change_nothing(text: str):
 def test_dead_slots_of_a_shrunken_row_stay_out():
     """A flush in which one row has no newcomer at all leaves that row's tier as it was."""
     cache = rig.shared(MERGE).caches[20]
-    layer, plan, rope = cache.layers[1], cache.plan[1], MODEL.ropes[1]
+    layer, plan, model = cache.layers[1], cache.plan[1], MODEL.attending(1)
     tier = loop.replace(layer.tiers[0], pos=layer.tiers[0].pos.at[1, :, :5].set(-1))
     recent = loop.replace(layer.recent, pos=layer.recent.pos.at[1, :4].set(-1))  # its 16 newest are left
     layer = loop.replace(layer, recent=recent, tiers=(tier,))
     layer = poison(loop.replace(cache, layers=(cache.layers[0], layer))).layers[1]
-    asked = None, loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1)
-    flushed = jax.jit(lambda layer, asked, counts: flush(layer, layer.recent, asked, counts, plan, rope, MODEL))
+    asked = Observation(new=loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1))
+    flushed = jax.jit(lambda layer, asked, counts: flush(layer, layer.recent, asked, counts, plan, model))
     out = flushed(layer, asked, replace(cache.counts, prompt=cache.seen))
     for a, b in ((out.tiers[0].k.slots, layer.tiers[0].k.slots), (out.tiers[0].v.slots, layer.tiers[0].v.slots)):
         np.testing.assert_array_equal(a[1], b[1])

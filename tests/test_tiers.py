@@ -19,7 +19,7 @@ from jkv.core.codes import decode, encode
 from jkv.core.empty import empty_tier
 from jkv.core.flush import _admit
 from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.melt import Newcomers
+from jkv.core.merge import Newcomers
 from jkv.core.tiers import attend_tier, tier_dot
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
@@ -167,7 +167,7 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: i
         np.testing.assert_allclose(bound, best, atol=1e-5)
 
 
-MELTING = [CASES[row.name][-1].tight for row in CATALOGUE.values() if "merge" in row.axes]
+MELTING = [CASES[row.name][-1].tight for row in CATALOGUE.values() if row.filled.get("merge")]
 
 
 @pytest.mark.parametrize("text", MELTING, ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))

@@ -20,7 +20,7 @@ from test_scores import attending, evidence
 
 import jkv.methods.scores
 from jkv.arrays.tree import part
-from jkv.core.cache import Counts, LayerCache, Queries, Window
+from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import evidence as seen
 from jkv.core.flush import flush
@@ -82,7 +82,7 @@ COMPOSITES: dict[type, tuple[Make, ...]] = {
 WRAPPERS = unique(below(Wrapper))
 MADE: dict[str, Make] = {kind.__name__: lambda s, kind=kind: kind(score=s) for kind in WRAPPERS}
 MADE |= {f"{kind.__name__}-{i}": make for kind, makes in COMPOSITES.items() for i, make in enumerate(makes)}
-SWITCHES = ("uniform", "compensates", "forgets")
+SWITCHES = ("uniform", "forgets")
 every = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 
 
@@ -126,7 +126,7 @@ class Everything(Score):
     asked: int = 3
     mark: float = 1.0
 
-    uniform, compensates, forgets, undecided = False, True, True, 2
+    uniform, forgets, undecided = False, True, 2
 
     @property
     def needs(self) -> Needs:
@@ -157,9 +157,6 @@ class Everything(Score):
         assert ev.kept.pos.shape[1] == self.asked
         return {**ev.columns, "given": ev.columns["given"] + 1}
 
-    def outside(self, ev):
-        return ev.columns["given"], ev.seen.astype(jnp.float32)
-
     def rank(self, ev):
         return jnp.where(
             ev.pos % 5 == 3, -jnp.inf, jnp.where(ev.pos % 5 == 1, jnp.inf, -ev.columns["given"] - 0.1 * k_of(ev))
@@ -188,10 +185,10 @@ def inner(columns: Any) -> jax.Array:
 def test_what_a_score_declares_is_declared(make: Make):
     own, score, at = Everything(), make(Everything()), stubbed(make)[2]
     assert score.needs | own.needs == score.needs and score.undecided == own.undecided
-    assert score.compensates and score.forgets
+    assert score.forgets
     assert inner(score.bound(rig.PARAMS).birth(at))[0, 0, 0] == 11
     assert inner(score.for_layer(MODEL, 0).birth(at))[0, 0, 0] == 101
-    assert not make(WindowMass(queries=2)).compensates and make(WindowMass(queries=2)).undecided == 0
+    assert not make(WindowMass(queries=2)).forgets and make(WindowMass(queries=2)).undecided == 0
 
 
 @every
@@ -201,8 +198,6 @@ def test_what_a_score_does_is_done(make: Make):
     assert (inner(score.probed(ev, jnp.array([[1, 3]]))) == 101 + 4).all()
     after = score.observe(ev)
     assert (inner(after) == 102).all() and after.keys() == ev.columns.keys()
-    looked, total = score.outside(replace(ev, columns=after))
-    assert (looked == 102).all() and total == 24
     until = score.until(ev.columns, at.pos)
     if make not in COMPOSITES[ByPhase][1:]:  # while generating no prompt is read
         assert (until == at.pos[:, None] + 7).all()
@@ -232,12 +227,13 @@ def test_flags_of_every_pair():
                 assert getattr(score, switch) >= getattr(own, switch), (name, leaf, switch)
 
 
-def queries_of(plan: LayerConfig, new: int) -> tuple[Queries | None, Queries | None]:
+def queries_of(plan: LayerConfig, new: int) -> Observation:
     def some(n: int) -> Queries:
         lse = jnp.zeros((1, H, G, n))
         return Queries(q=jnp.zeros((1, H, G, n, D)), pos=jnp.zeros((1, n), jnp.int32), lse=lse)
 
-    return some(plan.needs.queries) if plan.needs.queries else None, some(new) if plan.needs.new else None
+    kept, new = some(plan.needs.queries) if plan.needs.queries else None, some(new) if plan.needs.new else None
+    return Observation(kept=kept, new=new)
 
 
 def window_of(plan: LayerConfig, n: int) -> Window:
@@ -259,17 +255,14 @@ def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) 
     n, one = 40 if prompt else plan.room, jnp.full(1, 40, jnp.int32)
     window, asked = window_of(plan, n), queries_of(plan, n if prompt else plan.block)
     below = plan.under(layers[:1])
-    ev = seen(layers[1], window, one, asked, one, one, one, plan, MODEL.ropes[1], MODEL, prompt, below)
+    counts = Counts(seen=one, prompt=one, later=0 * one)
+    ev = seen(layers[1], window, asked, counts, plan, MODEL.attending(1), one, one, prompt, below)
     assert ev.generating != prompt
     columns = plan.score.observe(ev)
     assert columns.keys() == ev.columns.keys()
     ev = replace(ev, columns=columns)
-    if plan.score.compensates:
-        looked, total = plan.score.outside(ev)
-        assert looked.shape == ev.pos.shape and total.shape == (1,)
     if plan.score.needs.probes:
-        asked = None, queries_of(replace(plan, needs=Needs(new=True)), 6)[1]
-        probing = replace(ev, kept=None, new=asked[1])
+        probing = replace(ev, kept=None, new=queries_of(replace(plan, needs=Needs(new=True)), 6).new)
         assert plan.score.probed(probing, jnp.zeros((1, 2), jnp.int32)).keys() == columns.keys()
     return plan.score.rank(ev)
 
@@ -297,7 +290,7 @@ def test_a_flush_takes_it(make: Make):
         n = 40 if prompt else plan.room
         asked = queries_of(plan, n if prompt else plan.block)
         counts = Counts(seen=one, prompt=one, later=0 * one)
-        return flush(layer, window_of(plan, n), asked, counts, plan, MODEL.ropes[0], MODEL, prompt)
+        return flush(layer, window_of(plan, n), asked, counts, plan, MODEL, prompt)
 
     for prompt in (True, False):
         jax.eval_shape(lambda prompt=prompt: run(prompt))
@@ -335,8 +328,8 @@ def test_a_layer_below_is_seen_under_the_same_name():
     """One of several scores reads what the same one of the layer below remembers."""
     score = Plus(scores=(Newest(), Assisted(queries=4)), weights=(0.0, 1.0))
     plan = plans(score)
-    assert [p.columns for p in plan] == [("1.looked",), ("1.looked",)] and plan[1].score.compensates
-    assert not plan[0].score.compensates and plan[1].needs.below
+    assert [p.columns for p in plan] == [("1.looked",), ("1.looked",)]
+    assert not plan[0].needs.below and plan[1].needs.below
 
 
 def test_two_that_read_texts_of_their_own_are_refused():

@@ -142,7 +142,7 @@ def layers(params: Params) -> Iterator[tuple[int, Params, int]]:
     c = params.config
     kinds = list(zip(c.ropes, c.windows, strict=True))
     for i in range(c.layers):
-        yield i, replace(params, layers=(params.layers[i],), tokenizer=None), kinds.index(kinds[i])
+        yield i, replace(params, layers=(params.layers[i],)), kinds.index(kinds[i])
 
 
 def choice(params: Params, given: list[Needle], say: Say) -> Found:

@@ -18,6 +18,11 @@ def leaf(**kw: Any) -> Any:
     return field(metadata={"kind": "leaf"}, **kw)
 
 
+def host(**kw: Any) -> Any:
+    """A field of a `value` that is no part of the pytree: no program takes it, and what jax makes has the default."""
+    return field(metadata={"kind": "host"}, **kw)
+
+
 def _register(cls: type[T], default: str) -> type[T]:
     cls = dataclass(frozen=True, kw_only=True)(cls)
     kind = {f.name: f.metadata.get("kind", default) for f in fields(cls)}  # type: ignore[arg-type]
@@ -25,12 +30,13 @@ def _register(cls: type[T], default: str) -> type[T]:
         cls,
         data_fields=[n for n, k in kind.items() if k == "leaf"],
         meta_fields=[n for n, k in kind.items() if k == "static"],
+        drop_fields=[n for n, k in kind.items() if k == "host"],
     )
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, leaf))
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, leaf, host))
 def value(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only pytree whose fields are arrays unless marked `static()`."""
+    """A frozen, keyword-only pytree whose fields are arrays unless marked `static()` or `host()`."""
     return _register(cls, "leaf")
 
 

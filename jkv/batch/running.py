@@ -64,14 +64,10 @@ class Shapes:
     def state(self) -> Decoding:
         """No row is alive yet."""
         cache, vocab = self.cache(self.rows), self.model.vocab
-        return Decoding(
-            cache=cache,
-            logits=jnp.zeros((self.rows, vocab), jnp.float32),
-            alive=jnp.zeros(self.rows, bool),
-            used=jnp.zeros((self.rows, vocab), bool) if self.penalised else None,
-            out=jnp.full((self.rows, cache.room - cache.stay), -1, jnp.int32),
-            count=jnp.int32(0),
-        )
+        used = jnp.zeros((self.rows, vocab), bool) if self.penalised else None
+        logits = jnp.zeros((self.rows, vocab), jnp.float32)
+        state = Decoding.start(cache, logits, cache.room - cache.stay, used)
+        return replace(state, alive=jnp.zeros(self.rows, bool))
 
     def sampling(self, settings: list[Settings], seeds: list[int], stop_ids: tuple[int, ...]) -> sampling.Sampling:
         """The draws of all rows."""

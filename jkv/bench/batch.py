@@ -89,7 +89,7 @@ def rows(
     jkv runs twice, and the second run counts: its programs are compiled, and the seconds of that are told apart.
     """
     params = build(source.config, source.tensors, jnp.float32)
-    params = replace(params, tokenizer=None, config=replace(params.config, eos=()))
+    params = replace(params, config=replace(params.config, eos=()))
     peer = Transformers(source, threads)
     for head in shared:
         prompts = ragged(count, longest, new, head, params.config.vocab)

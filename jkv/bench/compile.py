@@ -72,9 +72,7 @@ def as_one(params: Params, spec: str, ids: np.ndarray) -> tuple[float, float]:
     start, new = time.perf_counter(), 2 * methods.parse(spec).steps
     engine = Jkv(params, spec, longest=ids.shape[1] + new)
     cache = engine.empty(ids.shape[1] + new, new)
-    logits, alive = jnp.zeros((1, params.config.vocab), jnp.float32), jnp.ones(1, bool)
-    out = jnp.full((1, new), -1, jnp.int32)
-    state = loop.Decoding(cache=cache, logits=logits, alive=alive, used=None, out=out, count=jnp.int32(0))
+    state = loop.Decoding.start(cache, jnp.zeros((1, params.config.vocab), jnp.float32), new)
     args = engine.params, state, engine.sampling, jnp.int32(new)
     begun = ahead(loop.run_blocks.whole, *args)
     read = partial(compiled, loop.absorb_own.whole, engine.params, cache, jnp.asarray(ids, jnp.int32))

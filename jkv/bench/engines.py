@@ -36,7 +36,7 @@ class Jkv:
         self.config, c = methods.parse(method).bound(params), params.config
         if self.config.unlimited:
             c = reaching(c, longest)
-        self.params, self.rows = replace(params, tokenizer=None, config=c), rows
+        self.params, self.rows = replace(params, config=c), rows
         self.sampling = sampling.make(rows, c.vocab, seeds=(0,) * rows, stop_ids=())
 
     def empty(self, longest: int, new: int) -> Any:
@@ -50,9 +50,7 @@ class Jkv:
         """The state after the prompt, with room for `new` tokens."""
         cache = self.empty(ids.shape[1] + new, new)
         cache, logits = loop.absorb(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)
-        out = jnp.full((self.rows, new), -1, jnp.int32)
-        alive, count = jnp.ones(self.rows, bool), jnp.int32(0)
-        return loop.Decoding(cache=cache, logits=logits, alive=alive, used=None, out=out, count=count)
+        return loop.Decoding.start(cache, logits, new)
 
     def full_window(self, ids: np.ndarray, steps: int) -> tuple[loop.Decoding, Compiled, float]:
         """The state that has seen as many tokens as `ids`, the last block of them its own; the next step flushes.

@@ -12,7 +12,7 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import static, value
 from jkv.kernels import CONTEXT, HEADS
-from jkv.protocols import Code, Columns
+from jkv.protocols import Code, Columns, Needs
 
 if TYPE_CHECKING:
     from jkv.core.layer import LayerConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jkv.models.ssd import State
 
 
-MELTED = "melted"  # the column of tokens that stand for others too: how many melted into each
+MERGED = "merged"  # the column of tokens that stand for others too: how many were merged into each
 
 
 @value
@@ -94,6 +94,19 @@ class Queries:
 
 
 @value
+class Observation:
+    """The queries that a flush reads: the newest, which are kept, and those since the last flush; None: not needed."""
+
+    kept: Queries | None = None
+    new: Queries | None = None
+
+    @classmethod
+    def of(cls, ring: Queries | None, needs: Needs, new: Queries | None = None) -> Observation:
+        """As many of a ring, oldest first, as are needed, and the new ones."""
+        return cls(kept=ring.newest(needs.queries) if ring is not None and needs.queries else None, new=new)
+
+
+@value
 class Tier:
     """Encoded tokens in a fixed number of slots, in no particular order.
 
@@ -123,29 +136,17 @@ class Tier:
 
 
 @value
-class Rest:
-    """What left a layer without a trace, one token a kv head: the means k (rotated), v f32[B,H,D] of weight f32[B,H].
-
-    odds f32[B,H]: attention that it gets for each unit that all others get, or None: by its key.
-    """
-
-    k: Array
-    v: Array
-    count: Array
-    odds: Array | None = None
-
-
-@value
 class LayerCache:
-    """One layer: the recent window (capacity R), the queries that its score keeps, the tiers, and the rest, if any.
+    """One layer: the recent window (capacity R), the queries that its score keeps, and the tiers.
 
-    share i32[B]: tokens that the tiers of each row may hold, where its prompt was asked; or None: the budget's limit.
+    residual: the state of its merge, leaves [B,H,...], or None; share i32[B]: tokens that the tiers of each row may
+    hold, where its prompt was asked; or None: the budget's limit.
     """
 
     recent: Window
     queries: Queries | None
     tiers: tuple[Tier, ...]
-    rest: Rest | None
+    residual: Any
     share: Array | None
 
 
@@ -307,6 +308,29 @@ class Decoding:
     count: Array
     trace: Array | None = None
     forced: Array | None = None
+
+    @classmethod
+    def start(
+        cls,
+        cache: Cache,
+        logits: Array,
+        new: int,
+        used: Array | None = None,
+        forced: Array | None = None,
+        traced: bool = False,
+    ) -> Decoding:
+        """The state before the first of at most `new` tokens; every row is alive."""
+        b, vocab = logits.shape
+        return cls(
+            cache=cache,
+            logits=logits,
+            alive=jnp.ones(b, bool),
+            used=used,
+            out=jnp.full((b, new), -1, jnp.int32),
+            count=jnp.int32(0),
+            trace=jnp.zeros((b, new, vocab), jnp.float32) if traced else None,
+            forced=forced,
+        )
 
 
 def tree_bytes(tree: Any) -> int:

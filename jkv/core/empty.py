@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.core import codes
-from jkv.core.cache import LayerCache, Queries, Rest, Tier, Window
+from jkv.core.cache import LayerCache, Queries, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.models import ModelConfig
 from jkv.protocols import Code, Codec
@@ -56,10 +56,6 @@ def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) ->
             lse=jnp.zeros((rows, h, g, n), jnp.float32),
         )
     tiers = tuple(empty_tier(tier, plan, rows, model, dtype) for tier in plan.tiers)
-    rest = None
-    if plan.rest:
-        k, v = (jnp.zeros((rows, h, x), jnp.float32) for x in (d, dv))
-        odds = jnp.zeros((rows, h), jnp.float32) if plan.score.compensates else None
-        rest = Rest(k=k, v=v, count=jnp.zeros((rows, h), jnp.float32), odds=odds)
+    residual = plan.merge.empty(rows, model) if plan.merge else None
     share = jnp.zeros(rows, jnp.int32) if plan.budget.measures else None
-    return LayerCache(recent=recent, queries=queries, tiers=tiers, rest=rest, share=share)
+    return LayerCache(recent=recent, queries=queries, tiers=tiers, residual=residual, share=share)

@@ -15,7 +15,7 @@ from jkv import kernels
 from jkv.arrays.tree import static, value
 from jkv.core import context
 from jkv.core.attend import visible
-from jkv.core.cache import MELTED, LayerCache, Queries, Tier, Window
+from jkv.core.cache import MERGED, Counts, LayerCache, Observation, Queries, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.tiers import (
     asked,
@@ -231,7 +231,7 @@ class Evidence:
         places, slots, whose = jax.tree.map(lambda x: _cut(x, start, n), (at, tier.pos, tier.head))
         logits = key_logits(asked(flat(q), tier), cut(tier.k, start, n, c), places, config, self.rope) * self.scale
         logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
-        logits = counted(logits, _cut(tier.columns[MELTED], start, n) if MELTED in tier.columns else None)
+        logits = counted(logits, _cut(tier.columns[MERGED], start, n) if MERGED in tier.columns else None)
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)
 
     def _window_tile(self, start: Array, n: int, q: Array, q_pos: Array, lse: Array) -> tuple[Array, ...]:
@@ -242,39 +242,41 @@ class Evidence:
 
 def evidence(
     layer: LayerCache,
-    packed: Window,
-    leaving: Array,
-    queries: tuple[Queries | None, Queries | None],
-    seen: Array,
-    prompt: Array,
-    limit: Array,
+    window: Window,
+    queries: Observation,
+    counts: Counts,
     plan: LayerConfig,
-    rope: Rope,
     model: ModelConfig,
-    fresh: bool,
+    leaving: Array | None = None,
+    limit: Array | None = None,
+    fresh: bool = True,
     below: tuple[LayerCache, ...] = (),
 ) -> Evidence:
-    """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go."""
-    b, h, w, _ = packed.k.shape
+    """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go (None: none).
+
+    model: of this layer alone; limit i32[B]: tokens that the tiers may hold, or None: none; fresh: they are empty.
+    """
+    b, h, w, _ = window.k.shape
+    leaving, limit = (jnp.zeros_like(counts.seen) if x is None else x for x in (leaving, limit))
     tiers, most = () if fresh else layer.tiers, needs_of(plan.score, plan.merge).queries
     own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]
-    columns = {name: jnp.concatenate([*(x[name] for x in own), y], -1) for name, y in packed.columns.items()}
+    columns = {name: jnp.concatenate([*(x[name] for x in own), y], -1) for name, y in window.columns.items()}
     newcomers = jnp.broadcast_to((jnp.arange(w)[None] < leaving[:, None])[:, None], (b, h, w))
     pos = [jnp.broadcast_to(t.seen_by(h), (b, h, t.pos.shape[2])) for t in tiers]
     return Evidence(
-        pos=jnp.concatenate([*pos, jnp.broadcast_to(packed.pos[:, None], (b, h, w))], -1),
+        pos=jnp.concatenate([*pos, jnp.broadcast_to(window.pos[:, None], (b, h, w))], -1),
         may_go=jnp.concatenate([*(jnp.ones(p.shape, bool) for p in pos), newcomers], -1),
         columns=columns,
-        window=packed,
+        window=window,
         tiers=tiers,
-        kept=queries[0].newest(most) if queries[0] is not None and most else None,
-        new=queries[1],
-        seen=seen,
-        prompt=prompt,
+        kept=queries.kept.newest(most) if queries.kept is not None and most else None,
+        new=queries.new,
+        seen=counts.seen,
+        prompt=counts.prompt,
         limit=limit,
         plan=plan,
         below=below,
-        rope=rope,
+        rope=model.ropes[0],
         scale=model.scale,
     )
 

@@ -5,7 +5,7 @@
 3 rank     f32[B,Hs,S]; dead is -inf whatever the score says
 4 cascade  per tier: the i-th best newcomer takes the i-th worst slot if it is strictly better; the losers are the
            next tier's newcomers; survivors do not move and are never encoded again
-5 merge    the last tier's losers leave shares in survivors, newcomers among them before they are encoded
+5 merge    the last tier's losers change survivors, newcomers among them before they are encoded, or a state
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from jax import Array
 
 from jkv.arrays.gather import per, put, take, take_along
 from jkv.core import codes, context
-from jkv.core.cache import Counts, LayerCache, Queries, Rest, Tier, Window
+from jkv.core.cache import Counts, LayerCache, Observation, Tier, Window
 from jkv.core.evidence import Evidence, evidence, watched, watching
 from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.melt import Newcomers, merged, remembered
+from jkv.core.merge import Newcomers, evicted, merged, remembered
 from jkv.core.pool import compete, together
-from jkv.core.rest import joined, weighed
 from jkv.core.tiers import acting, after, decoded_keys, write
 from jkv.protocols import Columns
 
@@ -36,25 +35,23 @@ if TYPE_CHECKING:
 
 
 # Traced once for all layers that are alike: somebody waits for the program.
-@partial(jax.jit, static_argnames=("rope", "model", "fresh"))
+@partial(jax.jit, static_argnames=("model", "fresh"))
 @jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
 def flush(
     layer: LayerCache,
     window: Window,
-    queries: tuple[Queries | None, Queries | None],
+    queries: Observation,
     counts: Counts,
     plan: LayerConfig,
-    rope: Rope,
     model: ModelConfig,
     fresh: bool = False,
     below: tuple[LayerCache, ...] = (),
 ) -> LayerCache:
     """The layer after its window has flushed.
 
-    window: W entries, oldest first; queries: those kept and the new ones; counts: of all tokens; fresh: the
-    tiers are known to be empty; below: the layers below, which have flushed, if the score needs them.
+    window: W entries, oldest first; counts: of all tokens; model: of this layer alone; fresh: the tiers are known to
+    be empty; below: the layers below, which have flushed, if the score needs them.
     """
-    seen = counts.seen
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
@@ -63,24 +60,24 @@ def flush(
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, counts, layer.share)
-    ev = evidence(layer, packed, leaving, queries, seen, counts.prompt, limit, plan, rope, model, fresh, below)
+    ev = evidence(layer, packed, queries, counts, plan, model, leaving, limit, fresh, below)
     if ev.tiers and plan.tiers[0].select is not None:
         ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
-    watch = watching(ev, queries[0], plan)
+    watch = watching(ev, queries.kept, plan)
     read = (*ev.columns.values(), *([] if watch is None else [watch.lse]))
     if ev.tiers and read:
         leaving = after(leaving, read, 0)
-    tiers, rest = layer.tiers, layer.rest
+    tiers, residual = layer.tiers, layer.residual
     if tiers and most:
         first = layer.share if plan.budget.inner else None
-        tiers, rest = _cascade(tiers, rest, ev, leaving, most, first, plan, rope)
-    tiers = acting(tiers, live - leaving, seen)
+        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0])
+    tiers = acting(tiers, live - leaving, counts.seen)
     if watch is not None:
         tiers = watched(tiers, ev, watch, plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), rest=rest)
+    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), residual=residual)
 
 
 def _known(tier: Tier) -> Tier:
@@ -92,10 +89,9 @@ def _known(tier: Tier) -> Tier:
 def going_on(
     layer: LayerCache,
     window: Window,
-    queries: tuple[Queries | None, Queries | None],
-    seen: Array,
+    queries: Observation,
+    counts: Counts,
     plan: LayerConfig,
-    rope: Rope,
     model: ModelConfig,
     below: tuple[LayerCache, ...],
 ) -> Array:
@@ -106,9 +102,8 @@ def going_on(
     assert plan.narrow is not None
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
-    leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
-    packed = _gather(window, order)
-    ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, below)
+    leaving = jnp.maximum(live - plan.recent, 0)
+    ev = evidence(layer, _gather(window, order), queries, counts, plan, model, leaving, below=below)
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
     rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
@@ -157,14 +152,14 @@ def ranked(ev: Evidence, plan: LayerConfig) -> Array:
 
 def _cascade(
     tiers: tuple[Tier, ...],
-    rest: Rest | None,
+    residual: Any,
     ev: Evidence,
     leaving: Array,
     most: int,
     first: Array | None,
     plan: LayerConfig,
     rope: Rope,
-) -> tuple[tuple[Tier, ...], Rest | None]:
+) -> tuple[tuple[Tier, ...], Any]:
     """first i32[B]: slots of the first tier in use, or None: as its config says."""
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
@@ -195,24 +190,21 @@ def _cascade(
         limit = jnp.minimum(_share(config, ev, plan, None if out else first), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
         taken, out = new, [*out, tier]
-        if config is not plan.tiers[-1] or ((plan.merge or plan.rest) and not simple):
+        if config is not plan.tiers[-1] or (plan.merge and not simple):
             new = _losers(tier, new, slot, token, of_slots, start, config, rope)
             slot = after(slot, (new.k, new.v), config.capacity)
         stages.append((taken, slot, token))
         start, left = start + c, left - limit
     if plan.merge and not simple:
-        out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], new, plan)
-        stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
-    if rest is not None and not simple:
-        gone = new.of(rest.count.shape[1])
-        weight = gone.astype(jnp.float32)
-        if plan.score.compensates:
-            weight, rest = weighed(rest, *plan.score.outside(ev), gone, new.index)
-        rest = joined(rest, new.k, new.v, weight)
+        lost = evicted(new, ev)
+        residual = plan.merge.absorb(residual, ev, lost)
+        if plan.merge.changes != "none":
+            out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], lost, plan)
+            stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
     tiers = tuple(
         _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
     )
-    return tiers, rest
+    return tiers, residual
 
 
 def _pooled(

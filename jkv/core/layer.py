@@ -79,7 +79,6 @@ class LayerConfig:
     budget: Budget
     floor: float | None
     merge: Merge | None = leaf()
-    rest: bool
     recent: int
     block: int
     unit: int

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import take_along
-from jkv.arrays.partial import merge_all
+from jkv.arrays.partial import Partial, merge_all
 from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_causal, visible
-from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Queries, Window
+from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Observation, Queries, Window
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.flush import flush, going_on
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.positions import positions
-from jkv.core.rest import beside, compensated
 from jkv.core.sampling import Sampling, sample
 from jkv.core.tiers import attend_tier, observed
 from jkv.models import Mix, ModelConfig, Params, family, ssd
@@ -98,13 +97,13 @@ def _absorbed(
         # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
-        x, window, asked, queries = run(attended, one, layer, plan, x, pos, steps, fresh=fresh, rows=rows)
+        x, window, observation, queries = run(attended, one, layer, plan, x, pos, steps, fresh=fresh, rows=rows)
         below = plan.under(layers)
         layer, on = run(
             flushed,
             replace(layer, queries=None),
             window,
-            asked,
+            observation,
             plan,
             counts,
             below,
@@ -112,7 +111,7 @@ def _absorbed(
             fresh=fresh,
             narrows=plan.narrow is not None and not begun,
         )
-        del window, asked  # a layer's dense keys and values, before the next layer's are made
+        del window, observation  # a layer's dense keys and values, before the next layer's are made
         layers += (replace(layer, queries=queries),)
         if on is not None:
             x, pos = run(narrowed, x, pos, on)
@@ -157,9 +156,9 @@ def attended(
     steps: Array | None,
     fresh: bool,
     rows: int | None,
-) -> tuple[Array, Window, tuple[Queries | None, Queries | None], Queries | None]:
+) -> tuple[Array, Window, Observation, Queries | None]:
     """A block's output for x [B,T,E] at pos i32[B,T], or for its newest rows, and what the layer's flush takes: the
-    window, the queries kept and new, and the ring of queries after it. steps: since the last flush, or None."""
+    window and the queries, and the ring of queries after it. steps: since the last flush, or None."""
     model = one.config
     rope, dtype = model.ropes[0], layer.recent.k.dtype
 
@@ -176,12 +175,16 @@ def attended(
                 attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
-            part = compensated(merge_all([part, *past, *beside(q, layer.rest, model.scale)]), layer.rest)
-        asked, kept = _ask(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps)
-        return part.finish(), (window, asked, kept)
+            part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
+        return part.finish(), (window, *_observed(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps))
 
     x, made = block(one, 0, x, pos, run, none)
     return x, *made
+
+
+def _with_residual(found: Partial, q: Array, layer: LayerCache, plan: LayerConfig, model: ModelConfig) -> Partial:
+    """Attention over what is kept, and over what the evicted left beside it."""
+    return plan.merge.attend(layer.residual, q, found, model.scale) if plan.merge else found
 
 
 def none(*_: Any) -> Any:
@@ -198,7 +201,7 @@ def none(*_: Any) -> Any:
 def flushed(
     layer: LayerCache,
     window: Window,
-    asked: tuple[Queries | None, Queries | None],
+    queries: Observation,
     plan: LayerConfig,
     counts: Counts,
     below: tuple[LayerCache, ...],
@@ -207,9 +210,8 @@ def flushed(
     narrows: bool,
 ) -> tuple[LayerCache, Array | None]:
     """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it narrows."""
-    rope = model.ropes[0]
-    on = going_on(layer, window, asked, counts.seen, plan, rope, model, below) if narrows else None
-    return flush(layer, window, asked, counts, plan, rope, model, fresh, below), on
+    on = going_on(layer, window, queries, counts, plan, model, below) if narrows else None
+    return flush(layer, window, queries, counts, plan, model, fresh, below), on
 
 
 @program(arguments=(None, ANY, None, None), results=(None, ANY), donate_argnames=("state",))
@@ -250,21 +252,20 @@ def longer(a: Window, b: Window) -> Window:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1 if x.ndim == 2 else 2), a, b)
 
 
-def _ask(
+def _observed(
     layer: LayerCache, plan: LayerConfig, new: Queries, steps: Array | None
-) -> tuple[tuple[Queries | None, Queries | None], Queries | None]:
-    """(kept, new) queries as the score needs them, and the layer's ring after this flush.
+) -> tuple[Observation, Queries | None]:
+    """The queries that the score needs of a prompt's, and the layer's ring after this flush.
 
     steps: since the last flush, whose queries are new too; None: the layer has seen nothing.
     """
     needs, ring = plan.needs, layer.queries
-    if ring is None:
-        return (None, new if needs.prompt else None), None
-    old = ring if steps is None else ring.turned(steps)
-    ring = old.then(new).newest(plan.queries)
-    if needs.new and steps is not None:
-        new = old.last(steps).then(new)
-    return (ring.newest(needs.queries) if needs.queries else None, new if needs.new or needs.prompt else None), ring
+    if ring is not None:
+        old = ring if steps is None else ring.turned(steps)
+        ring = old.then(new).newest(plan.queries)
+        if needs.new and steps is not None:
+            new = old.last(steps).then(new)
+    return Observation.of(ring, needs, new if needs.new or needs.prompt else None), ring
 
 
 @value
@@ -311,7 +312,7 @@ def _attending(
         parts = [attend(q, window.k, window.v, visible(pos, window.pos[:, None], plan.window), model.scale)]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
-        part = compensated(merge_all([*parts, *beside(q, layer.rest, model.scale)]), layer.rest)
+        part = _with_residual(merge_all(parts), q, layer, plan, model)
         summaries = tuple(
             observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if _watches(c) else None
             for t, c in zip(layer.tiers, plan.tiers, strict=True)
@@ -408,12 +409,11 @@ def settled(
     """The layer after a flush of its recent window, if it is due."""
 
     def change(layer: LayerCache) -> LayerCache:
-        queries, asked = layer.queries, (None, None)
-        if queries is not None:
-            n, queries = plan.needs.queries, queries.turned(plan.block)
-            asked = (queries.newest(n) if n else None, queries.newest(plan.block) if plan.needs.new else None)
-            layer = replace(layer, queries=queries)
-        return flush(layer, layer.recent, asked, counts, plan, model.ropes[0], model, below=below)
+        observation, ring = Observation(), layer.queries
+        if ring is not None:
+            ring = ring.turned(plan.block)
+            observation = Observation.of(ring, plan.needs, ring.newest(plan.block) if plan.needs.new else None)
+        return flush(replace(layer, queries=ring), layer.recent, observation, counts, plan, model, below=below)
 
     return _if(due, change, layer)
 

@@ -17,7 +17,7 @@ from jkv.arrays.gather import per, put, take
 from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
 from jkv.core import codes, context
 from jkv.core.attend import FEW, visible
-from jkv.core.cache import MELTED, Tier
+from jkv.core.cache import MERGED, Tier
 from jkv.core.layer import TierConfig
 from jkv.core.pool import line, together
 from jkv.models.rope import Rope
@@ -76,14 +76,14 @@ def asked(x: Array, tier: Tier) -> Array:
     return x if tier.head is None else together(x)
 
 
-def counted(logits: Array, melted: Array | None) -> Array:
-    """Logits [B,H,G,T,n] of entries into which melted f32[B,H,n] others, which count too; None: nothing melts."""
-    return logits if melted is None else logits + jnp.log1p(melted)[:, :, None, None]
+def counted(logits: Array, merged: Array | None) -> Array:
+    """Logits [B,H,G,T,n] of entries into which f32[B,H,n] others were merged, which count too; None: nothing is."""
+    return logits if merged is None else logits + jnp.log1p(merged)[:, :, None, None]
 
 
 def bare(tier: Tier) -> Tier:
     """The tier with what attention reads of it, and no more."""
-    columns = {name: x for name, x in tier.columns.items() if name == MELTED}
+    columns = {name: x for name, x in tier.columns.items() if name == MERGED}
     return replace(tier, columns=columns, summary=None)
 
 
@@ -121,7 +121,7 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
     name, more = operation(config)
 
     def refusal(module: Any) -> str | None:
-        if MELTED in tier.columns:
+        if MERGED in tier.columns:
             return "entries that stand for several tokens"
         if config.pre_rope:
             return "keys that are rotated when they are read"
@@ -238,14 +238,14 @@ def _attend_own(
         config = replace(config, select=None)
     if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale)) is not None:
         return part
-    k, v, pos, size, melted = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MELTED)
+    k, v, pos, size, merged = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
         n = fresh.shape[0]
         kt, vt = cut(k, start, n, size), cut(v, start, n, size)
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
         logits = key_logits(flat(q), kt, att, config, rope).reshape(b, h, g, t, n) * scale
-        logits = counted(logits, None if melted is None else jax.lax.dynamic_slice_in_dim(melted, start, n, 2))
+        logits = counted(logits, None if merged is None else jax.lax.dynamic_slice_in_dim(merged, start, n, 2))
         pt = jnp.where(fresh, pt, -1)[:, :, None, None]
         mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
         p, m, l = softmax_parts(logits, mask)  # noqa: E741
@@ -320,7 +320,7 @@ def observed(
     copy, at = gathered(units, tier, tier.pos if tier.at is None else tier.at, config)
     n = copy.pos.shape[2]
     logits = key_logits(flat(q), copy.k, at, config, rope).reshape(b, h, g, t, n) * scale
-    logits = counted(logits, copy.columns.get(MELTED))
+    logits = counted(logits, copy.columns.get(MERGED))
     see = visible(q_pos, copy.pos, window)[:, :, None]
     p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
     most = p.reshape(b, h, g * t, -1, select.unit).max((2, 4))

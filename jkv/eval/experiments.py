@@ -82,7 +82,7 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]
-        elif row.axes not in (("append",), ("pooled",), ("rest",)):
+        elif not {*row.axes} <= {"append", "pooled", "merge"}:
             out.append(row.name)
     out += [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
     return [text for text in out if has_weights(parse(text), params)]

@@ -28,7 +28,7 @@ FULL, JOINED, OTHER = "the full cache", "several methods joined", "other"
 FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
     "selection: a step reads a part": lambda _, a: "select" in a,
     "precision: fewer bits, or channels": lambda _, a: _coded(a),
-    "merging: the evicted leave a trace": lambda _, a: "merge" in a or bool(a.get("rest")),
+    "merging: the evicted leave a trace": lambda _, a: bool(a.get("merge")),
     "eviction by trained scores": lambda r, a: "gate" in r.arguments,
     "eviction that looks ahead": lambda _, a: "shorten" in a or ("score" in a and a["score"].needs.probes),
     "layers and heads of unequal size": lambda _, a: _divided(a),

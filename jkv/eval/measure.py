@@ -75,16 +75,8 @@ class Follow:
         for start in range(0, self.tokens.shape[1], SLICE):
             part = self.tokens[:, start : start + SLICE].astype(np.int32)
             n = part.shape[1]
-            state = Decoding(
-                cache=cache,
-                logits=self.logits,
-                alive=jnp.ones(b, bool),
-                used=None,
-                out=jnp.full((b, SLICE), -1, jnp.int32),
-                count=jnp.int32(0),
-                trace=jnp.zeros((b, SLICE, params.config.vocab), jnp.float32),
-                forced=jnp.asarray(np.pad(part, ((0, 0), (0, SLICE - n)))),
-            )
+            forced = jnp.asarray(np.pad(part, ((0, 0), (0, SLICE - n))))
+            state = Decoding.start(cache, self.logits, SLICE, forced=forced, traced=True)
             cost = Cost()
             state = cost.run(run_blocks, params, state, settings, jnp.int32(n))
             self.ms.append(cost.running / n * 1e3)

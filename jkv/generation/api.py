@@ -254,15 +254,7 @@ class _Run:
             used = np.zeros((b, vocab), bool)
             for i, row in enumerate(self.rows):
                 used[i, row] = True
-        return Decoding(
-            cache=cache,
-            logits=logits,
-            alive=jnp.ones(b, bool),
-            used=None if used is None else jnp.asarray(used),
-            out=jnp.full((b, room), -1, jnp.int32),
-            count=jnp.int32(0),
-            trace=jnp.zeros((b, room, vocab), jnp.float32) if compare else None,
-        )
+        return Decoding.start(cache, logits, room, None if used is None else jnp.asarray(used), traced=compare)
 
     def first(self) -> list[list[int]]:
         """The first token of each row where it is the largest logit, which needs no decode loop; else no token."""
@@ -356,16 +348,7 @@ class _Run:
         # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
         forced = jnp.asarray(self.state.out)
         cache, logits, _ = prefilled(self.params, composition(None), self.rows, self.room, 0)
-        state = Decoding(
-            cache=cache,
-            logits=logits,
-            alive=jnp.ones_like(self.state.alive),
-            used=None,
-            out=jnp.full_like(forced, -1),
-            count=jnp.int32(0),
-            trace=jnp.zeros_like(self.state.trace),
-            forced=jnp.maximum(forced, 0),
-        )
+        state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.maximum(forced, 0), traced=True)
         full = Cost().run(run_blocks, self.params, state, self.sampling, jnp.int32(self.new)).trace
         n = self.new
         return fidelity(full[:, :n], self.state.trace[:, :n], np.asarray(forced)[:, :n])

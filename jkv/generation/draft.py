@@ -19,13 +19,6 @@ def greedy(params: Params, rows: list[list[int]], new: int) -> list[list[int]]:
     b, length, model = len(rows), bucket(max(map(len, rows))), params.config
     cache = empty(CacheConfig(), model, b, length + new, new, params.embed.dtype)
     cache, logits = absorb_own(params, cache, pad(rows, length), fresh=True)
-    state = Decoding(
-        cache=cache,
-        logits=logits,
-        alive=jnp.ones(b, bool),
-        used=None,
-        out=jnp.full((b, new), -1, jnp.int32),
-        count=jnp.int32(0),
-    )
     sampling = draw.make(b, model.vocab, seeds=[0] * b, stop_ids=())
-    return np.asarray(run_blocks(params, state, sampling, jnp.int32(new)).out).tolist()
+    state = run_blocks(params, Decoding.start(cache, logits, new), sampling, jnp.int32(new))
+    return np.asarray(state.out).tolist()

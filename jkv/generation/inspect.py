@@ -108,12 +108,11 @@ def summary(cache: Cache) -> Summary:
         if layer.queries is not None:
             size = tree_bytes(layer.queries)
             parts.append(Part(name="queries", codec="float", tokens=[0.0] * heads, codes=0, scales=0, metadata=size))
-        if layer.rest is not None:
-            size = tree_bytes((layer.rest.k, layer.rest.v))
-            metadata = tree_bytes((layer.rest.count, layer.rest.odds))
-            parts.append(
-                Part(name="rest", codec="float32", tokens=[0.0] * heads, codes=size, scales=0, metadata=metadata)
-            )
+        if layer.residual is not None:
+            size = tree_bytes([x for x in jax.tree.leaves(layer.residual) if x.ndim > 2])
+            metadata = tree_bytes(layer.residual) - size
+            none = [0.0] * heads
+            parts.append(Part(name="residual", codec="float32", tokens=none, codes=size, scales=0, metadata=metadata))
         live = _positions(layer)
         live = live[live >= 0]
         layers.append(

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jkv.core.attend import attend_causal
-from jkv.core.cache import Cache, Counts, LayerCache, Queries
+from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries
 from jkv.core.compiled import ANY, Cost, Run, call, flow, program, use_disk_cache
 from jkv.core.evidence import evidence
 from jkv.core.flush import flush, on_top, ranked
@@ -165,17 +165,10 @@ def probed(
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         window = longer(layer.recent, as_window(new, pos, plan, rope, dtype))
         part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
-        asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(counts.seen)
-        ev = evidence(layer, window, nobody, asked, counts.seen, counts.prompt, nobody, plan, rope, model, fresh=True)
+        ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)
         return part.finish(), {name: x[:, :, :before] for name, x in plan.score.probed(ev, about).items()}
 
     return block(one, 0, x, pos, run, none)
-
-
-def _kept(layer: LayerCache, plan: LayerConfig) -> tuple[Queries | None, None]:
-    """The last queries of a prompt that is whole, as a flush is given them."""
-    n = plan.needs.queries
-    return (layer.queries.newest(n) if n and layer.queries is not None else None), None
 
 
 @flow(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
@@ -199,8 +192,8 @@ def compressed(
     model: ModelConfig,
 ) -> LayerCache:
     """An empty layer after one flush of all that another holds in its window."""
-    layer = replace(layer, queries=whole.queries)
-    return flush(layer, whole.recent, _kept(whole, plan), counts, plan, model.ropes[0], model, True, below)
+    layer, observation = replace(layer, queries=whole.queries), Observation.of(whole.queries, plan.needs)
+    return flush(layer, whole.recent, observation, counts, plan, model, True, below)
 
 
 @flow(arguments=(ANY,), results=None, static_argnames=("ranks",))
@@ -216,9 +209,7 @@ def ask(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
 @program(arguments=(ANY, None, None), results=None, static_argnames=("model", "ranks"))
 def asked_by(layer: LayerCache, plan: LayerConfig, counts: Counts, model: ModelConfig, ranks: bool) -> Array:
     """f32[B,...] of one layer."""
-    nobody = jnp.zeros_like(counts.seen)
-    asked, rope = _kept(layer, plan), model.ropes[0]
-    ev = evidence(layer, layer.recent, nobody, asked, counts.seen, counts.prompt, nobody, plan, rope, model, True)
+    ev = evidence(layer, layer.recent, Observation.of(layer.queries, plan.needs), counts, plan, model)
     return ranked(ev, plan) if ranks else plan.score.ask(ev)
 
 

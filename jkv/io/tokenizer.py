@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from jkv.io.errors import failed
@@ -18,10 +16,7 @@ _MAX_HELD = 8
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with the model's begin/end ids and chat template.
-
-    Compares and hashes by what it says: programs are kept for a model, and the same model may be loaded again.
-    """
+    """A `tokenizers.Tokenizer` with the model's begin/end ids and chat template."""
 
     def __init__(
         self,
@@ -38,17 +33,6 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.add_bos = add_bos and bos_id is not None
         self.template = template
-
-    @cached_property
-    def _content(self) -> bytes:
-        said = (self.core.to_str(), self.bos_id, self.eos_ids, self.add_bos, self.template)
-        return sha256(repr(said).encode("utf-8", "surrogatepass")).digest()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Tokenizer) and self._content == other._content)
-
-    def __hash__(self) -> int:
-        return hash(self._content)
 
     @property
     def vocab_size(self) -> int:

@@ -101,7 +101,6 @@ AXES = (
     "budget",
     "pooled",
     "merge",
-    "rest",
     "select",
     "recent",
     "block",

@@ -77,13 +77,13 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
         )
     _check_pool(config, model)
-    _check_rest(config, model)
+    _check_residual(config, model)
     _check_merge(config)
     _check_budget(config, model)
 
 
 def _check_merge(config: CacheConfig) -> None:
-    if config.merge is None or not config.merge.rewrites:
+    if config.merge is None or config.merge.changes != "all":
         return
     coded = [c for tier in config.tiers for c in config.codecs(tier) if not c.exact or tier.rope != "write"]
     others = {f"the codec {type(c).__name__}, which codes a token once or un-rotated": True for c in coded}
@@ -91,18 +91,15 @@ def _check_merge(config: CacheConfig) -> None:
     _alone(config, "mixtures of entries that are mixed again at each flush do", others)
 
 
-def _check_rest(config: CacheConfig, model: ModelConfig) -> None:
+def _check_residual(config: CacheConfig, model: ModelConfig) -> None:
+    if config.merge is None or config.merge.empty(1, model) is None:
+        return
     others = {
-        "a merge, which takes the same tokens": config.merge is not None,
         "positions within the cache": config.relative,
         "a score whose tokens leave before their slots are needed": config.score.forgets,
         "layers that see a window of the newest tokens": any(model.windows),
     }
-    for other, there in others.items():
-        if config.rest and there:
-            raise ValueError(
-                f"{config}: the evicted as one token more of their head (rest) do not go with {other}; leave out one"
-            )
+    _alone(config, "the evicted in a state beside the tiers, such as one token more of their head (rest), do", others)
 
 
 def _check_shorten(config: CacheConfig, model: ModelConfig) -> None:
@@ -166,7 +163,7 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
     grains = [c.grain for tier in config.tiers for c in config.codecs(tier)]
     others = {
         "a score that keeps the same tokens for all heads": config.score.uniform,
-        "a merge": config.merge is not None,
+        "a merge": config.merge is not None and config.merge.changes != "none",
         "the selection of pages": config.select is not None,
         "several tiers": len(config.tiers) > 1,
         "positions within the cache": config.relative,

@@ -47,13 +47,12 @@ class CacheConfig:
 
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
-    every head has its own; merge: what the evicted leave; rest: or whether they are one token more of their head,
-    their mean with the weight of all of them; select: what a step reads; recent: newest tokens, always exact;
-    block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of the
-    generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0: both
-    are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a prompt
-    goes on after some layer, or None: with all its tokens; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide
-    the slots of each tier; name: the text it was made from.
+    every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
+    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of
+    the generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0:
+    both are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a
+    prompt goes on after some layer, or None: with all its tokens; kernels: "auto", "xla", "tpu" or "gpu"; devices: that
+    divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -62,7 +61,6 @@ class CacheConfig:
     budget: Budget = All()
     pooled: float | None = None
     merge: Merge | None = leaf(default=None)
-    rest: bool = False
     select: Selector | None = leaf(default=None)
     recent: int = 16
     block: int = 16
@@ -209,7 +207,6 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         budget=budget,
         floor=config.pooled,
         merge=merge,
-        rest=config.rest,
         recent=config.recent,
         block=config.steps,
         unit=unit,

@@ -10,13 +10,13 @@ from jax import Array
 
 from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.tree import part
-from jkv.core.cache import MELTED
+from jkv.core.cache import MERGED
 from jkv.methods.scores.mixed import pivots, runs, unsorted
 from jkv.protocols import Columns, Merge
 
 if TYPE_CHECKING:
     from jkv.core.evidence import Evidence
-    from jkv.core.melt import Entries
+    from jkv.core.merge import Entries
     from jkv.protocols import Lost
 
 
@@ -51,8 +51,8 @@ class Shares(Merge):
         """Temporaries are of the size of `lost`."""
         survivor, worth = self._taking(ev, kept, lost, entries), self.worth(ev)
         worth = take(worth, lost.index) / jnp.maximum(take(worth, survivor), 1e-30)
-        melt = jax.vmap(jax.vmap(lambda *x: shares(self, *x, none=ev.pos.shape[2])))
-        return melt(survivor, worth, lost.k, lost.v, *entries.read(survivor))
+        merged = jax.vmap(jax.vmap(lambda *x: shares(self, *x, none=ev.pos.shape[2])))
+        return merged(survivor, worth, lost.k, lost.v, *entries.read(survivor))
 
     def _taking(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Array:
         """i32[B,H,m]: the survivors that take the shares of what is lost, -1 none."""
@@ -60,18 +60,18 @@ class Shares(Merge):
         return jnp.where((lost.index < ev.pos.shape[2]) & entries.open(survivor), survivor, -1)
 
     def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
-        if MELTED not in ev.columns:
+        if MERGED not in ev.columns:
             return ev.columns
         survivor, total = self._taking(ev, kept, lost, entries), ev.pos.shape[2]
         more = jnp.where(survivor >= 0, take(stands_for(ev), lost.index), 0)
         add = jax.vmap(jax.vmap(lambda x, at, n: x.at[at].add(n, mode="drop")))
         at = jnp.where(survivor >= 0, survivor, total)
-        return {**ev.columns, MELTED: add(ev.columns[MELTED], at, more)}
+        return {**ev.columns, MERGED: add(ev.columns[MERGED], at, more)}
 
 
 def stands_for(ev: Evidence) -> Array:
     """f32[B,H,S]: tokens that each entry stands for, itself among them."""
-    return 1 + jnp.where(ev.live, ev.columns[MELTED], 0) if MELTED in ev.columns else jnp.ones(ev.pos.shape)
+    return 1 + jnp.where(ev.live, ev.columns[MERGED], 0) if MERGED in ev.columns else jnp.ones(ev.pos.shape)
 
 
 @part

@@ -15,7 +15,7 @@ from jkv.protocols import Merge
 
 if TYPE_CHECKING:
     from jkv.core.evidence import Evidence
-    from jkv.core.melt import Entries
+    from jkv.core.merge import Entries
     from jkv.models import ModelConfig
     from jkv.protocols import Lost
 
@@ -111,7 +111,7 @@ class Mixtures(learned.Bearer, Merge):
     gate: Blend | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    rewrites = True
+    changes = "all"
     methods, kinds = ("lococo",), (Blend,)
 
     @property

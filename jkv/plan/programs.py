@@ -91,14 +91,8 @@ def decode(job: Job, target: Target) -> Program:
     """The decode loop for the target."""
     cache, new = _shapes(job, target)
     shape: Any = jax.ShapeDtypeStruct
-    state = loop.Decoding(
-        cache=cache,
-        logits=shape((job.batch, job.model.vocab), jnp.float32),
-        alive=shape((job.batch,), bool),
-        used=None,
-        out=shape((job.batch, new), jnp.int32),
-        count=shape((), jnp.int32),
-    )
+    logits = shape((job.batch, job.model.vocab), jnp.float32)
+    state = jax.eval_shape(lambda cache, logits: loop.Decoding.start(cache, logits, new), cache, logits)
     settings = partial(sampling.make, job.batch, job.model.vocab, seeds=(0,) * job.batch, stop_ids=(0,))
     return _compile(job, target, "decode", loop.run_blocks.whole, state, jax.eval_shape(settings), shape((), jnp.int32))
 

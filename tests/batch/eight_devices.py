@@ -91,11 +91,9 @@ def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:
     (n, steps), model, params = TOKENS.shape, PARAMS.config, PARAMS
     if over is not None:
         config, params = config.over(over), jax.device_put(params, over.shardings(params))
-    state = loop.Decoding(
-        cache=sizes.empty(config, model, n, steps, steps, jnp.float32), logits=jnp.zeros((n, model.vocab)),
-        alive=jnp.ones(n, bool), used=None, out=jnp.full((n, steps), -1), count=jnp.int32(0),
-        trace=jnp.zeros((n, steps, model.vocab)), forced=jnp.asarray(TOKENS),
-    )  # fmt: skip
+    cache = sizes.empty(config, model, n, steps, steps, jnp.float32)
+    logits = jnp.zeros((n, model.vocab))
+    state = loop.Decoding.start(cache, logits, steps, forced=jnp.asarray(TOKENS), traced=True)
     draws = sampling.make(n, model.vocab, seeds=range(n), stop_ids=())
     program, _ = compiled(loop.run_blocks.whole, params, state, draws, jnp.int32(0), over=over)
     return program(params, state, draws, jnp.int32(steps)), program.program.as_text()

@@ -39,7 +39,7 @@ def test_what_rows_are_made_of_says_their_family():
         said = {
             "selection": "select" in own,
             "precision": bool(codes & parts),
-            "merging": bool({"merge", "rest"} & own),
+            "merging": "merge" in own,
             "eviction by trained": "gate" in row.arguments and "merge" not in own,
         }
         assert [x for x in said if by[name].startswith(x)] == [x for x, is_so in said.items() if is_so], (

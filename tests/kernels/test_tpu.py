@@ -229,10 +229,7 @@ def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str, atol: flo
         cache, first = loop.absorb(params, empty, ids, fresh=True)
         if kind == "tpu":
             assert {tier.capacity % 128 for tier in cache.plan[0].tiers} == {0}
-        state = loop.Decoding(
-            cache=cache, logits=first, alive=jnp.ones(2, bool), used=None, out=jnp.full((2, new), -1, jnp.int32),
-            count=jnp.int32(0), trace=jnp.zeros((2, new, 100)), forced=jnp.asarray(forced),
-        )  # fmt: skip
+        state = loop.Decoding.start(cache, first, new, forced=jnp.asarray(forced), traced=True)
         settings = sampling.make(2, 100, seeds=(0, 0), stop_ids=())
         return np.asarray(loop.run_blocks(params, state, settings, jnp.int32(new)).trace)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.divisions import Above, Asked, Pyramid, Split, Weighted
+from jkv.methods.residuals import MeanToken, MeanValue
 from jkv.methods.scores.assisted import Assisted
 from jkv.methods.scores.attention import WindowMass
 from jkv.methods.scores.dispersion import Dispersed
@@ -144,7 +145,7 @@ def razorattention(
     size = Split(local=local, share=float(share), first=sinks, induction=float(induction), echo=float(echo))
     if heads is not None:
         score, size = score.of(heads), size.from_folder(heads)
-    return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, rest=True)
+    return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, merge=MeanToken())
 
 
 @row(
@@ -163,6 +164,6 @@ def smallkv(size: Size, *, layers: int | None = None, window: int = 32, compensa
     return dict(
         score=Assisted(queries=window, draft=layers),
         budget=Above(size=size, layer=layers),
-        rest=bool(compensate),
+        merge=MeanValue(queries=window) if compensate else None,
         recent=window,
     )

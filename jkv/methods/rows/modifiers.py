@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jkv.methods.budgets import All
 from jkv.methods.catalogue import Axes, row
+from jkv.methods.residuals import MeanToken
 from jkv.methods.scores.position import Newest
 
 
@@ -30,7 +31,7 @@ def pooled(*, floor: float = 0.2) -> Axes:
 )
 def rest() -> Axes:
     """What a kv head evicts becomes one token more, the mean of all of them, with the weight of all of them."""
-    return dict(rest=True)
+    return dict(merge=MeanToken())
 
 
 @row("-", "changes nothing but the budget")

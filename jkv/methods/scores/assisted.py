@@ -1,4 +1,4 @@
-"""Scores of what other layers look at, which still hold what a layer has lost (SmallKV)."""
+"""Scores of what other layers look at (SmallKV)."""
 
 from __future__ import annotations
 
@@ -50,13 +50,11 @@ class Assisted(Looked):
     """What a head of layer `draft` - 1 looks at, which holds every token: the head that looks at most of the same.
 
     draft None: half of the layers. The same: the cosine of both heads' `looked` over the tokens that are here, at every
-    flush. What is lost has been worth what the head's own n queries paid to it, at the flush where it was lost. Source:
-    SmallKV (2508.02751), a reconstruction, where the draft is a smaller model of its own and heads are matched once.
+    flush. Source: SmallKV (2508.02751), a reconstruction, where the draft is a smaller model of its own and heads are
+    matched once.
     """
 
     draft: int | None = None
-
-    compensates = True
 
     @property
     def needs(self) -> Needs:
@@ -89,7 +87,3 @@ class Assisted(Looked):
             table = jnp.put_along_axis(table, at, looked, -1, inplace=False)
         at = jnp.clip(ev.pos, 0, ev.plan.longest)
         return jax.vmap(lambda rows, of: jax.vmap(lambda one: rows[:, one])(of))(table, at)
-
-    def outside(self, ev: Evidence) -> tuple[Array, Array]:
-        assert ev.kept is not None
-        return mass(ev, ev.kept, "mean"), jnp.maximum((ev.kept.pos >= 0).sum(1), 1).astype(jnp.float32)

@@ -14,7 +14,7 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part
 from jkv.core.attend import visible
-from jkv.core.cache import MELTED
+from jkv.core.cache import MERGED
 from jkv.methods.scores.keys import norms
 from jkv.methods.scores.position import Wrapper, across
 from jkv.protocols import Born, Columns, Needs, Probe, Say, Score
@@ -151,10 +151,6 @@ class Several(Score):
         return any(s.uniform for s in self.parts)
 
     @property
-    def compensates(self) -> bool:
-        return any(s.compensates for s in self.parts)
-
-    @property
     def forgets(self) -> bool:
         return any(s.forgets for s in self.parts)
 
@@ -184,10 +180,6 @@ class Several(Score):
 
     def observe(self, ev: Evidence) -> Columns:
         return ev.columns | self.joined(s.observe(own) for s, own in self.views(ev))
-
-    def outside(self, ev: Evidence) -> tuple[Array, Array]:
-        """Of the first that knows."""
-        return next(s.outside(own) for s, own in self.views(ev) if s.compensates)
 
     def views(self, ev: Evidence) -> list[tuple[Score, Evidence]]:
         """Each score, and what it may see."""
@@ -223,13 +215,13 @@ def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
 
 @part
 class Counted(Wrapper):
-    """The score, and how many tokens melted into each: the column `melted`, of which attention takes notice.
+    """The score, and how many tokens were merged into each: the column `merged`, of which attention takes notice.
 
     An entry of n tokens in all has the logit q . k scale + log n, as n equal keys have together.
     """
 
     def birth(self, new: Born) -> Columns:
-        return self.score.birth(new) | {MELTED: jnp.zeros(new.k.shape[:3], jnp.float32)}
+        return self.score.birth(new) | {MERGED: jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def probed(self, ev: Evidence, about: Array) -> Columns:
         return ev.columns | self.score.probed(ev, about)

@@ -68,10 +68,6 @@ class Wrapper(Score):
         return self.score.uniform
 
     @property
-    def compensates(self) -> bool:
-        return self.score.compensates
-
-    @property
     def forgets(self) -> bool:
         return self.score.forgets
 
@@ -102,9 +98,6 @@ class Wrapper(Score):
 
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)
-
-    def outside(self, ev: Evidence) -> tuple[Array, Array]:
-        return self.score.outside(ev)
 
 
 def across(rank: Array) -> Array:

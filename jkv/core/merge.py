@@ -1,4 +1,4 @@
-"""What the evicted leave, put where it goes: into newcomers before they are encoded, and into slots that may change."""
+"""Merges put where they go: into newcomers before they are encoded, and into slots that may change."""
 
 from __future__ import annotations
 
@@ -60,16 +60,13 @@ def may_change(config: TierConfig) -> bool:
 
 
 def merged(
-    merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Newcomers, plan: LayerConfig
+    merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Lost, plan: LayerConfig
 ) -> tuple[list[Tier], list[Newcomers]]:
     """Tiers and newcomers once those that stay have become what the merge makes of them, newcomers not yet encoded."""
-    b, h, total = ev.pos.shape
-    index, gone = (jnp.broadcast_to(x, (b, h, x.shape[2])) for x in (lost.index, lost.pos >= 0))
-    index = jnp.where(gone, index, total)  # at a first flush S has no slots, and the dead no place in it
-    kept = ev.live & ~put(jnp.zeros((b, h, total), bool), index, gone)
-    gone, entries = Lost(index=index, k=lost.k, v=lost.v), Entries(ev, plan)
-    index, k, v = merge.into(ev, kept, gone, entries)
-    columns = merge.remember(ev, kept, gone, entries)
+    total, entries = ev.pos.shape[2], Entries(ev, plan)
+    kept = ev.live & ~put(jnp.zeros(ev.pos.shape, bool), lost.index, jnp.ones(lost.index.shape, bool))
+    index, k, v = merge.into(ev, kept, lost, entries)
+    columns = merge.remember(ev, kept, lost, entries)
     out, start = [], 0
     for tier, config in zip(tiers, plan.tiers, strict=True):
         if ev.tiers:
@@ -79,6 +76,13 @@ def merged(
         out.append(tier)
         start += config.capacity
     return out, [_with_shares(x, index, k, v, columns, total) for x in stages]
+
+
+def evicted(new: Newcomers, ev: Evidence) -> Lost:
+    """The tokens at the door behind the last tier, each in the place of its kv head."""
+    heads, total = ev.pos.shape[1:]
+    # At a first flush S has no slots, and the dead no place in it.
+    return Lost(index=jnp.where(new.of(heads), new.index, total), k=new.k, v=new.v)
 
 
 def _decoded(codec: Codec, code: Code, index: Array, tier: Tier) -> Array:

@@ -35,20 +35,22 @@ class Needs:
     queries: int = 0  # kept after a flush: the newest n
     new: bool = False  # the queries since the last flush
     prompt: bool = False  # those of a prompt or a piece of it, as new ones; of what is generated the newest n alone
-    whole_prompt: bool = False  # wants all queries of a prompt: refuses chunk=
-    pieces: bool = False  # ranks by the queries of each piece of a prompt alone: pieces are part of the method
+    chunks: Literal["any", "own", "none"] = "any"  # of a prompt: as good as the whole, part of the method, or refused
     probes: bool = False  # wants queries of texts that are read after a prompt, which stays whole until then
-    below: bool = False  # wants the layers below, which have flushed
+    layer: int | None = None  # the lower layer whose cache it reads, by number; -1: the one directly below
 
     def __or__(self, other: Needs) -> Needs:
+        """Of both; ValueError for two lower layers."""
+        layers = {self.layer, other.layer} - {None}
+        if len(layers) > 1:
+            raise ValueError(f"one score reads one lower layer, and {sorted(layers)} are asked for: keep one of them")
         return Needs(
             queries=max(self.queries, other.queries),
             new=self.new or other.new,
             prompt=self.prompt or other.prompt,
-            whole_prompt=self.whole_prompt or other.whole_prompt,
-            pieces=self.pieces or other.pieces,
+            chunks=max(self.chunks, other.chunks, key=("any", "own", "none").index),
             probes=self.probes or other.probes,
-            below=self.below or other.below,
+            layer=next(iter(layers), None),
         )
 
 
@@ -132,7 +134,6 @@ class Score:
     uniform: bool = False  # one set of tokens for all kv heads
     compensates: bool = False  # knows what is lost: a `rest` gets the attention that `outside` leaves to it
     forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
-    undecided: int = 0  # newest tokens that it cannot judge yet
 
     def bound(self, params: Params) -> Score:
         """This score with the weights that were trained for the model; ValueError if there are none."""

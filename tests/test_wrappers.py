@@ -126,11 +126,11 @@ class Everything(Score):
     asked: int = 3
     mark: float = 1.0
 
-    uniform, compensates, forgets, undecided = False, True, True, 2
+    uniform, compensates, forgets = False, True, True
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries=self.asked, new=True, whole_prompt=True, pieces=True, probes=True, below=True)
+        return Needs(queries=self.asked, new=True, chunks="none", probes=True, layer=0)
 
     def bound(self, params):
         return replace(self, mark=self.mark + 10)
@@ -187,11 +187,11 @@ def inner(columns: Any) -> jax.Array:
 @every
 def test_what_a_score_declares_is_declared(make: Make):
     own, score, at = Everything(), make(Everything()), stubbed(make)[2]
-    assert score.needs | own.needs == score.needs and score.undecided == own.undecided
+    assert score.needs | own.needs == score.needs
     assert score.compensates and score.forgets
     assert inner(score.bound(rig.PARAMS).birth(at))[0, 0, 0] == 11
     assert inner(score.for_layer(MODEL, 0).birth(at))[0, 0, 0] == 101
-    assert not make(WindowMass(queries=2)).compensates and make(WindowMass(queries=2)).undecided == 0
+    assert not make(WindowMass(queries=2)).compensates
 
 
 @every
@@ -227,7 +227,6 @@ def test_flags_of_every_pair():
         for leaf, own in leaves().items():
             score = make(own)
             assert score.needs | own.needs == score.needs, (name, leaf)
-            assert score.undecided >= own.undecided, (name, leaf)
             for switch in SWITCHES:
                 assert getattr(score, switch) >= getattr(own, switch), (name, leaf, switch)
 
@@ -258,8 +257,8 @@ def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) 
     """What a flush asks of a score of the second layer; below are those before it."""
     n, one = 40 if prompt else plan.room, jnp.full(1, 40, jnp.int32)
     window, asked = window_of(plan, n), queries_of(plan, n if prompt else plan.block)
-    below = plan.under(layers[:1])
-    ev = seen(layers[1], window, one, asked, one, one, one, plan, MODEL.ropes[1], MODEL, prompt, below)
+    lower = plan.lower(layers[:1])
+    ev = seen(layers[1], window, one, asked, one, one, one, plan, MODEL.ropes[1], MODEL, prompt, lower)
     assert ev.generating != prompt
     columns = plan.score.observe(ev)
     assert columns.keys() == ev.columns.keys()
@@ -336,7 +335,7 @@ def test_a_layer_below_is_seen_under_the_same_name():
     score = Plus(scores=(Newest(), Assisted(queries=4)), weights=(0.0, 1.0))
     plan = plans(score)
     assert [p.columns for p in plan] == [("1.looked",), ("1.looked",)] and plan[1].score.compensates
-    assert not plan[0].score.compensates and plan[1].needs.below
+    assert not plan[0].score.compensates and plan[1].needs.layer == 0
 
 
 def test_two_that_read_texts_of_their_own_are_refused():
@@ -366,14 +365,14 @@ def test_followers_of_heads_follow_their_own():
     rng = np.random.default_rng(2)
     score = Groups(score=WindowMass(queries=2), width=2)
     first, second = plans(score)
-    assert not second.uniform and second.needs.below
+    assert not second.uniform and second.needs.layer == -1
     layer = empty_layer(first, 1, MODEL, jnp.float32)
     pos = np.stack([rng.permutation(40)[: layer.tiers[0].pos.shape[2]] for _ in range(H)])[None]
     layer = replace(layer, tiers=(replace(layer.tiers[0], pos=jnp.asarray(pos, jnp.int32)),))
     one = jnp.full(1, 40, jnp.int32)
     window = replace(window_of(second, 40), pos=jnp.arange(40)[None])
     above = empty_layer(second, 1, MODEL, jnp.float32)
-    ev = seen(above, window, one, (None, None), one, one, one, second, MODEL.ropes[1], MODEL, True, (layer,))
+    ev = seen(above, window, one, (None, None), one, one, one, second, MODEL.ropes[1], MODEL, True, layer)
     rank = np.asarray(second.score.rank(ev))[0]
     for head in range(H):
         np.testing.assert_array_equal(np.flatnonzero(rank[head]), np.sort(pos[0, head]))

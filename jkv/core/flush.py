@@ -47,12 +47,12 @@ def flush(
     rope: Rope,
     model: ModelConfig,
     fresh: bool = False,
-    below: tuple[LayerCache, ...] = (),
+    lower: LayerCache | None = None,
 ) -> LayerCache:
     """The layer after its window has flushed.
 
     window: W entries, oldest first; queries: those kept and the new ones; counts: of all tokens; fresh: the
-    tiers are known to be empty; below: the layers below, which have flushed, if the score needs them.
+    tiers are known to be empty; lower: the lower layer that the score reads, which has flushed.
     """
     seen = counts.seen
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
@@ -63,7 +63,7 @@ def flush(
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     packed = _gather(window, order)
     limit = _limit(plan, counts, layer.share)
-    ev = evidence(layer, packed, leaving, queries, seen, counts.prompt, limit, plan, rope, model, fresh, below)
+    ev = evidence(layer, packed, leaving, queries, seen, counts.prompt, limit, plan, rope, model, fresh, lower)
     if ev.tiers and plan.tiers[0].select is not None:
         ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
@@ -97,7 +97,7 @@ def going_on(
     plan: LayerConfig,
     rope: Rope,
     model: ModelConfig,
-    below: tuple[LayerCache, ...],
+    lower: LayerCache | None,
 ) -> Array:
     """i32[B,n]: the entries of a prompt's window that the next layers see, oldest first, after some of -1.
 
@@ -108,7 +108,7 @@ def going_on(
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
     leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
     packed = _gather(window, order)
-    ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, below)
+    ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, lower)
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
     rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))

@@ -97,9 +97,9 @@ class LayerConfig:
         """Queries in the ring, the newest: as many as are read at a flush."""
         return max(self.needs.queries, self.block if self.needs.new else 0)
 
-    def under(self, layers: tuple[T, ...]) -> tuple[T, ...]:
-        """The layers below, if the score needs them: without them, layers that are alike share a traced flush."""
-        return layers if self.needs.below else ()
+    def lower(self, layers: tuple[T, ...]) -> T | None:
+        """Of the layers below, the one whose cache the score reads."""
+        return None if self.needs.layer is None else layers[self.needs.layer]
 
     @property
     def uniform(self) -> bool:

@@ -99,7 +99,7 @@ def _absorbed(
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
         x, window, asked, queries = run(attended, one, layer, plan, x, pos, steps, fresh=fresh, rows=rows)
-        below = plan.under(layers)
+        lower = plan.lower(layers)
         layer, on = run(
             flushed,
             replace(layer, queries=None),
@@ -107,7 +107,7 @@ def _absorbed(
             asked,
             plan,
             counts,
-            below,
+            lower,
             model=one.config,
             fresh=fresh,
             narrows=plan.narrow is not None and not begun,
@@ -201,15 +201,15 @@ def flushed(
     asked: tuple[Queries | None, Queries | None],
     plan: LayerConfig,
     counts: Counts,
-    below: tuple[LayerCache, ...],
+    lower: LayerCache | None,
     model: ModelConfig,
     fresh: bool,
     narrows: bool,
 ) -> tuple[LayerCache, Array | None]:
     """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it narrows."""
     rope = model.ropes[0]
-    on = going_on(layer, window, asked, counts.seen, plan, rope, model, below) if narrows else None
-    return flush(layer, window, asked, counts, plan, rope, model, fresh, below), on
+    on = going_on(layer, window, asked, counts.seen, plan, rope, model, lower) if narrows else None
+    return flush(layer, window, asked, counts, plan, rope, model, fresh, lower), on
 
 
 @program(arguments=(None, ANY, None, None), results=(None, ANY), donate_argnames=("state",))
@@ -385,7 +385,7 @@ def settle(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
     due, fill = run(ripe, cache.fill, due, stay=cache.stay, room=cache.room)
     layers: tuple[LayerCache, ...] = ()
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
-        layers += (run(settled, layer, due, plan, cache.counts, plan.under(layers), model=cache.model.attending(i)),)
+        layers += (run(settled, layer, due, plan, cache.counts, plan.lower(layers), model=cache.model.attending(i)),)
     return replace(cache, layers=layers, fill=fill)
 
 
@@ -402,7 +402,7 @@ def settled(
     due: Array,
     plan: LayerConfig,
     counts: Counts,
-    below: tuple[LayerCache, ...],
+    lower: LayerCache | None,
     model: ModelConfig,
 ) -> LayerCache:
     """The layer after a flush of its recent window, if it is due."""
@@ -413,7 +413,7 @@ def settled(
             n, queries = plan.needs.queries, queries.turned(plan.block)
             asked = (queries.newest(n) if n else None, queries.newest(plan.block) if plan.needs.new else None)
             layer = replace(layer, queries=queries)
-        return flush(layer, layer.recent, asked, counts, plan, model.ropes[0], model, below=below)
+        return flush(layer, layer.recent, asked, counts, plan, model.ropes[0], model, lower=lower)
 
     return _if(due, change, layer)
 

@@ -183,8 +183,8 @@ def compress(empty: Cache, whole: Cache, run: Run = call) -> Cache:
     """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
     layers: tuple[LayerCache, ...] = ()
     for i, (a, b, plan) in enumerate(zip(empty.layers, whole.layers, empty.plan, strict=True)):
-        below, model = plan.under(layers), empty.model.attending(i)
-        layers += (run(compressed, replace(a, queries=None), b, plan, whole.counts, below, model=model),)
+        lower, model = plan.lower(layers), empty.model.attending(i)
+        layers += (run(compressed, replace(a, queries=None), b, plan, whole.counts, lower, model=model),)
     fill = jnp.int32(empty.stay)
     return replace(empty, layers=layers, states=whole.states, counts=whole.counts, fill=fill)
 
@@ -195,12 +195,12 @@ def compressed(
     whole: LayerCache,
     plan: LayerConfig,
     counts: Counts,
-    below: tuple[LayerCache, ...],
+    lower: LayerCache | None,
     model: ModelConfig,
 ) -> LayerCache:
     """An empty layer after one flush of all that another holds in its window."""
     layer = replace(layer, queries=whole.queries)
-    return flush(layer, whole.recent, _kept(whole, plan), counts, plan, model.ropes[0], model, True, below)
+    return flush(layer, whole.recent, _kept(whole, plan), counts, plan, model.ropes[0], model, True, lower)
 
 
 @flow(arguments=(ANY,), results=None, static_argnames=("ranks",))

@@ -26,10 +26,6 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
     if config.recent < 0:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
-    if config.recent < config.score.undecided:
-        raise ValueError(
-            f"{config}: the token after it decides whether one leaves, so the newest must wait: recent=1 or more"
-        )
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
@@ -45,7 +41,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         )
     _check_shorten(config, model)
     _check_narrow(config, model, chunk)
-    if chunk and needs.whole_prompt:
+    if chunk and needs.chunks == "none":
         raise ValueError(
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"

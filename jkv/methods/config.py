@@ -109,7 +109,7 @@ class CacheConfig:
         fewer tokens.
         """
         needs = needs_of(self.score, self.merge, self.select)
-        return not (needs.whole_prompt or needs.pieces) and self.narrow is None
+        return needs.chunks == "any" and self.narrow is None
 
     @property
     def waits(self) -> bool:

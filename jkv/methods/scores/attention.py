@@ -68,7 +68,7 @@ class Accumulated(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(new=True, whole_prompt=self.decay == 1)
+        return Needs(new=True, chunks="none" if self.decay == 1 else "any")
 
     def birth(self, new: Born) -> Columns:
         return {"mass": jnp.zeros(new.k.shape[:3], jnp.float32)}
@@ -97,7 +97,7 @@ class Latest(Score):
     Of a prompt those are all queries of its last piece. Source: LoCoCo (2406.05317).
     """
 
-    needs = Needs(new=True, pieces=True)
+    needs = Needs(new=True, chunks="own")
 
     def birth(self, new: Born) -> Columns:
         return {"looked": jnp.zeros(new.k.shape[:3], jnp.float32)}

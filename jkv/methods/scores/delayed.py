@@ -80,7 +80,7 @@ class Delayed(learned.Bearer, Score):
     gate: Switch | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    forgets, undecided = True, 1
+    forgets = True
     methods, kinds = ("dms",), (Switch,)
 
     def birth(self, new: Born) -> Columns:

@@ -83,7 +83,7 @@ class Gated(learned.Bearer, Score):
     gate: Look | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    needs = Needs(whole_prompt=True)
+    needs = Needs(chunks="none")
     forgets = True
     methods, kinds = ("attentiongate",), (Look,)
 

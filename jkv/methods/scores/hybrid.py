@@ -158,10 +158,6 @@ class Several(Score):
     def forgets(self) -> bool:
         return any(s.forgets for s in self.parts)
 
-    @property
-    def undecided(self) -> int:
-        return max(s.undecided for s in self.parts)
-
     def bound(self, params: Params) -> Score:
         return self.having(tuple(s.bound(params) for s in self.parts))
 
@@ -210,15 +206,15 @@ def named(columns: Columns, place: int) -> Columns:
 
 
 def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
-    """What one of several scores may see: its columns, here and in the layers below, and as many queries as it asked
+    """What one of several scores may see: its columns, here and in the lower layer, and as many queries as it asked
     for."""
 
     def own(x: Any) -> Any:
         return replace(x, columns=named(x.columns, place))
 
-    below = tuple(replace(x, recent=own(x.recent), tiers=tuple(map(own, x.tiers))) for x in ev.below)
+    lower = ev.lower and replace(ev.lower, recent=own(ev.lower.recent), tiers=tuple(map(own, ev.lower.tiers)))
     kept = ev.kept.newest(score.needs.queries) if ev.kept is not None and score.needs.queries else None
-    return replace(own(ev), window=own(ev.window), tiers=tuple(map(own, ev.tiers)), kept=kept, below=below)
+    return replace(own(ev), window=own(ev.window), tiers=tuple(map(own, ev.tiers)), kept=kept, lower=lower)
 
 
 @part

@@ -75,10 +75,6 @@ class Wrapper(Score):
     def forgets(self) -> bool:
         return self.score.forgets
 
-    @property
-    def undecided(self) -> int:
-        return self.score.undecided
-
     def bound(self, params: Params) -> Score:
         return replace(self, score=self.score.bound(params))
 

@@ -133,7 +133,6 @@ class Score:
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
     compensates: bool = False  # knows what is lost: a `rest` gets the attention that `outside` leaves to it
-    forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
 
     def bound(self, params: Params) -> Score:
         """This score with the weights that were trained for the model; ValueError if there are none."""
@@ -162,8 +161,12 @@ class Score:
         """Columns of new tokens."""
         return {}
 
-    def until(self, columns: Columns, pos: Array) -> Array | None:
-        """i32[B,H,W]: the last position whose query may see each token of a prompt i32[B,W]; None: all later ones."""
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
+        """i32[B,H,S]: the last position whose query may see each token at pos i32[B,1 or H,S]; None: all later ones.
+
+        The first `slots` are tokens of tiers, the others a window, oldest first. It masks a prompt; a flush frees the
+        slots of what has expired, whether they are needed or not.
+        """
         return None
 
     def observe(self, ev: Evidence) -> Columns:

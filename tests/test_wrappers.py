@@ -82,7 +82,7 @@ COMPOSITES: dict[type, tuple[Make, ...]] = {
 WRAPPERS = unique(below(Wrapper))
 MADE: dict[str, Make] = {kind.__name__: lambda s, kind=kind: kind(score=s) for kind in WRAPPERS}
 MADE |= {f"{kind.__name__}-{i}": make for kind, makes in COMPOSITES.items() for i, make in enumerate(makes)}
-SWITCHES = ("uniform", "compensates", "forgets")
+SWITCHES = ("uniform", "compensates")
 every = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 
 
@@ -126,7 +126,7 @@ class Everything(Score):
     asked: int = 3
     mark: float = 1.0
 
-    uniform, compensates, forgets = False, True, True
+    uniform, compensates = False, True
 
     @property
     def needs(self) -> Needs:
@@ -150,8 +150,8 @@ class Everything(Score):
     def birth(self, new):
         return {"given": jnp.full(new.k.shape[:3], self.mark)}
 
-    def until(self, columns, pos):
-        return jnp.broadcast_to(pos[:, None] + 7, columns["given"].shape)
+    def expires(self, columns, pos, slots=0):
+        return jnp.broadcast_to(pos + 7 + slots, columns["given"].shape)
 
     def observe(self, ev):
         assert ev.kept.pos.shape[1] == self.asked
@@ -188,7 +188,7 @@ def inner(columns: Any) -> jax.Array:
 def test_what_a_score_declares_is_declared(make: Make):
     own, score, at = Everything(), make(Everything()), stubbed(make)[2]
     assert score.needs | own.needs == score.needs
-    assert score.compensates and score.forgets
+    assert score.compensates
     assert inner(score.bound(rig.PARAMS).birth(at))[0, 0, 0] == 11
     assert inner(score.for_layer(MODEL, 0).birth(at))[0, 0, 0] == 101
     assert not make(WindowMass(queries=2)).compensates
@@ -203,9 +203,7 @@ def test_what_a_score_does_is_done(make: Make):
     assert (inner(after) == 102).all() and after.keys() == ev.columns.keys()
     looked, total = score.outside(replace(ev, columns=after))
     assert (looked == 102).all() and total == 24
-    until = score.until(ev.columns, at.pos)
-    if make not in COMPOSITES[ByPhase][1:]:  # while generating no prompt is read
-        assert (until == at.pos[:, None] + 7).all()
+    assert (score.expires(ev.columns, at.pos[:, None], 3) == at.pos[:, None] + 10).all()
 
 
 @every

@@ -146,10 +146,13 @@ def on_top(plan: LayerConfig, later: Array, generated: Array) -> Array:
 
 
 def ranked(ev: Evidence, plan: LayerConfig) -> Array:
-    """f32[B,Hs,S]; dead beats protected, and so does a token that no later query of a local layer can see."""
+    """f32[B,Hs,S]; dead beats protected, and so does a token that no later query can see."""
     rank = plan.score.rank(ev)
     pos = ev.pos[:, : rank.shape[1]]
     gone = pos < 0
+    if plan.expires:
+        past = plan.score.expires(ev.columns, ev.pos, ev.slots) < ev.seen[:, None, None]
+        gone = gone | (past if rank.shape[1] > 1 else past.all(1, keepdims=True))
     if plan.window is not None:
         gone = gone | (pos <= ev.seen[:, None, None] - plan.window)
     return jnp.where(gone, -jnp.inf, rank)
@@ -190,7 +193,7 @@ def _cascade(
         if not fresh:
             of_slots = jnp.broadcast_to(rank[:, :, start : start + c], of_slots.shape)
             tier = remembered(tier, ev.columns, start)
-            if plan.score.forgets:
+            if plan.expires:
                 tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
         limit = jnp.minimum(_share(config, ev, plan, None if out else first), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)

@@ -62,12 +62,13 @@ class LayerConfig:
 
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
     floor: of a head in a pool, or None. capacity: tokens of a head, in a pool their mean. columns: the names of what
-    the score remembers of a token.
+    the score remembers of a token; expires: its tokens may (`Score.expires`).
     """
 
     score: Score = leaf()
     needs: Needs
     columns: tuple[str, ...]
+    expires: bool
     tiers: tuple[TierConfig, ...] = leaf()
     budget: Budget
     floor: float | None

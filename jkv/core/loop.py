@@ -169,7 +169,7 @@ def attended(
         window = as_window(new, pos, plan, rope, dtype)
         if steps is not None:
             window = longer(layer.recent, window)
-        until = plan.score.until(window.columns, window.pos)
+        until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until, plan.kernels)
         if not fresh:
             past = [

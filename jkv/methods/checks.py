@@ -10,7 +10,7 @@ import jax
 
 from jkv import kernels
 from jkv.core.pool import HEADS
-from jkv.methods.config import CacheConfig
+from jkv.methods.config import CacheConfig, expiring
 from jkv.protocols import needs_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _check_rest(config: CacheConfig, model: ModelConfig) -> None:
     others = {
         "a merge, which takes the same tokens": config.merge is not None,
         "positions within the cache": any(tier.at == "rank" for tier in config.tiers),
-        "a score whose tokens leave before their slots are needed": config.score.forgets,
+        "a score whose tokens leave before their slots are needed": config.rest and expiring(config, model),
         "layers that see a window of the newest tokens": any(model.windows),
     }
     for other, there in others.items():

@@ -171,6 +171,9 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         first, least = (min(x, total) for x in part)
         specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
     sizes = _sizes(specs, total, unit)
+    score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
+    score = score.for_layer(model, i)
+    columns, expires = _born(score, model)
     sharing = 1 if config.pooled is None else model.heads
     tiers = tuple(
         TierConfig(
@@ -182,18 +185,17 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             at=s.at,
             select=select,
             unit=unit,
-            evicts=capacity < longest or len(sizes) > 1 or config.score.forgets or budget.measures,
+            evicts=capacity < longest or len(sizes) > 1 or expires or budget.measures,
             kernels=config.kernels,
         )
         for s, size in zip(specs, sizes, strict=True)
         if size
     )
-    score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
-    score = score.for_layer(model, i)
     return LayerConfig(
         score=score,
         needs=needs_of(score, merge, select),
-        columns=_columns(score, model),
+        columns=columns,
+        expires=expires,
         tiers=tiers,
         budget=budget,
         floor=config.pooled,
@@ -212,11 +214,20 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     )
 
 
-def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
+def _born(score: Score, model: ModelConfig) -> tuple[tuple[str, ...], bool]:
+    """The columns of the tokens of a layer's score, and whether they may expire."""
     x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
     k = jax.ShapeDtypeStruct((1, model.heads, 1, model.head_dim), jnp.float32)
     pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return tuple(sorted(jax.eval_shape(lambda x, k, pos: score.birth(Born(x=x, k=k, v=k, pos=pos)), x, k, pos)))
+    columns = jax.eval_shape(lambda x, k, pos: score.birth(Born(x=x, k=k, v=k, pos=pos)), x, k, pos)
+    ends = jax.eval_shape(lambda columns, pos: score.expires(columns, pos[:, None]), columns, pos)
+    return tuple(sorted(columns)), ends is not None
+
+
+def expiring(config: CacheConfig, model: ModelConfig) -> bool:
+    """Whether the tokens of some layer may expire."""
+    scores = (jax.tree.map(lambda x: x[i], config.score).for_layer(model, i) for i in range(model.layers))  # noqa: B023
+    return any(_born(score, model)[1] for score in scores)
 
 
 def _whole(slots: int, unit: int, config: CacheConfig) -> int:

@@ -154,10 +154,6 @@ class Several(Score):
     def compensates(self) -> bool:
         return any(s.compensates for s in self.parts)
 
-    @property
-    def forgets(self) -> bool:
-        return any(s.forgets for s in self.parts)
-
     def bound(self, params: Params) -> Score:
         return self.having(tuple(s.bound(params) for s in self.parts))
 
@@ -173,9 +169,9 @@ class Several(Score):
     def birth(self, new: Born) -> Columns:
         return self.joined(s.birth(new) for s in self.parts)
 
-    def until(self, columns: Columns, pos: Array) -> Array | None:
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
         """The earliest."""
-        ends = [s.until(named(columns, i), pos) for i, s in enumerate(self.parts)]
+        ends = [s.expires(named(columns, i), pos, slots) for i, s in enumerate(self.parts)]
         return reduce(jnp.minimum, found) if (found := [x for x in ends if x is not None]) else None
 
     def observe(self, ev: Evidence) -> Columns:
@@ -287,9 +283,6 @@ class ByPhase(Several):
 
     def having(self, parts: tuple[Score, ...]) -> Score:
         return replace(self, score=parts[0], path=parts[1])
-
-    def until(self, columns: Columns, pos: Array) -> Array | None:
-        return self.score.until(named(columns, 0), pos)
 
     def ask(self, ev: Evidence) -> Array:
         return self.score.ask(seen_by(self.score, ev, 0))

@@ -71,10 +71,6 @@ class Wrapper(Score):
     def compensates(self) -> bool:
         return self.score.compensates
 
-    @property
-    def forgets(self) -> bool:
-        return self.score.forgets
-
     def bound(self, params: Params) -> Score:
         return replace(self, score=self.score.bound(params))
 
@@ -93,8 +89,8 @@ class Wrapper(Score):
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new)
 
-    def until(self, columns: Columns, pos: Array) -> Array | None:
-        return self.score.until(columns, pos)
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
+        return self.score.expires(columns, pos, slots)
 
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)

@@ -20,23 +20,26 @@ from test_scores import attending, evidence
 
 import jkv.methods.scores
 from jkv.arrays.tree import part
+from jkv.core import deferred, loop
 from jkv.core.cache import Counts, LayerCache, Queries, Window
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import evidence as seen
 from jkv.core.flush import flush
 from jkv.core.layer import LayerConfig
-from jkv.generation.draft import greedy
+from jkv.generation import sizes
 from jkv.methods.budgets import Tokens
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.prefills import Deferred
+from jkv.methods.probes import Pseudo
 from jkv.methods.scores.assisted import Assisted
 from jkv.methods.scores.attention import Accumulated, WindowMass
 from jkv.methods.scores.hybrid import ByPhase, Plus, Several
 from jkv.methods.scores.learned import Trained
 from jkv.methods.scores.position import Newest, Oldest, Wrapper
-from jkv.methods.scores.probes import Pseudo, Rebuilt
+from jkv.methods.scores.probes import Probed
 from jkv.methods.scores.wrappers import Groups
-from jkv.protocols import Born, Needs, Probe, Score
+from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 
 for module in pkgutil.iter_modules(jkv.methods.scores.__path__):
     import_module(f"jkv.methods.scores.{module.name}")
@@ -89,7 +92,7 @@ every = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_all_kinds_are_here():
     assert set(unique(below(Several))) == set(COMPOSITES)
     assert {"Protect", "Pool", "AcrossHeads", "Sticky", "Remembered", "Contest"} <= set(MADE)
-    assert {"Assisted", "Delayed", "Gated", "Pseudo", "Ladder", "Keepers", "Salience", "Follower"} <= set(leaves())
+    assert {"Assisted", "Delayed", "Gated", "Probed", "Ladder", "Keepers", "Salience", "Follower"} <= set(leaves())
 
 
 def declared() -> set[str]:
@@ -130,7 +133,7 @@ class Everything(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries=self.asked, new=True, chunks="none", probes=True, layer=0)
+        return Needs(queries=self.asked, new=True, chunks="none", layer=0)
 
     def bound(self, params):
         return replace(self, mark=self.mark + 10)
@@ -140,12 +143,6 @@ class Everything(Score):
 
     def ask(self, ev):
         return ev.columns["given"][:, 0, 0] * self.mark
-
-    def probes(self, params, rows, say):
-        return [Probe(ids=rows, about=[(0, 1)])]
-
-    def probed(self, ev, about):
-        return {"given": ev.columns["given"] + about.astype(jnp.float32).sum()}
 
     def birth(self, new):
         return {"given": jnp.full(new.k.shape[:3], self.mark)}
@@ -197,8 +194,6 @@ def test_what_a_score_declares_is_declared(make: Make):
 @every
 def test_what_a_score_does_is_done(make: Make):
     score, ev, at = stubbed(make)
-    assert score.probes(rig.PARAMS, [[5]], greedy) == Everything().probes(rig.PARAMS, [[5]], greedy)
-    assert (inner(score.probed(ev, jnp.array([[1, 3]]))) == 101 + 4).all()
     after = score.observe(ev)
     assert (inner(after) == 102).all() and after.keys() == ev.columns.keys()
     looked, total = score.outside(replace(ev, columns=after))
@@ -246,7 +241,9 @@ def window_of(plan: LayerConfig, n: int) -> Window:
 
 def plans(score: Score) -> tuple[LayerConfig, ...]:
     """Of the tiny model; ValueError for what is refused."""
-    config = CacheConfig(score=score, budget=Tokens(tokens=24), recent=8, block=8)
+    probed = any(isinstance(x, Probed) for x in parts(score))
+    prefill = Deferred(probe=Pseudo()) if probed else Prefill()
+    config = CacheConfig(score=score, budget=Tokens(tokens=24), recent=8, block=8, prefill=prefill)
     check(config, MODEL)
     return resolve(config, MODEL, 64, 16)
 
@@ -264,10 +261,6 @@ def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) 
     if plan.score.compensates:
         looked, total = plan.score.outside(ev)
         assert looked.shape == ev.pos.shape and total.shape == (1,)
-    if plan.score.needs.probes:
-        asked = None, queries_of(replace(plan, needs=Needs(new=True)), 6)[1]
-        probing = replace(ev, kept=None, new=asked[1])
-        assert plan.score.probed(probing, jnp.zeros((1, 2), jnp.int32)).keys() == columns.keys()
     return plan.score.rank(ev)
 
 
@@ -336,10 +329,23 @@ def test_a_layer_below_is_seen_under_the_same_name():
     assert not plan[0].score.compensates and plan[1].needs.layer == 0
 
 
-def test_two_that_read_texts_of_their_own_are_refused():
-    both = Plus(scores=(Pseudo(), Rebuilt()), weights=(1.0, 1.0))
-    with pytest.raises(ValueError, match="Plus: Pseudo and Rebuilt read texts of their own after a prompt.*keep one"):
-        check(CacheConfig(score=both, budget=Tokens(tokens=24)), MODEL)
+def test_a_score_that_reads_a_probe_needs_one():
+    """Whatever it is part of: without, all of its ranks would be 0."""
+    for make in MADE.values():
+        config = CacheConfig(score=make(Probed()), budget=Tokens(tokens=24))
+        with pytest.raises(ValueError, match="its score reads what a probe finds out, and its prefill has none"):
+            resolve(config, MODEL, 64, 16)
+
+
+def test_a_probe_fills_the_column_of_whatever_reads_it():
+    score = MADE["Plus-1"](MADE["ByPhase-1"](MADE["Counted"](Probed())))
+    config = CacheConfig(score=score, budget=Tokens(tokens=24), prefill=Deferred(probe=Pseudo()))
+    cache, rows = sizes.empty(config.uncut(40), MODEL, 1, 40, 0, jnp.float32), jnp.asarray(rig.PROMPT[:1, -40:])
+    cache, _ = loop.absorb(rig.PARAMS, cache, rows, fresh=True)
+    cache = deferred.probe(rig.PARAMS, cache, rows[:, :8], jnp.asarray([[0, 40]]), config.prefill.probe)
+    for layer in cache.layers:
+        looked, live = np.asarray(layer.recent.columns[f"1.1.{PROBED}"])[0], np.asarray(layer.recent.pos)[0] >= 0
+        assert live.sum() == 40 and ((looked > 0) == live).all()
 
 
 def test_one_that_serves_all_heads_makes_a_sum_serve_all_heads():

@@ -89,7 +89,7 @@ def _known(tier: Tier) -> Tier:
     return replace(tier, pos=pos, columns=columns, at=at, head=head)
 
 
-def going_on(
+def pruned(
     layer: LayerCache,
     window: Window,
     queries: tuple[Queries | None, Queries | None],
@@ -103,7 +103,7 @@ def going_on(
 
     By their rank, summed over heads; what stays in the recent window is among them.
     """
-    assert plan.narrow is not None
+    assert plan.pruning is not None
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
     leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
@@ -112,9 +112,9 @@ def going_on(
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
     rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
-    n = min(max(plan.narrow.most(total), plan.recent), total)
+    n = min(max(plan.pruning.most(total), plan.recent), total)
     best = jax.lax.top_k(rank, n)[1]
-    goes = jnp.arange(n)[None] < jnp.clip(plan.narrow.count(live), plan.recent, live)[:, None]
+    goes = jnp.arange(n)[None] < jnp.clip(plan.pruning.count(live), plan.recent, live)[:, None]
     best = jnp.sort(jnp.where(goes, best, -1), -1)
     return jnp.where(best < 0, -1, take_along(order, best, 1))
 
@@ -150,8 +150,9 @@ def ranked(ev: Evidence, plan: LayerConfig) -> Array:
     rank = plan.score.rank(ev)
     pos = ev.pos[:, : rank.shape[1]]
     gone = pos < 0
-    if plan.expires:
-        past = plan.score.expires(ev.columns, ev.pos, ev.slots) < ev.seen[:, None, None]
+    ends = plan.score.expires(ev.columns, ev.pos, ev.slots) if plan.expires else None
+    if ends is not None:
+        past = ends < ev.seen[:, None, None]
         gone = gone | (past if rank.shape[1] > 1 else past.all(1, keepdims=True))
     if plan.window is not None:
         gone = gone | (pos <= ev.seen[:, None, None] - plan.window)

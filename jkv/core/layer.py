@@ -9,25 +9,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import leaf, part
-from jkv.models import ModelConfig
 from jkv.protocols import Budget, Codec, Merge, Needs, Score, Selector
 
 T = TypeVar("T")
 
 
 @part
-class Narrow:
-    """A prompt goes on with fewer of its tokens after a layer, those of the highest rank over all heads.
+class Pruning:
+    """Of a prompt, the tokens that go on to the layers above: `size` of a row (int), or a share of them (float).
 
-    layer: number, or None: the last of the lower half; size: tokens of a row (int), or a share of them (float); those
-    that stay exact in any case go on in any case.
+    Those of the highest rank over all heads; those that stay exact in any case go on in any case.
     """
 
     size: int | float
-    layer: int | None = None
-
-    def after(self, model: ModelConfig) -> int:
-        return max(model.layers // 2 - 1, 0) if self.layer is None else self.layer
 
     def most(self, length: int) -> int:
         """Tokens of the longest of rows of `length` tokens."""
@@ -82,7 +76,7 @@ class LayerConfig:
     window: int | None
     append: int
     grows: float
-    narrow: Narrow | None
+    pruning: Pruning | None
     kernels: str
 
     @property

@@ -17,7 +17,7 @@ from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_causal, visible
 from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Queries, Window
 from jkv.core.compiled import ANY, Run, call, flow, program
-from jkv.core.flush import flush, going_on
+from jkv.core.flush import flush, pruned
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.positions import positions
 from jkv.core.rest import beside, compensated
@@ -110,12 +110,12 @@ def _absorbed(
             lower,
             model=one.config,
             fresh=fresh,
-            narrows=plan.narrow is not None and not begun,
+            prunes=plan.pruning is not None and not begun,
         )
         del window, asked  # a layer's dense keys and values, before the next layer's are made
         layers += (replace(layer, queries=queries),)
         if on is not None:
-            x, pos = run(narrowed, x, pos, on)
+            x, pos = run(taken, x, pos, on)
     logits = run(said, ends, x)
     return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(stay)), logits
 
@@ -192,7 +192,7 @@ def none(*_: Any) -> Any:
 @program(
     arguments=(ANY, ANY, ANY, None, None, ANY),
     results=(ANY, None),
-    static_argnames=("model", "fresh", "narrows"),
+    static_argnames=("model", "fresh", "prunes"),
     donate_argnames=("layer",),
 )
 def flushed(
@@ -204,11 +204,11 @@ def flushed(
     lower: LayerCache | None,
     model: ModelConfig,
     fresh: bool,
-    narrows: bool,
+    prunes: bool,
 ) -> tuple[LayerCache, Array | None]:
-    """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it narrows."""
+    """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it prunes."""
     rope = model.ropes[0]
-    on = going_on(layer, window, asked, counts.seen, plan, rope, model, lower) if narrows else None
+    on = pruned(layer, window, asked, counts.seen, plan, rope, model, lower) if prunes else None
     return flush(layer, window, asked, counts, plan, rope, model, fresh, lower), on
 
 
@@ -229,7 +229,7 @@ def reading(model: ModelConfig, state: State, pos: Array) -> Mix:
 
 
 @program(arguments=(None, None, None), results=(None, None))
-def narrowed(x: Array, pos: Array, on: Array) -> tuple[Array, Array]:
+def taken(x: Array, pos: Array, on: Array) -> tuple[Array, Array]:
     """The entries i32[B,n] of x [B,T,E] at pos i32[B,T]; -1: a pad."""
     return take_along(x, on[..., None], 1), jnp.where(on < 0, -1, take_along(pos, on, 1))
 

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 
 from jkv import kernels
 from jkv.arrays.tree import leaf, part
-from jkv.core.layer import LayerConfig, Narrow, TierConfig
+from jkv.core.layer import LayerConfig, TierConfig
 from jkv.methods.budgets import All, Tokens
 from jkv.methods.codecs import Dense
 from jkv.methods.scores.position import Newest
-from jkv.methods.shorten import Shorten
-from jkv.protocols import Born, Budget, Codec, Merge, Score, Selector, needs_of
+from jkv.protocols import PROBED, Born, Budget, Codec, Merge, Prefill, Score, Selector, needs_of
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -43,7 +42,7 @@ RELATIVE = (TierSpec(at="rank"),)  # keys act at their rank among the kept
 
 @part
 class CacheConfig:
-    """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
+    """The eight axes of a compressed cache; `jkv.methods.parse` makes one from text.
 
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
@@ -51,8 +50,7 @@ class CacheConfig:
     their mean with the weight of all of them; select: what a step reads; recent: newest tokens, always exact;
     block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of the
     generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0: both
-    are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a prompt
-    goes on after some layer, or None: with all its tokens; dense_layers: layers that read everything; kernels: "auto",
+    are within the budget; prefill: how a prompt gets in; dense_layers: layers that read everything; kernels: "auto",
     "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
     """
 
@@ -68,8 +66,7 @@ class CacheConfig:
     block: int = 16
     chunk: int = 0
     append: float = 0.0
-    shorten: Shorten | None = None
-    narrow: Narrow | None = None
+    prefill: Prefill = Prefill()
     dense_layers: tuple[int, ...] = ()
     kernels: str = "auto"
     devices: int = 1
@@ -105,16 +102,10 @@ class CacheConfig:
     def splits(self) -> bool:
         """Whether a prompt that is read in two pieces gives the same cache, if no token leaves in between.
 
-        It does unless a score ranks by queries of the first piece that are gone when it ranks, or upper layers see
-        fewer tokens.
+        It does unless the prefill, or a score that ranks by queries of the first piece that are gone when it ranks,
+        forbids it.
         """
-        needs = needs_of(self.score, self.merge, self.select)
-        return needs.chunks == "any" and self.narrow is None
-
-    @property
-    def waits(self) -> bool:
-        """Whether a prompt stays whole until more is known: texts that are read after it, or what its layers ask."""
-        return self.score.needs.probes or self.budget.measures
+        return self.prefill.splits and needs_of(self.score, self.merge, self.select).chunks == "any"
 
     def reach(self, longest: int, new: int) -> int:
         """Of rows of at most `longest` tokens, `new` of them generated, the most that the budget is asked about."""
@@ -174,6 +165,8 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
     score = score.for_layer(model, i)
     columns, expires = _born(score, model)
+    if config.prefill.probe is None and any(name.rpartition(".")[2] == PROBED for name in columns):
+        raise ValueError(f"{config}: its score reads what a probe finds out, and its prefill has none: take Deferred")
     sharing = 1 if config.pooled is None else model.heads
     tiers = tuple(
         TierConfig(
@@ -209,7 +202,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         window=window,
         append=capacity - min(held, capacity),
         grows=config.append,
-        narrow=config.narrow if config.narrow and config.narrow.after(model) == i else None,
+        pruning=config.prefill.pruning(model, i),
         kernels=config.kernels,
     )
 

@@ -7,6 +7,7 @@ from jkv.methods.budgets import Size, at_most
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.config import RELATIVE
 from jkv.methods.divisions import Weighted, Won
+from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
@@ -42,6 +43,7 @@ def makeeach(
     return dict(
         score=learned.trained(gate, score),
         budget=Won(size=size, window=0, step=step),
+        prefill=Deferred(),
         pooled=float(floor),
         recent=0,
     )

@@ -30,6 +30,11 @@ def mass(ev: Evidence, queries: Queries, group: str) -> Array:
     return total if group == "sum" else total / queries.q.shape[2]
 
 
+def most(ev: Evidence, queries: Queries) -> Array:
+    """f32[B,H,S]: the highest probability that one of these queries pays to each key."""
+    return ev.fold(lambda p, q_pos, pos, index: p.max((2, 3)), queries, jnp.maximum)
+
+
 @part
 class WindowMass(Score):
     """Attention from the last `queries` queries: s_j = sum_i p[i,j], averaged over G.

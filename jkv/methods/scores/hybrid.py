@@ -17,7 +17,7 @@ from jkv.core.attend import visible
 from jkv.core.cache import MELTED
 from jkv.methods.scores.keys import norms
 from jkv.methods.scores.position import Wrapper, across
-from jkv.protocols import Born, Columns, Needs, Probe, Say, Score
+from jkv.protocols import Born, Columns, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.core.evidence import Evidence
@@ -137,13 +137,6 @@ class Several(Score):
 
     @property
     def needs(self) -> Needs:
-        """Raises ValueError for two scores that read texts after a prompt."""
-        reading = [type(s).__name__ for s in self.parts if s.needs.probes]
-        if len(reading) > 1:
-            raise ValueError(
-                f"{type(self).__name__}: {' and '.join(reading)} read texts of their own after a prompt, and no part "
-                "can tell whose text it is; keep one of them"
-            )
         return reduce(or_, (s.needs for s in self.parts))
 
     @property
@@ -159,12 +152,6 @@ class Several(Score):
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         return self.having(tuple(s.for_layer(model, layer) for s in self.parts))
-
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        return [probe for s in self.parts for probe in s.probes(params, rows, say)]
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        return self.joined((s.probed(own, about) if s.needs.probes else own.columns) for s, own in self.views(ev))
 
     def birth(self, new: Born) -> Columns:
         return self.joined(s.birth(new) for s in self.parts)
@@ -222,9 +209,6 @@ class Counted(Wrapper):
 
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new) | {MELTED: jnp.zeros(new.k.shape[:3], jnp.float32)}
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        return ev.columns | self.score.probed(ev, about)
 
     def observe(self, ev: Evidence) -> Columns:
         return ev.columns | self.score.observe(ev)

@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part
-from jkv.protocols import Born, Columns, Needs, Probe, Say, Score
+from jkv.protocols import Born, Columns, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.core.evidence import Evidence
@@ -79,12 +79,6 @@ class Wrapper(Score):
 
     def ask(self, ev: Evidence) -> Array:
         return self.score.ask(ev)
-
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        return self.score.probes(params, rows, say)
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        return self.score.probed(ev, about)
 
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new)

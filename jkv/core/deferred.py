@@ -14,7 +14,7 @@ from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.evidence import evidence
 from jkv.core.flush import flush, ranked
 from jkv.core.layer import LayerConfig
-from jkv.core.loop import as_window, copied, embedded, longer, mixed, none
+from jkv.core.loop import as_window, copied, embedded, mixed, none
 from jkv.models import ModelConfig, Params
 from jkv.models import layer as block
 from jkv.protocols import PROBED, Columns, Probe
@@ -27,7 +27,7 @@ def probe(params: Params, cache: Cache, ids: Array, span: Array, by: Probe, run:
     The cache was made by `CacheConfig.uncut`; span i32[B,2] is `ProbeTokens.span`.
     """
     model = cache.model
-    x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, stay=None, later=False)
+    x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
     layers: tuple[LayerCache, ...] = ()
     states = iter(cache.states)
     for i in range(model.depth):
@@ -51,7 +51,7 @@ def probed(
 
     def run(_: int, new: Any) -> tuple[Array, Columns]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = longer(layer.recent, as_window(new, pos, plan, rope, dtype))
+        window = layer.recent.then(as_window(new, pos, plan, rope, dtype))
         part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
         asked, nobody = (None, Queries(q=q, pos=pos, lse=part.lse)), jnp.zeros_like(counts.seen)
         ev = evidence(layer, window, nobody, asked, counts.seen, counts.prompt, nobody, plan, rope, model, fresh=True)

@@ -61,7 +61,7 @@ def flush(
     live = (window.pos >= 0).sum(1)
     leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
-    packed = _gather(window, order)
+    packed = window.ordered(order)
     limit = _limit(plan, counts, layer.share)
     ev = evidence(layer, packed, leaving, queries, seen, counts.prompt, limit, plan, rope, model, fresh, lower)
     if ev.tiers and plan.tiers[0].select is not None:
@@ -107,7 +107,7 @@ def pruned(
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
     leaving, none = jnp.maximum(live - plan.recent, 0), jnp.zeros_like(seen)
-    packed = _gather(window, order)
+    packed = window.ordered(order)
     ev = evidence(layer, packed, leaving, queries, seen, seen, none, plan, rope, model, True, lower)
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
@@ -117,16 +117,6 @@ def pruned(
     goes = jnp.arange(n)[None] < jnp.clip(plan.pruning.count(live), plan.recent, live)[:, None]
     best = jnp.sort(jnp.where(goes, best, -1), -1)
     return jnp.where(best < 0, -1, take_along(order, best, 1))
-
-
-def _gather(window: Window, order: Array) -> Window:
-    index = order[:, None]
-    return Window(
-        k=take(window.k, index),
-        v=take(window.v, index),
-        pos=take_along(window.pos, order, 1),
-        columns={name: take(x, index) for name, x in window.columns.items()},
-    )
 
 
 def _limit(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:

@@ -11,20 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.arrays.tree import static, value
+from jkv.arrays.tree import part, static, value
 
 if TYPE_CHECKING:
     from jkv.arrays.partial import Partial
     from jkv.models import ModelConfig, Params
 
 Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
-Say = Callable[[Any, list[list[int]], int], list[list[int]]]
 Queries = int | Literal["new", "all"]  # the last n; those since the last flush; also every query of a prompt
 
 
@@ -35,32 +34,21 @@ class Needs:
     queries: int = 0  # kept after a flush: the newest n
     new: bool = False  # the queries since the last flush
     prompt: bool = False  # those of a prompt or a piece of it, as new ones; of what is generated the newest n alone
-    whole_prompt: bool = False  # wants all queries of a prompt: refuses chunk=
-    pieces: bool = False  # ranks by the queries of each piece of a prompt alone: pieces are part of the method
-    probes: bool = False  # wants queries of texts that are read after a prompt, which stays whole until then
-    below: bool = False  # wants the layers below, which have flushed
+    chunks: Literal["any", "own", "none"] = "any"  # of a prompt: as good as the whole, part of the method, or refused
+    layer: int | None = None  # the lower layer whose cache it reads, by number; -1: the one directly below
 
     def __or__(self, other: Needs) -> Needs:
+        """Of both; ValueError for two lower layers."""
+        cuts, layers = (self.chunks, other.chunks), {x for x in (self.layer, other.layer) if x is not None}
+        if len(layers) > 1:
+            raise ValueError(f"one score reads one lower layer, and {sorted(layers)} are asked for: keep one of them")
         return Needs(
             queries=max(self.queries, other.queries),
             new=self.new or other.new,
             prompt=self.prompt or other.prompt,
-            whole_prompt=self.whole_prompt or other.whole_prompt,
-            pieces=self.pieces or other.pieces,
-            probes=self.probes or other.probes,
-            below=self.below or other.below,
+            chunks="none" if "none" in cuts else "own" if "own" in cuts else "any",
+            layer=next(iter(layers), None),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """Tokens that are read after a prompt for their queries alone; nothing of them is kept.
-
-    ids: those of each row; about: the positions of the prompt [first, end) that they ask about, for each row.
-    """
-
-    ids: list[list[int]]
-    about: list[tuple[int, int]]
 
 
 @value
@@ -130,8 +118,6 @@ class Score:
 
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
-    forgets: bool = False  # what it ranks -inf leaves also where nobody needs its slot
-    undecided: int = 0  # newest tokens that it cannot judge yet
 
     def bound(self, params: Params) -> Score:
         """This score with the weights that were trained for the model; ValueError if there are none."""
@@ -143,25 +129,18 @@ class Score:
 
     def ask(self, ev: Evidence) -> Array:
         """f32[B,...]: what a layer says of a prompt that is whole; f32[B]: what it asks of a budget that `measures`."""
-        raise NotImplementedError  # only of scores that `shorten` or a budget that `measures` asks
-
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        """What is read after the prompts of these token ids; one program serves probes of one padded length.
-
-        say(model, rows, n): the n tokens that a model generates greedily after each row.
-        """
-        return []
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        """Columns f32[B,H,S] after a probe; ev.new are its queries, ev.seen and ev.prompt the tokens before it."""
-        return ev.columns
+        raise NotImplementedError  # only of scores that a budget that `measures`, or prompt compression, asks
 
     def birth(self, new: Born) -> Columns:
         """Columns of new tokens."""
         return {}
 
-    def until(self, columns: Columns, pos: Array) -> Array | None:
-        """i32[B,H,W]: the last position whose query may see each token of a prompt i32[B,W]; None: all later ones."""
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
+        """i32[B,H,S]: the last position whose query may see each token at pos i32[B,1 or H,S]; None: all later ones.
+
+        The first `slots` are tokens of tiers, the others a window, oldest first. It masks a prompt; a flush frees the
+        slots of what has expired, whether they are needed or not.
+        """
         return None
 
     def observe(self, ev: Evidence) -> Columns:
@@ -175,6 +154,103 @@ class Score:
     def by_query_head(self, ev: Evidence) -> Array:
         """f32[B,Hs,G,S]: the rank that each query head gives, of which `rank` is the mean; or that one, G = 1."""
         return self.rank(ev)[:, :, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeTokens:
+    """Tokens that are read after a prompt for their queries alone; nothing of them is kept.
+
+    ids: those of each row; span: the positions of the prompt [first, end) that they ask about, for each row.
+    """
+
+    ids: list[list[int]]
+    span: list[tuple[int, int]]
+
+
+Say = Callable[[Any, list[list[int]], int], list[list[int]]]
+PROBED = "probed"  # the column that a probe fills, of whatever score has it
+
+
+class Probe:
+    """Queries that a prompt does not have, and what they find out about its tokens."""
+
+    def texts(self, params: Params, rows: list[list[int]], say: Say) -> list[ProbeTokens]:
+        """Read one by one after the prompts of these token ids; one program serves those of one padded length.
+
+        say(model, rows, n): the n tokens that a model generates greedily after each row.
+        """
+        raise NotImplementedError  # its own in every probe
+
+    def observe(self, ev: Evidence, span: Array, old: Array) -> Array:
+        """f32[B,H,S]: the column after these queries, ev.new, from the old one; span i32[B,2].
+
+        ev.seen and ev.prompt count the tokens before the probe.
+        """
+        raise NotImplementedError  # its own in every probe
+
+
+class Reading(Protocol):
+    """The prompts of one call, and the programs that read them into caches."""
+
+    @property
+    def params(self) -> Params: ...
+
+    @property
+    def rows(self) -> list[list[int]]: ...  # token ids
+
+    def of(self, rows: list[list[int]]) -> Reading:
+        """The same of other prompts."""
+        ...
+
+    def draft(self, params: Params, config: Any) -> Reading:
+        """The same by another model and config."""
+        ...
+
+    def empty(self) -> Any:
+        """An empty cache of the config."""
+        ...
+
+    def absorb(self) -> tuple[Any, Array]:
+        """Cache and logits; every layer compresses as soon as it has attended, after each chunk."""
+        ...
+
+    def dense(self) -> tuple[Any, Array]:
+        """Cache and logits of the prompts in one piece, of which all stays in the recent windows."""
+        ...
+
+    def probe(self, dense: Any, probe: Probe) -> Any:
+        """That cache after the probe has filled its column."""
+        ...
+
+    def statistic(self, dense: Any) -> np.ndarray:
+        """f[L,B,...]: what every layer says of its prompt (`Score.ask`)."""
+        ...
+
+    def compress(self, empty: Any, dense: Any) -> Any:
+        """The empty cache, of other sizes if its budget measures, after one flush of all that the other one holds."""
+        ...
+
+
+@part
+class Prefill:
+    """How a prompt gets into an empty cache. This one: in one pass, whole or in chunks."""
+
+    splits: ClassVar[bool] = True  # a prompt in two pieces gives the same cache, if no token leaves in between
+    defers: ClassVar[bool] = False  # all of a prompt stays until all is known, and then it is compressed once
+    skips: ClassVar[bool] = False  # tokens of a prompt may never be read
+    probe: ClassVar[Probe | None] = None  # queries that the prompt does not have: they fill the column `PROBED`
+    beside: ClassVar[str] = ""  # what it does beside one pass, as the predicate of a sentence
+
+    def pruning(self, model: ModelConfig, layer: int) -> Any:
+        """The `core.layer.Pruning` of the tokens that go on after a layer, or None: all do."""
+        return None
+
+    def check(self, config: Any, model: ModelConfig, chunk: int) -> None:
+        """Raise ValueError if it cannot work with the rest of a CacheConfig, or in chunks of `chunk` tokens."""
+
+    def __call__(self, reading: Reading) -> tuple[Any, Array]:
+        """The cache after the prompts, and the logits of what comes next."""
+        return reading.absorb()
 
 
 class Budget:

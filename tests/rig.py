@@ -36,7 +36,7 @@ from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
 from jkv.core.positions import pad
 from jkv.generation import sizes
-from jkv.generation.prefill import read, shortened
+from jkv.generation.prefill import Prompts
 from jkv.methods import CATALOGUE
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -92,7 +92,7 @@ class Case:
     merges: bool = False
     grows: float = 0.0  # of the generated tokens, kept on top of the prompt
     appends: bool = False  # all of them, on top of the budget
-    narrow: bool = False  # upper layers see fewer tokens of the prompt
+    prunes: bool = False  # upper layers see fewer tokens of the prompt
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
     draft: int = 0  # lower layers that hold everything
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("elasticcache(budget={b}, newest=20)", recent=1, columns=2, queries=16, uniform=True, merges=True),
     ),
     "fastkv": (
-        Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=8, appends=True, narrow=True),
+        Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=8, appends=True, prunes=True),
     ),
     "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
     "kvzip": (
@@ -283,16 +283,22 @@ class Run:
     logits: list[np.ndarray]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given(Prompts):
+    """Prompts whose caches have room for LONGEST tokens, whatever their own length."""
+
+    def empty(self) -> Cache:
+        return sizes.empty(self.config, self.params.config, len(self.rows), LONGEST, STEPS, jnp.float32)
+
+    def absorb(self) -> tuple[Cache, jax.Array]:
+        return loop.absorb(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
+
+
 def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
     """The cache after a prompt, and the next logits."""
-    config, state = methods.parse(text), empty(text, prompt.shape[0], params=params)
-    rows = [row[row >= 0].tolist() for row in prompt] if config.waits or config.shorten else []
-    if config.shorten:
-        rows = shortened(config.shorten, params, rows, Cost())
-        prompt = np.asarray(pad(rows, prompt.shape[1]))
-    if config.waits:
-        return read(params, config, state, rows, jnp.asarray(prompt), Cost())
-    return loop.absorb(params, state, jnp.asarray(prompt), fresh=True)
+    config, rows = replace(methods.parse(text), name=""), [row[row >= 0].tolist() for row in prompt]
+    read = Given(params=params, config=config, rows=rows, room=STEPS, cost=Cost(), length=prompt.shape[1])
+    return config.prefill(read)
 
 
 def run(

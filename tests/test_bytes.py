@@ -11,6 +11,7 @@ from jkv import methods, models
 from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 from jkv.io import learned
+from jkv.methods.prefills import PromptCompression
 
 SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64)
 MODEL = models.read_config(dict(models.TINY, **SHAPE, max_position_embeddings=8192))
@@ -20,7 +21,7 @@ PROMPT, GENERATED = 1024, 64
 def texts(name: str) -> list[str]:
     """A method as its defaults have it, in budgets of a sixteenth to a half of the prompt where it takes one."""
     row = methods.CATALOGUE[name]
-    if not {"score", "codec", "select", "shorten"} & {*row.axes}:  # added to another one
+    if not {"score", "codec", "select", "prefill"} & {*row.axes}:  # added to another one
         return [f"h2o(budget={b}) | {name}" for b in (64, 512)]
     return [f"{name}(budget={b})" for b in (64, 128, 256, 512)] if "budget" in row.arguments else [name]
 
@@ -46,7 +47,7 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
         took, whole = tree_bytes(layers), tree_bytes(full)
         if config.select and not config.budget.bounded:  # it holds all that the full cache does, and an index
             assert "holds every token" in methods.CATALOGUE[name].text and took < 1.25 * whole, text
-        elif name == "full" or config.shorten:  # what is read of a prompt is held
+        elif name == "full" or config.prefill.skips:  # what is read of a prompt is held
             assert took == whole, text
         else:
             assert took < whole, f"{text}: {took / whole:.2f} of the full cache"
@@ -56,9 +57,11 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
 def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
     for text in texts(name):
         config = methods.parse(text)
-        assert config.narrow is None or config.narrow.most(PROMPT) < PROMPT, text
+        on = [config.prefill.pruning(MODEL, i) for i in range(MODEL.layers)]
+        assert all(x is None or x.most(PROMPT) < PROMPT for x in on), text
         says = methods.CATALOGUE[name].text
-        assert config.shorten is None or f"longer than {config.shorten.tokens} tokens" in says, text
+        if isinstance(config.prefill, PromptCompression):
+            assert f"longer than {config.prefill.tokens} tokens" in says, text
 
 
 def test_layers_that_are_exempt_keep_everything():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from test_scores import evidence
 
 import jkv
 from jkv import models
-from jkv.core import loop
+from jkv.core import flush, loop
 from jkv.generation import sizes
 from jkv.io import learned as io
 from jkv.io.errors import FormatError
@@ -31,14 +32,16 @@ def ranked(said, window: int) -> np.ndarray:
     score = delayed.Delayed(window=window)
     ev = evidence(np.eye(said.shape[2]))
     ev = dataclasses.replace(ev, columns={"said": said, "mark": jnp.full_like(said, -delayed.KEEP)})
-    return np.asarray(score.rank(dataclasses.replace(ev, columns=score.observe(ev))))[0, 0]
+    plan = SimpleNamespace(score=score, expires=True, window=None)
+    return np.asarray(flush.ranked(dataclasses.replace(ev, columns=score.observe(ev)), plan))[0, 0]  # type: ignore[arg-type]
 
 
 def test_the_example_of_the_paper():
     flags = np.array([1, 0, 1, 1, 0, 0])
     said = np.where(np.append(0, flags[:-1]), 2.0, -2.0)  # one token later
-    pos = jnp.arange(6)[None]
-    until = delayed.Delayed(window=2).until({"said": jnp.asarray(said, jnp.float32)[None, None]}, pos)[0, 0]
+    pos, said_of = jnp.arange(6)[None, None], jnp.asarray(said, jnp.float32)[None, None]
+    columns = {"said": said_of, "mark": jnp.full_like(said_of, -delayed.KEEP)}
+    until = delayed.Delayed(window=2).expires(columns, pos)[0, 0]
     assert np.flatnonzero((np.arange(6) <= 5) & (np.asarray(until) >= 5)).tolist() == [1, 3, 4, 5]
     assert np.flatnonzero(ranked(said, 2) > -np.inf).tolist() == [1, 4, 5]  # for the query after: 3 is too old
     assert (ranked(said, 2) == np.inf).tolist() == [False] * 4 + [True] * 2
@@ -161,7 +164,7 @@ def test_numbers_that_cannot_be_are_refused(text, says):
 
 
 def test_the_newest_token_must_wait_for_the_next_one():
-    with pytest.raises(ValueError, match="recent=1 or more"):
+    with pytest.raises(ValueError, match="recent=0.*must wait; 1 or more"):
         jkv.prefill(PARAMS, f"dms(keep=1.0, recent=0, gate={rig.SWITCH!r})", [[1, 2, 3]])
 
 

@@ -21,17 +21,17 @@ from jkv.core.codes import decode
 from jkv.core.compiled import Cost
 from jkv.core.positions import pad, positions
 from jkv.generation.draft import greedy
-from jkv.generation.prefill import shortened
+from jkv.generation.prefill import Prompts
 from jkv.methods import parse
 from jkv.methods.divisions import asked_for
 from jkv.methods.merges import ZeroClass, shares
+from jkv.methods.prefills import PromptCompression, chosen
+from jkv.methods.probes import Drafted
 from jkv.methods.scores.attention import WindowMass
 from jkv.methods.scores.dispersion import Dispersed
 from jkv.methods.scores.hybrid import Even
-from jkv.methods.scores.probes import Drafted
 from jkv.methods.scores.wrappers import Reaching
 from jkv.methods.selectors.heavy import Heavy
-from jkv.methods.shorten import chosen
 
 ROWS = [row[row >= 0].tolist() for row in PROMPT]
 
@@ -104,7 +104,7 @@ def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
 def test_a_draft_looks_back():
     (case,) = CASES["speckv"]
     cache = rig.prompted(case.tight)
-    (part,) = Drafted(tokens=8, layers=1).probes(PARAMS, ROWS, greedy)
+    (part,) = Drafted(tokens=8, layers=1).texts(PARAMS, ROWS, greedy)
     ids = pad([[*row, *said] for row, said in zip(ROWS, part.ids, strict=True)], max(LENGTHS) + 8)
     told = jax.jit(jkv.models.forward)(PARAMS.first(1), ids, positions(ids, jnp.zeros(2, jnp.int32)))
     assert np.asarray(told)[:, -9:-1].argmax(-1).tolist() == part.ids
@@ -115,8 +115,8 @@ def test_a_draft_looks_back():
         kept = best(np.pad(pooled, ((0, 0), (0, 8))), newest(n, 8), BUDGET)
         got = np.logical_or(*rig.held(cache, layer))[row, :, :n]
         assert (got != kept).sum() <= 2  # equal maxima of neighbours that differ in their last bits
-    assert Drafted(tokens=0).probes(PARAMS, ROWS, greedy) == []
-    assert Drafted(tokens=8).probes(PARAMS, ROWS, greedy) == [part]  # half of two layers, not the model itself
+    assert Drafted(tokens=0).texts(PARAMS, ROWS, greedy) == []
+    assert Drafted(tokens=8).texts(PARAMS, ROWS, greedy) == [part]  # half of two layers, not the model itself
 
 
 # ---------------------------------------------------------------------------------------------------------- specpc
@@ -136,13 +136,17 @@ def read_as(row: int, said: list[int], tokens: int, window: int, around: int) ->
     return sorted(list(dict.fromkeys(out))[:tokens])
 
 
+def shortened(rows: list[list[int]]) -> list[list[int]]:
+    config = parse(CASES["specpc"][0].tight)
+    assert isinstance(config.prefill, PromptCompression)
+    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, room=0, cost=Cost()))
+
+
 def test_a_prompt_is_read_as_what_a_draft_looks_at():
-    shorten = parse(CASES["specpc"][0].tight).shorten
-    assert shorten is not None
-    rows = shortened(shorten, PARAMS, ROWS, Cost())
-    (part,) = Drafted(tokens=1).probes(PARAMS.first(1), ROWS, greedy)
+    rows = shortened(ROWS)
+    (part,) = Drafted(tokens=1).texts(PARAMS.first(1), ROWS, greedy)
     assert rows == [[ROWS[i][j] for j in read_as(i, part.ids, BUDGET, 8, 6)] for i in range(2)]
-    assert shortened(shorten, PARAMS, [ROWS[0], ROWS[1][:40]], Cost()) == [rows[0], ROWS[1][:40]]
+    assert shortened([ROWS[0], ROWS[1][:40]]) == [rows[0], ROWS[1][:40]]
     weights = [[0, 9, 0, 1, 1, 1, 0, 0], 4, 1, 2]
     assert chosen(np.array(weights[0]), *weights[1:]) == [0, 1, 2, 7]  # the first of three maxima, with its neighbours
 
@@ -150,9 +154,7 @@ def test_a_prompt_is_read_as_what_a_draft_looks_at():
 def test_what_is_not_chosen_was_never_there():
     text = CASES["specpc"][0].tight
     got = jkv.generate(PARAMS, text, ROWS, max_new_tokens=1, stop_ids=())
-    shorten = parse(text).shorten
-    assert shorten is not None
-    short = shortened(shorten, PARAMS, ROWS, Cost())
+    short = shortened(ROWS)
     logits, taps, _ = rig.dense_prompt(pad(short, BUDGET))
     assert [x for (x,) in got.tokens] == np.asarray(logits)[:, -1].argmax(-1).tolist()
     np.testing.assert_allclose(got.cache.layers[0].tiers[0].k.slots[:, :, :32], taps[0][1][:, :, :32], atol=1e-5)

@@ -153,7 +153,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["greedy", "penalized"])
 def test_the_first_token_of_a_greedy_stream_waits_for_no_loop(params, calls, penalty):
-    params = replace(params, tokenizer=LETTERS)
+    params = replace(params, tokenizer=Letters())
     options: dict = dict(max_new_tokens=20, stop_ids=(), repetition_penalty=penalty)
     want = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options).text
     calls.clear()

@@ -66,7 +66,7 @@ def replayed(run: rig.Run, case: Case, prompt: np.ndarray = PROMPT, forced: np.n
     [
         c
         for c in ALL
-        if (c.budget or c.grows) and not (c.ranked or c.merges or c.rest or c.narrow or (c.slot.lossy and c.unit > 1))
+        if (c.budget or c.grows) and not (c.ranked or c.merges or c.rest or c.prunes or (c.slot.lossy and c.unit > 1))
     ],  # of narrow prompts in test_narrow.py
     ids=str,
 )

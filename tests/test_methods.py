@@ -12,11 +12,11 @@ import rig
 
 import jkv
 from jkv.core.cache import Counts, Observation
+from jkv.core.deferred import ask, compress, probe
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
 from jkv.core.loop import absorb_own
-from jkv.generation.prefill import ask, compress, probe
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import empty
 from jkv.methods import CATALOGUE, pairs, parse
@@ -115,20 +115,20 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
     once = partial(absorb_own, fresh=True)
     held = partial(empty, model=model, rows=1, longest=length + 40, new=40, dtype=jnp.float32)
-    if not config.waits:
+    if not config.prefill.defers:
         cache, _ = jax.eval_shape(once, params, held(config), ids)
     else:
         full = empty(config.uncut(length), model, 1, length, 0, jnp.float32)
         full, _ = jax.eval_shape(once, params, full, ids)
-        probes = config.score.probes(params, [[5] * 300], lambda *_: [[7] * 40]) if config.score.needs.probes else []
-        for part in probes:
-            about = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-            full = jax.eval_shape(probe, params, full, jax.ShapeDtypeStruct((1, len(part.ids[0])), jnp.int32), about)
+        by = config.prefill.probe
+        for part in by.texts(params, [[5] * 300], lambda *_: [[7] * 40]) if by else ():
+            given = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (len(part.ids[0]), 2))
+            full = jax.eval_shape(probe, params, full, *given, by)
         if config.budget.measures:
             jax.eval_shape(partial(ask, ranks=config.budget.ranks), full)
             config = replace(config, budget=config.budget.with_parts([(512, 0, 0)] * L))
         cache = jax.eval_shape(compress, held(config), full)
-    if config.splits and not config.waits:
+    if config.splits:
         cache, _ = jax.eval_shape(absorb_own, params, cache, ids)
     assert jax.tree.structure(cache) == jax.tree.structure(held(config))
 

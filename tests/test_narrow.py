@@ -8,7 +8,7 @@ import pytest
 from rig import LENGTHS, MODEL, PARAMS, PROMPT, H
 
 import jkv
-from jkv.core.layer import Narrow
+from jkv.core.layer import Pruning
 from jkv.methods import parse
 from jkv.methods.config import resolve
 from jkv.models import family
@@ -68,8 +68,9 @@ def test_with_all_tokens_it_is_snapkv():
 def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred():
     config = parse("fastkv(keep=0.1, share=0.2)")
     seen = jnp.asarray([1000])
-    assert config.narrow.count(seen).tolist() == [200] and config.narrow.most(1000) == 200
-    assert Narrow(size=64).count(jnp.asarray([1000, 40])).tolist() == [64, 40] and Narrow(size=64).most(40) == 40
+    on = config.prefill.pruning(MODEL, 0)
+    assert on.count(seen).tolist() == [200] and on.most(1000) == 200 and config.prefill.pruning(MODEL, 1) is None
+    assert Pruning(size=64).count(jnp.asarray([1000, 40])).tolist() == [64, 40] and Pruning(size=64).most(40) == 40
     for plan in resolve(config, MODEL, 500, 0):
         assert plan.budget.limit(1000, seen, seen, None).tolist() == [100]
 

@@ -11,12 +11,12 @@ import rig
 from rig import MODEL, PARAMS, H, L
 
 import jkv
-from jkv.core import loop
+from jkv.core import deferred, loop
 from jkv.core.positions import pad
-from jkv.generation import prefill, sizes
+from jkv.generation import sizes
 from jkv.generation.draft import greedy
 from jkv.methods import CATALOGUE, checks, parse
-from jkv.methods.scores.probes import AGAIN, Pseudo, Rebuilt
+from jkv.methods.probes import AGAIN, Pseudo, Rebuilt
 
 ROWS = [[t for t in row.tolist() if t >= 0][:n] for row, n in zip(rig.PROMPT, (60, 73), strict=True)]
 ROOM = 80
@@ -27,11 +27,12 @@ def found(text: str) -> list[np.ndarray]:
     config = parse(text)
     cache = sizes.empty(config.uncut(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
     cache, _ = loop.absorb(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
-    for part in config.score.probes(PARAMS, ROWS, greedy):
-        cache = prefill.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.about))
+    assert config.prefill.probe is not None
+    for part in config.prefill.probe.texts(PARAMS, ROWS, greedy):
+        cache = deferred.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.span), config.prefill.probe)
     out = []
     for layer in cache.layers:
-        pos, x = np.asarray(layer.recent.pos), np.asarray(layer.recent.columns["learned"], float)
+        pos, x = np.asarray(layer.recent.pos), np.asarray(layer.recent.columns["probed"], float)
         full = np.zeros((2, H, ROOM))
         for b in range(2):
             full[b][:, pos[b][pos[b] >= 0]] = x[b][:, pos[b] >= 0]
@@ -57,7 +58,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def test_pseudo_tokens_stand_where_the_answer_will():
-    (part,) = Pseudo(tokens=10).probes(PARAMS, ROWS, greedy)
+    (part,) = Pseudo(tokens=10).texts(PARAMS, ROWS, greedy)
     assert [r[:5] + r[-5:] for r in ROWS] == part.ids
     got = found("dapq(budget=32, tokens=10)")
     for row, ids in enumerate(part.ids):
@@ -67,14 +68,13 @@ def test_pseudo_tokens_stand_where_the_answer_will():
 
 
 def test_a_token_is_worth_what_it_is_to_the_repetition_of_its_own_piece():
-    score = Rebuilt(piece=40, lead=6, sinks=3)
-    parts = score.probes(PARAMS, ROWS, greedy)
-    assert [x.about for x in parts] == [[(0, 40), (0, 40)], [(40, 60), (40, 73)]]
+    parts = Rebuilt(piece=40, lead=6, sinks=3).texts(PARAMS, ROWS, greedy)
+    assert [x.span for x in parts] == [[(0, 40), (0, 40)], [(40, 60), (40, 73)]]
     assert parts[0].ids[0] == ROWS[0][:40] and parts[1].ids[1] == ROWS[1][34:]  # no tokenizer: no request in words
     cache = found("kvzip(budget=32, piece=40, sinks=3)")
-    lead8 = Rebuilt(piece=40, sinks=3).probes(PARAMS, ROWS, greedy)
+    lead8 = Rebuilt(piece=40, sinks=3).texts(PARAMS, ROWS, greedy)
     for part in lead8:
-        for row, (ids, (first, end)) in enumerate(zip(part.ids, part.about, strict=True)):
+        for row, (ids, (first, end)) in enumerate(zip(part.ids, part.span, strict=True)):
             n = len(ROWS[row])
             pos = np.arange(n + len(ids))
             among = (pos < 3) | ((pos >= first) & (pos < end)) | (pos >= n)
@@ -97,12 +97,12 @@ def test_the_repetition_stands_in_the_turn_of_the_answer():
             return f"<SYS><USER>{messages[0]['content'].strip()}<END><SAY>"
 
     talks = replace(PARAMS, tokenizer=Words())
-    first, then = Rebuilt(piece=40, lead=6).probes(talks, ROWS, greedy)
+    first, then = Rebuilt(piece=40, lead=6).texts(talks, ROWS, greedy)
     turn = Words().within("<END><SAY>")
     assert first.ids[0][-40 - len(turn) :] == turn + ROWS[0][:40]
     assert then.ids[1][-33 - len(turn) - 6 :] == ROWS[1][34:40] + turn + ROWS[1][40:]
     talks.tokenizer.template = None
-    assert Rebuilt(piece=40).probes(talks, ROWS, greedy)[0].ids[0] == Words().within(AGAIN) + ROWS[0][:40]
+    assert Rebuilt(piece=40).texts(talks, ROWS, greedy)[0].ids[0] == Words().within(AGAIN) + ROWS[0][:40]
 
 
 @pytest.mark.parametrize("text", ["dapq(budget={}, tokens=10)", "kvzip(budget={}, piece=40)"])

@@ -189,7 +189,7 @@ def test_a_draft_is_cut_in_front_of_a_layer_that_attends():
     assert (draft.config.layers, draft.config.mixers.at, len(draft.layers)) == (1, (1,), 2)
     assert HYBRID.first(2).config == HYBRID.config and len(HYBRID.first(2).layers) == 4
     with pytest.raises(ValueError, match="layers=3, and the model has 2"):
-        methods.parse("speckv(budget=40, layers=3)").score.probes(HYBRID, PROMPTS, greedy)
+        methods.parse("speckv(budget=40, layers=3)").prefill.probe.texts(HYBRID, PROMPTS, greedy)
 
 
 def test_what_cannot_work_is_refused():

@@ -20,23 +20,26 @@ from test_scores import attending, evidence
 
 import jkv.methods.scores
 from jkv.arrays.tree import part
+from jkv.core import deferred, loop
 from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import evidence as seen
 from jkv.core.flush import flush
 from jkv.core.layer import LayerConfig
-from jkv.generation.draft import greedy
+from jkv.generation import sizes
 from jkv.methods.budgets import Tokens
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.prefills import Deferred
+from jkv.methods.probes import Pseudo
 from jkv.methods.scores.assisted import Assisted
 from jkv.methods.scores.attention import Accumulated, WindowMass
 from jkv.methods.scores.hybrid import ByPhase, Plus, Several
 from jkv.methods.scores.learned import Trained
 from jkv.methods.scores.position import Newest, Oldest, Wrapper
-from jkv.methods.scores.probes import Pseudo, Rebuilt
+from jkv.methods.scores.probes import Probed
 from jkv.methods.scores.wrappers import Groups
-from jkv.protocols import Born, Needs, Probe, Score
+from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 
 for module in pkgutil.iter_modules(jkv.methods.scores.__path__):
     import_module(f"jkv.methods.scores.{module.name}")
@@ -82,14 +85,14 @@ COMPOSITES: dict[type, tuple[Make, ...]] = {
 WRAPPERS = unique(below(Wrapper))
 MADE: dict[str, Make] = {kind.__name__: lambda s, kind=kind: kind(score=s) for kind in WRAPPERS}
 MADE |= {f"{kind.__name__}-{i}": make for kind, makes in COMPOSITES.items() for i, make in enumerate(makes)}
-SWITCHES = ("uniform", "forgets")
+SWITCHES = ("uniform",)
 every = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 
 
 def test_all_kinds_are_here():
     assert set(unique(below(Several))) == set(COMPOSITES)
     assert {"Protect", "Pool", "AcrossHeads", "Sticky", "Remembered", "Contest"} <= set(MADE)
-    assert {"Assisted", "Delayed", "Gated", "Pseudo", "Ladder", "Keepers", "Salience", "Follower"} <= set(leaves())
+    assert {"Assisted", "Delayed", "Gated", "Probed", "Ladder", "Keepers", "Salience", "Follower"} <= set(leaves())
 
 
 def declared() -> set[str]:
@@ -126,11 +129,11 @@ class Everything(Score):
     asked: int = 3
     mark: float = 1.0
 
-    uniform, forgets, undecided = False, True, 2
+    uniform = False
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries=self.asked, new=True, whole_prompt=True, pieces=True, probes=True, below=True)
+        return Needs(queries=self.asked, new=True, chunks="none", layer=0)
 
     def bound(self, params):
         return replace(self, mark=self.mark + 10)
@@ -141,17 +144,11 @@ class Everything(Score):
     def ask(self, ev):
         return ev.columns["given"][:, 0, 0] * self.mark
 
-    def probes(self, params, rows, say):
-        return [Probe(ids=rows, about=[(0, 1)])]
-
-    def probed(self, ev, about):
-        return {"given": ev.columns["given"] + about.astype(jnp.float32).sum()}
-
     def birth(self, new):
         return {"given": jnp.full(new.k.shape[:3], self.mark)}
 
-    def until(self, columns, pos):
-        return jnp.broadcast_to(pos[:, None] + 7, columns["given"].shape)
+    def expires(self, columns, pos, slots=0):
+        return jnp.broadcast_to(pos + 7 + slots, columns["given"].shape)
 
     def observe(self, ev):
         assert ev.kept.pos.shape[1] == self.asked
@@ -184,23 +181,17 @@ def inner(columns: Any) -> jax.Array:
 @every
 def test_what_a_score_declares_is_declared(make: Make):
     own, score, at = Everything(), make(Everything()), stubbed(make)[2]
-    assert score.needs | own.needs == score.needs and score.undecided == own.undecided
-    assert score.forgets
+    assert score.needs | own.needs == score.needs
     assert inner(score.bound(rig.PARAMS).birth(at))[0, 0, 0] == 11
     assert inner(score.for_layer(MODEL, 0).birth(at))[0, 0, 0] == 101
-    assert not make(WindowMass(queries=2)).forgets and make(WindowMass(queries=2)).undecided == 0
 
 
 @every
 def test_what_a_score_does_is_done(make: Make):
     score, ev, at = stubbed(make)
-    assert score.probes(rig.PARAMS, [[5]], greedy) == Everything().probes(rig.PARAMS, [[5]], greedy)
-    assert (inner(score.probed(ev, jnp.array([[1, 3]]))) == 101 + 4).all()
     after = score.observe(ev)
     assert (inner(after) == 102).all() and after.keys() == ev.columns.keys()
-    until = score.until(ev.columns, at.pos)
-    if make not in COMPOSITES[ByPhase][1:]:  # while generating no prompt is read
-        assert (until == at.pos[:, None] + 7).all()
+    assert (score.expires(ev.columns, at.pos[:, None], 3) == at.pos[:, None] + 10).all()
 
 
 @every
@@ -222,7 +213,6 @@ def test_flags_of_every_pair():
         for leaf, own in leaves().items():
             score = make(own)
             assert score.needs | own.needs == score.needs, (name, leaf)
-            assert score.undecided >= own.undecided, (name, leaf)
             for switch in SWITCHES:
                 assert getattr(score, switch) >= getattr(own, switch), (name, leaf, switch)
 
@@ -245,7 +235,9 @@ def window_of(plan: LayerConfig, n: int) -> Window:
 
 def plans(score: Score) -> tuple[LayerConfig, ...]:
     """Of the tiny model; ValueError for what is refused."""
-    config = CacheConfig(score=score, budget=Tokens(tokens=24), recent=8, block=8)
+    probed = any(isinstance(x, Probed) for x in parts(score))
+    prefill = Deferred(probe=Pseudo()) if probed else Prefill()
+    config = CacheConfig(score=score, budget=Tokens(tokens=24), recent=8, block=8, prefill=prefill)
     check(config, MODEL)
     return resolve(config, MODEL, 64, 16)
 
@@ -254,16 +246,13 @@ def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) 
     """What a flush asks of a score of the second layer; below are those before it."""
     n, one = 40 if prompt else plan.room, jnp.full(1, 40, jnp.int32)
     window, asked = window_of(plan, n), queries_of(plan, n if prompt else plan.block)
-    below = plan.under(layers[:1])
+    lower = plan.lower(layers[:1])
     counts = Counts(seen=one, prompt=one, later=0 * one)
-    ev = seen(layers[1], window, asked, counts, plan, MODEL.attending(1), one, one, prompt, below)
+    ev = seen(layers[1], window, asked, counts, plan, MODEL.attending(1), one, one, prompt, lower)
     assert ev.generating != prompt
     columns = plan.score.observe(ev)
     assert columns.keys() == ev.columns.keys()
     ev = replace(ev, columns=columns)
-    if plan.score.needs.probes:
-        probing = replace(ev, kept=None, new=queries_of(replace(plan, needs=Needs(new=True)), 6).new)
-        assert plan.score.probed(probing, jnp.zeros((1, 2), jnp.int32)).keys() == columns.keys()
     return plan.score.rank(ev)
 
 
@@ -329,13 +318,26 @@ def test_a_layer_below_is_seen_under_the_same_name():
     score = Plus(scores=(Newest(), Assisted(queries=4)), weights=(0.0, 1.0))
     plan = plans(score)
     assert [p.columns for p in plan] == [("1.looked",), ("1.looked",)]
-    assert not plan[0].needs.below and plan[1].needs.below
+    assert plan[0].needs.layer is None and plan[1].needs.layer == 0
 
 
-def test_two_that_read_texts_of_their_own_are_refused():
-    both = Plus(scores=(Pseudo(), Rebuilt()), weights=(1.0, 1.0))
-    with pytest.raises(ValueError, match="Plus: Pseudo and Rebuilt read texts of their own after a prompt.*keep one"):
-        check(CacheConfig(score=both, budget=Tokens(tokens=24)), MODEL)
+def test_a_score_that_reads_a_probe_needs_one():
+    """Whatever it is part of: without, all of its ranks would be 0."""
+    for make in MADE.values():
+        config = CacheConfig(score=make(Probed()), budget=Tokens(tokens=24))
+        with pytest.raises(ValueError, match="its score reads what a probe finds out, and its prefill has none"):
+            resolve(config, MODEL, 64, 16)
+
+
+def test_a_probe_fills_the_column_of_whatever_reads_it():
+    score = MADE["Plus-1"](MADE["ByPhase-1"](MADE["Counted"](Probed())))
+    config = CacheConfig(score=score, budget=Tokens(tokens=24), prefill=Deferred(probe=Pseudo()))
+    cache, rows = sizes.empty(config.uncut(40), MODEL, 1, 40, 0, jnp.float32), jnp.asarray(rig.PROMPT[:1, -40:])
+    cache, _ = loop.absorb(rig.PARAMS, cache, rows, fresh=True)
+    cache = deferred.probe(rig.PARAMS, cache, rows[:, :8], jnp.asarray([[0, 40]]), config.prefill.probe)
+    for layer in cache.layers:
+        looked, live = np.asarray(layer.recent.columns[f"1.1.{PROBED}"])[0], np.asarray(layer.recent.pos)[0] >= 0
+        assert live.sum() == 40 and ((looked > 0) == live).all()
 
 
 def test_one_that_serves_all_heads_makes_a_sum_serve_all_heads():
@@ -359,14 +361,14 @@ def test_followers_of_heads_follow_their_own():
     rng = np.random.default_rng(2)
     score = Groups(score=WindowMass(queries=2), width=2)
     first, second = plans(score)
-    assert not second.uniform and second.needs.below
+    assert not second.uniform and second.needs.layer == -1
     layer = empty_layer(first, 1, MODEL, jnp.float32)
     pos = np.stack([rng.permutation(40)[: layer.tiers[0].pos.shape[2]] for _ in range(H)])[None]
     layer = replace(layer, tiers=(replace(layer.tiers[0], pos=jnp.asarray(pos, jnp.int32)),))
     one = jnp.full(1, 40, jnp.int32)
     window = replace(window_of(second, 40), pos=jnp.arange(40)[None])
     above = empty_layer(second, 1, MODEL, jnp.float32)
-    ev = seen(above, window, one, (None, None), one, one, one, second, MODEL.ropes[1], MODEL, True, (layer,))
+    ev = seen(above, window, one, (None, None), one, one, one, second, MODEL.ropes[1], MODEL, True, layer)
     rank = np.asarray(second.score.rank(ev))[0]
     for head in range(H):
         np.testing.assert_array_equal(np.flatnonzero(rank[head]), np.sort(pos[0, head]))

@@ -21,6 +21,7 @@ from jkv.core import loop
 from jkv.core.compiled import PROGRAMS, ahead, compiled, forget
 from jkv.generation.api import generate
 from jkv.generation.prompts import check_length
+from jkv.methods.checks import check_prefill
 from jkv.models import ModelConfig, Params
 
 LAYERS, ONE = "layer by layer", "one program"
@@ -30,8 +31,7 @@ def check(specs: Sequence[str], context: int, model: ModelConfig) -> None:
     """Raise ValueError for a cache or a context that cannot work, before anything is compiled."""
     for spec in specs:
         config = methods.parse(spec)
-        if config.waits:
-            raise ValueError(f"{config} reads its prompt before it compresses it, so one program cannot do both")
+        check_prefill(config, "jkv bench compile")
         check_length(config, model, context, 2 * config.steps)
 
 

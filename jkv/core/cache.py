@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import take_along
+from jkv.arrays.gather import take, take_along
 from jkv.arrays.tree import static, value
 from jkv.kernels import CONTEXT, HEADS
 from jkv.protocols import Code, Columns, Needs
@@ -35,6 +35,19 @@ class Window:
     pos: Array
     columns: Columns
 
+    def then(self, new: Window) -> Window:
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1 if x.ndim == 2 else 2), self, new)
+
+    def ordered(self, order: Array) -> Window:
+        """The entries i32[B,W], in that order."""
+        index = order[:, None]
+        return Window(
+            k=take(self.k, index),
+            v=take(self.v, index),
+            pos=take_along(self.pos, order, 1),
+            columns={name: take(x, index) for name, x in self.columns.items()},
+        )
+
 
 @value
 class Queries:
@@ -53,7 +66,10 @@ class Queries:
 
     def packed(self) -> Queries:
         """The dead ones first."""
-        order = jnp.argsort(self.pos >= 0, axis=1, stable=True)
+        return self.ordered(jnp.argsort(self.pos >= 0, axis=1, stable=True))
+
+    def ordered(self, order: Array) -> Queries:
+        """Those of i32[B,N], in that order."""
         return Queries(
             q=take_along(self.q, order[:, None, None, :, None], 3),
             pos=take_along(self.pos, order, 1),
@@ -91,6 +107,16 @@ class Queries:
         """The same, of which all but the newest n are dead."""
         total = self.pos.shape[1]
         return replace(self, pos=jnp.where((jnp.arange(total) >= total - n)[None], self.pos, -1))
+
+
+Placed = TypeVar("Placed", Window, Queries)
+
+
+def among(old: Placed, new: Placed) -> Placed:
+    """Both, by position, the dead first; an old entry gives way to a new one at its position."""
+    again = (old.pos[:, :, None] == new.pos[:, None]).any(2)
+    both = replace(old, pos=jnp.where(again, -1, old.pos)).then(new)
+    return both.ordered(jnp.argsort(both.pos, axis=1, stable=True))
 
 
 @value

@@ -52,8 +52,8 @@ class Evidence:
 
     pos i32[B,H,S] (-1 dead); may_go bool[B,H,S]: slots and newcomers, the rest of the window stays in any case;
     columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen, prompt i32[B]: tokens in
-    all, and those that were given; limit i32[B]: tokens that the tiers may hold; below: the layers below, which have
-    flushed already, lowest first.
+    all, and those that were given; limit i32[B]: tokens that the tiers may hold; lower: the lower layer that the score
+    reads (`Needs.layer`), which has flushed, or None.
     """
 
     pos: Array
@@ -67,7 +67,7 @@ class Evidence:
     prompt: Array
     limit: Array
     plan: LayerConfig
-    below: tuple[LayerCache, ...] = ()
+    lower: LayerCache | None = None
     rope: Rope = static()
     scale: float = static()
 
@@ -250,7 +250,7 @@ def evidence(
     leaving: Array | None = None,
     limit: Array | None = None,
     fresh: bool = True,
-    below: tuple[LayerCache, ...] = (),
+    lower: LayerCache | None = None,
 ) -> Evidence:
     """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go (None: none).
 
@@ -275,7 +275,7 @@ def evidence(
         prompt=counts.prompt,
         limit=limit,
         plan=plan,
-        below=below,
+        lower=lower,
         rope=model.ropes[0],
         scale=model.scale,
     )

@@ -45,12 +45,12 @@ def flush(
     plan: LayerConfig,
     model: ModelConfig,
     fresh: bool = False,
-    below: tuple[LayerCache, ...] = (),
+    lower: LayerCache | None = None,
 ) -> LayerCache:
     """The layer after its window has flushed.
 
     window: W entries, oldest first; counts: of all tokens; model: of this layer alone; fresh: the tiers are known to
-    be empty; below: the layers below, which have flushed, if the score needs them.
+    be empty; lower: the lower layer that the score reads, which has flushed.
     """
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
@@ -58,9 +58,9 @@ def flush(
     live = (window.pos >= 0).sum(1)
     leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
-    packed = _gather(window, order)
+    packed = window.ordered(order)
     limit = _limit(plan, counts, layer.share)
-    ev = evidence(layer, packed, queries, counts, plan, model, leaving, limit, fresh, below)
+    ev = evidence(layer, packed, queries, counts, plan, model, leaving, limit, fresh, lower)
     if ev.tiers and plan.tiers[0].select is not None:
         ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
@@ -86,42 +86,32 @@ def _known(tier: Tier) -> Tier:
     return replace(tier, pos=pos, columns=columns, at=at, head=head)
 
 
-def going_on(
+def pruned(
     layer: LayerCache,
     window: Window,
     queries: Observation,
     counts: Counts,
     plan: LayerConfig,
     model: ModelConfig,
-    below: tuple[LayerCache, ...],
+    lower: LayerCache | None,
 ) -> Array:
     """i32[B,n]: the entries of a prompt's window that the next layers see, oldest first, after some of -1.
 
     By their rank, summed over heads; what stays in the recent window is among them.
     """
-    assert plan.narrow is not None
+    assert plan.pruning is not None
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
     leaving = jnp.maximum(live - plan.recent, 0)
-    ev = evidence(layer, _gather(window, order), queries, counts, plan, model, leaving, below=below)
+    ev = evidence(layer, window.ordered(order), queries, counts, plan, model, leaving, lower=lower)
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
     rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
-    n = min(max(plan.narrow.most(total), plan.recent), total)
+    n = min(max(plan.pruning.most(total), plan.recent), total)
     best = jax.lax.top_k(rank, n)[1]
-    goes = jnp.arange(n)[None] < jnp.clip(plan.narrow.count(live), plan.recent, live)[:, None]
+    goes = jnp.arange(n)[None] < jnp.clip(plan.pruning.count(live), plan.recent, live)[:, None]
     best = jnp.sort(jnp.where(goes, best, -1), -1)
     return jnp.where(best < 0, -1, take_along(order, best, 1))
-
-
-def _gather(window: Window, order: Array) -> Window:
-    index = order[:, None]
-    return Window(
-        k=take(window.k, index),
-        v=take(window.v, index),
-        pos=take_along(window.pos, order, 1),
-        columns={name: take(x, index) for name, x in window.columns.items()},
-    )
 
 
 def _limit(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
@@ -141,10 +131,14 @@ def on_top(plan: LayerConfig, later: Array, generated: Array) -> Array:
 
 
 def ranked(ev: Evidence, plan: LayerConfig) -> Array:
-    """f32[B,Hs,S]; dead beats protected, and so does a token that no later query of a local layer can see."""
+    """f32[B,Hs,S]; dead beats protected, and so does a token that no later query can see."""
     rank = plan.score.rank(ev)
     pos = ev.pos[:, : rank.shape[1]]
     gone = pos < 0
+    ends = plan.score.expires(ev.columns, ev.pos, ev.slots) if plan.expires else None
+    if ends is not None:
+        past = ends < ev.seen[:, None, None]
+        gone = gone | (past if rank.shape[1] > 1 else past.all(1, keepdims=True))
     if plan.window is not None:
         gone = gone | (pos <= ev.seen[:, None, None] - plan.window)
     return jnp.where(gone, -jnp.inf, rank)
@@ -185,7 +179,7 @@ def _cascade(
         if not fresh:
             of_slots = jnp.broadcast_to(rank[:, :, start : start + c], of_slots.shape)
             tier = remembered(tier, ev.columns, start)
-            if plan.score.forgets:
+            if plan.expires:
                 tier = replace(tier, pos=jnp.where(of_slots == -jnp.inf, -1, tier.pos))
         limit = jnp.minimum(_share(config, ev, plan, None if out else first), left)
         slot, token = _contest(of_slots, tier.pos, new, limit, config)

@@ -9,25 +9,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import leaf, part
-from jkv.models import ModelConfig
 from jkv.protocols import Budget, Codec, Merge, Needs, Score, Selector
 
 T = TypeVar("T")
 
 
 @part
-class Narrow:
-    """A prompt goes on with fewer of its tokens after a layer, those of the highest rank over all heads.
+class Pruning:
+    """Of a prompt, the tokens that go on to the layers above: `size` of a row (int), or a share of them (float).
 
-    layer: number, or None: the last of the lower half; size: tokens of a row (int), or a share of them (float); those
-    that stay exact in any case go on in any case.
+    Those of the highest rank over all heads; those that stay exact in any case go on in any case.
     """
 
     size: int | float
-    layer: int | None = None
-
-    def after(self, model: ModelConfig) -> int:
-        return max(model.layers // 2 - 1, 0) if self.layer is None else self.layer
 
     def most(self, length: int) -> int:
         """Tokens of the longest of rows of `length` tokens."""
@@ -69,12 +63,13 @@ class LayerConfig:
 
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
     floor: of a head in a pool, or None. capacity: tokens of a head, in a pool their mean. columns: the names of what
-    the score remembers of a token.
+    the score remembers of a token; expires: its tokens may (`Score.expires`).
     """
 
     score: Score = leaf()
     needs: Needs
     columns: tuple[str, ...]
+    expires: bool
     tiers: tuple[TierConfig, ...] = leaf()
     budget: Budget
     floor: float | None
@@ -87,7 +82,7 @@ class LayerConfig:
     window: int | None
     append: int
     grows: float
-    narrow: Narrow | None
+    pruning: Pruning | None
     kernels: str
 
     @property
@@ -103,9 +98,9 @@ class LayerConfig:
         """Queries in the ring, the newest: as many as are read at a flush."""
         return max(self.needs.queries, self.block if self.needs.new else 0)
 
-    def under(self, layers: tuple[T, ...]) -> tuple[T, ...]:
-        """The layers below, if the score needs them: without them, layers that are alike share a traced flush."""
-        return layers if self.needs.below else ()
+    def lower(self, layers: tuple[T, ...]) -> T | None:
+        """Of the layers below, the one whose cache the score reads."""
+        return None if self.needs.layer is None else layers[self.needs.layer]
 
     @property
     def uniform(self) -> bool:

@@ -15,9 +15,9 @@ from jkv.arrays.gather import take_along
 from jkv.arrays.partial import Partial, merge_all
 from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_causal, visible
-from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Observation, Queries, Window
+from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Observation, Queries, Window, among
 from jkv.core.compiled import ANY, Run, call, flow, program
-from jkv.core.flush import flush, going_on
+from jkv.core.flush import flush, pruned
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.positions import positions
 from jkv.core.sampling import Sampling, sample
@@ -74,16 +74,39 @@ def absorb_after(
     return _absorbed(run, params, begun, ids, fresh=True, begun=True)
 
 
+@flow(arguments=(None, ANY, None, None), results=(ANY, None), static_argnames=("later",))
+def absorb_at(
+    params: Params, cache: Cache, ids: Array, pos: Array, later: bool = False, run: Run = call
+) -> tuple[Cache, Array]:
+    """`absorb` of tokens at positions that the caller gives, i32[B,T], rising in each row, -1 for padding.
+
+    A token sees what stands before it, in tiers and windows, and in the recent window it takes the place of the one at
+    its position. What has been read is not read again: a token that comes to stand before others changes them only if
+    they are given once more. Raises ValueError for a model whose blocks recur: they read tokens in order.
+    """
+    if cache.states:
+        raise ValueError("blocks that recur read tokens in order: positions cannot be given")
+    layers = tuple(run(copied, x) for x in cache.layers)
+    return _absorbed(run, params, replace(cache, layers=layers), ids, False, True, later, pos)
+
+
 def _absorbed(
-    run: Run, params: Params, cache: Cache, ids: Array, fresh: bool, begun: bool, later: bool = False
+    run: Run,
+    params: Params,
+    cache: Cache,
+    ids: Array,
+    fresh: bool,
+    begun: bool,
+    later: bool = False,
+    pos: Array | None = None,
 ) -> tuple[Cache, Array]:
     """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like.
 
-    Nothing waits for the states.
+    pos: of the tokens, or None: they follow what is there. Nothing waits for the states.
     """
-    model, ends, stay = cache.model, params.ends, cache.stay
+    model, ends, stay, placed = cache.model, params.ends, cache.stay, pos is not None
     x, pos, counts, steps = run(
-        embedded, ends, ids, cache.counts, cache.fill, stay=stay if begun else None, later=later
+        embedded, ends, ids, cache.counts, cache.fill, pos, stay=stay if begun else None, later=later
     )
     layers: tuple[LayerCache, ...] = ()
     states: tuple[State, ...] = ()
@@ -97,8 +120,9 @@ def _absorbed(
         # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
-        x, window, observation, queries = run(attended, one, layer, plan, x, pos, steps, fresh=fresh, rows=rows)
-        below = plan.under(layers)
+        how: dict[str, Any] = {"fresh": fresh, "rows": rows, "placed": placed}
+        x, window, observation, queries = run(attended, one, layer, plan, x, pos, steps, **how)
+        lower = plan.lower(layers)
         layer, on = run(
             flushed,
             replace(layer, queries=None),
@@ -106,15 +130,15 @@ def _absorbed(
             observation,
             plan,
             counts,
-            below,
+            lower,
             model=one.config,
             fresh=fresh,
-            narrows=plan.narrow is not None and not begun,
+            prunes=plan.pruning is not None and not begun,
         )
         del window, observation  # a layer's dense keys and values, before the next layer's are made
         layers += (replace(layer, queries=queries),)
         if on is not None:
-            x, pos = run(narrowed, x, pos, on)
+            x, pos = run(taken, x, pos, on)
     logits = run(said, ends, x)
     return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(stay)), logits
 
@@ -130,14 +154,15 @@ def picked(x: Any, index: Array) -> Any:
     return jax.tree.map(lambda y: y[index], x)
 
 
-@program(arguments=(None, None, None, None), results=None, static_argnames=("stay", "later"))
+@program(arguments=(None, None, None, None, None), results=None, static_argnames=("stay", "later"))
 def embedded(
-    ends: Params, ids: Array, counts: Counts, fill: Array, stay: int | None, later: bool
+    ends: Params, ids: Array, counts: Counts, fill: Array, pos: Array | None, stay: int | None, later: bool
 ) -> tuple[Array, Array, Counts, Array | None]:
-    """Tokens i32[B,T] as the first block takes them, x [B,T,E], their positions i32[B,T], the counts after them, and
-    the steps since the last flush, if the recent windows, where `stay` entries stay, may hold any."""
-    pos = positions(ids, counts.seen)
-    counts = counts.given((ids >= 0).sum(1).astype(jnp.int32), later)
+    """Tokens i32[B,T] as the first block takes them, x [B,T,E], their positions i32[B,T] (those given, or the next),
+    the counts after them, and the steps since the last flush, if the recent windows, where `stay` entries stay, may
+    hold any. Positions that are left out count as seen: the next token stands behind all of them."""
+    pos = positions(ids, counts.seen) if pos is None else jnp.where(ids < 0, -1, pos)
+    counts = counts.given(jnp.maximum(pos.max(1) + 1 - counts.seen, 0), later)
     x = family(ends.config).embed(ends, jnp.maximum(ids, 0))
     return x, pos, counts, None if stay is None else fill - stay
 
@@ -145,7 +170,7 @@ def embedded(
 @program(
     arguments=(None, ANY, None, None, None, None),
     results=(None, ANY, ANY, ANY),
-    static_argnames=("fresh", "rows"),
+    static_argnames=("fresh", "rows", "placed"),
 )
 def attended(
     one: Params,
@@ -156,9 +181,13 @@ def attended(
     steps: Array | None,
     fresh: bool,
     rows: int | None,
+    placed: bool,
 ) -> tuple[Array, Window, Observation, Queries | None]:
     """A block's output for x [B,T,E] at pos i32[B,T], or for its newest rows, and what the layer's flush takes: the
-    window and the queries, and the ring of queries after it. steps: since the last flush, or None."""
+    window and the queries, and the ring of queries after it.
+
+    steps: since the last flush, or None; placed: positions need not follow those that are there.
+    """
     model = one.config
     rope, dtype = model.ropes[0], layer.recent.k.dtype
 
@@ -167,8 +196,8 @@ def attended(
         q = rope.rotate(new.q[:, :, :, -q_pos.shape[1] :], q_pos[:, None, None]).astype(dtype)
         window = as_window(new, pos, plan, rope, dtype)
         if steps is not None:
-            window = longer(layer.recent, window)
-        until = plan.score.until(window.columns, window.pos)
+            window = (among if placed else Window.then)(layer.recent, window)
+        until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
         part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until, plan.kernels)
         if not fresh:
             past = [
@@ -176,7 +205,7 @@ def attended(
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
             part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
-        return part.finish(), (window, *_observed(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps))
+        return part.finish(), (window, *_observed(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps, placed))
 
     x, made = block(one, 0, x, pos, run, none)
     return x, *made
@@ -195,7 +224,7 @@ def none(*_: Any) -> Any:
 @program(
     arguments=(ANY, ANY, ANY, None, None, ANY),
     results=(ANY, None),
-    static_argnames=("model", "fresh", "narrows"),
+    static_argnames=("model", "fresh", "prunes"),
     donate_argnames=("layer",),
 )
 def flushed(
@@ -204,14 +233,14 @@ def flushed(
     queries: Observation,
     plan: LayerConfig,
     counts: Counts,
-    below: tuple[LayerCache, ...],
+    lower: LayerCache | None,
     model: ModelConfig,
     fresh: bool,
-    narrows: bool,
+    prunes: bool,
 ) -> tuple[LayerCache, Array | None]:
-    """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it narrows."""
-    on = going_on(layer, window, queries, counts, plan, model, below) if narrows else None
-    return flush(layer, window, queries, counts, plan, model, fresh, below), on
+    """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it prunes."""
+    on = pruned(layer, window, queries, counts, plan, model, lower) if prunes else None
+    return flush(layer, window, queries, counts, plan, model, fresh, lower), on
 
 
 @program(arguments=(None, ANY, None, None), results=(None, ANY), donate_argnames=("state",))
@@ -231,7 +260,7 @@ def reading(model: ModelConfig, state: State, pos: Array) -> Mix:
 
 
 @program(arguments=(None, None, None), results=(None, None))
-def narrowed(x: Array, pos: Array, on: Array) -> tuple[Array, Array]:
+def taken(x: Array, pos: Array, on: Array) -> tuple[Array, Array]:
     """The entries i32[B,n] of x [B,T,E] at pos i32[B,T]; -1: a pad."""
     return take_along(x, on[..., None], 1), jnp.where(on < 0, -1, take_along(pos, on, 1))
 
@@ -248,23 +277,19 @@ def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any, s
     return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v, pos=pos, step=step)))
 
 
-def longer(a: Window, b: Window) -> Window:
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1 if x.ndim == 2 else 2), a, b)
-
-
 def _observed(
-    layer: LayerCache, plan: LayerConfig, new: Queries, steps: Array | None
+    layer: LayerCache, plan: LayerConfig, new: Queries, steps: Array | None, placed: bool
 ) -> tuple[Observation, Queries | None]:
     """The queries that the score needs of a prompt's, and the layer's ring after this flush.
 
     steps: since the last flush, whose queries are new too; None: the layer has seen nothing.
     """
-    needs, ring = plan.needs, layer.queries
+    needs, ring, join = plan.needs, layer.queries, among if placed else Queries.then
     if ring is not None:
         old = ring if steps is None else ring.turned(steps)
-        ring = old.then(new).newest(plan.queries)
+        ring = join(old, new).newest(plan.queries)
         if needs.new and steps is not None:
-            new = old.last(steps).then(new)
+            new = join(old.last(steps), new)
     return Observation.of(ring, needs, new if needs.new or needs.prompt else None), ring
 
 
@@ -386,7 +411,7 @@ def settle(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
     due, fill = run(ripe, cache.fill, due, stay=cache.stay, room=cache.room)
     layers: tuple[LayerCache, ...] = ()
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
-        layers += (run(settled, layer, due, plan, cache.counts, plan.under(layers), model=cache.model.attending(i)),)
+        layers += (run(settled, layer, due, plan, cache.counts, plan.lower(layers), model=cache.model.attending(i)),)
     return replace(cache, layers=layers, fill=fill)
 
 
@@ -403,7 +428,7 @@ def settled(
     due: Array,
     plan: LayerConfig,
     counts: Counts,
-    below: tuple[LayerCache, ...],
+    lower: LayerCache | None,
     model: ModelConfig,
 ) -> LayerCache:
     """The layer after a flush of its recent window, if it is due."""
@@ -413,7 +438,7 @@ def settled(
         if ring is not None:
             ring = ring.turned(plan.block)
             observation = Observation.of(ring, plan.needs, ring.newest(plan.block) if plan.needs.new else None)
-        return flush(replace(layer, queries=ring), layer.recent, observation, counts, plan, model, below=below)
+        return flush(replace(layer, queries=ring), layer.recent, observation, counts, plan, model, lower=lower)
 
     return _if(due, change, layer)
 

@@ -303,7 +303,7 @@ class _Run:
         kl, divergence = self._fidelity()
         prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
-        if isinstance(self.given, CacheConfig) and self.given.shorten:
+        if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
             longest = bucket(max(map(len, self.rows))) + self.room
         report = Report(
             config=self.name,

@@ -105,8 +105,7 @@ AXES = (
     "recent",
     "block",
     "append",
-    "shorten",
-    "narrow",
+    "prefill",
 )
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes

@@ -10,7 +10,7 @@ import jax
 
 from jkv import kernels
 from jkv.core.pool import HEADS
-from jkv.methods.config import CacheConfig
+from jkv.methods.config import CacheConfig, expiring
 from jkv.protocols import needs_of
 
 if TYPE_CHECKING:
@@ -26,26 +26,15 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
     if config.recent < 0:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
-    if config.recent < config.score.undecided:
-        raise ValueError(
-            f"{config}: the token after it decides whether one leaves, so the newest must wait: recent=1 or more"
-        )
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
-    if config.waits and (needs.new or needs.prompt):
+    if config.budget.measures and not config.prefill.defers:
         raise ValueError(
-            f"{config}: a prompt that stays whole is ranked by texts that are read after it and by its last queries, "
-            "and this score wants all of them; take one such as snapkv's"
+            f"{config}: layers divide its budget by a prompt that stays whole until then; take the prefill Deferred"
         )
-    if chunk and config.waits:
-        raise ValueError(
-            f"{config} {_why(config)}, which stays whole until then, and chunk={chunk} would cut it; "
-            "prefill in one piece (chunk=0)"
-        )
-    _check_shorten(config, model)
-    _check_narrow(config, model, chunk)
-    if chunk and needs.whole_prompt:
+    config.prefill.check(config, model, chunk)
+    if chunk and needs.chunks == "none":
         raise ValueError(
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
@@ -88,7 +77,7 @@ def _check_merge(config: CacheConfig) -> None:
     coded = [c for tier in config.tiers for c in config.codecs(tier) if not c.exact or tier.rope != "write"]
     others = {f"the codec {type(c).__name__}, which codes a token once or un-rotated": True for c in coded}
     others["the selection of pages"] = config.select is not None
-    _alone(config, "mixtures of entries that are mixed again at each flush do", others)
+    alone(config, "mixtures of entries that are mixed again at each flush do", others)
 
 
 def _check_residual(config: CacheConfig, model: ModelConfig) -> None:
@@ -96,38 +85,10 @@ def _check_residual(config: CacheConfig, model: ModelConfig) -> None:
         return
     others = {
         "positions within the cache": config.relative,
-        "a score whose tokens leave before their slots are needed": config.score.forgets,
+        "a score whose tokens leave before their slots are needed": expiring(config, model),
         "layers that see a window of the newest tokens": any(model.windows),
     }
-    _alone(config, "the evicted in a state beside the tiers, such as one token more of their head (rest), do", others)
-
-
-def _check_shorten(config: CacheConfig, model: ModelConfig) -> None:
-    shorten = config.shorten
-    if shorten is None:
-        return
-    counting = shorten.counting(model)
-    if counting.stop > model.layers or not counting:
-        raise ValueError(
-            f"{config}: layers={shorten.layers}, first={shorten.first}: a draft of {counting.stop} blocks, of which "
-            f"{min(counting.stop, model.layers)} attend, and the model has {model.layers}; take no more, and a first= "
-            "below what attends"
-        )
-
-
-def _check_narrow(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
-    narrow = config.narrow
-    if narrow is None:
-        return
-    if not 0 <= narrow.after(model) < model.layers:
-        raise ValueError(f"{config}: layer={narrow.layer}, and the model has layers 0 to {model.layers - 1}")
-    others = {
-        f"chunk={chunk}": bool(chunk),
-        "positions within the cache": config.relative,
-        "a prompt that stays whole until more is known": config.waits,
-        "blocks that recur, which read every token": model.mixers is not None,
-    }
-    _alone(config, "a prompt that goes on with fewer of its tokens (narrow) does", others)
+    alone(config, "the evicted in a state beside the tiers, such as one token more of their head (rest), do", others)
 
 
 def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
@@ -142,17 +103,11 @@ def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
 
 def check_prefill(config: CacheConfig, what: str) -> None:
     """Raise ValueError for `what` runs a prompt through one program, if the config's prefill is more than that."""
-    if config.waits or config.shorten:
+    if config.prefill.beside:
         raise ValueError(
-            f"{config} {_why(config)}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv eval "
-            "take it"
+            f"{config} {config.prefill.beside}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv "
+            "eval take it"
         )
-
-
-def _why(config: CacheConfig) -> str:
-    if config.shorten and not config.waits:
-        return "has a draft read the prompt first"
-    return "reads texts after the prompt" if config.score.needs.probes else "asks every layer about the prompt"
 
 
 def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
@@ -170,10 +125,10 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
         f"a codec that codes {max(grains)} tokens together": max(grains) > 1,
         f"{model.heads} kv heads, more than {HEADS}": model.heads > HEADS,
     }
-    _alone(config, "heads that compete for one pool of slots (pooled) do", others)
+    alone(config, "heads that compete for one pool of slots (pooled) do", others)
 
 
-def _alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
+def alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
     """Raise ValueError for the first of `others` that is there."""
     for other in (name for name, there in others.items() if there):
         raise ValueError(f"{config}: {what} not go with {other}; leave out one")

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 
 from jkv import kernels
 from jkv.arrays.tree import leaf, part
-from jkv.core.layer import LayerConfig, Narrow, TierConfig
+from jkv.core.layer import LayerConfig, TierConfig
 from jkv.methods.budgets import All, Tokens
 from jkv.methods.codecs import Dense
 from jkv.methods.scores.position import Newest
-from jkv.methods.shorten import Shorten
-from jkv.protocols import Born, Budget, Codec, Merge, Score, Selector, needs_of
+from jkv.protocols import PROBED, Born, Budget, Codec, Merge, Prefill, Score, Selector, needs_of
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -43,15 +42,14 @@ RELATIVE = (TierSpec(rope="rank"),)  # keys act at their rank among the kept
 
 @part
 class CacheConfig:
-    """The seven axes of a compressed cache; `jkv.methods.parse` makes one from text.
+    """The eight axes of a compressed cache; `jkv.methods.parse` makes one from text.
 
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
     every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
     exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of
     the generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0:
-    both are within the budget; shorten: which tokens of a prompt are read at all, or None: every one; narrow: how a
-    prompt goes on after some layer, or None: with all its tokens; kernels: "auto", "xla", "tpu" or "gpu"; devices: that
+    both are within the budget; prefill: how a prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices: that
     divide the slots of each tier; name: the text it was made from.
     """
 
@@ -66,8 +64,7 @@ class CacheConfig:
     block: int = 16
     chunk: int = 0
     append: float = 0.0
-    shorten: Shorten | None = None
-    narrow: Narrow | None = None
+    prefill: Prefill = Prefill()
     kernels: str = "auto"
     devices: int = 1
     exactness: str = "exact"
@@ -110,16 +107,10 @@ class CacheConfig:
     def splits(self) -> bool:
         """Whether a prompt that is read in two pieces gives the same cache, if no token leaves in between.
 
-        It does unless a score ranks by queries of the first piece that are gone when it ranks, or upper layers see
-        fewer tokens.
+        It does unless the prefill, or a score that ranks by queries of the first piece that are gone when it ranks,
+        forbids it.
         """
-        needs = needs_of(self.score, self.merge, self.select)
-        return not (needs.whole_prompt or needs.pieces) and self.narrow is None
-
-    @property
-    def waits(self) -> bool:
-        """Whether a prompt stays whole until more is known: texts that are read after it, or what its layers ask."""
-        return self.score.needs.probes or self.budget.measures
+        return self.prefill.splits and needs_of(self.score, self.merge, self.select).chunks == "any"
 
     def reach(self, longest: int, new: int) -> int:
         """Of rows of at most `longest` tokens, `new` of them generated, the most that the budget is asked about."""
@@ -181,6 +172,11 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         first, least = (min(x, total) for x in part)
         specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
     sizes = _sizes(specs, total, unit)
+    score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
+    score = score.for_layer(model, i)
+    columns, expires = _born(score, model)
+    if config.prefill.probe is None and any(name.rpartition(".")[2] == PROBED for name in columns):
+        raise ValueError(f"{config}: its score reads what a probe finds out, and its prefill has none: take Deferred")
     sharing = 1 if config.pooled is None else model.heads
     tiers = tuple(
         TierConfig(
@@ -191,18 +187,17 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
             rope=s.rope,
             select=select,
             unit=unit,
-            evicts=capacity < longest or len(sizes) > 1 or config.score.forgets or budget.measures,
+            evicts=capacity < longest or len(sizes) > 1 or expires or budget.measures,
             kernels=config.kernels,
         )
         for s, size in zip(specs, sizes, strict=True)
         if size
     )
-    score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
-    score = score.for_layer(model, i)
     return LayerConfig(
         score=score,
         needs=needs_of(score, merge, select),
-        columns=_columns(score, model),
+        columns=columns,
+        expires=expires,
         tiers=tiers,
         budget=budget,
         floor=config.pooled,
@@ -215,17 +210,26 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         window=window,
         append=capacity - min(held, capacity),
         grows=config.append,
-        narrow=config.narrow if config.narrow and config.narrow.after(model) == i else None,
+        pruning=config.prefill.pruning(model, i),
         kernels=config.kernels,
     )
 
 
-def _columns(score: Score, model: ModelConfig) -> tuple[str, ...]:
+def _born(score: Score, model: ModelConfig) -> tuple[tuple[str, ...], bool]:
+    """The columns of the tokens of a layer's score, and whether they may expire."""
     x = jax.ShapeDtypeStruct((1, 1, model.width), jnp.float32)
     k, v = (jax.ShapeDtypeStruct((1, model.heads, 1, d), jnp.float32) for d in (model.head_dim, model.value_dim))
     pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     new = Born(x=x, k=k, v=v, pos=pos)  # type: ignore[arg-type]
-    return tuple(sorted(jax.eval_shape(score.birth, new)))
+    columns = jax.eval_shape(score.birth, new)
+    ends = jax.eval_shape(lambda columns, pos: score.expires(columns, pos[:, None]), columns, pos)
+    return tuple(sorted(columns)), ends is not None
+
+
+def expiring(config: CacheConfig, model: ModelConfig) -> bool:
+    """Whether the tokens of some layer may expire."""
+    scores = (jax.tree.map(lambda x: x[i], config.score).for_layer(model, i) for i in range(model.layers))  # noqa: B023
+    return any(_born(score, model)[1] for score in scores)
 
 
 def _whole(slots: int, unit: int, config: CacheConfig) -> int:

@@ -13,8 +13,8 @@ from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv import kernels, methods, models
-from jkv.core import attend, loop
-from jkv.generation import prefill, sizes
+from jkv.core import attend, deferred, loop
+from jkv.generation import sizes
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 
 CASES = [
@@ -54,8 +54,9 @@ def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str)
     params = models.random(dict(models.TINY, hidden_size=256))
     config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncut(80)
     cache = sizes.empty(config, params.config, 1, 80, 0, jnp.float32)
-    ids, about = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
-    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (1, prefill.probe, about)):
+    ids, span = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
+    probe = partial(deferred.probe, by=config.prefill.probe)
+    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (1, probe, span)):
         traced = str(jax.make_jaxpr(function)(params, cache, ids, *more))
         assert traced.count("name=prefill_attention") == (calls if kind == "tpu" else 0)
 

@@ -7,6 +7,7 @@ from jkv.methods.budgets import Size, at_most
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.config import RELATIVE
 from jkv.methods.divisions import Weighted, Won
+from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
@@ -42,6 +43,7 @@ def makeeach(
     return dict(
         score=learned.trained(gate, score),
         budget=Won(size=size, window=0, step=step),
+        prefill=Deferred(),
         pooled=float(floor),
         recent=0,
     )
@@ -85,6 +87,7 @@ def dms(
     size: Size,
     *,
     window: int | None = None,
+    recent: int = 16,
     gate: str | None = None,
 ) -> Axes:
     """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`.
@@ -95,11 +98,16 @@ def dms(
     window = at_most(128, size.tokens, 2) if window is None else window
     if window < 0:
         raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
+    if recent < 1:
+        raise ValueError(
+            f"dms: recent={recent}: the token after it decides whether one leaves, so the newest must wait; 1 or more"
+        )
     size = size.above("dms", window, "its window")
     # some layers want only a few tokens beyond the window: with coarser steps they had none
     budget = Weighted(size=size, least=window, method="dms", steps=20)
     score = learned.trained(gate, delayed.Delayed(window=window))
-    return dict(score=score, budget=budget if gate is None else budget.from_folder(gate), pooled=0.0)
+    budget = budget if gate is None else budget.from_folder(gate)
+    return dict(score=score, budget=budget, recent=recent, pooled=0.0)
 
 
 @row(

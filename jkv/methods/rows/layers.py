@@ -5,6 +5,7 @@ from __future__ import annotations
 from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.divisions import Above, Asked, Pyramid, Split, Weighted
+from jkv.methods.prefills import Deferred
 from jkv.methods.residuals import MeanToken, MeanValue
 from jkv.methods.scores.assisted import Assisted
 from jkv.methods.scores.attention import WindowMass
@@ -90,6 +91,7 @@ def cake(
     return dict(
         score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
         budget=Asked(size=size, window=window, step=step),
+        prefill=Deferred(),
         recent=window,
     )
 

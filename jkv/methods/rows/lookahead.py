@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from jkv.core.layer import Narrow
 from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.divisions import Won
+from jkv.methods.prefills import Deferred, PromptCompression, TokenPruning
+from jkv.methods.probes import Drafted, Pseudo, Rebuilt
 from jkv.methods.scores.attention import WindowMass
 from jkv.methods.scores.position import Pool, Protect
-from jkv.methods.scores.probes import Drafted, Pseudo, Rebuilt
-from jkv.methods.shorten import Shorten
+from jkv.methods.scores.probes import LateOrProbed, Probed
 
 
 @row(
@@ -29,14 +29,14 @@ def fastkv(
     """FastKV: a prompt goes on with its best `tokens`, or `share` (default: 0.2), after `layer` (default: half way)."""
     if tokens is not None and share is not None:
         raise ValueError("fastkv: give tokens= or share= of a prompt that go on, not both")
-    narrow = tokens if tokens is not None else 0.2 if share is None else float(share)
-    if not (narrow > window if isinstance(narrow, int) else 0 < narrow <= 1):
+    on = tokens if tokens is not None else 0.2 if share is None else float(share)
+    if not (on > window if isinstance(on, int) else 0 < on <= 1):
         raise ValueError(f"fastkv: tokens={tokens}, share={share}: more than window={window}; above 0 and at most 1")
     return dict(
         score=Pool(score=WindowMass(queries=window), width=pool),
         budget=size,
         recent=window,
-        narrow=Narrow(size=narrow, layer=layer),
+        prefill=TokenPruning(size=on, layer=layer),
         append=1.0,
     )
 
@@ -46,8 +46,8 @@ def dapq(size: Size, *, tokens: int = 32, pool: int = 5) -> Axes:
     """DapQ: attention from pseudo tokens where the answer will stand."""
     if tokens < 1:
         raise ValueError(f"dapq: tokens={tokens}: pseudo tokens read after the prompt, 1 or more")
-    score = Pool(score=Pseudo(tokens=tokens), width=pool)
-    return dict(score=score, budget=size, recent=0, append=1.0)
+    score, prefill = Pool(score=Probed(), width=pool), Deferred(probe=Pseudo(tokens=tokens))
+    return dict(score=score, budget=size, recent=0, append=1.0, prefill=prefill)
 
 
 @row(
@@ -73,11 +73,12 @@ def kvzip(
             f"kvzip: piece={piece}, step={step}: tokens that are repeated at a time, and of slots, 1 or more"
         )
     return dict(
-        score=Protect(score=Rebuilt(piece=piece, sinks=sinks), sinks=sinks),
+        score=Protect(score=Probed(), sinks=sinks),
         budget=size if floor is None else Won(size=size, window=0, step=step),
         pooled=floor,
         recent=0,
         append=1.0,
+        prefill=Deferred(probe=Rebuilt(piece=piece, sinks=sinks)),
     )
 
 
@@ -98,8 +99,9 @@ def speckv(
     size = size.above("speckv", window, "its observation window")
     if tokens < 0 or (layers is not None and layers < 1):
         raise ValueError(f"speckv: tokens={tokens}, layers={layers}: 0 or more, and 1 or more of the model's layers")
-    score = Drafted(tokens=tokens, layers=layers, queries=window)
-    return dict(score=Pool(score=score, width=pool, kind="max"), budget=size, recent=window, append=1.0)
+    score = Pool(score=LateOrProbed(queries=window), width=pool, kind="max")
+    prefill = Deferred(probe=Drafted(tokens=tokens, layers=layers))
+    return dict(score=score, budget=size, recent=window, append=1.0, prefill=prefill)
 
 
 @row(
@@ -125,5 +127,8 @@ def specpc(
     least = {"drafted": drafted, "around": around, "window": window, "layers": layers or 0, "first": first or 0}
     if min(least.values()) < 0 or layers == 0:
         raise ValueError(f"specpc: {least}: 0 or more, and layers 1 or more")
-    shorten = Shorten(tokens=tokens, drafted=drafted, window=window, around=around, layers=layers, first=first)
-    return dict(shorten=shorten)
+    return dict(
+        prefill=PromptCompression(
+            tokens=tokens, drafted=drafted, window=window, around=around, layers=layers, first=first
+        )
+    )

@@ -7,6 +7,7 @@ from jkv.methods.catalogue import Axes, row
 from jkv.methods.codecs import Affine, Dense, Separable, Sparse
 from jkv.methods.config import TierSpec
 from jkv.methods.divisions import Inside
+from jkv.methods.prefills import Deferred
 from jkv.methods.scores.attention import Accumulated, WindowMass
 from jkv.methods.scores.dispersion import Tailed
 from jkv.methods.scores.hybrid import ByPhase
@@ -108,9 +109,9 @@ def arkv(
         raise ValueError(f"arkv: step={step}: tokens by which the exact tiers of layers differ, 1 or more")
     low = Affine(bits=8)
     score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=WindowMass(queries=1))
-    return dict(
+    asked = dict(budget=Inside(size=size, window=window, step=step), prefill=Deferred())
+    return (asked if share is None else dict(budget=size)) | dict(
         score=Pool(score=score, width=pool),
-        budget=Inside(size=size, window=window, step=step) if share is None else size,
         tiers=(TierSpec(size=1.0 if share is None else float(share)), TierSpec(k=low, v=low)),
         recent=window,
         block=max(((size.tokens or 512) - window) // 3, 1),
@@ -132,6 +133,7 @@ def zipvl(
     return dict(
         score=Sticky(score=score),
         budget=Inside(size=All(), window=window, step=step),
+        prefill=Deferred(),
         tiers=(coded(high, group, 1.0), coded(low, group)),
         recent=window,
     )

@@ -58,7 +58,7 @@ class Assisted(Looked):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, below=True)
+        return replace(super().needs, layer=None if self.draft is None else self.draft - 1)
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         draft = first_of(self.draft, model)
@@ -76,8 +76,8 @@ class Assisted(Looked):
 
     def of_draft(self, ev: Evidence) -> Array:
         """f32[B,H,N,S]: what each of its N heads looks at, for the tokens of each head here."""
-        assert self.draft is not None
-        layer = ev.below[self.draft - 1]
+        layer = ev.lower
+        assert layer is not None
         b, h = ev.pos.shape[:2]
         table = jnp.zeros((b, h, ev.plan.longest + 1), jnp.float32)
         parts = [(tier.seen_by(h), tier.columns) for tier in layer.tiers]

@@ -30,6 +30,11 @@ def mass(ev: Evidence, queries: Queries, group: str) -> Array:
     return total if group == "sum" else total / queries.q.shape[2]
 
 
+def most(ev: Evidence, queries: Queries) -> Array:
+    """f32[B,H,S]: the highest probability that one of these queries pays to each key."""
+    return ev.fold(lambda p, q_pos, pos, index: p.max((2, 3)), queries, jnp.maximum)
+
+
 @part
 class WindowMass(Score):
     """Attention from the last `queries` queries: s_j = sum_i p[i,j], averaged over G.
@@ -68,7 +73,7 @@ class Accumulated(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(new=True, whole_prompt=self.decay == 1)
+        return Needs(new=True, chunks="none" if self.decay == 1 else "any")
 
     def birth(self, new: Born) -> Columns:
         return {"mass": jnp.zeros(new.k.shape[:3], jnp.float32)}
@@ -97,7 +102,7 @@ class Latest(Score):
     Of a prompt those are all queries of its last piece. Source: LoCoCo (2406.05317).
     """
 
-    needs = Needs(new=True, pieces=True)
+    needs = Needs(new=True, chunks="own")
 
     def birth(self, new: Born) -> Columns:
         return {"looked": jnp.zeros(new.k.shape[:3], jnp.float32)}

@@ -70,8 +70,8 @@ class Delayed(learned.Bearer, Score):
     """DMS: tokens that are marked at birth leave once they are more than `window` tokens old; the others stay.
 
     What is said at a token marks the one before it (the column `said`; `mark` is what was said of a token), so the
-    newest has no mark yet. rank = -mark, -inf of a marked token beyond the window, +inf within it: where a budget is
-    too small, the least certain of the unmarked leave. A query of a prompt sees what it would have seen token by
+    newest has no mark yet. rank = -mark, +inf within the window: where a budget is too small, the
+    least certain of the unmarked leave. A query of a prompt sees what it would have seen token by
     token; in its chunks and while generating, marked tokens live until the next flush. gate: its weights, or None:
     those that come with jkv for the model. Source: 2506.05345, the adapter form.
     """
@@ -80,23 +80,24 @@ class Delayed(learned.Bearer, Score):
     gate: Switch | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    forgets, undecided = True, 1
     methods, kinds = ("dms",), (Switch,)
 
     def birth(self, new: Born) -> Columns:
         said = self.weights(new.x)
         return {"said": said, "mark": jnp.full_like(said, -KEEP)}
 
-    def until(self, columns: Columns, pos: Array) -> Array:
-        marked = said_by_next(columns["said"], pos[:, None]) > 0
-        return jnp.where(marked, pos[:, None] + self.window, jnp.iinfo(jnp.int32).max)
+    @staticmethod
+    def marks(columns: Columns, pos: Array, slots: int) -> Array:
+        """f32[B,H,S]: what was said of each token: of those in a window, by the next one there."""
+        own = said_by_next(columns["said"][:, :, slots:], pos[:, :, slots:])
+        return jnp.concatenate([columns["mark"][:, :, :slots], own], -1)
+
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array:
+        return jnp.where(self.marks(columns, pos, slots) > 0, pos + self.window, jnp.iinfo(jnp.int32).max)
 
     def observe(self, ev: Evidence) -> Columns:
-        said, mark = ev.columns["said"], ev.columns["mark"]
-        of_window = said_by_next(said[:, :, ev.slots :], ev.pos[:, :, ev.slots :])
-        return {"said": said, "mark": jnp.concatenate([mark[:, :, : ev.slots], of_window], -1)}
+        return ev.columns | {"mark": self.marks(ev.columns, ev.pos, ev.slots)}
 
     def rank(self, ev: Evidence) -> Array:
-        mark = ev.columns["mark"]
         young = ev.pos >= (ev.seen - self.window)[:, None, None]
-        return jnp.where(young, jnp.inf, jnp.where(mark > 0, -jnp.inf, -mark))
+        return jnp.where(young, jnp.inf, -ev.columns["mark"])

@@ -74,8 +74,8 @@ def start(model: ModelConfig, heads: int, dim: int, offset: float, key: Array) -
 class Gated(learned.Bearer, Score):
     """Attention-Gate: tokens of a prompt with sigmoid(u) <= threshold are seen by themselves alone, and are not kept.
 
-    u is what a `Look` at the whole prompt says of each token and kv head, before the layer attends. rank = u, -inf of
-    what is not kept: where a budget is too small the least certain leave. What is generated stays. gate: the weights,
+    u is what a `Look` at the whole prompt says of each token and kv head, before the layer attends. rank = u:
+    where a budget is too small the least certain leave. What is generated stays. gate: the weights,
     or None: those that come with jkv for the model. Source: 2410.12876, a reconstruction from its abstract.
     """
 
@@ -83,8 +83,7 @@ class Gated(learned.Bearer, Score):
     gate: Look | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    needs = Needs(whole_prompt=True)
-    forgets = True
+    needs = Needs(chunks="none")
     methods, kinds = ("attentiongate",), (Look,)
 
     def birth(self, new: Born) -> Columns:
@@ -97,10 +96,8 @@ class Gated(learned.Bearer, Score):
         """bool of f32 u."""
         return u > (log(self.threshold / (1 - self.threshold)) if self.threshold else -inf)
 
-    def until(self, columns: Columns, pos: Array) -> Array:
-        own = jnp.broadcast_to(pos[:, None], columns["open"].shape)
-        return jnp.where(self.stays(columns["open"]), jnp.iinfo(jnp.int32).max, own)
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array:
+        return jnp.where(self.stays(columns["open"]), jnp.iinfo(jnp.int32).max, pos)
 
     def rank(self, ev: Evidence) -> Array:
-        u = ev.columns["open"]
-        return jnp.where(self.stays(u), u, -jnp.inf)
+        return ev.columns["open"]

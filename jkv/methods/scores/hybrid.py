@@ -17,7 +17,7 @@ from jkv.core.attend import visible
 from jkv.core.cache import MERGED
 from jkv.methods.scores.keys import norms
 from jkv.methods.scores.position import Wrapper, across
-from jkv.protocols import Born, Columns, Needs, Probe, Say, Score
+from jkv.protocols import Born, Columns, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.core.evidence import Evidence
@@ -137,26 +137,11 @@ class Several(Score):
 
     @property
     def needs(self) -> Needs:
-        """Raises ValueError for two scores that read texts after a prompt."""
-        reading = [type(s).__name__ for s in self.parts if s.needs.probes]
-        if len(reading) > 1:
-            raise ValueError(
-                f"{type(self).__name__}: {' and '.join(reading)} read texts of their own after a prompt, and no part "
-                "can tell whose text it is; keep one of them"
-            )
         return reduce(or_, (s.needs for s in self.parts))
 
     @property
     def uniform(self) -> bool:
         return any(s.uniform for s in self.parts)
-
-    @property
-    def forgets(self) -> bool:
-        return any(s.forgets for s in self.parts)
-
-    @property
-    def undecided(self) -> int:
-        return max(s.undecided for s in self.parts)
 
     def bound(self, params: Params) -> Score:
         return self.having(tuple(s.bound(params) for s in self.parts))
@@ -164,18 +149,12 @@ class Several(Score):
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         return self.having(tuple(s.for_layer(model, layer) for s in self.parts))
 
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        return [probe for s in self.parts for probe in s.probes(params, rows, say)]
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        return self.joined((s.probed(own, about) if s.needs.probes else own.columns) for s, own in self.views(ev))
-
     def birth(self, new: Born) -> Columns:
         return self.joined(s.birth(new) for s in self.parts)
 
-    def until(self, columns: Columns, pos: Array) -> Array | None:
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
         """The earliest."""
-        ends = [s.until(named(columns, i), pos) for i, s in enumerate(self.parts)]
+        ends = [s.expires(named(columns, i), pos, slots) for i, s in enumerate(self.parts)]
         return reduce(jnp.minimum, found) if (found := [x for x in ends if x is not None]) else None
 
     def observe(self, ev: Evidence) -> Columns:
@@ -202,15 +181,15 @@ def named(columns: Columns, place: int) -> Columns:
 
 
 def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
-    """What one of several scores may see: its columns, here and in the layers below, and as many queries as it asked
+    """What one of several scores may see: its columns, here and in the lower layer, and as many queries as it asked
     for."""
 
     def own(x: Any) -> Any:
         return replace(x, columns=named(x.columns, place))
 
-    below = tuple(replace(x, recent=own(x.recent), tiers=tuple(map(own, x.tiers))) for x in ev.below)
+    lower = ev.lower and replace(ev.lower, recent=own(ev.lower.recent), tiers=tuple(map(own, ev.lower.tiers)))
     kept = ev.kept.newest(score.needs.queries) if ev.kept is not None and score.needs.queries else None
-    return replace(own(ev), window=own(ev.window), tiers=tuple(map(own, ev.tiers)), kept=kept, below=below)
+    return replace(own(ev), window=own(ev.window), tiers=tuple(map(own, ev.tiers)), kept=kept, lower=lower)
 
 
 @part
@@ -222,9 +201,6 @@ class Counted(Wrapper):
 
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new) | {MERGED: jnp.zeros(new.k.shape[:3], jnp.float32)}
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        return ev.columns | self.score.probed(ev, about)
 
     def observe(self, ev: Evidence) -> Columns:
         return ev.columns | self.score.observe(ev)
@@ -283,9 +259,6 @@ class ByPhase(Several):
 
     def having(self, parts: tuple[Score, ...]) -> Score:
         return replace(self, score=parts[0], path=parts[1])
-
-    def until(self, columns: Columns, pos: Array) -> Array | None:
-        return self.score.until(named(columns, 0), pos)
 
     def ask(self, ev: Evidence) -> Array:
         return self.score.ask(seen_by(self.score, ev, 0))

@@ -63,7 +63,7 @@ class Expected(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries=self.queries, prompt=True, whole_prompt=True)
+        return Needs(queries=self.queries, prompt=True, chunks="none")
 
     def birth(self, new: Born) -> Columns:
         return {"v_norm": norms(new.v)}

@@ -62,7 +62,7 @@ class Salience(Score):
     sampled: float = 0.05
     seed: int = 0
 
-    needs = Needs(queries=1, prompt=True, whole_prompt=True)
+    needs = Needs(queries=1, prompt=True, chunks="none")
 
     def drawn(self, ev: Evidence) -> Queries:
         """The queries that probe."""
@@ -166,7 +166,7 @@ class Pivots(Score):
     threshold: float | None = None
     alone: float = 0.5
 
-    needs = Needs(new=True, whole_prompt=True)
+    needs = Needs(new=True, chunks="none")
 
     def birth(self, new: Born) -> Columns:
         like = new.k.shape[:3]

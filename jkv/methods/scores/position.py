@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part
-from jkv.protocols import Born, Columns, Needs, Probe, Say, Score
+from jkv.protocols import Born, Columns, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.core.evidence import Evidence
@@ -67,14 +67,6 @@ class Wrapper(Score):
     def uniform(self) -> bool:
         return self.score.uniform
 
-    @property
-    def forgets(self) -> bool:
-        return self.score.forgets
-
-    @property
-    def undecided(self) -> int:
-        return self.score.undecided
-
     def bound(self, params: Params) -> Score:
         return replace(self, score=self.score.bound(params))
 
@@ -84,17 +76,11 @@ class Wrapper(Score):
     def ask(self, ev: Evidence) -> Array:
         return self.score.ask(ev)
 
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        return self.score.probes(params, rows, say)
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        return self.score.probed(ev, about)
-
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new)
 
-    def until(self, columns: Columns, pos: Array) -> Array | None:
-        return self.score.until(columns, pos)
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
+        return self.score.expires(columns, pos, slots)
 
     def observe(self, ev: Evidence) -> Columns:
         return self.score.observe(ev)

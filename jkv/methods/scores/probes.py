@@ -1,177 +1,56 @@
-"""Scores of what is read after a prompt, for its queries alone."""
+"""Scores that read the column of a prefill's probe."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.methods.scores.attention import mass
-from jkv.protocols import Born, Columns, Needs, Probe, Say, Score
+from jkv.methods.scores.attention import most
+from jkv.protocols import PROBED, Born, Columns, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.cache import Queries
     from jkv.core.evidence import Evidence
-    from jkv.models import Params
-
-AGAIN = "\n\nRepeat the text above exactly, word for word.\n\n"
-GO_ON = "\n\nRepeat the text above exactly, word for word, from here on:"
 
 
 @part
-class Learned(Score):
-    """rank_j = what probes of the prompt found out about token j, f32; 0 for a token that is generated."""
-
-    needs = Needs(probes=True)
+class Probed(Score):
+    """rank_j = what the probe of the prefill found out about token j, f32; 0 for a token that is generated."""
 
     def birth(self, new: Born) -> Columns:
-        return {"learned": jnp.zeros(new.k.shape[:3], jnp.float32)}
+        return {PROBED: jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def rank(self, ev: Evidence) -> Array:
-        return ev.columns["learned"]
+        return ev.columns[PROBED]
 
 
 @part
-class Pseudo(Learned):
-    """Attention from `tokens` pseudo tokens at the positions of the first answer: s_j = sum_i p[i,j], averaged over G.
+class LateOrProbed(Probed):
+    """The larger of what the probe found out and the most that a token gets from the last `queries` queries.
 
-    They are the prompt's first and last tokens, half of each: what they are matters little, where they are much. The
-    softmax is over the prompt and the pseudo tokens before. Source: DapQ (2603.11564), from notes of the paper.
+    rank_j = max(probed_j, max over i and G of p[i,j]). Source: SpecKV (2506.08373).
     """
 
-    tokens: int = 32
-
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        half = self.tokens // 2
-        ids = [[*islice(cycle(r), half), *islice(cycle(r[half - self.tokens :]), self.tokens - half)] for r in rows]
-        reach(params, rows, ids, "dapq: fewer tokens=")
-        return [Probe(ids=ids, about=[(0, len(r)) for r in rows])]
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        assert ev.new is not None
-        return {**ev.columns, "learned": mass(ev, ev.new, "mean")}
-
-
-@part
-class Rebuilt(Learned):
-    """The attention that a token gets at most while the model repeats the prompt, a piece of `piece` tokens at a time.
-
-    A probe is a request to repeat, the last `lead` tokens before the piece, and the piece, as an answer in a chat where
-    the model knows them. Of its queries,
-    s_j = max over i and G of softmax_j(q_i . k_j scale) over the first `sinks` tokens, the piece and the probe itself.
-    A model without a tokenizer gets no request in words. Source: KVzip (2505.23416).
-    """
-
-    piece: int = 2048
-    lead: int = 8
-    sinks: int = 4
-
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        again, go_on, turn = (within(params, text) for text in (AGAIN, GO_ON, answering(params)))
-        out = []
-        for start in range(0, max(map(len, rows)), self.piece):
-            pieces = [r[start : start + self.piece] for r in rows]
-            lead = [[*go_on, *r[start - self.lead : start]] if start else again for r in rows]
-            ids = [[*a, *turn, *b] if b else [] for a, b in zip(lead, pieces, strict=True)]
-            reach(params, rows, ids, "kvzip: a smaller piece=")
-            out.append(Probe(ids=ids, about=[(start, start + len(b)) for b in pieces]))
-        return out
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        assert ev.new is not None
-        first, end, seen = about[:, 0], about[:, 1], ev.seen
-
-        def among(p: Array, pos: Array) -> Array:
-            inside = (pos >= first[:, None, None]) & (pos < end[:, None, None])
-            there = inside | (pos < self.sinks) | (pos >= seen[:, None, None])
-            return jnp.where(there[:, :, None, None], p, 0)
-
-        total = ev.over_keys(lambda p, q_pos, pos, index: among(p, pos).sum(-1), ev.new)
-        asked = replace(ev.new, lse=ev.new.lse + jnp.log(jnp.maximum(total, 1e-30)))
-        best = ev.fold(lambda p, q_pos, pos, index: among(p, pos).max((2, 3)), asked, jnp.maximum)
-        inside = (ev.pos >= first[:, None, None]) & (ev.pos < end[:, None, None])
-        return {**ev.columns, "learned": jnp.where(inside, best, ev.columns["learned"])}
-
-
-@part
-class Drafted(Learned):
-    """The most attention that a token gets from what a draft says after the prompt, and from the prompt's last queries.
-
-    s_j = max over i and G of p[i,j]; i are `tokens` tokens that the model's first `layers` layers (None: half of them)
-    say greedily, and the last `queries` of the prompt. Source: SpecKV (2506.08373), where the draft is a smaller model
-    of its own.
-    """
-
-    tokens: int = 32
-    layers: int | None = None
     queries: int = 33
 
     @property
     def needs(self) -> Needs:
-        return Needs(probes=True, queries=self.queries)
-
-    def probes(self, params: Params, rows: list[list[int]], say: Say) -> list[Probe]:
-        if not self.tokens:
-            return []
-        layers = max(params.config.layers // 2, 1) if self.layers is None else self.layers
-        if layers > params.config.layers:
-            raise ValueError(f"speckv: layers={layers}, and the model has {params.config.layers}")
-        reach(params, rows, [[0] * self.tokens] * len(rows), "fewer tokens of a draft")
-        said = iter(say(params.first(layers), [r for r in rows if r], self.tokens))
-        ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token
-        return [Probe(ids=ids, about=[(0, len(r)) for r in rows])]
-
-    def probed(self, ev: Evidence, about: Array) -> Columns:
-        assert ev.new is not None
-        return {**ev.columns, "learned": most(ev, ev.new)}
+        return Needs(queries=self.queries)
 
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
-        return jnp.maximum(ev.columns["learned"], most(ev, ev.kept))
-
-
-@part
-class Sought(Drafted):
-    """As Drafted, but the i-th of the prompt's last n queries counts i / (n - 1); a layer says the most of its heads.
-
-    Source: SpecPC (2506.08373).
-    """
+        return jnp.maximum(ev.columns[PROBED], most(ev, ev.kept))
 
     def ask(self, ev: Evidence) -> Array:
-        """f32[B,S]"""
+        """f32[B,S]: the rank, where the i-th of the last n queries counts i / (n - 1), of the head that looks most.
+
+        Source: SpecPC (2506.08373).
+        """
         assert ev.kept is not None
         age = (ev.seen[:, None] - 1 - ev.kept.pos).astype(jnp.float32)
         weight = jnp.maximum(1 - age / max(self.queries - 1, 1), 0)
         late = replace(ev.kept, lse=ev.kept.lse - jnp.log(weight)[:, None, None])
-        return jnp.maximum(ev.columns["learned"], most(ev, late)).max(1)
-
-
-def within(params: Params, text: str) -> list[int]:
-    """Token ids of text that follows a prompt; none without a tokenizer."""
-    return params.tokenizer.within(text) if params.tokenizer else []
-
-
-def answering(params: Params) -> str:
-    """What a chat template writes between the user's text and the answer; nothing without one."""
-    if params.tokenizer is None or params.tokenizer.template is None:
-        return ""
-    return params.tokenizer.chat([{"role": "user", "content": AGAIN}]).rpartition(AGAIN.strip())[2]
-
-
-def most(ev: Evidence, queries: Queries) -> Array:
-    """f32[B,H,S]: the highest probability that one of these queries pays to each key."""
-    return ev.fold(lambda p, q_pos, pos, index: p.max((2, 3)), queries, jnp.maximum)
-
-
-def reach(params: Params, rows: list[list[int]], probes: list[list[int]], way_out: str) -> None:
-    """ValueError if a prompt and what is read after it exceed the model's context."""
-    most, context = max(len(a) + len(b) for a, b in zip(rows, probes, strict=True)), params.config.context
-    if most > context:
-        raise ValueError(
-            f"the prompt and what is read after it are {most} tokens, and the model's context is {context}: take "
-            f"{way_out}, or a shorter prompt"
-        )
+        return jnp.maximum(ev.columns[PROBED], most(ev, late)).max(1)

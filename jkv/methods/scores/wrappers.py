@@ -72,7 +72,7 @@ class Follower(Score):
 
     heads: bool = False
 
-    needs = Needs(below=True)
+    needs = Needs(layer=-1)
 
     @property
     def uniform(self) -> bool:
@@ -81,8 +81,9 @@ class Follower(Score):
     def rank(self, ev: Evidence) -> Array:
         heads = ev.pos.shape[1]
         pos = ev.pos if self.heads else ev.pos[:, :1]
+        assert ev.lower is not None
         nobody = jnp.full_like(pos[..., :1], -1)
-        tiers = [tier.seen_by(heads) for tier in ev.below[-1].tiers]
+        tiers = [tier.seen_by(heads) for tier in ev.lower.tiers]
         tiers = [jnp.broadcast_to(x, (*pos.shape[:2], x.shape[2])) for x in tiers]
         held = jnp.sort(jnp.concatenate([nobody, *tiers], -1), -1)
         at = jax.vmap(jax.vmap(jnp.searchsorted))(held, pos)

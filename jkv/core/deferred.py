@@ -1,0 +1,104 @@
+"""Deferred compression of a prompt: probes and statistics of its uncompressed cache, then one flush of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.core.attend import attend_causal
+from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries
+from jkv.core.compiled import ANY, Run, call, flow, program
+from jkv.core.evidence import evidence
+from jkv.core.flush import flush, ranked
+from jkv.core.layer import LayerConfig
+from jkv.core.loop import as_window, copied, embedded, mixed, none
+from jkv.models import ModelConfig, Params
+from jkv.models import layer as block
+from jkv.protocols import PROBED, Columns, Probe
+
+
+@flow(arguments=(None, ANY, None, None, None), results=ANY, donate_argnames=("cache",))
+def probe(params: Params, cache: Cache, ids: Array, span: Array, by: Probe, run: Run = call) -> Cache:
+    """The cache after a probe has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
+
+    The cache was made by `CacheConfig.uncut`; span i32[B,2] is `ProbeTokens.span`.
+    """
+    model = cache.model
+    x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
+    layers: tuple[LayerCache, ...] = ()
+    states = iter(cache.states)
+    for i in range(model.depth):
+        one = params.block(i)
+        if not model.attends(i):
+            x, _ = run(mixed, one, run(copied, next(states)), x, pos)
+            continue
+        layer, plan = cache.layers[len(layers)], cache.plan[len(layers)]
+        x, columns = run(probed, one, layer, plan, x, pos, cache.counts, span, by)
+        layers += (replace(layer, recent=replace(layer.recent, columns=columns)),)
+    return replace(cache, layers=layers)
+
+
+@program(arguments=(None, ANY, None, None, None, None, None, None), results=(None, ANY))
+def probed(
+    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, counts: Counts, span: Array, by: Probe
+) -> tuple[Array, Columns]:
+    """A block's output for x [B,T,E] at pos i32[B,T], and the columns of its layer's window after these queries."""
+    model = one.config
+    rope, dtype, before = model.ropes[0], layer.recent.k.dtype, layer.recent.pos.shape[1]
+
+    def run(_: int, new: Any) -> tuple[Array, Columns]:
+        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        window = layer.recent.then(as_window(new, pos, plan, rope, dtype))
+        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
+        ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)
+        columns = {
+            name: by.observe(ev, span, x) if name.rpartition(".")[2] == PROBED else x for name, x in ev.columns.items()
+        }
+        return part.finish(), {name: x[:, :, :before] for name, x in columns.items()}
+
+    return block(one, 0, x, pos, run, none)
+
+
+@flow(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
+def compress(empty: Cache, whole: Cache, run: Run = call) -> Cache:
+    """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
+    layers: tuple[LayerCache, ...] = ()
+    for i, (a, b, plan) in enumerate(zip(empty.layers, whole.layers, empty.plan, strict=True)):
+        lower, model = plan.lower(layers), empty.model.attending(i)
+        layers += (run(compressed, replace(a, queries=None), b, plan, whole.counts, lower, model=model),)
+    fill = jnp.int32(empty.stay)
+    return replace(empty, layers=layers, states=whole.states, counts=whole.counts, fill=fill)
+
+
+@program(arguments=(ANY, ANY, None, None, ANY), results=ANY, static_argnames=("model",), donate_argnames=("layer",))
+def compressed(
+    layer: LayerCache,
+    whole: LayerCache,
+    plan: LayerConfig,
+    counts: Counts,
+    lower: LayerCache | None,
+    model: ModelConfig,
+) -> LayerCache:
+    """An empty layer after one flush of all that another holds in its window."""
+    layer, observation = replace(layer, queries=whole.queries), Observation.of(whole.queries, plan.needs)
+    return flush(layer, whole.recent, observation, counts, plan, model, True, lower)
+
+
+@flow(arguments=(ANY,), results=None, static_argnames=("ranks",))
+def ask(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
+    """f32[L,B,...]: what each layer of a cache made by `CacheConfig.uncut` asks: `Score.ask`, or the ranks."""
+    model = whole.model
+    layers = enumerate(zip(whole.layers, whole.plan, strict=True))
+    return jnp.stack(
+        [run(asked_by, x, plan, whole.counts, model=model.attending(i), ranks=ranks) for i, (x, plan) in layers]
+    )
+
+
+@program(arguments=(ANY, None, None), results=None, static_argnames=("model", "ranks"))
+def asked_by(layer: LayerCache, plan: LayerConfig, counts: Counts, model: ModelConfig, ranks: bool) -> Array:
+    """f32[B,...] of one layer."""
+    ev = evidence(layer, layer.recent, Observation.of(layer.queries, plan.needs), counts, plan, model)
+    return ranked(ev, plan) if ranks else plan.score.ask(ev)

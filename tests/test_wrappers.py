@@ -368,7 +368,8 @@ def test_followers_of_heads_follow_their_own():
     one = jnp.full(1, 40, jnp.int32)
     window = replace(window_of(second, 40), pos=jnp.arange(40)[None])
     above = empty_layer(second, 1, MODEL, jnp.float32)
-    ev = seen(above, window, one, (None, None), one, one, one, second, MODEL.ropes[1], MODEL, True, layer)
+    counts = Counts(seen=one, prompt=one, later=0 * one)
+    ev = seen(above, window, Observation(), counts, second, MODEL.attending(1), one, one, lower=layer)
     rank = np.asarray(second.score.rank(ev))[0]
     for head in range(H):
         np.testing.assert_array_equal(np.flatnonzero(rank[head]), np.sort(pos[0, head]))

@@ -18,6 +18,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+pytest.register_assert_rewrite("support")
 # The same examples on every machine: what passes here passes where it is landed. HYPOTHESIS_PROFILE=default draws anew.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

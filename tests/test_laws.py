@@ -8,10 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rig
-from poison import poison
-from rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
-from test_oracles import prompt_taps
 
 import jkv
 from jkv import models
@@ -19,6 +15,10 @@ from jkv.core import loop, sampling
 from jkv.core.positions import positions
 from jkv.methods import CATALOGUE
 from jkv.methods.divisions import pyramid
+from support import rig
+from support.poison import poison
+from support.rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
+from support.selections import prompt_taps
 
 ALL = [*rig.ALL, *rig.RECURRING]
 every = pytest.mark.parametrize("case", ALL, ids=str)

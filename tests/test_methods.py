@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import rig
 
 import jkv
 from jkv.core.cache import Counts, Observation
@@ -22,6 +21,7 @@ from jkv.generation.sizes import empty
 from jkv.methods import CATALOGUE, pairs, parse
 from jkv.methods.checks import check
 from jkv.methods.config import resolve
+from support import rig
 
 MODEL, L = rig.MODEL, rig.L
 PAIRS = pairs(MODEL)

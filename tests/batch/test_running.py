@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rig
-from rig import PROMPT
 from typer.testing import CliRunner
 
 import jkv
@@ -34,6 +32,8 @@ from jkv.io import learned as trained
 from jkv.io import load as loading
 from jkv.methods.scores import learned
 from jkv.plan.programs import TRIES
+from support import rig
+from support.rig import PROMPT
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)

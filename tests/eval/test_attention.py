@@ -2,13 +2,13 @@
 
 import jax.numpy as jnp
 import numpy as np
-import rig
-from rig import LENGTHS, MODEL, PARAMS, PROMPT, G, H
 
 from jkv import methods
 from jkv.core import loop
 from jkv.eval import attention
 from jkv.generation.sizes import empty
+from support import rig
+from support.rig import LENGTHS, MODEL, PARAMS, PROMPT, G, H
 
 N, PREFIX, PAGE, RECENT = 3, LENGTHS[1] - 3, 8, 16
 IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_measure import PARAMS, TINY, byte_tokenizer
 from typer.testing import CliRunner
 
 import jkv
@@ -20,6 +19,7 @@ from jkv.cli.app import app
 from jkv.core import loop
 from jkv.eval import experiments, measure
 from jkv.io import load as loading
+from support.speaking import PARAMS, TINY, byte_tokenizer
 
 RUNNER = CliRunner()
 OWN = "knorm(budget=40)"

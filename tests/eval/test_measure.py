@@ -7,11 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tokenizers
-from tokenizers.decoders import ByteLevel as Bytes
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from jkv import models
 from jkv.core.cache import Cache, LayerCache
@@ -21,20 +16,10 @@ from jkv.eval.measure import Fidelity, Texts
 from jkv.generation.report import divergence
 from jkv.io import learned
 from jkv.io.load import load
-from jkv.io.tokenizer import Tokenizer
 from jkv.methods import CATALOGUE, parse
+from support import tiny
+from support.speaking import PARAMS, byte_tokenizer
 
-TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}<a>"
-
-
-def byte_tokenizer(template=TEMPLATE):
-    core = tokenizers.Tokenizer(BPE({c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Bytes()
-    return Tokenizer(core, template=template)
-
-
-TINY = dict(models.TINY, hidden_size=64, vocab_size=256, max_position_embeddings=4096)
-PARAMS = replace(models.random(TINY), tokenizer=byte_tokenizer())
 IDS = np.random.default_rng(0).integers(0, 256, (3, 200)).astype(np.int32)
 PREFIX = 110
 

@@ -1,7 +1,6 @@
 """Small multiples: every cache in its family's panel, in grey in all the others, every name in reach."""
 
 import itertools
-import random
 
 import numpy as np
 import pytest
@@ -14,21 +13,7 @@ from jkv.eval import multiples
 from jkv.eval.families import FULL, JOINED, ORDER, OTHER, family
 from jkv.eval.points import pareto, points
 from jkv.methods import CATALOGUE
-
-HOSTILE = ("</script><b>", "$\\frac{$", "a\nb\x00", "[/bold]", "x" * 400, "|", "", "\ud800", "h2o(", "日本")
-
-
-def catalogue(metric="kl", seed=0):
-    """Every method of the catalogue, in three sizes where it has any, and compositions, all with numbers of chance."""
-    chance = random.Random(seed)
-    names = [f"{r.name}(budget={n})" if r.sized else r.name for r in CATALOGUE.values() for n in (512, 256, 128)]
-    rows = []
-    for name in [*dict.fromkeys(names), "snapkv(budget=512) | int4", "no such cache"]:
-        share = chance.choice((0.15, 0.27, 0.52)) * chance.uniform(0.9, 1.2)
-        value = {"kl": share**-2 / 400, "ppl": 4 + share**-2 / 20, "score": share}[metric] * chance.uniform(0.5, 2)
-        more = {"ms_token": chance.uniform(10, 40), metric: 0.0 if name == "full" and metric == "kl" else value}
-        rows.append({"cache": name, "task": "t/x", "bytes": int(1000 * share), "bytes_full": 1000, **more})
-    return points([("a.json", {"model": "m", "prefix": 64}, rows)])
+from support.points import HOSTILE, catalogue
 
 
 def test_what_rows_are_made_of_says_their_family():

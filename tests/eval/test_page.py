@@ -9,11 +9,11 @@ import shutil
 import subprocess
 
 import pytest
-from test_multiples import HOSTILE, catalogue
 
 from jkv.eval import page
 from jkv.eval.families import family
 from jkv.eval.points import points
+from support.points import HOSTILE, catalogue
 
 
 class Read(html.parser.HTMLParser):

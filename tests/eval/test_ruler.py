@@ -12,6 +12,7 @@ from jkv.eval.niah import needle
 from jkv.eval.ruler import DEPTHS
 from jkv.eval.tasks import TASKS, examples
 from jkv.eval.words import LINE, chains, coined, keys, letters, people, prose, uuids, vocabulary
+from support.answers import fact, holders
 
 NEEDLE = re.compile(r"Remember: a magic (number|code) of (\S+) is (\S+)\.")
 UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -109,15 +110,6 @@ def test_the_row_of_the_classic_takes_all_depths():
     assert {example.meta["depth"] for example in made("niah", samples=60)} == {i / 10 for i in range(11)}
 
 
-def holders(text: str, value: str) -> list[str]:
-    """The variables that hold a number, by running the assignments from first to last."""
-    held: dict[str, str] = {}
-    for name, source in re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", text, re.M):
-        assert name not in held and (source.isdigit() or source in held), "assigned twice, or before its source"
-        held[name] = source if source.isdigit() else held[source]
-    return [name for name in held if held[name] == value]
-
-
 def test_vt_traces_one_chain_after_a_worked_example():
     for example in made("vt"):
         shown, text = example.context.split("\n\nThe text:\n\n")
@@ -194,25 +186,6 @@ def test_zipf_counts_of_the_specification():
     import math
 
     assert [int(1000 * k**-2 * 6 / math.pi**2) for k in (1, 2, 3, 4)] == [607, 151, 67, 37]
-
-
-FACTS = {
-    "town": r"{} was born in (\w+) and",
-    "firm": r"{} was born in \w+ and works as a \w+ for (\w+)\.",
-    "pet": r"{}[^\n]* called (\w+),",
-}
-QUESTIONS = {"town": r"was (.+) born\?", "firm": r"does (.+) work\?", "pet": r"animal of (.+) called\?"}
-
-
-def fact(context: str, question: str) -> list[str]:
-    """All values that the documents give for what a question asks, after following its teachers."""
-    (attribute,) = (a for a, pattern in QUESTIONS.items() if re.search(pattern, question))
-    who = re.search(QUESTIONS[attribute], question)[1]
-    while who.startswith("the teacher of "):
-        pupil = who.rsplit("the teacher of ", 1)[1]
-        (teacher,) = re.findall(rf"(?:^|: ){pupil} was born[^\n]* taught by (\w+ \w+)\.", context, re.M)
-        who = who.rsplit("the teacher of ", 1)[0] + teacher
-    return re.findall(r"(?:^|: )" + FACTS[attribute].format(who), context, re.M)
 
 
 @pytest.mark.parametrize("name, hops", [("qa_1", 0), ("qa_2", 1)])

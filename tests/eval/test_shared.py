@@ -6,11 +6,11 @@ import re
 import statistics
 
 import pytest
-from test_ruler import fact, holders
 
 from jkv.eval.shared import RULE, SESSIONS, sessions
 from jkv.eval.tasks import TASKS, none_named
 from jkv.io.load import read
+from support.answers import fact, holders
 
 
 def quarter(text: str) -> int:

@@ -5,7 +5,6 @@ import struct
 import time
 
 import gguf
-import ggufs
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from jkv.io.errors import FormatError
 from jkv.io.gguf import open_file
 from jkv.io.gguf_model import read_gguf
+from support import ggufs
 
 SIMPLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import ggufs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from jkv import models
 from jkv.io.errors import FormatError
 from jkv.io.gguf_model import read_gguf
+from support import ggufs
 
 HF = {
     "token_embd": "model.embed_tokens",

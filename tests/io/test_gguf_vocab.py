@@ -1,6 +1,5 @@
 """Tokenizers rebuilt from GGUF metadata."""
 
-import ggufs
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from jkv.io.errors import FormatError
 from jkv.io.gguf import open_file
 from jkv.io.gguf_vocab import build_tokenizer
+from support import ggufs
 
 
 def build(tmp_path, meta):

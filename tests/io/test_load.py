@@ -5,7 +5,6 @@ import subprocess
 import sys
 import types
 
-import ggufs
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from safetensors.numpy import save_file
 from jkv import models
 from jkv.io import hub, load
 from jkv.io.gguf_model import read_gguf
+from support import ggufs
 
 
 @pytest.mark.parametrize("dtype", load.DTYPES)

@@ -1,6 +1,5 @@
 """Encoding, streaming and chat templates."""
 
-import ggufs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +9,7 @@ from jkv.io.gguf import open_file
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.templates import render
 from jkv.io.tokenizer import Tokenizer
+from support import ggufs
 
 # Special tokens written out are special, so they do not come back.
 TEXT = st.text(max_size=40).filter(lambda text: not any(special in text for special in ggufs.SPECIAL))

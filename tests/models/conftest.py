@@ -1,11 +1,6 @@
-"""Lets the tests here import `make`, which sits beside the golden files that it wrote."""
-
-import sys
-from pathlib import Path
+"""Settings of the models' tests."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 
 
 @pytest.fixture(autouse=True)

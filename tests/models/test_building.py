@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from make import CASES, weights
 
+from golden.make import CASES, weights
 from jkv import models
 from jkv.models.params import EXACT
 

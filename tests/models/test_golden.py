@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make import BASE, CASES, HERE, LENGTHS, NEW, weights
 
+from golden.make import BASE, CASES, HERE, LENGTHS, NEW, weights
 from jkv import models
 
 forward = jax.jit(models.forward)

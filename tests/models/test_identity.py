@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make import CASES
 
+from golden.make import CASES
 from jkv import models
 from jkv.io import identity, learned, load
 from jkv.io.identity import fingerprint
+from support import ggufs
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -125,9 +126,6 @@ def folder_of(source: Any, folder: Path) -> Path:
 
 
 def test_a_file_and_a_folder_of_equal_weights_are_one_model(tmp_path: Path):
-    sys.path.insert(0, str(Path(__file__).parents[1] / "io"))
-    import ggufs
-
     whole = ggufs.tiny(tmp_path / "m.gguf")
     folder = folder_of(load.read(whole), tmp_path / "folder")
     for dtype in DTYPES:

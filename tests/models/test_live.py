@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from make import CASES, batch, torch_logits, torch_model, weights  # noqa: E402
-
+from golden.make import CASES, batch, torch_logits, torch_model, weights  # noqa: E402
 from jkv import models  # noqa: E402
 
 forward = jax.jit(models.forward)

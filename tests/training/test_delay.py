@@ -6,10 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_losses as plain
-from test_cli import PARAMS as SPEAKING
-from test_cli import call, refused
-from test_losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 import jkv
 from jkv.io import learned
@@ -18,6 +14,10 @@ from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
 from jkv.methods.scores.delayed import Delayed, Switch
 from jkv.training import delay, trainer
+from support import losses as plain
+from support.commands import PARAMS as SPEAKING
+from support.commands import call, refused
+from support.losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 WINDOW, KEY = 12, jax.random.key(3)
 RNG = np.random.default_rng(2)

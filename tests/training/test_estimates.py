@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cli import PARAMS, call
-from test_warm import MODEL, H, N, T, data
 
 import jkv
 from jkv.io import load as loading
 from jkv.io.learned import trained
 from jkv.methods.scores.learned import Estimate, Foreseen, guess
 from jkv.training.estimates import Recipe, fit, looked_for, loss
+from support.commands import PARAMS, call
+from support.warm import MODEL, H, N, T, data
 
 RECIPE = Recipe(warm=200, answer=24, rate=2e-2)
 

@@ -8,10 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_losses as plain
-from test_cli import PARAMS as SPEAKING
-from test_cli import call, refused
-from test_losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 import jkv
 from jkv.io import learned as io
@@ -21,6 +17,10 @@ from jkv.io.safetensors import read_json
 from jkv.methods.scores import gated
 from jkv.methods.scores.gated import Gated, Look
 from jkv.training import flags, trainer
+from support import losses as plain
+from support.commands import PARAMS as SPEAKING
+from support.commands import call, refused
+from support.losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 RNG = np.random.default_rng(4)
 LOOK = gated.start(MODEL, 2, 4, 0.3, jax.random.key(5))

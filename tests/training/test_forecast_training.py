@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cli import PARAMS, call, refused
-from test_forecast import convolved
 
 import jkv
 from jkv.io import load as loading
 from jkv.io.safetensors import read_json
 from jkv.methods.selectors.forecast import Forecast, Linear, trained
 from jkv.training import forecast
+from support.commands import PARAMS, call, refused
+from support.convolution import convolved
 
 H, G, T, D = 2, 2, 200, 4
 SELECT = Forecast(unit=4, sinks=8, rows=16)

@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rig import MODEL, D, G, H
-from test_cli import PARAMS, call
-from test_mixtures import BUDGET, IDS, MIXTURES, PIECE, by_hand, first_layer, softmax
 
 import jkv
 from jkv.io import learned
@@ -17,6 +14,9 @@ from jkv.io import load as loading
 from jkv.methods.mixtures import Blend, Mixtures, start
 from jkv.training.mixtures import Recipe, fit, loss
 from jkv.training.warm import Layer
+from support.commands import PARAMS, call
+from support.mixtures import BUDGET, IDS, MIXTURES, PIECE, by_hand, first_layer, softmax
+from support.rig import MODEL, D, G, H
 
 RECIPE = Recipe(warm=60, budget=BUDGET, chunk=PIECE, rate=5e-3)
 T = 120

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_cli import tokenizer
 
 from jkv import models
 from jkv.eval import corpora, tasks
 from jkv.training import data
+from support.commands import tokenizer
 
 PARAMS = replace(models.random(dict(models.TINY, vocab_size=256, max_position_embeddings=2048)), tokenizer=tokenizer())
 

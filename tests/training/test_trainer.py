@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cli import PARAMS, call, refused
 
 import jkv
 from jkv.cli.train import METHODS
@@ -25,6 +24,7 @@ from jkv.methods.scores.learned import Deep, Gate, Outlook, Retention, deeper, s
 from jkv.models import Projected
 from jkv.training import methods, retention, trainer
 from jkv.training.checkpoints import Folder
+from support.commands import PARAMS, call, refused
 
 ARGUMENTS = (
     "--budget 12 --warm 8 --steps 20 --every 5 --rate 1e-2 --texts 5 --length 64 --corpus pydoc --width 8 --top 0 "

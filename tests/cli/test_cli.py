@@ -1,0 +1,253 @@
+"""The command line: text to stdout, receipts and one clear line of trouble to stderr."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import jkv
+from jkv.cli.app import app, one_line
+from jkv.io import load as loading
+from jkv.io.errors import FetchError
+from support.commands import PARAMS, RUNNER, call, refused, tokenizer
+
+CACHE = "snapkv(budget=40, window=8) | int8"
+TEXT = "the quick brown fox jumps over the lazy dog " * 3  # a token a byte: 132
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Any model name loads the tiny model."""
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", mesh=None: PARAMS)
+
+
+def generate(*args, cache=CACHE, new=4, stdin=None):
+    return call("generate", *args, "--cache", cache, "--max-new-tokens", new, stdin=stdin)
+
+
+def test_text_goes_to_stdout_and_the_receipt_to_stderr(tiny):
+    result = generate(TEXT)
+    assert result.exit_code == 0, result.output
+    expected = jkv.generate(PARAMS, CACHE, [{"role": "user", "content": TEXT}], max_new_tokens=4)
+    assert result.stdout == expected.text + "\n"
+    assert f"cache        {CACHE}" in result.stderr and "x smaller" in result.stderr
+    assert "error" not in result.stderr
+
+
+def test_json_is_one_document(tiny):
+    result = generate(TEXT, "--json", "--compare", "--no-chat")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert len(told["tokens"]) == 4 and told["report"]["config"] == CACHE
+    assert told["report"]["tokens_prompt"] == len(TEXT)
+    assert told["report"]["kl"] > 0 and told["report"]["ratio"] > 1
+
+
+def test_options_reach_the_runtime(tiny, monkeypatch):
+    seen = {}
+
+    def stream(params, cache, prompt, **options):
+        seen.update(options, cache=cache, prompt=prompt)
+        yield "a"
+        return type("Out", (), {"report": "receipt"})
+
+    monkeypatch.setattr(jkv, "stream", stream)
+    flags = "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 3"
+    result = generate("hi", *flags.split(), "--stop", "x", "--stop", "y z", "--chunk", 16, "--compare", "--no-chat")
+    assert result.exit_code == 0 and result.stdout == "a\n" and "receipt" in result.stderr
+    assert seen == dict(
+        cache=CACHE, prompt="hi", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1,
+        repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True,
+    )  # fmt: skip
+
+
+def test_a_prompt_from_a_file_and_from_stdin(tiny, tmp_path):
+    (tmp_path / "p.txt").write_text(TEXT)
+    outs = [
+        generate(TEXT, "--json"),
+        generate("--file", tmp_path / "p.txt", "--json"),
+        generate("--file", "-", "--json", stdin=TEXT),
+    ]
+    assert [o.exit_code for o in outs] == [0, 0, 0]
+    assert len({json.loads(o.stdout)["text"] for o in outs}) == 1
+    assert {json.loads(o.stdout)["report"]["tokens_prompt"] for o in outs} == {len(TEXT) + 2}  # the template's brackets
+
+
+def test_methods_are_the_catalogue():
+    told = json.loads(call("methods", "--json").stdout)
+    assert {r["name"] for r in told} == set(jkv.CATALOGUE)
+    assert all(r["exactness"] and r["about"] and r["axes"] for r in told)
+    assert "16 long-context sets" in next(r["claim"] for r in told if r["name"] == "snapkv")
+    table = call("methods").stdout
+    assert all(name in table for name in jkv.CATALOGUE) and "2404.14469" in table
+
+
+def test_a_method_says_what_it_takes_and_is_made_of():
+    text = call("methods", "snapkv").stdout
+    assert text.startswith("snapkv(budget=None, keep=None, bytes=None, window=") and "16 long-context sets" in text
+    assert "WindowMass: " in text and "2404.14469" in text
+    told = json.loads(call("methods", "pyramidkv", "--json").stdout)
+    assert told["arguments"]["keep"] is None and {"Pyramid", "WindowMass"} <= {*told["parts"]}
+    assert "did you mean 'snapkv'" in call("methods", "snapvk").stderr
+    assert "leave out one of the two" in call("methods", "snapkv", "--pairs").stderr
+
+
+def test_methods_that_go_together_are_told_apart_from_those_that_do_not():
+    told = {(r["score"], r["with"]): r["refused"] for r in json.loads(call("methods", "--pairs", "--json").stdout)}
+    assert told["snapkv", "int8"] == "" and "its own codecs" in told["zipvl", "int8"]
+    lines = call("methods", "--pairs").stdout.splitlines()
+    assert any("zipvl" in x and "no" in x for x in lines) and any("snapkv" in x and "yes" in x for x in lines)
+    assert told["zipvl", "int8"] in lines
+
+
+def test_inspect_tells_tokens_and_bytes(tiny, tmp_path):
+    result = call("inspect", "--cache", CACHE, "--prompt", TEXT, "--plot", tmp_path / "kept.png")
+    assert result.exit_code == 0, result.output
+    assert "8 bits" in result.stdout and "133" in result.stdout  # the last position
+    assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads(call("inspect", "--cache", CACHE, "--prompt", TEXT, "--json").stdout)
+    assert [layer["kept"] for layer in told["layers"]] == [[40.0, 40.0]] * 2
+
+
+def test_fetch_prints_the_path(monkeypatch, tmp_path):
+    monkeypatch.setattr("jkv.io.hub.fetch", lambda name: tmp_path / name)
+    assert call("fetch", "m").stdout.replace("\n", "") == str(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "cache, says",
+    [
+        ("snapvk(budget=40)", "did you mean 'snapkv'"),
+        ("zzz", "see `jkv methods`"),
+        ("snapkv(budgt=40)", "did you mean 'budget'"),
+        ("snapkv(budget=0)", "1 or more"),
+        ("snapkv", "give exactly one of budget="),
+        ("snapkv(budget=40", "write name or name(argument=value)"),
+        ("snapkv(budget=40) | h2o(budget=40)", "keep one of them"),
+    ],
+)
+def test_a_wrong_cache_is_refused_before_a_model_is_loaded(monkeypatch, cache, says):
+    monkeypatch.setattr(loading, "load", lambda *a: pytest.fail("loaded"))
+    refused(generate(TEXT, cache=cache), says)
+    refused(call("inspect", "--prompt", TEXT, "--cache", cache), says)
+
+
+def test_a_budget_that_cannot_work(tiny):
+    refused(generate(TEXT, cache="snapkv(budget=20)"), "raise the budget")
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_prompt(tiny, tmp_path, text):
+    (tmp_path / "p.txt").write_text(text)
+    refused(generate(text), "the prompt is empty", "--file PATH")
+    refused(generate("--file", tmp_path / "p.txt"), "the prompt is empty", "p.txt has no text")
+    refused(generate("--file", "-", stdin=text), "the prompt is empty")
+    refused(call("inspect"), "the prompt is empty")
+
+
+def test_an_overlong_prompt(tiny):
+    refused(generate("x" * 600), "context is 512", "Shorten one of them")
+
+
+def test_bad_files(tiny, tmp_path):
+    refused(generate("--file", tmp_path / "none.txt"), "none.txt: No such file", "give a text file")
+    refused(generate("--file", tmp_path), "Is a directory", "give a text file")
+    (tmp_path / "p.bin").write_bytes(b"\xff\xfe\x00")
+    refused(generate("--file", tmp_path / "p.bin"), "not UTF-8", "iconv")
+
+
+def test_bad_models(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF, but not really")
+    refused(generate(TEXT, "--model", tmp_path / "m.gguf"), "m.gguf")
+    refused(generate(TEXT, "--model", "smollm2-135n"), "did you mean smollm2-135m?")
+    refused(call("fetch", "nothing"), "names are: smollm2-135m")
+
+
+def test_a_missing_template(monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *a: replace(PARAMS, tokenizer=tokenizer(None)))
+    refused(generate(TEXT, "--chat"), "no chat template; use plain text")
+    assert generate(TEXT, new=1).exit_code == 0  # without the flag it is plain text
+
+
+@pytest.mark.parametrize("flags", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--top-p", "0"]])
+def test_settings_that_cannot_work(tiny, flags):
+    refused(call("generate", TEXT, "--cache", CACHE, *flags), flags[0].strip("-").replace("-", "_"))
+
+
+@pytest.mark.parametrize(
+    "args, says, way_out",
+    [
+        ("--nope", "No such option", "(see jkv --help)"),
+        ("generat", "No such command 'generat'", "(see jkv --help)"),
+        ("generate --nope", "No such option", "(see jkv generate --help)"),
+        ("generate --model", "Option '--model' requires an argument", "--help)"),
+        ("generate --max-new-tokens x", "'--max-new-tokens'", "(see jkv generate --help)"),
+        ("fetch a b", "unexpected extra argument", "(see jkv fetch --help)"),
+    ],
+)
+def test_options_and_arguments_that_cannot_be_read(args, says, way_out):
+    refused(RUNNER.invoke(app, args.split(), prog_name="jkv"), says, way_out, code=2)
+
+
+def test_without_a_command_there_is_help():
+    assert call().stdout == call("--help").stdout != ""
+
+
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        (FetchError("no network;\n\ntry later"), "no network; try later"),
+        (RuntimeError("nothing was evicted"), "nothing was evicted"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "use --chunk 512"),
+        (MemoryError(), "a smaller budget"),
+        (PermissionError(13, "Permission denied", "/m"), "/m: Permission denied; check the path"),
+    ],
+)
+def test_failures_of_the_runtime(monkeypatch, error, says):
+    def fail(*a):
+        raise error
+
+    monkeypatch.setattr(loading, "load", fail)
+    refused(generate(TEXT), says)
+    monkeypatch.setenv("JKV_DEBUG", "1")
+    assert generate(TEXT).exception is error
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *a: {}["x"])
+    assert isinstance(generate(TEXT).exception, KeyError)
+
+
+@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141)])
+def test_signals_end_it_without_a_word(monkeypatch, error, code):
+    def fail(*a):
+        raise error
+
+    monkeypatch.setattr(loading, "load", fail)
+    result = generate(TEXT)
+    assert (result.exit_code, result.output) == (code, "")
+
+
+SHORT = "from jkv.cli import app; from jkv.io import hub; hub.fetch = str; app.main()"  # still in the buffer at the end
+
+
+@pytest.mark.parametrize("args", [["-m", "jkv.cli", "methods"], ["-c", SHORT, "fetch"]], ids=["long", "short"])
+def test_a_reader_that_leaves(args):
+    """A real pipe, closed at the other end before the first byte."""
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, *args], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, env=env
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_success_is_left_alone():
+    with one_line():
+        pass

@@ -1,0 +1,190 @@
+"""Laws of reading and writing tiers, over every tier that compositions of the catalogue make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import lcm
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.core.cache import Tier
+from jkv.core.codes import decode, encode
+from jkv.core.empty import empty_tier
+from jkv.core.flush import _admit
+from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.merge import Newcomers
+from jkv.core.tiers import attend_tier, tier_dot
+from jkv.methods import CATALOGUE, parse
+from jkv.methods.checks import check
+from jkv.methods.codecs import Affine, Dense, Separable, Sparse
+from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.scores.keys import KeyNorm
+from jkv.methods.selectors.quest import PageBound
+from jkv.protocols import Codec, Selector
+from support import rig
+from support.rig import CASES, LONGEST, MODEL, STEPS, D, G, H
+
+PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside another one's
+ROPE, ROWS = MODEL.ropes[0], 2
+ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all rows
+SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
+Kind = tuple[Codec, Codec, str]  # of keys, of values, and when keys are rotated
+
+
+@cache
+def picked_from() -> tuple[dict[Kind, list[TierConfig]], list[tuple[CacheConfig, str]]]:
+    """Tiers that may be read by pages: their codecs, with every selector and page; and what is refused, and why.
+
+    Keys are stored rotated and, in every codec, of values too, before the rotation.
+    """
+    found: dict[Kind, dict[tuple[str, int], TierConfig]] = {}
+    refused = []
+    for config in rig.compositions():
+        check(replace(config, select=None), ROOMY)
+        for select in (replace(x, unit=page, pages=10_000) for x in SELECTORS for page in PAGES):
+            picks = replace(config, select=select)
+            try:
+                check(picks, ROOMY)
+            except ValueError as error:
+                refused.append((picks, str(error)))
+                continue
+            for k, v in map(picks.codecs, picks.tiers):
+                known = {of_k: of_v for of_k, of_v, rope in found if rope == "read"}  # one codec of values will do
+                for kind in (k, v, "write"), (k, known.get(k, v), "read"), (v, known.get(v, v), "read"):
+                    tier = tier_of(kind, lcm(*(x.grain for x in kind[:2]), select.unit), select)
+                    found.setdefault(kind, {})[type(select).__name__, select.unit] = tier
+    return {kind: list(tiers.values()) for kind, tiers in found.items()}, refused
+
+
+def tier_of(kind: Kind, unit: int, select: Selector | None) -> TierConfig:
+    k, v, rope = kind
+    sized = dict(capacity=unit, most=unit, share=None, unit=unit, evicts=True, kernels="xla")
+    return TierConfig(k=k, v=v, rope=rope, select=select, **sized)  # type: ignore[arg-type]
+
+
+def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
+    """A tier of random tokens in random slots, some of them dead."""
+    rng, c = np.random.default_rng(seed), config.capacity
+    pos = np.stack([rng.permutation(c) for _ in range(ROWS * H)]).reshape(ROWS, H, c).astype(np.int32)
+    pos[rng.random(pos.shape) < 0.2] = -1
+    pos[:, :, : config.unit] = -1
+    k, v = jnp.asarray(rng.standard_normal((2, ROWS, H, c, D)), jnp.float32)
+    stored = k if not config.pre_rope else ROPE.rotate(k, jnp.asarray(pos), inverse=True)
+    tier = empty_tier(config, plan, ROWS, MODEL, jnp.float32)
+    k_code, v_code = encode(config.k, stored), encode(config.v, v)
+    return replace(tier, k=k_code, v=v_code, pos=jnp.asarray(pos), columns={})
+
+
+def plain(config: TierConfig) -> LayerConfig:
+    plan = resolve(CacheConfig(score=KeyNorm()), MODEL, LONGEST, STEPS)[0]
+    return replace(plan, columns=(), tiers=(config,))
+
+
+KINDS = list(picked_from()[0])
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: "-".join(map(str, KINDS[i])))
+def test_reading_every_page_is_reading_the_tier(kind: int):
+    configs = picked_from()[0][KINDS[kind]]
+    assert len(configs) == len(SELECTORS) * len(PAGES)
+    capacity = 2 * lcm(*(config.unit for config in configs))
+    configs = [replace(config, capacity=capacity) for config in configs]
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, H, G, 1, D)), jnp.float32)
+    q_pos = jnp.full((ROWS, 1), capacity // 2, jnp.int32)  # half of the tokens are yet to come
+    tier = filled(replace(configs[0], select=None, unit=capacity // 2), plain(configs[0]))
+    summaries = [empty_tier(config, plain(config), ROWS, MODEL, jnp.float32).summary for config in configs]
+
+    @jax.jit
+    def read(tier: Tier, summaries: list[Any]) -> list[jax.Array]:
+        every = [(tier, replace(configs[0], select=None))]
+        every += [(replace(tier, summary=x), config) for x, config in zip(summaries, configs, strict=True)]
+        return [attend_tier(q, q_pos, *one, ROPE, D**-0.5, None).finish() for one in every]
+
+    whole, *paged = read(tier, summaries)
+    for config, got in zip(configs, paged, strict=True):
+        np.testing.assert_allclose(got, whole, atol=1e-5, err_msg=str(config.select))
+
+
+def test_what_is_not_read_by_pages_is_refused_with_a_reason():
+    found, refused = picked_from()
+    keys = {rope: {type(k) for k, _, of_k in found if of_k == rope} for rope in ("write", "read")}
+    assert keys == {"write": {Affine, Dense, Sparse}, "read": {Affine, Dense, Separable, Sparse}}
+    for config, why in refused:
+        select = type(config.select).__name__
+        assert ("leave out" in why and select in why) or "selection of pages" in why, why
+
+
+def admitted(config: TierConfig, seed: int = 3) -> tuple[Tier, jax.Array]:
+    """A tier into which random tokens have come, and their rotated keys by slot; the first unit is dead.
+
+    Positions are far from slots: what is said of keys must not depend on where they lie.
+    """
+    rng, c, u = np.random.default_rng(seed), config.capacity, config.unit
+    pos = np.stack([rng.permutation(4 * c)[:c] for _ in range(ROWS * H)]).reshape(ROWS, H, c).astype(np.int32)
+    pos = jnp.asarray(np.where(np.arange(c) < u, -1, pos))
+    k, v = jnp.asarray(rng.standard_normal((2, ROWS, H, c, D)), jnp.float32)
+    k = ROPE.rotate(k, pos)
+    index = jnp.broadcast_to(jnp.arange(c), pos.shape)
+    new = Newcomers(k=k, v=v, pos=pos, rank=jnp.zeros(pos.shape), columns={}, index=index)
+    units = jnp.broadcast_to(jnp.arange(1, c // u), (ROWS, H, c // u - 1))
+    tokens = index[:, :, u:]
+    return _admit(empty_tier(config, plain(config), ROWS, MODEL, jnp.float32), new, units, tokens, config, ROPE), k
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: "-".join(map(str, KINDS[i])))
+def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
+    for config in picked_from()[0][KINDS[kind]]:
+        select = config.select
+        assert select is not None
+        if select.unit != PAGES[-1]:
+            continue
+        tier, k = admitted(replace(config, capacity=3 * config.unit))
+        pages = k.reshape(ROWS, H, -1, select.unit, D)
+        want = jax.vmap(jax.vmap(jax.vmap(select.summarize)))(pages)
+        for x, y in zip(jax.tree.leaves(tier.summary), jax.tree.leaves(want), strict=True):
+            live = slice(config.unit // select.unit, None)
+            np.testing.assert_array_equal(x[:, :, live], y[:, :, live], str(select))
+
+
+@pytest.mark.parametrize("page", [1, 2])
+@pytest.mark.parametrize("rope", ["write", "read"])
+def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: int):
+    select = PageBound(unit=page, pages=2)
+    config = replace(tier_of((Dense(), Dense(), rope), 4, select), capacity=48)
+    tier = admitted(config)[0]
+    q = jnp.asarray(np.random.default_rng(5).standard_normal((ROWS, H, G, 1, D)), jnp.float32)
+    q = ROPE.rotate(q, jnp.full((1, 1, 1, 1), 300))
+    logits = np.asarray(tier_dot(q.reshape(ROWS, H, G, D), tier, config, ROPE, "k")).max(2)
+    best = logits.reshape(ROWS, H, -1, page).max(-1)[:, :, 4 // page :]  # without the dead unit
+    bound = np.asarray(select.most(q, tier.summary))[:, :, 4 // page :]
+    assert (bound >= best - 1e-5).all()
+    if page == 1:
+        np.testing.assert_allclose(bound, best, atol=1e-5)
+
+
+MELTING = [CASES[row.name][-1].tight for row in CATALOGUE.values() if row.filled.get("merge")]
+
+
+@pytest.mark.parametrize("text", MELTING, ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
+def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
+    """After flushes: no selector remembers keys that a merge has changed since."""
+    text = f"{text} | quest(pages=3, page=4, dense_layers=0)"
+    try:
+        check(parse(text), ROOMY)
+    except ValueError as error:
+        assert "leave out one" in str(error)
+        return
+    cache = rig.run(text, forced=rig.FORCED[:, :34]).caches[-1]
+    for layer, plan in zip(cache.layers, cache.plan, strict=True):
+        (tier,), (config,) = layer.tiers, plan.tiers
+        keys = decode(config.k, tier.k).reshape(ROWS, H, -1, config.select.unit, D)
+        made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
+        live = (np.broadcast_to(tier.pos, (ROWS, H, tier.pos.shape[2])).reshape(keys.shape[:4]) >= 0).all(-1)
+        assert live.any()
+        for got, want in zip(jax.tree.leaves(tier.summary), jax.tree.leaves(made), strict=True):
+            np.testing.assert_allclose(np.asarray(got)[live], np.asarray(want)[live], atol=1e-6)

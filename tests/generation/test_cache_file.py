@@ -1,0 +1,182 @@
+"""Files of caches: no damaged, foreign or impossible one is gone on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import models
+from jkv.generation import cache_file
+from jkv.io import checkpoint
+from jkv.io.errors import FormatError
+from support import tiny
+
+PARAMS = models.random(dict(models.TINY, hidden_size=16, intermediate_size=16, num_hidden_layers=1))
+TEXT = "snapkv(budget=20, window=4) | int8"
+
+
+@pytest.fixture(scope="module")
+def cache() -> jkv.Cache:
+    return jkv.prefill(PARAMS, TEXT, [[5, 6, 7] * 10], room=4)[0]
+
+
+@pytest.fixture
+def path(cache: jkv.Cache, tmp_path: Path) -> Path:
+    jkv.save_cache(cache, tmp_path / "c", PARAMS)
+    return tmp_path / "c"
+
+
+def same(a: Any, b: Any) -> bool:
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(np.array_equal(x, y) for x, y in leaves)
+
+
+def test_a_turned_bit_is_refused_or_says_nothing(cache, path):
+    """Every bit of a smaller file is turned in test_checkpoint.py."""
+    whole = path.read_bytes()
+    header, rng = 8 + struct.unpack("<Q", whole[:8])[0], np.random.default_rng(0)
+    at = [*range(8), *rng.integers(8, header, 80), *rng.integers(header, len(whole), 60)]
+    places = [(int(i), rng.integers(8)) for i in at]
+    refused = 0
+    for byte, bit in places:
+        content = bytearray(whole)
+        content[byte] ^= 1 << int(bit)
+        path.write_bytes(content)
+        try:
+            assert same(jkv.load_cache(path, PARAMS), cache)
+        except FormatError:
+            refused += 1
+    assert refused > 0.99 * len(places)
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """The file with another description and other arrays, sealed again: as one who means harm would."""
+    arrays, meta = checkpoint.read(path)
+    change(arrays, meta)
+    checkpoint.write(path, arrays, meta)
+
+
+DEEP = "(" * 50_000 + ")" * 50_000
+DESCRIPTIONS = [
+    ("config", ["full"], "config is no text"),
+    ("config", 5, "config is no text"),
+    ("config", None, "config is no text"),
+    ("config", {"a": 1}, "config is no text"),
+    ("config", DEEP, "config is no text, or far too long"),
+    ("config", "(" * 9_000 + ")" * 9_000, "description cannot be used"),
+    ("config", "full(" + "-" * 9_000 + "1)", "description cannot be used"),
+    ("config", "nonsense", "unknown method"),
+    ("rows", "1", "rows, longest and new"),
+    ("rows", -1, "rows, longest and new"),
+    ("rows", True, "rows, longest and new"),
+    ("rows", 10**30, "rows, longest and new"),
+    ("rows", 10**9, "not .*1000000000"),
+    ("longest", [], "rows, longest and new"),
+    ("longest", 2**40, "rows, longest and new"),
+    ("new", 1.5, "rows, longest and new"),
+    ("dtype", "float9", "description cannot be used"),
+    ("dtype", [], "description cannot be used"),
+    ("dtype", "bfloat16", "float32.*bfloat16"),
+    ("weights", "0", "weights that its score"),
+    ("plan", "0", "other numbers to the jkv that wrote it"),
+    ("model", "0", "belongs to the model 0"),
+    ("model", [], "belongs to the model"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "says"), DESCRIPTIONS)
+def test_a_description_that_is_none_is_refused(path, field, value, says):
+    rewritten(path, lambda arrays, meta: meta.update({field: value}))
+    with pytest.raises(FormatError, match=says):
+        jkv.load_cache(path, PARAMS)
+
+
+@pytest.mark.parametrize("field", ["model", "plan", "config", "rows", "longest", "new", "dtype", "weights"])
+def test_every_field_of_the_description_is_needed(path, field):
+    rewritten(path, lambda arrays, meta: meta.pop(field))
+    if field == "weights":  # without it, nothing was learned, as here
+        assert jkv.load_cache(path, PARAMS)
+        return
+    with pytest.raises(FormatError):
+        jkv.load_cache(path, PARAMS)
+
+
+def test_a_config_that_means_other_numbers_by_now_is_refused(path, monkeypatch):
+    from jkv.generation import cache_file
+
+    later = cache_file.layout
+
+    def layout(config: Any, *more: Any) -> Any:
+        return later(dataclasses.replace(config, recent=config.recent + 1, block=config.block - 1), *more)
+
+    monkeypatch.setattr(cache_file, "layout", layout)
+    with pytest.raises(FormatError, match="meant other numbers to the jkv that wrote it.*prefill the prompt again"):
+        jkv.load_cache(path, PARAMS)
+
+
+def integers(cache: jkv.Cache) -> list[str]:
+    """Names of all arrays of whole numbers that say where or how many, which codes do not."""
+    leaves = jax.tree_util.tree_leaves_with_path(cache_file._arrays(cache))
+    names = [(jax.tree_util.keystr(where), x) for where, x in leaves]
+    return [name for name, x in names if x.dtype == jnp.int32 or name.endswith(".head")]
+
+
+CASES = [
+    (tiny.PARAMS, "snapkv(budget=20, window=4)"),
+    (tiny.PARAMS, "adakv(budget=20, window=4)"),
+    (tiny.PARAMS, "streaming(budget=24)"),
+    (tiny.HYBRID, "full"),
+]
+
+
+@pytest.mark.parametrize(("params", "text"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_places_and_counts_beyond_all_that_is_there_are_refused(tmp_path, params, text):
+    cache = jkv.prefill(params, text, [[5, 6, 7] * 10, [8] * 25], room=4)[0]
+    jkv.save_cache(cache, tmp_path / "c", params)
+    assert same(jkv.load_cache(tmp_path / "c", params), cache)
+    whole, names = (tmp_path / "c").read_bytes(), integers(cache)
+    assert names
+    for name in names:
+        for bad in (-(2**31), 2**31 - 1) if not name.endswith(".head") else (2, 255):
+
+            def spoil(arrays: Any, meta: Any, name: str = name, bad: int = bad) -> None:
+                x = arrays[name].copy()
+                x.reshape(-1)[-1] = bad
+                arrays[name] = x
+
+            rewritten(tmp_path / "c", spoil)
+            with pytest.raises(FormatError, match="cannot be so"):
+                jkv.load_cache(tmp_path / "c", params)
+            (tmp_path / "c").write_bytes(whole)
+
+
+def test_arrays_that_nobody_asked_for_are_not_read(path, monkeypatch):
+    rewritten(path, lambda arrays, meta: arrays.update(more=np.zeros(1 << 20)))
+    monkeypatch.setattr(checkpoint, "digest", lambda *_: pytest.fail("the arrays were read"))
+    with pytest.raises(FormatError, match="holds array more"):
+        jkv.load_cache(path, PARAMS)
+
+
+def test_another_models_cache_is_refused_before_its_arrays_are_read(path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "digest", lambda *_: pytest.fail("the arrays were read"))
+    for other in jax.tree.leaves(PARAMS):
+        changed = [x + 1 if x is other else x for x in jax.tree.leaves(PARAMS)]
+        params = jax.tree.unflatten(jax.tree.structure(PARAMS), changed)
+        with pytest.raises(FormatError, match="belongs to the model .* and this one is"):
+            jkv.load_cache(path, params)
+
+
+def test_what_is_loaded_is_its_own(cache, path):
+    """Programs take a cache's arrays over: they must not be the memory of a file."""
+    loaded = jkv.load_cache(path, PARAMS)
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert same(loaded, cache) and json.loads(json.dumps(cache.name)) == loaded.name

@@ -1,0 +1,84 @@
+"""Text that is given after a prompt: what it may cost the prompt, and that it is there when it is answered."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import methods
+from jkv.core import loop
+from jkv.core.cache import Cache
+from jkv.methods import CATALOGUE, checks
+from support import rig
+from support.rig import LENGTHS, PARAMS, L
+
+LATER, ANSWER = (14, 15), 17  # tokens of each row after its prompt; steps of an answer: a flush
+QUESTION = np.full((2, max(LATER)), -1, np.int32)
+for _row, _n in enumerate(LATER):
+    QUESTION[_row, -_n:] = rig.FORCED[_row, -_n:]
+
+# Every composition of the laws, and what compresses only a prompt with every codec that tokens can be kept in.
+CODED = [
+    f"snapkv(budget=40, window=8) | append | {name}" + ("(recent=0, group=16)" if name == "kivi" else "")
+    for name, row in CATALOGUE.items()
+    if row.axes and row.axes[0] == "codec"
+]
+TEXTS = [(case.model, case.tight) for case in (*rig.ALL, *rig.RECURRING)] + [("llama", text) for text in CODED]
+
+
+def held(cache: Cache) -> np.ndarray:
+    """bool[L,B,H,LONGEST]: which positions a cache holds, coded or exact."""
+    return np.stack([np.logical_or(*rig.held(cache, i)) for i in range(L)])
+
+
+def named(case: tuple[str, str]) -> str:
+    return f"{case[0]}: {case[1].replace(rig.FOLDER.name, 'tiny')}"
+
+
+@pytest.mark.parametrize("case", TEXTS, ids=named)
+def test_what_follows_a_prompt_is_held_until_it_is_answered(case: tuple[str, str]):
+    """On top of the budget and at no cost to the prompt, where a method compresses prompts; else within the budget."""
+    model, text = case
+    params, config = rig.MODELS[model], methods.parse(text)
+    if text in CODED:
+        checks.check(config, params.config)
+    before = rig.begun(text, params=params)[0]
+    question = QUESTION[:, -8:] if 0 < config.append < 1 else QUESTION  # room for a share of what may come
+    later = (question >= 0).sum(1).tolist()
+    after, logits = loop.absorb(params, before, jnp.asarray(question), later=True)
+    assert np.isfinite(np.asarray(logits)).all()
+    start = before.seen.tolist() if config.prefill.skips else LENGTHS
+    assert after.prompt.tolist() == list(start) and after.counts.later.tolist() == later
+    was, now, answered = held(before), held(after), after
+    if not config.append:
+        most = np.asarray(after.kept())
+        for i, plan in enumerate(after.plan):
+            for b, (n, m) in enumerate(zip(start, later, strict=True)):
+                assert now[i, b, :, n + m - min(plan.recent, m) : n + m].all()
+            slots = sum(t.most for t in plan.tiers) + plan.stay
+            assert (most[i] <= slots).all() if not plan.pooled else (most[i].mean(-1) <= slots).all()
+        return
+    for i in range(ANSWER):
+        answered, _ = loop.step(params, answered, jnp.asarray(rig.FORCED[:, i]))
+    assert int(answered.fill) < int(answered.room) and (answered.counts.generated == ANSWER).all()
+    for cache in (after, answered):
+        now = held(cache)
+        assert (now | ~was).all() if cache is after or config.append == 1 else now.any()
+        for b, (n, m) in enumerate(zip(start, later, strict=True)):
+            assert now[:, b, :, n : n + m].all()
+
+
+def test_a_question_has_room_or_is_refused():
+    rows = [[t % 90 for t in range(3, 63)], [t % 90 for t in range(5, 78)]]
+    for text in ("kvzip(budget=32)", "snapkv(budget=32, window=8) | append"):
+        cache, _ = jkv.prefill(PARAMS, text, rows, room=20)
+        cache, _ = jkv.extend(PARAMS, cache, [[1, 2, 3, 4]] * 2)
+        np.testing.assert_array_equal(np.asarray(cache.kept()).mean((0, 2)), 36)
+        with pytest.raises(ValueError, match="room for 20 tokens on top of its budget.*hold 21.*larger room="):
+            jkv.generate(PARAMS, cache, [[5, 6, 7]] * 2, max_new_tokens=14)
+        out = jkv.generate(PARAMS, cache, [[5, 6, 7]] * 2, max_new_tokens=13, stop_ids=())
+        assert np.asarray(out.cache.kept()).mean((0, 2)).max() <= 32 + 20
+    cache, _ = jkv.prefill(PARAMS, "snapkv(budget=32, window=8)", rows, room=20)
+    assert np.asarray(jkv.extend(PARAMS, cache, [[5] * 40] * 2)[0].kept()).max() <= 32

@@ -1,0 +1,175 @@
+"""DMS: the paper's small example, prompts against a float64 model that is told what to forget, and its folders."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import models
+from jkv.core import flush, loop
+from jkv.generation import sizes
+from jkv.io import learned as io
+from jkv.io.errors import FormatError
+from jkv.methods.config import resolve
+from jkv.methods.scores import delayed
+from support import rig
+from support.rig import LENGTHS, MODEL, PARAMS, PROMPT, H, L
+from support.scenes import evidence
+
+WINDOW = 48
+TEXT = rig.CASES["dms"][0].tight
+
+
+def ranked(said, window: int) -> np.ndarray:
+    """Of tokens 0, 1, ... that were just read, and of which each says whether the one before is to leave."""
+    said = jnp.asarray(said, jnp.float32)[None, None]
+    score = delayed.Delayed(window=window)
+    ev = evidence(np.eye(said.shape[2]))
+    ev = dataclasses.replace(ev, columns={"said": said, "mark": jnp.full_like(said, -delayed.KEEP)})
+    plan = SimpleNamespace(score=score, expires=True, window=None)
+    return np.asarray(flush.ranked(dataclasses.replace(ev, columns=score.observe(ev)), plan))[0, 0]  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_paper():
+    flags = np.array([1, 0, 1, 1, 0, 0])
+    said = np.where(np.append(0, flags[:-1]), 2.0, -2.0)  # one token later
+    pos, said_of = jnp.arange(6)[None, None], jnp.asarray(said, jnp.float32)[None, None]
+    columns = {"said": said_of, "mark": jnp.full_like(said_of, -delayed.KEEP)}
+    until = delayed.Delayed(window=2).expires(columns, pos)[0, 0]
+    assert np.flatnonzero((np.arange(6) <= 5) & (np.asarray(until) >= 5)).tolist() == [1, 3, 4, 5]
+    assert np.flatnonzero(ranked(said, 2) > -np.inf).tolist() == [1, 4, 5]  # for the query after: 3 is too old
+    assert (ranked(said, 2) == np.inf).tolist() == [False] * 4 + [True] * 2
+    assert (ranked(said, 6) == np.inf).all()
+
+
+def test_the_unmarked_rank_by_how_sure_they_are():
+    got = ranked([9, -1, -3, -2, 5, -4], 1)  # of tokens 0 to 4: -1, -3, -2, 5 (marked), -4
+    np.testing.assert_allclose(got, [1, 3, 2, -np.inf, 4, np.inf])
+
+
+def test_pads_between_two_turns_say_nothing():
+    said = jnp.asarray([[[7.0, 9.0, 9.0, 3.0, 9.0, -1.0]]])
+    pos = jnp.asarray([[0, -1, -1, 1, -1, 2]])
+    np.testing.assert_array_equal(delayed.said_by_next(said, pos[:, None])[0, 0, [0, 3, 5]], [3, -1, -delayed.KEEP])
+
+
+def marks(x: np.ndarray, layer: int) -> np.ndarray:
+    """bool[H,T] of the block's normed input x f[T,E], in float64."""
+    gate = io.trained(rig.SWITCH, delayed.Delayed()).gate
+    out, gain = (np.asarray(a[layer], np.float64) for a in (gate.out, gate.gain))
+    return np.append((100 * (x * gain) @ out.T - 5)[1:], np.full((1, H), -5), 0).T > 0
+
+
+@cache
+def forgotten(row: int):
+    """Logits of a row's prompt from plain attention that forgets, and each layer's marks."""
+    found, n = [], LENGTHS[row]
+    pos, net = jnp.arange(n)[None], models.family(MODEL)
+
+    def attend(i, a):
+        rope = MODEL.ropes[i]
+        q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
+        found.append(marks(np.asarray(a.x, np.float64)[0], i))
+        age = np.arange(n)[:, None] - np.arange(n)[None]
+        see = (age >= 0) & (~found[-1][:, None] | (age <= WINDOW))
+        p = np.einsum("hgtd,hsd->hgts", *(np.asarray(y[0], np.float64) for y in (q, k))) * MODEL.scale
+        p = np.where(see[:, None], np.exp(p - p.max(-1, keepdims=True)), 0)
+        o = np.einsum("hgts,hsd->hgtd", p / p.sum(-1, keepdims=True), np.asarray(a.v[0], np.float64))
+        return jnp.asarray(o, jnp.float32)[None], None
+
+    x = net.embed(PARAMS, jnp.asarray(PROMPT)[row : row + 1, -n:])
+    for i in range(L):
+        x, _ = net.layer(PARAMS, i, x, pos, attend)
+    return np.asarray(net.head(PARAMS, x))[0, -1], found
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_prompt_sees_what_it_would_have_seen_token_by_token(row: int):
+    run, n = rig.shared(TEXT), LENGTHS[row]
+    logits, found = forgotten(row)
+    np.testing.assert_allclose(run.logits[0][row], logits, atol=1e-4)
+    dense = np.asarray(rig.dense_prompt(jnp.asarray(PROMPT))[0])[row, -1]
+    assert np.abs(logits - dense).max() > 1e-3
+    for layer in range(L):
+        held = np.logical_or(*rig.held(run.caches[0], layer))[row, :, :n]
+        want = ~found[layer] | (np.arange(n) >= n - WINDOW)[None]
+        np.testing.assert_array_equal(held, want)
+        assert not held.all() and len({tuple(h) for h in held}) == H
+
+
+def test_marked_tokens_leave_at_flushes_though_there_is_room():
+    run = rig.shared(TEXT)
+    for i in rig.flushed(run.caches):
+        cache = run.caches[i]
+        seen = np.asarray(cache.seen) - 1  # the flush came before the newest token
+        for layer, part in enumerate(cache.layers):
+            tier = part.tiers[0]
+            pos, mark = np.asarray(tier.pos), np.asarray(tier.columns["mark"])
+            old = (pos >= 0) & (pos < (seen - WINDOW)[:, None, None])
+            assert old.any() and not (old & (mark > 0)).any(), layer
+            assert ((pos >= 0) & (mark > 0)).any()
+        assert (np.asarray(cache.kept()) < np.asarray(cache.seen)[None, :, None]).all()
+
+
+def test_tokens_one_by_one_are_marked_as_those_of_a_prompt():
+    cache, n = rig.empty(TEXT), LENGTHS[1]
+    for token in PROMPT[1, -n:][:60]:
+        cache, _ = loop.step(PARAMS, cache, jnp.full(2, token))
+    tier, want = cache.layers[0].tiers[0], forgotten(1)[1][0]  # the first layer's input does not depend on what it saw
+    pos, mark, heads = (np.asarray(x)[0, 0] for x in (tier.pos, tier.columns["mark"], tier.head))
+    for head in range(H):
+        live = (pos >= 0) & (heads == head)
+        assert live.sum() == 32 and (mark[live] > 0).tolist() == want[head][pos[live]].tolist()
+
+
+def folder(path, **arrays) -> str:
+    fine = dict(out=np.ones((2, 2, 64)), gain=np.ones((2, 64)), layers=np.ones(2))
+    io.write(path, {k: x for k, x in (fine | arrays).items() if x is not None}, {"method": "dms", "model": []})
+    return str(path)
+
+
+@pytest.mark.parametrize("wrong", [{"gain": None}, {"gain": np.ones((2, 63))}, {"gain": np.ones(2)}, {"layers": None}])
+def test_a_folder_without_switches_is_refused(tmp_path, wrong):
+    with pytest.raises(FormatError, match="not those of dms"):
+        jkv.parse(f"dms(keep=1.0, gate={folder(tmp_path, **wrong)!r})")
+
+
+def test_layers_divide_a_budget_by_what_stayed_of_the_texts_of_the_training(tmp_path):
+    text = f"dms(budget=64, window=16, gate={folder(tmp_path / 'uneven', layers=np.array([0.6, 0.2]))!r})"
+    assert [x.capacity for x in resolve(jkv.parse(text), MODEL, 200, 20)] == [16 + 72, 16 + 24]
+    cache = rig.prompted(text)
+    assert [tier.pos.shape[-1] for tier in (x.tiers[0] for x in cache.layers)] == [72 * H, 24 * H]  # and 16 wait
+    for nothing in (np.zeros(2), np.array([1.0, -0.5]), np.ones((2, 1))):
+        with pytest.raises(FormatError, match="not those of dms"):
+            jkv.parse(f"dms(budget=64, gate={folder(tmp_path / 'none', layers=nothing)!r})")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dms(budget=100, window=128)", "must exceed its window of 128"),
+        ("dms(keep=1.0, window=-1)", "0 or more"),
+        ("dms", "exactly one of"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        jkv.parse(text)
+
+
+def test_the_newest_token_must_wait_for_the_next_one():
+    with pytest.raises(ValueError, match="recent=0.*must wait; 1 or more"):
+        jkv.prefill(PARAMS, f"dms(keep=1.0, recent=0, gate={rig.SWITCH!r})", [[1, 2, 3]])
+
+
+def test_a_model_without_switches_says_how_to_train_them():
+    with pytest.raises(ValueError, match="`jkv train dms --model"):
+        jkv.prefill(PARAMS, "dms(keep=1.0)", [[1, 2, 3]])
+    with pytest.raises(ValueError, match="has no weights yet"):
+        sizes.layout(jkv.parse("dms(keep=1.0)"), MODEL, 1, 64, 0, jnp.float32)

@@ -1,0 +1,97 @@
+"""Prompts that go on with fewer tokens after a layer: against a dense model of which the same is asked."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.core.layer import Pruning
+from jkv.methods import parse
+from jkv.methods.config import resolve
+from jkv.models import family
+from support.rig import LENGTHS, MODEL, PARAMS, PROMPT, H
+
+ROWS = [row[row >= 0].tolist() for row in PROMPT]
+TEXT = "fastkv(budget=24, window=8, layer=0, share=0.4)"
+
+
+def dense(row: int) -> tuple[np.ndarray, list[int]]:
+    """Logits of the last token, and the positions that layer 1 sees, in plain attention; one row alone."""
+    net, n, taken = family(MODEL), len(ROWS[row]), {}
+    pos = jnp.arange(n)[None]
+
+    def attend(i, a):
+        rope = MODEL.ropes[i]
+        q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
+        see = pos[:, None, :] <= pos[:, :, None]
+        x = jnp.where(see[:, None, None], jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale, -jnp.inf)
+        x = np.exp(np.asarray(x, float) - np.asarray(x, float).max(-1, keepdims=True))
+        taken[i] = x / x.sum(-1, keepdims=True)
+        return jnp.einsum("bhgts,bhsd->bhgtd", jnp.asarray(taken[i], jnp.float32), a.v), None
+
+    x = net.embed(PARAMS, jnp.asarray([ROWS[row]]))
+    x, _ = net.layer(PARAMS, 0, x, pos, attend)
+    mass = taken[0][0, :, :, -8:].sum(2).mean(1)[:, : n - 8]
+    pooled = sum(np.pad(mass, ((0, 0), (3, 3)))[:, i : i + n - 8] for i in range(7)) / 7
+    best = np.argsort(-pooled.sum(0), kind="stable")[: int(0.4 * n) - 8]
+    on = [*sorted(best.tolist()), *range(n - 8, n)]
+    x, pos = x[:, jnp.asarray(on)], jnp.asarray([on])
+    x, _ = net.layer(PARAMS, 1, x, pos, attend)
+    return np.asarray(net.head(PARAMS, x[:, -1:])[0, 0]), on
+
+
+def test_upper_layers_see_what_the_layer_before_looks_at():
+    cache, logits = jkv.prefill(PARAMS, "fastkv(budget=90, window=8, layer=0, share=0.4)", ROWS)
+    for row, n in enumerate(LENGTHS):
+        want, on = dense(row)
+        assert len(on) == int(0.4 * n)
+        np.testing.assert_allclose(logits[row], want, atol=1e-4)
+        for layer, held in ((0, set(range(n))), (1, set(on))):
+            part = cache.layers[layer]
+            for h in range(H):
+                pos = {*np.asarray(part.tiers[0].pos[row, h]).tolist(), *np.asarray(part.recent.pos[row]).tolist()}
+                assert pos - {-1} == held
+
+
+def test_with_all_tokens_it_is_snapkv():
+    (own, logits), (snap, same) = (
+        jkv.prefill(PARAMS, text, ROWS)
+        for text in ("fastkv(budget=40, share=1.0)", "snapkv(budget=40, window=8, pool=7) | append")
+    )
+    np.testing.assert_array_equal(logits, same)
+    for a, b in zip(own.layers, snap.layers, strict=True):
+        np.testing.assert_array_equal(a.tiers[0].pos, b.tiers[0].pos)
+
+
+def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred():
+    config = parse("fastkv(keep=0.1, share=0.2)")
+    seen = jnp.asarray([1000])
+    on = config.prefill.pruning(MODEL, 0)
+    assert on.count(seen).tolist() == [200] and on.most(1000) == 200 and config.prefill.pruning(MODEL, 1) is None
+    assert Pruning(size=64).count(jnp.asarray([1000, 40])).tolist() == [64, 40] and Pruning(size=64).most(40) == 40
+    for plan in resolve(config, MODEL, 500, 0):
+        assert plan.budget.limit(1000, seen, seen, None).tolist() == [100]
+
+
+def test_what_follows_a_prompt_goes_on_whole():
+    cache, _ = jkv.prefill(PARAMS, TEXT, ROWS, room=64)
+    more, logits = jkv.extend(PARAMS, cache, [[5, 6, 7, 8] * 5, [9, 10] * 6])
+    assert more.seen.tolist() == [LENGTHS[0] + 20, LENGTHS[1] + 12] and np.isfinite(np.asarray(logits)).all()
+    new = [set(np.asarray(more.layers[1].recent.pos[i]).tolist()) for i in range(2)]
+    assert all(set(range(n + k - 8, n + k)) <= x for n, k, x in zip(LENGTHS, (20, 12), new, strict=True))
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("fastkv(budget=40, layer=2)", "layer=2, and the model has layers 0 to 1"),
+        ("fastkv(budget=40, tokens=8)", "more than window=8"),
+        ("fastkv(budget=40, share=0.5, tokens=20)", "not both"),
+        ("fastkv(budget=40, chunk=16)", "does not go with chunk=16"),
+    ],
+)
+def test_what_cannot_work_is_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        jkv.prefill(PARAMS, text, ROWS)

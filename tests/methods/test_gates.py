@@ -1,0 +1,269 @@
+"""Retention gates: the numbers of the paper's score, the tokens it keeps, and the folders that gates live in."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jkv
+from jkv import models
+from jkv.core import sharding
+from jkv.eval import measure
+from jkv.generation import sizes
+from jkv.io import learned as io
+from jkv.io.errors import FormatError
+from jkv.methods.budgets import Tokens
+from jkv.methods.divisions import Won
+from jkv.methods.scores import learned
+from support import rig, tiny
+from support.rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
+from support.scenes import evidence
+
+TEXT = f"trimkv(budget={BUDGET}, gate={rig.GATE!r})"
+
+
+def ranks(log_beta) -> np.ndarray:
+    """Of tokens 0, 1, ... that were just read."""
+    column = jnp.asarray(log_beta, jnp.float32)[None, None]
+    ev = dataclasses.replace(evidence(np.eye(column.shape[2])), columns={"log_beta": column})
+    return np.asarray(learned.Retention().rank(ev))[0, 0]
+
+
+def test_the_ranks_are_those_of_the_example():
+    got = ranks(np.log([0.9, 0.5, 0.8, 0.99]))
+    np.testing.assert_allclose(got, [-0.527, -2.773, -0.669, -0.020], atol=1e-3)
+    assert got.argmin() == 1 and sorted(np.argsort(-got)[:2]) == [0, 3]
+
+
+def test_stabilizers_stay_where_the_example_of_locret_lets_them():
+    """Scores 5, 1, 4, 2, 3, 0 in chunks of two, three places: {0, 1}, {0, 2, 3}, and without stabilizers {0, 2, 4}."""
+
+    def kept(tokens: list[int], stabilizers: float, foreseen: tuple[float, ...] = (5.0, 1, 4, 2, 3, 0)) -> list[int]:
+        n = max(tokens) + 1
+        ev = evidence(np.eye(n))
+        column = jnp.asarray(foreseen[:n], jnp.float32)[None, None]
+        ev = dataclasses.replace(ev, columns={"foreseen": column}, limit=jnp.array([3]), seen=jnp.array([n]))
+        score = jkv.parse(f"locret(budget=103, stabilizers={stabilizers})").score
+        rank = np.asarray(score.rank(ev))[0, 0]
+        return sorted(sorted(tokens, key=lambda i: -rank[i])[:3])
+
+    assert kept([0, 1], 0.67) == [0, 1]
+    assert kept([0, 1, 2, 3], 0.67) == [0, 2, 3]
+    assert kept([0, 2, 3, 4, 5], 0.0) == [0, 2, 4]
+    assert kept([0, 1, 2, 3], 0.67, (5.0, 4, 1, 2)) == [0, 2, 3] != kept([0, 1, 2, 3], 0.0, (5.0, 4, 1, 2))
+
+
+@pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32
+def test_equal_gates_are_a_sliding_window(offset: float):
+    shapes = dict(into=(4, 8), bias=(4,), out=(1, 4), offset=(1,))
+    gate = learned.Gate(**{name: jnp.zeros(shape) for name, shape in shapes.items()} | {"offset": jnp.full(1, offset)})
+    got = ranks(gate(jnp.ones((1, 300, 8)))[0, 0])
+    assert (np.diff(got) > 0).all()  # the oldest goes first, also where every beta is 1
+
+
+def log_beta(x: np.ndarray, gate: learned.Gate, layer: int) -> np.ndarray:
+    """f64[H,T] of x f[T,E]."""
+    into, bias, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
+    hidden = x.astype(np.float64) @ into.T + bias
+    z = (hidden / (1 + np.exp(-hidden))) @ out.T + offset
+    return -np.log1p(np.exp(-z)).T
+
+
+@jax.jit
+def normed(ids: jax.Array) -> list[jax.Array]:
+    """The normed input f[T,E] of every layer for one prompt i32[1,T]."""
+    seen = []
+
+    def attend(i, a):
+        seen.append(a.x[0])
+        p = jnp.einsum("bhgtd,bhsd->bhgts", rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None]))
+        p = jnp.where(jnp.tril(jnp.ones(p.shape[-2:], bool))[None, None, None], p * MODEL.scale, -jnp.inf)
+        return jnp.einsum("bhgts,bhsd->bhgtd", jax.nn.softmax(p, -1), a.v), None
+
+    pos, rope, net = jnp.arange(ids.shape[1])[None], MODEL.ropes[0], models.family(MODEL)
+    x = net.embed(PARAMS, ids)
+    for i in range(L):
+        x, _ = net.layer(PARAMS, i, x, pos, attend)
+    return seen
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_the_slowest_to_fade_are_kept(row: int):
+    cache, gate, n = rig.prompted(TEXT), io.trained(rig.GATE, learned.Retention()).gate, LENGTHS[row]
+    for layer, x in enumerate(map(np.asarray, normed(PROMPT[row : row + 1, -n:]))):
+        want = log_beta(x, gate, layer)
+        recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
+        pos = np.asarray(cache.layers[layer].tiers[0].pos)[row]
+        np.testing.assert_allclose(recent, np.take_along_axis(want, pos, 1), rtol=2e-4)
+        best = np.argsort((np.arange(n) - n - 1) * want, 1, kind="stable")[:, :BUDGET]
+        np.testing.assert_array_equal(np.sort(pos, 1), np.sort(best, 1))
+        assert len({tuple(p) for p in np.sort(pos, 1)}) == H  # the test's gate tells heads apart
+
+
+# -------------------------------------------------------------------------------------------------------- makeeach
+
+
+def test_a_token_is_weighed_for_the_queries_ahead():
+    beta = np.array([0.9, 0.5, 0.999, 1e-3])
+    ev = dataclasses.replace(evidence(np.eye(4)), columns={"log_beta": jnp.log(jnp.asarray(beta))[None, None]})
+    for n in (1, 4, 1000):
+        got = np.asarray(learned.Outlook(ahead=n).rank(ev), np.float64)[0, 0]
+        want = [np.log(sum(b ** (4 + 1 - i + m) for m in range(n))) for i, b in enumerate(beta)]
+        np.testing.assert_allclose(got, want, rtol=2e-4)
+    np.testing.assert_array_equal(learned.Outlook().rank(ev), learned.Retention().rank(ev))
+    np.testing.assert_allclose(sum(0.9 ** (3 + m) for m in range(4)), 2.507031, rtol=1e-6)  # of the paper's code
+    slow = dataclasses.replace(ev, columns={"log_beta": jnp.full((1, 1, 4), -learned.LEAST)})
+    np.testing.assert_allclose(learned.Outlook(ahead=8).rank(slow), np.log(8), rtol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30))
+def test_layers_get_the_places_that_they_win(seed: int, tokens: int):
+    rng, (layers, heads) = np.random.default_rng(seed), (3, 2)
+    ranks = rng.integers(0, 9, (layers, 2, heads, 20)).astype(float)  # with ties
+    ranks[rng.random(ranks.shape) < 0.3] = -np.inf
+    got = Won(size=Tokens(tokens=tokens), window=0).shares(ranks, [20, 20])
+    assert got.sum(0).tolist() == [tokens * layers] * 2
+    for row in range(2):
+        every = [(-x, i) for i, of in enumerate(ranks[:, row]) for x in of.flat if np.isfinite(x)]
+        won = sorted(every)[: tokens * layers * heads]
+        spare = (tokens * layers * heads - len(won)) / layers
+        count = np.array([sum(i == layer for _, i in won) for layer in range(layers)])
+        assert (np.abs(got[:, row] - (count + spare) / heads) < 1).all()
+
+
+def faded(x: np.ndarray, gate: learned.Deep, layer: int) -> np.ndarray:
+    """f64[H,T] of x f[T,E], by a deep gate."""
+    into, bias, middle, shift, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
+    for w, b in ((into, bias), (middle, shift)):
+        x = x.astype(np.float64) @ w.T + b
+        x = x / (1 + np.exp(-x))
+    return -np.log1p(np.exp(-(x @ out.T + offset))).T
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_all_tokens_of_a_request_compete(row: int):
+    cache, n = rig.prompted(rig.CASES["makeeach"][0].tight), LENGTHS[row]
+    gate = io.trained(rig.DEEP, learned.Outlook()).gate
+    fades = [faded(np.asarray(x), gate, i) for i, x in enumerate(normed(PROMPT[row : row + 1, -n:]))]
+    ranks = (n + 1 - np.arange(n)) * np.stack(fades)  # L,H,n
+    best = np.zeros(ranks.size, bool)
+    best[np.argsort(-ranks, axis=None, kind="stable")[: BUDGET * L * H]] = True
+    best = best.reshape(ranks.shape)
+    counts = []
+    for layer in range(L):
+        held = rig.held(cache, layer)[0][row, :, :n]
+        counts += [held.sum()]
+        assert abs(int(counts[-1]) - int(best[layer].sum())) < H  # whole places for each head
+        for mine, rank in zip(held, ranks[layer], strict=True):  # each head holds its best
+            assert set(np.flatnonzero(mine)) == set(np.argsort(-rank, kind="stable")[: mine.sum()])
+    assert sum(counts) == BUDGET * L * H and len({int(x) for x in counts}) == L
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("makeeach(budget=0)", "budget=0: .* 1 or more"),
+        ("makeeach(budget=8, ahead=0)", "ahead=0.* each 1 or more"),
+        ("makeeach(budget=8, floor=2)", "floor=2.0: the share of an equal part"),
+        ("makeeach(budget=8, chunk=4)", "stays whole until then, and chunk=4"),
+    ],
+)
+def test_what_cannot_compete_is_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        jkv.prefill(PARAMS, text.replace(")", f", gate={rig.DEEP!r})"), [[1, 2, 3]])
+
+
+def test_gates_of_trimkv_may_compete():
+    text = f"makeeach(budget=8, gate={rig.GATE!r})"
+    assert jax.tree.leaves(jkv.parse(text).score)[0].shape == jax.tree.leaves(jkv.parse(TEXT).score)[0].shape
+    with pytest.raises(FormatError, match="describes 'locret', not makeeach or trimkv"):
+        jkv.parse(f"makeeach(budget=8, gate={rig.ESTIMATES!r})")
+
+
+def test_a_saved_cache_goes_on_with_its_gate_only(tmp_path):
+    cache, _ = jkv.prefill(PARAMS, TEXT, PROMPT[:1].tolist())
+    jkv.save_cache(cache, tmp_path / "c", PARAMS)
+    again = jkv.load_cache(tmp_path / "c", PARAMS)
+    assert jax.tree.structure(again) == jax.tree.structure(cache)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))
+    config = jkv.parse(TEXT)
+    other = dataclasses.replace(config, score=jax.tree.map(lambda x: x + 1, config.score))
+    with pytest.raises(FormatError, match="not those of this config"):
+        jkv.load_cache(tmp_path / "c", PARAMS, other)
+
+
+def test_a_config_with_weights_serves_twice():
+    config = jkv.parse(TEXT)  # a program that takes a cache over must not take these along
+    for _ in range(2):
+        jkv.prefill(PARAMS, config, PROMPT[:1].tolist())
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(config))
+
+
+def test_a_gate_of_another_model_is_refused():
+    other = dataclasses.replace(PARAMS, norm=PARAMS.norm + 1)
+    with pytest.raises(ValueError, match=f"trained for the model {io.identities(PARAMS)[0]}, and this one is .*train"):
+        jkv.prefill(other, TEXT, [[1, 2, 3]])
+    with pytest.raises(ValueError, match="`jkv train trimkv --model"):
+        jkv.prefill(PARAMS, "trimkv(budget=48)", [[1, 2, 3]])
+    with pytest.raises(ValueError, match="has no weights yet"):
+        sizes.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
+
+
+def test_a_gate_serves_the_model_in_every_dtype():
+    config = jkv.parse(TEXT)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        assert config.bound(jax.tree.map(lambda x, d=dtype: x.astype(d), PARAMS)) is not None
+
+
+def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "SHIPPED", tmp_path)
+    tiny.gate(str(tmp_path / "tiny"))
+    found = jkv.parse("trimkv(budget=48)").bound(PARAMS)
+    want = jax.tree.leaves(jkv.parse(TEXT).score)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
+    cache = rig.prompted(TEXT)
+    (tmp_path / "tiny" / io.WEIGHTS).unlink()  # it is read once
+    costs = [measure.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
+    assert costs[0] == costs[1] and costs[0].bytes > 0
+
+
+def card(folder, **changes):
+    path = folder / io.CARD
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda f: (f / io.CARD).unlink(), "no card.json"),
+        (lambda f: (f / io.CARD).write_text("{"), "cannot be read as JSON"),
+        (lambda f: card(f, method="dms"), "describes 'dms', not trimkv"),
+        (lambda f: card(f, model=["0"]), "was not written with"),
+        (lambda f: (f / io.WEIGHTS).write_bytes((f / io.WEIGHTS).read_bytes()[:400]), "truncated"),
+        (lambda f: io.write(f, {"into": np.ones(3)}, {"method": "trimkv", "model": []}), "not those of trimkv"),
+    ],
+)
+def test_a_broken_folder_is_refused(tmp_path, harm, says):
+    tiny.gate(str(tmp_path))
+    harm(tmp_path)
+    with pytest.raises(FormatError, match=says):
+        jkv.parse(f"trimkv(budget=48, gate={str(tmp_path)!r})")
+
+
+def test_weights_that_float16_cannot_hold_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="beyond float16; nothing was written"):
+        io.write(tmp_path, {"into": np.full(3, 1e6)}, {"method": "trimkv", "model": []})
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_mesh_a_gate_is_on_every_device():
+    mesh = sharding.mesh(jax.devices()[:1], MODEL, 2)
+    where = sharding.of_rows(rig.empty(TEXT), mesh, H)
+    assert {tuple(s.spec) for s in jax.tree.leaves(where.plan)} == {()}
+    assert tuple(where.layers[0].recent.k.spec) == (sharding.ROWS, sharding.HEADS)

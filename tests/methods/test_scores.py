@@ -1,0 +1,195 @@
+"""The numeric examples of the methods' specs, on evidence made by hand: one window, no tier."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.arrays.tree import part
+from jkv.core import loop
+from jkv.core.evidence import Evidence
+from jkv.generation import sizes
+from jkv.methods.config import CacheConfig
+from jkv.methods.divisions import pyramid
+from jkv.methods.scores.attention import Accumulated, WindowMass
+from jkv.methods.scores.keys import Expected, KeyNorm, KeyOutlier
+from jkv.methods.scores.position import Newest, Pool, Protect
+from jkv.methods.scores.wrappers import AcrossHeads
+from jkv.methods.selectors.quest import PageBound
+from jkv.models.rope import Rope
+from jkv.protocols import Born, Needs, Score
+from support.scenes import attending, evidence
+from support.tiny import MODEL, PARAMS
+
+
+def test_accumulated_attention_is_the_column_sum():
+    rows = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]]
+    score = Accumulated()
+    ev = evidence(np.eye(4), q=attending(rows), score=score)
+    np.testing.assert_allclose(score.observe(ev)["mass"][0, 0], [1.8, 1.3, 0.5, 0.4], atol=1e-6)
+
+
+def test_accumulated_attention_sums_over_the_group_and_window_mass_averages():
+    both = np.concatenate([attending([[0.3, 0.7]]), attending([[0.1, 0.9]])])
+    ev = evidence(np.eye(2), q=both, score=Accumulated())
+    np.testing.assert_allclose(Accumulated().observe(ev)["mass"][0, 0], [0.4, 1.6], atol=1e-6)
+    np.testing.assert_allclose(WindowMass(queries=1).rank(ev)[0, 0], [0.2, 0.8], atol=1e-6)
+
+
+def test_the_last_query_decides():
+    ev = evidence(np.eye(4), q=attending([[0.1, 0.2, 0.3, 0.4]]))
+    np.testing.assert_allclose(AcrossHeads(score=WindowMass(queries=1)).rank(ev)[0, 0], [0.1, 0.2, 0.3, 0.4], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, share", [("avg", 1 / 5), ("max", 1)])
+def test_pooling_spreads_over_neighbours(kind: str, share: float):
+    rows = np.zeros((2, 12))
+    rows[:, 5] = 1
+    ev = evidence(np.eye(12), q=attending(rows), stay=2)
+    got = np.asarray(Pool(score=WindowMass(queries=2), width=5, kind=kind).rank(ev))[0, 0]
+    np.testing.assert_allclose(got[3:8], 2 * share, atol=1e-6)
+    np.testing.assert_allclose(got[[0, 1, 2, 8, 9]], 0, atol=1e-6)
+
+
+def test_pooling_divides_by_its_width_at_the_border_and_leaves_out_what_stays():
+    ev = evidence(np.eye(6), q=attending(np.full((1, 6), 1 / 6)), stay=1)
+    got = np.asarray(Pool(score=WindowMass(queries=1), width=3).rank(ev))[0, 0]
+    np.testing.assert_allclose(got, np.array([2, 3, 3, 3, 2, 3]) / 18, atol=1e-6)
+
+
+def test_keys_like_the_mean_direction_go_first():
+    score = KeyOutlier()
+    keys = np.array([[1, 0], [1, 0.1], [0, 1]])
+    got = -score.rank(evidence(keys, score=score))[0, 0]
+    np.testing.assert_allclose(got, [0.8758, 0.9195, 0.4827], atol=1e-4)
+    scaled = evidence(keys * [[3], [0.5], [7]], score=score)
+    np.testing.assert_allclose(-score.rank(scaled)[0, 0], got, atol=1e-6)
+
+
+def test_a_doubled_key_goes_first():
+    k = np.random.default_rng(0).standard_normal((8, 4))
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    k[3] *= 2
+    rank = KeyNorm().rank(evidence(k, score=KeyNorm()))[0, 0]
+    assert rank.argmin() == 3
+    np.testing.assert_allclose(rank, -np.linalg.norm(k, axis=1), rtol=1e-6)
+
+
+def test_sinks_and_newest_are_protected():
+    rank = Protect(score=Newest(), sinks=2, newest=3).rank(evidence(np.eye(8)))[0, 0]
+    np.testing.assert_array_equal(np.isinf(rank), [1, 1, 0, 0, 0, 1, 1, 1])
+
+
+ROPE = Rope(inv_freq=(1.0, 0.3), longest=512)
+RNG = np.random.default_rng(1)
+KEYS, VALUES = RNG.standard_normal((10, 4)), RNG.standard_normal((10, 4))
+
+
+def expected(queries: np.ndarray, future: int) -> np.ndarray:
+    """Ranks for un-rotated queries [G,N,4] of the last N tokens."""
+    score = Expected(future=future, sinks=0, queries=queries.shape[1])
+    at = np.arange(10 - queries.shape[1], 10)
+    q = ROPE.rotate(jnp.asarray(queries, jnp.float32), jnp.asarray(at)[None])
+    return np.asarray(score.rank(evidence(KEYS, VALUES, q, score, ROPE, q_pos=at)))[0, 0]
+
+
+def test_without_spread_the_expected_attention_is_that_of_the_mean_query():
+    mean = RNG.standard_normal((2, 1, 4))
+    q = np.asarray(ROPE.rotate(jnp.asarray(mean, jnp.float32), jnp.full((1, 1), 10)))
+    p = np.asarray(jax.nn.softmax(jnp.asarray(q[:, 0] @ KEYS.T.astype(np.float32)), -1)).mean(0)
+    got = expected(np.repeat(mean, 5, 1), future=1)
+    np.testing.assert_allclose(got, p * np.linalg.norm(VALUES, axis=1), rtol=1e-5)
+
+
+def test_expected_attention_is_the_mean_over_gaussian_queries():
+    queries = 0.5 * RNG.standard_normal((1, 6, 4))
+    mu, cov = queries[0].mean(0), np.cov(queries[0].T, bias=True)
+    ahead = 4
+    draws = RNG.multivariate_normal(mu, cov, 200_000).astype(np.float32)
+    cos, sin = (np.asarray(t).mean(0) for t in ROPE.tables(jnp.arange(10, 10 + ahead)))
+    a, b = draws[:, :2], draws[:, 2:]
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
+    mass = np.exp(turned @ KEYS.T).mean(0)  # E exp(q . k), before the softmax
+    got = expected(queries, future=ahead) / np.linalg.norm(VALUES, axis=1)
+    np.testing.assert_allclose(got, mass / mass.sum(), rtol=0.03)  # 200,000 draws: about 1 per cent each
+
+
+def test_the_pyramid_of_the_paper():
+    got = pyramid(120, 32, 20)
+    assert got[0] == 234 and sum(got) == 32 * 120 and list(got) == sorted(got, reverse=True)
+
+
+def test_page_bounds_are_those_of_the_example():
+    select = PageBound(unit=2, pages=1)
+    pages = jnp.asarray([[(1, 0), (0, 1)], [(-2, 3), (1, -1)]], jnp.float32)
+    summary = jax.tree.map(lambda x: x[None, None], jax.vmap(select.summarize)(pages))
+    q = jnp.asarray([1.0, -1.0]).reshape(1, 1, 1, 1, 2)
+    both = jnp.ones((1, 1, 2), bool)
+    assert select.pick(q, summary, both).tolist() == [[[1]]]
+    assert select.pick(q, summary, both & jnp.asarray([[[True, False]]])).tolist() == [[[0]]]
+    assert select.pick(q, summary, jnp.zeros_like(both)).tolist() == [[[-1]]]
+
+
+def test_page_bounds_bound():
+    rng = np.random.default_rng(2)
+    k, q = rng.standard_normal((6, 4, 8)).astype(np.float32), rng.standard_normal((3, 8)).astype(np.float32)
+    low, high = jax.vmap(PageBound(unit=4).summarize)(jnp.asarray(k))
+    bound = np.maximum(q[:, None] * np.asarray(high), q[:, None] * np.asarray(low)).sum(-1)
+    assert (bound >= np.einsum("nd,psd->nps", q, k).max(-1) - 1e-5).all()
+    live = jnp.ones((1, 1, 6), bool)
+    got = PageBound(unit=4, pages=6).pick(
+        jnp.asarray(q)[None, None, :, None], (low[None, None], high[None, None]), live
+    )
+    np.testing.assert_array_equal(got[0, 0], np.argsort(-bound.max(0)))
+
+
+@part
+class Record(Score):
+    """Columns: how often each token's query was new, how often it was among those kept, and whether these rose."""
+
+    kept: int = 0
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(queries=self.kept, new=True)
+
+    def birth(self, new: Born):
+        return {name: jnp.zeros(new.k.shape[:3]) for name in ("new", "kept", "wrong")}
+
+    def observe(self, ev: Evidence):
+        mine = lambda q: (ev.pos[..., None] == q.pos[:, None, None]).sum(-1).astype(jnp.float32)  # noqa: E731
+        out = {**ev.columns, "new": ev.columns["new"] + mine(ev.new)}
+        if ev.kept is not None:
+            want = ev.seen[:, None] - self.kept + jnp.arange(self.kept)[None]
+            out["kept"] = mine(ev.kept)
+            out["wrong"] = ev.columns["wrong"] + (ev.kept.pos != want).sum(-1)[:, None, None].astype(jnp.float32)
+        return out
+
+    def rank(self, ev: Evidence):
+        return ev.pos.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("kept, block", [(0, 8), (5, 8), (11, 8), (30, 8)])
+def test_every_query_is_new_once_and_the_newest_are_kept_in_order(kept: int, block: int):
+    """A prompt, steps, a text that is added in the middle of a block, shorter or longer than the ring, and steps."""
+    config = CacheConfig(score=Record(kept=kept), block=block, recent=4)
+    cache = sizes.empty(config, MODEL, 2, 140, 40, jnp.float32)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, MODEL.vocab, (2, 140)))
+    cache, _ = loop.absorb(PARAMS, cache, ids[:, :40], fresh=True)
+    at = 40
+    for steps, more in ((11, 3), (19, 25), (6, 0)):
+        for _ in range(steps):
+            cache, _ = loop.step(PARAMS, cache, ids[:, at])
+            at += 1
+        if more:
+            cache, _ = loop.absorb(PARAMS, cache, ids[:, at : at + more])
+            at += more
+    for layer in cache.layers:
+        assert layer.queries is not None and layer.queries.pos.shape[1] == max(kept, block)
+        pos, columns = np.asarray(layer.tiers[0].pos), layer.tiers[0].columns
+        for row in range(2):
+            order = np.argsort(pos[row, 0])[-(at - 4 - 8) :]
+            np.testing.assert_array_equal(np.asarray(columns["new"])[row, :, order], 1)
+            np.testing.assert_array_equal(np.asarray(columns["wrong"])[row, :, order], 0)

@@ -1,0 +1,289 @@
+"""Reading config dicts: every field that matters is read, everything that would matter and is not known is refused."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from golden.make import CASES, GEMMA, LLAMA3, YARN
+from jkv import models
+
+HARMLESS, rope = models.config.HARMLESS, models.config.rope
+
+CHANGES = [  # case, field, new value, the ModelConfig field that must differ
+    ("llama", "vocab_size", 161, "vocab"),
+    ("llama", "hidden_size", 64, "width"),
+    ("llama", "intermediate_size", 96, "hidden"),
+    ("llama", "num_hidden_layers", 2, "layers"),
+    ("llama", "num_attention_heads", 6, "groups"),
+    ("llama", "num_key_value_heads", 1, "heads"),
+    ("llama", "head_dim", 8, "head_dim"),
+    ("llama", "head_dim", 8, "scale"),
+    ("llama", "head_dim", None, "head_dim"),
+    ("llama", "max_position_embeddings", 256, "context"),
+    ("llama", "rms_norm_eps", 1e-4, "eps"),
+    ("llama", "hidden_act", "gelu_pytorch_tanh", "act"),
+    ("llama", "tie_word_embeddings", True, "tied"),
+    ("llama", "eos_token_id", [2, 3], "eos"),
+    ("llama", "bos_token_id", 1, "bos"),
+    ("llama", "rope_parameters", {"rope_theta": 1e4}, "ropes"),
+    ("llama-tied", "rope_theta", 1e6, "ropes"),
+    ("llama-linear", "rope_scaling", None, "ropes"),
+    ("llama-linear", "rope_scaling", {"type": "linear", "factor": 2.0}, "ropes"),
+    *[("llama-llama3", "rope_scaling", LLAMA3 | {k: 2 * v}, "ropes") for k, v in LLAMA3.items() if k != "rope_type"],
+    ("qwen2", "rope_scaling", YARN | {"factor": 2.0}, "ropes"),
+    ("qwen2", "rope_scaling", YARN | {"factor": 8.0}, "context"),
+    ("qwen2", "rope_scaling", YARN | {"original_max_position_embeddings": 64}, "ropes"),
+    ("qwen3", "rope_parameters", CASES["qwen3"]["rope_parameters"] | {"beta_fast": 1.0}, "ropes"),
+    ("qwen2", "rope_scaling", YARN | {"beta_slow": 0.1}, "ropes"),
+    ("qwen2", "rope_scaling", YARN | {"attention_factor": 2.0}, "ropes"),
+    ("qwen2", "rope_scaling", YARN | {"mscale": 1.0, "mscale_all_dim": 2.0}, "ropes"),
+    ("qwen2", "rope_scaling", YARN | {"truncate": False}, "ropes"),
+    ("mistral", "sliding_window", None, "windows"),
+    ("mistral", "sliding_window", 9, "windows"),
+    ("qwen2-window", "use_sliding_window", False, "windows"),
+    ("qwen2-window", "max_window_layers", 2, "windows"),
+    ("qwen2-window", "sliding_window", 9, "windows"),
+    ("qwen3", "layer_types", ["full_attention", "full_attention", "sliding_attention"], "windows"),
+    ("gemma3", "hidden_activation", "silu", "act"),
+    ("gemma3", "sliding_window", 9, "windows"),
+    ("gemma3", "sliding_window_pattern", 3, "windows"),
+    ("gemma3", "query_pre_attn_scalar", 16, "scale"),
+    ("gemma3", "hidden_size", 64, "embed_scale"),
+    ("gemma3", "rope_theta", 1e5, "ropes"),
+    ("gemma3", "rope_local_base_freq", 1e5, "ropes"),
+    ("gemma3", "rope_scaling", None, "ropes"),
+    ("gemma3-types", "layer_types", ["full_attention"] * 3, "windows"),
+    *[("mamba2", name, 2 * CASES["mamba2"].get(name, 4), "mixers") for name in ("state_size", "conv_kernel")],
+    ("mamba2", "num_hidden_layers", 2, "mixers"),
+    ("mamba2", "n_groups", 1, "mixers"),
+    ("mamba2", "time_step_limit", [0.0, 0.1], "mixers"),
+    ("mamba2", "layer_norm_epsilon", 1e-4, "eps"),
+    ("mamba2", "tie_word_embeddings", True, "tied"),
+    ("bamba", "attn_layer_indices", [1], "layers"),
+    ("bamba", "attn_layer_indices", [0, 2], "mixers"),
+    ("bamba", "num_hidden_layers", 3, "mixers"),
+    ("bamba", "mamba_n_heads", 12, "mixers"),
+    *[("bamba", name, 1, "mixers") for name in ("mamba_n_groups", "mamba_d_conv", "mamba_d_state")],
+    ("bamba", "mamba_expand", 4, "mixers"),
+    ("bamba", "time_step_limit", [0.0, 0.1], "mixers"),
+    ("bamba", "rope_theta", 1e5, "ropes"),
+]
+
+
+@pytest.mark.parametrize("case, field, new, attr", CHANGES)
+def test_a_field_that_matters_is_read(case, field, new, attr):
+    hf = CASES[case] | ({"use_sliding_window": True} if field == "layer_types" and case == "qwen3" else {})
+    old, changed = models.read_config(hf), models.read_config(hf | {field: new})
+    assert getattr(old, attr) != getattr(changed, attr)
+    assert old != changed
+
+
+# what each field of ModelConfig changes in the model itself; the others are read by whoever generates
+FUNCTION = {
+    "eps": ("llama", 0.1),
+    "act": ("llama", "gelu_tanh"),
+    "scale": None,  # read by attend: below
+    "ropes": None,
+    "windows": None,
+    "family": ("qwen3", "llama"),
+    "embed_scale": ("gemma3", 1.0),
+    "mixers": ("mamba2", dataclasses.replace(models.read_config(CASES["mamba2"]).mixers, limit=(0.1, 0.2))),
+}
+SHAPES = {"layers": 2, "heads": 1, "groups": 1, "head_dim": 8, "width": 32, "hidden": 96, "vocab": 161, "tied": True}
+OTHERS = {"context", "eos", "bos"}
+
+
+def test_every_field_of_the_config_has_a_reader():
+    assert {f.name for f in dataclasses.fields(models.ModelConfig)} == {*FUNCTION, *SHAPES, *OTHERS}
+
+
+@pytest.mark.parametrize("attr", FUNCTION)
+def test_a_field_of_the_config_changes_the_function(attr):
+    case, new = FUNCTION[attr] or ("mistral", None)
+    p = models.random(CASES[case])
+    changed = {
+        "scale": p.config.scale * 2,
+        "ropes": models.read_config(CASES["llama-linear"]).ropes,
+        "windows": (2,) * 3,
+    }.get(attr, new)
+    q = dataclasses.replace(p, config=dataclasses.replace(p.config, **{attr: changed}))
+    ids, pos = jnp.ones((1, 6), int) + jnp.arange(6)[None], jnp.arange(6)[None]
+    assert np.abs(models.forward(p, ids, pos) - models.forward(q, ids, pos)).max() > 1e-3
+
+
+@pytest.mark.parametrize("attr", SHAPES)
+def test_a_field_of_the_config_changes_the_checkpoint(attr):
+    c = models.read_config(CASES["llama"])
+    table = models.FAMILIES["llama"].TENSORS
+    assert models.params.names(c, table) != models.params.names(dataclasses.replace(c, **{attr: SHAPES[attr]}), table)
+
+
+REFUSALS = [  # case, change, what the message must say
+    ("llama", {"attention_bias": True}, "attention_bias.*True.*only False.*qwen2"),
+    ("llama", {"mlp_bias": True}, "mlp_bias.*only false"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act.*relu.*use one of"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor.*0.5"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantized"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts.*8.*HARMLESS"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads.*divide"),
+    ("llama", {"head_dim": 15}, "head_dim.*even"),
+    ("llama", {"hidden_size": None}, "hidden_size.*missing"),
+    ("llama", {"hidden_size": 48.5}, "hidden_size.*48.5.*positive int"),
+    ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps.*nan"),
+    ("llama", {"vocab_size": True}, "vocab_size.*True"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*keep one"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type.*dynamic.*yarn"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*length of the text"),
+    ("llama", {"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor.*missing"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "rope_parameters.factor.*-1.0"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "mscale": 2.0}}, "rope_parameters.mscale.*2.0"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"model_type": "mamba"}, "mamba.*use one of.*llama"),
+    ("gemma3", {"model_type": "gemma3"}, "text_config"),
+    ("mistral", {"num_key_value_heads": ...}, "num_key_value_heads.*missing"),
+    ("qwen2", {"attention_bias": False}, "attention_bias.*only True"),
+    ("qwen2", {"use_mrope": True}, "use_mrope"),
+    ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "use_sliding_window"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types.*3 entries"),
+    ("qwen3", {"layer_types": ["full_attention", "full_attention", "linear_attention"]}, "linear_attention"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping.*50.0"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping.*30.0"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3", {"sliding_window": None}, "sliding layers need sliding_window"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.*full_attention"),
+    ("mamba2", {"num_heads": 5}, "num_heads.*80 must be 96"),
+    ("mamba2", {"n_groups": 4}, "n_groups.*divide the 6 heads"),
+    ("mamba2", {"use_bias": True}, "use_bias.*only false"),
+    *[
+        ("mamba2", {"time_step_limit": x}, "time_step_limit.*smaller one first")
+        for x in ([0.1, 0.0], [0.1], 3, [{}, 1])
+    ],
+    ("mamba2", {"sliding_window": 8}, "sliding_window.*HARMLESS"),
+    ("bamba", {"attn_layer_indices": []}, "attn_layer_indices.*one or more of the 4 blocks"),
+    ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices"),
+    ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor.*only 0.5"),
+    ("bamba", {"mamba_d_head": 10}, "mamba_d_head.*6 heads of a mixer share 96 channels"),
+    ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias"),
+    ("bamba", {"mamba_new": 1}, "mamba_new.*HARMLESS"),
+]
+
+
+@pytest.mark.parametrize("case, change, says", REFUSALS)
+def test_what_would_change_the_function_is_refused_by_name(case, change, says):
+    hf = {k: v for k, v in (CASES[case] | change).items() if v is not ...}
+    with pytest.raises(ValueError, match=says):
+        models.read_config(hf)
+
+
+def test_a_family_refuses_another_familys_config():
+    with pytest.raises(ValueError, match="model_type 'mistral'.*'llama'"):
+        models.llama.config(CASES["mistral"])
+
+
+def test_harmless_fields_change_nothing():
+    noise = {name: "anything" for name in HARMLESS - {"model_type"}}
+    assert models.read_config(CASES["llama"] | noise) == models.read_config(CASES["llama"])
+
+
+def test_old_and_new_spelling_of_a_rope_agree():
+    old = models.read_config(CASES["llama-llama3"])
+    new = {k: v for k, v in CASES["llama-llama3"].items() if k not in ("rope_theta", "rope_scaling")}
+    assert models.read_config(new | {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}) == old
+    old = models.read_config(GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    new = {k: v for k, v in GEMMA.items() if not k.startswith("rope")}
+    both = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert models.read_config(new | {"rope_parameters": both}) == old
+
+
+def test_ropes_by_hand():
+    # llama3, 32 old positions: channels turning more than 4 times in them stay, less than once are divided by 8
+    base = rope({"rope_theta": 1e4}, "llama", 16, 128)
+    got = rope(LLAMA3 | {"rope_theta": 1e4, "original_max_position_embeddings": 32}, "llama", 16, 128)
+    turns = [32 * x / (2 * math.pi) for x in base.inv_freq]
+    assert turns[0] > 4 and 1 < turns[1] < 4 and turns[2] < 1
+    assert got.inv_freq[0] == base.inv_freq[0]
+    keep = (turns[1] - 1) / 3
+    assert got.inv_freq[1] == pytest.approx(base.inv_freq[1] * (keep + (1 - keep) / 8), rel=1e-12)
+    assert got.inv_freq[2:] == pytest.approx([x / 8 for x in base.inv_freq[2:]], rel=1e-12)
+    # yarn stretches the context that its factor promises, and sharpens by 0.1 ln(factor) + 1
+    far = rope(YARN | {"rope_theta": 1e4}, "qwen2", 16, 32)
+    assert far.longest == 128 and far.scale == pytest.approx(0.1 * math.log(4) + 1)
+    assert far.inv_freq[0] == base.inv_freq[0] and far.inv_freq[-1] == pytest.approx(base.inv_freq[-1] / 4)
+
+
+def test_configs_in_the_wild():
+    smol = models.read_config(
+        dict(architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=0)
+        | dict(eos_token_id=0, hidden_act="silu", hidden_size=576, initializer_range=0.041666666666666664)
+        | dict(intermediate_size=1536, is_llama_config=True, max_position_embeddings=8192, mlp_bias=False)
+        | dict(model_type="llama", num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1)
+        | dict(rms_norm_eps=1e-5, rope_interleaved=False, rope_scaling=None, rope_theta=100000, vocab_size=49152)
+        | dict(tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.40.1", use_cache=True)
+    )
+    assert (smol.heads, smol.groups, smol.head_dim, smol.tied, smol.eos) == (3, 3, 64, True, (0,))
+    gemma = models.read_config(
+        dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], attention_bias=False, head_dim=256)
+        | dict(attn_logit_softcapping=None, final_logit_softcapping=None, cache_implementation="hybrid")
+        | dict(bos_token_id=2, eos_token_id=[1, 106], hidden_activation="gelu_pytorch_tanh", hidden_size=1152)
+        | dict(intermediate_size=6912, max_position_embeddings=32768, num_attention_heads=4, num_hidden_layers=26)
+        | dict(num_key_value_heads=1, query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_local_base_freq=10000)
+        | dict(rope_scaling=None, rope_theta=1000000, sliding_window=512, sliding_window_pattern=6, vocab_size=262144)
+    )
+    assert gemma.windows.count(None) == 4 and gemma.windows[5] is None and gemma.windows[0] == 512
+    assert gemma.tied and gemma.scale == 1 / 16 and gemma.embed_scale == math.sqrt(1152)
+    assert gemma.ropes[0].inv_freq[1] == 1e4 ** (-2 / 256) and gemma.ropes[5].inv_freq[1] == 1e6 ** (-2 / 256)
+
+
+def test_a_config_is_a_good_static_argument():
+    traces = []
+
+    @jax.jit
+    def f(p):
+        traces.append(p.config)
+        return p.norm
+
+    one, two = models.random(CASES["llama"]), models.random(CASES["llama"], seed=1)
+    assert one.config == two.config and hash(one.config) == hash(two.config)
+    f(one), f(two)
+    assert len(traces) == 1
+    f(dataclasses.replace(one, config=dataclasses.replace(one.config, eps=0.5)))
+    assert len(traces) == 2
+
+
+JUNK = [[], {}, "text", ["llama"], {"a": 1}, -1, 0, 1.5, math.nan, math.inf, True, 10**12, 10**18, 10**400, 1e300, [[]]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_of_junk_is_refused_or_read_at_once(case):
+    """Every field of every family in turn, those within ropes too; what is read stays small."""
+    hf = CASES[case]
+    places = [(name,) for name in hf] + [(name, k) for name, x in hf.items() if isinstance(x, dict) for k in x]
+    for name, *inner in places:
+        for junk in JUNK:
+            value = {**hf[name], inner[0]: junk} if inner else junk
+            try:
+                c = models.read_config(hf | {name: value})
+            except ValueError:
+                continue
+            assert (c.context <= 1 << 24 or not c.layers) and c.head_dim <= 1024 and len(repr(c)) < 100_000, (
+                name,
+                inner,
+                junk,
+            )
+
+
+@pytest.mark.parametrize(("field", "most"), [("max_position_embeddings", 1 << 24), ("head_dim", 1024)])
+def test_sizes_that_nothing_contradicts_have_a_most(field, most):
+    assert models.read_config(CASES["llama"] | {field: most})
+    with pytest.raises(ValueError, match=f"{field}.*{most:,} is the most"):
+        models.read_config(CASES["llama"] | {field: 2 * most})

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, runs of the catalogue's compositions, and results computed by other means."""

@@ -1,0 +1,449 @@
+"""What the tests of the runtime share: tiny models, ragged prompts, the catalogue's compositions and their runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv import methods
+from jkv.core import loop
+from jkv.core.cache import Cache
+from jkv.core.compiled import Cost
+from jkv.core.positions import pad
+from jkv.generation import sizes
+from jkv.generation.prefill import Prompts
+from jkv.methods import CATALOGUE
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+from jkv.models.rope import Rope
+from support.dense import dense_prompt, dense_step
+from support.tiny import (  # noqa: F401
+    DEEP,
+    ESTIMATES,
+    FINDERS,
+    FOLDER,
+    GATE,
+    HYBRID,
+    KEEPERS,
+    LOOK,
+    MIXTURES,
+    MODEL,
+    PARAMS,
+    PREDICTOR,
+    SWITCH,
+    D,
+    G,
+    H,
+    L,
+)
+
+LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
+LONGEST = max(LENGTHS) + STEPS
+BUDGET, EVERYTHING = 48, 4000
+MODELS = {"llama": PARAMS, "bamba": HYBRID}
+
+_rng = np.random.default_rng(0)
+PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
+for _row, _n in enumerate(LENGTHS):
+    PROMPT[_row, PROMPT.shape[1] - _n :] = _rng.integers(0, MODEL.vocab, _n)
+FORCED = _rng.integers(0, MODEL.vocab, (2, STEPS)).astype(np.int32)
+PAUSES = np.array(FORCED)
+PAUSES[0, 5:9] = PAUSES[1, 20:30] = -1
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Bytes of one token and kv head in a tier: keys and values, group metadata included."""
+
+    k: float = 4.0 * D
+    v: float = 4.0 * D
+    lossy: bool = False
+
+
+DENSE = Slot()
+INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # bfloat16 scale and low
+INT4 = Slot(k=D / 2 + 4, v=D / 2 + 4, lossy=True)  # D = 16 is one group
+SPARSE = Slot(k=5 * 2 + D / 8, v=5 * 2 + D / 8, lossy=True)  # 5 of 16 numbers, bfloat16
+KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A composition and what its bytes are made of; `text` has {b} for the budget, {p}, {t} for what else holds all."""
+
+    text: str
+    slot: Slot = DENSE
+    budget: bool = True
+    recent: int = 16
+    unit: int = 1
+    columns: int = 0
+    queries: int = 0  # that the buffer holds
+    uniform: bool = False
+    ranked: int = 0  # slots that remember where they act
+    page: int = 0
+    index: int = 0  # numbers that are known of a page and head
+    spared: int = 0  # layers without pages
+    pooled: bool = False
+    merges: bool = False
+    grows: float = 0.0  # of the generated tokens, kept on top of the prompt
+    appends: bool = False  # all of them, on top of the budget
+    prunes: bool = False  # upper layers see fewer tokens of the prompt
+    whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
+    rest: bool = False  # what leaves is one token more of its head
+    draft: int = 0  # lower layers that hold everything
+    odds: bool = False  # in the others what leaves is a mean of known weight
+    follows: int = 0  # upper layers that keep what the one below keeps, and no queries
+    measured: bool = False  # layers divide the budget by what they ask
+    tiers: int = 1  # each with slots for every token
+    model: str = "llama"
+
+    @property
+    def params(self) -> Params:
+        return MODELS[self.model]
+
+    @property
+    def tight(self) -> str:
+        return self.text.format(b=BUDGET, p=3, t=0.5)
+
+    @property
+    def wide(self) -> str:
+        return self.text.format(b=EVERYTHING, p=64, t=0.0)
+
+    def __str__(self) -> str:
+        text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
+        return text if self.model == "llama" else f"{self.model}: {text}"
+
+
+PREDICTOR_TEXT = f"page=8, sinks=8, rows=16, dense_layers=0, recent=16, predictor={PREDICTOR!r}"
+KIVI_TEXT = "kivi(recent=0, group=16)"
+CASES: dict[str, tuple[Case, ...]] = {
+    "full": (Case("full", budget=False, uniform=True),),
+    "streaming": (Case("streaming(budget={b})", uniform=True, ranked=4),),
+    "h2o": (Case("h2o(budget={b})", columns=1, queries=16),),
+    "snapkv": (
+        Case("snapkv(budget={b}, window=8)", recent=8, queries=8),
+        Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=8),
+    ),
+    "tova": (Case("tova(budget={b})", recent=0, queries=1, uniform=True),),
+    "keydiff": (Case("keydiff(budget={b})", recent=0, columns=1),),
+    "knorm": (Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),),
+    "pyramidkv": (Case("pyramidkv(budget={b}, window=8)", recent=8, queries=8),),
+    "expected_attention": (Case("expected_attention(budget={b})", columns=1, queries=64),),
+    "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),
+    "int8": (Case("int8", slot=INT8, budget=False, uniform=True),),
+    "int4": (Case("int4", slot=INT4, budget=False, uniform=True),),
+    "mustafar": (Case("mustafar(recent=16)", slot=SPARSE, budget=False, uniform=True),),
+    "adakv": (
+        Case("adakv(budget={b}, window=8)", recent=8, queries=8, pooled=True),
+        Case("adakv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=8, pooled=True),
+    ),
+    "pooled": (Case("h2o(budget={b}, newest=0.2) | pooled(floor=0.5)", columns=1, queries=16, pooled=True),),
+    "quest": (
+        Case(
+            "quest(pages={p}, page=8, dense_layers=1)",
+            budget=False,
+            unit=8,
+            uniform=True,
+            page=8,
+            index=2 * D,
+            spared=1,
+        ),
+    ),
+    "attentionpredictor": (
+        Case(
+            f"attentionpredictor(pages={{p}}, {PREDICTOR_TEXT})",
+            budget=False,
+            unit=8,
+            uniform=True,
+            page=8,
+            index=16 + 32 + 1,
+            queries=16,
+        ),
+    ),
+    "zipcache": (  # the lossy forms are in test_mixed.py
+        Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=1),
+    ),
+    "kvmerger": (Case("kvmerger(budget={b})", columns=3, queries=16, merges=True),),
+    "a2sf": (Case("a2sf(budget={b})", columns=1, queries=16),),
+    "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=16, columns=2),),
+    "lacache": (
+        Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),
+        Case("lacache(budget={b}) | int8", slot=INT8, columns=1, uniform=True, ranked=32),
+    ),
+    "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
+    "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
+    "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=8, uniform=True),),
+    "windowkv": (
+        Case("windowkv(budget={b}, window=8, beta=2, group=2)", recent=8, queries=8, uniform=True, follows=1),
+    ),
+    "rpc": (
+        Case("rpc(window={p}, period=16)", recent=3, queries=3, columns=1, uniform=True, budget=False, grows=0.25),
+    ),
+    "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=16, uniform=True),),
+    "elasticcache": (
+        Case("elasticcache(budget={b}, newest=20)", recent=1, columns=2, queries=16, uniform=True, merges=True),
+    ),
+    "fastkv": (
+        Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=8, appends=True, prunes=True),
+    ),
+    "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
+    "kvzip": (
+        Case("kvzip(budget={b}, piece=48, step={b})", recent=0, columns=1, appends=True, pooled=True, measured=True),
+    ),
+    "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
+    "makeeach": (
+        Case(f"makeeach(budget={{b}}, gate={DEEP!r}, step={{b}})", recent=0, columns=1, pooled=True, measured=True),
+    ),
+    "locret": (
+        Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", recent=8, columns=1, appends=True, ranked=92),
+    ),
+    "lococo": (Case(f"lococo(budget={{b}}, gate={MIXTURES!r})", recent=0, columns=1, queries=16, merges=True),),
+    "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2, pooled=True),),
+    "attentiongate": (
+        Case(
+            f"attentiongate(keep=1.0, threshold={{t}}, gate={LOOK!r})", recent=0, budget=False, columns=1, pooled=True
+        ),
+    ),
+    "compresskv": (
+        Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=8, uniform=True, appends=True),
+    ),
+    "razorattention": (
+        Case(
+            f"razorattention(local={{b}}, share=0.0, heads={KEEPERS!r})", budget=False, pooled=True, whole=1, rest=True
+        ),
+    ),
+    "rest": (Case("knorm(budget={b}) | rest", columns=1, rest=True),),
+    "cake": (Case("cake(budget={b}, window=8, step={b})", recent=8, queries=8, measured=True),),
+    "speckv": (Case("speckv(budget={b}, tokens=8, layers=1, window=8)", recent=8, queries=8, columns=1, appends=True),),
+    "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)", recent=8, queries=8),),
+    "mikv": (Case("mikv(keep=1.0, recent=16)", budget=False, columns=1, queries=16),),
+    "ems": (Case("ems(budget={b}, window=8, threshold=0.2)", recent=8, queries=16, columns=4, merges=True),),
+    "specpc": (Case("specpc(tokens={b}, window=8, around=6)", budget=False, uniform=True),),
+    "alisa": (
+        Case(
+            "alisa(tokens={b}, page=8, window=16, recent=16)",
+            budget=False,
+            unit=8,
+            uniform=True,
+            page=8,
+            index=1,
+            queries=16,
+        ),
+    ),
+    "zipvl": (
+        Case(
+            "zipvl(mass=0.6, high=16, low=16, window=16, step=4000)",
+            budget=False,
+            queries=16,
+            uniform=True,
+            measured=True,
+            tiers=2,
+        ),
+    ),
+    "smallkv": (
+        Case("smallkv(budget={b}, window=8)", budget=False, recent=8, queries=8, columns=1, draft=1, odds=True),
+    ),
+    "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=8, appends=True),),
+}
+ALL = [case for cases in CASES.values() for case in cases]
+# of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
+RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
+
+
+def compositions() -> list[CacheConfig]:
+    """Every row of the catalogue as it is, and as it is tested; `pooled` alone is none."""
+    given = {
+        row.name: f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()
+    }
+    del given["pooled"]
+    return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
+
+
+def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS) -> Cache:
+    return made(methods.parse(text), rows, longest, new, params)
+
+
+def made(
+    config: CacheConfig, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS
+) -> Cache:
+    cache = sizes.empty(config, params.config, rows, longest, new, jnp.float32)
+    return replace(cache, name="")  # so what has the same plan has the same programs
+
+
+@dataclass(frozen=True)
+class Run:
+    """Caches and logits after the prompt and after every forced token."""
+
+    caches: list[Cache]
+    logits: list[np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Prompts):
+    """Prompts whose caches have room for LONGEST tokens, whatever their own length."""
+
+    def empty(self) -> Cache:
+        return sizes.empty(self.config, self.params.config, len(self.rows), LONGEST, STEPS, jnp.float32)
+
+    def absorb(self) -> tuple[Cache, jax.Array]:
+        return loop.absorb(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
+
+
+def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
+    """The cache after a prompt, and the next logits."""
+    config, rows = replace(methods.parse(text), name=""), [row[row >= 0].tolist() for row in prompt]
+    read = Given(params=params, config=config, rows=rows, room=STEPS, cost=Cost(), length=prompt.shape[1])
+    return config.prefill(read)
+
+
+def run(
+    text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Params = PARAMS
+) -> Run:
+    state, logits = begun(text, prompt, params)
+    caches, out = [state], [np.asarray(logits)]
+    for i in range(forced.shape[1]):
+        if poison is not None and i % 10 == 0:
+            state = poison(state)
+        state, logits = loop.step(params, state, jnp.asarray(forced[:, i]))
+        caches.append(state)
+        out.append(np.asarray(logits))
+    return Run(caches, out)
+
+
+@cache
+def prompted(text: str) -> Cache:
+    return begun(text)[0]
+
+
+@cache
+def shared(text: str, model: str = "llama") -> Run:
+    return run(text, params=MODELS[model])
+
+
+def flushed(caches: list[Cache]) -> list[int]:
+    """Indices of caches whose first new token came right after a flush."""
+    fill = [int(c.fill) for c in caches]
+    return [i for i in range(1, len(fill)) if fill[i] <= fill[i - 1]]
+
+
+def held(tree: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """bool[B,H,LONGEST]: positions in the tiers, and positions in the recent window."""
+    part = tree.layers[layer]
+    coded = np.zeros((tree.rows, H, LONGEST + 1), bool)
+    exact = np.zeros_like(coded)
+    rows, heads = np.arange(tree.rows)[:, None, None], np.arange(H)[None, :, None]
+    for tier in part.tiers:
+        pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (tree.rows, H, tier.pos.shape[2]))
+        coded[rows, heads, pos] = True  # -1 is the last place, cut off below
+    exact[rows, heads, np.asarray(part.recent.pos)[:, None]] = True
+    return coded[..., :-1], exact[..., :-1]
+
+
+def codes(cache) -> dict[tuple[int, ...], bytes]:
+    """Bytes of every token in the tiers by (layer, row, head, position)."""
+    out = {}
+    for i, layer in enumerate(cache.layers):
+        for n, tier in enumerate(layer.tiers):
+            slots = tier.pos.shape[2]
+            leaves = [np.asarray(x) for x in jax.tree.leaves((tier.k, tier.v))]
+            leaves = [np.broadcast_to(x, (2, H, *x.shape[2:])) for x in leaves]
+            pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (2, H, slots))
+            for b, h, c in zip(*np.nonzero(pos >= 0), strict=True):
+                parts = [x[b, h, c * x.shape[2] // slots].tobytes() for x in leaves]
+                out[i, b, h, pos[b, h, c]] = b"".join(parts) + bytes([n])
+    return out
+
+
+# ---------------------------------------------------------------- a dense model that is told which tokens to see
+
+
+@partial(jax.jit, static_argnames=("codec", "grain"))
+def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
+    """decode(encode(x)) of x [B,H,LONGEST,D]; groups of tokens are counted from position 0."""
+    n = x.shape[2]
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -n % grain), (0, 0)))
+    return jax.vmap(jax.vmap(lambda y: codec.decode(codec.encode(y))))(padded)[:, :, :n]
+
+
+@partial(jax.jit, static_argnames=("codec",))
+def stored(codec: Any, code: Any, pos: jax.Array) -> jax.Array:
+    """f32[B,H,LONGEST,D]: what a tier's codes say, by position i32[B,Hs,C]."""
+    x = jax.vmap(jax.vmap(codec.decode))(code)
+    x = jnp.broadcast_to(x, (x.shape[0], H, *x.shape[2:]))
+    pos = jnp.broadcast_to(pos, x.shape[:3])
+    out = jnp.zeros((*x.shape[:2], LONGEST + 1, D))
+    return jax.vmap(jax.vmap(lambda o, p, y: o.at[p].set(y)))(out, pos, x)[:, :, :-1]
+
+
+def turned(tier: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.ndarray:
+    """Keys by position, rotated by it or back, for a tier that keeps them un-rotated."""
+    if not tier.pre_rope:
+        return x
+    return np.asarray(rope.rotate(jnp.asarray(x), jnp.arange(LONGEST)[None, None], inverse))
+
+
+def as_stored(codec: Any, code: Any, pos: jax.Array, x: np.ndarray, pick: np.ndarray) -> np.ndarray:
+    """x by position, and where `pick` what a tier has of it."""
+    mine = np.asarray(round_trip(codec, jnp.asarray(x), codec.grain))
+    return coded_as(x, mine, np.asarray(stored(codec, code, pos)), pick)
+
+
+def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarray) -> np.ndarray:
+    """The cache's own rounding of x where `pick`, once it is seen to be as good as the replay's.
+
+    Rounding is not continuous: where x, known to 1e-5, lies in the middle of two codes, either is right and both are
+    as far from x; and where a group's low or step lies in the middle of two bfloat16, all of the group may differ by
+    their last places. Both are rare. Anywhere else the two must agree.
+    """
+    apart = np.where(pick, abs(abs(theirs - x) - abs(mine - x)), 0)
+    np.testing.assert_array_less(apart, 3 * float(jnp.finfo(jnp.bfloat16).eps) * abs(x).max() + 1e-6)
+    assert (pick & (abs(theirs - mine) > 1e-4)).mean() < 0.01
+    return np.where(pick, theirs, x)
+
+
+class Replay:
+    """The dense model over exactly those tokens, coded or exact, that a cache says it holds."""
+
+    def __init__(self, plan: Any, params: Params = PARAMS, prompt: np.ndarray = PROMPT):
+        self.plan, self.params = plan, params
+        logits, taps, self.states = dense_prompt(jnp.asarray(prompt), params)
+        self.logits = np.asarray(logits[:, -1])
+        self.seen = (prompt >= 0).sum(1, dtype=np.int32)
+        self.k, self.v = ([self._by_position(np.asarray(t[j])) for t in taps] for j in (1, 2))
+        self.taps: list[Any] = []
+
+    def _by_position(self, x: np.ndarray) -> np.ndarray:
+        out = np.zeros((2, H, LONGEST, D), np.float32)
+        for row, n in enumerate(self.seen):
+            out[row, :, :n] = x[row, :, x.shape[2] - n :]
+        return out
+
+    def step(self, token: np.ndarray, after: Cache) -> np.ndarray:
+        ks, vs, sees = [], [], []
+        for i in range(L):
+            coded, exact = held(after, i)
+            tier = self.plan[i].tiers[0] if self.plan[i].tiers else None
+            k, v = self.k[i], self.v[i]
+            if tier is not None:
+                pick, held_by = coded[..., None], after.layers[i].tiers[0]
+                at, rope = held_by.seen_by(H), self.params.config.ropes[i]
+                k = as_stored(tier.k, held_by.k, at, turned(tier, k, rope, inverse=True), pick)
+                k, v = turned(tier, k, rope), as_stored(tier.v, held_by.v, at, v, pick)
+            ks.append(jnp.asarray(k))
+            vs.append(jnp.asarray(v))
+            sees.append(jnp.asarray(coded | exact))
+        logits, taps, self.states = dense_step(
+            jnp.asarray(token), jnp.asarray(self.seen), ks, vs, sees, self.states, self.params
+        )
+        self.taps = taps
+        for i, (_, k, v, _) in enumerate(taps):
+            for row in range(2):
+                self.k[i][row, :, self.seen[row]] = np.asarray(k)[row, :, 0]
+                self.v[i][row, :, self.seen[row]] = np.asarray(v)[row, :, 0]
+        self.seen = self.seen + 1
+        return np.asarray(logits)

@@ -68,6 +68,8 @@ def same(got: Cache, want: Cache, params: Params) -> None:
     for a, b in zip(by_position(got), by_position(want), strict=True):
         np.testing.assert_array_equal(a.any(-1), b.any(-1))
         np.testing.assert_allclose(a, b, atol=1e-5)
+    for a, b in zip(got.layers, want.layers, strict=True):
+        np.testing.assert_array_equal(a.recent.pos, b.recent.pos)
     assert got.seen.tolist() == want.seen.tolist() == got.prompt.tolist() == list(LENGTHS)
     for i in range(20):
         (got, a), (want, b) = (loop.step(params, c, jnp.asarray(rig.FORCED[:, i])) for c in (got, want))

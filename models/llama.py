@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array
 
 from jkv.arrays.tree import value
@@ -100,7 +101,7 @@ def embed(params: Params, ids: Array) -> Array:
 
 def split(c: ModelConfig, qkv: Array) -> tuple[Array, Array, Array]:
     """[B, T, H, G + 2, D] -> q [B, H, G, T, D], k and v [B, H, T, D]."""
-    every = qkv.transpose(0, 2, 3, 1, 4)
+    every = rearrange(qkv, "b t h g d -> b h g t d")
     return every[:, :, : c.groups], every[:, :, c.groups], every[:, :, c.groups + 1]
 
 
@@ -114,8 +115,7 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 def out(w: Mapping[str, Array], o: Array) -> Array:
     """Heads o [B, H, G, T, D] -> [B, T, E]."""
-    b, h, g, t, d = o.shape
-    return linear(w["o"], o.transpose(0, 3, 1, 2, 4).reshape(b, t, h * g * d))
+    return linear(w["o"], rearrange(o, "b h g t d -> b t (h g d)"))
 
 
 def mlp(w: Mapping[str, Array], x: Array, act: str) -> Array:

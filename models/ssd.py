@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array
 
 from jkv.arrays.tree import value
@@ -88,15 +89,15 @@ def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, 
     y = jnp.einsum("bgrpn,bgn->bgrp", _grouped(new.state, m, 1), ask) * decay[..., None]
     seen = jnp.einsum("bgn,bgns->bgs", ask, write)[:, :, None] * gain
     y = y + jnp.einsum("bgrs,bgrps->bgrp", seen, inputs) + _skip(w, m) * now
-    return _finish(w, m, eps, y.reshape(b, m.inner, 1), z), new
+    return _finish(w, m, eps, rearrange(y, "b g r p -> b (g r p) 1"), z), new
 
 
 def settle(w: Mapping[str, Array], m: Mixers, old: State) -> State:
     """The state after all tokens, in which nothing waits."""
     b, room = old.dt.shape[:2]
     inputs, write, _, gain, decay = _waiting(w, m, old)
-    added = jnp.einsum("bgrps,bgns->bgrpn", gain[:, :, :, None] * inputs, write).reshape(old.state.shape)
-    state = old.state * decay.reshape(b, m.heads)[..., None, None] + added
+    added = jnp.einsum("bgrps,bgns->bgrpn", gain[:, :, :, None] * inputs, write)
+    state = old.state * rearrange(decay, "b g r -> b (g r) 1 1") + rearrange(added, "b g r p n -> b (g r) p n")
     fresh = start(m, b, room, old.raw.dtype)
     tail = old.count[:, None] + jnp.arange(m.kernel - 1)[None]
     raw = fresh.raw.at[:, : m.kernel - 1].set(jnp.take_along_axis(old.raw, tail[..., None], 1))
@@ -129,7 +130,7 @@ def _parted(m: Mixers, x: Array) -> tuple[Array, Array, Array]:
     """Of what was convolved, [B,C,...]: inputs [B,G,R,P,...], what writes and what reads the states [B,G,N,...]."""
     x, write, ask = jnp.split(x, (m.inner, m.inner + m.groups * m.state), 1)
     write, ask = (_grouped(a, m, 1) for a in (write, ask))
-    return x.reshape(x.shape[0], m.groups, -1, m.head_dim, *x.shape[2:]), write, ask
+    return rearrange(x, "b (g r p) ... -> b g r p ...", g=m.groups, p=m.head_dim), write, ask
 
 
 def _waiting(w: Mapping[str, Array], m: Mixers, x: State) -> tuple[Array, Array, Array, Array, Array]:
@@ -166,10 +167,10 @@ def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) 
         # Cut where it lies, into stretches and only then into heads: after `_parted`, a TPU copies all of it twice.
         def cut(a: Array, first: int, count: int) -> Array:
             a = jax.lax.dynamic_slice(a, (0, first, i * length), (a.shape[0], count, length))
-            return _grouped(a.reshape(a.shape[0], count, beside, size), m, 1)
+            return rearrange(a, "b (g r) (s l) -> b g r s l", g=m.groups, s=beside)
 
         given = cut(text, 0, m.inner)
-        given = given.reshape(*given.shape[:2], -1, m.head_dim, beside, size)
+        given = rearrange(given, "b g (r p) s l -> b g r p s l", p=m.head_dim)
         write, ask = (cut(text, at, m.groups * m.state) for at in (m.inner, m.inner + m.groups * m.state))
         step = cut(dt, 0, m.heads)
         cum, lost = _sums(step * rate)
@@ -183,7 +184,7 @@ def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) 
         before = jnp.einsum("bgrij,bgrjpn->bgripn", ends[..., :-1, 1:], added) + first[:, :, :, :-1] * s[:, :, :, None]
         after = jnp.einsum("bgrj,bgrjpn->bgrpn", ends[..., -1, 1:], added) + first[:, :, :, -1] * s
         late = jnp.einsum("bgrtpn,bgntl->bgrptl", before, ask) * jnp.exp(cum)[:, :, :, None]
-        y = ((y + late) * jnp.exp(lost)[:, :, :, None] + skip * given).reshape(-1, m.inner, length)
+        y = rearrange((y + late) * jnp.exp(lost)[:, :, :, None] + skip * given, "b g r p s l -> b (g r p) (s l)")
         return after, jax.lax.dynamic_update_slice(text, y, (0, 0, i * length))  # in the place of what was given
 
     state, text = jax.lax.fori_loop(0, pieces, piece, (state, x))
@@ -209,9 +210,9 @@ def _sums(x: Array) -> tuple[Array, Array]:
 def _finish(w: Mapping[str, Array], m: Mixers, eps: float, y: Array, z: Array) -> Array:
     """y [B,HsP,T] gated by z, normed in groups and projected: [B,T,E]."""
     y = y * jax.nn.silu(z.astype(jnp.float32))
-    parts = y.reshape(y.shape[0], m.groups, -1, y.shape[-1])
+    parts = rearrange(y, "b (g c) t -> b g c t", g=m.groups)
     parts = parts * jax.lax.rsqrt(jnp.mean(parts * parts, 2, keepdims=True) + eps)
-    y = parts.reshape(y.shape).astype(z.dtype) * w["norm"][None, :, None]
+    y = rearrange(parts, "b g c t -> b (g c) t").astype(z.dtype) * w["norm"][None, :, None]
     return linear(w["o"], y.swapaxes(1, 2))
 
 

@@ -16,6 +16,7 @@ gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import shapes  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 pytest.register_assert_rewrite("support")
@@ -23,6 +24,7 @@ pytest.register_assert_rewrite("support")
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+shapes.install()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Programs are compiled anew, unless the caller names a folder for them: what is traced, and how often, is the same.

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.arrays.tree import part, value
 from jkv.core import sharding
-from jkv.models import Params
+from jkv.io import load as loading
+from jkv.models import Params, read_config
 from jkv.training.checkpoints import Folder
 from jkv.training.data import Order, rows
 from jkv.training.losses import Batch, Teacher, teach
@@ -25,6 +26,17 @@ from jkv.training.student import hidden
 
 LESSONS = 2048  # texts whose teacher is remembered
 Told = tuple[Array, dict[str, Array]]  # a loss, and its parts
+
+
+def loaded(model: str, dtype: str, rows: int) -> Params:
+    """The model to train for, on all devices if there are several: each gets its part of the weights, and no more.
+
+    rows: of a batch, which the devices divide. Raises ValueError as `jkv.load` and `sharding.mesh` do.
+    """
+    devices = jax.devices()
+    if len(devices) == 1:
+        return loading.load(model, dtype)
+    return loading.load(model, dtype, sharding.mesh(devices, read_config(loading.read(model).config), rows))
 
 
 @part

@@ -172,14 +172,13 @@ def _trained(kind: Any) -> None:
         if chosen.get("start") is not None and getattr(ctx.get_parameter_source("width"), "name", "") == "COMMANDLINE":
             raise ValueError("--width is that of the weights in --start: leave it out")
         try:
-            from jkv.training import methods
+            from jkv.training import methods, trainer
         except ImportError as error:
             raise ImportError(f"training needs optax and orbax ({error}); {install('train')}") from error
-        from jkv.io.load import load
-
-        given = vars(run) | dict(name=name, params=load(run.model, run.dtype), start=chosen.pop("start", None))
-        given["corpora"] = tuple(given.pop("corpus") or ("pydoc", "stdlib"))
-        methods.METHODS[name](methods.Run(**{k: x for k, x in given.items() if k != "dtype"}), **chosen)
+        given = {k: x for k, x in vars(run).items() if k not in ("corpus", "dtype")}
+        given |= dict(corpora=tuple(run.corpus or ("pydoc", "stdlib")), start=chosen.pop("start", None), name=name)
+        params = trainer.loaded(run.model, run.dtype, chosen.get("batch", 1))
+        methods.METHODS[name](methods.Run(params=params, **given), **chosen)
 
     command.__annotations__["settings"] = kind
     train.command(name, help=kind.__doc__)(flat(command))

@@ -13,14 +13,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from typer.testing import CliRunner
 
 import jkv
 from jkv.batch import job, work
 from jkv.bench.shapes import noise
 from jkv.cli import batch as cli
+from jkv.cli.app import app
 from jkv.core import sharding
 from jkv.io import load
 from jkv.io.identity import fingerprint
+from jkv.training import methods
 
 BASE = dict(vocab_size=512, hidden_size=64, intermediate_size=256, num_attention_heads=16, num_key_value_heads=8)
 BASE |= dict(max_position_embeddings=512, num_hidden_layers=4)
@@ -97,6 +100,19 @@ def at_the_job() -> dict[str, Any]:
     return found
 
 
+def at_the_training() -> dict[str, Any]:
+    """What `jkv train` has on a device when its training begins."""
+    found: dict[str, Any] = {}
+
+    def run(what: methods.Run, **_: Any) -> None:
+        found.update(share=share(what.params), over=sharding.over(what.params) is not None, most=max(MOST.values()))
+
+    methods.METHODS["trimkv"] = run
+    MOST.clear()
+    done = CliRunner().invoke(app, ["train", "trimkv", "--model", "llama", "--out", "out"])
+    return found or {"failed": done.output}
+
+
 if __name__ == "__main__":
     load.read = lambda what: noise(MODELS[str(what)], 4, 1)
     jax.numpy.array, jax.numpy.asarray = watched(jax.numpy.array), watched(jax.numpy.asarray)
@@ -107,3 +123,4 @@ if __name__ == "__main__":
             for dtype in ("float32", "bfloat16"):
                 print(json.dumps({"case": [name, mesh, dtype], **loaded(name, dtype, mesh)}), flush=True)
     print(json.dumps({"case": ["jkv batch"], **at_the_job()}), flush=True)
+    print(json.dumps({"case": ["jkv train"], **at_the_training()}), flush=True)

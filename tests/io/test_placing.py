@@ -24,7 +24,7 @@ def test_no_device_has_more_than_its_share_at_any_time():
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(cases) == 19
+    assert len(cases) == 20
     for case in cases:
         assert case["most"] <= 1.2 * case["share"], case
         assert case.get("over") or (case["same"] and case["placed"] and not case["before"]), case

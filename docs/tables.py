@@ -153,7 +153,7 @@ def jobs() -> list[str]:
     """Jobs of many prompts beside a loop of transformers."""
     rows = sorted(results("batch"), key=lambda r: (r["shared"], r["ratio"]))
     name = lambda r: r["engine"].replace(", no sharing", ", each prompt whole")  # noqa: E731
-    common = lambda r: f"{r['shared']} tokens in common: " if r["shared"] else ""  # noqa: E731
+    common = lambda r: f"{r['shared']} shared tokens: " if r["shared"] else ""  # noqa: E731
     return [line(common(r) + name(r), f"{r['tokens_per_s']:.1f}", f"{r['ratio']:.2f}") for r in rows]
 
 

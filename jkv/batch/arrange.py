@@ -141,7 +141,7 @@ def waves(bucket: Bucket, several: int, done: Container[int]) -> Iterator[Wave]:
     """The rows whose lines are not done, at most `several` at a time, in the order in which they come in.
 
     Rows of like lengths come together, as little of their prefill is padding; beginnings before their rows, `several`
-    at a time too. What generates much beside its prompts comes early, so that few rows are left alone at the end.
+    at a time too. Rows of a high ratio of output to prompt come first, to avoid a long tail of half-empty batches.
     """
 
     def waiting(members: Iterable[int]) -> list[int]:

@@ -103,9 +103,9 @@ app.command()(aot_cli.plan)
 app.command()(batch_cli.batch)
 
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
-File = Annotated[str | None, typer.Option(metavar="PATH", help="Read the prompt from a text file; - is stdin.")]
+File = Annotated[str | None, typer.Option(metavar="PATH", help="Text file with the prompt; - is stdin.")]
 Chat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")]
-Chunk = Annotated[int | None, typer.Option(help="Prompt tokens prefilled at a time (0: all), to save memory.")]
+Chunk = Annotated[int | None, typer.Option(help="Prompt tokens prefilled at a time, to save memory; 0: all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -162,21 +162,21 @@ def show(pieces: Iterator[str]) -> Any:
 @app.command()
 @flat
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; follows the text of --file.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt, appended to the text of --file.")] = None,
     model: Model = MODEL,
     cache: Cached = CACHE,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     drawing: Drawing = Drawing(),
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; can be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     chunk: Chunk = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first divergence.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
     chat: Chat = None,
     file: File = None,
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Text to stdout as it is generated, then the receipt of the cache to stderr."""
+    """Generate text to stdout as it comes, then the cache's receipt to stderr."""
     text = read_prompt(prompt, file)
     params, asked = _open(model, cache, dtype, text, chat)
     options: dict[str, Any] = dict(
@@ -200,11 +200,11 @@ def generate(
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One of them: what it takes, does and promises.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A method: its arguments, equations and claims.")] = None,
     as_json: Json = False,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Which two of them go together.")] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Which pairs of methods go together.")] = False,
 ) -> None:
-    """What a --cache can be made of."""
+    """The methods that a --cache can be composed of."""
     from jkv.methods import CATALOGUE, known
 
     if name is not None and pairs:
@@ -266,15 +266,15 @@ def _pairs(as_json: bool) -> None:
 def inspect(
     model: Model = MODEL,
     cache: Cached = CACHE,
-    prompt: Annotated[str | None, typer.Option(help="The text to read; follows that of --file.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt, appended to the text of --file.")] = None,
     file: File = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw what is kept: out.png, .svg, .pdf")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot the kept tokens: out.png, .svg, .pdf")] = None,
     chunk: Chunk = None,
     chat: Chat = None,
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """What the cache holds after a prompt: tokens, positions and bytes of every layer."""
+    """The contents of a cache after a prompt: tokens, positions and bytes of each layer."""
     from jkv.generation import inspect as inspecting
 
     if plot is not None:

@@ -23,23 +23,25 @@ if TYPE_CHECKING:
 @flat
 def batch(
     source: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="A JSON object a line: prompt, messages or tokens.")
+        Path, typer.Argument(metavar="IN.jsonl", help="One JSON object per line: prompt, messages or tokens.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder: rows as JSON lines, and report.json.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder: rows as JSON lines, and report.json.")],
     model: Model = MODEL,
     cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
     mesh: Annotated[
         str | None, typer.Option(help="Devices of each process, or of all, such as data=4,model=2,context=2.")
     ] = None,
-    batch: Annotated[str, typer.Option(help="Rows at once; auto: as many as fit.")] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, a row.")] = 128,
+    batch: Annotated[str, typer.Option(help="Rows of a batch; auto: as many as fit.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate per row.")] = 128,
     drawing: Drawing = Drawing(),
-    seed: Annotated[int | None, typer.Option(help="Of every row's draws. Default: its line number.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a row; can be repeated.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampling of each row. Default: its line number.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
     new_tokens_limit: Annotated[
-        int, typer.Option(min=1, help="The most that a row may ask for, where the cache has no limit of its own.")
+        int, typer.Option(min=1, help="Largest max_new_tokens of a row, if the cache has no limit of its own.")
     ] = MOST_NEW,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run rows again that failed before.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
     dtype: Dtype = "float32",
     hosts: Annotated[
         str | None,

@@ -31,7 +31,7 @@ PEERS = {
     "kvpress": (("torch", "transformers", "kvpress"), "kvpress"),
 }
 
-app = typer.Typer(help="Speed, bytes and memory of caches on this machine, also beside others.")
+app = typer.Typer(help="Speed, bytes and memory of caches on this machine, and of other engines.")
 
 Versus = Annotated[
     str | None,
@@ -46,7 +46,7 @@ Versus = Annotated[
 @flat
 def decode(
     o: Timed,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens of a round; a multiple of the cache's block is fair.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens of a round; best a multiple of the cache's block.")] = 64,
     vs: Versus = None,
 ) -> None:
     """Milliseconds a token after a context, token by token, with percentiles, bytes and the share of a copy's rate."""
@@ -117,15 +117,15 @@ def kernel(
     op: Annotated[str, typer.Option(help="The operation: decode_attention.")] = "decode_attention",
     shape: Annotated[str, typer.Option(help="Heads as in this model: llama-3.1-8b, qwen3-8b, ...")] = "llama-3.1-8b",
     cache: Annotated[
-        list[str] | None, typer.Option(help=f"Whose codes; can be repeated. Default: {', '.join(CODES)}")
+        list[str] | None, typer.Option(help=f"Whose codes; repeatable. Default: {', '.join(CODES)}")
     ] = None,
     context: Context = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
     kernels: Annotated[
-        list[str] | None, typer.Option(help="xla, tpu or gpu; can be repeated. Default: all that run here.")
+        list[str] | None, typer.Option(help="xla, tpu or gpu; repeatable. Default: all that run here.")
     ] = None,
     vs: Annotated[
-        list[str] | None, typer.Option(help="On a GPU: sdpa (torch's), cudnn (jax's own call); can be repeated.")
+        list[str] | None, typer.Option(help="On a GPU: sdpa (torch's), cudnn (jax's own call); repeatable.")
     ] = None,
     rounds: Rounds = 15,
     dtype: Dtype = "float32",
@@ -153,8 +153,8 @@ def kernel(
 def growth(
     weights: Subject,
     machine: Machine,
-    cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="To generate, where --marks does not say.")] = 32768,
+    cache: Annotated[list[str] | None, typer.Option(help="A composition; repeatable.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless --marks is given.")] = 32768,
     marks: Annotated[
         str | None, typer.Option(help="Where to measure, such as 1024,8192. Default: 1024, doubled up to --tokens.")
     ] = None,
@@ -216,15 +216,15 @@ def compare(
 def batch(
     machine: Machine,
     model: Model = MODEL,
-    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest, beside what they have in common.")] = 256,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 200,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt, beyond the shared prefix.")] = 256,
     new: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
     shared: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Tokens that all have in common; can be repeated. Default: 0 and 512."),
+        typer.Option(min=0, help="Tokens of the shared prefix; repeatable. Default: 0 and 512."),
     ] = None,
     cache: Annotated[str, typer.Option(help="A composition.")] = "full",
-    at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows at once, of jkv.")] = 32,
+    at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows of a batch in jkv.")] = 32,
 ) -> None:
     """jkv batch on ragged prompts beside a loop of transformers.generate with its best batch size."""
     cores = _start((cache,), machine, vs="transformers")
@@ -244,9 +244,9 @@ def batch(
 
 def recommend(
     files: Annotated[list[str] | None, typer.Argument(help="More result files.")] = None,
-    model: Annotated[str, typer.Option(help="As it was given to jkv eval.")] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="The model, as given to jkv eval.")] = "smollm2-135m",
     context: Annotated[int, typer.Option(min=1, help="Tokens that the cache must remember.")] = 8192,
-    memory: Annotated[str, typer.Option(help="For the cache of one row, such as 4GiB.")] = "4GiB",
+    memory: Annotated[str, typer.Option(help="Memory for the cache of one row, such as 4GiB.")] = "4GiB",
     results: Annotated[list[str] | None, typer.Option(help="Files of jkv eval. Default: results/*.json")] = None,
 ) -> None:
     """The caches with the best measured quality for their bytes that fit into the memory, and the evidence."""

@@ -23,10 +23,8 @@ Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0
 ENDLESS = "streaming(budget=512)"
 Frozen = Annotated[bool, typer.Option("--frozen", help="Compress the prefix only, nothing after it.")]
 Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
-Names = Annotated[list[str] | None, typer.Option("--tasks", help="A task; can be repeated. Default: all.")]
-Seen = Annotated[
-    str, typer.Option("--question", help="seen: compressed knowing the question; unseen: before it comes; both.")
-]
+Names = Annotated[list[str] | None, typer.Option("--tasks", help="A task; repeatable. Default: all.")]
+Seen = Annotated[str, typer.Option("--question", help="seen: compressed with the question; unseen: before it; both.")]
 
 
 def _setting(
@@ -117,10 +115,10 @@ def fidelity(
 @flat
 def endless(
     o: Measured,
-    cache: Annotated[list[str] | None, typer.Option(help=f"Can be repeated. Default: {ENDLESS}.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {ENDLESS}.")] = None,
     text: Text = Text(corpus="stdlib", prefix=1024),
-    length: Annotated[int, typer.Option(help="Tokens of the text, as many as you like.")] = 100_000,
-    points: Annotated[int, typer.Option(help="Places where it is measured, the first after --prefix tokens.")] = 11,
+    length: Annotated[int, typer.Option(help="Tokens of the text.")] = 100_000,
+    points: Annotated[int, typer.Option(help="Positions to measure at, the first after --prefix tokens.")] = 11,
 ) -> None:
     """Perplexity ever farther into one text, beside that of the same tokens after the few before them alone."""
     from jkv.eval import experiments
@@ -188,7 +186,7 @@ def ruler(
 @flat
 def niah(
     o: Compared = Compared(samples=1),
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; can be repeated. Default: 512, 1024.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: 512, 1024.")] = None,
     depths: Annotated[int, typer.Option(help="Even depths from start to end.")] = 5,
     question: Seen = "seen",
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the heat maps.")] = None,
@@ -215,9 +213,7 @@ def multiturn(
     catalogue: Catalogue = False,
     task: Names = None,
     length: Length = 1536,
-    mode: Annotated[
-        list[str] | None, typer.Option(help="reused, turns, rebuilt; can be repeated. Default: all.")
-    ] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="reused, turns, rebuilt; repeatable. Default: all.")] = None,
 ) -> None:
     """Several questions about one context in the manner of SCBench (2412.10319), and one that has no answer."""
     from jkv.eval import experiments, shared, tasks

@@ -15,8 +15,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 MODEL = "smollm2-135m"  # where none is named
-Model = Annotated[str, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")]
-Dtype = Annotated[str, typer.Option(help="Of weights and uncompressed tokens: float32, bfloat16 or float16.")]
+Model = Annotated[str, typer.Option(help="A known name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")]
+Dtype = Annotated[str, typer.Option(help="Type of weights and exact tokens: float32, bfloat16 or float16.")]
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:
@@ -52,13 +52,13 @@ def flat(run: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How tokens are drawn."""
+    """The sampling of tokens."""
 
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Leave out what is this many times less likely than the best.")] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: used tokens become less likely.")] = 1.0
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0: greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this total probability.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the highest probability.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens that occurred become less probable.")] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Measured:
     """The model of a measurement of quality, and where its result goes."""
 
     model: Model = MODEL
-    seed: Annotated[int, typer.Option(help="Of the texts' places and of the tasks.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the texts' positions and of the tasks.")] = 0
     out: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")
     ] = None
@@ -77,9 +77,7 @@ class Measured:
 class Compared(Measured):
     """The caches that are measured, and on how much."""
 
-    cache: Annotated[
-        list[str] | None, typer.Option("--cache", help="A composition; can be repeated. Default: full.")
-    ] = None
+    cache: Annotated[list[str] | None, typer.Option("--cache", help="A composition; repeatable. Default: full.")] = None
     samples: Annotated[int, typer.Option(help="Texts, or prompts of each task.")] = 4
     batch: Annotated[int, typer.Option(help="Rows, or questions of a session, at a time.")] = 4
 
@@ -95,8 +93,8 @@ class Text:
     tokens: Annotated[
         Path | None, typer.Option("--tokens", metavar="FILE.npz", help="int32 \\[n, prefix + continue].")
     ] = None
-    prefix: Annotated[int, typer.Option(help="Tokens that are read and compressed.")] = 2048
-    rest: Annotated[int, typer.Option("--continue", help="Tokens after them that are predicted one by one.")] = 256
+    prefix: Annotated[int, typer.Option(help="Tokens that are prefilled and compressed.")] = 2048
+    rest: Annotated[int, typer.Option("--continue", help="Tokens after them, predicted one by one.")] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,7 @@ class Subject:
     """The weights whose speed is measured."""
 
     model: Annotated[
-        str | None, typer.Option(help="A name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")
+        str | None, typer.Option(help="A known name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")
     ] = None  # or a shape
     shape: Annotated[
         str | None, typer.Option(help="A public model's shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")
@@ -127,10 +125,10 @@ class Machine:
 
 CACHES = ("full", "snapkv(budget=512) | int4")
 Caches = Annotated[
-    list[str] | None, typer.Option("--cache", help=f"A composition; can be repeated. Default: {' and '.join(CACHES)}")
+    list[str] | None, typer.Option("--cache", help=f"A composition; repeatable. Default: {' and '.join(CACHES)}")
 ]
 Context = Annotated[
-    list[int] | None, typer.Option(min=1, help="Tokens in the cache; can be repeated. Default: 512 and 2048.")
+    list[int] | None, typer.Option(min=1, help="Tokens in the cache; repeatable. Default: 512 and 2048.")
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
 
@@ -140,6 +138,6 @@ class Timed(Subject, Machine):
     """The weights, caches, contexts and rows of a measurement of speed."""
 
     context: Context = None
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1
     cache: Caches = None
     rounds: Rounds = 5

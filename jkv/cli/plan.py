@@ -22,16 +22,16 @@ def plan(
         str, typer.Option(help="A public model's shape, such as llama-3.1-8b; a folder, .gguf or hub id.")
     ],
     topology: Annotated[str, typer.Option(help="TPUs, v5e:2x4 or v5e:1x1; a GPU: h200, h100; or cpu: this machine.")],
-    context: Annotated[int, typer.Option(min=2, help="Tokens that a row may have.")] = 8192,
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
-    cache: Annotated[list[str] | None, typer.Option(help="A composition; can be repeated. Default: full.")] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a row, answer included.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
+    cache: Annotated[list[str] | None, typer.Option(help="A composition; repeatable. Default: full.")] = None,
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens prefilled at a time; 0: the whole prompt.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of weights and uncompressed tokens.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of weights and exact tokens.")] = "bfloat16",
     mesh: Annotated[
         str | None, typer.Option(help="Such as data=2,model=4,context=2. Default: model as large as kv heads allow.")
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Also what the devices send each other in a step and a flush.")
+        bool, typer.Option("--collectives", help="Also the collectives of a step and a flush.")
     ] = False,
     costs: Annotated[
         bool, typer.Option("--costs", help="Also FLOPs, bytes moved and cycles, by the compiler, and their times.")
@@ -39,7 +39,9 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Also write the programs to this file.")
     ] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that decodes.")] = False,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Search the largest batch that fits a decode step.")
+    ] = False,
 ) -> None:
     """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, and an accelerator that is here stays free

@@ -16,47 +16,45 @@ from jkv.host.extras import install
 
 train = typer.Typer(
     no_args_is_help=True,
-    help="Train what a method learns, for a frozen model: a killed run goes on where it was by --resume.",
+    help="Train the weights of a method for a frozen model; --resume continues a killed run.",
 )
 calibrate = typer.Typer(
     no_args_is_help=True,
-    help="Find out what a method must know about a model's heads, from texts that are made for it: nothing is trained.",
+    help="Measure properties of a model's heads that a method needs, on generated texts; nothing is trained.",
 )
 
 Accumulate = Annotated[int, typer.Option(min=1, help="Batches of a step.")]
-Answer = Annotated[int, typer.Option(min=1, help="Last tokens of a text, by which the others are judged.")]
+Answer = Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose queries judge the others.")]
 Batch = Annotated[int, typer.Option(min=1, help="Texts, or moments, at a time.")]
-Budget = Annotated[int, typer.Option(min=1, help="Tokens a head to train for.")]
-Early = Annotated[float, typer.Option(help="The largest learning rate of layers alone.")]
+Budget = Annotated[int, typer.Option(min=1, help="Tokens per head to train for.")]
+Early = Annotated[float, typer.Option(help="Peak learning rate of the layer-wise steps.")]
 Every = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
-Rate = Annotated[float, typer.Option(help="The largest learning rate.")]
+Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
 Start = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Weights of the same method to go on from, with other settings.")
+    Path | None, typer.Option(metavar="FOLDER", help="Weights of the same method to start from, with other settings.")
 ]
 Steps = Annotated[int, typer.Option(min=0, help="Steps of the whole model, or of what is trained without it.")]
-Top = Annotated[int, typer.Option(min=0, help="Tokens of the teacher that are compared; 0: all.")]
-Warm = Annotated[int, typer.Option(min=0, help="Steps of each layer alone, without gradients through the model.")]
-Weight = Annotated[float, typer.Option(help="Of the capacity loss.")]
-Width = Annotated[int, typer.Option(min=1, help="Hidden numbers of a gate, or entries that a convolution sees.")]
+Top = Annotated[int, typer.Option(min=0, help="Tokens of the teacher's distribution to compare; 0: all.")]
+Warm = Annotated[int, typer.Option(min=0, help="Layer-wise steps, without gradients through the model.")]
+Weight = Annotated[float, typer.Option(help="Weight of the capacity loss.")]
+Width = Annotated[int, typer.Option(min=1, help="Hidden units of a gate, or entries that a convolution reads.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What every training is given."""
 
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Checkpoints, metrics, and what was learned.")]
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output: checkpoints, metrics, weights.")]
     model: Model = MODEL
     corpus: Annotated[
         list[str] | None,
-        typer.Option(
-            help="pydoc, stdlib, tasks, a dataset or a text file; can be repeated. Default: pydoc and stdlib."
-        ),
+        typer.Option(help="pydoc, stdlib, tasks, a dataset or a text file; repeatable. Default: pydoc and stdlib."),
     ] = None
     texts: Annotated[int, typer.Option(min=1, help="Texts of all corpora together.")] = 36
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 2048
-    check: Annotated[int, typer.Option(min=0, help="Held-back texts to measure the result on; 0: none.")] = 4
-    seed: Annotated[int, typer.Option(help="Of the weights, the texts and their order.")] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what FOLDER holds.")] = False
+    check: Annotated[int, typer.Option(min=0, help="Held-out texts to measure the result on; 0: none.")] = 4
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the texts and their order.")] = 0
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in FOLDER.")] = False
     dtype: Dtype = "float32"
 
 
@@ -76,7 +74,7 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class TrimKV(Whole):
-    """Gates that say at birth how slowly a token fades."""
+    """Gates that predict how slowly a new token decays."""
 
     budget: Budget = 512
     warm: Warm = 500
@@ -86,7 +84,7 @@ class TrimKV(Whole):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeEach(Whole):
-    """Such gates of layers and heads that compete for one budget."""
+    """Gates of layers and heads that compete for one budget."""
 
     budget: Budget = 512
     steps: Steps = 1000
@@ -96,7 +94,7 @@ class MakeEach(Whole):
 
 @dataclass(frozen=True, kw_only=True)
 class Locret:
-    """Heads that foresee what an answer will look at."""
+    """Heads that predict the attention of an answer to each token."""
 
     start: Start = None
     budget: Budget = 512
@@ -108,22 +106,22 @@ class Locret:
 
 @dataclass(frozen=True, kw_only=True)
 class LoCoCo:
-    """Convolutions that make mixtures of what a cache loses."""
+    """Convolutions that make mixtures of evicted tokens."""
 
     start: Start = None
     budget: Budget = 128
     warm: Warm = 200
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a text that are read at a time.")] = 512
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a text prefilled at a time.")] = 512
     rate: Rate = 2e-3
     width: Width = 21
 
 
 @dataclass(frozen=True, kw_only=True)
 class DMS(Whole):
-    """Switches that mark tokens at birth, which leave later."""
+    """Switches that mark new tokens for a later eviction."""
 
-    window: Annotated[int, typer.Option(min=1, help="Tokens that a marked one still lives.")] = 128
-    ratio: Annotated[float, typer.Option(help="Of all tokens to those that are not marked, at the end.")] = 8.0
+    window: Annotated[int, typer.Option(min=1, help="Age in tokens at which a marked token is evicted.")] = 128
+    ratio: Annotated[float, typer.Option(help="Final ratio of all tokens to unmarked tokens.")] = 8.0
     fall: Annotated[int, typer.Option(min=1, help="Steps until that ratio.")] = 480
     warm: Warm = 600
     early: Early = 3e-4
@@ -132,12 +130,10 @@ class DMS(Whole):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGate(Whole):
-    """Gates that look at the whole prompt before a layer attends."""
+    """Gates over the whole prompt, before a layer attends."""
 
-    price: Annotated[float, typer.Option(help="Nats that a layer alone pays for all its tokens.")] = 0.75
-    share: Annotated[
-        float, typer.Option(help="Of a prompt's tokens that are to stay, by steps of the whole model.")
-    ] = 0.5
+    price: Annotated[float, typer.Option(help="Penalty in nats for keeping all tokens, layer-wise.")] = 0.75
+    share: Annotated[float, typer.Option(help="Share of a prompt's tokens to keep, in steps of the whole model.")] = 0.5
     answer: Answer = 256
     warm: Warm = 300
     early: Early = 1e-2
@@ -148,14 +144,14 @@ class AttentionGate(Whole):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPredictor:
-    """A forecast of what the next query will look at, page by page."""
+    """A forecast of the next query's attention, page by page."""
 
     steps: Steps = 1000
     batch: Batch = 32
     rate: Rate = 5e-4
-    moments: Annotated[int, typer.Option(min=1, help="Drawn of each text, layer and kv head.")] = 3
+    moments: Annotated[int, typer.Option(min=1, help="Moments sampled per text, layer and kv head.")] = 3
     page: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 16
-    dense_layers: Annotated[int, typer.Option(min=0, help="First layers, which select nothing.")] = 2
+    dense_layers: Annotated[int, typer.Option(min=0, help="First layers without selection.")] = 2
     every: Every = 100
 
 
@@ -199,11 +195,11 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
     """Adds the command that finds a method's heads."""
 
     def command(
-        out: Annotated[Path, typer.Option(metavar="FOLDER", help="What was found.")],
+        out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
         model: Model = MODEL,
-        texts: Annotated[int, typer.Option(help="Texts to look at.")] = most,
+        texts: Annotated[int, typer.Option(help="Number of texts.")] = most,
         length: Annotated[int, typer.Option(help="Tokens of a text.")] = long,
-        seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
         dtype: Dtype = "float32",
     ) -> None:
         from jkv.host import console

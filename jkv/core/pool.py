@@ -1,8 +1,8 @@
-"""One pool of slots for all kv heads of a layer: heads compete for it, and what a head does not get, another one has.
+"""Slots that all kv heads of a layer share and compete for.
 
-A slot knows whose it is (`Tier.head`). Every query head is asked of every slot, as if there were one kv head, and sees
-the slots of its own: heads are far from each other on one line of positions, where a query sees a stretch. So a pool
-takes the bytes of its slots and no more, however they are divided, and kernels need not know about it.
+Each slot stores its head (`Tier.head`). The queries of all heads attend to the one array of slots, as if there were one
+kv head; positions of head h are offset by h * 2^24, so the range of positions that a query sees masks the slots of the
+other heads. So a pool takes the bytes of its slots, however the heads divide them, and kernels do not know of it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ HEADS = 127
 
 
 def together(x: Array) -> Array:
-    """[B,H,N,...] -> [B,1,H*N,...]: what all heads ask of the one head of a pool."""
+    """[B,H,N,...] -> [B,1,H*N,...]: the queries of all heads for the one head of a pool."""
     b, h, n, *rest = x.shape
     return x.reshape(b, 1, h * n, *rest)
 
 
 def line(pos: Array, head: Array) -> Array:
-    """i32 positions on the line of all heads; the dead stay -1.
+    """i32 positions with the offsets of their heads; the dead stay -1.
 
     >>> line(jnp.array([3, -1]), jnp.array([1, 1])).tolist() == [FAR + 3, -1]
     True

@@ -1,4 +1,4 @@
-"""Eviction without training: who stays, by attention, keys or place."""
+"""Eviction without training: by attention, keys or position."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def streaming(size: Size, *, sinks: int = 4, relative: bool = True) -> Axes:
     "with 20% heavy hitters up to 29x, 29x and 3x the throughput of DeepSpeed, Accelerate and FlexGen on OPT",
 )
 def h2o(size: Size, *, newest: float = 0.5) -> Axes:
-    """H2O: heavy hitters of accumulated attention, and the newest `newest` share of the budget."""
+    """H2O: heavy hitters of accumulated attention; a share `newest` of the budget is for the newest tokens."""
     if not 0 <= newest < 1:
         raise ValueError(f"h2o: newest={newest}: the share of the budget for the newest tokens, from 0 to below 1")
     return dict(score=Protect(score=Accumulated(), share=float(newest)), budget=size)
@@ -108,7 +108,7 @@ def expected_attention(size: Size, *, future: int = 512, sinks: int = 4) -> Axes
     "up to 7.8% and 5.1% more accuracy than plain sums, LLaMA 2, one and no example",
 )
 def a2sf(size: Size, *, decay: float = 0.95, sinks: int = 0) -> Axes:
-    """A2SF: accumulated attention that forgets, by the factor `decay` a query."""
+    """A2SF: accumulated attention, decayed by the factor `decay` per query."""
     if not 0 <= decay < 1:
         raise ValueError(f"a2sf: decay={decay}: from 0 (the last query decides) to below 1 (h2o never forgets)")
     return dict(score=Protect(score=Accumulated(decay=float(decay)), sinks=sinks), budget=size)
@@ -147,7 +147,7 @@ def lacache(
     overlap: int = 0,
     sinks: int = 4,
 ) -> Axes:
-    """LaCache: each layer keeps other tokens of the past, a ladder of `span` layers (default: half of them)."""
+    """LaCache: each layer keeps another part of the past, in a ladder over `span` layers (default: half)."""
     score = Protect(score=Ladder(span=span, overlap=overlap, sinks=sinks), sinks=sinks)
     return dict(score=score, budget=size, tiers=RELATIVE)
 
@@ -216,7 +216,7 @@ def kvcrush(
     "1.60x the throughput of QwQ-32B for 1.2% less on AIME 2024",
 )
 def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int = 7) -> Axes:
-    """RPC: the prompt stays, and of what is generated the `share` that the last `window` tokens look at."""
+    """RPC: the prompt stays, and a `share` of the generated tokens, by the attention of the last `window`."""
     if not 0 < share < 1:
         raise ValueError(f"rpc: share={share}: the fraction of generated tokens that is kept, above 0 and below 1")
     path = Pool(score=AcrossHeads(score=PathMass(queries=window)), width=pool)

@@ -1,4 +1,4 @@
-"""Eviction by what was trained."""
+"""Eviction by trained gates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jkv.methods.scores.position import Protect
     "above strong eviction on GSM8K, MATH-500, AIME24, LongProc, LongMemEval, LongBench and SCBench",
 )
 def trimkv(size: Size, *, gate: str | None = None) -> Axes:
-    """TRIM-KV: a trained gate says at birth how slowly a token fades; `gate` is a folder of `jkv train trimkv`."""
+    """TRIM-KV: a trained gate predicts how slowly a new token decays; `gate` is a folder of `jkv train trimkv`."""
     score = learned.trained(gate, Retention())
     return dict(score=score, budget=size, recent=0)
 
@@ -121,7 +121,7 @@ def attentiongate(
     threshold: float = 0.5,
     gate: str | None = None,
 ) -> Axes:
-    """Attention-Gate: a look at the whole prompt says what each head forgets; `gate`: of `jkv train attentiongate`.
+    """Attention-Gate: a gate over the whole prompt decides what each head evicts; `gate`: of `jkv train attentiongate`.
 
     What stays differs from head to head, so the heads of a layer share its budget.
     """

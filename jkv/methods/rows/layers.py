@@ -1,4 +1,4 @@
-"""Budgets of their own for layers and heads."""
+"""Budgets divided among layers and heads."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def razorattention(
     "1.75x to 2.56x the throughput of others",
 )
 def smallkv(size: Size, *, layers: int | None = None, window: int = 32, compensate: bool = True) -> Axes:
-    """SmallKV: the first `layers` (default: half) hold all, the others what these look at, and a mean of the rest.
+    """SmallKV: the first `layers` (default: half) keep all; the others what these attend to, and a mean of the evicted.
 
     The mean weighs what the rest got when it was lost; compensate=False: it is gone without a trace.
     """

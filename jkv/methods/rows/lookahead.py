@@ -1,4 +1,4 @@
-"""Prompts that are judged by what comes after them, or of which less is read."""
+"""Prompt compression: by probes or drafts of the answer, or with fewer tokens in upper layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fastkv(
 
 @row("2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache")
 def dapq(size: Size, *, tokens: int = 32, pool: int = 5) -> Axes:
-    """DapQ: attention from pseudo tokens where the answer will stand."""
+    """DapQ: attention from pseudo tokens at the place of the answer."""
     if tokens < 1:
         raise ValueError(f"dapq: tokens={tokens}: pseudo tokens read after the prompt, 1 or more")
     score, prefill = Pool(score=Probed(), width=pool), Deferred(probe=Pseudo(tokens=tokens))
@@ -118,7 +118,7 @@ def specpc(
     window: int = 64,
     around: int = 32,
 ) -> Axes:
-    """SpecPC: of a longer prompt the `tokens` are read that the model's first `layers` (default: half) look at.
+    """SpecPC: only `tokens` of a longer prompt are read, those that the first `layers` (default: half) attend to.
 
     As in the paper only prompts longer than 2048 tokens are cut by default.
     """

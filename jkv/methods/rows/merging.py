@@ -1,4 +1,4 @@
-"""The evicted leave something in those that stay."""
+"""Merging: evicted tokens go into tokens that stay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kvmerger(
     threshold: float | None = None,
     alone: float = 0.5,
 ) -> Axes:
-    """KVMerger (a reconstruction): runs of similar neighbouring keys melt into their most attended token.
+    """KVMerger (a reconstruction): runs of similar neighbouring keys merge into their most attended token.
 
     The most attended tokens, as many as a share `alone` of what is kept, are in no run; `width`: times the paper's.
     """
@@ -46,7 +46,7 @@ def kvmerger(
     "better generation than pruning at any rate of acceleration (no figure in the abstract)",
 )
 def elasticcache(size: Size, *, sinks: int = 4, newest: int = 25) -> Axes:
-    """Elastic Cache: a prompt melts into its most attended tokens; then what is just older than `newest` leaves."""
+    """Elastic Cache: a prompt merges into its most attended tokens; then tokens just older than `newest` leave."""
     size = size.above("elasticcache", newest, "its newest tokens")
     prompt = Protect(score=AcrossHeads(score=Accumulated()), sinks=sinks, newest=1)
     return dict(
@@ -69,7 +69,7 @@ def ems(
     candidates: int = 64,
     threshold: float = 0.6,
 ) -> Axes:
-    """EMS: of what leaves, the best `candidates` melt into the kept token whose key is most like theirs, or vanish."""
+    """EMS: the best `candidates` of the evicted merge into the kept token of the most similar key, or are dropped."""
     size = size.above("ems", window, "its window")
     if candidates < 1:
         raise ValueError(f"ems: candidates={candidates}: evicted tokens that may be merged at a time, 1 or more")
@@ -89,7 +89,7 @@ def ems(
     "3,482 tokens in 128 slots, up to 0.2791 more accuracy than others of that size",
 )
 def lococo(size: Size, *, gate: str | None = None, chunk: int = 512, local: int = 0) -> Axes:
-    """LoCoCo: what the last piece looked at least melts into trained mixtures; `gate` is of `jkv train lococo`.
+    """LoCoCo: tokens of the least attention merge into trained mixtures; `gate` is of `jkv train lococo`.
 
     Of the size, as many tokens are mixtures as were trained, half of it there; the others stay as they are, and
     so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).

@@ -1,4 +1,4 @@
-"""The full cache, and what is put on top of any method."""
+"""The full cache, and modifiers of any method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jkv.methods.scores.position import Newest
 
 @row("-", "exact")
 def full() -> Axes:
-    """Every token, as it is."""
+    """Every token, exact."""
     return dict(score=Newest(), budget=All())
 
 
@@ -30,7 +30,7 @@ def pooled(*, floor: float = 0.2) -> Axes:
     "over 70% less without noticeable loss, as a part of razorattention",
 )
 def rest() -> Axes:
-    """What a kv head evicts becomes one token more, the mean of all of them, with the weight of all of them."""
+    """One residual token per kv head: the mean of all that it evicts, with the weight of all of them."""
     return dict(merge=MeanToken())
 
 

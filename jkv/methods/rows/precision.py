@@ -1,4 +1,4 @@
-"""Fewer bits, for all tokens or for most."""
+"""Quantization, sparsity and mixed precision."""
 
 from __future__ import annotations
 

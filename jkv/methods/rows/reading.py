@@ -1,4 +1,4 @@
-"""Everything is kept, and a step reads a part."""
+"""Selection: every token is kept, and a step reads a part of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jkv.methods.selectors.quest import PageBound
     "self-attention up to 2.23x as fast, latency 7.03x lower, with little loss on long contexts",
 )
 def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
-    """Quest: a step reads the pages whose key bounds promise most; the first layers read all.
+    """Quest: a step reads the `pages` with the highest bound on q . k; the first layers read all.
 
-    It holds every token, and an index: what it saves is reading.
+    It keeps every token and an index: it saves reads, not memory.
     """
     return dict(select=PageBound(unit=page, pages=pages, first=dense_layers))
 
@@ -40,7 +40,7 @@ def attentionpredictor(
 ) -> Axes:
     """AttentionPredictor: pages by a trained forecast of their attention; `predictor` is a folder of `jkv train`.
 
-    It holds every token, and an index: what it saves is reading.
+    It keeps every token and an index: it saves reads, not memory.
     """
     if kind not in ("conv", "linear"):
         raise ValueError(f"attentionpredictor: kind={kind!r}: 'conv', or 'linear' for the baseline of three numbers")
@@ -61,9 +61,9 @@ def attentionpredictor(
     "up to 3x the throughput of FlexGen and 1.9x that of vLLM on one GPU and its host",
 )
 def alisa(*, tokens: int = 128, page: int = 1, window: int | None = None) -> Axes:
-    """ALISA: a step reads the newest `tokens`, and as many others that the last `window` queries looked at most.
+    """ALISA: a step reads the newest `tokens`, and as many others of the most attention from the last `window` queries.
 
-    It holds every token, and an index: what it saves is reading.
+    It keeps every token and an index: it saves reads, not memory.
     """
     window = min(tokens, QUERIES) if window is None else window
     if page < 1 or tokens < page or not 2 <= window <= QUERIES:

@@ -1,0 +1,57 @@
+"""The pages that a visitor reads: their pictures, links, lengths and compositions."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from jkv.methods import CATALOGUE, parse
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+MADE = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def links(page: Path) -> list[str]:
+    return LINK.findall(re.sub(r"(?s)```.*?```", "", page.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("name", MADE["PICTURES"])
+def test_a_picture_is_what_its_script_draws_and_a_page_shows_it(name: str):
+    path = ROOT / "docs" / f"{name}.svg"
+    assert path.read_text("utf-8") == MADE["PICTURES"][name](), "run: make docs"
+    assert ElementTree.fromstring(path.read_text("utf-8")).tag.endswith("svg") and path.stat().st_size < 100_000
+    assert any((page.parent / link).resolve() == path for page in PAGES for link in links(page))
+
+
+def test_every_picture_of_the_folder_is_drawn():
+    assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(MADE["PICTURES"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    inside = [link for link in links(page) if not link.startswith("http")]
+    assert [link for link in inside if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name, most", [("README.md", 130), ("ARCHITECTURE.md", 150), ("CHANGELOG.md", 60)])
+def test_a_page_stays_short(name: str, most: int):
+    assert (ROOT / name).read_text("utf-8").count("\n") <= most
+
+
+def test_what_the_readme_writes_are_caches_and_all_methods_are_named():
+    text = (ROOT / "README.md").read_text("utf-8")
+    table = text[text.index("| you want | you write |") :].split("\n\n")[0].replace("\\|", "|")
+    written = re.findall(r'`"([^"`]+)"`', table)
+    assert len(written) >= 14
+    for cache in written:
+        parse(cache)
+    listed = text[text.index("## Methods") : text.index("## Models")]
+    assert set(CATALOGUE) - {"full"} <= set(re.findall(r"\w+", listed))

@@ -27,7 +27,7 @@ from jkv.methods.config import CacheConfig
 from jkv.plan.collectives import collectives
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from codebook import Codebook  # noqa: E402
+from support.codebook import Codebook  # noqa: E402
 
 # two tiers, one of a fixed size, keys by channel and turned at read; a pool, that the heads' devices divide too; pages;
 # survivors that take shares of the evicted where they lie; codecs with arrays of heads, and of all of them

@@ -92,7 +92,7 @@ def layouts() -> dict[str, LayerConfig]:
                 except ValueError:  # one order for all heads of a pool
                     continue
                 plan = resolve(config, MODEL, LONGEST, 0)[0]
-                kinds = [(t.unit > 1, t.share is not None, t.at, t.evicts) for t in plan.tiers]
+                kinds = [(t.unit > 1, t.share is not None, t.rope, t.evicts) for t in plan.tiers]
                 found.setdefault(f"{kinds} {type(score).__name__} {plan.pooled}", plan)
     return found
 

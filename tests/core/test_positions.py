@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rig
-from rig import HYBRID, LENGTHS, MODEL, PARAMS
 
 from jkv.core import deferred, loop
 from jkv.core.attend import attend, attend_causal, visible
@@ -16,6 +14,8 @@ from jkv.core.positions import pad
 from jkv.generation import sizes
 from jkv.methods import parse
 from jkv.models import Params
+from support import rig
+from support.rig import HYBRID, LENGTHS, MODEL, PARAMS
 
 CUT, NEW = 40, 4
 ROWS = [row[row >= 0].tolist() for row in rig.PROMPT]

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rig
-from rig import FORCED, MODEL, PARAMS, PROMPT, D, G, H
 
 from jkv import models
 from jkv.arrays.partial import Partial, merge
@@ -22,6 +20,8 @@ from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.protocols import Merge
+from support import rig
+from support.rig import FORCED, MODEL, PARAMS, PROMPT, D, G, H
 
 
 @value

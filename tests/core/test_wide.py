@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rig
-from rig import CASES, FORCED, PARAMS, PROMPT, D, G, H
 
 from jkv import models
 from jkv.core import loop
@@ -26,6 +24,8 @@ from jkv.methods.codecs import Separable
 from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.methods.mixtures import Mixtures, start
 from jkv.models import ModelConfig, Params, llama
+from support import rig
+from support.rig import CASES, FORCED, PARAMS, PROMPT, D, G, H
 
 LIFTS = {
     n: np.linalg.qr(np.random.default_rng(n).normal(size=(max(n, D),) * 2))[0].astype("f")[:n, :D] for n in (8, 32)

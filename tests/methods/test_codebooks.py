@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from codebook import Codebook
 
 import jkv
 from jkv import models
@@ -23,6 +22,7 @@ from jkv.methods.checks import check
 from jkv.methods.codecs import Dense
 from jkv.methods.config import CacheConfig, TierSpec
 from jkv.protocols import Code, Codec
+from support.codebook import Codebook
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64, num_hidden_layers=3), 0, jnp.float32)
 MODEL = PARAMS.config

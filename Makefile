@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint docs bench notebooks notebooks-refresh clean
+.PHONY: demo test test-all lint docs bench notebooks notebooks-refresh clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "jkv needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
@@ -14,9 +14,14 @@ export JAX_PLATFORMS ?= cpu
 demo: .venv/installed  ## a real model generates through a compressed cache, and the receipt
 	$(BIN)/python -m jkv.cli.demo
 
-test: .venv/installed  ## the whole suite
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15
+
+test: .venv/installed  ## every law and almost all of the rest: what is not `slow`, `hardware` or `peers`
 	$(BIN)/jkv fetch smollm2-135m
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(PYTEST) -m "not (slow or hardware or peers)"
+
+test-all: test  ## the whole suite
+	$(PYTEST) -m "slow or hardware or peers"
 
 lint: .venv/installed  ## style, types and the arrows between rooms, on the package as a user gets it
 	$(BIN)/pip install -q -e '.[lint]'

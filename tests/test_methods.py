@@ -162,6 +162,7 @@ CODED = [
 
 
 # The codecs take turns, so that each meets a part of the methods: all together would take a quarter of an hour.
+@pytest.mark.slow
 @pytest.mark.parametrize("text", CODED[:: len(CODECS) + 1], ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
 def test_what_goes_together_answers(text):
     out = jkv.generate(rig.PARAMS, text, list(range(3, 93)), max_new_tokens=40, compare=True)  # two flushes

@@ -18,6 +18,8 @@ import pytest
 
 from jkv.batch.signals import STOPPED
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 CACHE = "full"
 ROWS = 24

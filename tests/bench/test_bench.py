@@ -532,6 +532,7 @@ def torch():
     return pytest.importorskip("torch")
 
 
+@pytest.mark.peers
 @pytest.mark.filterwarnings("default")  # of torch and transformers, not ours
 @pytest.mark.parametrize("what", ["decode", "prefill"])
 def test_the_peer_takes_turns_and_its_cache_is_said(torch, what, tmp_path):
@@ -545,6 +546,7 @@ def test_the_peer_takes_turns_and_its_cache_is_said(torch, what, tmp_path):
     assert row["ratio"] == pytest.approx(row["ms"] / row["peer"]["ms"])
 
 
+@pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 def test_a_peer_with_other_weights_is_found_out(torch, params):
     source = shapes.noise(models.TINY, 4, 1)
@@ -562,6 +564,7 @@ def test_a_peer_with_other_weights_is_found_out(torch, params):
         engines.apart(engines.Jkv(params), peer)
 
 
+@pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
     from jkv.io import load
@@ -578,6 +581,7 @@ def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
     assert rows[0]["floor"] == pytest.approx(compare.step_bytes(models.random(models.TINY), 40) / 1e6)
 
 
+@pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 def test_compare_beyond_the_context_is_refused(torch, monkeypatch):
     from jkv.io import load
@@ -591,6 +595,7 @@ def kvpress(torch):
     return pytest.importorskip("kvpress")
 
 
+@pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("what", ["decode", "prefill"])
 def test_kvpress_takes_turns_with_the_same_budget(kvpress, what, tmp_path):
@@ -604,6 +609,7 @@ def test_kvpress_takes_turns_with_the_same_budget(kvpress, what, tmp_path):
     assert all(r["ratio"] == pytest.approx(r["ms"] / r["peer"]["ms"]) for r in rows)
 
 
+@pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("method", ["streaming", "knorm", "snapkv", "keydiff", "tova", "expected_attention", "h2o"])
 def test_what_kvpress_holds_is_the_budget_and_each_token_has_its_place(kvpress, method):

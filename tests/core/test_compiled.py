@@ -17,6 +17,8 @@ from jkv.core import loop, sampling
 from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 
+pytestmark = pytest.mark.slow
+
 WIDE = dict(models.TINY, hidden_size=512, max_position_embeddings=32768, num_hidden_layers=4)
 TOKENS = 16384
 # the other tests compile quickly; see conftest.py

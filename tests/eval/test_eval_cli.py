@@ -151,6 +151,7 @@ def test_fidelity_by_layer_and_its_pictures(tokens, tmp_path):
     assert "layers-knorm" in drawn and len(list((tmp_path / "plots").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_tasks_of_all_kinds_run(tmp_path):
     out = {name: tmp_path / f"{name}.json" for name in ("ruler", "niah", "multiturn")}
     args = ("--cache", OWN, "--samples", 1, "--json")

@@ -179,6 +179,7 @@ def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
         assert len(found.rows) == 13 and {r["score"] for r in found.rows} == {score}
 
 
+@pytest.mark.slow
 def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
     params = load("smollm2-135m")
     task = tasks.TASKS["niah_single_1"]

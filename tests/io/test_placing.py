@@ -18,6 +18,7 @@ from jkv.core import sharding
 from jkv.io import load
 
 
+@pytest.mark.slow
 def test_no_device_has_more_than_its_share_at_any_time():
     script = Path(__file__).with_name("placing_job.py")
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}

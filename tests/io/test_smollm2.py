@@ -7,6 +7,8 @@ import pytest
 from jkv import models
 from jkv.io import hub, load
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def params():

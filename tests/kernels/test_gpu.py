@@ -23,6 +23,8 @@ from jax.experimental.mosaic import gpu as mgpu  # noqa: E402
 from jkv.kernels.decode_attention import gpu, gpu_sides, gpu_tile  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 
+pytestmark = pytest.mark.hardware
+
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling takes longest
 
 

@@ -31,6 +31,8 @@ from jkv.kernels.decode_attention import gpu  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 from jkv.kernels.prefill_attention import gpu as prefill  # noqa: E402
 
+pytestmark = pytest.mark.hardware
+
 GOLDEN = Path(__file__).with_name("golden_gpu.json")  # version of jax -> name -> instructions of the inner loop
 SHORT, MIDDLE, LONG = 1024, 16384, 131072
 KIVI = Affine(bits=2, axis="channel", group=32), Affine(bits=2, group=32)

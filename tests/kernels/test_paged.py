@@ -15,6 +15,8 @@ from jkv.kernels.decode_attention import tpu as whole
 from jkv.kernels.paged_attention import reference, tpu, visits
 from jkv.protocols import Linear
 
+pytestmark = pytest.mark.hardware
+
 SLOTS = 512
 
 

@@ -17,6 +17,8 @@ from jkv.core import attend, deferred, loop
 from jkv.generation import sizes
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 
+pytestmark = pytest.mark.hardware
+
 CASES = [
     check.Case(floats="float32", dim=64, group=3, new=150, before=120, window=100),
     check.Case(dim=128, group=4, new=300),

@@ -19,6 +19,8 @@ from jkv.generation import sizes
 from jkv.kernels.column_sums import check, reference, tpu
 from jkv.kernels.prefill_attention.check import Case
 
+pytestmark = pytest.mark.hardware
+
 CASES = [
     Case(floats="float32", dim=64, group=3, new=150, before=120, window=100),
     Case(dim=128, group=4, new=300),

@@ -23,6 +23,8 @@ from jkv.kernels.place import tpu as placing
 from jkv.methods.codecs import Affine, Dense, Sparse
 from jkv.protocols import Codec, Linear
 
+pytestmark = pytest.mark.hardware
+
 B, H = 2, 4
 INT8, INT4, GROUPS = Affine(bits=8), Affine(bits=4), Affine(bits=4, group=16)
 KIVI = Affine(bits=2, axis="channel", group=32)

@@ -27,7 +27,10 @@ LOOPS = [
     "smollm2-135m int4(group=32)",
 ]
 SLACK = 1.05  # of a schedule, from one compiler to the next
-pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="no TPU compiler: pip install -e '.[tpu-aot]'")
+pytestmark = [
+    pytest.mark.hardware,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="no TPU compiler: pip install -e '.[tpu-aot]'"),
+]
 
 
 @cache

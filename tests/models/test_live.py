@@ -16,6 +16,8 @@ pytest.importorskip("transformers")
 from golden.make import CASES, batch, torch_logits, torch_model, weights  # noqa: E402
 from jkv import models  # noqa: E402
 
+pytestmark = pytest.mark.peers
+
 forward = jax.jit(models.forward)
 
 

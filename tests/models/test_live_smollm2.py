@@ -29,7 +29,10 @@ TEXTS = [
     "- Jupiter",
 ]
 
-pytestmark = pytest.mark.filterwarnings("default")  # of torch and transformers, not ours
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("default"),  # of torch and transformers, not ours
+]
 
 
 def ours(params, rows):

@@ -119,6 +119,7 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_twenty_steps_mark_tokens_and_a_killed_training_ends_the_same(tmp_path):
     whole, stopped, tell = tmp_path / "whole", tmp_path / "stopped", trainer.Training._tell
     result = train(whole)

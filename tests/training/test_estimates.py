@@ -64,6 +64,7 @@ def test_a_layer_learns_whom_an_answer_asks():
     assert (best == np.arange(5, T - 24, 8)).mean() > 0.9
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
     short = "--warm 20 --answer 16 --texts 4 --length 64 --corpus pydoc --width 8 --check 2 --budget 24".split()

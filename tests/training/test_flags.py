@@ -164,6 +164,7 @@ def test_a_layer_alone_pays_for_what_it_keeps():
     np.testing.assert_allclose(flags.Recipe(answer=ANSWER, price=0.7).alone(k, BATCH), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32": SPEAKING)
     short = "--steps 3 --answer 16 --texts 2 --length 64 --corpus pydoc --width 4 --check 1 --rate 0.01".split()

@@ -137,6 +137,7 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_twenty_steps_make_a_folder_that_is_used_and_a_killed_training_ends_the_same(tiny, tmp_path):
     whole, stopped, add = tmp_path / "whole", tmp_path / "stopped", forecast.Folder.add
     result = train(whole)

@@ -86,6 +86,7 @@ def test_a_short_text_is_worth_its_own_tokens():
     np.testing.assert_allclose(told, told[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
     short = "--warm 3 --texts 2 --length 96 --corpus pydoc --width 5 --check 2 --budget 24 --chunk 32".split()

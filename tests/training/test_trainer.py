@@ -132,6 +132,7 @@ def test_what_a_training_begins_with_is_what_it_was_given_or_refused(name, tmp_p
             assert name == "makeeach" and "Deep-begun" not in folder.name and not out.exists()
 
 
+@pytest.mark.slow
 def test_gates_that_compete_are_trained_and_used(tiny, tmp_path):
     given = "--budget 24 --steps 3 --texts 2 --length 48 --corpus pydoc --width 4 --check 1 --rate 0.01".split()
     result = call("train", "makeeach", "--out", tmp_path, *given)
@@ -368,6 +369,7 @@ print(where, max(abs(got[k] - float(x)) for k, x in want.items() if k != "fine")
 """
 
 
+@pytest.mark.slow
 def test_two_devices_share_a_step(tmp_path):
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     done = subprocess.run(

@@ -16,10 +16,11 @@ gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-import shapes  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 pytest.register_assert_rewrite("support")
+from support import shapes  # noqa: E402
+
 # The same examples on every machine: what passes here passes where it is landed. HYPOTHESIS_PROFILE=default draws anew.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

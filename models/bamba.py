@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 mixers and now and then a block that attends, each with an MLP behind it."""
+"""Bamba: Mamba-2 mixers and some attention blocks, each followed by an MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a model is, as one hashable value, and how it is read from a Hugging Face config dict."""
+"""The config of a model, as one hashable value, and how it is read from a Hugging Face config dict."""
 
 import math
 from collections.abc import Callable, Mapping

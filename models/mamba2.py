@@ -1,4 +1,4 @@
-"""Mamba-2: every block recurs, none attends."""
+"""Mamba-2: every block is recurrent, none attends."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Training DMS: a model that learns, beside itself with a full cache, which tokens it may forget after a while.
+"""Training DMS: which tokens may be evicted after a delay, distilled from the same model with a full cache.
 
 Whether the token before is dropped is drawn, softly: z = `losses.drawn(a)`. Attention of a query more than `window`
 tokens later has log(1 - sigmoid(z)) on its logit; what is counted is hard, 1 where z > 0, with the gradient of

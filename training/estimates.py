@@ -1,4 +1,4 @@
-"""Training Locret: heads that foresee how much an answer will look at a token. No gradient goes through the model.
+"""Training Locret: heads that predict the attention of an answer to a token. No gradient goes through the model.
 
 A text's last tokens are its answer. What a token before it is worth to a kv head is the largest logit that the head's
 queries give it there, y_i = max over g, t of q_gt . k_i / sqrt(D), and a head estimates it from the layer's input:

@@ -1,4 +1,4 @@
-"""Training Attention-Gate: a look at a whole prompt says which of its tokens what follows may forget.
+"""Training Attention-Gate: a gate over a whole prompt decides which of its tokens later queries do not see.
 
 The last `answer` tokens of a text answer the others. A key of the prompt that is not kept is out of everybody's sight
 but its own. Whether it is kept is drawn, softly: z = `losses.drawn(u)`, and a logit has log sigmoid(z) on it; the flag

@@ -1,4 +1,4 @@
-"""Training a forecast of attention: what a full model pays to each page, step after step, and what comes next.
+"""Training a forecast of attention, from the attention of a full model to each page, step after step.
 
 Nothing goes through the model but its texts, once. From every layer that selects, and from every kv head, some moments
 are drawn: the `rows` queries up to then, as the selector would have seen them had it read everything, and the query

@@ -1,4 +1,4 @@
-"""What each head of a model looks at, found by forward passes alone: needles that an answer copies, and what repeats.
+"""Attention of each head of a model, by forward passes alone: to needles that an answer copies, and to repetitions.
 
 Texts go through the model layer by layer, and of a layer nothing is kept but a number for each head.
 """

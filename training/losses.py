@@ -1,4 +1,4 @@
-"""What a trained cache is asked for: the full model's next tokens, within a number of tokens."""
+"""Losses of a trained cache: the full model's next tokens, within a number of tokens."""
 
 from __future__ import annotations
 

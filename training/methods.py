@@ -1,4 +1,4 @@
-"""What `jkv train` does for each method: texts, a training, and a folder of what it left."""
+"""The training of each method for `jkv train`: texts, a training run, and a folder of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training TRIM-KV: a gate that says at birth how slowly a token fades.
+"""Training TRIM-KV: a gate that predicts how slowly a new token decays.
 
 Attention of a query to a key of age a has a log beta on its logit, and what is held of all tokens, each faded by its
 age, is to fit the budget.

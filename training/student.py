@@ -1,4 +1,4 @@
-"""The model with a soft cache: attention is plain, and a bias stands for what a cache would have forgotten."""
+"""The model with a soft cache: plain attention, and a bias that stands for what a cache would have forgotten."""
 
 from __future__ import annotations
 

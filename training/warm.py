@@ -1,4 +1,4 @@
-"""Layer by layer: training without a gradient through the model, and a warm start for trainings that have one.
+"""Layer-wise training without a gradient through the model; also the warm start of trainings that have one.
 
 What the bias of a method takes from attention can be seen in its own layer. A query t pays a key i the attention p;
 with the bias b on its logit, what is left of its attention is

@@ -1,4 +1,4 @@
-"""Which rows run together: few lengths, so few programs, and the order in which rows come in."""
+"""Buckets of rows that run together, few lengths for few programs, and the order in which their rows start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows run at once: as many as fit, by the compiler's account of the job's own programs."""
+"""The batch size: as many rows as fit, by the compiler's memory of the job's own programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of a job: manifest.json, append-only JSON lines, report.json. A killed job goes on where it was."""
+"""The output of a job: manifest.json, append-only JSON lines, report.json. A killed job resumes."""
 
 from __future__ import annotations
 

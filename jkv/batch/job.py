@@ -1,4 +1,4 @@
-"""A job: the rows of a file, each answered once, whatever happens on the way."""
+"""A job: the rows of a file, each answered exactly once."""
 
 from __future__ import annotations
 

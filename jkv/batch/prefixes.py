@@ -1,4 +1,4 @@
-"""Common beginnings of all prompts of a job, and which of them to prefill once. Source: BatchLLM (2412.03594)."""
+"""Shared prefixes of all prompts of a job, and which of them to prefill once. Source: BatchLLM (2412.03594)."""
 
 from __future__ import annotations
 

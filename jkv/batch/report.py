@@ -1,4 +1,4 @@
-"""What a job came to, as numbers, as text and as an exit code."""
+"""The result of a job, as numbers, as text and as an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a job: JSON lines in, prompts with their settings out; a row that cannot be run says why."""
+"""The rows of a job: JSON lines in, prompts with their settings out; a row that cannot be run gets an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch whose rows come and go: prefilled in waves, admitted at the borders of blocks, answered one by one."""
+"""Continuous batching: rows are prefilled in waves, admitted between two blocks, and answered one by one."""
 
 from __future__ import annotations
 

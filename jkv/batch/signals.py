@@ -1,4 +1,4 @@
-"""SIGTERM, as a machine that is taken away sends it: what runs is told, and ends in time even while XLA compiles."""
+"""SIGTERM, the signal of preemption: the job is told, and ends in time even while XLA compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of one job: they divide its rows, or share a mesh, run the same programs and agree on what comes next."""
+"""Processes of one job: they divide its rows, or share a mesh and run the same programs in step."""
 
 from __future__ import annotations
 

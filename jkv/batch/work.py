@@ -1,4 +1,4 @@
-"""One run of a job by one process: bucket after bucket, and what is tried when one of them cannot run."""
+"""One run of a job by one process: bucket after bucket, with retries in smaller batches."""
 
 from __future__ import annotations
 

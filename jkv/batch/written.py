@@ -1,4 +1,4 @@
-"""Rows that were written: which of a file's lines are rows, and which line of the input each of them answers."""
+"""Written rows: which lines of a file are rows, and which line of the input each of them answers."""
 
 from __future__ import annotations
 

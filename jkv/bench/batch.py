@@ -1,4 +1,4 @@
-"""Many ragged prompts: `jkv batch` beside a plain loop of transformers.generate, and beside itself without sharing."""
+"""Many ragged prompts: `jkv batch` against a loop of transformers.generate, and against itself without sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jkv's full cache beside transformers with the same weights, and beside what this machine's memory allows."""
+"""jkv's full cache against transformers with the same weights, and against this machine's lower bound."""
 
 from __future__ import annotations
 

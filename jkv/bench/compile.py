@@ -1,4 +1,4 @@
-"""How long a user waits for the compiler: until the first block of tokens is there, and until nothing is compiled."""
+"""Compile time: until the first block of tokens, and until nothing is left to compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Those that take turns: jkv, and transformers or kvpress with the same weights."""
+"""The engines of a comparison: jkv, and transformers or kvpress with the same weights."""
 
 from __future__ import annotations
 

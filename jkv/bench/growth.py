@@ -1,4 +1,4 @@
-"""Time and bytes while a text grows: a budget should hold both."""
+"""Time and bytes per token while a text grows; a budget should keep both constant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One operation alone: all implementations that this platform has, over the same random codes, and dense attention."""
+"""One operation alone: all implementations of this platform over the same random codes, and dense attention."""
 
 from __future__ import annotations
 

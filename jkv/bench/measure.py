@@ -1,4 +1,4 @@
-"""Clocks, turns, percentiles, and what the hardware and the compiler say."""
+"""Clocks, alternating trials, percentiles, and the counts of the hardware and the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jkv beside kvpress, the torch library of the field: which tokens stay, and what is then predicted.
+"""jkv against kvpress, the torch library of the field: kept tokens, and predictions.
 
 `python -m jkv.bench.peers` needs torch, transformers and kvpress. Both sides run the same float32 weights over the same
 prompts. Then each cache stays frozen while both read the same continuation at its true positions.

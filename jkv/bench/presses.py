@@ -1,4 +1,4 @@
-"""What kvpress calls the methods that jkv has too, with the arguments that make them the same method.
+"""The methods of kvpress that jkv has too, with the arguments that make them the same method.
 
 A name in brackets is a variant that takes one difference away.
 """

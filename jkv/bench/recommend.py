@@ -1,4 +1,4 @@
-"""Which cache to take, from what `jkv eval` has measured: the best quality for the bytes, and the evidence."""
+"""A recommended cache, from the measurements of `jkv eval`: the best quality for the bytes, and the evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader of numbers must know beside them, and the files that hold both."""
+"""The conditions that belong to measured numbers, and the files that hold both."""
 
 from __future__ import annotations
 

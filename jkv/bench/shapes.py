@@ -1,4 +1,4 @@
-"""What is measured: a model with its weights, or the shape of a public one with random weights."""
+"""The subject of a benchmark: a model with its weights, or the shape of a public one with random weights."""
 
 from __future__ import annotations
 

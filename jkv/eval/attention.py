@@ -1,4 +1,4 @@
-"""The dense model beside a compressed one: the attention that is lost, and what each layer's compression costs."""
+"""The dense model against a compressed one: lost attention, and the cost of each layer's compression."""
 
 from __future__ import annotations
 

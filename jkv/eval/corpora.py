@@ -1,4 +1,4 @@
-"""Texts to measure on: what every Python carries, a user's file, token files, and hub datasets if there are any."""
+"""Texts to measure on: those in every Python, a user's file, token files, and hub datasets if there are any."""
 
 from __future__ import annotations
 

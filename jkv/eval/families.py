@@ -1,4 +1,4 @@
-"""Families of caches, by what their rows of the catalogue are made of: what is drawn and listed together."""
+"""Families of caches, by their rows of the catalogue: the groups of plots and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What result files say: a cache's rows of one suite as one point, and the points that no other beats."""
+"""Points of result files: a cache's rows of one suite as one point, and the Pareto front."""
 
 from __future__ import annotations
 

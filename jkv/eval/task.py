@@ -1,4 +1,4 @@
-"""The registry: a task is one function, which makes a prompt and knows what is right, and one row, its decorator."""
+"""The registry of tasks: a function that makes a prompt and knows the answer, and a decorator."""
 
 from __future__ import annotations
 

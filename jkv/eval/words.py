@@ -1,4 +1,4 @@
-"""What synthetic texts are made of: our own word lists, distinct random strings, haystacks, chains and people."""
+"""Material of synthetic texts: our own word lists, distinct random strings, haystacks, chains and people."""
 
 from __future__ import annotations
 

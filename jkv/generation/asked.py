@@ -1,4 +1,4 @@
-"""What a caller asks of `generate` and `stream`, checked before anything runs: each argument is refused by its name."""
+"""The arguments of `generate` and `stream`, checked before anything runs: each is refused by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model says greedily after its prompts, for methods that read a draft of the answer."""
+"""Greedy continuations of prompts, for methods that read a draft of the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache holds: tokens, bytes and positions layer by layer, in numbers and as a picture."""
+"""The contents of a cache: tokens, bytes and positions layer by layer, in numbers and as a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts: what they may be, their token ids, and the room that they and their answers take."""
+"""Prompts: their types, their token ids, and the room that they and their answers take."""
 
 from __future__ import annotations
 

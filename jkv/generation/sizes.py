@@ -1,4 +1,4 @@
-"""What a cache of a config takes, and one that has seen nothing."""
+"""The bytes of a cache of a config, and an empty cache."""
 
 from __future__ import annotations
 

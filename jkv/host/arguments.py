@@ -1,4 +1,4 @@
-"""Numbers that a caller gives: of Python, numpy or jax, and refused by the argument's name."""
+"""Numbers given by a caller, of Python, numpy or jax; refused by the argument's name."""
 
 from __future__ import annotations
 

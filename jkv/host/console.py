@@ -1,4 +1,4 @@
-"""Where the commands put what is not a file: tables on stdout, bars and spinners on stderr."""
+"""Terminal output beside files: tables on stdout, bars and spinners on stderr."""
 
 from __future__ import annotations
 

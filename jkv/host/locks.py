@@ -1,4 +1,4 @@
-"""What one process at a time may do, on one machine or on a file system that locks for several."""
+"""Locks between processes, on one machine or on a file system that locks for several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What numbers are kept in: one JSON document {"meta", "rows"}, written whole or not at all."""
+"""Files of results: one JSON document {"meta", "rows"}, written whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures, where matplotlib is installed."""
+"""Plots, where matplotlib is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells models apart: a digest of everything that their answers depend on, made where their weights lie."""
+"""The fingerprint of a model: a digest of everything that its answers depend on, computed where its weights lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was trained for a model: a folder of weights and a card that says for which model and how."""
+"""Trained weights of a method: a folder of arrays and a card with the model and the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One door to all models: by name, by file, by folder or by hub repository."""
+"""Loading of models: by name, by file, by folder or by hub repository."""
 
 from __future__ import annotations
 

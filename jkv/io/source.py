@@ -1,4 +1,4 @@
-"""What every reader produces: a model that is described but not yet loaded."""
+"""The common product of all readers: a model that is described but not yet loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and what a chat template makes of messages."""
+"""Text to token ids and back, and chat templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the devices of a mesh send each other, read from the text of a compiled program."""
+"""Collectives between the devices of a mesh, read from the text of a compiled program."""
 
 from __future__ import annotations
 

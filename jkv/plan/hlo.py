@@ -1,4 +1,4 @@
-"""The text of a compiled program: what runs where, how often, and how long the compiler thinks that it takes."""
+"""The text of a compiled program: operations, how often they run, and their time by the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does it fit? The real programs, compiled for a machine that need not be here."""
+"""Memory and time of the real programs, compiled for a machine that need not be here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of what other layers look at (SmallKV)."""
+"""Scores by the attention of other layers (SmallKV)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction that is decided at birth and happens later: DMS."""
+"""Delayed eviction: marked at birth, evicted later (DMS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How attention of a window of queries is spread: over tokens, and from query to query (CAKE)."""
+"""The spread of the attention of a window of queries: over tokens, and from query to query (CAKE)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction that sees the whole prompt before it decides: Attention-Gate."""
+"""Eviction by a gate over the whole prompt (Attention-Gate)."""
 
 from __future__ import annotations
 

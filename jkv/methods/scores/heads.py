@@ -1,4 +1,4 @@
-"""Scores of heads that were found beforehand: some choose for a layer (CompressKV), some keep all (RazorAttention)."""
+"""Scores by calibrated heads: some choose for a layer (CompressKV), some keep all (RazorAttention)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of place: who leaves depends on where it stands among the kept, from layer to layer or in a contest."""
+"""Scores by rank among the kept tokens, from layer to layer or in a contest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores that were trained."""
+"""Scores by trained gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores that decide over precision (ZipCache) and over merging (KVMerger)."""
+"""Scores for mixed precision (ZipCache) and for merging (KVMerger)."""
 
 from __future__ import annotations
 

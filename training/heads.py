@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.tree import value
-from jkv.core.attend import attend_causal, visible
+from jkv.core.attend import attend_window
+from jkv.core.mask import causal, visible
 from jkv.core.positions import pad
 from jkv.eval import measure, tasks
 from jkv.eval.experiments import count
@@ -82,7 +83,7 @@ def _through(params: Params, x: Array, pos: Array, kind: int, read: Callable[...
     def attend(i: int, a: Any) -> tuple[Array, Any]:
         rope = c.ropes[kind]
         q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
-        o = attend_causal(q, k, a.v, pos, pos, c.scale, c.windows[kind]).finish()
+        o = attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale).finish()
         return o, read(*(y.astype(jnp.float32) for y in (q, k, a.v)))
 
     return family(c).layer(params, 0, x, pos, attend)

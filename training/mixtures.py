@@ -23,7 +23,8 @@ from jax import Array
 
 from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.tree import part
-from jkv.core.attend import attend_causal, visible
+from jkv.core.attend import attend_window
+from jkv.core.mask import causal, visible
 from jkv.methods.mixtures import Blend, Mixtures, arranged
 from jkv.models import Params
 from jkv.training import trainer
@@ -109,7 +110,7 @@ def fit(
         at = jnp.arange(x.k.shape[1])[None]
         pos = jnp.where(at < x.size, at, -1)
         x = one(x)
-        return attend_causal(x.q, x.k, x.v, pos, pos, scale, window).finish()[0]
+        return attend_window(x.q, x.k, x.v, causal(pos, window), pos, scale).finish()[0]
 
     o = jax.lax.map(whole, data)
 

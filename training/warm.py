@@ -23,7 +23,8 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.tree import part, value
-from jkv.core.attend import attend_causal
+from jkv.core.attend import attend_window
+from jkv.core.mask import causal
 from jkv.models import Params, Projected, family
 from jkv.training import trainer
 from jkv.training.losses import Batch, Teacher, distil
@@ -127,7 +128,7 @@ def through(params: Params, x: Array, pos: Array, kind: int) -> tuple[Array, Lay
     def attend(i: int, a: Any) -> tuple[Array, Layer]:
         rope = c.ropes[kind]
         q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
-        o = attend_causal(q, k, a.v, pos, pos, c.scale, c.windows[kind]).finish()
+        o = attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale).finish()
         return o, Layer(x=a.x, q=q, k=k, v=a.v, size=(pos >= 0).sum(1))
 
     return family(c).layer(params, 0, x, pos, attend)

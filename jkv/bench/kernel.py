@@ -19,9 +19,10 @@ from jkv.bench.measure import clock, copy_rate, percentiles, turns
 from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
 from jkv.core import codes
-from jkv.core.attend import attend, visible
+from jkv.core.attend import attend
 from jkv.core.cache import Tier, tree_bytes
 from jkv.core.layer import TierConfig
+from jkv.core.mask import causal, visible
 from jkv.core.tiers import attend_tier, linear
 from jkv.host.extras import install
 from jkv.kernels.decode_attention import reference
@@ -125,7 +126,7 @@ def coded(name: str, p: Problem, model: ModelConfig) -> Case:
 
     def run(q: Array, held: Any) -> Array:
         tier = replace(p.tier, k=held[0], v=held[1], pos=held[2])
-        return attend_tier(q, p.at, tier, config, model.ropes[0], model.scale, None).finish()
+        return attend_tier(q, causal(p.at, None), tier, config, model.ropes[0], model.scale).finish()
 
     return repeated(name, run, p.q, held)
 

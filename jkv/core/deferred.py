@@ -8,13 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.core.attend import attend_causal
+from jkv.core.attend import attend_window
 from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.evidence import evidence
 from jkv.core.flush import flush, ranked
 from jkv.core.layer import LayerConfig
 from jkv.core.loop import as_window, copied, embedded, mixed, none
+from jkv.core.mask import causal
 from jkv.models import ModelConfig, Params
 from jkv.models import layer as block
 from jkv.protocols import PROBED, Columns, Probe
@@ -52,7 +53,7 @@ def probed(
     def run(_: int, new: Any) -> tuple[Array, Columns]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         window = layer.recent.then(as_window(new, pos, plan, rope, dtype))
-        part = attend_causal(q, window.k, window.v, pos, window.pos, model.scale, plan.window, kind=plan.kernels)
+        part = attend_window(q, window.k, window.v, causal(pos, plan.window), window.pos, model.scale, plan.kernels)
         ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)
         columns = {
             name: by.observe(ev, span, x) if name.rpartition(".")[2] == PROBED else x for name, x in ev.columns.items()

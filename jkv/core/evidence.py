@@ -14,9 +14,9 @@ from jax import Array
 from jkv import kernels
 from jkv.arrays.tree import static, value
 from jkv.core import context
-from jkv.core.attend import visible
 from jkv.core.cache import MERGED, Counts, LayerCache, Observation, Queries, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.mask import causal, visible
 from jkv.core.tiers import (
     asked,
     bare,
@@ -133,13 +133,12 @@ class Evidence:
     def _summed(self, kernel: str, queries: Queries) -> Array:
         """`sums` of the window, by the kernel; every device for its own rows and heads."""
         own, window = kernels.implementation("column_sums", kernel), self.plan.window
-        at = queries.pos
-        first = jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0)
+        mask = causal(queries.pos, window)
 
         def run(q: Array, k: Array, lse: Array, *places: Array) -> Array:
             return own.sums(q, k, *places, lse, self.scale)
 
-        return kernels.over_mesh(run, queries.q, self.window.k, queries.lse, self.window.pos, first, at)
+        return kernels.over_mesh(run, queries.q, self.window.k, queries.lse, self.window.pos, mask.first, mask.last)
 
     def complete(self, queries: Queries) -> Queries:
         """The queries with a log-sum-exp over everything that is there, where a step read a part of it."""
@@ -294,7 +293,7 @@ def _cut(x: Array, start: Array, n: int) -> Array:
 
 
 def _probabilities(logits: Array, lse: Array, q_pos: Array, pos: Array, window: int | None) -> tuple[Any, ...]:
-    see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
+    see = visible(q_pos, pos, window)
     p = jnp.where(see[:, :, None], jnp.exp(jnp.where(see[:, :, None], logits, -jnp.inf) - lse[..., None]), 0)
     return p, q_pos, pos
 

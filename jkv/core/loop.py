@@ -14,11 +14,12 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.partial import Partial, merge_all
 from jkv.arrays.tree import value
-from jkv.core.attend import attend, attend_causal, visible
+from jkv.core.attend import attend, attend_window
 from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Observation, Queries, Window, among
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.flush import flush, pruned
 from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.mask import causal
 from jkv.core.positions import positions
 from jkv.core.sampling import Sampling, sample
 from jkv.core.tiers import attend_tier, observed
@@ -198,10 +199,11 @@ def attended(
         if steps is not None:
             window = (among if placed else Window.then)(layer.recent, window)
         until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
-        part = attend_causal(q, window.k, window.v, q_pos, window.pos, model.scale, plan.window, until, plan.kernels)
+        mask = causal(q_pos, plan.window, until)
+        part = attend_window(q, window.k, window.v, mask, window.pos, model.scale, plan.kernels)
         if not fresh:
             past = [
-                attend_tier(q, q_pos, t, replace(c, select=None), rope, model.scale, plan.window)
+                attend_tier(q, replace(mask, until=None), t, replace(c, select=None), rope, model.scale)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
             part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
@@ -334,12 +336,13 @@ def _attending(
         window = jax.tree.map(
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, fill, 1 if a.ndim == 2 else 2), recent, fresh
         )
-        parts = [attend(q, window.k, window.v, visible(pos, window.pos[:, None], plan.window), model.scale)]
+        mask = causal(pos, plan.window)
+        parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            parts.append(attend_tier(q, pos, tier, config, rope, model.scale, plan.window))
+            parts.append(attend_tier(q, mask, tier, config, rope, model.scale))
         part = _with_residual(merge_all(parts), q, layer, plan, model)
         summaries = tuple(
-            observed(q, pos, part.lse, t, c, rope, model.scale, plan.window) if _watches(c) else None
+            observed(q, mask, part.lse, t, c, rope, model.scale) if _watches(c) else None
             for t, c in zip(layer.tiers, plan.tiers, strict=True)
         )
         queries = layer.queries

@@ -16,9 +16,10 @@ from jkv import kernels
 from jkv.arrays.gather import per, put, take
 from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
 from jkv.core import codes, context
-from jkv.core.attend import FEW, visible
+from jkv.core.attend import FEW
 from jkv.core.cache import MERGED, Tier
 from jkv.core.layer import TierConfig
+from jkv.core.mask import Mask
 from jkv.core.pool import line, together
 from jkv.models.rope import Rope
 from jkv.protocols import Code, Codec, Linear
@@ -168,24 +169,19 @@ def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
     return jnp.where((never.any(1, keepdims=True) if x.shape[1] == 1 else never)[..., None], none, x)
 
 
-def attend_tier(
-    q: Array, q_pos: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
-) -> Partial:
-    """Rotated queries [B,H,G,T,D] at i32[B,T] over the tier, or over the units that its selector picks."""
-    first = jnp.zeros_like(q_pos) if window is None else jnp.maximum(q_pos - window + 1, 0)
+def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: float) -> Partial:
+    """Rotated queries [B,H,G,T,D] over the tier, or over the units that its selector picks."""
     if tier.head is None:
-        return _attend(q, first, q_pos, tier, config, rope, scale, q.shape[3])
+        return _attend(q, mask, tier, config, rope, scale, q.shape[3])
     b, h, g, t, _ = q.shape
     of = jnp.repeat(jnp.arange(h), g * t)[None]
-    start, end = (line(jnp.tile(x, (1, h * g)), of) for x in (first, q_pos))
-    part = _attend(q.reshape(b, 1, 1, h * g * t, -1), start, end, tier, config, rope, scale, t)
+    mask = jax.tree.map(lambda x: line(jnp.tile(x, (1, h * g)), of), mask)
+    part = _attend(q.reshape(b, 1, 1, h * g * t, -1), mask, tier, config, rope, scale, t)
     return jax.tree.map(lambda x: x.reshape(b, h, g, t, *x.shape[4:]), part)
 
 
-def _attend(
-    q: Array, first: Array, last: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, tokens: int
-) -> Partial:
-    """The same for queries that see 0 <= first <= pos <= last, i32[B,T]; `tokens` of a row are asking."""
+def _attend(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: float, tokens: int) -> Partial:
+    """The same of a pool as of one head that all ask; `tokens` of a row are asking."""
     at = tier.pos if tier.at is None else tier.at
     if tier.head is not None:
         tier = replace(tier, pos=line(tier.pos, tier.head))
@@ -195,17 +191,16 @@ def _attend(
         tier: Tier,
         part: context.Part,
         q: Array,
-        first: Array,
-        last: Array,
+        mask: Mask,
         pages: Array | None,
         codecs: tuple[Codec, Codec],
     ) -> Partial:
         here = None if pages is None else _pages_here(pages, part, tier, config)
         mine = replace(config, k=codecs[0], v=codecs[1])
-        return _attend_own(q, first, last, tier, here, mine, rope, scale, tokens)
+        return _attend_own(q, mask, tier, here, mine, rope, scale, tokens)
 
     tier, codecs = replace(bare(tier), at=at), (config.k, config.v)
-    return context.each_given(own, tier, tier.axes, q, first, last, pages, codecs, like=q, join=merge_over)
+    return context.each_given(own, tier, tier.axes, q, mask, pages, codecs, like=q, join=merge_over)
 
 
 def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig) -> Array:
@@ -218,8 +213,7 @@ def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig
 
 def _attend_own(
     q: Array,
-    first: Array,
-    last: Array,
+    mask: Mask,
     tier: Tier,
     pages: Array | None,
     config: TierConfig,
@@ -232,11 +226,11 @@ def _attend_own(
     at = tier.at
     assert at is not None
     if pages is not None:
-        if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale, pages)) is not None:
+        if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale, pages)) is not None:
             return part
         tier, at = gathered(pages, tier, at, config)
         config = replace(config, select=None)
-    if tokens <= FEW and (part := _by_kernel(q, first, last, tier, config, scale)) is not None:
+    if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale)) is not None:
         return part
     k, v, pos, size, merged = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
 
@@ -246,9 +240,8 @@ def _attend_own(
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
         logits = key_logits(flat(q), kt, att, config, rope).reshape(b, h, g, t, n) * scale
         logits = counted(logits, None if merged is None else jax.lax.dynamic_slice_in_dim(merged, start, n, 2))
-        pt = jnp.where(fresh, pt, -1)[:, :, None, None]
-        mask = (pt >= first[:, None, None, :, None]) & (pt <= last[:, None, None, :, None])
-        p, m, l = softmax_parts(logits, mask)  # noqa: E741
+        see = mask.over(jnp.where(fresh, pt, -1))[:, :, None]
+        p, m, l = softmax_parts(logits, see)  # noqa: E741
         acc = codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1)
         return merge(part, Partial(acc=acc, m=m, l=l))
 
@@ -257,9 +250,7 @@ def _attend_own(
     return over_tiles(body, nothing(q, width(config.v, v)), size, tile)
 
 
-def _by_kernel(
-    q: Array, first: Array, last: Array, tier: Tier, config: TierConfig, scale: float, *pages: Array
-) -> Partial | None:
+def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: float, *pages: Array) -> Partial | None:
     """By the platform's kernel, or None where it has none."""
     name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3])
     if name == "xla":
@@ -270,7 +261,7 @@ def _by_kernel(
     def run(q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, *pages: Array) -> Partial:
         return attention(q, k, v, pos, first, last, scale, *pages, *more)
 
-    return kernels.over_mesh(run, q, *linear(tier, config), tier.pos, first, last, *pages)
+    return kernels.over_mesh(run, q, *linear(tier, config), tier.pos, mask.first, mask.last, *pages)
 
 
 def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
@@ -306,9 +297,7 @@ def newest(tier: Tier, unit: int, heads: int) -> Array:
     return jnp.broadcast_to(tier.pos, (b, heads, c)).reshape(b, heads, -1, unit).max(-1)
 
 
-def observed(
-    q: Array, q_pos: Array, lse: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float, window: int | None
-) -> Any:
+def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float) -> Any:
     """The summary of a selector that watches, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
 
     The logits of the few keys that were read are computed once more: no kernel has to give them away.
@@ -321,12 +310,12 @@ def observed(
     n = copy.pos.shape[2]
     logits = key_logits(flat(q), copy.k, at, config, rope).reshape(b, h, g, t, n) * scale
     logits = counted(logits, copy.columns.get(MERGED))
-    see = visible(q_pos, copy.pos, window)[:, :, None]
+    see = mask.over(copy.pos)[:, :, None]
     p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
     most = p.reshape(b, h, g * t, -1, select.unit).max((2, 4))
     row = put(jnp.zeros(pos.shape), jnp.where(units < 0, pos.shape[2], units), most)
     after = select.observe(tier.summary, row[..., None], pos)
-    alive = (q_pos[:, 0] >= 0)[:, None, None]
+    alive = (mask.last[:, 0] >= 0)[:, None, None]
     return jax.tree.map(
         lambda x, y: jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, y), after, tier.summary
     )

@@ -13,9 +13,10 @@ from jax import Array
 
 from jkv.arrays.tree import value
 from jkv.core import codes
-from jkv.core.attend import attend, attend_causal, visible
+from jkv.core.attend import attend, attend_window
 from jkv.core.cache import Cache
 from jkv.core.loop import settle, step
+from jkv.core.mask import causal, visible
 from jkv.core.tiers import decoded_keys, gathered, picked
 from jkv.generation.report import divergence
 from jkv.models import Params, family, fresh
@@ -66,7 +67,7 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
         rope, window = model.ropes[i], model.windows[i]
         q = rope.rotate(a.q, pos[:, None, None]).astype(jnp.float32)
         k, v = rope.rotate(a.k, pos[:, None]).astype(jnp.float32), a.v.astype(jnp.float32)
-        o = attend_causal(q, k, v, pos, pos, model.scale, window).finish()
+        o = attend_window(q, k, v, causal(pos, window), pos, model.scale).finish()
         late = q[:, :, :, prefix:]
         see = visible(pos[:, prefix:], pos[:, None], window)
         here = jnp.pad(held[i].here[:, :, :prefix], ((0, 0), (0, 0), (0, total - prefix)), constant_values=True)
@@ -99,7 +100,7 @@ def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Ar
         p = jnp.einsum("bhgtd,bhsd->bhgts", some, k.astype(jnp.float32)) * model.scale
         queries.append(some)
         paid.append(jax.nn.softmax(jnp.where(see[:, :, None], p, -jnp.inf), -1).mean(2))
-        return attend_causal(q, k, a.v, pos, pos, model.scale, window).finish(), None
+        return attend_window(q, k, a.v, causal(pos, window), pos, model.scale).finish(), None
 
     x = family(model).embed(params, ids)
     for i in range(model.depth):

@@ -8,6 +8,7 @@ import pytest
 
 from jkv.arrays.partial import merge_all
 from jkv.core import attend as A
+from jkv.core.mask import Mask, causal, every
 
 rng = np.random.default_rng(0)
 B, H, G, T, S, D = 2, 2, 2, 3, 24, 16
@@ -66,10 +67,43 @@ def test_the_blocked_prefill_is_plain_causal_attention(t: int, s: int, window: i
     q, k, v = draw(1, 1, 2, t, D), draw(1, 1, s, D), draw(1, 1, s, D)
     k_pos = np.concatenate([np.full(7, -1), np.arange(s - 7)])[None].astype(np.int32)
     q_pos = k_pos[:, -t:]
-    got = A.attend_causal(*map(jnp.asarray, (q, k, v, q_pos, k_pos)), SCALE, window)
+    got = A.attend_window(*map(jnp.asarray, (q, k, v)), causal(jnp.asarray(q_pos), window), jnp.asarray(k_pos), SCALE)
     gap = q_pos[0][:, None] - k_pos[0][None]
     mask = (gap >= 0) & (k_pos[0] >= 0)[None] & (gap < (window or s))
     live = q_pos[0] >= 0
     np.testing.assert_allclose(
         got.finish()[:, :, :, live], softmax64(q, k, v, mask[None, None])[:, :, :, live], atol=5e-6
     )
+
+
+def all_of(pos: np.ndarray, keys: int) -> Mask:
+    return every(jnp.asarray(pos))
+
+
+def newest_hundred(pos: np.ndarray, keys: int) -> Mask:
+    return causal(jnp.asarray(pos), 100)
+
+
+def lasting(pos: np.ndarray, keys: int) -> Mask:
+    ends = np.random.default_rng(1).integers(0, 18 * keys, (1, 1, keys))
+    return causal(jnp.asarray(pos), None, jnp.asarray(ends, jnp.int32))
+
+
+@pytest.mark.parametrize("mask_of", [lambda pos, _: causal(jnp.asarray(pos), None), newest_hundred, lasting, all_of])
+@pytest.mark.parametrize("t, s", [(300, 700), (20, 40)])
+def test_every_kind_of_mask_over_positions_with_gaps(mask_of, t: int, s: int):
+    """As of a prompt that goes on with a part of its tokens: what lies far back is not less seen."""
+    q, k, v = draw(1, 1, 2, t, D), draw(1, 1, s, D), draw(1, 1, s, 2 * D)
+    k_pos = np.concatenate([np.full(5, -1), np.sort(rng.choice(9 * s, s - 5, replace=False))])[None].astype(np.int32)
+    q_pos = np.where(np.arange(t) < 3, -1, k_pos[:, -t:])
+    mask = mask_of(q_pos, s)
+    got = A.attend_window(*map(jnp.asarray, (q, k, v)), mask, jnp.asarray(k_pos), SCALE)
+    first, last = np.asarray(mask.first)[0][:, None], np.asarray(mask.last)[0][:, None]
+    see = (k_pos[0] >= 0) & (k_pos[0] >= first) & (k_pos[0] <= last)
+    if mask.until is not None:
+        see &= np.asarray(mask.until)[0, 0] >= q_pos[0][:, None]
+    some = see.any(1)
+    assert not some[:3].any() and some[3:].mean() > 0.9
+    want = softmax64(q, k, v, see[None, None])
+    np.testing.assert_allclose(got.finish()[:, :, :, some], want[:, :, :, some], atol=5e-6)
+    assert not np.asarray(got.finish())[:, :, :, ~some].any()

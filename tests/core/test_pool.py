@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jkv import methods, models
 from jkv.core import loop
+from jkv.core.mask import causal
 from jkv.core.pool import compete
 from jkv.core.tiers import attend_tier
 from jkv.methods import checks
@@ -104,7 +105,7 @@ def test_a_head_sees_its_own_slots_and_its_window(window: int | None):
     rng, (g, d) = np.random.default_rng(0), (MODEL.groups, MODEL.head_dim)
     q = rng.standard_normal((2, H, g, 2, d)).astype(np.float32)
     last = np.asarray(cache.seen)[:, None] - np.array([[5, 1]], np.int32)
-    part = attend_tier(jnp.asarray(q), jnp.asarray(last), tier, plan, rope, 0.25, window)
+    part = attend_tier(jnp.asarray(q), causal(jnp.asarray(last), window), tier, plan, rope, 0.25)
     k, v, pos, head = (np.asarray(x, np.float64)[:, 0] for x in (tier.k.slots, tier.v.slots, tier.pos, tier.head))
     for b, h, t in np.ndindex(2, H, 2):
         see = (head[b] == h) & (pos[b] >= 0) & (pos[b] <= last[b, t])

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jkv.core import deferred, loop
-from jkv.core.attend import attend, attend_causal, visible
+from jkv.core.attend import attend, attend_window
 from jkv.core.cache import Cache
+from jkv.core.mask import causal, visible
 from jkv.core.positions import pad
 from jkv.generation import sizes
 from jkv.methods import parse
@@ -114,7 +115,7 @@ def test_rows_among_many_keys_see_those_before_them():
     own = jnp.asarray(np.sort(rng.choice(s - 20, t, replace=False)))[None]
     for window in (None, 50):
         want = attend(q, k, v, visible(own, pos[:, None], window), 0.25).finish()
-        got = attend_causal(q, k, v, own, pos, 0.25, window).finish()
+        got = attend_window(q, k, v, causal(own, window), pos, 0.25).finish()
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 

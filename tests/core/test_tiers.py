@@ -17,6 +17,7 @@ from jkv.core.codes import decode, encode
 from jkv.core.empty import empty_tier
 from jkv.core.flush import _admit
 from jkv.core.layer import LayerConfig, TierConfig
+from jkv.core.mask import causal
 from jkv.core.merge import Newcomers
 from jkv.core.tiers import attend_tier, tier_dot
 from jkv.methods import CATALOGUE, parse
@@ -103,7 +104,7 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
     def read(tier: Tier, summaries: list[Any]) -> list[jax.Array]:
         every = [(tier, replace(configs[0], select=None))]
         every += [(replace(tier, summary=x), config) for x, config in zip(summaries, configs, strict=True)]
-        return [attend_tier(q, q_pos, *one, ROPE, D**-0.5, None).finish() for one in every]
+        return [attend_tier(q, causal(q_pos, None), *one, ROPE, D**-0.5).finish() for one in every]
 
     whole, *paged = read(tier, summaries)
     for config, got in zip(configs, paged, strict=True):

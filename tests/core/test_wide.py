@@ -14,9 +14,10 @@ import pytest
 
 from jkv import models
 from jkv.core import loop
-from jkv.core.attend import attend_causal, prompt_kernel
+from jkv.core.attend import attend_window, prompt_kernel
 from jkv.core.cache import Cache
 from jkv.core.codes import decode
+from jkv.core.mask import causal
 from jkv.core.tiers import kernel_of
 from jkv.generation import sizes
 from jkv.methods import parse
@@ -150,7 +151,7 @@ def test_every_method_takes_them(text: str):
     params, config = wide(32), parse(text)
     if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are
         config = replace(config, merge=replace(config.merge, gate=start(params.config, 12, 5, jax.random.key(0))))
-    cache = sizes.empty(replace(config, shorten=None), params.config, 2, 142, 52, jnp.float32)
+    cache = sizes.empty(config, params.config, 2, 142, 52, jnp.float32)
     ids = jax.ShapeDtypeStruct(PROMPT.shape, jnp.int32)
     cache, _ = jax.eval_shape(partial(loop.absorb, fresh=True), params, cache, ids)
     after, logits = jax.eval_shape(loop.step, params, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
@@ -162,9 +163,8 @@ def test_a_prompt_attends_tile_by_tile(window: int | None):
     rng, t = np.random.default_rng(0), 700
     q, k = rng.normal(size=(1, 1, 2, t, 8)), rng.normal(size=(1, 1, t, 8))
     v, pos = rng.normal(size=(1, 1, t, 20)), np.arange(t)[None]
-    got = attend_causal(
-        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[jnp.asarray(pos)] * 2, 0.3, window
-    ).finish()
+    floats, at = (jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(pos)
+    got = attend_window(*floats, causal(at, window), at, 0.3).finish()
     see = np.tril(np.ones((t, t), bool)) & (np.arange(t)[:, None] - np.arange(t) < (window or t))
     w = np.where(see, np.exp(np.einsum("bhgtd,bhsd->bhgts", q, k) * 0.3), 0)
     np.testing.assert_allclose(got, np.einsum("bhgts,bhsd->bhgtd", w / w.sum(-1, keepdims=True), v), atol=1e-5)

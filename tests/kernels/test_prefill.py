@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv import kernels, methods, models
 from jkv.core import attend, deferred, loop
+from jkv.core.mask import causal
 from jkv.generation import sizes
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 
@@ -44,7 +45,7 @@ def test_the_tpu_kernel_equals_float64(case: check.Case, small):
 def test_the_door_asks_the_kernel_for_the_same(small):
     def door(q, k, v, pos, first, last, scale):
         with pltpu.force_tpu_interpret_mode():
-            return attend.attend_causal(q, k, v, last, pos, scale, WINDOWED.window, kind="tpu")
+            return attend.attend_window(q, k, v, causal(last, WINDOWED.window), pos, scale, kind="tpu")
 
     good, text = check.run(WINDOWED, "tpu", door)
     assert good, text

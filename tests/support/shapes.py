@@ -61,7 +61,7 @@ def pick(
 @checked
 def into(
     run: Run, merge: Any, ev: Any, kept: Bool[Array, "B H S"], lost: Any, entries: Any
-) -> tuple[Int32[Array, "B H m"], Float32[Array, "B H m D"], Float32[Array, "B H m D"]]:
+) -> tuple[Int32[Array, "B H m"], Float32[Array, "B H m D"], Float32[Array, "B H m Dv"]]:
     return run(merge, ev, kept, lost, entries)
 
 

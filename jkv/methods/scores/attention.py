@@ -13,7 +13,7 @@ from jax import Array
 
 from jkv.arrays.gather import per, take_along
 from jkv.arrays.tree import part
-from jkv.core.attend import visible
+from jkv.core.mask import visible
 from jkv.methods.scores.position import given
 from jkv.protocols import Born, Columns, Needs, Score
 

@@ -1,4 +1,4 @@
-"""What a method is made of. Read this first: a paper is a choice of these, and a row of `jkv.methods`.
+"""The axes of a method. Read this first: a paper is a choice of these, and a row of `jkv.methods`.
 
 B rows, T new tokens, H kv heads, Hs = H (a selection per head) or 1 (one for all heads), G query heads per kv head,
 N queries, D channels of a query and a key, Dv of a value (D where nothing else is said), n slots of a tile, g grain,
@@ -29,7 +29,7 @@ Queries = int | Literal["new", "all"]  # the last n; those since the last flush;
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a method asks of the runtime; what nobody asks for is not computed."""
+    """Inputs that a method needs from the runtime; others are not computed."""
 
     queries: int = 0  # kept after a flush: the newest n
     new: bool = False  # the queries since the last flush
@@ -66,7 +66,7 @@ class Born:
 
 
 class Evidence(Protocol):
-    """What a score may see of one layer at a flush: S = all slots of the tiers, then the window, oldest first."""
+    """The view of one layer that a score has at a flush: S = all slots of the tiers, then the window, oldest first."""
 
     @property
     def pos(self) -> Array: ...  # i32[B,H,S], -1 dead
@@ -105,11 +105,11 @@ class Evidence(Protocol):
         ...
 
     def fold(self, step: Callable[..., Any], queries: Any, join: Callable[[Any, Any], Any] = ...) -> Any:
-        """What every key gets of the attention probabilities of queries, tile by tile; see `core.evidence`."""
+        """Sums per key over the attention probabilities of queries, tile by tile; see `core.evidence`."""
         ...
 
     def over_keys(self, step: Callable[..., Array], queries: Any) -> Array:
-        """What every query gets: f32[B,H,G,N]."""
+        """Sums per query: f32[B,H,G,N]."""
         ...
 
 
@@ -480,5 +480,5 @@ class Selector:
 
 
 def needs_of(*parts: Score | Merge | Selector | None) -> Needs:
-    """What the parts that are there ask of the runtime."""
+    """The needs of all parts that are not None."""
     return reduce(or_, (part.needs for part in parts if part is not None), Needs())

@@ -16,7 +16,7 @@ PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md"
     (ROOT / "docs").glob("*.md")
 )
 MADE = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def links(page: Path) -> list[str]:
@@ -35,10 +35,19 @@ def test_every_picture_of_the_folder_is_drawn():
     assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(MADE["PICTURES"])
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    heads = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)```.*?```", "", page.read_text("utf-8")))
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
-    inside = [link for link in links(page) if not link.startswith("http")]
-    assert [link for link in inside if not (page.parent / link).exists()] == []
+    for link in links(page):
+        if not link.startswith("http"):
+            name, _, anchor = link.partition("#")
+            assert (page.parent / name).exists(), link
+            assert not anchor or anchor in anchors(page.parent / name), link
 
 
 @pytest.mark.parametrize("name, most", [("README.md", 130), ("ARCHITECTURE.md", 150), ("CHANGELOG.md", 60)])

@@ -1,1 +1,1 @@
-"""What every room computes with: pytrees, gathers, the parts of a softmax, packed bits."""
+"""Common to all rooms: pytrees, gathers, the Partial of a softmax, packed bits."""

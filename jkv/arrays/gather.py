@@ -27,7 +27,7 @@ def take_along(x: Array, index: Array, axis: int = -1) -> Array:
 
 
 def per(index: Array, n: int) -> Array:
-    """index // n of what is not negative: one operation, or none, where `//` is ten.
+    """index // n of a non-negative index: one operation or none; the `//` of jax makes about ten, for signs.
 
     >>> per(jnp.array([0, 7, 8]), 4).tolist()
     [0, 1, 2]

@@ -13,7 +13,7 @@ from jkv.arrays.partial import Partial, merge, nothing, softmax_parts
 from jkv.core.mask import Mask
 
 QUERY_TILE, KEY_TILE = 256, 512  # of the blocked prefill sweep: a tile of scores stays in cache
-FEW = 16  # query tokens a row: those of steps, and more are a prompt's; there are kernels for both
+FEW = 16  # up to so many query tokens of a row the decode kernels serve, beyond it the prefill kernel
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:

@@ -51,7 +51,7 @@ class Window:
 
 @value
 class Queries:
-    """What scores need of queries: q f32[B,H,G,N,D] rotated, pos i32[B,N] (-1 dead), lse f32[B,H,G,N]."""
+    """Queries kept for scores: q f32[B,H,G,N,D] rotated, pos i32[B,N] (-1 dead), lse f32[B,H,G,N]."""
 
     q: Array
     pos: Array
@@ -196,7 +196,7 @@ class Counts:
 
 @value
 class Cache:
-    """What a model remembers of its rows.
+    """The cache of a batch of rows.
 
     layers: of the blocks that attend; states: of those that recur, whose size no text changes; counts: tokens of each
     row; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
@@ -265,7 +265,7 @@ class Cache:
 
     @property
     def _rows(self) -> Any:
-        """What belongs to rows."""
+        """The arrays with an axis of rows."""
         return self.layers, self.states, self.counts
 
     def _with(self, rows: Any) -> Cache:

@@ -1,4 +1,4 @@
-"""What a score may see at a flush, and how it reads it: tile by tile, on codes, never as a dense copy."""
+"""The evidence of a score at a flush: tokens are read tile by tile, on codes, never as a dense copy."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Evidence:
         return out + jnp.einsum("bhns,bhsd->bhnd", w[..., start:], exact)
 
     def fold(self, step: Step, queries: Queries, join: Callable[[Any, Any], Any] = added) -> Any:
-        """What every key gets: step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) of query tiles.
+        """Sums per key: step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) of query tiles.
 
         p = exp(q . k * scale - lse) with the saved log-sum-exp: the probability that attention really used. A dead
         query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once. A step
@@ -251,7 +251,7 @@ def evidence(
     fresh: bool = True,
     lower: LayerCache | None = None,
 ) -> Evidence:
-    """What a score may see of a layer and a window, of which the first `leaving` i32[B] tokens may go (None: none).
+    """The evidence of a layer and a window, of which the first `leaving` i32[B] tokens may go (None: none).
 
     model: of this layer alone; limit i32[B]: tokens that the tiers may hold, or None: none; fresh: they are empty.
     """

@@ -297,8 +297,8 @@ def _observed(
 
 @value
 class Moved:
-    """What a decode step changes of a layer: the recent window, the kept queries, and in tiers, which are constants to
-    it otherwise, the summaries of selectors that watch (None where there is none)."""
+    """The part of a layer that a step changes: recent window, kept queries and, of tiers (otherwise constants of the
+    loop), the summaries of selectors that watch (None where there is none)."""
 
     recent: Window
     queries: Queries | None
@@ -313,7 +313,7 @@ class Moved:
 
 @value
 class Moving:
-    """What one decode step changes: of layers, of states, seen i32[B], fill."""
+    """The part of a cache that a step changes: of layers, of states, seen i32[B], fill."""
 
     layers: tuple[Moved, ...]
     states: tuple[State, ...]

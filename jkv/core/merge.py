@@ -1,4 +1,4 @@
-"""Merges put where they go: into newcomers before they are encoded, and into slots that may change."""
+"""Applies a merge: to newcomers before they are encoded, and to slots that may change."""
 
 from __future__ import annotations
 

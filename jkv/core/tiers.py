@@ -160,8 +160,10 @@ def write(x: Array, index: Array, new: Array, tier: Tier, config: TierConfig) ->
 
 
 def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
-    """x i32[B] or i32[B,Hs,m], which now depends on what was read, [B,H,...]: XLA copies a tier that is read and
-    written, unless the write must wait. No number is below and above 0."""
+    """x i32[B] or i32[B,Hs,m], with a data dependency on arrays `read` [B,H,...] by a predicate that is never true.
+
+    XLA then orders the write of a tier after its reads, instead of copying the tier.
+    """
     total = jnp.stack([y.astype(jnp.float32).sum(range(2, y.ndim)) for y in read]).sum(0)
     never = (total < 0) & (total > 0)
     if x.ndim == 1:

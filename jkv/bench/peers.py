@@ -22,9 +22,9 @@ from jkv import methods
 from jkv.bench.engines import Transformers
 from jkv.bench.presses import PEERS
 from jkv.bench.results import check_path, meta, save, use_cores
-from jkv.core.cache import Cache
 from jkv.core.compiled import forget
 from jkv.eval import corpora
+from jkv.eval.attention import here, marked
 from jkv.eval.measure import Follow, surprise
 from jkv.host import console
 from jkv.models import Params
@@ -58,18 +58,6 @@ def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a & b).sum(-1) / a.sum(-1)
 
 
-def marked(positions: Sequence[Any], size: int) -> np.ndarray:
-    """bool[L,B,H,size] of positions i[B,H,n] layer by layer, -1 for none.
-
-    >>> marked([np.array([[[2, 0, -1]]])], 4).astype(int).tolist()
-    [[[[1, 0, 1, 0]]]]
-    """
-    out = np.zeros((len(positions), *positions[0].shape[:2], size + 1), bool)  # the last place takes the -1
-    for mask, at in zip(out, positions, strict=True):
-        np.put_along_axis(mask, np.asarray(at), True, -1)
-    return out[..., :-1]
-
-
 # ------------------------------------------------------------------------------------------------------------- jkv
 
 
@@ -85,14 +73,6 @@ def ours(params: Params, ids: np.ndarray, prompt: int) -> dict[str, Held]:
         print(f"jkv {key}: {out[key].ppl:.3f}", flush=True)
         forget()
     return out
-
-
-def here(cache: Cache, size: int) -> np.ndarray:
-    """bool[L,B,H,size]: the positions that a cache holds."""
-    shape = (cache.rows, cache.model.heads)
-    parts = [[layer.recent.pos[:, None], *(tier.seen_by(shape[1]) for tier in layer.tiers)] for layer in cache.layers]
-    wide = [[np.broadcast_to(x, (*shape, x.shape[2])) for x in some] for some in parts]
-    return marked([np.concatenate(some, -1) for some in wide], size)
 
 
 # --------------------------------------------------------------------------------------------------------- kvpress

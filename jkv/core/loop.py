@@ -207,7 +207,8 @@ def attended(
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
             part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
-        return part.finish(), (window, *_observed(layer, plan, Queries(q=q, pos=q_pos, lse=part.lse), steps, placed))
+        queries = Queries(q=q, pos=q_pos, lse=part.lse)
+        return part.finish(), (window, *observation_of(layer, plan, queries, steps, placed))
 
     x, made = block(one, 0, x, pos, run, none)
     return x, *made
@@ -279,7 +280,7 @@ def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any, s
     return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v, pos=pos, step=step)))
 
 
-def _observed(
+def observation_of(
     layer: LayerCache, plan: LayerConfig, new: Queries, steps: Array | None, placed: bool
 ) -> tuple[Observation, Queries | None]:
     """The queries that the score needs of a prompt's, and the layer's ring after this flush.

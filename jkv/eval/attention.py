@@ -117,8 +117,28 @@ def paid(params: Params, ids: Array, prefix: int) -> Array:
 
 def mass(whole: Array, cache: Cache) -> np.ndarray:
     """f32[L,B,H]: of attention f32[L,B,H,S] to the prefix, see `paid`, the share on tokens that the cache holds."""
-    here = jnp.stack([x.here[:, :, : whole.shape[3]] for x in stored(cache)]).astype(whole.dtype)
-    return np.asarray((whole * here).sum(3) / whole.sum(3))
+    paid = np.asarray(whole)
+    return (paid * here(cache, paid.shape[3])).sum(3) / paid.sum(3)
+
+
+def here(cache: Cache, size: int) -> np.ndarray:
+    """bool[L,B,H,size]: the positions that a cache holds. On the host: nothing is compiled for it."""
+    shape = (cache.rows, cache.model.heads)
+    parts = [[layer.recent.pos[:, None], *(tier.seen_by(shape[1]) for tier in layer.tiers)] for layer in cache.layers]
+    wide = [[np.broadcast_to(x, (*shape, x.shape[2])) for x in some] for some in parts]
+    return marked([np.concatenate(some, -1) for some in wide], size)
+
+
+def marked(positions: Sequence[Any], size: int) -> np.ndarray:
+    """bool[L,B,H,size] of positions i[B,H,n] layer by layer, -1 for none.
+
+    >>> marked([np.array([[[2, 0, -1]]])], 4).astype(int).tolist()
+    [[[[1, 0, 1, 0]]]]
+    """
+    out = np.zeros((len(positions), *positions[0].shape[:2], size + 1), bool)  # the last place takes the -1
+    for mask, at in zip(out, positions, strict=True):
+        np.put_along_axis(mask, np.asarray(at), True, -1)
+    return out[..., :-1]
 
 
 @jax.jit

@@ -12,6 +12,7 @@ import numpy as np
 from jkv.core.compiled import forget
 from jkv.eval import corpora, measure, niah, shared, tasks
 from jkv.eval.attention import recovered
+from jkv.eval.replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
 from jkv.eval.tasks import Example
 from jkv.host.results import versions
@@ -131,7 +132,8 @@ def perplexity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bo
     """One row a cache: perplexity of what follows a compressed prefix."""
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "frozen": frozen}
     found = s.results("ppl", [ids.tobytes()], source=source, **how)
-    about = measure.Texts(ids, prefix, frozen, s.batch)
+    prefills = Prefills(limit=LIMIT if len(s.caches) > 1 else 0)
+    about = measure.Texts(ids, prefix, frozen, s.batch, prefills)
     s.each(found, say, [{"task": f"ppl/{source}"}], lambda config, _: measure.perplexity(s.params, config, about))
     return found
 
@@ -181,7 +183,7 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
     `recovered`: a mean over the layers from `spared` on, which selectors leave whole; `by_layer`: of every layer.
     """
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "spared": spared}
-    found = s.results("attention", [ids.tobytes()], source=source, **how)
+    found, prefill = s.results("attention", [ids.tobytes()], source=source, **how), Prefills()
 
     def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
         shares, tokens = [], []
@@ -191,7 +193,7 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
                 "be compared token by token; jkv eval fidelity and its tasks take it"
             )
         for rows, count in measure.batches(len(ids), s.batch):
-            cache = measure.prefill(s.params, config, ids[rows][:, :prefix], room=ids.shape[1] - prefix)[0]
+            cache = prefill(s.params, config, ids[rows][:, :prefix], ids.shape[1] - prefix)[0]
             share, read = recovered(s.params, cache, ids[rows])
             shares.append(share[:, :, :count])
             tokens.append(read)

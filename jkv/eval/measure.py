@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jkv.core.compiled import Cost
 from jkv.core.loop import run_blocks
 from jkv.core.sampling import make as sampling
 from jkv.eval.attention import mass, paid, sweep, to_spare
+from jkv.eval.replay import Prefills
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generation.api import extend, generate, prefill
@@ -108,19 +109,21 @@ def batches(samples: int, most: int) -> Iterator[tuple[list[int], int]]:
 class Texts:
     """Token ids i32[n,T]: the first `prefix` are read and compressed, the others go through the cache one by one.
 
-    frozen: nothing is compressed after the prefix. batch: texts at a time.
+    frozen: nothing is compressed after the prefix. batch: texts at a time. prefill: of prefixes; what caches have in
+    common of it is computed once.
     """
 
     ids: np.ndarray
     prefix: int
     frozen: bool = False
     batch: int = 4
+    prefill: Prefills = field(default_factory=Prefills)
 
     def follow(self, params: Params, config: CacheConfig, rows: list[int]) -> Follow:
         some, room = self.ids[rows], self.ids.shape[1] - self.prefix
         if self.frozen:  # one flush at the end of the prefix, the next one after the text
             config = replace(config, block=max(config.block, room))
-        cache, logits = prefill(params, config, some[:, : self.prefix], room=room)
+        cache, logits = self.prefill(params, config, some[:, : self.prefix], room)
         return Follow(params, cache, logits, some[:, self.prefix :])
 
 

@@ -86,10 +86,13 @@ class Prompts:
         assert logits is not None
         return cache, logits
 
-    def dense(self) -> tuple[Cache, Array]:
+    def uncut(self) -> Cache:
+        """An empty cache in which all of them stay as they are."""
         params, n = self.reaching, self.padded
-        cache = empty(self.config.uncut(n), params.config, len(self.rows), n, 0, params.embed.dtype)
-        return self.cost.run(absorb_own, params, cache, pad(self.rows, n), fresh=True)
+        return empty(self.config.uncut(n), params.config, len(self.rows), n, 0, params.embed.dtype)
+
+    def dense(self) -> tuple[Cache, Array]:
+        return self.cost.run(absorb_own, self.reaching, self.uncut(), pad(self.rows, self.padded), fresh=True)
 
     def probe(self, dense: Cache, probe_: Probe) -> Cache:
         for text in probe_.texts(self.reaching, self.rows, greedy):
@@ -119,17 +122,18 @@ def prefilled(
     room: int,
     chunk: int | None,
     then: Callable[[Params, Cache], None] | None = None,
+    kind: Callable[..., Prompts] = Prompts,
 ) -> tuple[Cache, Array, Cost]:
     """The cache after prompts, the logits of what comes next, and what it cost; ValueError for what cannot work.
 
-    then: as in `Prompts`.
+    then: as in `Prompts`; kind: makes them.
     """
     use_disk_cache()
     config, cost = config.bound(params), Cost()
     chunk = config.chunk if chunk is None else chunk
     check(config, params.config, chunk)
     check_length(config, params.config, max(map(len, rows)), room)
-    prompts = Prompts(params=params, config=config, rows=rows, room=room, cost=cost, chunk=chunk, then=then)
+    prompts = kind(params=params, config=config, rows=rows, room=room, cost=cost, chunk=chunk, then=then)
     return *config.prefill(prompts), cost
 
 

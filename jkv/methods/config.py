@@ -155,8 +155,7 @@ def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> 
 
 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
-    # A layer's own copy: a program that takes a cache over takes its plan along.
-    select = jax.tree.map(jnp.copy, config.select and config.select.for_layer(model, i))
+    select = config.select and config.select.for_layer(model, i)
     reach = config.reach(longest, new)
     budget = config.budget.for_layer(model, i, reach)
     held = budget.capacity(reach)
@@ -177,22 +176,9 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
     columns, expires = _born(score, model)
     if config.prefill.probe is None and any(name.rpartition(".")[2] == PROBED for name in columns):
         raise ValueError(f"{config}: its score reads what a probe finds out, and its prefill has none: take Deferred")
-    sharing = 1 if config.pooled is None else model.heads
-    tiers = tuple(
-        TierConfig(
-            capacity=_whole(size * sharing, unit, config),
-            most=size * sharing,
-            share=s.size if isinstance(s.size, float) else None,
-            **dict(zip("kv", jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(s)), strict=True)),
-            rope=s.rope,
-            select=select,
-            unit=unit,
-            evicts=capacity < longest or len(sizes) > 1 or expires or budget.measures,
-            kernels=config.kernels,
-        )
-        for s, size in zip(specs, sizes, strict=True)
-        if size
-    )
+    evicts = capacity < longest or len(sizes) > 1 or expires or budget.measures
+    parts = zip(specs, sizes, strict=True)
+    tiers = tuple(_tier(config, model, i, spec, size, select, evicts) for spec, size in parts if size)
     return LayerConfig(
         score=score,
         needs=needs_of(score, merge, select),
@@ -211,6 +197,26 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: i
         append=capacity - min(held, capacity),
         grows=config.append,
         pruning=config.prefill.pruning(model, i),
+        kernels=config.kernels,
+    )
+
+
+def _tier(
+    config: CacheConfig, model: ModelConfig, i: int, spec: TierSpec, size: int, select: Selector | None, evicts: bool
+) -> TierConfig:
+    """A tier of layer i. Its arrays are copies of its own: a program that takes a cache over takes its plan along."""
+    slots = size * (1 if config.pooled is None else model.heads)
+    k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(spec))
+    return TierConfig(
+        capacity=_whole(slots, config.unit, config),
+        most=slots,
+        share=spec.size if isinstance(spec.size, float) else None,
+        k=k,
+        v=v,
+        rope=spec.rope,
+        select=jax.tree.map(jnp.copy, select),
+        unit=config.unit,
+        evicts=evicts,
         kernels=config.kernels,
     )
 

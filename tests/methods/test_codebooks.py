@@ -15,6 +15,7 @@ from jkv import models
 from jkv.arrays.tree import part
 from jkv.core import compiled, loop
 from jkv.core.codes import decode
+from jkv.generation import sizes
 from jkv.generation.cache_file import load_cache, save_cache
 from jkv.io.errors import FormatError
 from jkv.methods import parse
@@ -24,7 +25,8 @@ from jkv.methods.config import CacheConfig, TierSpec
 from jkv.protocols import Code, Codec
 from support.codebook import Codebook
 
-PARAMS = models.random(dict(models.TINY, hidden_size=64, num_hidden_layers=3), 0, jnp.float32)
+SHAPE = models.TINY | dict(hidden_size=64, num_hidden_layers=3)
+PARAMS = models.random(SHAPE, 0, jnp.float32)
 MODEL = PARAMS.config
 L, H, LEVELS = MODEL.layers, MODEL.heads, 8
 PROMPTS = [[(7 * i * i + 3 * i) % 97 for i in range(61)], [(11 * i) % 89 for i in range(43)]]
@@ -95,6 +97,16 @@ def test_a_saved_cache_goes_on_with_the_tables_that_it_was_made_with(tmp_path, c
     np.testing.assert_array_equal(loop.step(PARAMS, again, token)[1], loop.step(PARAMS, cache, token)[1])
     with pytest.raises(FormatError, match="weights"):
         load_cache(path, PARAMS, jax.tree.map(lambda x: x + 1, config))
+
+
+@pytest.mark.parametrize("layers", [1, L])
+def test_a_plan_shares_no_array_with_its_config_nor_between_tiers(layers: int):
+    """A program that takes a cache over takes its plan along."""
+    config = replace(OWN, tiers=(TierSpec(size=0.5), TierSpec()))
+    config = replace(config, codec=jax.tree.map(lambda x: x[:layers], config.codec))
+    plan = sizes.empty(config, models.read_config(SHAPE | dict(num_hidden_layers=layers)), 1, 90, 30, jnp.float32).plan
+    held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((plan, config))]
+    assert len(jax.tree.leaves(plan)) == 4 * layers and len(set(held)) == len(held)
 
 
 def test_a_codec_is_bound_to_the_model_in_every_tier():

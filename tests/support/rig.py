@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -14,11 +14,13 @@ from jkv import methods
 from jkv.core import loop
 from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
+from jkv.core.layer import LayerConfig
 from jkv.core.positions import pad
 from jkv.generation import sizes
 from jkv.generation.prefill import Prompts
 from jkv.methods import CATALOGUE
-from jkv.methods.config import CacheConfig
+from jkv.methods.catalogue import Row
+from jkv.methods.config import CacheConfig, resolve
 from jkv.models import Params
 from jkv.models.rope import Rope
 from support.dense import dense_prompt, dense_step
@@ -44,6 +46,7 @@ from support.tiny import (  # noqa: F401
 
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS
+LONG = 1000  # more than every budget
 BUDGET, EVERYTHING = 48, 4000
 MODELS = {"llama": PARAMS, "bamba": HYBRID}
 
@@ -74,31 +77,19 @@ KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a 
 
 @dataclass(frozen=True)
 class Case:
-    """A composition and what its bytes are made of; `text` has {b} for the budget, {p}, {t} for what else holds all."""
+    """A composition; `text` has {b} for the budget, {p}, {t} for what else holds all.
+
+    What it is made of follows from its config and its plan. The numbers here are those that its bytes have beside them.
+    """
 
     text: str
     slot: Slot = DENSE
-    budget: bool = True
-    recent: int = 16
-    unit: int = 1
-    columns: int = 0
-    queries: int = 0  # that the buffer holds
-    uniform: bool = False
     ranked: int = 0  # slots that remember where they act
-    page: int = 0
     index: int = 0  # numbers that are known of a page and head
-    spared: int = 0  # layers without pages
-    pooled: bool = False
-    merges: bool = False
-    grows: float = 0.0  # of the generated tokens, kept on top of the prompt
-    appends: bool = False  # all of them, on top of the budget
-    prunes: bool = False  # upper layers see fewer tokens of the prompt
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
     draft: int = 0  # lower layers that hold everything
     odds: bool = False  # in the others what leaves is a mean of known weight
-    follows: int = 0  # upper layers that keep what the one below keeps, and no queries
-    measured: bool = False  # layers divide the budget by what they ask
     tiers: int = 1  # each with slots for every token
     model: str = "llama"
 
@@ -114,6 +105,72 @@ class Case:
     def wide(self) -> str:
         return self.text.format(b=EVERYTHING, p=64, t=0.0)
 
+    @cached_property
+    def config(self) -> CacheConfig:
+        return methods.parse(self.tight)
+
+    @cached_property
+    def plan(self) -> tuple[LayerConfig, ...]:
+        """For texts that fill every budget."""
+        return resolve(self.config, self.params.config, LONG, STEPS)
+
+    @property
+    def budget(self) -> bool:
+        """Whether a layer keeps BUDGET tokens, on average, beside those on top of it."""
+        kept = [layer.capacity - layer.append for layer in self.plan]
+        return sum(kept) == BUDGET * len(kept)
+
+    @property
+    def recent(self) -> int:
+        return self.config.recent
+
+    @property
+    def unit(self) -> int:
+        return self.config.unit
+
+    @property
+    def page(self) -> int:
+        """Slots of a page; 0: nothing is read by pages."""
+        return self.config.select.unit if self.config.select else 0
+
+    @property
+    def uniform(self) -> bool:
+        return self.plan[-1].uniform
+
+    @property
+    def pooled(self) -> bool:
+        return self.config.pooled is not None
+
+    @property
+    def merges(self) -> bool:
+        """Whether entries change by what is evicted."""
+        return self.config.merge is not None and self.config.merge.changes != "none"
+
+    @property
+    def appends(self) -> bool:
+        """Whether what is generated is kept on top of the budget."""
+        return self.config.append == 1
+
+    @property
+    def grows(self) -> float:
+        """The share of the generated tokens that is kept on top of the prompt."""
+        return 0.0 if self.appends else self.config.append
+
+    @property
+    def prunes(self) -> bool:
+        """Whether upper layers see fewer tokens of the prompt."""
+        return any(layer.pruning for layer in self.plan)
+
+    @property
+    def follows(self) -> bool:
+        """Whether upper layers keep what the one below keeps, without queries of their own."""
+        return any(layer.needs.layer is not None and not layer.queries for layer in self.plan)
+
+    @property
+    def measured(self) -> bool:
+        """Whether layers divide the budget by what they ask."""
+        return self.config.budget.measures
+
     def __str__(self) -> str:
         text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
         return text if self.model == "llama" else f"{self.model}: {text}"
@@ -121,135 +178,92 @@ class Case:
 
 PREDICTOR_TEXT = f"page=8, sinks=8, rows=16, dense_layers=0, recent=16, predictor={PREDICTOR!r}"
 KIVI_TEXT = "kivi(recent=0, group=16)"
-CASES: dict[str, tuple[Case, ...]] = {
-    "full": (Case("full", budget=False, uniform=True),),
-    "streaming": (Case("streaming(budget={b})", uniform=True, ranked=4),),
-    "h2o": (Case("h2o(budget={b})", columns=1, queries=16),),
+# Rows whose arguments must be smaller than their defaults for texts this short, or whose bytes have more to them.
+OWN: dict[str, tuple[Case, ...]] = {
+    "streaming": (Case("streaming(budget={b})", ranked=4),),
     "snapkv": (
-        Case("snapkv(budget={b}, window=8)", recent=8, queries=8),
-        Case("snapkv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=8),
+        Case("snapkv(budget={b}, window=8)"),
+        Case("snapkv(budget={b}, window=8) | int4", slot=INT4),
     ),
-    "tova": (Case("tova(budget={b})", recent=0, queries=1, uniform=True),),
-    "keydiff": (Case("keydiff(budget={b})", recent=0, columns=1),),
-    "knorm": (Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI, columns=1, recent=0, unit=16),),
-    "pyramidkv": (Case("pyramidkv(budget={b}, window=8)", recent=8, queries=8),),
-    "expected_attention": (Case("expected_attention(budget={b})", columns=1, queries=64),),
-    "kivi": (Case(KIVI_TEXT, slot=KIVI, budget=False, recent=0, unit=16, uniform=True),),
-    "int8": (Case("int8", slot=INT8, budget=False, uniform=True),),
-    "int4": (Case("int4", slot=INT4, budget=False, uniform=True),),
-    "mustafar": (Case("mustafar(recent=16)", slot=SPARSE, budget=False, uniform=True),),
+    "knorm": (Case(f"knorm(budget={{b}}) | {KIVI_TEXT}", slot=KIVI),),
+    "kivi": (Case(KIVI_TEXT, slot=KIVI),),
+    "int8": (Case("int8", slot=INT8),),
+    "int4": (Case("int4", slot=INT4),),
+    "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
-        Case("adakv(budget={b}, window=8)", recent=8, queries=8, pooled=True),
-        Case("adakv(budget={b}, window=8) | int4", slot=INT4, recent=8, queries=8, pooled=True),
+        Case("adakv(budget={b}, window=8)"),
+        Case("adakv(budget={b}, window=8) | int4", slot=INT4),
     ),
-    "pooled": (Case("h2o(budget={b}, newest=0.2) | pooled(floor=0.5)", columns=1, queries=16, pooled=True),),
+    "pooled": (Case("h2o(budget={b}, newest=0.2) | pooled(floor=0.5)"),),
     "quest": (
         Case(
             "quest(pages={p}, page=8, dense_layers=1)",
-            budget=False,
-            unit=8,
-            uniform=True,
-            page=8,
             index=2 * D,
-            spared=1,
         ),
     ),
     "attentionpredictor": (
         Case(
             f"attentionpredictor(pages={{p}}, {PREDICTOR_TEXT})",
-            budget=False,
-            unit=8,
-            uniform=True,
-            page=8,
             index=16 + 32 + 1,
-            queries=16,
         ),
     ),
-    "zipcache": (  # the lossy forms are in test_mixed.py
-        Case("zipcache(share=1.0, high=16, group=16, block=16)", budget=False, recent=0, unit=16, queries=1),
-    ),
-    "kvmerger": (Case("kvmerger(budget={b})", columns=3, queries=16, merges=True),),
-    "a2sf": (Case("a2sf(budget={b})", columns=1, queries=16),),
-    "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)", recent=10, queries=16, columns=2),),
+    "zipcache": (
+        Case("zipcache(share=1.0, high=16, group=16, block=16)"),
+    ),  # the lossy forms are in methods/test_merging.py
+    "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)"),),
     "lacache": (
-        Case("lacache(budget={b})", columns=1, uniform=True, ranked=32),
-        Case("lacache(budget={b}) | int8", slot=INT8, columns=1, uniform=True, ranked=32),
+        Case("lacache(budget={b})", ranked=32),
+        Case("lacache(budget={b}) | int8", slot=INT8, ranked=32),
     ),
-    "treekv": (Case("treekv(budget={b})", columns=1, queries=16, ranked=32),),
-    "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)", columns=2, queries=16),),
-    "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)", queries=8, uniform=True),),
-    "windowkv": (
-        Case("windowkv(budget={b}, window=8, beta=2, group=2)", recent=8, queries=8, uniform=True, follows=1),
-    ),
-    "rpc": (
-        Case("rpc(window={p}, period=16)", recent=3, queries=3, columns=1, uniform=True, budget=False, grows=0.25),
-    ),
-    "critic": (Case("critic(keep=0.01, least={b})", columns=2, queries=16, uniform=True),),
-    "elasticcache": (
-        Case("elasticcache(budget={b}, newest=20)", recent=1, columns=2, queries=16, uniform=True, merges=True),
-    ),
-    "fastkv": (
-        Case("fastkv(budget={b}, window=8, layer=0, tokens={b})", recent=8, queries=8, appends=True, prunes=True),
-    ),
-    "dapq": (Case("dapq(budget={b}, tokens=16)", recent=0, columns=1, appends=True),),
-    "kvzip": (
-        Case("kvzip(budget={b}, piece=48, step={b})", recent=0, columns=1, appends=True, pooled=True, measured=True),
-    ),
-    "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})", recent=0, columns=1),),
-    "makeeach": (
-        Case(f"makeeach(budget={{b}}, gate={DEEP!r}, step={{b}})", recent=0, columns=1, pooled=True, measured=True),
-    ),
-    "locret": (
-        Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", recent=8, columns=1, appends=True, ranked=92),
-    ),
-    "lococo": (Case(f"lococo(budget={{b}}, gate={MIXTURES!r})", recent=0, columns=1, queries=16, merges=True),),
-    "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})", budget=False, columns=2, pooled=True),),
-    "attentiongate": (
-        Case(
-            f"attentiongate(keep=1.0, threshold={{t}}, gate={LOOK!r})", recent=0, budget=False, columns=1, pooled=True
-        ),
-    ),
-    "compresskv": (
-        Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})", recent=8, queries=8, uniform=True, appends=True),
-    ),
-    "razorattention": (
-        Case(
-            f"razorattention(local={{b}}, share=0.0, heads={KEEPERS!r})", budget=False, pooled=True, whole=1, rest=True
-        ),
-    ),
-    "rest": (Case("knorm(budget={b}) | rest", columns=1, rest=True),),
-    "cake": (Case("cake(budget={b}, window=8, step={b})", recent=8, queries=8, measured=True),),
-    "speckv": (Case("speckv(budget={b}, tokens=8, layers=1, window=8)", recent=8, queries=8, columns=1, appends=True),),
-    "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)", recent=8, queries=8),),
-    "mikv": (Case("mikv(keep=1.0, recent=16)", budget=False, columns=1, queries=16),),
-    "ems": (Case("ems(budget={b}, window=8, threshold=0.2)", recent=8, queries=16, columns=4, merges=True),),
-    "specpc": (Case("specpc(tokens={b}, window=8, around=6)", budget=False, uniform=True),),
+    "treekv": (Case("treekv(budget={b})", ranked=32),),
+    "lazyeviction": (Case("lazyeviction(budget={b}, window=16, threshold=0.01)"),),
+    "kvcrush": (Case("kvcrush(budget={b}, page=4, window=8, sinks=4, newest=20)"),),
+    "windowkv": (Case("windowkv(budget={b}, window=8, beta=2, group=2)"),),
+    "rpc": (Case("rpc(window={p}, period=16)"),),
+    "critic": (Case("critic(keep=0.01, least={b})"),),
+    "elasticcache": (Case("elasticcache(budget={b}, newest=20)"),),
+    "fastkv": (Case("fastkv(budget={b}, window=8, layer=0, tokens={b})"),),
+    "dapq": (Case("dapq(budget={b}, tokens=16)"),),
+    "kvzip": (Case("kvzip(budget={b}, piece=48, step={b})"),),
+    "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})"),),
+    "makeeach": (Case(f"makeeach(budget={{b}}, gate={DEEP!r}, step={{b}})"),),
+    "locret": (Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", ranked=92),),
+    "lococo": (Case(f"lococo(budget={{b}}, gate={MIXTURES!r})"),),
+    "dms": (Case(f"dms(keep=1.0, window={{b}}, gate={SWITCH!r})"),),
+    "attentiongate": (Case(f"attentiongate(keep=1.0, threshold={{t}}, gate={LOOK!r})"),),
+    "compresskv": (Case(f"compresskv(budget={{b}}, top=2, heads={FINDERS!r})"),),
+    "razorattention": (Case(f"razorattention(local={{b}}, share=0.0, heads={KEEPERS!r})", whole=1, rest=True),),
+    "rest": (Case("knorm(budget={b}) | rest", rest=True),),
+    "speckv": (Case("speckv(budget={b}, tokens=8, layers=1, window=8)"),),
+    "arkv": (Case("arkv(budget={b}, share=1.0, window=8, block=16)"),),
+    "mikv": (Case("mikv(keep=1.0, recent=16)"),),
+    "ems": (Case("ems(budget={b}, window=8, threshold=0.2)"),),
+    "specpc": (Case("specpc(tokens={b}, window=8, around=6)"),),
     "alisa": (
         Case(
             "alisa(tokens={b}, page=8, window=16, recent=16)",
-            budget=False,
-            unit=8,
-            uniform=True,
-            page=8,
             index=1,
-            queries=16,
         ),
     ),
     "zipvl": (
         Case(
             "zipvl(mass=0.6, high=16, low=16, window=16, step=4000)",
-            budget=False,
-            queries=16,
-            uniform=True,
-            measured=True,
             tiers=2,
         ),
     ),
-    "smallkv": (
-        Case("smallkv(budget={b}, window=8)", budget=False, recent=8, queries=8, columns=1, draft=1, odds=True),
-    ),
-    "append": (Case("snapkv(budget={b}, window=8) | append", recent=8, queries=8, appends=True),),
+    "smallkv": (Case("smallkv(budget={b}, window=8)", draft=1, odds=True),),
+    "append": (Case("snapkv(budget={b}, window=8) | append"),),
 }
+
+
+def usual(row: Row) -> str:
+    """A row with its defaults, of a budget and a window that texts of some tokens can fill."""
+    small = {"window": "8", "step": "{b}"} if row.sized else {}
+    given = ["budget={b}"] * row.sized + [f"{name}={n}" for name, n in small.items() if name in row.arguments]
+    return f"{row.name}({', '.join(given)})" if given else row.name
+
+
+CASES = {name: OWN.get(name) or (Case(usual(row)),) for name, row in CATALOGUE.items()}
 ALL = [case for cases in CASES.values() for case in cases]
 # of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
 RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]

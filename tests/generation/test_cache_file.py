@@ -76,6 +76,14 @@ DESCRIPTIONS = [
     ("config", "full(" + "-" * 9_000 + "1)", "description cannot be used"),
     ("config", "nonsense", "unknown method"),
     ("rows", "1", "rows, longest and new"),
+    ("sizes", [], "description cannot be used"),
+    ("sizes", [{"tokens": 20}], "description cannot be used"),
+    ("sizes", [{"tokens": -20}] * 2, "a layer of -20 tokens"),
+    ("sizes", [{"tokens": True}] * 2, "a layer of True tokens"),
+    ("sizes", [{"tokens": "20"}] * 2, "a layer of '20' tokens"),
+    ("sizes", [{"tokens": 20, "depth": 1}] * 2, "description cannot be used"),
+    ("sizes", [{"tokens": [20]}] * 2, "description cannot be used"),
+    ("sizes", [{"tokens": 19}] * 2, "meant other numbers"),
     ("rows", -1, "rows, longest and new"),
     ("rows", True, "rows, longest and new"),
     ("rows", 10**30, "rows, longest and new"),
@@ -100,7 +108,7 @@ def test_a_description_that_is_none_is_refused(path, field, value, says):
         jkv.load_cache(path, PARAMS)
 
 
-@pytest.mark.parametrize("field", ["model", "plan", "config", "rows", "longest", "new", "dtype", "weights"])
+@pytest.mark.parametrize("field", ["model", "plan", "config", "rows", "longest", "new", "sizes", "dtype", "weights"])
 def test_every_field_of_the_description_is_needed(path, field):
     rewritten(path, lambda arrays, meta: meta.pop(field))
     if field == "weights":  # without it, nothing was learned, as here

@@ -13,7 +13,7 @@ from jkv.core.cache import Counts, tree_bytes
 from jkv.core.flush import _limit
 from jkv.generation.sizes import layout
 from jkv.methods import CATALOGUE, parse
-from jkv.methods.budgets import Tokens
+from jkv.methods.budgets import Tokens, beyond
 from jkv.methods.checks import check
 from jkv.methods.divisions import pyramid
 from support.rig import CASES, MODEL, PARAMS
@@ -42,10 +42,10 @@ def limits(plans, seen: int, generated: int = 0) -> list[int]:
 
 def divided(plans) -> list[bool]:
     """Which layers have a part of the size: all but those that keep everything."""
-    return [plan.budget.bounded for plan in plans]
+    return [plan.size.whole[0] < plan.size.whole[1] for plan in plans]
 
 
-ALIKE = [name for name in SIZED if not parse(written(name, f"budget={TOKENS}")).budget.measures]
+ALIKE = [name for name in SIZED if not parse(written(name, f"budget={TOKENS}")).budget.statistic]
 DIVIDED = [name for name in SIZED if parse(written(name, f"budget={TOKENS}")).budget != Tokens(tokens=TOKENS)]
 
 
@@ -153,6 +153,20 @@ def test_what_has_no_size_says_what_decides(name: str, form: str):
         assert all(f"{x}=" in str(error.value) for x in row.arguments)
     else:
         check(parse(re.search(r"write '(.*)'", str(error.value))[1].replace(form.split("=")[0] + "=...", form)), MODEL)
+
+
+# ------------------------------------------------------------------------------- what follows, on top of a budget
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_what_follows_a_prompt_goes_around_any_budget_in_either_order(name: str):
+    text = written(name, f"budget={TOKENS}") if name in SIZED else name
+    try:
+        after = parse(f"{text} | append")
+    except ValueError as error:
+        assert f"{name} and append both fill the axis 'append'" in str(error)
+        return
+    assert after.budget == parse(f"append | {text}").budget == beyond(parse(text).budget, 1.0)
 
 
 # -------------------------------------------------------------------------------------- what layers hand on

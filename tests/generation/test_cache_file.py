@@ -66,6 +66,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 DEEP = "(" * 50_000 + ")" * 50_000
+L = PARAMS.config.layers
 DESCRIPTIONS = [
     ("config", ["full"], "config is no text"),
     ("config", 5, "config is no text"),
@@ -77,13 +78,13 @@ DESCRIPTIONS = [
     ("config", "nonsense", "unknown method"),
     ("rows", "1", "rows, longest and new"),
     ("sizes", [], "description cannot be used"),
-    ("sizes", [{"tokens": 20}], "description cannot be used"),
-    ("sizes", [{"tokens": -20}] * 2, "a layer of -20 tokens"),
-    ("sizes", [{"tokens": True}] * 2, "a layer of True tokens"),
-    ("sizes", [{"tokens": "20"}] * 2, "a layer of '20' tokens"),
-    ("sizes", [{"tokens": 20, "depth": 1}] * 2, "description cannot be used"),
-    ("sizes", [{"tokens": [20]}] * 2, "description cannot be used"),
-    ("sizes", [{"tokens": 19}] * 2, "meant other numbers"),
+    ("sizes", [{"tokens": 20}] * (L + 1), "description cannot be used"),
+    ("sizes", [{"tokens": -20}] * L, "a layer of -20 tokens"),
+    ("sizes", [{"tokens": True}] * L, "a layer of True tokens"),
+    ("sizes", [{"tokens": "20"}] * L, "a layer of '20' tokens"),
+    ("sizes", [{"tokens": 20, "depth": 1}] * L, "description cannot be used"),
+    ("sizes", [{"tokens": [20]}] * L, "description cannot be used"),
+    ("sizes", [{"tokens": 19}] * L, "meant other numbers"),
     ("rows", -1, "rows, longest and new"),
     ("rows", True, "rows, longest and new"),
     ("rows", 10**30, "rows, longest and new"),

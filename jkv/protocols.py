@@ -8,7 +8,7 @@ W window entries, C slots of a tier, S tokens known at a flush: every slot of ev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -127,9 +127,9 @@ class Score:
         """This score in one layer of a model."""
         return self
 
-    def ask(self, ev: Evidence) -> Array:
-        """f32[B,...]: what a layer says of a prompt that is whole; f32[B]: what it asks of a budget that `measures`."""
-        raise NotImplementedError  # only of scores that a budget that `measures`, or prompt compression, asks
+    def statistic(self, ev: Evidence) -> Array:
+        """f32[B,...]: what a layer says of an uncompressed prompt; f32[B] where a budget is divided by it."""
+        raise NotImplementedError  # only of scores that prompt compression or a budget with a `statistic` reads
 
     def birth(self, new: Born) -> Columns:
         """Columns of new tokens."""
@@ -223,11 +223,11 @@ class Reading(Protocol):
         ...
 
     def statistic(self, dense: Any) -> np.ndarray:
-        """f[L,B,...]: what every layer says of its prompt (`Score.ask`)."""
+        """f[L,B,...]: what every layer says of its prompt (`Score.statistic`)."""
         ...
 
     def compress(self, empty: Any, dense: Any) -> Any:
-        """The empty cache, of other sizes if its budget measures, after one flush of all that the other one holds."""
+        """The empty cache, of the sizes of a statistic if its budget wants one, after one flush of the other."""
         ...
 
 
@@ -253,59 +253,106 @@ class Prefill:
         return reading.absorb()
 
 
+@value
+class Counts:
+    """Tokens i32[B] of each row: seen, of its prompt, and given after it (`extend`); the others are generated."""
+
+    seen: Array
+    prompt: Array
+    later: Array
+
+    @property
+    def generated(self) -> Array:
+        return self.seen - self.prompt - self.later
+
+    def given(self, n: Array, later: bool) -> Counts:
+        """After n i32[B] tokens more of the prompt, or of what is given after it."""
+        more = {"later": self.later + n} if later else {"prompt": self.prompt + n}
+        return replace(self, seen=self.seen + n, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a budget is to be divided for: rows of at most `longest` tokens, `new` of them after the prompt.
+
+    recent: newest tokens that stay exact in any case. lengths: of the prompts, with a statistic f[L,B,...] of each
+    layer, where the budget wants one and they have been read.
+    """
+
+    longest: int
+    new: int = 0
+    recent: int = 0
+    lengths: Sequence[int] = ()
+    statistic: np.ndarray | None = None
+
+
+@part
+class LayerSize:
+    """What one layer gets of a budget: numbers of tokens of a kv head, recent window included.
+
+    tokens: at most; beyond: so many more for what follows a prompt; points: (mean of all layers, tokens of this one),
+    evenly spaced, where the mean follows the row; whole: kv heads that hold every token, and all; first: the most and
+    the least that a row has in the first tier, or None: as the tier is configured.
+    """
+
+    tokens: int
+    beyond: int = 0
+    points: tuple[tuple[int, int], ...] = ()
+    whole: tuple[int, int] = (0, 1)
+    first: tuple[int, int] | None = None
+
+    def within(self, most: int) -> LayerSize:
+        """The same where no row has more than `most` tokens."""
+        tokens, every = min(self.tokens, most), min(self.tokens + self.beyond, most)
+        return replace(self, tokens=tokens, beyond=every - tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A budget divided: what each layer gets, and what each row got of it, i[L,B], where a statistic decided."""
+
+    layers: tuple[LayerSize, ...]
+    rows: np.ndarray | None = None
+
+
+class Layer(Protocol):
+    """What a budget may know of a layer at a flush."""
+
+    @property
+    def size(self) -> LayerSize: ...
+
+    @property
+    def recent(self) -> int: ...  # newest tokens that stay exact
+
+    @property
+    def unit(self) -> int: ...  # tokens that enter and leave together
+
+
 class Budget:
     """How many tokens. Shapes are host integers; how much of a shape is used may depend on the row."""
 
     bounded: bool = True  # fewer tokens than the model's context can be asked for
-    measures: bool = False  # layers divide it by what they ask for a prompt, which stays whole until then
-    ranks: bool = False  # what they ask are the ranks of their tokens, which compete for all layers
-    parts: tuple[tuple[int, int, int], ...] | None = None  # of each layer, once it was: its slots, and its `inner`
+    statistic: Literal["layer", "ranks"] | None = None  # wanted of prompts: `Score.statistic`, or ranks of all tokens
 
     def bound(self, params: Params) -> Budget:
         """This budget with what was found out about the model; ValueError if there is nothing."""
         return self
 
-    def of(self, size: Budget) -> Budget:
-        """This budget of another size."""
+    def of(self, change: Callable[[Any], Budget]) -> Budget:
+        """This budget with another size: what `change` makes of the size that it has."""
         return self
 
-    def fit(self, cost: Callable[[Budget], int], least: Callable[[], int], longest: int) -> Budget:
-        """This budget in tokens, `least` of them or more, once `cost` of one in bytes can be asked; ValueError if not.
-
-        Of a cache of rows of at most `longest` tokens.
-        """
-        return self
-
-    def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:
-        """What one layer of a model gets of it; of such a budget are the capacity, the limit and the inner sizes."""
-        return self
-
-    def capacity(self, longest: int) -> int:
-        """Tokens that the layer may hold, recent window included, for rows of at most `longest` tokens."""
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        """What each layer of a model gets; without the statistic that it wants, what layers get that are all alike."""
         raise NotImplementedError  # its own in every budget
 
-    def limit(self, capacity: int, seen: Array, prompt: Array, share: Array | None) -> Array:
-        """i32[B] of that capacity in use, for rows that have seen i32[B] tokens, of which i32[B] are a prompt's.
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        """i32[B] tokens that each row of a layer may hold, recent window included; share i32[B]: of `Sizes.rows`."""
+        return jnp.full_like(counts.seen, layer.size.tokens)
 
-        share i32[B]: what `divided` gave the layer.
-        """
-        return jnp.full_like(seen, capacity)
-
-    def divided(self, asked: np.ndarray, lengths: Sequence[int], longest: int) -> tuple[Budget, np.ndarray]:
-        """This budget with its `parts`, and i[L,B]: tokens of each layer beyond its window, or of its first tier.
-
-        By what the layers ask, f[L,B,...], for prompts of these lengths.
-        """
-        raise NotImplementedError  # only of budgets that say `measures`
-
-    def with_parts(self, parts: Sequence[Sequence[int]]) -> Budget:
-        """This budget with these `parts`."""
-        raise NotImplementedError  # only of budgets that say `measures`
-
-    @property
-    def inner(self) -> tuple[int, int] | None:
-        """Slots of the layer's first tier, and how many of them every row uses; None: as the config has it."""
-        return None
+    def beyond(self, counts: Counts, recent: int) -> Array:
+        """i32[B] of these tokens that are kept on top of what the prompt was given."""
+        return jnp.zeros_like(counts.seen)
 
 
 @value

@@ -11,7 +11,7 @@ import pytest
 
 import jkv
 from jkv.core.cache import Counts, Observation
-from jkv.core.deferred import ask, compress, probe
+from jkv.core.deferred import compress, probe, statistics
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
@@ -21,6 +21,7 @@ from jkv.generation.sizes import empty
 from jkv.methods import CATALOGUE, pairs, parse
 from jkv.methods.checks import check
 from jkv.methods.config import resolve
+from jkv.protocols import LayerSize, Sizes
 from support import rig
 
 MODEL, L = rig.MODEL, rig.L
@@ -124,9 +125,9 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
         for part in by.texts(params, [[5] * 300], lambda *_: [[7] * 40]) if by else ():
             given = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (len(part.ids[0]), 2))
             full = jax.eval_shape(probe, params, full, *given, by)
-        if config.budget.measures:
-            jax.eval_shape(partial(ask, ranks=config.budget.ranks), full)
-            config = replace(config, budget=config.budget.with_parts([(512, 0, 0)] * L))
+        if config.budget.statistic:
+            jax.eval_shape(partial(statistics, ranks=config.budget.statistic == "ranks"), full)
+            held = partial(held, sizes=Sizes(layers=(LayerSize(tokens=512, first=(0, 0)),) * L))
         cache = jax.eval_shape(compress, held(config), full)
     if config.splits:
         cache, _ = jax.eval_shape(absorb_own, params, cache, ids)

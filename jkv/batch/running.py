@@ -20,7 +20,7 @@ from jkv.core.loop import absorb_after, absorb_own, admit, run_blocks
 from jkv.core.positions import pad
 from jkv.generation.api import cut
 from jkv.generation.prompts import stop_ids_of
-from jkv.generation.sizes import empty, fitted
+from jkv.generation.sizes import empty, sized
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, Params
 
@@ -54,8 +54,8 @@ class Shapes:
     def cache(self, rows: int) -> Cache:
         """An empty cache. A budget in bytes is that of one row: what a row keeps does not depend on the batch."""
         longest, new = self.bucket.length + self.bucket.new, self.bucket.new
-        config = fitted(self.config, self.model, 1, longest, new, self.dtype)
-        return empty(config, self.model, rows, longest, new, self.dtype)
+        sizes = sized(self.config, self.model, 1, longest, new, self.dtype)
+        return empty(self.config, self.model, rows, longest, new, self.dtype, sizes)
 
     def heads(self) -> Cache:
         """An empty cache for common beginnings."""

@@ -12,7 +12,7 @@ from jax import Array
 from jkv.arrays.gather import take, take_along
 from jkv.arrays.tree import static, value
 from jkv.kernels import CONTEXT, HEADS
-from jkv.protocols import Code, Columns, Needs
+from jkv.protocols import Code, Columns, Counts, Needs
 
 if TYPE_CHECKING:
     from jkv.core.layer import LayerConfig
@@ -174,24 +174,6 @@ class LayerCache:
     tiers: tuple[Tier, ...]
     residual: Any
     share: Array | None
-
-
-@value
-class Counts:
-    """Tokens i32[B] of each row: seen, of its prompt, and given after it (`extend`); the others are generated."""
-
-    seen: Array
-    prompt: Array
-    later: Array
-
-    @property
-    def generated(self) -> Array:
-        return self.seen - self.prompt - self.later
-
-    def given(self, n: Array, later: bool) -> Counts:
-        """After n i32[B] tokens more of the prompt, or of what is given after it."""
-        more = {"later": self.later + n} if later else {"prompt": self.prompt + n}
-        return replace(self, seen=self.seen + n, **more)
 
 
 @value

@@ -89,17 +89,17 @@ def compressed(
 
 
 @flow(arguments=(ANY,), results=None, static_argnames=("ranks",))
-def ask(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
-    """f32[L,B,...]: what each layer of a cache made by `CacheConfig.uncut` asks: `Score.ask`, or the ranks."""
+def statistics(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
+    """f32[L,B,...] of the layers of a cache made by `CacheConfig.uncut`: `Score.statistic`, or the ranks of tokens."""
     model = whole.model
     layers = enumerate(zip(whole.layers, whole.plan, strict=True))
     return jnp.stack(
-        [run(asked_by, x, plan, whole.counts, model=model.attending(i), ranks=ranks) for i, (x, plan) in layers]
+        [run(statistic, x, plan, whole.counts, model=model.attending(i), ranks=ranks) for i, (x, plan) in layers]
     )
 
 
 @program(arguments=(ANY, None, None), results=None, static_argnames=("model", "ranks"))
-def asked_by(layer: LayerCache, plan: LayerConfig, counts: Counts, model: ModelConfig, ranks: bool) -> Array:
+def statistic(layer: LayerCache, plan: LayerConfig, counts: Counts, model: ModelConfig, ranks: bool) -> Array:
     """f32[B,...] of one layer."""
     ev = evidence(layer, layer.recent, Observation.of(layer.queries, plan.needs), counts, plan, model)
-    return ranked(ev, plan) if ranks else plan.score.ask(ev)
+    return ranked(ev, plan) if ranks else plan.score.statistic(ev)

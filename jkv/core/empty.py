@@ -21,7 +21,7 @@ def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype:
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
     """A tier with no live slot."""
-    heads, dim, c = 1 if plan.pooled else model.heads, model.head_dim, tier.capacity
+    heads, dim, c = model.heads if plan.pooled is None else 1, model.head_dim, tier.capacity
     hs = 1 if plan.uniform else heads
     summary = None
     if tier.select is not None:
@@ -34,7 +34,7 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         pos=jnp.full((rows, hs, c), -1, jnp.int32),
         columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
         at=jnp.zeros((rows, hs, c), jnp.int32) if tier.rope == "rank" else None,
-        head=jnp.zeros((rows, 1, c), jnp.uint8) if plan.pooled else None,
+        head=None if plan.pooled is None else jnp.zeros((rows, 1, c), jnp.uint8),
         summary=summary,
     )
 
@@ -57,5 +57,5 @@ def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) ->
         )
     tiers = tuple(empty_tier(tier, plan, rows, model, dtype) for tier in plan.tiers)
     residual = plan.merge.empty(rows, model) if plan.merge else None
-    share = jnp.zeros(rows, jnp.int32) if plan.budget.measures else None
+    share = jnp.zeros(rows, jnp.int32) if plan.budget.statistic else None
     return LayerCache(recent=recent, queries=queries, tiers=tiers, residual=residual, share=share)

@@ -70,7 +70,7 @@ def flush(
         leaving = after(leaving, read, 0)
     tiers, residual = layer.tiers, layer.residual
     if tiers and most:
-        first = layer.share if plan.budget.inner else None
+        first = None if plan.size.first is None else layer.share
         tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0])
     tiers = acting(tiers, live - leaving, counts.seen)
     if watch is not None:
@@ -115,19 +115,9 @@ def pruned(
 
 
 def _limit(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
-    """i32[B]: tokens that all tiers together may hold; share i32[B]: what the layer got of a budget that measures."""
-    seen = counts.prompt if plan.append else counts.seen
-    most = plan.budget.limit(plan.capacity - plan.append, seen, counts.prompt, share)
-    most, u = jnp.maximum(most - plan.recent, 0), plan.unit
-    if plan.append:  # in whole units: with newcomers, what waited in the window for its unit leaves too
-        most = per(most, u) * u + per(on_top(plan, counts.later, counts.generated) + u - 1, u) * u
-    return jnp.minimum(most, -(-max(plan.capacity - plan.recent, 0) // u) * u)
-
-
-def on_top(plan: LayerConfig, later: Array, generated: Array) -> Array:
-    """i32[B]: tokens on top of the budget: all that are given after a prompt, and a share of what is generated."""
-    older = jnp.maximum(generated - plan.recent, 0)
-    return later + generated - older + jnp.floor(plan.grows * older.astype(jnp.float32)).astype(jnp.int32)
+    """i32[B]: tokens that all tiers together may hold; share i32[B]: what the layer got of a budget by a statistic."""
+    most, u = plan.budget.limit(plan, counts, share) - plan.recent, plan.unit
+    return jnp.clip(most, 0, -(-max(plan.capacity - plan.recent, 0) // u) * u)
 
 
 def ranked(ev: Evidence, plan: LayerConfig) -> Array:
@@ -170,7 +160,7 @@ def _cascade(
         index=jnp.broadcast_to(ev.slots + jnp.arange(most), (rank.shape[0], heads, most)),
     )
     out, stages, start, left = [], [], 0, ev.limit
-    if plan.pooled:
+    if plan.pooled is not None:
         heads, left = 1, ev.limit * ev.pos.shape[1]
         rank, new = _pooled(rank, new, tiers[0], ev, plan, left)
     for tier, config in zip(tiers, plan.tiers, strict=True):
@@ -205,7 +195,7 @@ def _pooled(
     rank: Array, new: Newcomers, tier: Tier, ev: Evidence, plan: LayerConfig, limit: Array
 ) -> tuple[Array, Newcomers]:
     """Ranks of the slots f32[B,1,C], and newcomers, of a pool: the tokens of all heads in one contest."""
-    assert plan.floor is not None and tier.head is not None
+    assert plan.pooled is not None and tier.head is not None
     b, h, n = new.rank.shape
     head = jnp.broadcast_to(jnp.repeat(jnp.arange(h, dtype=jnp.uint8), n), (b, 1, h * n))
     slots = rank[:, :, : ev.slots].max(1, keepdims=True)  # a slot is dead to all heads but its own
@@ -214,7 +204,7 @@ def _pooled(
         return slots, new
     pos, of = tier.pos[:, :, : ev.slots], tier.head[:, :, : ev.slots]
     every = (jnp.concatenate(x, 2) for x in ((slots, new.rank), (pos, new.pos), (of, head)))
-    rank = compete(*every, heads=h, limit=limit, floor=plan.floor)
+    rank = compete(*every, heads=h, limit=limit, floor=plan.pooled)
     return rank[:, :, : ev.slots], replace(new, rank=rank[:, :, ev.slots :])
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import leaf, part
-from jkv.protocols import Budget, Codec, Merge, Needs, Score, Selector
+from jkv.protocols import Budget, Codec, LayerSize, Merge, Needs, Score, Selector
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ class LayerConfig:
     """The config of one layer, every number known.
 
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
-    floor: of a head in a pool, or None. capacity: tokens of a head, in a pool their mean. columns: the names of what
-    the score remembers of a token; expires: its tokens may (`Score.expires`).
+    size: what it gets of the budget. pooled: the share that a head of a pool is sure of, or None. columns: the names of
+    what the score remembers of a token; expires: its tokens may (`Score.expires`).
     """
 
     score: Score = leaf()
@@ -72,18 +72,21 @@ class LayerConfig:
     expires: bool
     tiers: tuple[TierConfig, ...] = leaf()
     budget: Budget
-    floor: float | None
+    size: LayerSize
+    pooled: float | None
     merge: Merge | None = leaf()
     recent: int
     block: int
     unit: int
-    capacity: int
     longest: int
     window: int | None
-    append: int
-    grows: float
     pruning: Pruning | None
     kernels: str
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a head holds at most, in a pool their mean."""
+        return self.size.tokens + self.size.beyond
 
     @property
     def stay(self) -> int:
@@ -105,7 +108,3 @@ class LayerConfig:
     @property
     def uniform(self) -> bool:
         return self.score.uniform
-
-    @property
-    def pooled(self) -> bool:
-        return self.floor is not None

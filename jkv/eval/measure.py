@@ -25,6 +25,7 @@ from jkv.generation.report import divergence, full_bytes
 from jkv.generation.sizes import layout
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.protocols import Sizes
 
 SLICE = 64  # tokens whose logits exist at once
 PIECE = 512  # tokens of an endless text that are read together
@@ -44,9 +45,10 @@ def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
     """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow."""
     seen = np.asarray(cache.seen)
     kept = np.asarray(cache.kept(), float) / seen[None, :, None]
-    if config.budget.measures:  # as its prompt divided it
-        config = replace(config, budget=cache.plan[0].budget)
-    _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, cache.dtype)
+    sizes = None
+    if config.budget.statistic:  # as its prompt divided it
+        sizes = Sizes(layers=tuple(replace(plan.size, beyond=0) for plan in cache.plan))
+    _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, cache.dtype, sizes)
     return Held(
         kept=round(float(kept.mean()), 4),
         context=round(float(seen.mean())),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jkv.io.identity import fingerprint
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.protocols import LayerSize, Sizes
 
 _FIELDS = ("layers", "states", "counts", "fill")
 _AGAIN = "prefill the prompt again"
@@ -45,7 +46,7 @@ def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
         "rows": cache.rows,
         "longest": cache.plan[0].longest if cache.plan else 0,
         "new": cache.new,
-        "parts": cache.plan[0].budget.parts if cache.plan else None,
+        "sizes": [asdict(plan.size) for plan in cache.plan],
         "dtype": cache.dtype.name,
         "weights": weights(cache.plan),
     }
@@ -97,13 +98,12 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         if config is None and (not isinstance(meta["config"], str) or len(meta["config"]) > _LONGEST_TEXT):
             raise ValueError("its config is no text, or far too long")
         config = (config or parse(meta["config"])).bound(params)
-        if config.budget.measures:
-            config = replace(config, budget=config.budget.with_parts(meta["parts"]))
         rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
         if not all(type(n) is int and 0 <= n < 1 << 31 for n in (rows, longest, new)):
             raise ValueError(f"rows, longest and new are {rows!r}, {longest!r} and {new!r}")
         model = reaching(params.config, longest) if config.unlimited else params.config
-        plan, (layers, states) = layout(config, model, rows, longest, new, dtype)
+        sizes = Sizes(layers=tuple(LayerSize(**{k: _tuples(x) for k, x in size.items()}) for size in meta["sizes"]))
+        plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
     except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         raise FormatError(path, f"its description cannot be used ({type(error).__name__}: {error})", _AGAIN) from error
     if meta.get("weights", "") != weights(plan):
@@ -124,6 +124,15 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         name=config.name,
         new=new,
     )
+
+
+def _tuples(x: Any) -> Any:
+    """JSON's lists as tuples of whole numbers; ValueError for anything else."""
+    if isinstance(x, list):
+        return tuple(map(_tuples, x))
+    if x is not None and not (type(x) is int and 0 <= x < 1 << 31):
+        raise ValueError(f"a layer of {x!r} tokens")
+    return x
 
 
 def _impossible(cache: Cache) -> str | None:

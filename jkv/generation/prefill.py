@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.cache import Cache
+from jkv.core.cache import Cache, Counts
 from jkv.core.compiled import Cost, use_disk_cache
-from jkv.core.deferred import ask, compress, probe
-from jkv.core.flush import on_top
+from jkv.core.deferred import compress, probe, statistics
 from jkv.core.loop import absorb, absorb_own
 from jkv.core.positions import bucket, pad
 from jkv.generation.draft import greedy
 from jkv.generation.prompts import check_length, check_total, reaching
-from jkv.generation.sizes import divided, empty
+from jkv.generation.sizes import empty, sized
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -72,7 +71,7 @@ class Prompts:
     def empty(self) -> Cache:
         params, length = self.reaching, self.padded + self.room
         cache = empty(self.config, params.config, len(self.rows), length, self.room, params.embed.dtype)
-        if self.then and not self.config.budget.measures and len(params.embed.sharding.device_set) == 1:
+        if self.then and self.config.budget.statistic is None and len(params.embed.sharding.device_set) == 1:
             self.then(params, cache)
         return cache
 
@@ -101,17 +100,17 @@ class Prompts:
         return dense
 
     def statistic(self, dense: Cache) -> np.ndarray:
-        return np.asarray(self.cost.run(ask, dense, ranks=self.config.budget.ranks), float)
+        return np.asarray(self.cost.run(statistics, dense, ranks=self.config.budget.statistic == "ranks"), float)
 
     def compress(self, empty: Cache, dense: Cache) -> Cache:
-        return self.cost.run(compress, self.divided(empty, dense) if self.config.budget.measures else empty, dense)
+        return self.cost.run(compress, self.divided(empty, dense) if self.config.budget.statistic else empty, dense)
 
     def divided(self, cache: Cache, dense: Cache) -> Cache:
-        """An empty cache as another, of the sizes that the layers of a prompt ask for; shares of each row are in it."""
-        longest, lengths = cache.plan[0].longest, [len(row) for row in self.rows]
-        config, shares = divided(self.config, cache, self.statistic(dense), lengths, longest, dense.dtype)
-        made = empty(config, cache.model, len(lengths), longest, cache.new, dense.dtype)
-        layers = zip(made.layers, jnp.asarray(shares, jnp.int32), strict=True)
+        """An empty cache as another, of the sizes that a statistic of its layers gives; with the shares of each row."""
+        shape = cache.model, len(self.rows), cache.plan[0].longest, cache.new, dense.dtype
+        sizes = sized(self.config, *shape, [len(row) for row in self.rows], self.statistic(dense))
+        made = empty(self.config, *shape, sizes)
+        layers = zip(made.layers, jnp.asarray(sizes.rows, jnp.int32), strict=True)
         return replace(made, layers=tuple(replace(x, share=y) for x, y in layers))
 
 
@@ -161,11 +160,12 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
 def _check_on_top(cache: Cache, rows: list[list[int]], new: int) -> None:
     """Raise ValueError if a cache that keeps what follows its prompt on top of the budget has no room for it."""
     for plan in cache.plan[:1]:
-        more, nothing = jnp.array([len(row) for row in rows], jnp.int32), jnp.zeros(1, jnp.int32)
-        room = on_top(plan, nothing, nothing + cache.new)
-        asked = on_top(plan, cache.counts.later + more, cache.counts.generated + new)
-        if plan.grows and int(asked.max()) > int(room[0]):
+        nothing, given = jnp.zeros(1, jnp.int32), jnp.array([len(row) for row in rows], jnp.int32)
+        made, then = Counts(seen=nothing + cache.new, prompt=nothing, later=nothing), cache.counts.given(given, True)
+        then = replace(then, seen=then.seen + new)
+        room, needed = (int(plan.budget.beyond(counts, plan.recent).max()) for counts in (made, then))
+        if needed > room:
             raise ValueError(
-                f"the cache has room for {int(room[0])} tokens on top of its budget, after its prompt, and would hold "
-                f"{int(asked.max())}: prefill with a larger room="
+                f"the cache has room for {room} tokens on top of its budget, after its prompt, and would hold "
+                f"{needed}: prefill with a larger room="
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,14 +13,26 @@ import numpy as np
 
 from jkv.core.cache import Cache, Counts, tree_bytes
 from jkv.core.empty import empty_layer
+from jkv.methods.budgets import Size
 from jkv.methods.config import CacheConfig, resolve
 from jkv.models import ModelConfig, ssd
-from jkv.protocols import Budget
+from jkv.protocols import Demand, Sizes
 
 
-def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> Cache:
-    """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them after the prompt."""
-    plan, (layers, states) = layout(config, model, rows, longest, new, dtype)
+def empty(
+    config: CacheConfig,
+    model: ModelConfig,
+    rows: int,
+    longest: int,
+    new: int,
+    dtype: Any,
+    sizes: Sizes | None = None,
+) -> Cache:
+    """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them after the prompt.
+
+    sizes: what its layers get of the budget, or None: what they get of it whatever the prompt.
+    """
+    plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
     layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
     return Cache(
         layers=layers,
@@ -33,49 +46,49 @@ def empty(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new:
     )
 
 
-def fitted(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> CacheConfig:
-    """The config with its budget in tokens, where it is in bytes of a cache of so many rows, on whatever devices."""
-    return replace(config, budget=_fit(config, model, rows, longest, new, dtype, lambda budget: budget))
-
-
-def divided(
-    config: CacheConfig, cache: Cache, asked: np.ndarray, lengths: Sequence[int], longest: int, dtype: Any
-) -> tuple[CacheConfig, np.ndarray]:
-    """The config with its budget divided by what layers ask, f[L,B,...], and i[L,B] of `Budget.divided`.
-
-    For prompts of these lengths, in a cache such as the one given.
-    """
-    reach = config.reach(longest, cache.new)
-    parts = lambda budget: budget.divided(asked, lengths, reach)[0]  # noqa: E731
-    budget = _fit(config, cache.model, len(lengths), longest, cache.new, dtype, parts)
-    made, shares = budget.divided(asked, lengths, reach)
-    return replace(config, budget=config.budget.with_parts(made.parts or ())), shares
-
-
-def _fit(
+def sized(
     config: CacheConfig,
     model: ModelConfig,
     rows: int,
     longest: int,
     new: int,
     dtype: Any,
-    then: Callable[[Budget], Budget],
-) -> Budget:
-    one = replace(config, devices=1)
+    lengths: Sequence[int] = (),
+    statistic: np.ndarray | None = None,
+) -> Sizes:
+    """What the layers get of the budget; where it is in bytes, of a cache of so many rows, on whatever devices.
 
-    def cost(budget: Budget) -> int:
-        return tree_bytes(_layers(replace(one, budget=then(budget)), model, rows, longest, new, dtype)[1])
+    lengths: of the prompts whose layers say f[L,B,...], a statistic that the budget wants.
+    """
+    demand = Demand(longest=longest, new=new, recent=config.recent, lengths=lengths, statistic=statistic)
+    one, budget = replace(config, devices=1), config.budget
 
-    return config.budget.fit(cost, lambda: config.smallest(model, longest), longest)
+    def cost(size: Size) -> int:
+        sizes = budget.of(lambda _: size).sizes(model, demand)
+        return tree_bytes(_layers(one, model, rows, longest, new, dtype, sizes)[1])
+
+    least = partial(config.smallest, model, longest)
+    return budget.of(lambda size: size.fit(cost, least, longest)).sizes(model, demand)
 
 
-def layout(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
-    """The plan of each layer, and the shapes of layers and states, once the budget is a number of tokens."""
-    return _layers(fitted(config, model, rows, longest, new, dtype), model, rows, longest, new, dtype)
+def layout(
+    config: CacheConfig,
+    model: ModelConfig,
+    rows: int,
+    longest: int,
+    new: int,
+    dtype: Any,
+    sizes: Sizes | None = None,
+) -> tuple[Any, Any]:
+    """The plan of each layer, and the shapes of layers and states; sizes as for `empty`."""
+    sizes = sized(config, model, rows, longest, new, dtype) if sizes is None else sizes
+    return _layers(config, model, rows, longest, new, dtype, sizes)
 
 
-def _layers(config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any) -> tuple[Any, Any]:
-    plan = resolve(config, model, longest, new)
+def _layers(
+    config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any, sizes: Sizes
+) -> tuple[Any, Any]:
+    plan = resolve(config, model, longest, new, sizes)
     kinds = {jax.tree.structure(p): p for p in plan}
     shapes = {k: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for k, p in kinds.items()}
     window = plan[0].block if plan else config.block

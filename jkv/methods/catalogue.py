@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from jkv.methods.budgets import Bytes, Keep, Size, Tokens, read_bytes
+from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond, read_bytes
 from jkv.methods.config import CacheConfig
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
@@ -107,6 +107,7 @@ AXES = (
     "append",
     "prefill",
 )
+AROUND = {"append": ("budget", beyond)}  # what rows put around an axis of the config, whichever row fills that
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
@@ -141,4 +142,4 @@ def size(budget: int | None = None, keep: float | None = None, bytes: Any = None
     return Keep(keep=float(keep))
 
 
-assert set(AXES) <= {f.name for f in fields(CacheConfig)}
+assert set(AXES) - set(AROUND) <= {f.name for f in fields(CacheConfig)}

@@ -11,7 +11,7 @@ import jax
 from jkv import kernels
 from jkv.core.pool import HEADS
 from jkv.methods.config import CacheConfig, expiring
-from jkv.protocols import needs_of
+from jkv.protocols import Demand, needs_of
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -29,7 +29,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
-    if config.budget.measures and not config.prefill.defers:
+    if config.budget.statistic and not config.prefill.defers:
         raise ValueError(
             f"{config}: layers divide its budget by a prompt that stays whole until then; take the prefill Deferred"
         )
@@ -135,9 +135,9 @@ def alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
 
 
 def _check_budget(config: CacheConfig, model: ModelConfig) -> None:
-    least = config.least
-    for layer in range(model.layers):
-        room = config.budget.for_layer(model, layer, model.context).capacity(model.context)
+    least, demand = config.least, Demand(longest=model.context, recent=config.recent)
+    for layer, size in enumerate(config.budget.sizes(model, demand).layers):
+        room = size.tokens
         if config.budget.bounded and room < least:
             needed, most = config.smallest(model, model.context), model.context
             number = f" to budget={needed} or keep={ceil(1e6 * needed / most) / 1e6}, or more," if needed < most else ""

@@ -16,7 +16,20 @@ from jkv.core.layer import LayerConfig, TierConfig
 from jkv.methods.budgets import All, Tokens
 from jkv.methods.codecs import Dense
 from jkv.methods.scores.position import Newest
-from jkv.protocols import PROBED, Born, Budget, Codec, Merge, Prefill, Score, Selector, needs_of
+from jkv.protocols import (
+    PROBED,
+    Born,
+    Budget,
+    Codec,
+    Demand,
+    LayerSize,
+    Merge,
+    Prefill,
+    Score,
+    Selector,
+    Sizes,
+    needs_of,
+)
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -47,10 +60,9 @@ class CacheConfig:
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
     every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
-    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); append: the share of
-    the generated tokens that is kept on top of the budget, and with it all text that is given after the prompt, or 0:
-    both are within the budget; prefill: how a prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices: that
-    divide the slots of each tier; name: the text it was made from.
+    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); prefill: how a
+    prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text
+    it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -63,7 +75,6 @@ class CacheConfig:
     recent: int = 16
     block: int = 16
     chunk: int = 0
-    append: float = 0.0
     prefill: Prefill = Prefill()
     kernels: str = "auto"
     devices: int = 1
@@ -112,10 +123,6 @@ class CacheConfig:
         """
         return self.prefill.splits and needs_of(self.score, self.merge, self.select).chunks == "any"
 
-    def reach(self, longest: int, new: int) -> int:
-        """Of rows of at most `longest` tokens, `new` of them generated, the most that the budget is asked about."""
-        return longest - new if self.append else longest
-
     def over(self, mesh: Any) -> CacheConfig:
         """The config of caches that lie on a mesh: its devices divide the slots of each tier."""
         return replace(self, devices=mesh.slots(self.pooled is not None))
@@ -127,10 +134,11 @@ class CacheConfig:
 
     def smallest(self, model: ModelConfig, longest: int) -> int:
         """The smallest number of tokens as its budget that leaves `least` to every layer."""
+        demand = Demand(longest=longest, recent=self.recent)
 
         def enough(tokens: int) -> bool:
-            budget = self.budget.of(Tokens(tokens=tokens))
-            return all(budget.for_layer(model, i, longest).capacity(longest) >= self.least for i in range(model.layers))
+            sizes = self.budget.of(lambda _: Tokens(tokens=tokens)).sizes(model, demand)
+            return all(x.tokens >= self.least for x in sizes.layers)
 
         return bisect_left(range(longest), True, lo=min(self.least, longest), key=enough)
 
@@ -149,53 +157,52 @@ class CacheConfig:
         return self.budget.bounded and self.relative
 
 
-def resolve(config: CacheConfig, model: ModelConfig, longest: int, new: int) -> tuple[LayerConfig, ...]:
-    """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` are generated."""
-    return tuple(_layer(config, model, i, longest, new) for i in range(model.layers))
+def resolve(
+    config: CacheConfig, model: ModelConfig, longest: int, new: int, sizes: Sizes | None = None
+) -> tuple[LayerConfig, ...]:
+    """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` follow the prompt.
+
+    sizes: what the layers get of the budget, or None: what they get of it whatever the prompt.
+    """
+    demand = Demand(longest=longest, new=new, recent=config.recent)
+    sizes = config.budget.sizes(model, demand) if sizes is None else sizes
+    both = zip(range(model.layers), sizes.layers, strict=True)
+    return tuple(_layer(config, model, i, longest, size) for i, size in both)
 
 
-def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, new: int) -> LayerConfig:
+def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: LayerSize) -> LayerConfig:
     select = config.select and config.select.for_layer(model, i)
-    reach = config.reach(longest, new)
-    budget = config.budget.for_layer(model, i, reach)
-    held = budget.capacity(reach)
-    older = max(new - config.recent, 0)
-    wanted = held + (new - older + ceil(config.append * older) if config.append else 0)
-    window = model.windows[i]
-    if window is not None:
-        wanted = min(wanted, window)  # older tokens are invisible to every later query
-    capacity = min(wanted, longest)
-    unit = config.unit
+    window = model.windows[i]  # older tokens are invisible to every later query
+    size = size.within(longest if window is None else min(longest, window))
+    capacity, unit = size.tokens + size.beyond, config.unit
     specs, total = config.tiers, max(capacity - config.recent, 0)
-    if (part := budget.inner) is not None:  # rows that use less of it have more in the next
-        first, least = (min(x, total) for x in part)
+    if size.first is not None:  # rows that use less of it have more in the next
+        first, least = (min(x, total) for x in size.first)
         specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
-    sizes = _sizes(specs, total, unit)
+    slots = _slots(specs, total, unit)
     score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
     score = score.for_layer(model, i)
     columns, expires = _born(score, model)
     if config.prefill.probe is None and any(name.rpartition(".")[2] == PROBED for name in columns):
         raise ValueError(f"{config}: its score reads what a probe finds out, and its prefill has none: take Deferred")
-    evicts = capacity < longest or len(sizes) > 1 or expires or budget.measures
-    parts = zip(specs, sizes, strict=True)
-    tiers = tuple(_tier(config, model, i, spec, size, select, evicts) for spec, size in parts if size)
+    evicts = capacity < longest or len(slots) > 1 or expires or config.budget.statistic is not None
+    parts = zip(specs, slots, strict=True)
+    tiers = tuple(_tier(config, model, i, spec, n, select, evicts) for spec, n in parts if n)
     return LayerConfig(
         score=score,
         needs=needs_of(score, merge, select),
         columns=columns,
         expires=expires,
         tiers=tiers,
-        budget=budget,
-        floor=config.pooled,
+        budget=config.budget,
+        size=size,
+        pooled=config.pooled,
         merge=merge,
         recent=config.recent,
         block=config.steps,
         unit=unit,
-        capacity=capacity,
         longest=longest,
         window=window,
-        append=capacity - min(held, capacity),
-        grows=config.append,
         pruning=config.prefill.pruning(model, i),
         kernels=config.kernels,
     )
@@ -244,7 +251,7 @@ def _whole(slots: int, unit: int, config: CacheConfig) -> int:
     return ceil(slots / (tile * config.devices)) * tile * config.devices
 
 
-def _sizes(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:
+def _slots(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:
     """Slots of each tier in whole units: fixed sizes, then shares of what they leave, then the rest."""
     fixed = sum(s.size for s in specs if isinstance(s.size, int))
     rest = max(total - fixed, 0)

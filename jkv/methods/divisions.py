@@ -1,4 +1,4 @@
-"""A size divided: among the layers, alike for all texts or by what a prompt asks, or among the heads of a layer."""
+"""A size divided: among layers, alike for all texts or by a statistic of a prompt, or among the heads of a layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +15,9 @@ from jax import Array
 
 from jkv.arrays.tree import part
 from jkv.io import learned
-from jkv.methods.budgets import All, Size
+from jkv.methods.budgets import Size, between
 from jkv.methods.scores import heads
-from jkv.protocols import Budget
+from jkv.protocols import Budget, Counts, Demand, Layer, LayerSize, Sizes
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -55,15 +55,15 @@ def handed_on(parts: Sequence[int], total: int, most: int) -> tuple[int, ...]:
     return tuple(out)
 
 
-def asked_for(total: int, asked: Sequence[float], most: int) -> tuple[int, ...]:
-    """Parts of `total` by what each asks, none above `most`; `handed_on` says who gets what that leaves.
+def proportional(total: int, weights: Sequence[float], most: int) -> tuple[int, ...]:
+    """Parts of `total` in proportion to weights, none above `most`; `handed_on` says who gets what that leaves.
 
     Source: CAKE (2503.12491), which clips once.
 
-    >>> asked_for(12, [4, 1, 1], 6), asked_for(8, [3, 1], 5)
+    >>> proportional(12, [4, 1, 1], 6), proportional(8, [3, 1], 5)
     ((6, 3, 3), (5, 3))
     """
-    return handed_on([int(total * x / sum(asked)) for x in asked], total, most)
+    return handed_on([int(total * x / sum(weights)) for x in weights], total, most)
 
 
 @part
@@ -76,17 +76,14 @@ class Division(Budget):
     def bounded(self) -> bool:
         return self.size.bounded
 
-    def of(self, size: Budget) -> Budget:
-        return replace(self, size=size)
+    def of(self, change: Callable[[Size], Any]) -> Budget:
+        return replace(self, size=change(self.size))
 
-    def fit(self, cost: Callable[[Budget], int], least: Callable[[], int], longest: int) -> Budget:
-        return replace(self, size=self.size.fit(lambda size: cost(replace(self, size=size)), least, longest))
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        return self.size.sizes(model, demand)
 
-    def capacity(self, longest: int) -> int:
-        return self.size.capacity(longest)
-
-    def limit(self, capacity: int, seen: Array, prompt: Array, share: Array | None) -> Array:
-        return self.size.limit(capacity, seen, prompt, share)
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        return self.size.limit(layer, counts, share)
 
 
 @part
@@ -95,9 +92,14 @@ class Above(Division):
 
     layer: int | None
 
-    def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
         first = max(model.layers // 2, 1) if self.layer is None else self.layer
-        return All() if layer < first else self.size
+        whole = (LayerSize(tokens=demand.longest, whole=(1, 1)),) * first
+        return Sizes(layers=(*whole, *super().sizes(model, demand).layers)[: model.layers])
+
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        whole, every = layer.size.whole
+        return jnp.full_like(counts.seen, layer.size.tokens) if whole == every else super().limit(layer, counts, share)
 
 
 @part
@@ -108,8 +110,12 @@ class Fixed(Division):
         """Tokens of each layer, of so many on average; each can hold `most`; `top`: of the longest row."""
         raise NotImplementedError  # its own in every such division
 
-    def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:
-        return self.size.divided_by(lambda *n: _shares(self, *n, model.layers)[layer], longest)
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        return self.size.divided_by(lambda *n: _shares(self, *n, model.layers), model, demand.longest)
+
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        mean = super().limit(layer, counts, share)
+        return between(layer.size.points, mean) if layer.size.points else mean
 
 
 @lru_cache(1024)
@@ -222,30 +228,23 @@ class Weighted(Fixed):
 
 @part
 class Measured(Division):
-    """Divided by what the layers ask for a prompt; `window` tokens are every layer's.
+    """Divided by a statistic of the layers of a prompt; `window` tokens are every layer's.
 
     Slots come in steps of `step` tokens, or None: a quarter of the size, so that few prompts need programs of their
-    own. parts, of each layer once a prompt was asked: its slots, those of its first tier, and how many every row uses.
+    own.
     """
 
     window: int
     step: int | None = None
-    parts: tuple[tuple[int, int, int], ...] | None = None
-    mine: tuple[int, int, int] | None = None  # of this layer
 
-    measures = True
+    statistic = "layer"
 
-    def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:
-        return replace(self, mine=self.parts[layer]) if self.parts else self
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        return super().sizes(model, demand) if demand.statistic is None else self.divided(demand, demand.statistic)
 
-    def fit(self, cost: Callable[[Budget], int], least: Callable[[], int], longest: int) -> Budget:
-        return self if self.parts else super().fit(cost, least, longest)
-
-    def capacity(self, longest: int) -> int:
-        return self.mine[0] if self.mine else super().capacity(longest)
-
-    def with_parts(self, parts: Sequence[Sequence[int]]) -> Budget:
-        return replace(self, parts=tuple((x[0], x[1], x[2]) for x in parts))
+    def divided(self, demand: Demand, statistic: np.ndarray) -> Sizes:
+        """What each layer gets for its statistic, and i[L,B], of each row."""
+        raise NotImplementedError  # its own in every such division
 
     def slots(self, tokens: int, longest: int) -> int:
         """So many, in whole steps."""
@@ -254,37 +253,37 @@ class Measured(Division):
 
 
 @part
-class Asked(Measured):
-    """A size on average, divided among the layers for each row by what they ask.
+class Proportional(Measured):
+    """A size on average, divided among the layers for each row in proportion to their statistic.
 
     A layer has slots for the most that a row gets, and for what a fraction grows by after the prompt, which is the
     same in every layer. Source: CAKE (2503.12491).
     """
 
-    def shares(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """i[L,B]: tokens of each layer beyond its window, of prompts of these lengths, by what it asks, f[L,B]."""
-        rows, out = np.maximum(asked, 1e-30).T.tolist(), []
+    def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """i[L,B]: tokens of each layer beyond its window, of prompts of these lengths, for its statistic f[L,B]."""
+        rows, out = np.maximum(statistic, 1e-30).T.tolist(), []
         for row, n in zip(rows, lengths, strict=True):
             total = max(self.size.count(n) - self.window, 0) * len(row)
-            out.append(asked_for(total, row, max(n - self.window, 1)))
+            out.append(proportional(total, row, max(n - self.window, 1)))
         return np.array(out).T
 
-    def divided(self, asked: np.ndarray, lengths: Sequence[int], longest: int) -> tuple[Budget, np.ndarray]:
-        shares = self.shares(asked, lengths)
-        later = np.array([self.size.count(longest) - self.size.count(n) for n in lengths])
+    def divided(self, demand: Demand, statistic: np.ndarray) -> Sizes:
+        shares, longest = self.shares(statistic, demand.lengths), demand.longest
+        later = np.array([self.size.count(longest) - self.size.count(n) for n in demand.lengths])
         most = (shares + later).max(1) + self.window
-        return self.with_parts([(self.slots(int(n), longest), 0, 0) for n in most]), shares
+        return Sizes(layers=tuple(LayerSize(tokens=self.slots(int(n), longest)) for n in most), rows=shares)
 
-    def limit(self, capacity: int, seen: Array, prompt: Array, share: Array | None) -> Array:
-        now, then = (self.size.limit(capacity, n, prompt, None) for n in (seen, prompt))
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        now, then = (self.size.limit(layer, replace(counts, seen=n), None) for n in (counts.seen, counts.prompt))
         return (0 if share is None else share) + self.window + now - then
 
 
 @part
-class Won(Asked):
+class Won(Proportional):
     """A size on average; all tokens of a prompt compete, and a layer gets the places of the best that are its own.
 
-    What layers ask is the rank of each token of each kv head, f[L,B,H,S], -inf for none. A layer's places are divided
+    The statistic is the rank of each token of each kv head, f[L,B,H,S], -inf for none. A layer's places are divided
     by its heads; if the prompt has fewer tokens than there are places, the others are spread evenly. Source: Make
     Each Token Count (2605.09649).
 
@@ -294,12 +293,12 @@ class Won(Asked):
     [[1], [3]]
     """
 
-    ranks = True
+    statistic = "ranks"
 
-    def shares(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        layers, rows, heads, _ = asked.shape
+    def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        layers, rows, heads, _ = statistic.shape
         out = []
-        for ranks, n in zip(asked.swapaxes(0, 1).reshape(rows, layers, -1), lengths, strict=True):
+        for ranks, n in zip(statistic.swapaxes(0, 1).reshape(rows, layers, -1), lengths, strict=True):
             total = max(self.size.count(n) - self.window, 0) * layers * heads
             best = np.argsort(-ranks, axis=None, kind="stable")[: min(total, int((ranks > -np.inf).sum()))]
             won = np.bincount(best // ranks.shape[1], minlength=layers)
@@ -310,36 +309,32 @@ class Won(Asked):
 
 @part
 class Inside(Measured):
-    """The same size in every layer, or all; by what a layer asks, the best of them are in its first tier, row by row.
+    """The same size in every layer, or all; by its statistic, the best of them are in its first tier, row by row.
 
-    Of a size, a layer gets round(a / max a (tokens - window)) for a, the most of all layers; else the a that it asks.
-    A first tier has slots for the most of all rows, the next for what the least of them leaves, in steps. Sources:
-    ARKV; ZipVL (2410.08584).
+    Of a size, a layer gets round(a / max a (tokens - window)) for a, the most of all layers; else a tokens. A first
+    tier has slots for the most of all rows, the next for what the least of them leaves, in steps. Sources: ARKV; ZipVL
+    (2410.08584).
 
     >>> from jkv.methods.budgets import Tokens
     >>> Inside(size=Tokens(tokens=410), window=10).shares(np.array([[1.0], [2.0], [4.0]]), [1000]).tolist()
     [[100], [200], [400]]
     """
 
-    def shares(self, asked: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """i[L,B]: tokens of each layer's first tier, of prompts of these lengths, by what it asks, f[L,B]."""
+    def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """i[L,B]: tokens of each layer's first tier, of prompts of these lengths, for its statistic f[L,B]."""
         old = np.maximum(np.array(lengths) - self.window, 0)
         if self.bounded:
             free = np.maximum([self.size.count(n) - self.window for n in lengths], 0)
             old = np.minimum(old, free)
-            asked = asked / np.maximum(asked.max(0), 1e-30) * free
-        return np.minimum(np.round(asked).astype(int), old)
+            statistic = statistic / np.maximum(statistic.max(0), 1e-30) * free
+        return np.minimum(np.round(statistic).astype(int), old)
 
-    def divided(self, asked: np.ndarray, lengths: Sequence[int], longest: int) -> tuple[Budget, np.ndarray]:
-        shares, step = self.shares(asked, lengths), self.slots(1, longest)
-        most, least = (x(1) for x in (shares.max, shares.min))
-        parts = zip(most.tolist(), least.tolist(), strict=True)
-        whole = self.size.capacity(longest)
-        return self.with_parts([(whole, max(self.slots(a, longest), step), b // step * step) for a, b in parts]), shares
-
-    @property
-    def inner(self) -> tuple[int, int] | None:
-        return self.mine[1:] if self.mine else None
+    def divided(self, demand: Demand, statistic: np.ndarray) -> Sizes:
+        shares, longest = self.shares(statistic, demand.lengths), demand.longest
+        step, whole = self.slots(1, longest), self.size.capacity(longest)
+        most, least = (x(1).tolist() for x in (shares.max, shares.min))
+        first = [(max(self.slots(a, longest), step), b // step * step) for a, b in zip(most, least, strict=True)]
+        return Sizes(layers=tuple(LayerSize(tokens=whole, first=x) for x in first), rows=shares)
 
 
 @part
@@ -357,7 +352,6 @@ class Split(Budget):
     induction: float
     echo: float
     whole: tuple[int, ...] | None = None
-    mine: tuple[int, int] = (0, 1)  # of this layer: those that hold everything, and all
 
     def from_folder(self, folder: str) -> Split:
         keep, _ = heads.retrieval(folder, self.induction, self.echo)
@@ -366,16 +360,17 @@ class Split(Budget):
     def bound(self, params: Params) -> Split:
         return self if self.whole else self.from_folder(learned.shipped(heads.SPLIT, params, str, how="calibrate"))
 
-    def for_layer(self, model: ModelConfig, layer: int, longest: int) -> Budget:
-        return replace(self, mine=(self.whole[layer] if self.whole else 0, model.heads))
-
-    def capacity(self, longest: int) -> int:
-        whole, every = self.mine
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        longest, every, sizes = demand.longest, model.heads, []
         few = min(max(self.local, ceil(self.share * longest)) + self.first, longest)
-        return -(-(whole * longest + (every - whole) * few) // every)
+        for whole in self.whole or (0,) * model.layers:
+            tokens = -(-(whole * longest + (every - whole) * few) // every)
+            sizes.append(LayerSize(tokens=tokens, whole=(whole, every)))
+        return Sizes(layers=tuple(sizes))
 
-    def limit(self, capacity: int, seen: Array, prompt: Array, share: Array | None) -> Array:
-        whole, every = self.mine
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        whole, every = layer.size.whole
+        seen = counts.seen
         local = jnp.floor(self.share * seen.astype(jnp.float32)).astype(jnp.int32)
         few = jnp.minimum(jnp.maximum(local, self.local) + self.first, seen)
-        return jnp.minimum(-(-(whole * seen + (every - whole) * few) // every), capacity)
+        return jnp.minimum(-(-(whole * seen + (every - whole) * few) // every), layer.size.tokens)

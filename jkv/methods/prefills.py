@@ -56,7 +56,7 @@ class TokenPruning(Prefill):
 class Deferred(Prefill):
     """Deferred compression: all of a prompt stays until its probe was read and its layers were asked, then one flush.
 
-    Layers are asked by a budget that `measures`. The price is a dense prompt in memory once.
+    A budget that wants a statistic of the layers is divided by it. The price is a dense prompt in memory once.
     """
 
     probe: Probe | None = None

@@ -160,4 +160,4 @@ def has_room(layer: LayerCache, came: int, plan: LayerConfig) -> bool:
     units = [(t.seen_by(H) >= 0).reshape(1, -1, t.pos.shape[2] // plan.unit, plan.unit) for t in layer.tiers]
     used = sum(x.any(-1).sum(-1) for x in units) + came // plan.unit
     most = (plan.capacity - plan.recent) // plan.unit
-    return int(used.sum()) <= most * H if plan.pooled else int(used.max()) <= most
+    return int(used.sum()) <= most * H if plan.pooled is not None else int(used.max()) <= most

@@ -66,6 +66,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 DEEP = "(" * 50_000 + ")" * 50_000
+L = PARAMS.config.layers
 DESCRIPTIONS = [
     ("config", ["full"], "config is no text"),
     ("config", 5, "config is no text"),
@@ -76,6 +77,14 @@ DESCRIPTIONS = [
     ("config", "full(" + "-" * 9_000 + "1)", "description cannot be used"),
     ("config", "nonsense", "unknown method"),
     ("rows", "1", "rows, longest and new"),
+    ("sizes", [], "description cannot be used"),
+    ("sizes", [{"tokens": 20}] * (L + 1), "description cannot be used"),
+    ("sizes", [{"tokens": -20}] * L, "a layer of -20 tokens"),
+    ("sizes", [{"tokens": True}] * L, "a layer of True tokens"),
+    ("sizes", [{"tokens": "20"}] * L, "a layer of '20' tokens"),
+    ("sizes", [{"tokens": 20, "depth": 1}] * L, "description cannot be used"),
+    ("sizes", [{"tokens": [20]}] * L, "description cannot be used"),
+    ("sizes", [{"tokens": 19}] * L, "meant other numbers"),
     ("rows", -1, "rows, longest and new"),
     ("rows", True, "rows, longest and new"),
     ("rows", 10**30, "rows, longest and new"),
@@ -100,7 +109,7 @@ def test_a_description_that_is_none_is_refused(path, field, value, says):
         jkv.load_cache(path, PARAMS)
 
 
-@pytest.mark.parametrize("field", ["model", "plan", "config", "rows", "longest", "new", "dtype", "weights"])
+@pytest.mark.parametrize("field", ["model", "plan", "config", "rows", "longest", "new", "sizes", "dtype", "weights"])
 def test_every_field_of_the_description_is_needed(path, field):
     rewritten(path, lambda arrays, meta: meta.pop(field))
     if field == "weights":  # without it, nothing was learned, as here

@@ -11,6 +11,7 @@ from jkv import methods
 from jkv.core import loop
 from jkv.core.cache import Cache
 from jkv.methods import CATALOGUE, checks
+from jkv.methods.budgets import Beyond
 from support import rig
 from support.rig import LENGTHS, PARAMS, L
 
@@ -45,27 +46,28 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: tuple[str, str
     if text in CODED:
         checks.check(config, params.config)
     before = rig.begun(text, params=params)[0]
-    question = QUESTION[:, -8:] if 0 < config.append < 1 else QUESTION  # room for a share of what may come
+    share = config.budget.share if isinstance(config.budget, Beyond) else 0
+    question = QUESTION[:, -8:] if 0 < share < 1 else QUESTION  # room for a share of what may come
     later = (question >= 0).sum(1).tolist()
     after, logits = loop.absorb(params, before, jnp.asarray(question), later=True)
     assert np.isfinite(np.asarray(logits)).all()
     start = before.seen.tolist() if config.prefill.skips else LENGTHS
     assert after.prompt.tolist() == list(start) and after.counts.later.tolist() == later
     was, now, answered = held(before), held(after), after
-    if not config.append:
+    if not share:
         most = np.asarray(after.kept())
         for i, plan in enumerate(after.plan):
             for b, (n, m) in enumerate(zip(start, later, strict=True)):
                 assert now[i, b, :, n + m - min(plan.recent, m) : n + m].all()
             slots = sum(t.most for t in plan.tiers) + plan.stay
-            assert (most[i] <= slots).all() if not plan.pooled else (most[i].mean(-1) <= slots).all()
+            assert (most[i] <= slots).all() if plan.pooled is None else (most[i].mean(-1) <= slots).all()
         return
     for i in range(ANSWER):
         answered, _ = loop.step(params, answered, jnp.asarray(rig.FORCED[:, i]))
     assert int(answered.fill) < int(answered.room) and (answered.counts.generated == ANSWER).all()
     for cache in (after, answered):
         now = held(cache)
-        assert (now | ~was).all() if cache is after or config.append == 1 else now.any()
+        assert (now | ~was).all() if cache is after or share == 1 else now.any()
         for b, (n, m) in enumerate(zip(start, later, strict=True)):
             assert now[:, b, :, n : n + m].all()
 

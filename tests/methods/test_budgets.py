@@ -13,9 +13,10 @@ from jkv.core.cache import Counts, tree_bytes
 from jkv.core.flush import _limit
 from jkv.generation.sizes import layout
 from jkv.methods import CATALOGUE, parse
-from jkv.methods.budgets import Tokens
+from jkv.methods.budgets import Beyond, Tokens, beyond
 from jkv.methods.checks import check
 from jkv.methods.divisions import pyramid
+from jkv.protocols import Budget
 from support.rig import CASES, MODEL, PARAMS
 
 LENGTH, NEW, KEEP = 120, 40, 0.45
@@ -42,11 +43,17 @@ def limits(plans, seen: int, generated: int = 0) -> list[int]:
 
 def divided(plans) -> list[bool]:
     """Which layers have a part of the size: all but those that keep everything."""
-    return [plan.budget.bounded for plan in plans]
+    return [plan.size.whole[0] < plan.size.whole[1] for plan in plans]
 
 
-ALIKE = [name for name in SIZED if not parse(written(name, f"budget={TOKENS}")).budget.measures]
-DIVIDED = [name for name in SIZED if parse(written(name, f"budget={TOKENS}")).budget != Tokens(tokens=TOKENS)]
+def of_prompt(text: str) -> Budget:
+    """The budget of a composition, without what goes around it."""
+    budget = parse(text).budget
+    return budget.budget if isinstance(budget, Beyond) else budget
+
+
+ALIKE = [name for name in SIZED if not parse(written(name, f"budget={TOKENS}")).budget.statistic]
+DIVIDED = [name for name in SIZED if of_prompt(written(name, f"budget={TOKENS}")) != Tokens(tokens=TOKENS)]
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -76,7 +83,8 @@ def test_a_fraction_follows_the_row_in_every_layer(name: str):
     for seen in (60, 61, 100, 240, 333, 4 * LENGTH - NEW):
         now = limits(plans, seen)
         want = parse(f"knorm(keep={KEEP})").budget.count(seen)
-        least = getattr(config.budget, "size", config.budget).least
+        budget = of_prompt(written(name, f"keep={KEEP}"))
+        least = getattr(budget, "size", budget).least
         mean = np.mean([n for n, own in zip(now, mine, strict=True) if own])
         assert max(want, least) - 1 <= mean <= max(want, least, config.recent)
         assert all(a <= b for a, b in zip(before, now, strict=True))
@@ -153,6 +161,20 @@ def test_what_has_no_size_says_what_decides(name: str, form: str):
         assert all(f"{x}=" in str(error.value) for x in row.arguments)
     else:
         check(parse(re.search(r"write '(.*)'", str(error.value))[1].replace(form.split("=")[0] + "=...", form)), MODEL)
+
+
+# ------------------------------------------------------------------------------- what follows, on top of a budget
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_what_follows_a_prompt_goes_around_any_budget_in_either_order(name: str):
+    text = written(name, f"budget={TOKENS}") if name in SIZED else name
+    try:
+        after = parse(f"{text} | append")
+    except ValueError as error:
+        assert f"{name} and append both fill the axis 'append'" in str(error)
+        return
+    assert after.budget == parse(f"append | {text}").budget == beyond(parse(text).budget, 1.0)
 
 
 # -------------------------------------------------------------------------------------- what layers hand on

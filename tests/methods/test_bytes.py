@@ -11,6 +11,7 @@ from jkv import methods, models
 from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 from jkv.io import learned
+from jkv.methods.budgets import Beyond
 from jkv.methods.prefills import PromptCompression
 
 SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64)
@@ -28,7 +29,8 @@ def texts(name: str) -> list[str]:
 
 def generated(config) -> int:
     """Tokens that follow: of a method that cuts these alone, a few of its periods."""
-    return 4 * config.steps if 0 < config.append < 1 else GENERATED
+    cut = isinstance(config.budget, Beyond) and config.budget.share < 1
+    return 4 * config.steps if cut else GENERATED
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -17,7 +17,7 @@ from jkv.core.positions import pad, positions
 from jkv.generation.draft import greedy
 from jkv.generation.prefill import Prompts
 from jkv.methods import parse
-from jkv.methods.divisions import asked_for
+from jkv.methods.divisions import proportional
 from jkv.methods.merges import ZeroClass, shares
 from jkv.methods.prefills import PromptCompression, chosen
 from jkv.methods.probes import Drafted
@@ -37,11 +37,11 @@ ROWS = [row[row >= 0].tolist() for row in PROMPT]
 
 
 def test_layers_get_what_they_ask_for():
-    assert asked_for(12, [4, 1, 1], 6) == (6, 3, 3) and asked_for(8, [3, 1], 5) == (5, 3)
+    assert proportional(12, [4, 1, 1], 6) == (6, 3, 3) and proportional(8, [3, 1], 5) == (5, 3)
     rng = np.random.default_rng(0)
     for most in (20, 60, 400):
         asked = rng.dirichlet(np.full(30, 0.5))
-        got = np.array(asked_for(1200, list(asked), most))
+        got = np.array(proportional(1200, list(asked), most))
         assert got.sum() == 1200 and (np.diff(got[np.argsort(asked, kind="stable")]) >= -1).all()
         if 30 * most > 1200:
             assert got.max() <= most
@@ -61,7 +61,7 @@ def test_attention_that_moves_counts_more():
     want, asked = spread(scene.p[..., : scene.n - 8])
     got = np.asarray(jax.jit(score.rank)(scene.ev))[0]
     np.testing.assert_allclose(got[:, : scene.n - 8], want, rtol=1e-4)
-    np.testing.assert_allclose(jax.jit(score.ask)(scene.ev)[0], asked, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(score.statistic)(scene.ev)[0], asked, rtol=1e-4)
     last = WindowMass(queries=1).rank(scene.ev)[0]  # of the eight that are kept
     np.testing.assert_allclose(last, scene.p[:, :, -1].mean(1), atol=1e-6)
     plain = Dispersed(queries=8, gamma=0.0).rank(scene.ev)[0]
@@ -75,7 +75,7 @@ def test_the_layers_of_a_prompt_divide_its_budget():
         taps = [prompt_taps(layer, row)[3].astype(np.float64)[:, :, -8:, :-8] for layer in range(L)]
         mean, variance = [p.mean(2) for p in taps], [p.var(2, ddof=1) for p in taps]
         asked = [-(p * np.log(p + 1e-10)).sum() * v.sum() for p, v in zip(taps, variance, strict=True)]
-        want = asked_for((BUDGET - 8) * L, asked, n - 8)
+        want = proportional((BUDGET - 8) * L, asked, n - 8)
         for layer in range(L):
             part = cache.layers[layer]
             assert part.share[row] == want[layer] and part.tiers[0].pos.shape[2] >= want[layer]
@@ -85,14 +85,18 @@ def test_the_layers_of_a_prompt_divide_its_budget():
             np.testing.assert_array_equal(np.logical_or(*rig.held(cache, layer))[row, :, :n], kept)
 
 
-def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
-    (case,) = CASES["cake"]
-    cache = rig.prompted(case.tight)
-    sizes = [plan.capacity for plan in cache.plan]
-    assert sorted(sizes) == [BUDGET, 2 * BUDGET]  # in steps of the budget
+@pytest.mark.parametrize("name", ["cake", "zipvl", "kvzip"])
+def test_a_cache_of_measured_layers_goes_to_disk_and_back(name, tmp_path):
+    rows = [row[row >= 0].tolist() for row in rig.PROMPT]
+    cache, _ = jkv.prefill(PARAMS, CASES[name][0].tight, rows, room=rig.STEPS)
+    sizes = [plan.size for plan in cache.plan]
+    if name == "cake":
+        assert sorted(x.tokens for x in sizes) == [BUDGET, 2 * BUDGET]  # in steps of the budget
+    assert [x.first is not None for x in sizes] == [name == "zipvl"] * L
+    assert [x.beyond > 0 for x in sizes] == [name == "kvzip"] * L
     jkv.save_cache(cache, tmp_path / "c", PARAMS)
     again = jkv.load_cache(tmp_path / "c", PARAMS)
-    assert [plan.capacity for plan in again.plan] == sizes
+    assert [plan.size for plan in again.plan] == sizes
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True))
 
 
@@ -251,7 +255,7 @@ def test_a_layer_asks_for_the_fewest_that_have_a_share(mass: list[float], share:
     ev = evidence(np.eye(len(mass) + 1), stay=1)
     given = jnp.asarray([[[*mass, 50.0]]], jnp.float32)  # the recent window counts for nothing
     ev = replace(ev, columns={"given": given})
-    assert Reaching(score=Given(), share=share, newest=1).ask(ev).tolist() == [count]
+    assert Reaching(score=Given(), share=share, newest=1).statistic(ev).tolist() == [count]
 
 
 # ------------------------------------------------------------------------------------------------------------- ems

@@ -295,10 +295,10 @@ def test_scores_are_added_from_nought_to_one():
 
 def test_a_fraction_has_a_least_number():
     budget = methods.parse("critic(keep=0.7, least=16)").budget
-    assert budget.limit(0, jnp.array([100, 20, 3]), jnp.zeros(3, int), None).tolist() == [70, 16, 16]
-    assert methods.parse("critic(keep=0.5, least=16)").budget.limit(
-        0, jnp.array([20]), jnp.zeros(1, int), None
-    ).tolist() == [16]
+    seen = Counts(seen=jnp.array([100, 20, 3]), prompt=jnp.zeros(3, int), later=jnp.zeros(3, int))
+    layer = resolve(methods.parse("critic(keep=0.7, least=16)"), MODEL, 64, 0)[0]
+    assert budget.limit(layer, seen, None).tolist() == [70, 16, 16]
+    assert methods.parse("critic(keep=0.5, least=16)").budget.limit(layer, seen, None).tolist() == [50, 16, 16]
 
 
 # --------------------------------------------------------------------------------------------------- elastic cache

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.core.cache import Counts
 from jkv.core.layer import Pruning
 from jkv.methods import parse
 from jkv.methods.config import resolve
@@ -67,12 +68,12 @@ def test_with_all_tokens_it_is_snapkv():
 
 def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred():
     config = parse("fastkv(keep=0.1, share=0.2)")
-    seen = jnp.asarray([1000])
+    seen, none = jnp.asarray([1000]), jnp.zeros(1, jnp.int32)
     on = config.prefill.pruning(MODEL, 0)
     assert on.count(seen).tolist() == [200] and on.most(1000) == 200 and config.prefill.pruning(MODEL, 1) is None
     assert Pruning(size=64).count(jnp.asarray([1000, 40])).tolist() == [64, 40] and Pruning(size=64).most(40) == 40
     for plan in resolve(config, MODEL, 500, 0):
-        assert plan.budget.limit(1000, seen, seen, None).tolist() == [100]
+        assert plan.budget.limit(plan, Counts(seen=seen, prompt=seen, later=none), None).tolist() == [100]
 
 
 def test_what_follows_a_prompt_goes_on_whole():

@@ -101,9 +101,9 @@ def declared() -> set[str]:
 
 def test_bases_forward_all_that_a_score_has():
     assert declared() - set(vars(Wrapper)) == {"rank", "by_query_head"}  # the latter is of the rank
-    assert declared() - set(vars(Several)) == {"rank", "by_query_head", "ask"}
+    assert declared() - set(vars(Several)) == {"rank", "by_query_head", "statistic"}
     for kind in COMPOSITES:
-        assert {"rank", "ask"} <= set(vars(kind))
+        assert {"rank", "statistic"} <= set(vars(kind))
 
 
 def test_no_name_of_a_score_has_another_meaning():
@@ -141,7 +141,7 @@ class Everything(Score):
     def for_layer(self, model, layer):
         return replace(self, mark=self.mark + 100)
 
-    def ask(self, ev):
+    def statistic(self, ev):
         return ev.columns["given"][:, 0, 0] * self.mark
 
     def birth(self, new):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, row
-from jkv.methods.divisions import Above, Asked, Pyramid, Split, Weighted
+from jkv.methods.divisions import Above, Proportional, Pyramid, Split, Weighted
 from jkv.methods.prefills import Deferred
 from jkv.methods.residuals import MeanToken, MeanValue
 from jkv.methods.scores.assisted import Assisted
@@ -90,7 +90,7 @@ def cake(
     prompt = Dispersed(queries=window, gamma=float(gamma), tempers=(float(tempers[0]), float(tempers[1])))
     return dict(
         score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
-        budget=Asked(size=size, window=window, step=step),
+        budget=Proportional(size=size, window=window, step=step),
         prefill=Deferred(),
         recent=window,
     )

@@ -48,7 +48,7 @@ class Dispersed(Score):
         mean, variance = self.moments(ev)
         return (mean + self.gamma * variance).mean(2)
 
-    def ask(self, ev: Evidence) -> Array:
+    def statistic(self, ev: Evidence) -> Array:
         assert ev.kept is not None
         window = (ev.seen - self.queries)[:, None, None]
 
@@ -73,7 +73,7 @@ class Tailed(Dispersed):
     tempers: tuple[float, float] = (7.774, 5.407)
     tail: float = 5.528
 
-    def ask(self, ev: Evidence) -> Array:
+    def statistic(self, ev: Evidence) -> Array:
         assert ev.kept is not None
         groups, mean = ev.kept.q.shape[2], self.moments(ev)[0]
 
@@ -87,4 +87,4 @@ class Tailed(Dispersed):
         m2, m4 = (jnp.stack(x, 2) / n for x in (sums[:groups], sums[groups:]))
         old = (ev.live & (ev.pos < (ev.seen - self.queries)[:, None, None]))[:, :, None]
         tails = jnp.where(old, m4 / jnp.square(jnp.maximum(m2, 1e-8)), 0).sum((1, 2, 3))
-        return super().ask(ev) * tails ** (1 / self.tail)
+        return super().statistic(ev) * tails ** (1 / self.tail)

@@ -223,8 +223,8 @@ class Plus(Several):
     def having(self, parts: tuple[Score, ...]) -> Score:
         return replace(self, scores=parts)
 
-    def ask(self, ev: Evidence) -> Array:
-        return self._sum([s.ask(own) for s, own in self.views(ev)])
+    def statistic(self, ev: Evidence) -> Array:
+        return self._sum([s.statistic(own) for s, own in self.views(ev)])
 
     def rank(self, ev: Evidence) -> Array:
         ranks = [s.rank(own) for s, own in self.views(ev)]
@@ -260,8 +260,8 @@ class ByPhase(Several):
     def having(self, parts: tuple[Score, ...]) -> Score:
         return replace(self, score=parts[0], path=parts[1])
 
-    def ask(self, ev: Evidence) -> Array:
-        return self.score.ask(seen_by(self.score, ev, 0))
+    def statistic(self, ev: Evidence) -> Array:
+        return self.score.statistic(seen_by(self.score, ev, 0))
 
     def rank(self, ev: Evidence) -> Array:
         score, own = self.views(ev)[self.over(ev)]

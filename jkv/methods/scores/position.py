@@ -73,8 +73,8 @@ class Wrapper(Score):
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         return replace(self, score=self.score.for_layer(model, layer))
 
-    def ask(self, ev: Evidence) -> Array:
-        return self.score.ask(ev)
+    def statistic(self, ev: Evidence) -> Array:
+        return self.score.statistic(ev)
 
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new)

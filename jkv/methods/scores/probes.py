@@ -44,7 +44,7 @@ class LateOrProbed(Probed):
         assert ev.kept is not None
         return jnp.maximum(ev.columns[PROBED], most(ev, ev.kept))
 
-    def ask(self, ev: Evidence) -> Array:
+    def statistic(self, ev: Evidence) -> Array:
         """f32[B,S]: the rank, where the i-th of the last n queries counts i / (n - 1), of the head that looks most.
 
         Source: SpecPC (2506.08373).

@@ -55,7 +55,7 @@ class Reaching(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         return self.score.rank(ev)
 
-    def ask(self, ev: Evidence) -> Array:
+    def statistic(self, ev: Evidence) -> Array:
         old = (ev.pos < (ev.seen - self.newest)[:, None, None]) & ev.live
         best = jnp.sort(jnp.where(old[:, 0], across(self.rank(ev))[:, 0], 0), -1, descending=True)
         total = jnp.cumsum(best, -1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jkv.methods.budgets import Bytes, Keep, Size, Tokens, read_bytes
 from jkv.methods.config import CacheConfig
+from jkv.methods.prefills import compressed
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
 
@@ -106,7 +107,10 @@ AXES = (
     "block",
     "append",
     "prefill",
+    "compression",
 )
+# what rows put around an axis of the config, whichever row fills that
+AROUND = {"compression": ("prefill", compressed)}
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
@@ -141,4 +145,4 @@ def size(budget: int | None = None, keep: float | None = None, bytes: Any = None
     return Keep(keep=float(keep))
 
 
-assert set(AXES) <= {f.name for f in fields(CacheConfig)}
+assert set(AXES) - set(AROUND) <= {f.name for f in fields(CacheConfig)}

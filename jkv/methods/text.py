@@ -7,7 +7,7 @@ import difflib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jkv.methods.catalogue import ARGUMENTS, CATALOGUE, SCHEDULE, SIZES, Axes, Row
+from jkv.methods.catalogue import ARGUMENTS, AROUND, CATALOGUE, SCHEDULE, SIZES, Axes, Row
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.methods.rows import ROWS  # noqa: F401 - to be in the catalogue
@@ -44,7 +44,12 @@ def parse(text: str) -> CacheConfig:
             axes[axis] = max(axes.get(axis, 0), value) if axis in SCHEDULE and axis not in schedule else value
         names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
         exactness.append(entry.exactness)
-    return CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))
+    around = {name: axes.pop(name) for name in AROUND if name in axes}
+    config = CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))
+    for name, given in around.items():
+        axis, wrap = AROUND[name]
+        config = replace(config, **{axis: wrap(getattr(config, axis), given)})
+    return config
 
 
 def known(name: str) -> Row:

@@ -16,10 +16,6 @@ def _coded(a: Axes) -> bool:
     return any(not isinstance(c, Dense | None) for c in held)
 
 
-def _probes(prefill: Prefill) -> bool:
-    return prefill.skips or prefill.probe is not None
-
-
 def _divided(a: Axes) -> bool:
     return "pooled" in a or "prefill" in a or not isinstance(a.get("budget", Size()), Size)
 
@@ -35,7 +31,7 @@ FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
     "precision: fewer bits, or channels": lambda _, a: _coded(a),
     "merging: the evicted leave a trace": lambda _, a: bool(a.get("merge")),
     "eviction by trained scores": lambda r, a: "gate" in r.arguments,
-    "eviction that looks ahead": lambda _, a: _probes(a.get("prefill", Prefill())),
+    "eviction that looks ahead": lambda _, a: "compression" in a or a.get("prefill", Prefill()).probe is not None,
     "layers and heads of unequal size": lambda _, a: _divided(a),
     "eviction by all queries so far": lambda _, a: _evicts(a) and a["score"].needs.new,
     "eviction by the latest queries": lambda _, a: _evicts(a) and a["score"].needs.queries > 0,

@@ -9,6 +9,7 @@ from typing import Any
 
 from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond, read_bytes
 from jkv.methods.config import CacheConfig
+from jkv.methods.prefills import compressed
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
 
@@ -106,8 +107,10 @@ AXES = (
     "block",
     "append",
     "prefill",
+    "compression",
 )
-AROUND = {"append": ("budget", beyond)}  # what rows put around an axis of the config, whichever row fills that
+# what rows put around an axis of the config, whichever row fills that
+AROUND = {"append": ("budget", beyond), "compression": ("prefill", compressed)}
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -162,6 +163,11 @@ class PromptCompression(Prefill):
         if len(ids) <= self.tokens:
             return ids
         return [ids[i] for i in chosen(score, self.tokens, self.window, self.around)]
+
+
+def compressed(prefill: Prefill, given: PromptCompression) -> PromptCompression:
+    """The prompt compression, and then the other prefill."""
+    return replace(given, then=prefill)
 
 
 def chosen(score: np.ndarray, most: int, last: int, around: int) -> list[int]:

@@ -22,7 +22,7 @@ PROMPT, GENERATED = 1024, 64
 def texts(name: str) -> list[str]:
     """A method as its defaults have it, in budgets of a sixteenth to a half of the prompt where it takes one."""
     row = methods.CATALOGUE[name]
-    if not {"score", "codec", "select", "prefill"} & {*row.axes}:  # added to another one
+    if not {"score", "codec", "select", "compression"} & {*row.axes}:  # added to another one
         return [f"h2o(budget={b}) | {name}" for b in (64, 512)]
     return [f"{name}(budget={b})" for b in (64, 128, 256, 512)] if "budget" in row.arguments else [name]
 

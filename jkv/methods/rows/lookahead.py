@@ -128,7 +128,7 @@ def specpc(
     if min(least.values()) < 0 or layers == 0:
         raise ValueError(f"specpc: {least}: 0 or more, and layers 1 or more")
     return dict(
-        prefill=PromptCompression(
+        compression=PromptCompression(
             tokens=tokens, drafted=drafted, window=window, around=around, layers=layers, first=first
         )
     )

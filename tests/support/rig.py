@@ -19,6 +19,7 @@ from jkv.core.positions import pad
 from jkv.generation import sizes
 from jkv.generation.prefill import Prompts
 from jkv.methods import CATALOGUE
+from jkv.methods.budgets import Beyond
 from jkv.methods.catalogue import Row
 from jkv.methods.config import CacheConfig, resolve
 from jkv.models import Params
@@ -117,7 +118,7 @@ class Case:
     @property
     def budget(self) -> bool:
         """Whether a layer keeps BUDGET tokens, on average, beside those on top of it."""
-        kept = [layer.capacity - layer.append for layer in self.plan]
+        kept = [layer.size.tokens for layer in self.plan]
         return sum(kept) == BUDGET * len(kept)
 
     @property
@@ -147,14 +148,19 @@ class Case:
         return self.config.merge is not None and self.config.merge.changes != "none"
 
     @property
+    def beyond(self) -> float:
+        """The share of the generated tokens that is kept on top of the budget."""
+        return self.config.budget.share if isinstance(self.config.budget, Beyond) else 0.0
+
+    @property
     def appends(self) -> bool:
         """Whether what is generated is kept on top of the budget."""
-        return self.config.append == 1
+        return self.beyond == 1
 
     @property
     def grows(self) -> float:
         """The share of the generated tokens that is kept on top of the prompt."""
-        return 0.0 if self.appends else self.config.append
+        return 0.0 if self.appends else self.beyond
 
     @property
     def prunes(self) -> bool:
@@ -169,7 +175,7 @@ class Case:
     @property
     def measured(self) -> bool:
         """Whether layers divide the budget by what they ask."""
-        return self.config.budget.measures
+        return self.config.budget.statistic is not None
 
     def __str__(self) -> str:
         text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker

@@ -37,6 +37,13 @@ def birth(run: Run, score: Any, new: Any) -> dict[str, Float32[Array, "{new.k.sh
 
 
 @checked
+def expires(
+    run: Run, score: Any, columns: Any, pos: Int32[Array, "B _ S"], *slots: int, **named: int
+) -> Int32[Array, "B _ S"] | None:
+    return run(score, columns, pos, *slots, **named)
+
+
+@checked
 def decode(run: Run, codec: Any, code: Any) -> Float32[Array, "n D"]:
     return run(codec, code)
 
@@ -44,6 +51,11 @@ def decode(run: Run, codec: Any, code: Any) -> Float32[Array, "n D"]:
 @checked
 def encode(run: Run, codec: Any, x: Float[Array, "n D"], *more: Any) -> Any:
     return run(codec, x, *more)
+
+
+@checked
+def logits(run: Run, codec: Any, q: Float[Array, "N D"], tile: Any) -> Float32[Array, "N n"]:
+    return run(codec, q, tile)
 
 
 @checked
@@ -78,7 +90,7 @@ def attention(
     **named: Any,
 ) -> Partial:
     found = run(q, k, v, pos, first, last, *more, **named)
-    assert isinstance(found.acc, Float[Array, "B H G T D"]), found.acc
+    assert isinstance(found.acc, Float[Array, "B H G T Dv"]), found.acc
     assert isinstance(found.m, Float[Array, "B H G T"]) and isinstance(found.l, Float[Array, "B H G T"]), found.m
     return found
 
@@ -97,7 +109,12 @@ def sums(
     return run(q, k, pos, first, last, lse, scale)
 
 
-PROMISES = ((Score, (rank, observe, birth)), (Codec, (decode, encode, mix)), (Selector, (pick,)), (Merge, (into,)))
+PROMISES = (
+    (Score, (rank, observe, birth, expires)),
+    (Codec, (decode, encode, logits, mix)),
+    (Selector, (pick,)),
+    (Merge, (into,)),
+)
 KERNELS = (
     ("decode_attention", attention),
     ("paged_attention", attention),

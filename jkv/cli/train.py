@@ -212,8 +212,8 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         params = load(model, dtype)
         with console.progress(2 * texts if name == "compresskv" else texts) as say:
             arrays, told = heads.METHODS[name](params, texts, length, seed, say)
-        about = dict(name=model, texts=texts, length=length, seed=seed)
-        learned.write(out, arrays, {"method": name, "model": learned.identities(params)} | about | told)
+        card = dict(method=name, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed)
+        learned.write(out, arrays, card | told)
         print(f"found: {out}")
 
     calibrate.command(name, help=about)(command)

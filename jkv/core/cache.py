@@ -284,7 +284,7 @@ class Cache:
 
         Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it.
         """
-        if any(tier.select and tier.select.watches for layer in self.plan for tier in layer.tiers):
+        if any(tier.watches for layer in self.plan for tier in layer.tiers):
             raise ValueError(
                 f"rollback({n}): {self.name} remembers what each step attended to, also those to be taken back; "
                 "a cache is a value, so keep the older one and go on from it"

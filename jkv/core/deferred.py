@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.core.attend import attend_window
+from jkv.core.blocks import as_window, embedded, mixed, none
 from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.evidence import evidence
 from jkv.core.flush import flush, ranked
 from jkv.core.layer import LayerConfig
-from jkv.core.loop import as_window, copied, embedded, mixed, none
+from jkv.core.loop import copied
 from jkv.core.mask import causal
 from jkv.models import ModelConfig, Params
 from jkv.models import layer as block

@@ -56,6 +56,11 @@ class TierConfig:
     def pre_rope(self) -> bool:
         return self.rope != "write"
 
+    @property
+    def watches(self) -> bool:
+        """Whether its selector is told what every step attended to."""
+        return self.select is not None and self.select.watches
+
 
 @part
 class LayerConfig:

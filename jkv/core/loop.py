@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import take_along
-from jkv.arrays.partial import Partial, merge_all
 from jkv.arrays.tree import value
-from jkv.core.attend import attend, attend_window
-from jkv.core.cache import Cache, Counts, Decoding, LayerCache, Observation, Queries, Window, among
+from jkv.core.blocks import (
+    Moved,
+    attended,
+    attending,
+    embedded,
+    entering,
+    flushed,
+    mixed,
+    mixing,
+    said,
+    settled,
+    taken,
+)
+from jkv.core.cache import Cache, Decoding, LayerCache
 from jkv.core.compiled import ANY, Run, call, flow, program
-from jkv.core.flush import flush, pruned
-from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.mask import causal
-from jkv.core.positions import positions
 from jkv.core.sampling import Sampling, sample
-from jkv.core.tiers import attend_tier, observed
-from jkv.models import Mix, ModelConfig, Params, family, ssd
-from jkv.models import layer as block
+from jkv.models import Params, family
 from jkv.models.ssd import State
-from jkv.protocols import Born
-
-if TYPE_CHECKING:
-    from jkv.models.rope import Rope
-
-Weights = Mapping[str, Array]
 
 
 @flow(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"))
@@ -155,163 +151,6 @@ def picked(x: Any, index: Array) -> Any:
     return jax.tree.map(lambda y: y[index], x)
 
 
-@program(arguments=(None, None, None, None, None), results=None, static_argnames=("stay", "later"))
-def embedded(
-    ends: Params, ids: Array, counts: Counts, fill: Array, pos: Array | None, stay: int | None, later: bool
-) -> tuple[Array, Array, Counts, Array | None]:
-    """Tokens i32[B,T] as the first block takes them, x [B,T,E], their positions i32[B,T] (those given, or the next),
-    the counts after them, and the steps since the last flush, if the recent windows, where `stay` entries stay, may
-    hold any. Positions that are left out count as seen: the next token stands behind all of them."""
-    pos = positions(ids, counts.seen) if pos is None else jnp.where(ids < 0, -1, pos)
-    counts = counts.given(jnp.maximum(pos.max(1) + 1 - counts.seen, 0), later)
-    x = family(ends.config).embed(ends, jnp.maximum(ids, 0))
-    return x, pos, counts, None if stay is None else fill - stay
-
-
-@program(
-    arguments=(None, ANY, None, None, None, None),
-    results=(None, ANY, ANY, ANY),
-    static_argnames=("fresh", "rows", "placed"),
-)
-def attended(
-    one: Params,
-    layer: LayerCache,
-    plan: LayerConfig,
-    x: Array,
-    pos: Array,
-    steps: Array | None,
-    fresh: bool,
-    rows: int | None,
-    placed: bool,
-) -> tuple[Array, Window, Observation, Queries | None]:
-    """A block's output for x [B,T,E] at pos i32[B,T], or for its newest rows, and what the layer's flush takes: the
-    window and the queries, and the ring of queries after it.
-
-    steps: since the last flush, or None; placed: positions need not follow those that are there.
-    """
-    model = one.config
-    rope, dtype = model.ropes[0], layer.recent.k.dtype
-
-    def run(_: int, new: Any) -> tuple[Array, Any]:
-        q_pos = pos if rows is None else pos[:, -rows:]
-        q = rope.rotate(new.q[:, :, :, -q_pos.shape[1] :], q_pos[:, None, None]).astype(dtype)
-        window = as_window(new, pos, plan, rope, dtype)
-        if steps is not None:
-            window = (among if placed else Window.then)(layer.recent, window)
-        until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
-        mask = causal(q_pos, plan.window, until)
-        part = attend_window(q, window.k, window.v, mask, window.pos, model.scale, plan.kernels)
-        if not fresh:
-            past = [
-                attend_tier(q, replace(mask, until=None), t, replace(c, select=None), rope, model.scale)
-                for t, c in zip(layer.tiers, plan.tiers, strict=True)
-            ]
-            part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
-        queries = Queries(q=q, pos=q_pos, lse=part.lse)
-        return part.finish(), (window, *observation_of(layer, plan, queries, steps, placed))
-
-    x, made = block(one, 0, x, pos, run, none)
-    return x, *made
-
-
-def _with_residual(found: Partial, q: Array, layer: LayerCache, plan: LayerConfig, model: ModelConfig) -> Partial:
-    """Attention over what is kept, and over what the evicted left beside it."""
-    return plan.merge.attend(layer.residual, q, found, model.scale) if plan.merge else found
-
-
-def none(*_: Any) -> Any:
-    """The function of the other kind of blocks: a block that attends does not recur."""
-    raise AssertionError
-
-
-@program(
-    arguments=(ANY, ANY, ANY, None, None, ANY),
-    results=(ANY, None),
-    static_argnames=("model", "fresh", "prunes"),
-    donate_argnames=("layer",),
-)
-def flushed(
-    layer: LayerCache,
-    window: Window,
-    queries: Observation,
-    plan: LayerConfig,
-    counts: Counts,
-    lower: LayerCache | None,
-    model: ModelConfig,
-    fresh: bool,
-    prunes: bool,
-) -> tuple[LayerCache, Array | None]:
-    """The layer after a flush, and the entries i32[B,n] of the window that the next layers see, if it prunes."""
-    on = pruned(layer, window, queries, counts, plan, model, lower) if prunes else None
-    return flush(layer, window, queries, counts, plan, model, fresh, lower), on
-
-
-@program(arguments=(None, ANY, None, None), results=(None, ANY), donate_argnames=("state",))
-def mixed(one: Params, state: State, x: Array, pos: Array) -> tuple[Array, State]:
-    """The output of a block that recurs for x [B,T,E] at pos i32[B,T], and its state after them."""
-    return block(one, 0, x, pos, none, reading(one.config, state, pos))
-
-
-def reading(model: ModelConfig, state: State, pos: Array) -> Mix:
-    """The mixer of a block that recurs, for tokens at pos i32[B,T] after those of its state, and the new state."""
-
-    def mix(_: int, w: Weights, x: Array) -> tuple[Array, State]:
-        assert model.mixers is not None
-        return ssd.read(w, model.mixers, model.eps, x, pos >= 0, state)
-
-    return mix
-
-
-@program(arguments=(None, None, None), results=(None, None))
-def taken(x: Array, pos: Array, on: Array) -> tuple[Array, Array]:
-    """The entries i32[B,n] of x [B,T,E] at pos i32[B,T]; -1: a pad."""
-    return take_along(x, on[..., None], 1), jnp.where(on < 0, -1, take_along(pos, on, 1))
-
-
-@program(arguments=(None, None), results=None)
-def said(ends: Params, x: Array) -> Array:
-    """Logits f32[B,V] of the newest of x [B,T,E]."""
-    return family(ends.config).head(ends, x[:, -1:])[:, 0]
-
-
-def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any, step: bool = False) -> Window:
-    """New tokens as a window holds them: keys rotated; step: they are generated."""
-    k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
-    return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v, pos=pos, step=step)))
-
-
-def observation_of(
-    layer: LayerCache, plan: LayerConfig, new: Queries, steps: Array | None, placed: bool
-) -> tuple[Observation, Queries | None]:
-    """The queries that the score needs of a prompt's, and the layer's ring after this flush.
-
-    steps: since the last flush, whose queries are new too; None: the layer has seen nothing.
-    """
-    needs, ring, join = plan.needs, layer.queries, among if placed else Queries.then
-    if ring is not None:
-        old = ring if steps is None else ring.turned(steps)
-        ring = join(old, new).newest(plan.queries)
-        if needs.new and steps is not None:
-            new = join(old.last(steps), new)
-    return Observation.of(ring, needs, new if needs.new or needs.prompt else None), ring
-
-
-@value
-class Moved:
-    """The part of a layer that a step changes: recent window, kept queries and, of tiers (otherwise constants of the
-    loop), the summaries of selectors that watch (None where there is none)."""
-
-    recent: Window
-    queries: Queries | None
-    summaries: tuple[Any, ...]
-
-    def into(self, layer: LayerCache) -> LayerCache:
-        tiers = tuple(
-            t if s is None else replace(t, summary=s) for t, s in zip(layer.tiers, self.summaries, strict=True)
-        )
-        return replace(layer, recent=self.recent, queries=self.queries, tiers=tiers)
-
-
 @value
 class Moving:
     """The part of a cache that a step changes: of layers, of states, seen i32[B], fill."""
@@ -320,51 +159,6 @@ class Moving:
     states: tuple[State, ...]
     seen: Array
     fill: Array
-
-
-# Traced once for all blocks that are alike, as the two below: somebody waits for the program.
-@jax.jit
-def _attending(
-    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, fill: Array
-) -> tuple[Array, Moved]:
-    """A block's output for one token x [B,1,E] at pos i32[B,1], and what changes of its layer."""
-    model = one.config
-    rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
-
-    def run(_: int, new: Any) -> tuple[Array, Moved]:
-        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        fresh = as_window(new, pos, plan, rope, dtype, step=True)
-        window = jax.tree.map(
-            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, fill, 1 if a.ndim == 2 else 2), recent, fresh
-        )
-        mask = causal(pos, plan.window)
-        parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
-        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            parts.append(attend_tier(q, mask, tier, config, rope, model.scale))
-        part = _with_residual(merge_all(parts), q, layer, plan, model)
-        summaries = tuple(
-            observed(q, mask, part.lse, t, c, rope, model.scale) if _watches(c) else None
-            for t, c in zip(layer.tiers, plan.tiers, strict=True)
-        )
-        queries = layer.queries
-        if queries is not None:
-            step = jnp.remainder(fill - plan.stay, plan.queries)
-            queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
-        return part.finish(), Moved(recent=window, queries=queries, summaries=summaries)
-
-    return block(one, 0, x, pos, run, none)
-
-
-@jax.jit
-def _mixing(one: Params, state: State, x: Array, pos: Array, alive: Array) -> tuple[Array, State]:
-    """The same of a block that recurs, and its state."""
-    model = one.config
-
-    def mix(_: int, w: Weights, x: Array) -> tuple[Array, State]:
-        assert model.mixers is not None
-        return ssd.step(w, model.mixers, model.eps, x, alive, state)
-
-    return block(one, 0, x, pos, none, mix)
 
 
 def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: Array) -> tuple[Moving, Array]:
@@ -378,28 +172,17 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
         if model.attends(i):
             a = len(layers)
             layer = moving.layers[a].into(cache.layers[a])
-            x, moved = _attending(params.block(i), layer, cache.plan[a], x, pos, moving.fill)
+            x, moved = attending(params.block(i), layer, cache.plan[a], x, pos, moving.fill)
             layers += (moved,)
         else:
-            x, state = _mixing(params.block(i), moving.states[len(states)], x, pos, alive)
+            x, state = mixing(params.block(i), moving.states[len(states)], x, pos, alive)
             states += (state,)
     seen = moving.seen + alive.astype(jnp.int32)
     return Moving(layers=layers, states=states, seen=seen, fill=moving.fill + 1), said(ends, x)
 
 
-def _watches(tier: TierConfig) -> bool:
-    return tier.select is not None and tier.select.watches
-
-
 def _split(cache: Cache) -> Moving:
-    layers = tuple(
-        Moved(
-            recent=x.recent,
-            queries=x.queries,
-            summaries=tuple(t.summary if _watches(c) else None for t, c in zip(x.tiers, p.tiers, strict=True)),
-        )
-        for x, p in zip(cache.layers, cache.plan, strict=True)
-    )
+    layers = tuple(map(Moved.of, cache.layers, cache.plan))
     return Moving(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill)
 
 
@@ -426,44 +209,10 @@ def ripe(fill: Array, due: Array | None, stay: int, room: int) -> tuple[Array, A
     return now, jnp.where(now, stay, fill)
 
 
-@program(arguments=(ANY, None, None, None, ANY), results=ANY, static_argnames=("model",), donate_argnames=("layer",))
-def settled(
-    layer: LayerCache,
-    due: Array,
-    plan: LayerConfig,
-    counts: Counts,
-    lower: LayerCache | None,
-    model: ModelConfig,
-) -> LayerCache:
-    """The layer after a flush of its recent window, if it is due."""
-
-    def change(layer: LayerCache) -> LayerCache:
-        observation, ring = Observation(), layer.queries
-        if ring is not None:
-            ring = ring.turned(plan.block)
-            observation = Observation.of(ring, plan.needs, ring.newest(plan.block) if plan.needs.new else None)
-        return flush(replace(layer, queries=ring), layer.recent, observation, counts, plan, model, lower=lower)
-
-    return _if(due, change, layer)
-
-
 def entered(params: Params, states: tuple[State, ...], due: Array, run: Run = call) -> tuple[State, ...]:
     """The states after they have taken in what waits, if it is due."""
     at = params.config.mixers.at if params.config.mixers else ()
     return tuple(run(entering, params.block(i), state, due) for i, state in zip(at, states, strict=True))
-
-
-@program(arguments=(None, ANY, None), results=ANY, donate_argnames=("state",))
-def entering(one: Params, state: State, due: Array) -> State:
-    m = one.config.mixers
-    assert m is not None
-    return _if(due & (state.count > 0).any(), partial(ssd.settle, one.layers[0], m), state)
-
-
-def _if(due: Array, change: Callable[[Any], Any], x: Any) -> Any:
-    """change(x) if it is due. A loop of one turn or none, not a branch: x stays where it is, and the scratch of one
-    change is gone before the next begins."""
-    return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, x: change(x), x)
 
 
 @program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("state",))

@@ -13,10 +13,11 @@ from jax import Array
 
 from jkv.arrays.tree import value
 from jkv.core.attend import attend_window
+from jkv.core.blocks import as_window, embedded, flushed, mixed, none, observation_of, said
 from jkv.core.cache import Cache, LayerCache, Observation, Queries, Window, tree_bytes
 from jkv.core.compiled import ANY, Cost, Run, call, flow, program
 from jkv.core.layer import LayerConfig
-from jkv.core.loop import as_window, copied, embedded, flushed, mixed, none, observation_of, said
+from jkv.core.loop import copied
 from jkv.core.mask import causal
 from jkv.core.positions import bucket, pad
 from jkv.generation.prefill import Prompts, prefilled

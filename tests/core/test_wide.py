@@ -15,6 +15,7 @@ import pytest
 from jkv import models
 from jkv.core import loop
 from jkv.core.attend import attend_window, prompt_kernel
+from jkv.core.blocks import none
 from jkv.core.cache import Cache
 from jkv.core.codes import decode
 from jkv.core.mask import causal
@@ -113,7 +114,7 @@ def said(params: Params, cache: Cache, token: np.ndarray) -> np.ndarray:
         return jnp.asarray(np.einsum("bhgts,bhsd->bhgtd", w / w.sum(-1, keepdims=True), v), jnp.float32), None
 
     for a in range(model.layers):
-        x, _ = models.layer(params.block(a), 0, x, pos, partial(attend, a=a), loop.none)
+        x, _ = models.layer(params.block(a), 0, x, pos, partial(attend, a=a), none)
     return np.asarray(llama.head(params, x))[:, 0]
 
 

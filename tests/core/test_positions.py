@@ -85,7 +85,7 @@ def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
     same(cache, at_once(empty(text, ALONE), ALONE), ALONE)
 
 
-@pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)", "knorm(budget=48)"])
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)", "keydiff(budget=48)"])
 def test_tokens_given_once_more_see_what_came_before_them(text: str):
     """Several layers: the later piece is read again where it stands, in a window, and then all is compressed."""
     whole = sizes.empty(parse(text).uncut(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32)

@@ -48,7 +48,7 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
             assert (0 if made.queries is None else made.queries.pos.shape[1]) == reads, text
         took, whole = tree_bytes(layers), tree_bytes(full)
         if config.select and not config.budget.bounded:  # it holds all that the full cache does, and an index
-            assert "holds every token" in methods.CATALOGUE[name].text and took < 1.25 * whole, text
+            assert "keeps every token" in methods.CATALOGUE[name].text and took < 1.25 * whole, text
         elif name == "full" or config.prefill.skips:  # what is read of a prompt is held
             assert took == whole, text
         else:

@@ -194,7 +194,9 @@ def test_a_page_counts_what_the_last_queries_paid_it():
         got = np.asarray(tier.summary)[row]
         np.testing.assert_allclose(got[:, :stored], want, atol=1e-5)
         live = (np.asarray(tier.pos)[row, 0].reshape(-1, 8) >= 0).any(1)
-        picks = Heavy(unit=8, pages=3).pick(jnp.zeros(0), jnp.asarray(got)[None], jnp.asarray(live)[None, None])
+        picks = Heavy(unit=8, pages=3).pick(
+            jnp.zeros((1, H, 1, 1, D)), jnp.asarray(got)[None], jnp.asarray(live)[None, None]
+        )
         assert [sorted(x) for x in picks[0].tolist()] == np.sort(np.argsort(-want, 1)[:, :3]).tolist()
 
 

@@ -308,7 +308,7 @@ class Given(Prompts):
     """Prompts whose caches have room for LONGEST tokens, whatever their own length."""
 
     def empty(self) -> Cache:
-        return sizes.empty(self.config, self.params.config, len(self.rows), LONGEST, STEPS, jnp.float32)
+        return made(self.config, len(self.rows), params=self.params)
 
     def absorb(self) -> tuple[Cache, jax.Array]:
         return loop.absorb(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
@@ -316,7 +316,7 @@ class Given(Prompts):
 
 def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
     """The cache after a prompt, and the next logits."""
-    config, rows = replace(methods.parse(text), name=""), [row[row >= 0].tolist() for row in prompt]
+    config, rows = methods.parse(text), [row[row >= 0].tolist() for row in prompt]
     read = Given(params=params, config=config, rows=rows, room=STEPS, cost=Cost(), length=prompt.shape[1])
     return config.prefill(read)
 

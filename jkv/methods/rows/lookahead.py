@@ -1,4 +1,4 @@
-"""Prompt compression: by probes or drafts of the answer, or with fewer tokens in upper layers."""
+"""Prompt compression: by probes, drafts or token pruning."""
 
 from __future__ import annotations
 

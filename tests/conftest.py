@@ -28,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 shapes.install()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_traceback_in_locations_limit", 0)  # where an operation was written costs a tenth of a compilation
+jax.config.update("jax_traceback_in_locations_limit", 0)  # to say where operations were written takes time
 # Programs are compiled anew, unless the caller names a folder for them: what is traced, and how often, is the same.
 jax.config.update("jax_enable_compilation_cache", "JAX_COMPILATION_CACHE_DIR" in os.environ)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from math import lcm
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,11 +73,14 @@ def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
     pos = np.stack([rng.permutation(c) for _ in range(ROWS * H)]).reshape(ROWS, H, c).astype(np.int32)
     pos[rng.random(pos.shape) < 0.2] = -1
     pos[:, :, : config.unit] = -1
-    k, v = jnp.asarray(rng.standard_normal((2, ROWS, H, c, D)), jnp.float32)
-    stored = k if not config.pre_rope else ROPE.rotate(k, jnp.asarray(pos), inverse=True)
-    tier = empty_tier(config, plan, ROWS, MODEL, jnp.float32)
-    k_code, v_code = encode(config.k, stored), encode(config.v, v)
-    return replace(tier, k=k_code, v=v_code, pos=jnp.asarray(pos), columns={})
+
+    @jax.jit
+    def written(k: jax.Array, v: jax.Array, pos: jax.Array) -> Tier:
+        stored = k if not config.pre_rope else ROPE.rotate(k, pos, inverse=True)
+        tier = empty_tier(config, plan, ROWS, MODEL, jnp.float32)
+        return replace(tier, k=encode(config.k, stored), v=encode(config.v, v), pos=pos, columns={})
+
+    return written(*rng.standard_normal((2, ROWS, H, c, D)).astype(np.float32), pos)
 
 
 def plain(config: TierConfig) -> LayerConfig:
@@ -98,15 +100,15 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
     q = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, H, G, 1, D)), jnp.float32)
     q_pos = jnp.full((ROWS, 1), capacity // 2, jnp.int32)  # half of the tokens are yet to come
     tier = filled(replace(configs[0], select=None, unit=capacity // 2), plain(configs[0]))
-    summaries = [empty_tier(config, plain(config), ROWS, MODEL, jnp.float32).summary for config in configs]
 
     @jax.jit
-    def read(tier: Tier, summaries: list[Any]) -> list[jax.Array]:
+    def read(tier: Tier) -> list[jax.Array]:
+        summaries = [empty_tier(config, plain(config), ROWS, MODEL, jnp.float32).summary for config in configs]
         every = [(tier, replace(configs[0], select=None))]
         every += [(replace(tier, summary=x), config) for x, config in zip(summaries, configs, strict=True)]
         return [attend_tier(q, causal(q_pos, None), *one, ROPE, D**-0.5).finish() for one in every]
 
-    whole, *paged = read(tier, summaries)
+    whole, *paged = read(tier)
     for config, got in zip(configs, paged, strict=True):
         np.testing.assert_allclose(got, whole, atol=1e-5, err_msg=str(config.select))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,28 +21,32 @@ ROWS = [row[row >= 0].tolist() for row in PROMPT]
 TEXT = "fastkv(budget=24, window=8, layer=0, share=0.4)"
 
 
-def dense(row: int) -> tuple[np.ndarray, list[int]]:
-    """Logits of the last token, and the positions that layer 1 sees, in plain attention; one row alone."""
-    net, n, taken = family(MODEL), len(ROWS[row]), {}
-    pos = jnp.arange(n)[None]
+@partial(jax.jit, static_argnames="layer")
+def attended(layer: int, x: jax.Array, pos: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Hidden states [1,T,E] after a layer in plain attention, and its probabilities f32[1,H,G,T,T]."""
+    found = []
 
     def attend(i, a):
         rope = MODEL.ropes[i]
         q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
         see = pos[:, None, :] <= pos[:, :, None]
-        x = jnp.where(see[:, None, None], jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale, -jnp.inf)
-        x = np.exp(np.asarray(x, float) - np.asarray(x, float).max(-1, keepdims=True))
-        taken[i] = x / x.sum(-1, keepdims=True)
-        return jnp.einsum("bhgts,bhsd->bhgtd", jnp.asarray(taken[i], jnp.float32), a.v), None
+        logits = jnp.where(see[:, None, None], jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale, -jnp.inf)
+        found.append(jax.nn.softmax(logits, -1))
+        return jnp.einsum("bhgts,bhsd->bhgtd", found[0], a.v), None
 
-    x = net.embed(PARAMS, jnp.asarray([ROWS[row]]))
-    x, _ = net.layer(PARAMS, 0, x, pos, attend)
-    mass = taken[0][0, :, :, -8:].sum(2).mean(1)[:, : n - 8]
+    x, _ = family(MODEL).layer(PARAMS, layer, x, pos, attend)
+    return x, found[0]
+
+
+def dense(row: int) -> tuple[np.ndarray, list[int]]:
+    """Logits of the last token, and the positions that layer 1 sees, in plain attention; one row alone."""
+    net, n = family(MODEL), len(ROWS[row])
+    x, p = attended(0, net.embed(PARAMS, jnp.asarray([ROWS[row]])), jnp.arange(n)[None])
+    mass = np.asarray(p, float)[0, :, :, -8:].sum(2).mean(1)[:, : n - 8]
     pooled = sum(np.pad(mass, ((0, 0), (3, 3)))[:, i : i + n - 8] for i in range(7)) / 7
     best = np.argsort(-pooled.sum(0), kind="stable")[: int(0.4 * n) - 8]
     on = [*sorted(best.tolist()), *range(n - 8, n)]
-    x, pos = x[:, jnp.asarray(on)], jnp.asarray([on])
-    x, _ = net.layer(PARAMS, 1, x, pos, attend)
+    x, _ = attended(1, x[:, jnp.asarray(on)], jnp.asarray([on]))
     return np.asarray(net.head(PARAMS, x[:, -1:])[0, 0]), on
 
 

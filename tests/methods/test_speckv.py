@@ -1,0 +1,99 @@
+"""SpecKV and SpecPC: what a draft looks at, against plain float64 numpy."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.core.compiled import Cost
+from jkv.core.positions import pad, positions
+from jkv.generation.draft import greedy
+from jkv.generation.prefill import Prompts
+from jkv.methods import parse
+from jkv.methods.prefills import PromptCompression, chosen
+from jkv.methods.probes import Drafted
+from support import rig
+from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, L
+from support.selections import best, newest
+
+ROWS = [row[row >= 0].tolist() for row in PROMPT]
+
+
+def test_a_draft_looks_back():
+    (case,) = CASES["speckv"]
+    cache = rig.prompted(case.tight)
+    (part,) = Drafted(tokens=8, layers=1).texts(PARAMS, ROWS, greedy)
+    ids = pad([[*row, *said] for row, said in zip(ROWS, part.ids, strict=True)], max(LENGTHS) + 8)
+    told = jax.jit(jkv.models.forward)(PARAMS.first(1), ids, positions(ids, jnp.zeros(2, jnp.int32)))
+    assert np.asarray(told)[:, -9:-1].argmax(-1).tolist() == part.ids
+    for (row, n), layer in product(enumerate(LENGTHS), range(L)):
+        p = np.asarray(rig.dense_prompt(ids)[1][layer][3], np.float64)[row][:, :, -16:, -n - 8 : -16].max((1, 2))
+        padded = np.pad(p, ((0, 0), (3, 3)), constant_values=-np.inf)
+        pooled = np.stack([padded[:, i : i + n - 8] for i in range(7)]).max(0)
+        kept = best(np.pad(pooled, ((0, 0), (0, 8))), newest(n, 8), BUDGET)
+        got = np.logical_or(*rig.held(cache, layer))[row, :, :n]
+        assert (got != kept).sum() <= 2  # equal maxima of neighbours that differ in their last bits
+    assert Drafted(tokens=0).texts(PARAMS, ROWS, greedy) == []
+    assert Drafted(tokens=8).texts(PARAMS, ROWS, greedy) == [part]  # half of two layers, not the model itself
+
+
+def read_as(row: int, said: list[int], tokens: int, window: int, around: int) -> list[int]:
+    """Indices of a prompt's tokens, by what the first layer of the model looks at."""
+    n, ids = len(ROWS[row]), pad([[*r, *s] for r, s in zip(ROWS, said, strict=True)], max(LENGTHS) + len(said[0]))
+    p = np.asarray(rig.dense_prompt(ids)[1][0][3], np.float64)[row][..., -n - len(said[row]) :]
+    late = p[:, :, -window - len(said[row]) : -len(said[row]), :n] * np.linspace(0, 1, window)[:, None]
+    score = np.maximum(late.max((0, 1, 2)), p[:, :, -len(said[row]) :, :n].max((0, 1, 2)))
+    near_to = lambda i: [j for j in range(n) if -((around - 1) // 2) <= j - i <= around // 2]  # noqa: E731
+    pooled = [score[near_to(i)].max() for i in range(n)]
+    out = list(range(n - window, n))
+    for i in sorted(range(n), key=lambda i: (-pooled[i], i))[:tokens]:
+        out += sorted(near_to(i), key=lambda j: (abs(j - i), j))
+    return sorted(list(dict.fromkeys(out))[:tokens])
+
+
+def shortened(rows: list[list[int]]) -> list[list[int]]:
+    config = parse(CASES["specpc"][0].tight)
+    assert isinstance(config.prefill, PromptCompression)
+    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, room=0, cost=Cost()))
+
+
+def test_a_prompt_is_read_as_what_a_draft_looks_at():
+    rows = shortened(ROWS)
+    (part,) = Drafted(tokens=1).texts(PARAMS.first(1), ROWS, greedy)
+    assert rows == [[ROWS[i][j] for j in read_as(i, part.ids, BUDGET, 8, 6)] for i in range(2)]
+    assert shortened([ROWS[0], ROWS[1][:40]]) == [rows[0], ROWS[1][:40]]
+    weights = [[0, 9, 0, 1, 1, 1, 0, 0], 4, 1, 2]
+    assert chosen(np.array(weights[0]), *weights[1:]) == [0, 1, 2, 7]  # the first of three maxima, with its neighbours
+
+
+def test_what_is_not_chosen_was_never_there():
+    text = CASES["specpc"][0].tight
+    got = jkv.generate(PARAMS, text, ROWS, max_new_tokens=1, stop_ids=())
+    short = shortened(ROWS)
+    logits, taps, _ = rig.dense_prompt(pad(short, BUDGET))
+    assert [x for (x,) in got.tokens] == np.asarray(logits)[:, -1].argmax(-1).tolist()
+    np.testing.assert_allclose(got.cache.layers[0].tiers[0].k.slots[:, :, :32], taps[0][1][:, :, :32], atol=1e-5)
+    assert got.cache.prompt.tolist() == [BUDGET] * 2 and got.report.tokens_prompt == sum(LENGTHS)
+    full = jkv.generate(PARAMS, None, ROWS, max_new_tokens=1, stop_ids=())
+    assert got.report.bytes_full == full.cache.nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("speckv(budget=64, layers=3)", "layers=3, and the model has 2"),
+        ("speckv(budget=64, tokens=-1)", "0 or more"),
+        ("specpc(tokens=64)", "must exceed its newest tokens of 64"),
+        ("specpc(tokens=80, first=-1)", "0 or more"),
+        ("specpc(tokens=80, layers=3)", "a draft of 3 blocks, of which 2 attend, and the model has 2"),
+        ("specpc(tokens=80, first=1)", "a first= below what attends"),
+    ],
+)
+def test_what_cannot_be(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        jkv.prefill(PARAMS, text, ROWS, room=16)

@@ -133,7 +133,7 @@ class Known(Prompts):
         if self.known is None or not alike or any(p.expires or p.pruning for p in cache.plan):
             return None
         known = self.known()
-        return self.cost.run(replayed, self.params, cache, known), known.logits
+        return self.cost.run(replayed, self.params, cache, known), jnp.copy(known.logits)  # which decoding consumes
 
 
 @dataclass(frozen=True)

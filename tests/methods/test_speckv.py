@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,20 @@ def test_what_is_not_chosen_was_never_there():
     assert got.cache.prompt.tolist() == [BUDGET] * 2 and got.report.tokens_prompt == sum(LENGTHS)
     full = jkv.generate(PARAMS, None, ROWS, max_new_tokens=1, stop_ids=())
     assert got.report.bytes_full == full.cache.nbytes
+
+
+@pytest.mark.parametrize("name", ["kvzip", "fastkv", "cake", "speckv"])
+def test_what_is_chosen_is_read_as_the_other_method_reads_prompts(name: str):
+    text, short = CASES[name][0].tight, shortened(ROWS)
+    (want, told), *both = (
+        jkv.prefill(PARAMS, x, rows)
+        for x, rows in ((text, short), *((" | ".join(y), ROWS) for y in permutations([text, CASES["specpc"][0].tight])))
+    )
+    for got, logits in both:
+        np.testing.assert_array_equal(logits, told)
+        assert got.prompt.tolist() == [BUDGET] * 2
+        for a, b in zip(got.layers, want.layers, strict=True):
+            np.testing.assert_array_equal(a.tiers[0].pos, b.tiers[0].pos)
 
 
 @pytest.mark.parametrize(

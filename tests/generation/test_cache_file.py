@@ -132,6 +132,23 @@ def test_a_config_that_means_other_numbers_by_now_is_refused(path, monkeypatch):
         jkv.load_cache(path, PARAMS)
 
 
+MEASURED = [  # by a statistic of the prompt: sizes of layers, of first tiers, and with slots for what follows
+    "cake(budget=20, window=4, step=4)",
+    "zipvl(mass=0.6, window=4, step=4, group=4)",
+    "kvzip(budget=20, piece=16, step=4)",
+]
+
+
+@pytest.mark.parametrize("text", MEASURED)
+def test_sizes_that_a_prompt_decided_are_those_of_the_file(tmp_path, text):
+    cache = jkv.prefill(tiny.PARAMS, text, [[5, 6, 7] * 10, [8, 9] * 12], room=4)[0]
+    jkv.save_cache(cache, tmp_path / "c", tiny.PARAMS)
+    again = jkv.load_cache(tmp_path / "c", tiny.PARAMS)
+    assert same(again, cache) and [x.size for x in again.plan] == [x.size for x in cache.plan]
+    assert [x.size.first is None for x in again.plan] == ["zipvl" not in text] * len(again.plan)
+    assert [x.size.beyond for x in again.plan] == [4 * ("kvzip" in text)] * len(again.plan)
+
+
 def integers(cache: jkv.Cache) -> list[str]:
     """Names of all arrays of whole numbers that say where or how many, which codes do not."""
     leaves = jax.tree_util.tree_leaves_with_path(cache_file._arrays(cache))

@@ -32,6 +32,7 @@ class Needs:
     """Inputs that a method needs from the runtime; others are not computed."""
 
     queries: int = 0  # kept after a flush: the newest n
+    recent: int = 0  # newest tokens that it cannot rank yet: the recent window holds so many
     new: bool = False  # the queries since the last flush
     prompt: bool = False  # those of a prompt or a piece of it, as new ones; of what is generated the newest n alone
     chunks: Literal["any", "own", "none"] = "any"  # of a prompt: as good as the whole, part of the method, or refused
@@ -44,6 +45,7 @@ class Needs:
             raise ValueError(f"one score reads one lower layer, and {sorted(layers)} are asked for: keep one of them")
         return Needs(
             queries=max(self.queries, other.queries),
+            recent=max(self.recent, other.recent),
             new=self.new or other.new,
             prompt=self.prompt or other.prompt,
             chunks="none" if "none" in cuts else "own" if "own" in cuts else "any",

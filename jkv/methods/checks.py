@@ -29,6 +29,11 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     needs = needs_of(config.score, config.merge, config.select)
+    if config.recent < needs.recent:
+        raise ValueError(
+            f"{config}: recent={config.recent}: what comes after a token decides whether it leaves, so the newest must "
+            f"wait in the recent window; {needs.recent} or more"
+        )
     if config.budget.statistic and not config.prefill.defers:
         raise ValueError(
             f"{config}: layers divide its budget by a prompt that stays whole until then; take the prefill Deferred"

@@ -162,15 +162,17 @@ def resolve(
 ) -> tuple[LayerConfig, ...]:
     """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` follow the prompt.
 
-    sizes: what the layers get of the budget, or None: what they get of it whatever the prompt.
+    sizes: what the layers get of the budget, or None: what they get of it whatever the prompt. A recent window has room
+    for no more steps than can follow.
     """
     demand = Demand(longest=longest, new=new, recent=config.recent)
     sizes = config.budget.sizes(model, demand) if sizes is None else sizes
+    block = min(config.steps, ceil(new / config.unit) * config.unit) if new else config.steps
     both = zip(range(model.layers), sizes.layers, strict=True)
-    return tuple(_layer(config, model, i, longest, size) for i, size in both)
+    return tuple(_layer(config, model, i, longest, size, block) for i, size in both)
 
 
-def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: LayerSize) -> LayerConfig:
+def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: LayerSize, block: int) -> LayerConfig:
     select = config.select and config.select.for_layer(model, i)
     window = model.windows[i]  # older tokens are invisible to every later query
     size = size.within(longest if window is None else min(longest, window))
@@ -199,7 +201,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         pooled=config.pooled,
         merge=merge,
         recent=config.recent,
-        block=config.steps,
+        block=block,
         unit=unit,
         longest=longest,
         window=window,

@@ -164,8 +164,10 @@ def test_numbers_that_cannot_be_are_refused(text, says):
 
 
 def test_the_newest_token_must_wait_for_the_next_one():
-    with pytest.raises(ValueError, match="recent=0.*must wait; 1 or more"):
-        jkv.prefill(PARAMS, f"dms(keep=1.0, recent=0, gate={rig.SWITCH!r})", [[1, 2, 3]])
+    gate = f"keep=1.0, gate={rig.SWITCH!r}"
+    for text in (f"dms({gate}, recent=0)", f"dms({gate}) | int4(recent=0)"):
+        with pytest.raises(ValueError, match="recent=0.*must wait in the recent window; 1 or more"):
+            jkv.prefill(PARAMS, text, [[1, 2, 3]])
 
 
 def test_a_model_without_switches_says_how_to_train_them():

@@ -87,7 +87,6 @@ def dms(
     size: Size,
     *,
     window: int | None = None,
-    recent: int = 16,
     gate: str | None = None,
 ) -> Axes:
     """DMS: a trained switch marks tokens at birth; those leave once `window` tokens old. `gate`: of `jkv train dms`.
@@ -98,16 +97,12 @@ def dms(
     window = at_most(128, size.tokens, 2) if window is None else window
     if window < 0:
         raise ValueError(f"dms: window={window}: tokens that a marked one still lives, 0 or more")
-    if recent < 1:
-        raise ValueError(
-            f"dms: recent={recent}: the token after it decides whether one leaves, so the newest must wait; 1 or more"
-        )
     size = size.above("dms", window, "its window")
     # some layers want only a few tokens beyond the window: with coarser steps they had none
     budget = Weighted(size=size, least=window, method="dms", steps=20)
     score = learned.trained(gate, delayed.Delayed(window=window))
     budget = budget if gate is None else budget.from_folder(gate)
-    return dict(score=score, budget=budget, recent=recent, pooled=0.0)
+    return dict(score=score, budget=budget, pooled=0.0)
 
 
 @row(

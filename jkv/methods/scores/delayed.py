@@ -11,7 +11,7 @@ from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
 from jkv.models import linear
-from jkv.protocols import Born, Columns, Score
+from jkv.protocols import Born, Columns, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.core.evidence import Evidence
@@ -81,6 +81,7 @@ class Delayed(learned.Bearer, Score):
     models: tuple[str, ...] = ()
 
     methods, kinds = ("dms",), (Switch,)
+    needs = Needs(recent=1)
 
     def birth(self, new: Born) -> Columns:
         said = self.weights(new.x)

@@ -146,10 +146,8 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
         np.testing.assert_allclose(*out, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "text", [case.tight for cases in CASES.values() for case in cases], ids=lambda x: x.replace(FOLDER.name, "tiny")
-)
-def test_every_method_takes_them(text: str):
+@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases], ids=str)
+def test_every_method_takes_them(case: Case):
     """Traced, not run: all shapes of a prompt, of a flush and of a step fit together."""
     params, config = wide(32), parse(case.tight)
     if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are

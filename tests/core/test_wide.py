@@ -27,7 +27,7 @@ from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.methods.mixtures import Mixtures, start
 from jkv.models import ModelConfig, Params, llama
 from support import rig
-from support.rig import CASES, FORCED, PARAMS, PROMPT, D, G, H
+from support.rig import CASES, FORCED, PARAMS, PROMPT, Case, D, G, H
 
 LIFTS = {
     n: np.linalg.qr(np.random.default_rng(n).normal(size=(max(n, D),) * 2))[0].astype("f")[:n, :D] for n in (8, 32)

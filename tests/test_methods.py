@@ -119,7 +119,7 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
     if not config.prefill.defers:
         cache, _ = jax.eval_shape(once, params, held(config), ids)
     else:
-        full = empty(config.uncut(length), model, 1, length, 0, jnp.float32)
+        full = empty(config.uncompressed(length), model, 1, length, 0, jnp.float32)
         full, _ = jax.eval_shape(once, params, full, ids)
         by = config.prefill.probe
         for part in by.texts(params, [[5] * 300], lambda *_: [[7] * 40]) if by else ():

@@ -16,7 +16,7 @@ from jkv.batch.running import Shapes
 from jkv.core.cache import tree_bytes
 from jkv.core.compiled import Cost, compiled, peak_bytes
 from jkv.core.loop import absorb_own, run_block, run_blocks
-from jkv.core.sharding import Over
+from jkv.core.sharding import MeshPlan
 from jkv.generation.prompts import stop_ids_of
 from jkv.host import memory
 from jkv.models import Params
@@ -41,7 +41,7 @@ def whole(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
-def spare(over: Over | None) -> int:
+def spare(over: MeshPlan | None) -> int:
     """Bytes free on each device of this process; on a CPU, four fifths of the free memory for all of them together."""
     own = jax.local_devices()
     devices = own[:1] if over is None else [d for d in over.mesh.devices.flat if d in own]
@@ -50,7 +50,7 @@ def spare(over: Over | None) -> int:
     return memory.available() * 4 // 5 // len(devices)
 
 
-def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
+def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
     """Bytes on each device beside the weights: of a block, or of a wave's prefill beside the running rows."""
     params = replace(params, config=shapes.model)
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
@@ -73,7 +73,9 @@ def needed(params: Params, shapes: Shapes, over: Over | None) -> int:
     return max(peak_bytes(block), held + peak_bytes(prefill)) - here(params)
 
 
-def largest(params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: Over | None, free: int) -> int:
+def largest(
+    params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: MeshPlan | None, free: int
+) -> int:
     """The largest batch, at most `rows`, a multiple of `unit`, that fits `free` bytes a device; ValueError if none."""
 
     def share(batch: int) -> float:

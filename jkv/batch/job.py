@@ -19,7 +19,7 @@ from jkv.batch.arrange import Bucket
 from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Shapes
 from jkv.batch.together import spans
-from jkv.core.sharding import Over
+from jkv.core.sharding import MeshPlan
 from jkv.generation.cache_file import fingerprint, weights
 from jkv.generation.prompts import reaching
 from jkv.host.results import versions
@@ -44,7 +44,7 @@ class Job:
     config: CacheConfig
     defaults: Settings = Settings()
     batch: int = 0
-    over: Over | None = None
+    over: MeshPlan | None = None
     shares: bool = True
     most_new: int = MOST_NEW
     retry: bool = False

@@ -59,7 +59,9 @@ class Shapes:
 
     def heads(self) -> Cache:
         """An empty cache for common beginnings."""
-        return empty(self.config.uncut(self.bucket.first), self.model, self.several, self.bucket.first, 0, self.dtype)
+        return empty(
+            self.config.uncompressed(self.bucket.first), self.model, self.several, self.bucket.first, 0, self.dtype
+        )
 
     def state(self) -> Decoding:
         """No row is alive yet."""

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from jkv.batch.folder import tally
-from jkv.core.sharding import Over
+from jkv.core.sharding import MeshPlan
 
 
-def spans(over: Over | None) -> bool:
+def spans(over: MeshPlan | None) -> bool:
     """Whether some devices of the mesh are another process's."""
     return over is not None and len({d.process_index for d in over.mesh.devices.flat}) > 1
 

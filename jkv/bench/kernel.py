@@ -23,7 +23,7 @@ from jkv.core.attend import attend
 from jkv.core.cache import Tier, tree_bytes
 from jkv.core.layer import TierConfig
 from jkv.core.mask import causal, visible
-from jkv.core.tiers import attend_tier, linear
+from jkv.core.tiers import attend_tier, kernel_codes
 from jkv.host.extras import install
 from jkv.kernels.decode_attention import reference
 from jkv.methods import checks
@@ -88,7 +88,7 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     k, v = (codes.encode(c, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
     pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape)
     tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
-    codes_k, codes_v = linear(tier, config)
+    codes_k, codes_v = kernel_codes(tier, config)
     if codes_k is None or codes_v is None:
         raise ValueError(f"{spec}: keys that are rotated when they are read, and such codes, are read by no kernel")
     q = jax.random.normal(keys[2], (batch, model.heads, model.groups, 1, model.head_dim), dtype)

@@ -175,7 +175,7 @@ def observation_of(
 
 
 @value
-class Moved:
+class LayerCarry:
     """The part of a layer that a step changes: recent window, kept queries and, of tiers (otherwise constants of the
     loop), the summaries of selectors that watch (None where there is none)."""
 
@@ -184,7 +184,7 @@ class Moved:
     summaries: tuple[Any, ...]
 
     @classmethod
-    def of(cls, layer: LayerCache, plan: LayerConfig) -> Moved:
+    def of(cls, layer: LayerCache, plan: LayerConfig) -> LayerCarry:
         summaries = tuple(t.summary if c.watches else None for t, c in zip(layer.tiers, plan.tiers, strict=True))
         return cls(recent=layer.recent, queries=layer.queries, summaries=summaries)
 
@@ -199,12 +199,12 @@ class Moved:
 @jax.jit
 def attending(
     one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, fill: Array
-) -> tuple[Array, Moved]:
+) -> tuple[Array, LayerCarry]:
     """A block's output for one token x [B,1,E] at pos i32[B,1], and what changes of its layer."""
     model = one.config
     rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
 
-    def run(_: int, new: Any) -> tuple[Array, Moved]:
+    def run(_: int, new: Any) -> tuple[Array, LayerCarry]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         fresh = as_window(new, pos, plan, rope, dtype, step=True)
         window = jax.tree.map(
@@ -223,7 +223,7 @@ def attending(
         if queries is not None:
             step = jnp.remainder(fill - plan.stay, plan.queries)
             queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
-        return part.finish(), Moved(recent=window, queries=queries, summaries=summaries)
+        return part.finish(), LayerCarry(recent=window, queries=queries, summaries=summaries)
 
     return block(one, 0, x, pos, run, none)
 

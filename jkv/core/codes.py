@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Code, Codec, Linear
+from jkv.protocols import Code, Codec, KernelCodes
 
 
 def encode(codec: Codec, x: Array) -> Code:
@@ -35,9 +35,9 @@ def mix(codec: Codec, w: Array, code: Code) -> Array:
     return _mapped(lambda codec, w, code: codec.mix(w, code), codec, w, code)
 
 
-def linear(codec: Codec, code: Code) -> Linear | None:
+def kernel_codes(codec: Codec, code: Code) -> KernelCodes | None:
     """The same codes as kernels read them, or None."""
-    return _mapped(lambda codec, code: codec.linear(code), codec, code)
+    return _mapped(lambda codec, code: codec.kernel_codes(code), codec, code)
 
 
 def _mapped(run: Callable[..., Any], codec: Codec, *arrays: Any) -> Any:

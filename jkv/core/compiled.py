@@ -22,7 +22,7 @@ from jkv.host.disk import cache_dir
 from jkv.models import Params
 
 if TYPE_CHECKING:
-    from jkv.core.sharding import Over
+    from jkv.core.sharding import MeshPlan
 
 ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
 
@@ -115,7 +115,7 @@ def _where(x: Any, format: Any) -> Any:
     return jax.device_put(x, sharding if typed else format)
 
 
-def compiled(function: Any, *args: Any, over: Over | None = None, **static: Any) -> tuple[Compiled, float]:
+def compiled(function: Any, *args: Any, over: MeshPlan | None = None, **static: Any) -> tuple[Compiled, float]:
     """The program of a jitted function for arguments of these shapes, and the seconds that compiling took just now.
 
     over: the mesh that it runs on, if it is not for one device.
@@ -254,7 +254,7 @@ class Cost:
     compiling: float = 0.0
     running: float = 0.0
     programs: int = 0
-    over: Over | None = None
+    over: MeshPlan | None = None
     peak: int = 0
     temporary: int = 0
     runs: bool = True
@@ -300,13 +300,13 @@ def _spread(args: tuple[Any, ...]) -> bool:
     return isinstance(first, jax.Array) and len(first.sharding.device_set) > 1
 
 
-def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None) -> Any:
+def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: MeshPlan | None) -> Any:
     leaves, tree = jax.tree.flatten(args)
     return function, tree, tuple((x.shape, x.dtype) for x in leaves), over, tuple(static.items())
 
 
 def _lowered(
-    function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Over | None
+    function: Any, args: tuple[Any, ...], static: dict[str, Any], over: MeshPlan | None
 ) -> tuple[jax.stages.Lowered, bool]:
     """The program before it is compiled, and whether the compiler chooses how its arguments lie."""
     free = over is not None or (hasattr(function, "free") and kernels.native() != "xla")

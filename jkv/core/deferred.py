@@ -26,7 +26,7 @@ from jkv.protocols import PROBED, Columns, Probe
 def probe(params: Params, cache: Cache, ids: Array, span: Array, by: Probe, run: Run = call) -> Cache:
     """The cache after a probe has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
 
-    The cache was made by `CacheConfig.uncut`; span i32[B,2] is `ProbeTokens.span`.
+    The cache was made by `CacheConfig.uncompressed`; span i32[B,2] is `ProbeTokens.span`.
     """
     model = cache.model
     x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
@@ -66,7 +66,7 @@ def probed(
 
 @flow(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
 def compress(empty: Cache, whole: Cache, run: Run = call) -> Cache:
-    """An empty cache after one flush of all that another, made by `CacheConfig.uncut`, holds in its windows."""
+    """An empty cache after one flush of all that another, made by `CacheConfig.uncompressed`, holds in its windows."""
     layers: tuple[LayerCache, ...] = ()
     for i, (a, b, plan) in enumerate(zip(empty.layers, whole.layers, empty.plan, strict=True)):
         lower, model = plan.lower(layers), empty.model.attending(i)
@@ -91,7 +91,7 @@ def compressed(
 
 @flow(arguments=(ANY,), results=None, static_argnames=("ranks",))
 def statistics(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
-    """f32[L,B,...] of the layers of a cache made by `CacheConfig.uncut`: `Score.statistic`, or the ranks of tokens."""
+    """f32[L,B,...] of layers of `CacheConfig.uncompressed`: `Score.statistic`, or the ranks of tokens."""
     model = whole.model
     layers = enumerate(zip(whole.layers, whole.plan, strict=True))
     return jnp.stack(

@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.tree import value
 from jkv.core.blocks import (
-    Moved,
+    LayerCarry,
     attended,
     attending,
     embedded,
@@ -58,7 +58,7 @@ def absorb_own(
 def absorb_after(
     params: Params, empty: Cache, firsts: Cache, index: Array, ids: Array, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`absorb` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncut`.
+    """`absorb` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncompressed`.
 
     The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
     """
@@ -152,21 +152,21 @@ def picked(x: Any, index: Array) -> Any:
 
 
 @value
-class Moving:
+class StepCarry:
     """The part of a cache that a step changes: of layers, of states, seen i32[B], fill."""
 
-    layers: tuple[Moved, ...]
+    layers: tuple[LayerCarry, ...]
     states: tuple[State, ...]
     seen: Array
     fill: Array
 
 
-def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: Array) -> tuple[Moving, Array]:
+def _advance(params: Params, cache: Cache, moving: StepCarry, token: Array, alive: Array) -> tuple[StepCarry, Array]:
     """One token i32[B] per row that is alive: the moving part after it, and logits f32[B,V]."""
     model, ends = cache.model, params.ends
     pos = jnp.where(alive, moving.seen, -1)[:, None]
     x = family(model).embed(ends, token[:, None])
-    layers: tuple[Moved, ...] = ()
+    layers: tuple[LayerCarry, ...] = ()
     states: tuple[State, ...] = ()
     for i in range(model.depth):
         if model.attends(i):
@@ -178,15 +178,15 @@ def _advance(params: Params, cache: Cache, moving: Moving, token: Array, alive: 
             x, state = mixing(params.block(i), moving.states[len(states)], x, pos, alive)
             states += (state,)
     seen = moving.seen + alive.astype(jnp.int32)
-    return Moving(layers=layers, states=states, seen=seen, fill=moving.fill + 1), said(ends, x)
+    return StepCarry(layers=layers, states=states, seen=seen, fill=moving.fill + 1), said(ends, x)
 
 
-def _split(cache: Cache) -> Moving:
-    layers = tuple(map(Moved.of, cache.layers, cache.plan))
-    return Moving(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill)
+def _split(cache: Cache) -> StepCarry:
+    layers = tuple(map(LayerCarry.of, cache.layers, cache.plan))
+    return StepCarry(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill)
 
 
-def _join_cache(cache: Cache, moving: Moving) -> Cache:
+def _join_cache(cache: Cache, moving: StepCarry) -> Cache:
     layers = tuple(moved.into(layer) for layer, moved in zip(cache.layers, moving.layers, strict=True))
     counts = replace(cache.counts, seen=moving.seen)
     return replace(cache, layers=layers, states=moving.states, counts=counts, fill=moving.fill)

@@ -84,7 +84,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Over:
+class MeshPlan:
     """A mesh that programs run on: weights and caches are divided, whatever else they take or give is on every device.
 
     Hashable and equal by mesh, as part of what tells programs apart.
@@ -117,10 +117,10 @@ class Over:
             return function.over(tuple(map(self.shardings, args)), back).lower(*args, *static.values())
 
 
-def over(params: Params) -> Over | None:
+def over(params: Params) -> MeshPlan | None:
     """The mesh that a model's weights are divided over, or None: they are on one device."""
     where = params.embed.sharding
-    return Over(where.mesh) if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else None
+    return MeshPlan(where.mesh) if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else None
 
 
 def placing(over: Mesh) -> Callable[[str, np.ndarray, Any], jax.Array]:

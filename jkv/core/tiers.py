@@ -22,7 +22,7 @@ from jkv.core.layer import TierConfig
 from jkv.core.mask import Mask
 from jkv.core.pool import line, together
 from jkv.models.rope import Rope
-from jkv.protocols import Code, Codec, Linear
+from jkv.protocols import Code, Codec, KernelCodes
 
 TILE = 512  # slots of a coded tier that are read at a time
 LEAST = 16  # slots that are read at once
@@ -107,9 +107,9 @@ def width(codec: Codec, code: Code) -> int:
     return jax.eval_shape(codes.decode, codec, code).shape[-1]
 
 
-def linear(tier: Tier, config: TierConfig) -> tuple[Linear | None, Linear | None]:
+def kernel_codes(tier: Tier, config: TierConfig) -> tuple[KernelCodes | None, KernelCodes | None]:
     """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
-    return None if config.pre_rope else codes.linear(config.k, tier.k), codes.linear(config.v, tier.v)
+    return None if config.pre_rope else codes.kernel_codes(config.k, tier.k), codes.kernel_codes(config.v, tier.v)
 
 
 def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
@@ -128,9 +128,9 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
             return "keys that are rotated when they are read"
         if (why := kernels.uneven(dim, width(config.v, tier.v))) is not None:
             return why
-        k, v = jax.eval_shape(partial(linear, config=config), tier)
+        k, v = jax.eval_shape(partial(kernel_codes, config=config), tier)
         if k is None or v is None:
-            return f"codes of {type(config.k if k is None else config.v).__name__}: they have no linear form"
+            return f"codes of {type(config.k if k is None else config.v).__name__}: they have no form that kernels read"
         return module.supports(k, v, dim, queries, *more)
 
     return kernels.choose(name, config.kernels, refusal)
@@ -260,10 +260,10 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: floa
     what, more = operation(config)
     attention = kernels.implementation(what, name).attention
 
-    def run(q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, *pages: Array) -> Partial:
+    def run(q: Array, k: KernelCodes, v: KernelCodes, pos: Array, first: Array, last: Array, *pages: Array) -> Partial:
         return attention(q, k, v, pos, first, last, scale, *pages, *more)
 
-    return kernels.over_mesh(run, q, *linear(tier, config), tier.pos, mask.first, mask.last, *pages)
+    return kernels.over_mesh(run, q, *kernel_codes(tier, config), tier.pos, mask.first, mask.last, *pages)
 
 
 def picked(q: Array, tier: Tier, config: TierConfig) -> Array:

@@ -126,7 +126,7 @@ class Known(Prompts):
         return self._replayed(self.empty()) or super().absorb()
 
     def dense(self) -> tuple[Cache, Array]:
-        return self._replayed(self.uncut()) or super().dense()
+        return self._replayed(self.uncompressed()) or super().dense()
 
     def _replayed(self, cache: Cache) -> tuple[Cache, Array] | None:
         alike = self.whole and cache.model is self.params.config

@@ -85,13 +85,13 @@ class Prompts:
         assert logits is not None
         return cache, logits
 
-    def uncut(self) -> Cache:
+    def uncompressed(self) -> Cache:
         """An empty cache in which all of them stay as they are."""
         params, n = self.reaching, self.padded
-        return empty(self.config.uncut(n), params.config, len(self.rows), n, 0, params.embed.dtype)
+        return empty(self.config.uncompressed(n), params.config, len(self.rows), n, 0, params.embed.dtype)
 
     def dense(self) -> tuple[Cache, Array]:
-        return self.cost.run(absorb_own, self.reaching, self.uncut(), pad(self.rows, self.padded), fresh=True)
+        return self.cost.run(absorb_own, self.reaching, self.uncompressed(), pad(self.rows, self.padded), fresh=True)
 
     def probe(self, dense: Cache, probe_: Probe) -> Cache:
         for text in probe_.texts(self.reaching, self.rows, greedy):

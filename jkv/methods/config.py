@@ -142,7 +142,7 @@ class CacheConfig:
 
         return bisect_left(range(longest), True, lo=min(self.least, longest), key=enough)
 
-    def uncut(self, length: int) -> CacheConfig:
+    def uncompressed(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
         return replace(self, recent=length, budget=All())
 

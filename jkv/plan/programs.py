@@ -44,11 +44,11 @@ class Job:
     dtype: Any
     mesh: str | None = None
 
-    def over(self, target: Target) -> sharding.Over:
+    def over(self, target: Target) -> sharding.MeshPlan:
         """The mesh of the target's devices; ValueError if they cannot share the job so."""
         if self.mesh is None:
-            return sharding.Over(sharding.mesh(target.devices, self.model, self.batch))
-        return sharding.Over(sharding.named(self.mesh, target.devices, self.model, self.batch))
+            return sharding.MeshPlan(sharding.mesh(target.devices, self.model, self.batch))
+        return sharding.MeshPlan(sharding.named(self.mesh, target.devices, self.model, self.batch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ BOOKS = tuple(Codebook(table=jnp.asarray(RNG.normal(size=(1, heads, 8)), jnp.flo
 def rows_that_come_and_go() -> dict[str, Any]:
     """Rows of a job with a common beginning, through states and tiers."""
     params, head = HYBRID, RNG.integers(0, 100, 40)
-    over = sharding.Over(sharding.named("data=2,model=2,context=2", jax.devices(), params.config))
+    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), params.config))
     prompts = [np.append(head, RNG.integers(0, 100, 3 + i)).astype(np.int32) for i in range(10)]
     new = [1 + 7 * i % 30 for i in range(10)]
     rows = [
@@ -85,7 +85,7 @@ def divided(x: jax.Array) -> int:
     return x.nbytes // x.addressable_shards[0].data.nbytes
 
 
-def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:
+def forced(cache: str, over: sharding.MeshPlan | None) -> tuple[loop.Decoding, str]:
     """The state after TOKENS, which all go through decode steps and their flushes, and the text of the program."""
     config = CacheConfig(codec=BOOKS) if cache == "codebooks" else methods.parse(cache)  # type: ignore[arg-type]
     (n, steps), model, params = TOKENS.shape, PARAMS.config, PARAMS
@@ -101,7 +101,7 @@ def forced(cache: str, over: sharding.Over | None) -> tuple[loop.Decoding, str]:
 
 def slots(cache: str) -> dict[str, Any]:
     """Rows, heads and slots: what each step would draw, and how far its logits are from those of one device."""
-    over = sharding.Over(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
+    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
     (here, _), (there, text) = forced(cache, None), forced(cache, over)
     a, b = np.asarray(here.trace), np.asarray(there.trace)
     tiers = there.cache.layers[0].tiers

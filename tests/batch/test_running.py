@@ -216,7 +216,7 @@ def test_a_prompt_in_two_pieces_is_the_prompt():
     text = f"streaming(budget=48) | {rig.KIVI_TEXT}"
     whole = loop.absorb(rig.PARAMS, rig.empty(text), jnp.asarray(PROMPT), fresh=True)
     config = methods.parse(text)
-    first = sizes.empty(config.uncut(64), rig.MODEL, 3, 64, 0, jnp.float32)
+    first = sizes.empty(config.uncompressed(64), rig.MODEL, 3, 64, 0, jnp.float32)
     ids = np.full((3, 64), -1, np.int32)
     cut = (60, 35)
     for row, n in enumerate(cut):

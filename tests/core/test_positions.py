@@ -88,7 +88,7 @@ def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)", "keydiff(budget=48)"])
 def test_tokens_given_once_more_see_what_came_before_them(text: str):
     """Several layers: the later piece is read again where it stands, in a window, and then all is compressed."""
-    whole = sizes.empty(parse(text).uncut(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32)
+    whole = sizes.empty(parse(text).uncompressed(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32)
     got = read(jax.tree.map(jnp.copy, whole), PARAMS, LATER, FIRST)
     with pytest.raises(AssertionError):
         same(got, at_once(whole, PARAMS), PARAMS)  # the later piece has not seen the first one yet

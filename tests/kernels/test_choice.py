@@ -32,7 +32,7 @@ def test_a_tpu_reads_them(text: str):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("zipcache", "Separable: they have no linear form"),
+        ("zipcache", "Separable: they have no form that kernels read"),
         ("streaming(budget=64)", "keys that are rotated when they are read"),
     ],
 )

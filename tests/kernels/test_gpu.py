@@ -14,7 +14,7 @@ from gpu_interpreter import parameters
 
 from jkv.arrays.bits import pack
 from jkv.kernels.decode_attention import check
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
@@ -179,18 +179,18 @@ def test_the_largest_weight_fits_float16(exponent):
     assert (largest >= gpu_sides.RAISE / 2).all() and np.isfinite(largest).all()
 
 
-def linear(bits=4, dim=128, slots=256, steps=None, groups=1, scales=jnp.bfloat16) -> Linear:
+def linear(bits=4, dim=128, slots=256, steps=None, groups=1, scales=jnp.bfloat16) -> KernelCodes:
     shape = (1, 1, slots if steps is None else steps, groups)
     step = np.ones(shape, scales)
-    return Linear(codes=np.zeros((1, 1, slots, dim * bits // 8), np.uint8), step=step, low=step, bits=bits)
+    return KernelCodes(codes=np.zeros((1, 1, slots, dim * bits // 8), np.uint8), step=step, low=step, bits=bits)
 
 
-def floats(dtype, dim=128, slots=256) -> Linear:
-    return Linear(codes=np.zeros((1, 1, slots, dim), dtype))
+def floats(dtype, dim=128, slots=256) -> KernelCodes:
+    return KernelCodes(codes=np.zeros((1, 1, slots, dim), dtype))
 
 
-def some(count: int, slots=256) -> Linear:
-    return Linear(codes=np.zeros((1, 1, slots, count), jnp.bfloat16), kept=np.zeros((1, 1, slots, 16), np.uint8))
+def some(count: int, slots=256) -> KernelCodes:
+    return KernelCodes(codes=np.zeros((1, 1, slots, count), jnp.bfloat16), kept=np.zeros((1, 1, slots, 16), np.uint8))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def tiers(form, dim, slots, heads=(2, 8)):
 
 
 def linear(form, codes):
-    return tuple(codes_of.linear(codec, code) for codec, code in zip(form, codes, strict=True))
+    return tuple(codes_of.kernel_codes(codec, code) for codec, code in zip(form, codes, strict=True))
 
 
 def arguments(form, dim, group, slots, heads=(2, 8)):

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jkv.kernels.decode_attention import check, tpu_sides
 from jkv.kernels.decode_attention import tpu as whole
 from jkv.kernels.paged_attention import reference, tpu, visits
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 pytestmark = pytest.mark.hardware
 
@@ -71,8 +71,8 @@ def test_the_reference_equals_float64(case: check.Case):
 
 
 def test_what_it_does_not_take_is_named():
-    floats = Linear(codes=jnp.zeros((1, 1, SLOTS, 128)))
-    kivi = Linear(codes=jnp.zeros((1, 1, SLOTS, 64), jnp.uint8), bits=4, step=jnp.ones((1, 1, SLOTS // 64, 128)))
+    floats = KernelCodes(codes=jnp.zeros((1, 1, SLOTS, 128)))
+    kivi = KernelCodes(codes=jnp.zeros((1, 1, SLOTS, 64), jnp.uint8), bits=4, step=jnp.ones((1, 1, SLOTS // 64, 128)))
     assert [tpu.supports(floats, floats, 128, 4, unit) for unit in (16, 128, 384)] == [None] * 3
     assert "pages of 48 slots; divisors and multiples of 128" in str(tpu.supports(floats, floats, 128, 4, 48))
     assert "multiples of 512" in str(tpu.supports(kivi, floats, 128, 4, 96))

@@ -55,7 +55,7 @@ def test_the_door_asks_the_kernel_for_the_same(small):
 def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str):
     """As traced, where layers that are alike are one; of the last one only the newest queries of a prompt run."""
     params = models.random(dict(models.TINY, hidden_size=256))
-    config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncut(80)
+    config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncompressed(80)
     cache = sizes.empty(config, params.config, 1, 80, 0, jnp.float32)
     ids, span = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
     probe = partial(deferred.probe, by=config.prefill.probe)

@@ -21,7 +21,7 @@ from jkv.kernels.decode_attention import tpu as kernel
 from jkv.kernels.decode_attention import tpu_sides as sides
 from jkv.kernels.place import tpu as placing
 from jkv.methods.codecs import Affine, Dense, Sparse
-from jkv.protocols import Codec, Linear
+from jkv.protocols import Codec, KernelCodes
 
 pytestmark = pytest.mark.hardware
 
@@ -51,7 +51,7 @@ def floats_as_they_are(monkeypatch):
     monkeypatch.setattr(sides, "_bits", lambda x: x)
 
 
-def wide(x: Linear) -> np.ndarray:
+def wide(x: KernelCodes) -> np.ndarray:
     """f64[B,H,C,D]."""
     if x.kept is not None:
         out = np.unpackbits(np.asarray(x.kept), axis=-1, bitorder="little").astype(np.float64)
@@ -74,7 +74,7 @@ def truth(q, k, v, pos, first, last, scale):
         return out, np.where(total > 0, top[..., 0] + np.log(total), -np.inf)
 
 
-def allowed(q, k: Linear, v: Linear, keys, values, scale) -> tuple[float, float]:
+def allowed(q, k: KernelCodes, v: KernelCodes, keys, values, scale) -> tuple[float, float]:
     """Of output and log-sum-exp: what rounding q and p to 15 bits (or the dtype of floats) can do."""
     if not k.bits:
         eps = float(jnp.finfo(k.codes.dtype).eps)
@@ -88,11 +88,11 @@ def allowed(q, k: Linear, v: Linear, keys, values, scale) -> tuple[float, float]
 
 
 @partial(jax.jit, static_argnums=0)
-def coded(codec: Codec, x: jax.Array) -> Linear:
-    return codes.linear(codec, codes.encode(codec, x))
+def coded(codec: Codec, x: jax.Array) -> KernelCodes:
+    return codes.kernel_codes(codec, codes.encode(codec, x))
 
 
-def poisoned(x: Linear, dead: np.ndarray) -> Linear:
+def poisoned(x: KernelCodes, dead: np.ndarray) -> KernelCodes:
     """NaN wherever a dead slot's float lies, and all bits of its channels."""
     bad = lambda y: jnp.where(dead[..., None], jnp.nan, y) if y.shape[2] == dead.shape[2] else y  # noqa: E731
     if x.kept is not None:
@@ -170,7 +170,8 @@ def test_numbers_come_to_their_channels(count: int):
     got = pl.pallas_call(run, out_shape=shape, interpret=pltpu.InterpretParams())(numbers.T, bits.T)
     np.testing.assert_array_equal(np.asarray(got, np.float32).T, want)
     np.testing.assert_array_equal(
-        reference.dense(Linear(codes=jnp.asarray(numbers)[None, None], kept=jnp.asarray(bits)[None, None]))[0, 0], want
+        reference.dense(KernelCodes(codes=jnp.asarray(numbers)[None, None], kept=jnp.asarray(bits)[None, None]))[0, 0],
+        want,
     )
 
 
@@ -188,11 +189,11 @@ def test_nothing_is_fetched_beyond_the_longest_head():
 
 
 def test_what_it_does_not_take_is_named():
-    half, full = (Linear(codes=jnp.zeros((1, 1, 128, 64), x)) for x in (jnp.float16, jnp.float32))
+    half, full = (KernelCodes(codes=jnp.zeros((1, 1, 128, 64), x)) for x in (jnp.float16, jnp.float32))
     assert "float16" in str(kernel.supports(half, full, 64, 8)) and kernel.supports(full, full, 64, 8) is None
     some = replace(full, kept=jnp.zeros((1, 1, 128, 8), jnp.uint8))
     assert "keys of some channels in float32; bfloat16" in str(kernel.supports(some, full, 64, 8))
-    narrow = codes.linear(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, 16))))
+    narrow = codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, 16))))
     assert "whole multiples of 16 bytes" in str(kernel.supports(narrow, narrow, 16, 8))
     with pytest.raises(ValueError, match="129 queries a kv head"):
         kernel.attention(jnp.zeros((1, 1, 129, 1, 64)), full, full, *[jnp.zeros((1, 1), jnp.int32)] * 3, 1.0)

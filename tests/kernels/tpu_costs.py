@@ -27,7 +27,7 @@ from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.kernels.prefill_attention import tpu as prefill
 from jkv.methods.codecs import Sparse
 from jkv.plan import tpu
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 GOLDEN = Path(__file__).with_name("golden_tpu.json")
 C, H, PAGES = 131072, 8, 64
@@ -66,20 +66,22 @@ COLUMNS = [
 ]
 
 
-def stored(shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None) -> Linear:
+def stored(
+    shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None
+) -> KernelCodes:
     """A tier's codes with tokens last, as the compiler would keep them in a loop."""
     if sparsity is not None:
         values = shape((1, H, Sparse(sparsity=sparsity).kept(d), C), jnp.uint16)
         order = Format(Layout((0, 1, 2, 3)), values.sharding)  # alone, an odd number of rows would change with heads
-        return Linear(codes=values.update(sharding=order), kept=shape((1, H, d // 8, C), jnp.uint8))
+        return KernelCodes(codes=values.update(sharding=order), kept=shape((1, H, d // 8, C), jnp.uint8))
     if not bits:
-        return Linear(codes=shape((1, H, d, C), jnp.bfloat16))
+        return KernelCodes(codes=shape((1, H, d, C), jnp.bfloat16))
     sizes = (1, H, C // tokens, d) if tokens > 1 else (1, H, d // (group or d), C)
     step, low = (shape(sizes, jnp.uint16) for _ in range(2))
-    return Linear(codes=shape((1, H, d * bits // 8, C), jnp.uint8), step=step, low=low, bits=bits)
+    return KernelCodes(codes=shape((1, H, d * bits // 8, C), jnp.uint8), step=step, low=low, bits=bits)
 
 
-def logical(x: Linear) -> Linear:
+def logical(x: KernelCodes) -> KernelCodes:
     """[B,H,C,...] again, and floats that are kept as their bits."""
 
     def turn(y: Any) -> Any:
@@ -96,7 +98,7 @@ def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0) 
     bounds = shape((1, 1), jnp.int32)
     arguments = shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, H, C), jnp.int32), bounds, bounds
 
-    def run(q: Any, k: Linear, v: Linear, pos: Any, first: Any, last: Any, *pages: Any) -> Any:
+    def run(q: Any, k: KernelCodes, v: KernelCodes, pos: Any, first: Any, last: Any, *pages: Any) -> Any:
         function = (lambda *x: paged(*x, *pages, unit)) if pages else attention
         return function(q, logical(k), logical(v), pos, first, last, d**-0.5)
 
@@ -149,7 +151,7 @@ def compiled(mesh: Mesh, function: Any, name: str, *arguments: Any) -> dict[str,
     }
 
 
-def tile_of(k: Linear, v: Linear) -> int:
+def tile_of(k: KernelCodes, v: KernelCodes) -> int:
     """Tokens of a grid step."""
     leaves = [x for x in jax.tree.leaves((k, v))]
     return tile_size(sum(x.size * x.dtype.itemsize for x in leaves) // (H * C), H, C)

@@ -25,7 +25,7 @@ ROOM = 80
 def found(text: str) -> list[np.ndarray]:
     """f64[B,H,T] of each layer: what the probes of a score learn about each position of ROWS."""
     config = parse(text)
-    cache = sizes.empty(config.uncut(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
+    cache = sizes.empty(config.uncompressed(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
     cache, _ = loop.absorb(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
     assert config.prefill.probe is not None
     for part in config.prefill.probe.texts(PARAMS, ROWS, greedy):

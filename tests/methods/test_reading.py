@@ -174,7 +174,7 @@ def test_a_step_adds_what_it_read_and_a_flush_makes_all_rows_whole():
 
 def test_the_beginning_of_a_prompt_keeps_its_queries():
     config = jkv.parse(CASE.tight)
-    first, whole = (resolve(c, MODEL, 100, 0)[0] for c in (config.uncut(100), config))
+    first, whole = (resolve(c, MODEL, 100, 0)[0] for c in (config.uncompressed(100), config))
     assert not first.tiers and first.queries == whole.queries == 16
 
 

@@ -70,7 +70,7 @@ def test_a_budget_in_bytes_and_a_tier_of_fixed_size_keep_what_they_keep_on_one_d
     """Capacities are rounded up so that devices can divide them; how many slots are used is not."""
     one = methods.parse("streaming(bytes='40KiB', sinks=5) | kivi(group=8, recent=8)")
     mesh = Mesh(np.array([*jax.devices()] * 3).reshape(1, 1, 3), ("data", "model", "context"))
-    many = one.over(sharding.Over(mesh))
+    many = one.over(sharding.MeshPlan(mesh))
     plans = [sizes.layout(x, MODEL, 2, 300, 16, jnp.float32)[0][0] for x in (one, many)]
     assert [t.capacity for t in plans[0].tiers] == [t.most for t in plans[0].tiers] == [t.most for t in plans[1].tiers]
     assert plans[0].capacity == plans[1].capacity and plans[1].tiers[0].most == 8

@@ -2,7 +2,7 @@
 
 Every implementation is a function of the same arguments and returns a Partial:
 
-q f[B,H,G,T,D] rotated, T of 1 to 16; k, v Linear; pos i32[B,Hs,C] of the slots, -1 dead; first, last i32[B,T]: the
+q f[B,H,G,T,D] rotated, T of 1 to 16; k, v KernelCodes; pos i32[B,Hs,C] of the slots, -1 dead; first, last i32[B,T]: the
 positions that a query may see, first <= pos <= last; scale of the logits. A kernel also takes tiles i32[B,H,U]: of
 slots, which are read instead of all; `pos` is then of their slots, and both sizes together say how large a tile is.
 

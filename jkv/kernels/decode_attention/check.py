@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 SIGMAS = 6.0
 SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16}  # steps and lows
@@ -110,17 +110,17 @@ def paged(base: Case) -> Iterator[Case]:
     yield replace(base, page=64, k=Side(bits=2, grain=32), v=Side(bits=2, groups=4), group=1, lengths=(slots, 300))
 
 
-def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> Linear:
+def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> KernelCodes:
     """Random codes of numpy [1,H,C,...], dead bool[1,H,C] slots poisoned."""
     b, h, c = dead.shape
     if not side.bits:
         normal = rng.normal(size=(b, h, c, side.kept or dim))
         floats: Any = np.where(dead[..., None], np.nan, normal).astype(side.floats)
         if not side.kept:
-            return Linear(codes=floats)
+            return KernelCodes(codes=floats)
         kept: Any = np.packbits(rng.random((b, h, c, dim)).argsort(-1) < side.kept, -1, "little")
         kept[dead] = 255
-        return Linear(codes=floats, kept=kept)
+        return KernelCodes(codes=floats, kept=kept)
     shape = (b, h, c // side.grain, dim if side.grain > 1 else side.groups)
     size = 2.0 ** rng.uniform(*side.size, shape)
     span = rng.uniform(1, 4, shape) * size
@@ -129,7 +129,7 @@ def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> Linear:
     gone = dead.reshape(b, h, -1, side.grain).all(-1)
     step[gone] = low[gone] = np.nan
     packed: Any = rng.integers(0, 256, (b, h, c, dim * side.bits // 8), np.uint8)
-    return Linear(codes=packed, step=step, low=low, bits=side.bits)
+    return KernelCodes(codes=packed, step=step, low=low, bits=side.bits)
 
 
 def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:

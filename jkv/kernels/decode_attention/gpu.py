@@ -23,7 +23,7 @@ from jkv.kernels.decode_attention import gpu_sides as sides
 from jkv.kernels.decode_attention import lengths
 from jkv.kernels.decode_attention.gpu_sides import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 STAGES = 3  # tiles under way
 PROGRAMS = 3 * 132  # wanted: three on each multiprocessor
@@ -31,7 +31,7 @@ LEAST = 4  # tiles of a part
 UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
 
 
-def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
+def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | None:
     """Why these codes have no kernel, or None; queries: G * T, of which any number will do."""
     slots, tile = k.codes.shape[2], tile_of(v)
     if dim not in (64, 128, 256):
@@ -46,7 +46,7 @@ def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
     return None
 
 
-def tile_of(v: Linear) -> int:
+def tile_of(v: KernelCodes) -> int:
     """Slots of a tile; more where a slot of the values is 16 bytes, for each part of a folded tile is 64 slots, and
     fewer where it has 256 channels: a program has no more memory."""
     width = v.codes.shape[-1]
@@ -55,7 +55,7 @@ def tile_of(v: Linear) -> int:
     return 64 if width * (8 // v.bits if v.bits else 1) == 256 else 128
 
 
-def unsupported(x: Linear, dim: int, tile: int) -> str | None:
+def unsupported(x: KernelCodes, dim: int, tile: int) -> str | None:
     if x.kept is not None:
         return f"{x.codes.shape[-1]} of {dim} channels; all are"
     if x.step is None or x.low is None:
@@ -80,8 +80,8 @@ def unsupported(x: Linear, dim: int, tile: int) -> str | None:
 
 def attention(
     q: Array,
-    k: Linear,
-    v: Linear,
+    k: KernelCodes,
+    v: KernelCodes,
     pos: Array,
     first: Array,
     last: Array,

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f16, f32, i32, operand, plgpu, rows
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 LOG2E = math.log2(math.e)
 
@@ -33,7 +33,7 @@ class Form:
     tile: int = 128  # n
 
     @classmethod
-    def of(cls, x: Linear, dim: int, tile: int) -> Form:
+    def of(cls, x: KernelCodes, dim: int, tile: int) -> Form:
         if x.step is None:
             return cls(0, dim, 1, 1, x.codes.dtype, tile)
         grain = x.codes.shape[2] // x.step.shape[2]
@@ -106,7 +106,7 @@ def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
     return [plgpu.SMEM((r, k.dim), k.dtype, transforms=matrix), *sums], []
 
 
-def key_operands(k: Form, x: Linear, q: Array, scale: float) -> list[Array]:
+def key_operands(k: Form, x: KernelCodes, q: Array, scale: float) -> list[Array]:
     """Of x [N,C,...] and q f32[N,chunks,r,D]."""
     if x.step is None or x.low is None:
         return [x.codes]
@@ -185,7 +185,7 @@ def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], quer
 # Values
 
 
-def value_operands(x: Linear) -> list[Array]:
+def value_operands(x: KernelCodes) -> list[Array]:
     return [slot_minor(y) for y in (x.codes, x.step, x.low) if y is not None]
 
 

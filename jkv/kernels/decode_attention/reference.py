@@ -10,10 +10,10 @@ from jax import Array
 
 from jkv.arrays.bits import spread, unpack
 from jkv.arrays.partial import Partial, softmax_parts
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 
-def dense(x: Linear, dtype: Any = jnp.float32) -> Array:
+def dense(x: KernelCodes, dtype: Any = jnp.float32) -> Array:
     """f[B,H,C,D]: codes times steps plus lows, or those of the kept channels, computed in `dtype`."""
     if x.kept is not None:
         return jax.vmap(jax.vmap(spread))(x.codes.astype(dtype), x.kept)
@@ -27,7 +27,7 @@ def dense(x: Linear, dtype: Any = jnp.float32) -> Array:
     return codes.astype(dtype) * step + low
 
 
-def attention(q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, scale: float) -> Partial:
+def attention(q: Array, k: KernelCodes, v: KernelCodes, pos: Array, first: Array, last: Array, scale: float) -> Partial:
     """See the package; in q's dtype, float64 where jax allows it."""
     see = (
         (pos[:, :, None] >= 0)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import lengths
 from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, value_side
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 FLOOR = -5e29  # the running maximum before any key: half of what a masked logit is, so that exp() of it is 0
 MASKED = -1e30
@@ -32,7 +32,7 @@ BLOCKS = 8 * 2**20  # bytes of two steps' operands in VMEM; the compiler's own l
 LOG2E = 1.4426950408889634
 
 
-def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
+def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | None:
     """Why these codes have no kernel, or None."""
     if queries > LANES:
         return f"{queries} queries a kv head; {LANES} at most"
@@ -56,8 +56,8 @@ def supports(k: Linear, v: Linear, dim: int, queries: int) -> str | None:
 
 def attention(
     q: Array,
-    k: Linear,
-    v: Linear,
+    k: KernelCodes,
+    v: KernelCodes,
     pos: Array,
     first: Array,
     last: Array,

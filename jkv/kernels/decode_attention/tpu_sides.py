@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 LANES = 128
 HALF = 128  # of a byte: the matrix unit takes signed codes
@@ -94,7 +94,7 @@ def _weights(parts: list[Array]) -> tuple[Array, Array]:
     return jnp.concatenate(rows, 0).astype(jnp.int8), most / (127 * HALF)
 
 
-def key_side(q: Array, k: Linear) -> Side:
+def key_side(q: Array, k: KernelCodes) -> Side:
     """For scaled queries f32[heads,N,D]."""
     if k.kept is not None:
 
@@ -130,7 +130,7 @@ def key_side(q: Array, k: Linear) -> Side:
     return Side(arrays, (None, None, (2, 1), (2, 1), (2, 1)), work)
 
 
-def _keys_by_channel(q: Array, k: Linear) -> Side:
+def _keys_by_channel(q: Array, k: KernelCodes) -> Side:
     """A step per channel and group of tokens: each group has queries of its own, and a tile of 128 takes them all."""
     assert k.step is not None and k.low is not None
     n = q.shape[1]
@@ -216,7 +216,7 @@ def _by_tokens(p: Array, x: Array) -> Array:
     )
 
 
-def value_side(v: Linear, d: int) -> Side:
+def value_side(v: KernelCodes, d: int) -> Side:
     if v.kept is not None:
 
         def mix_some(p: Array, alive: Array, codes: Array, kept: Array) -> Array:

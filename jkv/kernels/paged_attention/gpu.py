@@ -9,18 +9,18 @@ from jax import Array
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import gpu
 from jkv.kernels.paged_attention import refusal, visits
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 
-def supports(k: Linear, v: Linear, dim: int, queries: int, unit: int) -> str | None:
+def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int) -> str | None:
     """Why these codes, or pages of `unit` slots, have no kernel, or None."""
     return gpu.supports(k, v, dim, queries) or refusal(unit, gpu.tile_of(v))
 
 
 def attention(
     q: Array,
-    k: Linear,
-    v: Linear,
+    k: KernelCodes,
+    v: KernelCodes,
     pos: Array,
     first: Array,
     last: Array,

@@ -7,11 +7,19 @@ from jax import Array
 
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import reference
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 
 def attention(
-    q: Array, k: Linear, v: Linear, pos: Array, first: Array, last: Array, scale: float, pages: Array, unit: int
+    q: Array,
+    k: KernelCodes,
+    v: KernelCodes,
+    pos: Array,
+    first: Array,
+    last: Array,
+    scale: float,
+    pages: Array,
+    unit: int,
 ) -> Partial:
     """See the package; in q's dtype, float64 where jax allows it."""
     of_slot = jnp.arange(pos.shape[2], dtype=pages.dtype) // unit

@@ -13,23 +13,23 @@ from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import tpu
 from jkv.kernels.decode_attention.tpu_sides import LANES
 from jkv.kernels.paged_attention import refusal, visits
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 ROWS = 8  # of a block of steps that tokens share
 
 
-def supports(k: Linear, v: Linear, dim: int, queries: int, unit: int) -> str | None:
+def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int) -> str | None:
     """Why these codes, or pages of `unit` slots, have no kernel, or None."""
     return tpu.supports(k, v, dim, queries) or refusal(unit, least_tile(k))
 
 
-def least_tile(k: Linear) -> int:
+def least_tile(k: KernelCodes) -> int:
     """Slots that are read together."""
     span = 1 if k.step is None else k.codes.shape[2] // k.step.shape[2]
     return LANES if span == 1 else max(LANES, ROWS * span)
 
 
-def tile_size(k: Linear, unit: int) -> int:
+def tile_size(k: KernelCodes, unit: int) -> int:
     """The same; of a large page as much as fits a step."""
     tile = least_tile(k)
     while unit % (2 * tile) == 0 and 2 * tile <= tpu.TOGETHER:
@@ -39,8 +39,8 @@ def tile_size(k: Linear, unit: int) -> int:
 
 def attention(
     q: Array,
-    k: Linear,
-    v: Linear,
+    k: KernelCodes,
+    v: KernelCodes,
     pos: Array,
     first: Array,
     last: Array,

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jkv.kernels.decode_attention.check import EXACT, ROUNDING, judged, truth
-from jkv.protocols import Linear
+from jkv.protocols import KernelCodes
 
 NEVER = np.iinfo(np.int32).max
 
@@ -90,7 +90,7 @@ def run(case: Case, kernel: str, attention: Any, seed: int = 0) -> tuple[bool, s
     p = problem(case, seed)
     scale = p.pop("scale")
     part = jax.jit(lambda a: attention(**a, scale=scale))(jax.tree.map(jnp.asarray, p))
-    sides = {name: Linear(codes=p[name]) for name in ("k", "v")}
+    sides = {name: KernelCodes(codes=p[name]) for name in ("k", "v")}
     return judged(truth(p | sides | {"pos": p["pos"][:, None], "scale": scale}, rounding(case, kernel)), part)
 
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from jkv.arrays.bits import at_most, bits_of, fields, floats, pack
 from jkv.arrays.tree import part
-from jkv.protocols import Code, Codec, Linear
+from jkv.protocols import Code, Codec, KernelCodes
 
 
 @part
@@ -83,9 +83,9 @@ class Affine(Codec):
         parts = [y.reshape(-1, tokens, d // shared, shared) for y in parts]
         return [(y * s + b).reshape(n, d) for y, s, b in zip(parts, step, low, strict=True)]
 
-    def linear(self, code: Code) -> Linear:
+    def kernel_codes(self, code: Code) -> KernelCodes:
         packed, step, low = self._stored(code)
-        return Linear(codes=packed, step=step, low=low, bits=self.bits)
+        return KernelCodes(codes=packed, step=step, low=low, bits=self.bits)
 
     def _stored(self, code: Code) -> tuple[Array, Array, Array]:
         packed, step, low = (code.slots, *code.grains) if self.axis == "channel" else code.slots

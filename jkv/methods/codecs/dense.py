@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.protocols import Code, Codec, Linear
+from jkv.protocols import Code, Codec, KernelCodes
 
 
 @part
@@ -23,8 +23,8 @@ class Dense(Codec):
     def decode(self, code: Code) -> Array:
         return code.slots.astype(jnp.float32)
 
-    def linear(self, code: Code) -> Linear:
-        return Linear(codes=code.slots)
+    def kernel_codes(self, code: Code) -> KernelCodes:
+        return KernelCodes(codes=code.slots)
 
     def logits(self, q: Array, tile: Code) -> Array:
         return jnp.einsum("qd,nd->qn", q.astype(tile.slots.dtype), tile.slots, preferred_element_type=jnp.float32)

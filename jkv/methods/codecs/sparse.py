@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.bits import bits_of, floats, spread
 from jkv.arrays.tree import part
-from jkv.protocols import Code, Codec, Linear
+from jkv.protocols import Code, Codec, KernelCodes
 
 
 @part
@@ -52,6 +52,6 @@ class Sparse(Codec):
         values, bitmap = code.slots
         return spread(floats(values, self.dtype).astype(jnp.float32), bitmap)
 
-    def linear(self, code: Code) -> Linear:
+    def kernel_codes(self, code: Code) -> KernelCodes:
         values, bitmap = code.slots
-        return Linear(codes=floats(values, self.dtype), kept=bitmap)
+        return KernelCodes(codes=floats(values, self.dtype), kept=bitmap)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 from rich import box
 from rich.table import Table
 
@@ -19,7 +20,8 @@ from jkv.bench.engines import Jkv
 from jkv.bench.results import SEED
 from jkv.core import loop
 from jkv.core.compiled import PROGRAMS, ahead, compiled, forget
-from jkv.generation.api import generate
+from jkv.generation.api import Generation
+from jkv.generation.asked import asked
 from jkv.generation.prompts import check_length
 from jkv.methods.checks import check_prefill
 from jkv.models import ModelConfig, Params
@@ -36,10 +38,10 @@ def check(specs: Sequence[str], context: int, model: ModelConfig) -> None:
 
 
 def rows(params: Params, specs: Sequence[str], context: int) -> Iterator[dict[str, Any]]:
-    """Of each cache two rows: what `generate` does, and the same with one program for the prompt and one for decoding.
+    """Of each cache two rows: `generate` as it is, and one program for the prompt beside one for decoding.
 
-    first_s: seconds until the first block of tokens is there, nothing being compiled yet; all_s: until the first flush
-    after the prompt is, too.
+    Nothing is compiled at the start. Seconds until the first token (token_s), the first block of tokens (first_s), and
+    the first flush after the prompt (all_s); mib: memory that goes when the programs do.
     """
     ids = np.random.default_rng(SEED).integers(0, params.config.vocab, (1, context))
     kept = jax.config.values["jax_enable_compilation_cache"]
@@ -48,15 +50,19 @@ def rows(params: Params, specs: Sequence[str], context: int) -> Iterator[dict[st
         for spec in specs:
             for how, go in ((LAYERS, by_layers), (ONE, as_one)):
                 forget()
-                first, last = go(params, spec, ids)
+                token, first, last = go(params, spec, ids)
                 programs, maps = len(PROGRAMS), sum(program.maps for program in PROGRAMS.values())
-                yield {"cache": spec, "how": how, "first_s": first, "all_s": last, "programs": programs, "maps": maps}
+                held = psutil.Process().memory_info().rss
+                forget()
+                mib = (held - psutil.Process().memory_info().rss) / 2**20
+                times = {"token_s": token, "first_s": first, "all_s": last}
+                yield {"cache": spec, "how": how, **times, "programs": programs, "maps": maps, "mib": mib}
     finally:
         jax.config.update("jax_enable_compilation_cache", kept)
         forget()
 
 
-def by_layers(params: Params, spec: str, ids: np.ndarray) -> tuple[float, float]:
+def by_layers(params: Params, spec: str, ids: np.ndarray) -> tuple[float, ...]:
     marks: list[float] = []
     start = time.perf_counter()
 
@@ -64,11 +70,16 @@ def by_layers(params: Params, spec: str, ids: np.ndarray) -> tuple[float, float]
         marks.append(time.perf_counter() - start)
         return [False]
 
-    generate(params, spec, ids.tolist(), max_new_tokens=2 * methods.parse(spec).steps, stop_ids=(), until=mark)
-    return marks[0], marks[1]
+    options = asked(params, spec, max_new_tokens=2 * methods.parse(spec).steps, stop_ids=(), until=mark)
+    run = Generation(params, options, ids.tolist(), single=False)
+    run.first()
+    mark()
+    for _ in run.blocks():
+        pass
+    return marks[0], marks[1], marks[2]
 
 
-def as_one(params: Params, spec: str, ids: np.ndarray) -> tuple[float, float]:
+def as_one(params: Params, spec: str, ids: np.ndarray) -> tuple[float, ...]:
     start, new = time.perf_counter(), 2 * methods.parse(spec).steps
     engine = Jkv(params, spec, longest=ids.shape[1] + new)
     cache = engine.empty(ids.shape[1] + new, new)
@@ -78,16 +89,19 @@ def as_one(params: Params, spec: str, ids: np.ndarray) -> tuple[float, float]:
     read = partial(compiled, loop.absorb_own.whole, engine.params, cache, jnp.asarray(ids, jnp.int32))
     cache, logits = read(fresh=True)[0](engine.params, cache, jnp.asarray(ids, jnp.int32))
     state = replace(state, cache=cache, logits=logits)
-    marks = []
+    logits.argmax(-1).tolist()
+    marks = [time.perf_counter() - start]
     for stop in (new // 2, new):
         state = jax.block_until_ready(begun.result()(engine.params, state, engine.sampling, jnp.int32(stop)))
         marks.append(time.perf_counter() - start)
-    return marks[0], marks[1]
+    return tuple(marks)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    out = Table("cache", "compiled", "first block, s", "all, s", "programs", "maps", box=box.MARKDOWN)
+    heads = ("first token, s", "first block, s", "all, s", "programs", "maps", "MiB")
+    out = Table("cache", "compiled", *heads, box=box.MARKDOWN)
     for r in rows:
-        numbers = (f"{r['first_s']:.1f}", f"{r['all_s']:.1f}", f"{r['programs']}", f"{r['maps']:,}")
+        times = (f"{r[name]:.1f}" for name in ("token_s", "first_s", "all_s"))
+        numbers = (*times, f"{r['programs']}", f"{r['maps']:,}", f"{r['mib']:,.0f}")
         out.add_row(r["cache"], r["how"], *numbers)
     return out

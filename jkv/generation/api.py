@@ -144,7 +144,7 @@ def generate(
         compare=compare,
         until=until,
     )
-    run = _Run(params, options, *encode(params, prompt))
+    run = Generation(params, options, *encode(params, prompt))
     for _ in run.blocks():
         pass
     return run.result()
@@ -166,7 +166,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
 
 def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
-    run = _Run(params, given, rows, single)
+    run = Generation(params, given, rows, single)
     text, done = params.tokenizer.stream(), 0
     held = ""
     for tokens in chain([run.first()], run.blocks()):
@@ -210,7 +210,7 @@ def _fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
         check_length(asked.cache, params.config, max(map(len, rows)), asked.new)
 
 
-class _Run:
+class Generation:
     """One generation: prefill at construction, then blocks, then the result."""
 
     def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:

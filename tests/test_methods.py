@@ -149,7 +149,7 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
             kept = queries.newest(n) if n else None
             new = queries.newest(plan.block) if plan.needs.new else None
             asked = Observation(kept=kept, new=new)
-            return flush(layer, layer.recent, asked, counts, plan, MODEL.attending(1), below=(layer,))
+            return flush(layer, layer.recent, asked, counts, plan, MODEL.attending(1), lower=layer)
 
         number = jax.ShapeDtypeStruct((1,), jnp.int32)
         after = jax.eval_shape(flushed, layer, Counts(seen=number, prompt=number, later=number))

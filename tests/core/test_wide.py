@@ -16,7 +16,7 @@ from jkv import models
 from jkv.core import loop
 from jkv.core.attend import attend_window, prompt_kernel
 from jkv.core.blocks import none
-from jkv.core.cache import Cache
+from jkv.core.cache import MERGED, Cache
 from jkv.core.codes import decode
 from jkv.core.mask import causal
 from jkv.core.tiers import kernel_of
@@ -92,8 +92,8 @@ def held(cache: Cache, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     shape = lambda x, *rest: np.broadcast_to(x, (x.shape[0], H, x.shape[2], *rest))  # noqa: E731
     k, v = (np.concatenate([shape(x, x.shape[3]) for x in parts], 2) for parts in (keys, values))
     for tier in (SimpleNamespace(columns={}, pos=places[0]), *layer.tiers):
-        melted = tier.columns.get("melted")
-        counts.append(np.zeros((2, H, tier.pos.shape[2])) if melted is None else np.asarray(melted))
+        merged = tier.columns.get(MERGED)
+        counts.append(np.zeros((2, H, tier.pos.shape[2])) if merged is None else np.asarray(merged))
     return k, v, np.concatenate([shape(x) for x in places], 2), 1 + np.concatenate(counts, 2)
 
 

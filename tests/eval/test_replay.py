@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import cache
 
 import jax
@@ -43,7 +42,7 @@ def same(a: object, b: object) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sharing_changes_no_cache(case: Case):
     asked: list[int] = []
-    config, rows = replace(methods.parse(case.tight), name=""), [row[row >= 0].tolist() for row in PROMPT]
+    config, rows = methods.parse(case.tight), [row[row >= 0].tolist() for row in PROMPT]
     how = {"params": case.params, "config": config, "rows": rows, "room": STEPS, "cost": Cost()}
     shared = Shared(**how, length=PROMPT.shape[1], known=lambda: asked.append(0) or known(case.model))
     same(config.prefill(shared), rig.begun(case.tight, params=case.params))

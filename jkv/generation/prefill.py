@@ -72,6 +72,8 @@ class Prompts:
         params, length = self.reaching, self.padded + self.room
         cache = empty(self.config, params.config, len(self.rows), length, self.room, params.embed.dtype)
         if self.then and self.config.budget.statistic is None and len(params.embed.sharding.device_set) == 1:
+            if self.whole and not self.config.prefill.defers:  # the first token waits for these programs alone
+                self.cost.ahead(absorb_own, params, cache, pad(self.rows, self.padded), fresh=True)
             self.then(params, cache)
         return cache
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import compiled, loop
+from jkv.core import blocks, compiled, loop
 from jkv.core.positions import bucket
 from jkv.generation.prompts import encode
 
@@ -268,9 +268,10 @@ def made(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(
-    ("spec", "beside"), [("h2o(budget=48)", {"going", "steps", "ripe", "settled"}), ("cake(budget=48)", set())]
-)
+READS, DECODES = {"embedded", "attended", "flushed", "said"}, {"going", "steps", "ripe", "settled"}
+
+
+@pytest.mark.parametrize(("spec", "beside"), [("h2o(budget=48)", READS | DECODES), ("cake(budget=48)", set())])
 def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, beside):
     """Once, and where the cache's sizes are known before the prompt is read."""
     options: dict = dict(max_new_tokens=24, stop_ids=(), repetition_penalty=1.1)
@@ -293,6 +294,25 @@ def test_a_kind_of_layer_is_compiled_once(made, spec):
         assert names <= got if layers == 3 else names == got
 
 
+def test_the_programs_of_a_prompt_are_begun_before_those_of_the_loop(monkeypatch):
+    """The first token waits for no others."""
+    begun, begin = [], compiled.ahead
+
+    def ahead(function, *args, **static):
+        begun.append(function)
+        return begin(function, *args, **static)
+
+    monkeypatch.setattr(compiled, "ahead", ahead)
+    params = jkv.models.random(jkv.models.TINY)
+    for spec in ("h2o(budget=48)", "dapq(budget=48)"):
+        begun.clear()
+        jkv.generate(params, spec, PROMPTS[0], max_new_tokens=24, stop_ids=())
+        if spec.startswith("h2o"):
+            assert begun.index(blocks.attended) < begun.index(loop.said) < begun.index(loop.steps)
+        else:  # a prompt that stays uncompressed first has other programs
+            assert blocks.attended not in begun
+
+
 def test_models_that_differ_in_their_tokenizer_share_programs(params, made):
     for first in (True, False):
         made.clear()
@@ -307,7 +327,7 @@ def test_where_kernels_are_native_a_prompt_and_what_follows_are_a_program_each(p
     made.clear()
     monkeypatch.setattr(compiled.kernels, "native", lambda: "gpu")
     assert jkv.generate(params, "h2o(budget=48) | int4", PROMPTS[0], **options).tokens == want
-    assert sorted(made) == [("_run_blocks", False), ("absorb_own", True)]
+    assert sorted(made) == [("_run_blocks", False), ("absorb_own", False)]
 
 
 def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypatch):

@@ -42,13 +42,17 @@ class Held:
 
 
 def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
-    """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow."""
+    """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow.
+
+    But for the steps of its recent window, which are as many as this cache has room for.
+    """
     seen = np.asarray(cache.seen)
     kept = np.asarray(cache.kept(), float) / seen[None, :, None]
     sizes = None
     if config.budget.statistic:  # as its prompt divided it
         sizes = Sizes(layers=tuple(replace(plan.size, beyond=0) for plan in cache.plan))
-    _, made = layout(config.bound(params), cache.model, 1, int(seen.max()), 0, cache.dtype, sizes)
+    config = replace(config.bound(params), block=cache.plan[0].block) if cache.plan else config
+    _, made = layout(config, cache.model, 1, int(seen.max()), 0, cache.dtype, sizes)
     return Held(
         kept=round(float(kept.mean()), 4),
         context=round(float(seen.mean())),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jkv
 from jkv import models
 from jkv.core.cache import Cache, LayerCache
 from jkv.core.loop import step
@@ -48,6 +49,14 @@ def test_perplexity_of_the_full_cache_is_the_models_own(batch):
     np.testing.assert_allclose(found["ppl"], np.exp(by_text.mean()), rtol=2e-5)
     np.testing.assert_allclose(found["nll_se"], by_text.std() / np.sqrt(3), atol=2e-5)
     assert found["kept"] == 1 and found["bytes_full"] == PREFIX * 2 * 2 * 2 * 16 * 4
+
+
+def test_a_window_counts_for_as_many_steps_as_can_follow():
+    """And not for the whole period of a method that cuts what it generates."""
+    config = parse("rpc(window=3, period=1000)")
+    cache, _ = jkv.prefill(PARAMS, config, IDS[:, :PREFIX].tolist(), room=16)
+    found = measure.held(PARAMS, config, cache)
+    assert found.kept == 1 and found.bytes < 1.5 * found.bytes_full
 
 
 def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():

@@ -39,8 +39,9 @@ class Canvas:
         self, x: float, y: float, text: str, size: float = 14, at: str = "start", fill: str = INK, bold: bool = False
     ) -> None:
         style = f'font-size="{size:g}" text-anchor="{at}" fill="{fill}"' + (' font-weight="bold"' if bold else "")
-        halo = ' stroke="#ffffff" stroke-width="3" paint-order="stroke"' if fill == INK else ""
-        self.items.append(f'<text x="{x:g}" y="{y:g}" {style}{halo}>{escape(text, False)}</text>')
+        halo = (' stroke="#ffffff" stroke-width="3"', "") if fill == INK else ("",)  # lines end short of a word
+        for stroke in halo:  # twice: not every viewer knows paint-order
+            self.items.append(f'<text x="{x:g}" y="{y:g}" {style}{stroke}>{escape(text, False)}</text>')
 
     def line(self, *points: Place, stroke: str = SOFT, width: float = 1.5, head: bool = False) -> None:
         path = " ".join(f"{x:g},{y:g}" for x, y in points)

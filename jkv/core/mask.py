@@ -48,7 +48,8 @@ class Mask:
 
 def causal(pos: Array, window: int | None, until: Array | None = None) -> Mask:
     """Queries at i32[B,T] see what is not after them, of the newest `window` positions (None: all)."""
-    first = jnp.zeros_like(pos) if window is None else jnp.maximum(pos - window + 1, 0)
+    # zeros by arithmetic: zeros_like would take over the mesh of pos, which inside a shard_map is another one
+    first = pos & 0 if window is None else jnp.maximum(pos - window + 1, 0)
     return Mask(first=first, last=pos, until=until)
 
 

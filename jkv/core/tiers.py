@@ -260,10 +260,14 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: floa
     what, more = operation(config)
     attention = kernels.implementation(what, name).attention
 
-    def run(q: Array, k: KernelCodes, v: KernelCodes, pos: Array, first: Array, last: Array, *pages: Array) -> Partial:
-        return attention(q, k, v, pos, first, last, scale, *pages, *more)
+    tier, codecs = replace(tier, columns={}, at=None, head=None, summary=None), (config.k, config.v)
 
-    return kernels.over_mesh(run, q, *kernel_codes(tier, config), tier.pos, mask.first, mask.last, *pages)
+    # What kernels read is made of the codes inside: a view of them that crosses a border of a mesh is a copy.
+    def run(q: Array, tier: Tier, codecs: tuple[Codec, Codec], first: Array, last: Array, *pages: Array) -> Partial:
+        k, v = kernel_codes(tier, replace(config, k=codecs[0], v=codecs[1]))
+        return attention(q, k, v, tier.pos, first, last, scale, *pages, *more)
+
+    return kernels.over_mesh(run, q, tier, codecs, mask.first, mask.last, *pages)
 
 
 def picked(q: Array, tier: Tier, config: TierConfig) -> Array:

@@ -83,7 +83,7 @@ def uneven(keys: int, values: int) -> str | None:
 def over_mesh(run: Callable[..., Any], *args: Any) -> Any:
     """run(*args) on every device's own rows and kv heads: the compiler cannot divide a kernel by itself.
 
-    Arrays are [B,H,...] or, for all heads, [B,1,...] and [B,n].
+    Arrays are [B,H,...] or, for all heads, [B,1,...] and [B,n]; of 1 row they are of all.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names):
@@ -91,7 +91,7 @@ def over_mesh(run: Callable[..., Any], *args: Any) -> Any:
     rows, heads = (name if name in mesh.axis_names else None for name in (ROWS, HEADS))
 
     def spec(x: Array) -> PartitionSpec:
-        return PartitionSpec(rows, heads if x.ndim > 2 and x.shape[1] > 1 else None)
+        return PartitionSpec(rows if x.shape[0] > 1 else None, heads if x.ndim > 2 and x.shape[1] > 1 else None)
 
     return jax.shard_map(run, in_specs=jax.tree.map(spec, args), out_specs=spec(args[0]), check_vma=False)(*args)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jkv.generation.api import Result, extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.report import Report
+    from jkv.generation.score import Scored, score
     from jkv.io.load import load
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
@@ -36,7 +37,9 @@ __all__ = [
     "models",
     "parse",
     "prefill",
+    "Scored",
     "save_cache",
+    "score",
     "step",
     "stream",
 ]
@@ -56,6 +59,8 @@ _HOMES = {
     "save_cache": "generation.cache_file",
     "parse": "methods",
     "prefill": "generation.api",
+    "Scored": "generation.score",
+    "score": "generation.score",
     "step": "core.loop",
     "stream": "generation.api",
 }

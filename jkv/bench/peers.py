@@ -25,7 +25,7 @@ from jkv.bench.results import check_path, meta, save, use_cores
 from jkv.core.compiled import forget
 from jkv.eval import corpora
 from jkv.eval.attention import here, marked
-from jkv.eval.measure import Follow, surprise
+from jkv.generation.follow import Follow, surprise
 from jkv.host import console
 from jkv.models import Params
 

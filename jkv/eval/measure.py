@@ -6,20 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.cache import Cache, Decoding, tree_bytes
-from jkv.core.compiled import Cost
-from jkv.core.loop import run_blocks
-from jkv.core.sampling import make as sampling
+from jkv.core.cache import Cache, tree_bytes
 from jkv.eval.attention import mass, paid, sweep, to_spare
 from jkv.eval.replay import Prefills
 from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generation.api import extend, generate, prefill
+from jkv.generation.follow import SLICE, Follow, surprise
 from jkv.generation.prompts import encode
 from jkv.generation.report import divergence, full_bytes
 from jkv.generation.sizes import layout
@@ -27,7 +24,6 @@ from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.protocols import Sizes
 
-SLICE = 64  # tokens whose logits exist at once
 PIECE = 512  # tokens of an endless text that are read together
 
 
@@ -59,44 +55,6 @@ def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
         bytes=tree_bytes(made),
         bytes_full=int(full_bytes(cache) / cache.rows),
     )
-
-
-@dataclass
-class Follow:
-    """Teacher forcing: every token i32[B,N] goes through the cache, its flushes included.
-
-    Iterating gives f32[B,n,V], the logits that each of the next n tokens was predicted with. Afterwards `cache` is
-    the cache after all of them, and `ms` the milliseconds of each step by slice.
-    """
-
-    params: Params
-    cache: Cache
-    logits: Array
-    tokens: np.ndarray
-
-    def __iter__(self) -> Iterator[Array]:
-        self.ms: list[float] = []
-        params, b = replace(self.params, config=self.cache.model), self.tokens.shape[0]
-        cache = jax.tree.map(jnp.copy, self.cache)  # the loop consumes what it is given
-        settings = sampling(b, params.config.vocab, seeds=(0,) * b, stop_ids=())
-        for start in range(0, self.tokens.shape[1], SLICE):
-            part = self.tokens[:, start : start + SLICE].astype(np.int32)
-            n = part.shape[1]
-            forced = jnp.asarray(np.pad(part, ((0, 0), (0, SLICE - n))))
-            state = Decoding.start(cache, self.logits, SLICE, forced=forced, traced=True)
-            cost = Cost()
-            state = cost.run(run_blocks, params, state, settings, jnp.int32(n))
-            self.ms.append(cost.running / n * 1e3)
-            cache, self.logits = state.cache, state.logits
-            assert state.trace is not None
-            yield state.trace[:, :n]
-        self.cache = cache
-
-
-@jax.jit
-def surprise(logits: Array, tokens: Array) -> Array:
-    """Negative log-likelihood in nats, f32[B,n], of tokens i32[B,n] under logits f32[B,n,V]."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
 
 
 def batches(samples: int, most: int) -> Iterator[tuple[list[int], int]]:
@@ -169,7 +127,8 @@ def endless(
 
 
 def _surprise(run: Follow, i: int, logits: Array) -> np.ndarray:
-    return np.asarray(surprise(logits, jnp.asarray(run.tokens[:, i * SLICE : i * SLICE + logits.shape[1]])))
+    start = i * SLICE
+    return np.asarray(surprise(logits, jnp.asarray(run.tokens[:, start : start + logits.shape[1]])))
 
 
 def _ppl(nll: np.ndarray) -> dict[str, float]:

@@ -24,8 +24,9 @@ LONGEST = 1 << 20  # positions of a cache that is not bound to the model's conte
 def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
     """Token ids per row, and whether the prompt was a single row.
 
-    A prompt is a text, a list of texts, chat messages ({"role", "content"}), token ids, or a list of token ids. Raises
-    ValueError for anything else, an empty prompt, ids outside the vocabulary, and text without a tokenizer.
+    A prompt is a text, a list of texts, chat messages ({"role", "content"}; with tools or options of the template, the
+    text of `params.tokenizer.chat`), token ids, or a list of token ids. Raises ValueError for anything else, an empty
+    prompt, ids outside the vocabulary, and text without a tokenizer.
     """
     prompt = _listed("prompt", prompt)
     if len(prompt) == 0 and not isinstance(prompt, str):

@@ -70,22 +70,43 @@ class Tokenizer:
         """A decoder for tokens that arrive one at a time."""
         return Stream(self)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt text for `messages` (each with "role" and "content"); raises ValueError if the template fails."""
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> str:
+        """The prompt text of messages, each with "role" and "content" (or "tool_calls").
+
+        tools: functions that the model may call, as JSON schemas; options: what else the template reads, such as
+        `enable_thinking=False`. Raises ValueError if the template fails, or for what is no message, tool or option.
+        """
         if self.template is None:
             raise ValueError("this model has no chat template; use plain text, or an instruction-tuned model")
         for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            if (
+                not isinstance(message, Mapping)
+                or "role" not in message
+                or not {"content", "tool_calls"} & set(message)
+            ):
                 raise ValueError(f'a chat message is {message!r}; it must be a mapping with "role" and "content"')
+        for tool in tools:
+            if not isinstance(tool, Mapping):
+                raise ValueError(f"a tool is {tool!r}; give its JSON schema, a mapping")
         names = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self._text(self.bos_id),
             "eos_token": self._text(self.eos_ids[0] if self.eos_ids else None),
-            "tools": None,
+            "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
         }
-        return render(self.template, names)
+        fixed = sorted(set(options) & (set(names) - {"documents"}))
+        if fixed:
+            raise ValueError(f"{fixed[0]} is the tokenizer's own; it is no option of a chat template")
+        return render(self.template, names | options)
 
     def _text(self, token: int | None) -> str:
         return "" if token is None else self.core.id_to_token(token) or ""

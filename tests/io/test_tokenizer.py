@@ -83,6 +83,17 @@ def test_chat_gives_the_template_its_names(tokenizer):
     assert named.chat([], add_generation_prompt=False) == "<|im_start|>|<|im_end|>|False|True"
 
 
+def test_tools_and_options_reach_the_template(tokenizer):
+    template = "{% for t in tools %}{{ t.name }}{% endfor %}|{{ enable_thinking }}|{{ messages[0].tool_calls[0].name }}"
+    named = Tokenizer(tokenizer.core, template=template)
+    calls = [{"role": "assistant", "tool_calls": [{"name": "look"}]}]
+    assert named.chat(calls, tools=[{"name": "look"}, {"name": "do"}], enable_thinking=False) == "lookdo|False|look"
+    with pytest.raises(ValueError, match="bos_token is the tokenizer's own"):
+        named.chat(calls, bos_token="x")
+    with pytest.raises(ValueError, match="a tool is 'look'"):
+        named.chat(calls, tools=["look"])
+
+
 def test_template_dialect():
     template = (
         "  {% if true %}\n  x\n  {% endif %}\n{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}"

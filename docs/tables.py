@@ -141,6 +141,14 @@ def beside() -> list[str]:
     ]
 
 
+def draws() -> list[str]:
+    """What drawing a token takes, by words and rows."""
+    rows = results("sampling")
+    sizes = dict.fromkeys((r["vocab"], r["batch"]) for r in rows)
+    ms = {(r["sampling"], r["vocab"], r["batch"]): f"{r['ms']:.2f}" for r in rows}
+    return [line(way, *(ms[way, *size] for size in sizes)) for way in dict.fromkeys(r["sampling"] for r in rows)]
+
+
 def waiting() -> list[str]:
     """How long the compiler keeps a user waiting."""
     return [
@@ -239,6 +247,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     },
     "docs/speed.md": {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,
+        head("sampling, ms", "49,152 words, 1 row", "16 rows", "128,256 words, 1 row", "16 rows"): draws,
         head("cache", "compiled", "first token, s", "first block, s", "all, s", "MiB of programs"): waiting,
     },
     "docs/tpu.md": {

@@ -1,4 +1,4 @@
-"""jkv bench decode, prefill, flush, compile, kernel, growth, compare, batch; jkv recommend; jax only where needed."""
+"""jkv bench decode, prefill, flush, sampling, compile, kernel, growth, compare, batch; jkv recommend. Light."""
 
 from __future__ import annotations
 
@@ -85,6 +85,25 @@ def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
     about = results.meta(name, cores, timed=speed.TIMED[what], dtype=o.dtype, rounds=o.rounds)
     says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
     _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
+
+
+@app.command("sampling")
+@flat
+def drawing(
+    machine: Machine,
+    vocab: Annotated[list[int] | None, typer.Option(min=1, help="Words; repeatable. Default: 49152, 128256.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeatable. Default: 1 and 16.")] = None,
+    rounds: Rounds = 31,
+) -> None:
+    """Milliseconds from logits to a token of each row: greedy, and with the settings that draw."""
+    cores = _start((), machine)
+    from jkv.bench import results
+    from jkv.bench import sampling as alone
+
+    vocabs, batches = vocab or [49152, 128256], batch or [1, 16]
+    says = lambda r: f"{r['sampling']}, {r['vocab']} words, {r['batch']} rows: {r['ms']:.2f} ms"  # noqa: E731
+    found, total = partial(alone.rows, vocabs, batches, rounds), len(vocabs) * len(batches) * len(alone.WAYS)
+    _measure(total, found, says, alone.table, results.meta("random logits", cores, rounds=rounds), machine.out)
 
 
 @app.command("compile")

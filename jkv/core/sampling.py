@@ -15,6 +15,9 @@ from jkv.host.arguments import numbers
 
 _BITS_OF_INF = 0x7F800000  # of all float32 from 0 to inf, the last
 
+# The bits of a distance that fits and of one that does not, and how many tokens are nearer than each: i32[B] each.
+Bounds = tuple[Array, Array, Array, Array]
+
 
 @value
 class Sampling:
@@ -97,13 +100,23 @@ def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array
         p = s.penalty[:, None]
         logits = jnp.where(used, jnp.where(logits > 0, logits / p, logits * p), logits)
     if s.greedy:
-        return logits.argmax(-1).astype(jnp.int32)
+        return largest(logits)
     best, hot = logits.max(-1, keepdims=True), (s.temperature > 0)[:, None]
     behind = jnp.where(logits == best, 0, (best - logits) / jnp.where(hot, s.temperature[:, None], 1))
     keys = jax.vmap(jax.random.fold_in)(s.keys, seen)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     noisy = jnp.where(kept(behind, s.top_k, s.top_p, s.min_p), noise - behind, -jnp.inf)
-    return jnp.where(hot, noisy, logits).argmax(-1).astype(jnp.int32)
+    return largest(jnp.where(hot, noisy, logits))
+
+
+def largest(x: Array) -> Array:
+    """i32[B]: where the first of the largest of x f32[B,V] is; NaN is as large as infinity.
+
+    Two reductions: XLA for CPUs runs argmax, and what is fused into it, number by number. The barrier keeps each of the
+    two from computing x for itself.
+    """
+    x, n = jax.lax.optimization_barrier(jnp.where(jnp.isnan(x), jnp.inf, x)), x.shape[1]
+    return jnp.where(x == x.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32)[None], n).min(-1)
 
 
 def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
@@ -120,21 +133,28 @@ def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     limit = jnp.where(top_p < 1, top_p * weight.sum(-1), jnp.inf)
     off = (top_k >= behind.shape[1]) & (top_p >= 1)
 
-    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
+    def halve(bounds: Bounds) -> Bounds:
+        low, high, before, until = bounds
         middle = low + (high - low) // 2
         better = behind < _distance(middle)
-        fits = (better.sum(-1) < top_k) & (jnp.where(better, weight, 0).sum(-1) < limit)
-        going = high - low > 1
-        return jnp.where(going & fits, middle, low), jnp.where(going & ~fits, middle, high)
+        count = better.sum(-1)
+        fits = (count < top_k) & (jnp.where(better, weight, 0).sum(-1) < limit)
+        up, down = apart(bounds) & fits, apart(bounds) & ~fits
+        low, before = jnp.where(up, middle, low), jnp.where(up, count, before)
+        return low, jnp.where(down, middle, high), before, jnp.where(down, count, until)
 
-    def going(bounds: tuple[Array, Array]) -> Array:
-        return (bounds[1] - bounds[0] > 1).any()
+    # The farthest that fits, of all float32: their bits are in their order, so 31 turns find it without sorting, and
+    # fewer do where one token is left between the bounds.
+    farthest, none = jnp.full_like(top_k, _BITS_OF_INF), jnp.zeros_like(top_k)
+    start = jnp.where(off, farthest, 0), farthest + 1, none, none + behind.shape[1]
+    _, beyond, *_ = jax.lax.while_loop(lambda bounds: apart(bounds).any(), halve, start)
+    return (behind <= _distance(beyond - 1)) & (weight >= min_p[:, None]) & (behind < jnp.inf)
 
-    # The farthest that fits, of all float32: their bits are in their order, so 31 turns find it without sorting.
-    farthest = jnp.full_like(top_k, _BITS_OF_INF)
-    reach, _ = jax.lax.while_loop(going, halve, (jnp.where(off, farthest, 0), farthest + 1))
-    return (behind <= _distance(reach)) & (weight >= min_p[:, None]) & (behind < jnp.inf)
+
+def apart(bounds: Bounds) -> Array:
+    """bool[B]: whether there are distances to choose from between bounds that have not the same tokens but one."""
+    low, high, before, until = bounds
+    return (high - low > 1) & (until - before > 1)
 
 
 def _distance(bits: Array) -> Array:

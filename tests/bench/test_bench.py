@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jkv import models
-from jkv.bench import compare, engines, growth, kernel, measure, recommend, results, shapes, speed
+from jkv.bench import compare, engines, growth, kernel, measure, recommend, results, sampling, shapes, speed
 from jkv.cli import bench as cli
 from jkv.cli.app import app
 from jkv.core.cache import tree_bytes
@@ -214,6 +214,15 @@ def test_prefill_and_flush(what, tmp_path):
     assert result.exit_code == 0, result.output
     row = json.loads((tmp_path / "x.json").read_text())["rows"][0]
     assert row["what"] == what and row["ms"] > 0 and ("ms_per_token" in row) == (what == "flush")
+
+
+def test_sampling_writes_a_row_for_each_way(tmp_path):
+    sizes = ("--vocab", 11, "--batch", 1, "--batch", 3, "--rounds", 1)
+    result = call("bench", "sampling", *sizes, "--json", tmp_path / "x.json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [(r["batch"], r["sampling"]) for r in rows] == [(b, way) for b in (1, 3) for way in sampling.WAYS]
+    assert all(r["ms"] > 0 for r in rows) and "temperature 0.7" in result.stdout
 
 
 def test_growth_draws_and_writes(tmp_path):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jkv import models
     from jkv.core.cache import Cache
-    from jkv.core.loop import step
     from jkv.generation.api import Result, extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.report import Report
+    from jkv.generation.steps import branch, step
     from jkv.io.load import load
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
@@ -29,6 +29,7 @@ __all__ = [
     "Report",
     "Result",
     "TierSpec",
+    "branch",
     "extend",
     "generate",
     "load",
@@ -49,6 +50,7 @@ _HOMES = {
     "Report": "generation.report",
     "Result": "generation.api",
     "TierSpec": "methods.config",
+    "branch": "generation.steps",
     "extend": "generation.api",
     "generate": "generation.api",
     "load": "io.load",
@@ -56,7 +58,7 @@ _HOMES = {
     "save_cache": "generation.cache_file",
     "parse": "methods",
     "prefill": "generation.api",
-    "step": "core.loop",
+    "step": "generation.steps",
     "stream": "generation.api",
 }
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jkv import models
     from jkv.core.cache import Cache
-    from jkv.core.loop import step
     from jkv.generation.api import Result, extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.report import Report
     from jkv.generation.score import Scored, score
+    from jkv.generation.steps import branch, step
     from jkv.io.load import load
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
@@ -30,6 +30,7 @@ __all__ = [
     "Report",
     "Result",
     "TierSpec",
+    "branch",
     "extend",
     "generate",
     "load",
@@ -52,6 +53,7 @@ _HOMES = {
     "Report": "generation.report",
     "Result": "generation.api",
     "TierSpec": "methods.config",
+    "branch": "generation.steps",
     "extend": "generation.api",
     "generate": "generation.api",
     "load": "io.load",
@@ -61,7 +63,7 @@ _HOMES = {
     "prefill": "generation.api",
     "Scored": "generation.score",
     "score": "generation.score",
-    "step": "core.loop",
+    "step": "generation.steps",
     "stream": "generation.api",
 }
 

@@ -131,7 +131,7 @@ def read_prompt(text: str | None, file: str | None) -> str:
     return prompt
 
 
-def _open(model: str, cache: str, dtype: str, text: str, chat: bool | None) -> tuple[Params, Any]:
+def _open(model: str, cache: str, dtype: str | None, text: str, chat: bool | None) -> tuple[Params, Any]:
     """The model, and the text as its prompt. What is wrong with the cache is said before anything is loaded."""
     from jkv.io import load as loading
     from jkv.methods import parse
@@ -173,7 +173,7 @@ def generate(
     compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
     chat: Chat = None,
     file: File = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Generate text to stdout as it comes, then the cache's receipt to stderr."""
@@ -271,7 +271,7 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot the kept tokens: out.png, .svg, .pdf")] = None,
     chunk: Chunk = None,
     chat: Chat = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """The contents of a cache after a prompt: tokens, positions and bytes of each layer."""

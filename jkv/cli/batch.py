@@ -42,7 +42,7 @@ def batch(
         int, typer.Option(min=1, help="Largest max_new_tokens of a row, if the cache has no limit of its own.")
     ] = MOST_NEW,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     hosts: Annotated[
         str | None,
         typer.Option(help="One process of several: auto, as jax finds them; or ADDRESS:PORT,i,n for process i of n."),
@@ -84,7 +84,7 @@ def start(
     cache: str,
     mesh: str | None,
     settings: Settings,
-    dtype: str,
+    dtype: str | None,
     hosts: str | None,
     stopped: Callable[[], bool],
     tell: Tell,

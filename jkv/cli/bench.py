@@ -1,4 +1,4 @@
-"""jkv bench decode, prefill, flush, sampling, compile, kernel, growth, compare, batch; jkv recommend. Light."""
+"""jkv bench decode, prefill, flush, sampling, compile, kernel, hardware, growth, compare, batch; jkv recommend."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def flush(o: Timed = Timed(rounds=15)) -> None:
 
 def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
     specs, contexts = o.cache or (SHARED if vs == "kvpress" else CACHES), o.context or CONTEXTS
-    cores = _start(specs, o, o.dtype, vs)
+    cores, dtype = _start(specs, o, o.dtype, vs)
     from jkv import models
     from jkv.bench import results, speed
 
-    name, source = _subject(o, vs)
+    name, source = _subject(o, dtype, vs)
     beside = [vs] if vs and vs not in PEERS else []
     speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
 
     def found() -> Iterator[Row]:
-        params = models.build(source.config, source.tensors, o.dtype)
-        peer = speed.peer_of(vs, params, source, cores, o.dtype)
+        params = models.build(source.config, source.tensors, dtype)
+        peer = speed.peer_of(vs, params, source, cores, dtype)
         return speed.rows(what, params, specs, contexts, batch=o.batch, steps=steps, rounds=o.rounds, peer=peer)
 
-    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=o.dtype, rounds=o.rounds)
+    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=o.rounds)
     says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
     _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
 
@@ -116,16 +116,16 @@ def compiling(
 ) -> None:
     """Seconds until the first tokens, nothing being compiled yet: layer by layer, and as one program."""
     specs = cache or CACHES
-    cores = _start(specs, machine, weights.dtype)
+    cores, dtype = _start(specs, machine, weights.dtype)
     from jkv import models
     from jkv.bench import compile as waiting
     from jkv.bench import results
 
-    name, source = _subject(weights)
+    name, source = _subject(weights, dtype)
     waiting.check(specs, context, models.read_config(source.config))
-    load = partial(models.build, source.config, source.tensors, weights.dtype)
+    load = partial(models.build, source.config, source.tensors, dtype)
     says = lambda r: f"{r['cache']}, {r['how']}: {r['first_s']:.1f} s"  # noqa: E731
-    about = results.meta(name, cores, dtype=weights.dtype, context=context)
+    about = results.meta(name, cores, dtype=dtype, context=context)
     _measure(2 * len(specs), lambda: waiting.rows(load(), specs, context), says, waiting.table, about, machine.out)
 
 
@@ -147,11 +147,11 @@ def kernel(
         list[str] | None, typer.Option(help="On a GPU: sdpa (torch's), cudnn (jax's own call); repeatable.")
     ] = None,
     rounds: Rounds = 15,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
 ) -> None:
     """Milliseconds of one new token's attention over one layer's codes, checked first, beside dense attention."""
     specs, contexts, versus = cache or CODES, context or CONTEXTS, vs or []
-    cores = _start(specs, machine, dtype)
+    cores, dtype = _start(specs, machine, dtype)
     from jkv import kernels as own
     from jkv import models
     from jkv.bench import kernel as alone
@@ -169,6 +169,34 @@ def kernel(
 
 @app.command()
 @flat
+def hardware(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where hardware.json and hardware.html go.")],
+    dtype: Dtype = None,
+) -> None:
+    """All that a device is asked once, in 20 minutes: checks of its kernels, memory, attention, decoding of 8B.
+
+    Both files have every row as soon as it is measured. The exit code is 1 if anything is wrong or failed.
+    """
+    cores = use_cores(None)
+    from jkv.bench import hardware as asking
+    from jkv.bench import results
+    from jkv.io.load import dtype_of
+
+    floats = dtype_of(dtype)
+    for name in (asking.FILE, asking.PAGE):
+        results.check_path(out / name)
+    size = asking.size_of(floats)
+    record = asking.Record(out, results.meta(size.shape, cores, dtype=floats, size=vars(size)))
+    asking.measured(size, floats, record, lambda text: print(text, file=sys.stderr, flush=True))
+    if record.problem:
+        raise OSError(record.problem)
+    print(f"{len(record.rows)} rows: {out / asking.FILE} and {out / asking.PAGE}")
+    if not asking.right(record.rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+@flat
 def growth(
     weights: Subject,
     machine: Machine,
@@ -182,7 +210,7 @@ def growth(
 ) -> None:
     """Milliseconds a token and bytes while tokens are generated, all of them really."""
     specs = cache or ["streaming(budget=256)"]
-    cores = _start(specs, machine, weights.dtype)
+    cores, dtype = _start(specs, machine, weights.dtype)
     from jkv import models
     from jkv.bench import growth as growing
     from jkv.bench import results
@@ -191,11 +219,11 @@ def growth(
     if plot is not None:
         inspect.check_path(plot)
     at = _numbers(marks) if marks is not None else growing.doubling(tokens, over)
-    name, source = _subject(weights)
+    name, source = _subject(weights, dtype)
     growing.check(specs, at, over, models.read_config(source.config))
-    load = partial(models.build, source.config, source.tensors, weights.dtype)
+    load = partial(models.build, source.config, source.tensors, dtype)
     says = lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms"  # noqa: E731
-    about = results.meta(name, cores, dtype=weights.dtype, over=over)
+    about = results.meta(name, cores, dtype=dtype, over=over)
     found = lambda: growing.rows(load(), specs, at, over)  # noqa: E731
     rows = _measure(len(specs) * len(at), found, says, growing.table, about, machine.out)
     if plot is not None:
@@ -216,7 +244,7 @@ def compare(
     rounds: Rounds = 5,
 ) -> None:
     """The full cache beside transformers on the same float32 weights, in turns, and the floor of this machine."""
-    cores = _start((), machine, vs="transformers")
+    cores, _ = _start((), machine, vs="transformers")
     from jkv import models
     from jkv.bench import compare as comparing
     from jkv.bench import results
@@ -246,7 +274,7 @@ def batch(
     at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows of a batch in jkv.")] = 32,
 ) -> None:
     """jkv batch on ragged prompts beside a loop of transformers.generate with its best batch size."""
-    cores = _start((cache,), machine, vs="transformers")
+    cores, _ = _start((cache,), machine, vs="transformers")
     from jkv import models
     from jkv.bench import batch as many
     from jkv.bench import compare as comparing
@@ -284,20 +312,25 @@ def recommend(
 # ----------------------------------------------------------------------------------------- what the commands share
 
 
-def _start(specs: Iterable[str], machine: Machine, dtype: str = "float32", vs: str | None = None) -> int:
-    """Refuses what cannot work, cheapest first, and takes the cores; how many they are. Raises ValueError, OSError."""
+def _start(
+    specs: Iterable[str], machine: Machine, dtype: str | None = "float32", vs: str | None = None
+) -> tuple[int, str]:
+    """Refuses what cannot work, cheapest first, and takes the cores: how many they are, and the type of weights.
+
+    Raises ValueError, OSError.
+    """
     cores = use_cores(machine.threads)  # before jax starts a thread for every core it may use
     from jkv import methods
     from jkv.bench import results
-    from jkv.io.load import check_dtype
+    from jkv.io.load import dtype_of
 
     for spec in specs:
         methods.parse(spec)
-    check_dtype(dtype)
+    dtype = dtype_of(dtype)
     if vs is not None:
         _check_peer(vs, specs)
     results.check_path(machine.out)
-    return cores
+    return cores, dtype
 
 
 def _check_peer(vs: str, specs: Iterable[str]) -> None:
@@ -326,10 +359,10 @@ def _check_peer(vs: str, specs: Iterable[str]) -> None:
             shared(str(methods.parse(spec)), 1)
 
 
-def _subject(o: Subject, vs: str | None = None) -> tuple[str, Source]:
+def _subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
     from jkv.bench.shapes import subject
 
-    return subject(o.model, o.shape, o.random_weights, 4 if o.dtype == "float32" else 2, 1 + (vs in PEERS))
+    return subject(o.model, o.shape, o.random_weights, 4 if dtype == "float32" else 2, 1 + (vs in PEERS))
 
 
 def _numbers(text: str) -> list[int]:

@@ -16,7 +16,9 @@ import typer
 
 MODEL = "smollm2-135m"  # where none is named
 Model = Annotated[str, typer.Option(help="A known name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")]
-Dtype = Annotated[str, typer.Option(help="Type of weights and exact tokens: float32, bfloat16 or float16.")]
+FLOATS = "Type of weights and exact tokens: float32, bfloat16 or float16."
+Floats = Annotated[str, typer.Option("--dtype", help=FLOATS)]
+Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: float32 on a CPU, else bfloat16.")]
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:
@@ -70,7 +72,7 @@ class Measured:
     out: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")
     ] = None
-    dtype: Dtype = "float32"
+    dtype: Dtype = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class Subject:
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")
     ] = False
-    dtype: Dtype = "float32"
+    dtype: Dtype = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jkv.cli.options import MODEL, Dtype, Model, flat
+from jkv.cli.options import MODEL, Floats, Model, flat
 from jkv.host.extras import install
 
 train = typer.Typer(
@@ -55,7 +55,7 @@ class Run:
     check: Annotated[int, typer.Option(min=0, help="Held-out texts to measure the result on; 0: none.")] = 4
     seed: Annotated[int, typer.Option(help="Seed of the weights, the texts and their order.")] = 0
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in FOLDER.")] = False
-    dtype: Dtype = "float32"
+    dtype: Floats = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         texts: Annotated[int, typer.Option(help="Number of texts.")] = most,
         length: Annotated[int, typer.Option(help="Tokens of a text.")] = long,
         seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
-        dtype: Dtype = "float32",
+        dtype: Floats = "float32",
     ) -> None:
         from jkv.host import console
         from jkv.io import learned

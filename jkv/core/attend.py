@@ -24,7 +24,7 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:
     return Partial(acc=acc, m=m, l=l)
 
 
-def prompt_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> str:
+def prompt_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> kernels.Choice:
     """Which implementation attends a prompt's tokens, for keys of that dtype, of `dim` channels and `groups` queries
     each, and values of `width` channels."""
 
@@ -41,7 +41,7 @@ def attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: f
     no query of a tile sees are not computed.
     """
     t, s = q.shape[3], k.shape[2]
-    if t > FEW and (name := prompt_kernel(kind, k.dtype, q.shape[4], v.shape[3], q.shape[2])) != "xla":
+    if t > FEW and (name := prompt_kernel(kind, k.dtype, q.shape[4], v.shape[3], q.shape[2]).name) != "xla":
         attention = kernels.implementation("prefill_attention", name).attention
 
         def run(q: Array, k: Array, v: Array, *masks: Array) -> Partial:

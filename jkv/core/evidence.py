@@ -282,9 +282,10 @@ def evidence(
 
 def sums_kernel(kind: str, dtype: Any, queries: Queries) -> str:
     """Which implementation sums columns of a window: the platform's, where it takes them and there are enough."""
-    if (name := kernels.wanted(kind)) == "xla":
-        return name
-    own, (_, _, groups, n, dim) = kernels.implementation("column_sums", name), queries.q.shape
+    name, (_, _, groups, n, dim) = kernels.wanted(kind), queries.q.shape
+    if name == "xla" or (kind == "auto" and kernels.unready("column_sums", name)):
+        return "xla"
+    own = kernels.implementation("column_sums", name)
     return "xla" if n < own.PART or own.supports(dtype, dim, groups) else name
 
 

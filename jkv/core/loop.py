@@ -311,9 +311,19 @@ def seated(state: Decoding, rows: Cache, logits: Array, used: Array | None, slot
     return replace(state, cache=cache, logits=logits, used=used)
 
 
-@jax.jit
+@program(arguments=(None, ANY, None), results=(ANY, None))
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
+    return _stepped(params, cache, token)
+
+
+@program(arguments=(None, ANY, None), results=(ANY, None), donate_argnames=("cache",))
+def step_own(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
+    """`step` for a cache that nobody needs any more: the new one takes its memory."""
+    return _stepped(params, cache, token)
+
+
+def _stepped(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     due = cache.fill >= cache.room
     cache = settle(cache)
     cache = replace(cache, states=entered(params, cache.states, due))

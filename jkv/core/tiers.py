@@ -117,7 +117,7 @@ def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
     return ("decode_attention", ()) if config.select is None else ("paged_attention", (config.select.unit,))
 
 
-def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
+def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels.Choice:
     """Which implementation reads the tier, or the pages that its selector picks, for so many queries a kv head."""
     name, more = operation(config)
 
@@ -136,18 +136,18 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
     return kernels.choose(name, config.kernels, refusal)
 
 
-def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
+def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels.Choice:
     """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
-    name = kernel_of(tier, config, dim, queries)
-    if name != "xla" or config.select is None:
-        return name
+    choice = kernel_of(tier, config, dim, queries)
+    if choice.name != "xla" or config.select is None:
+        return choice
 
     def copied(q: Array, tier: Tier) -> Tier:
         return gathered(picked(q, tier, config), tier, tier.pos, config)[0]
 
     q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
-    name = kernel_of(jax.eval_shape(copied, q, tier), replace(config, select=None), dim, queries)
-    return name if name == "xla" else f"{name} after a gather"
+    after = kernel_of(jax.eval_shape(copied, q, tier), replace(config, select=None), dim, queries)
+    return after if after.name == "xla" else replace(choice, name=f"{after.name} after a gather")
 
 
 def write(x: Array, index: Array, new: Array, tier: Tier, config: TierConfig) -> Array:
@@ -254,7 +254,7 @@ def _attend_own(
 
 def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: float, *pages: Array) -> Partial | None:
     """By the platform's kernel, or None where it has none."""
-    name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3])
+    name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3]).name
     if name == "xla":
         return None
     what, more = operation(config)

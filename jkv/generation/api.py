@@ -28,6 +28,7 @@ from jkv.generation.report import (
     fidelity,
     kept_tokens,
     kernels_of,
+    kernels_off,
     prefill_kernel_of,
     roomy_bytes,
 )
@@ -326,6 +327,7 @@ class Generation:
             compile_s=self.prefill_cost.compiling + self.cost.compiling,
             kernels=kernels_of(state.cache),
             prefill_kernel=prefill_kernel_of(state.cache),
+            kernels_off=kernels_off(state.cache),
             kl=kl,
             divergence=divergence,
         )

@@ -14,6 +14,7 @@ import numpy as np
 from jkv.core.cache import Cache, Counts
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import layout
+from jkv.generation.steps import check_there
 from jkv.host.results import versions
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
@@ -37,6 +38,7 @@ def weights(plan: Any) -> str:
 
 def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
+    check_there(cache)
     leaves = jax.tree_util.tree_leaves_with_path(_arrays(cache))
     meta = {
         "model": fingerprint(params),

@@ -17,6 +17,7 @@ from jkv.core.positions import bucket, pad
 from jkv.generation.draft import greedy
 from jkv.generation.prompts import check_length, check_total, reaching
 from jkv.generation.sizes import empty, sized
+from jkv.generation.steps import check_there
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -140,6 +141,7 @@ def prefilled(
 
 def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tuple[Cache, Array, Cost]:
     """The cache after more text in every row, with room for `new` tokens after it; as `prefilled` otherwise."""
+    check_there(cache)
     if len(rows) != cache.rows:
         raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
     longest = int(cache.seen.max()) + max(map(len, rows)) + new

@@ -16,6 +16,7 @@ from jkv.core.attend import prompt_kernel
 from jkv.core.cache import Cache, tree_bytes
 from jkv.core.tiers import reader_of
 from jkv.generation.sizes import layout
+from jkv.kernels import Choice
 from jkv.methods import parse
 
 
@@ -27,9 +28,9 @@ class Report:
     `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
     changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
     decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them.
-    tokens_kept: per layer and head, mean over rows. kl: mean KL(full || compressed) in nats over the generated
-    tokens; divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None
-    if not asked for.
+    tokens_kept: per layer and head, mean over rows; kernels_off: why kernels of the platform do not run. kl: mean
+    KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full cache
+    would have chosen otherwise (-1: none); both None if not asked for.
     """
 
     config: str
@@ -52,6 +53,7 @@ class Report:
     compile_s: float
     kernels: str
     prefill_kernel: str
+    kernels_off: str = ""
     kl: float | None = None
     divergence: int | None = None
 
@@ -86,6 +88,8 @@ class Report:
             f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
             "while decoding, beside the weights",
         ]
+        if self.kernels_off:
+            lines.append(f"kernels off  {self.kernels_off}")
         if self.bytes_states:
             lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
         if self.kl is not None:
@@ -121,19 +125,33 @@ def kept_tokens(cache: Cache) -> list[list[float]]:
 
 def kernels_of(cache: Cache) -> str:
     """What reads the tiers in a decode step: "xla", or how many layers each kernel serves."""
-    groups, dim = cache.model.groups, cache.model.head_dim
-    count = Counter(
-        reader_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
-        for layer, plan in zip(cache.layers, cache.plan, strict=True)
-        for tier, config in zip(layer.tiers, plan.tiers, strict=True)
-    )
+    count = Counter(choice.name for choice in _readers(cache))
     return next(iter(count), "xla") if len(count) < 2 else ", ".join(f"{name} {n}" for name, n in count.items())
 
 
 def prefill_kernel_of(cache: Cache) -> str:
     """What attends a prompt's tokens to each other, and sums its columns; tiers that are there are read by xla."""
+    return _prompt_reader(cache).name
+
+
+def kernels_off(cache: Cache) -> str:
+    """Why kernels of the platform do not run, each reason once; "" where they all do, or there are none."""
+    return "; ".join(dict.fromkeys(x.why for x in (_prompt_reader(cache), *_readers(cache)) if x.why))
+
+
+def _readers(cache: Cache) -> list[Choice]:
+    """Of each tier of each layer."""
+    groups, dim = cache.model.groups, cache.model.head_dim
+    return [
+        reader_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
+        for layer, plan in zip(cache.layers, cache.plan, strict=True)
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True)
+    ]
+
+
+def _prompt_reader(cache: Cache) -> Choice:
     if not cache.plan:
-        return "xla"
+        return Choice("xla")
     m = cache.model
     return prompt_kernel(cache.plan[0].kernels, cache.dtype, m.head_dim, m.value_dim, m.groups)
 

@@ -22,15 +22,30 @@ HUB = "hub:"  # before what is a repository whatever lies here
 _REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?")
 
 
+def dtype_of(dtype: str | None) -> str:
+    """The type of weights that is asked for; None: what this process's devices are made for.
+
+    >>> dtype_of("float16"), dtype_of(None) in ("float32", "bfloat16")
+    ('float16', True)
+    """
+    if dtype is not None:
+        check_dtype(dtype)
+        return dtype
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def check_dtype(dtype: str) -> None:
     """Raise ValueError for a type that weights cannot have."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
-def load(what: str | Path, dtype: str = "float32", mesh: str | Mesh | None = None) -> Params:
+def load(what: str | Path, dtype: str | None = None, mesh: str | Mesh | None = None) -> Params:
     """The model `what` names, its weights as `dtype` and its tokenizer with it.
 
+    dtype: float32, bfloat16 or float16; None: float32 on a CPU, else bfloat16, which kernels read in half the time.
     mesh: devices that share the weights, such as "data=4,model=2"; each gets its part from the host, and no more.
 
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
@@ -39,7 +54,7 @@ def load(what: str | Path, dtype: str = "float32", mesh: str | Mesh | None = Non
 
     Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
     """
-    check_dtype(dtype)
+    dtype = dtype_of(dtype)
     import jax.numpy as jnp
 
     from jkv.core import sharding

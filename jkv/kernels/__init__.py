@@ -1,13 +1,15 @@
 """Hand-written kernels: one package an operation, one module a platform, and which of them runs.
 
 kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of `jkv.core.tiers`
-("xla") where not; what it took is logged once and stands in the report. "tpu" or "gpu" means that one or an error.
+("xla") where not; what it took, and why, is logged once and stands in the report. "tpu" or "gpu" means that one or an
+error.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -20,6 +22,14 @@ from jax.sharding import PartitionSpec
 ROWS, HEADS, CONTEXT = "data", "model", "context"  # axes of a mesh: rows, kv heads, slots of tiers
 SLOTS = 128  # of a tier, that the kernels read together
 KERNELS = ("auto", "xla", "tpu", "gpu")
+# Versions of jax for which a GPU kernel's compiled loop is known, in tests/kernels/golden_gpu.json: Mosaic GPU may
+# change from one to the next. Others are for whoever asks for kernels="gpu".
+PROVEN = {
+    "decode_attention": ("0.10", "0.11"),
+    "paged_attention": ("0.10", "0.11"),
+    "prefill_attention": ("0.10",),
+    "column_sums": ("0.10",),
+}
 log = logging.getLogger("jkv")
 
 
@@ -55,20 +65,49 @@ def implementation(operation: str, name: str) -> ModuleType:
     return import_module(f"jkv.kernels.{operation}.{name}")
 
 
-def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | None]) -> str:
-    """The implementation that runs; `refusal` asks a module why it cannot. ValueError if it is the one asked for.
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that runs, and why the platform's own does not, if it does not."""
 
-    >>> choose("decode_attention", "xla", lambda module: None)
+    name: str
+    why: str = ""
+
+
+def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | None]) -> Choice:
+    """The implementation that runs; `refusal` asks a module what it does not take. ValueError if that one is asked for.
+
+    >>> choose("decode_attention", "xla", lambda module: None).name
     'xla'
     """
     name = wanted(kernels)
-    why = None if name == "xla" else refusal(implementation(operation, name))
-    if why is None:
-        return name
+    if name == "xla":
+        return Choice(name)
     if kernels != "auto":
+        if (why := refusal(implementation(operation, name))) is None:
+            return Choice(name)
         raise ValueError(f"kernels={kernels!r}: the {name} kernel of {operation} does not take {why}; use 'auto'")
-    _say(f"{operation} runs on xla: the {name} kernel does not take {why}")
-    return "xla"
+    if (why := unready(operation, name)) is None:
+        if (taken := refusal(implementation(operation, name))) is None:
+            return Choice(name)
+        why = f"does not take {taken}"
+    choice = Choice("xla", f"{operation} runs on xla: the {name} kernel {why}")
+    _say(choice.why)
+    return choice
+
+
+def unready(operation: str, name: str) -> str | None:
+    """Why no kernel of an operation runs in this process whatever it reads, or None.
+
+    >>> unready("decode_attention", "tpu")
+    """
+    version = ".".join(jax.__version__.split(".")[:2])
+    if name == "gpu" and version not in (proven := PROVEN[operation]):
+        return f"is not known to compile well under jax {version}, as it is under {', '.join(proven)}"
+    try:
+        implementation(operation, name)
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return None
 
 
 def uneven(keys: int, values: int) -> str | None:

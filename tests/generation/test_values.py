@@ -26,10 +26,10 @@ def params():
 
 
 def steps(params, cache, token, n):
-    """n greedy tokens, one step at a time."""
-    out = []
+    """n greedy tokens, one step at a time; the given cache stays."""
+    out, one = [], jkv.branch
     for _ in range(n):
-        cache, logits = jkv.step(params, cache, token)
+        (cache, logits), one = one(params, cache, token), jkv.step
         token = logits.argmax(-1).astype(jnp.int32)
         out.append(np.asarray(token))
     return cache, np.stack(out, 1)

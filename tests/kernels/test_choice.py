@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,14 +16,19 @@ import pytest
 import jkv
 from jkv import kernels, methods, models
 from jkv.generation import sizes
-from jkv.generation.report import kernels_of
+from jkv.generation.report import kernels_of, kernels_off
+from jkv.io.load import dtype_of
 
 PARAMS = models.random(dict(models.TINY, hidden_size=256))
 
 
-def made(text: str, kind: str) -> str:
+def empty(text: str, kind: str):
     config = replace(methods.parse(text), kernels=kind)
-    return kernels_of(sizes.empty(config, PARAMS.config, 1, 256, 16, jnp.float32))
+    return sizes.empty(config, PARAMS.config, 1, 256, 16, jnp.float32)
+
+
+def made(text: str, kind: str) -> str:
+    return kernels_of(empty(text, kind))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +69,59 @@ def test_kernels_of_another_machine_are_refused_before_anything_runs():
         jkv.prefill(PARAMS, config, [[1, 2, 3]])
     with pytest.raises(ValueError, match="one of auto, xla, tpu, gpu"):
         jkv.prefill(PARAMS, replace(config, kernels="cuda"), [[1, 2, 3]])
+
+
+def test_what_cannot_be_imported_runs_on_xla_and_the_receipt_says_why(monkeypatch):
+    def absent(operation: str, name: str):
+        raise ModuleNotFoundError("No module named 'absl'")
+
+    monkeypatch.setattr(kernels, "native", lambda: "gpu")
+    monkeypatch.setattr(kernels, "implementation", absent)
+    out = jkv.generate(PARAMS, "h2o(budget=64) | int8", np.ones((1, 100), int), max_new_tokens=2)
+    why = "decode_attention runs on xla: the gpu kernel cannot be imported: No module named 'absl'"
+    assert out.report.kernels == out.report.prefill_kernel == "xla"
+    assert why in out.report.kernels_off and f"; {why}" in str(out.report)
+    with pytest.raises(ModuleNotFoundError, match="absl"):
+        made("int8", "gpu")
+
+
+def test_versions_of_jax_without_golden_rows_run_on_xla(monkeypatch):
+    """Which they are: those whose compiled loops every row of the operation is known for."""
+    golden = json.loads((Path(__file__).parent / "golden_gpu.json").read_text())
+    words = {"prefill_attention": "prompt", "column_sums": "columns", "paged_attention": "pages"}
+    every = set().union(*golden.values())
+    for operation, proven in kernels.PROVEN.items():
+        if (word := words.get(operation)) is None:
+            rows = {x for x in every if not any(y in x for y in words.values()) and "D=256" not in x}
+        else:
+            rows = {x for x in every if word in x}
+        assert proven == tuple(version for version in golden if rows <= set(golden[version])), operation
+    monkeypatch.setattr(kernels, "native", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version__", "0.12.3")
+    assert made("int8", "auto") == "xla"
+    assert "not known to compile well under jax 0.12, as it is under 0.10, 0.11" in kernels_off(empty("int8", "auto"))
+
+
+def test_floats_that_keep_kernels_off_are_named(monkeypatch):
+    monkeypatch.setattr(kernels, "native", lambda: "gpu")
+    off = kernels_off(empty("full", "auto"))
+    assert "decode_attention runs on xla: the gpu kernel does not take keys with float32 floats; bfloat16" in off
+    assert "prefill_attention runs on xla: the gpu kernel does not take keys in float32; bfloat16 or float16" in off
+
+
+def test_a_cuda_that_miscompiles_causal_masks_keeps_the_prompts_kernels_off(monkeypatch):
+    gpu = pytest.importorskip("jkv.kernels.prefill_attention.gpu")
+    for version, good in ((12070, True), (12080, False), (12090, False), (12091, True), (13000, True)):
+        monkeypatch.setattr(gpu, "cuda_versions", SimpleNamespace(cuda_runtime_get_version=lambda v=version: v))
+        assert (gpu.supports(jnp.bfloat16, 128, 4) is None) == good
+    monkeypatch.setattr(gpu.cuda_versions, "cuda_runtime_get_version", lambda: 12090)
+    assert "CUDA 12.9.0, which miscompiles" in kernels.implementation("column_sums", "gpu").supports(jnp.float16, 64, 1)
+
+
+def test_weights_are_what_the_platform_is_made_for(monkeypatch):
+    for backend, dtype in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
+        monkeypatch.setattr(jax, "default_backend", lambda x=backend: x)
+        assert dtype_of(None) == dtype and dtype_of("float16") == "float16"
 
 
 def test_the_receipt_says_which():

@@ -111,8 +111,8 @@ def test_spans_are_the_tiles_that_are_seen():
 
 
 def test_which_one_runs():
-    assert attend.prompt_kernel("tpu", jnp.bfloat16, 128, 128, 8) == "tpu"
-    assert attend.prompt_kernel("xla", jnp.float16, 512, 512, 8) == "xla"
+    assert attend.prompt_kernel("tpu", jnp.bfloat16, 128, 128, 8).name == "tpu"
+    assert attend.prompt_kernel("xla", jnp.float16, 512, 512, 8).name == "xla"
     for dtype, dim, groups, why in (
         (jnp.float16, 64, 1, "keys in float16; bfloat16 or float32"),
         (jnp.bfloat16, 100, 1, "head_dim=100; multiples of 8 up to 256"),
@@ -126,5 +126,5 @@ def test_an_automatic_choice_falls_back_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "native", lambda: "tpu")
     kernels._say.cache_clear()
     with caplog.at_level("INFO", "jkv"):
-        assert attend.prompt_kernel("auto", jnp.bfloat16, 512, 512, 1) == "xla"
+        assert attend.prompt_kernel("auto", jnp.bfloat16, 512, 512, 1).name == "xla"
     assert "prefill_attention runs on xla: the tpu kernel does not take head_dim=512" in caplog.text

@@ -1,7 +1,8 @@
 """Does a kernel compute what it should, here? `python -m jkv.kernels.decode_attention.check` on the accelerator.
 
-Every form of codes, at the lengths where kernels break, with NaN in all dead slots, against float64 in numpy. The bound
-is what rounding explains: six standard deviations of independent errors in the products' operands.
+Every form of codes, at the lengths where kernels break, with NaN in all dead slots, against float64 in numpy; then
+every form at 131,072 slots, where rings of tiles wrap and programs come in several waves. The bound is what rounding
+explains: six standard deviations of independent errors in the products' operands. A second run must give the same bits.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +23,9 @@ import numpy as np
 from jkv.protocols import KernelCodes
 
 SIGMAS = 6.0
-SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16}  # steps and lows
+SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16, "xla": ml_dtypes.bfloat16}  # steps and lows
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+LONG = 2**17  # slots
 EXACT = 2.0**-18  # operands that need no rounding: what accumulation in float32 leaves, which tensor cores truncate
 
 
@@ -57,6 +60,7 @@ class Case:
     new: int = 1  # query tokens
     slots: int = 1024
     lengths: tuple[int, ...] = (1024, 700)  # one for each head: slots up to there are live, but for holes
+    rows: int = 1  # of the batch: each has the lengths of the one before, turned by one head
     shared: bool = False  # one `pos` for all heads
     window: int = 0  # positions that a query sees; 0: all up to its own
     page: int = 0  # slots of a page, of which each head picks some; 0: all are read
@@ -66,19 +70,30 @@ class Case:
         return (
             f"K {self.k} V {self.v} {some}"
             + " shared" * self.shared
+            + f" B={self.rows}" * (self.rows > 1)
             + "".join(f" {name}={x}" for name in ("window", "page") if (x := getattr(self, name)))
         )
 
 
+def forms() -> list[tuple[Side, Side]]:
+    coded = [Side(bits=8), Side(bits=4), Side(bits=4, groups=4), Side(bits=2), Side(bits=2, groups=2)]
+    some = [(x, x) for x in [Side(bits=0), Side(bits=0, floats="float16"), *coded]]
+    some += [(Side(bits=bits, grain=grain), Side(bits=bits, groups=2)) for bits, grain in ((2, 32), (4, 64), (8, 128))]
+    return [*some, (Side(bits=4, grain=256), Side(bits=8)), (Side(bits=0), Side(bits=4)), (Side(bits=2), Side(bits=0))]
+
+
+def long(slots: int = LONG) -> Iterator[Case]:
+    """Every form in two rows of many slots, and pages of one."""
+    for k, v in forms():
+        yield Case(k=k, v=v, slots=slots, lengths=(slots, slots * 2 // 3), rows=2)
+    yield Case(k=Side(bits=4), v=Side(bits=4), slots=slots, lengths=(slots, slots // 2), page=128, rows=2)
+
+
 def cases(slots: int = 1024) -> Iterator[Case]:
     """Every form; then every edge on one form."""
-    coded = [Side(bits=8), Side(bits=4), Side(bits=4, groups=4), Side(bits=2), Side(bits=2, groups=2)]
-    forms = [(x, x) for x in [Side(bits=0), Side(bits=0, floats="float16"), *coded]]
-    forms += [(Side(bits=bits, grain=grain), Side(bits=bits, groups=2)) for bits, grain in ((2, 32), (4, 64), (8, 128))]
-    forms += [(Side(bits=4, grain=256), Side(bits=8)), (Side(bits=0), Side(bits=4)), (Side(bits=2), Side(bits=0))]
     ragged = (slots, slots * 2 // 3)
     for dim in (64, 128):
-        for k, v in forms:
+        for k, v in forms():
             yield Case(k=k, v=v, dim=dim, slots=slots, lengths=ragged)
     wide = [(x, x) for x in (Side(bits=0), Side(bits=8), Side(bits=4), Side(bits=2, groups=8))]
     for k, v in [*wide, (Side(bits=2, grain=32), Side(bits=2, groups=8))]:
@@ -90,6 +105,8 @@ def cases(slots: int = 1024) -> Iterator[Case]:
     yield replace(base, k=Side(bits=2, grain=32), v=Side(bits=2, groups=4), group=5, new=4, lengths=ragged)
     yield replace(base, lengths=ragged, window=100, new=4)
     yield replace(base, lengths=(slots // 2,), shared=True)
+    yield replace(base, lengths=ragged, rows=2)
+    yield replace(base, lengths=(slots // 2,), shared=True, rows=2, new=2, window=200)
     yield replace(base, k=Side(bits=0), v=Side(bits=0), lengths=(0, 129))
     for size in ((15, 15), (-20, -20), (-20, 15)):  # what float16 would not hold
         yield replace(base, k=Side(bits=2, grain=32, size=size), v=Side(bits=2, groups=2, size=size), lengths=ragged)
@@ -106,12 +123,13 @@ def paged(base: Case) -> Iterator[Case]:
     yield replace(base, page=16, lengths=(0, slots, slots * 2 // 3, 1, 129))
     yield replace(base, page=slots // 2, dim=64, new=2, window=slots // 2, lengths=(slots, slots // 2))
     yield replace(base, page=128, k=floats, v=floats, lengths=(slots,), shared=True)
+    yield replace(base, page=128, lengths=(slots, slots * 2 // 3), rows=2)
     yield replace(base, page=16, k=some, v=some, group=8, lengths=(slots, slots * 2 // 3))
     yield replace(base, page=64, k=Side(bits=2, grain=32), v=Side(bits=2, groups=4), group=1, lengths=(slots, 300))
 
 
 def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> KernelCodes:
-    """Random codes of numpy [1,H,C,...], dead bool[1,H,C] slots poisoned."""
+    """Random codes of numpy [B,H,C,...], dead bool[B,H,C] slots poisoned."""
     b, h, c = dead.shape
     if not side.bits:
         normal = rng.normal(size=(b, h, c, side.kept or dim))
@@ -135,26 +153,27 @@ def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> KernelCodes
 def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
     """The arguments of a kernel, in numpy."""
     rng = np.random.default_rng(seed)
-    h, c = len(case.lengths), case.slots
+    b, h, c = case.rows, len(case.lengths), case.slots
     grain = max(case.k.grain, case.v.grain)
-    live = np.arange(c) < np.array(case.lengths)[:, None]
-    hole = rng.random((h, c // grain)) < 0.1
-    hole[:, -1] = False  # the last slot stays, so that a length is what it says
-    for head, length in enumerate(case.lengths):
-        hole[head, max(0, length - 1) // grain] = False
-    live &= ~np.repeat(hole, grain, 1)
-    place = np.stack([rng.permutation(c) for _ in range(h)])  # slots have no order
-    pos = np.where(live, place, -1).astype(np.int32)[None]
+    lengths = np.stack([np.roll(case.lengths, i) for i in range(b)])
+    live = np.arange(c) < lengths[..., None]
+    hole = rng.random((b, h, c // grain)) < 0.1
+    hole[..., -1] = False  # the last slot stays, so that a length is what it says
+    for at, length in np.ndenumerate(lengths):
+        hole[(*at, max(0, length - 1) // grain)] = False
+    live &= ~np.repeat(hole, grain, 2)
+    place = np.stack([rng.permutation(c) for _ in range(b * h)]).reshape(b, h, c)  # slots have no order
+    pos = np.where(live, place, -1).astype(np.int32)
     heads = 2 if case.shared else h
     pages = picks(rng, case, heads) if case.page else {}
     dead = unread(pos, **pages)
-    dead = np.broadcast_to(dead, (1, heads, c))
+    dead = np.broadcast_to(dead, (b, heads, c))
     t = case.new
-    last = np.sort(rng.integers(c // 2, c, (1, t)), 1).astype(np.int32)
+    last = np.sort(rng.integers(c // 2, c, (b, t)), 1).astype(np.int32)
     first = last - case.window + 1 if case.window else np.full_like(last, -3)  # the dead have -1
     scales = SCALES[kernel]
     return dict(
-        q=rng.normal(size=(1, heads, case.group, t, case.dim)).astype(ml_dtypes.bfloat16),
+        q=rng.normal(size=(b, heads, case.group, t, case.dim)).astype(ml_dtypes.bfloat16),
         k=codes(rng, case.k, dead, case.dim, scales),
         v=codes(rng, case.v, dead, case.dim, scales),
         pos=pos,
@@ -168,7 +187,7 @@ def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
 def picks(rng: Any, case: Case, heads: int) -> dict[str, Any]:
     """Half of all pages for each head, in no order, and as many that are none."""
     count = case.slots // case.page
-    pages = np.stack([rng.permutation(count) for _ in range(heads)])[None]
+    pages = np.stack([rng.permutation(count) for _ in range(case.rows * heads)]).reshape(case.rows, heads, count)
     pages = np.where(np.arange(count) < count // 2, pages, -1).astype(np.int32)
     return dict(pages=rng.permuted(pages, axis=2), unit=case.page)
 
@@ -234,6 +253,8 @@ def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -
 
 def rounding(case: Case, kernel: str) -> tuple[float, float]:
     """Of the operands of K @ q and of V @ p."""
+    if kernel == "xla":  # the reference, in float32
+        return EXACT, EXACT
     if kernel == "tpu":  # two bytes an operand beside codes, bfloat16 beside floats
         keys, values = (ROUNDING["float16" if x.bits else "bfloat16"] for x in (case.k, case.v))
         return keys, values
@@ -260,45 +281,72 @@ def judged(t: dict[str, np.ndarray], part: Any) -> tuple[bool, str]:
     return good, text + ("" if silent else "; a query that sees nothing is not m = -inf, l = 0, acc = 0")
 
 
-def run(case: Case, kernel: str, attention: Any, seed: int = 0, options: Any = None) -> tuple[bool, str]:
-    """Of a random problem; options: the compiler's."""
+def twice(run: Callable[[], Any]) -> tuple[Any, str]:
+    """What a run gives, and what is wrong if a second one gives other bits, or ""."""
+    out = run()
+    one, two = ([np.asarray(x).tobytes() for x in jax.tree.leaves(found)] for found in (out, run()))
+    return out, "" if one == two else "; a second run gives other bits"
+
+
+def run(
+    case: Case, kernel: str, attention: Any, seed: int = 0, options: Any = None, again: bool = False
+) -> tuple[bool, str]:
+    """Of a random problem; options: the compiler's; again: a second run must give the same bits."""
     p = problem(case, kernel, seed)
     static = {name: p[name] for name in ("scale", "unit") if name in p}
     arrays = jax.tree.map(jnp.asarray, {name: x for name, x in p.items() if name not in static})
-    part = jax.jit(lambda a: attention(**a, **static), compiler_options=options)(arrays)
-    return verdict(case, p, part, kernel)
+    program = jax.jit(lambda a: attention(**a, **static), compiler_options=options)
+    part, other = twice(lambda: program(arrays)) if again else (program(arrays), "")
+    good, text = verdict(case, p, part, kernel)
+    return good and not other, text + other
 
 
 def module_of(case: Case, kernel: str) -> Any:
     return importlib.import_module(f"jkv.kernels.{'paged' if case.page else 'decode'}_attention.{kernel}")
 
 
+def verdicts(kernel: str, every: Iterable[Case], seed: int = 0, plain: bool = False) -> Iterator[tuple[str, str]]:
+    """Of each case "ok", "WRONG" or "refused", and a line about it; kernel "xla": of the reference in float32."""
+    for case in every:
+        if kernel == "xla":
+            oracle = module_of(case, "reference").attention
+            attention, why = (lambda q, o=oracle, **kw: o(q.astype(jnp.float32), **kw)), None
+        else:
+            module, p = module_of(case, kernel), problem(case, kernel, seed)
+            attention = (lambda m=module, **kw: m.attention(**kw, plain=True)) if plain else module.attention
+            why = module.supports(p["k"], p["v"], case.dim, case.group * case.new, *([case.page] if case.page else []))
+        good, text = (False, why) if why is not None else run(case, kernel, attention, seed, again=True)
+        yield judgement(good, why), f"{case}: {text}"
+
+
+def judgement(good: bool, why: str | None) -> str:
+    return "refused" if why is not None else "ok" if good else "WRONG"
+
+
+def told(kernel: str, found: Iterable[tuple[str, str]]) -> int:
+    """Print verdicts as they come; the exit code."""
+    print(f"{kernel} kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    count = Counter[str]()
+    for word, text in found:
+        count[word] += 1
+        print(f"{word:8} {text}", flush=True)
+    print(f"{count['ok']} right, {count['WRONG']} wrong, {count['refused']} refused")
+    return 1 if count["WRONG"] or not count["ok"] else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jkv.kernels.decode_attention.check", description=__doc__)
     parser.add_argument("--kernel", choices=("gpu", "tpu"), default=jax.default_backend())
     parser.add_argument("--slots", type=int, default=1024, help="capacity, a multiple of 1024")
+    parser.add_argument("--long", type=int, default=LONG, help="capacity of two rows of every form; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plain", action="store_true", help="gpu: unpack without PTX, to find where an error is")
     args = parser.parse_args()
-    if args.kernel not in SCALES:
+    if args.kernel not in ("gpu", "tpu"):
         print(f"no kernel runs on {args.kernel}; --kernel gpu or tpu, where there is one")
         return 2
-    print(f"{args.kernel} kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
-    bad = refused = total = 0
-    for case in cases(args.slots):
-        p = problem(case, args.kernel, args.seed)
-        module = module_of(case, args.kernel)
-        attention = (lambda m=module, **kw: m.attention(**kw, plain=True)) if args.plain else module.attention
-        reason = module.supports(p["k"], p["v"], case.dim, case.group * case.new, *([case.page] if case.page else []))
-        if reason is not None:
-            refused += 1
-            print(f"refused  {case}: {reason}")
-            continue
-        good, text = run(case, args.kernel, attention, args.seed)
-        total, bad = total + 1, bad + (not good)
-        print(f"{'ok      ' if good else 'WRONG   '} {case}: {text}", flush=True)
-    print(f"{total - bad} right, {bad} wrong, {refused} refused")
-    return 1 if bad or not total else 0
+    every = [*cases(args.slots), *(long(args.long) if args.long else [])]
+    return told(args.kernel, verdicts(args.kernel, every, args.seed, args.plain))
 
 
 if __name__ == "__main__":

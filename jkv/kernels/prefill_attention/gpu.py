@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax._src.lib import cuda_versions  # None without a CUDA plugin
 
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, i32, operand, plgpu, rows
@@ -22,13 +23,19 @@ QUERIES, KEYS = 64, 64  # of a tile
 STAGES = 2  # tiles of keys under way
 UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
 LOG2E = math.log2(math.e)
+MISCOMPILED = range(12080, 12091)  # 12.8.0 to 12.9.0: their ptxas breaks causal masks, as jax's attention_mgpu.py says
 
 
 def supports(dtype: Any, dim: int, groups: int) -> str | None:
     """Why these floats have no kernel, or None; any number of groups will do."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"keys in {jnp.dtype(dtype)}; bfloat16 or float16"
-    return f"head_dim={dim}; 64, 128 and 256 are" if dim not in (64, 128, 256) else None
+    if dim not in (64, 128, 256):
+        return f"head_dim={dim}; 64, 128 and 256 are"
+    cuda = 0 if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+    if cuda in MISCOMPILED:
+        return f"CUDA {cuda // 1000}.{cuda % 1000 // 10}.{cuda % 10}, which miscompiles causal masks; 12.9.1 does not"
+    return None
 
 
 def attention(

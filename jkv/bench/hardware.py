@@ -1,0 +1,263 @@
+"""What a device is asked once: are its kernels right, how fast is its memory, and what do caches cost there."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from jkv import kernels, models
+from jkv.bench import kernel, shapes, speed
+from jkv.bench.measure import arithmetic, copy_rate, read_rate
+from jkv.host.results import overwrite, write
+from jkv.io.source import Source
+from jkv.kernels.column_sums import check as columns
+from jkv.kernels.decode_attention import check as attention
+from jkv.kernels.prefill_attention import check as prompts
+
+Row = dict[str, Any]
+CODES = ("full", "int8", "int4", "int4(group=32)", "int2", "kivi(bits=2)")
+CACHES = (
+    "full",
+    "int8",
+    "int4",
+    "kivi(bits=2)",
+    "snapkv(budget=1024) | int4",
+    "h2o(budget=1024)",
+    "streaming(budget=1024)",
+    "quest(pages=64)",
+)
+PARTS = ("checks", "memory", "kernels", "decode")  # in this order
+FILE, PAGE = "hardware.json", "hardware.html"
+STYLE = (
+    ":root{color-scheme:light dark}"
+    "body{margin:2em auto;max-width:72em;padding:0 1em;font:15px/1.5 system-ui,sans-serif}"
+    "table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}"
+    "td,th{padding:.2em .8em;border-bottom:1px solid #8886;text-align:right}"
+    "td:first-child,th:first-child{text-align:left}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is measured. shape: of a public model, and its layers, 0: all; slots, long, tokens: of the checks, of
+    which every n-th is run; codes, contexts, batch: of the kernels' table; caches, context, steps: of decoding;
+    minutes: after so many no further row is begun."""
+
+    shape: str
+    layers: int = 0
+    every: int = 1
+    slots: int = 1024
+    long: int = attention.LONG
+    tokens: int = 1000
+    codes: tuple[str, ...] = CODES
+    contexts: tuple[int, ...] = (8192, 131072)
+    batch: int = 8
+    caches: tuple[str, ...] = CACHES
+    context: int = 16384
+    steps: int = 64
+    rounds: int = 5
+    minutes: float = 18.0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Of the model."""
+        config = shapes.SHAPES[self.shape]
+        return config | ({"num_hidden_layers": self.layers} if self.layers else {})
+
+
+SMALL = Size(
+    shape="smollm2-135m",
+    layers=2,
+    every=9,
+    slots=512,
+    long=0,
+    tokens=100,
+    codes=("int8", "kivi(bits=2)"),
+    contexts=(512,),
+    batch=1,
+    caches=("full", "int8", "snapkv(budget=64) | int4", "quest(pages=4)"),
+    context=256,
+    steps=16,
+    rounds=1,
+)
+
+
+def size_of(dtype: str) -> Size:
+    """The size for this device: an 8B shape if its weights fit, else a smaller one; SMALL on a CPU."""
+    if jax.default_backend() == "cpu":
+        return SMALL
+    for size in (Size(shape=x) for x in ("llama-3.1-8b", "llama-3.2-1b")):
+        with suppress(ValueError):
+            source(size, dtype)
+            return size
+    return Size(shape="smollm2-135m", context=4096)
+
+
+def source(size: Size, dtype: str) -> Source:
+    """Random weights, drawn when they are read; ValueError if they do not fit."""
+    return shapes.noise(size.config, 4 if dtype == "float32" else 2, 1)
+
+
+class Record:
+    """What was measured, in FILE and PAGE of a folder after every row: what stops a run leaves all before it.
+
+    Where the disk is full, the run goes on, and `problem` says so; the next row writes all of them.
+    """
+
+    def __init__(self, folder: Path, about: Row) -> None:
+        self.folder, self.about, self.rows, self.problem = folder, about, list[Row](), ""
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.save()
+
+    def save(self) -> None:
+        try:
+            write(self.folder / FILE, self.about, self.rows)
+            overwrite(self.folder / PAGE, page(self.about, self.rows))
+            self.problem = ""
+        except OSError as error:
+            self.problem = str(error)
+
+
+def measured(size: Size, dtype: str, record: Record, say: Callable[[str], None]) -> None:
+    """All parts, row by row; one that fails, or has no time left, is a row that says so, and the next one begins."""
+    end = time.monotonic() + 60 * size.minutes
+
+    def add(part: str, row: Row) -> None:
+        record.add({"part": part, **row})
+        say(f"{part}: {told(row)}")
+
+    for part, rows in zip(PARTS, (checks, rates, table, decoding), strict=True):
+        found = rows(size, dtype)
+        try:
+            while (left := time.monotonic() < end) and (row := next(found, None)) is not None:
+                add(part, row)
+            if not left:
+                add(part, {"failed": f"no further row was begun: {size.minutes:g} minutes were over"})
+        except Exception as error:  # of whatever a new device or its compiler may raise
+            add(part, {"failed": f"{type(error).__name__}: {error}"})
+
+
+def checks(size: Size, dtype: str) -> Iterator[Row]:
+    """Of each operation, how many cases are right, and those that are not."""
+    name = kernels.native()
+    cases = [*attention.cases(size.slots), *(attention.long(size.long) if size.long else [])]
+    asked: dict[str, Iterable[tuple[str, str]]] = {
+        "decode_attention": attention.verdicts(name, cases[:: size.every]),
+        "prefill_attention": prompts.verdicts(name, [*prompts.cases(size.tokens)][:: size.every]),
+        "column_sums": columns.verdicts(name, [*prompts.cases(size.tokens)][:: size.every]),
+    }
+    for operation, found in asked.items():
+        all_ = list(found)
+        count = Counter(word for word, _ in all_)
+        wrong = [text for word, text in all_ if word == "WRONG"]
+        yield {
+            "operation": operation,
+            "kernel": name,
+            **{x: count[x] for x in ("ok", "WRONG", "refused")},
+            "wrong": wrong,
+        }
+
+
+def rates(size: Size, dtype: str) -> Iterator[Row]:
+    """Bytes a second of a copy and of a product with a vector, operations a second of a float32 product."""
+    yield {"copy_bytes_per_s": copy_rate(), "read_bytes_per_s": read_rate(), "float32_ops_per_s": arithmetic()}
+
+
+def table(size: Size, dtype: str) -> Iterator[Row]:
+    """Attention alone, over the codes of a layer: the rows of `jkv bench kernel`."""
+    model = models.read_config(size.config)
+    names = list(dict.fromkeys(["xla", kernels.native()]))
+    for context in size.contexts:
+        for code in size.codes:
+            try:
+                yield from kernel.rows(
+                    [code], names, (), model, [context], batch=size.batch, dtype=dtype, rounds=size.rounds
+                )
+            except (ValueError, RuntimeError) as error:
+                yield {"cache": code, "context": context, "failed": str(error)}
+
+
+def decoding(size: Size, dtype: str) -> Iterator[Row]:
+    """Decoding of the whole model, with random weights: the rows of `jkv bench decode`."""
+    weights = source(size, dtype)
+    params = models.build(weights.config, weights.tensors, dtype)
+    for cache in size.caches:
+        try:
+            yield from speed.rows("decode", params, [cache], [size.context], steps=size.steps, rounds=size.rounds)
+        except (ValueError, RuntimeError) as error:
+            yield {"cache": cache, "context": size.context, "failed": str(error)}
+
+
+def told(row: Row) -> str:
+    """A row in a line.
+
+    >>> told({"cache": "int8", "context": 512, "ms": 1.5}), told({"copy_bytes_per_s": 2e9}), told({"failed": "no room"})
+    ('int8 at 512: 1.500 ms', '2.0 GB/s', 'no room')
+    """
+    if "failed" in row:
+        return str(row["failed"])
+    if "ms" in row:
+        by = f"{row['implementation']}, " if "implementation" in row else ""
+        return f"{by}{row['cache']} at {row['context']}: {row['ms']:.3f} ms"
+    if "operation" in row:
+        return f"{row['operation']}: {row['ok']} right, {row['WRONG']} wrong, {row['refused']} refused"
+    return f"{row['copy_bytes_per_s'] / 1e9:,.1f} GB/s"
+
+
+def right(rows: Sequence[Row]) -> bool:
+    """Whether nothing is wrong or failed, and something was measured."""
+    return bool(rows) and not any(r.get("WRONG") or "failed" in r for r in rows)
+
+
+def page(about: Row, rows: Sequence[Row]) -> str:
+    """One HTML page of its own, which asks no network for anything."""
+    device = html.escape(f"{about['machine']['device']}: jkv bench hardware")
+    of = {part: [r for r in rows if r["part"] == part] for part in PARTS}
+    told_ = [
+        f"<p>{html.escape(', '.join(f'{k} {v}' for k, v in about['versions'].items()))}, {about['date']}</p>",
+        "<h2>Checks against float64</h2>", _cells(_checked(of["checks"])),
+        "<h2>Memory and arithmetic</h2>", _cells(_rated(of["memory"])),
+        "<h2>Attention over one layer's codes</h2>", _cells(kernel.table([r for r in of["kernels"] if "ms" in r])),
+        f"<h2>Decoding: {html.escape(about['model'])}, random weights</h2>",
+        _cells(speed.table("decode", [r for r in of["decode"] if "ms" in r])),
+        *(f"<p>{html.escape(r['part'])}: {html.escape(r.get('cache', ''))} {html.escape(r['failed'])}</p>"
+          for r in rows if "failed" in r),
+    ]  # fmt: skip
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{device}</title><style>{STYLE}</style>'
+    return f"{head}<h1>{device}</h1>{''.join(told_)}</html>\n"
+
+
+def _checked(rows: Sequence[Row]) -> Table:
+    out = Table("operation", "kernel", "right", "wrong", "refused", "which")
+    for r in rows:
+        if "operation" in r:
+            out.add_row(*(str(r[x]) for x in ("operation", "kernel", "ok", "WRONG", "refused")), "; ".join(r["wrong"]))
+    return out
+
+
+def _rated(rows: Sequence[Row]) -> Table:
+    out = Table("copy, GB/s", "read, GB/s", "float32, TFLOP/s")
+    for r in rows:
+        if "copy_bytes_per_s" in r:
+            found = r["copy_bytes_per_s"] / 1e9, r["read_bytes_per_s"] / 1e9, r["float32_ops_per_s"] / 1e12
+            out.add_row(*(f"{x:,.2f}" for x in found))
+    return out
+
+
+def _cells(table: Table) -> str:
+    """A table of the terminal as one of HTML."""
+    heads = "".join(f"<th>{html.escape(str(c.header))}</th>" for c in table.columns)
+    lines = zip(*([html.escape(str(x)) for x in c.cells] for c in table.columns), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{x}</td>' for x in line)}</tr>" for line in lines)
+    return f"<table><tr>{heads}</tr>{body}</table>"

@@ -1,0 +1,68 @@
+"""One token at a time: `step` takes the given cache's memory, `branch` leaves it as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from jkv import kernels
+from jkv.core import loop
+from jkv.core.cache import Cache
+from jkv.core.compiled import compiled
+from jkv.models import Params
+
+
+def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
+    """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next.
+
+    The given cache's memory is used for the new one, so that no tier is copied; `branch` keeps the given one. Raises
+    ValueError for a cache that has been given away.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> cache, logits = jkv.prefill(params, "int8", [[5, 6, 7]])
+    >>> cache, logits = step(params, cache, logits.argmax(-1).astype("int32"))
+    >>> cache.seen.tolist(), logits.shape
+    ([4], (1, 100))
+    """
+    check_there(cache)
+    small = jax.tree.map(jnp.copy, (cache.counts, cache.fill))  # other caches may share them
+    return _run(loop.step_own, params, replace(cache, counts=small[0], fill=small[1]), token)
+
+
+def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
+    """`step` of a copy: the given cache stays as it was, so that other tokens can be tried after it.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> cache, logits = jkv.prefill(params, "int8", [[5, 6, 7]])
+    >>> tried = [branch(params, cache, jkv.generation.steps.jnp.array([token]))[0] for token in (1, 2)]
+    >>> [x.seen.tolist() for x in (cache, *tried)]
+    [[3], [4], [4]]
+    """
+    check_there(cache)
+    return _run(loop.step, params, cache, token)
+
+
+def check_there(cache: Cache) -> None:
+    """Raise ValueError for a cache whose memory a step has taken."""
+    if any(not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(cache)):
+        raise ValueError(
+            "this cache was given to jkv.step, which uses its memory for the next one: go on with the cache that step "
+            "returned, or call jkv.branch where the given one is still needed"
+        )
+
+
+def _run(function: Any, params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
+    """Where kernels run, with the layouts that they like, or each call would turn every tier there and back."""
+    first = jax.tree.leaves(cache)[0]
+    alone = not isinstance(first, Tracer) and len(first.sharding.device_set) == 1
+    if kernels.native() == "xla" or not alone:
+        return function(params, cache, token)
+    token = jnp.asarray(token, jnp.int32)
+    return compiled(function, params, cache, token)[0](params, cache, token)

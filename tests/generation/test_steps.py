@@ -1,0 +1,73 @@
+"""One token at a time: the given cache's memory is used again, or the cache stays as it was."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.core import loop
+from jkv.core.compiled import compiled
+
+PARAMS = jkv.models.random(jkv.models.TINY, 0, jnp.float32)
+PROMPT = [[(7 * i) % 97 for i in range(60)], [(11 * i) % 89 for i in range(45)]]
+TOKEN = jnp.array([3, 4], jnp.int32)
+TEXT = "snapkv(budget=384, window=8) | int4"  # tiers that are larger than anything else
+
+
+@pytest.fixture(scope="module")
+def cache() -> jkv.Cache:
+    return jkv.prefill(PARAMS, TEXT, PROMPT, room=430)[0]
+
+
+def test_a_step_copies_no_tier(cache):
+    """Every array of the cache lies where the given one lay, and no instruction but a flush's makes a tier anew."""
+    program, _ = compiled(loop.step_own, PARAMS, cache, TOKEN)
+    memory, text = program.program.memory_analysis(), program.program.as_text()
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+    tier = cache.layers[0].tiers[0]
+    sizes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((tier.k, tier.v))}
+    copies = [x for x in text.splitlines() if (m := re.search(r"= \w+\[([\d,]+)\]\S* copy\(", x)) and m[1] in sizes]
+    assert not copies
+    kept = compiled(loop.step, PARAMS, cache, TOKEN)[0].program.memory_analysis()
+    assert kept.alias_size_in_bytes == 0  # or the above would say nothing
+
+
+@pytest.mark.parametrize("text", [TEXT, "h2o(budget=40)", "streaming(budget=40)", "kivi(recent=0, group=8)", "full"])
+def test_a_step_says_what_a_branch_says(text: str):
+    """Over a flush; a cache that came of the given one, and shares arrays with it, does not take it along."""
+    cache, logits = jkv.prefill(PARAMS, text, PROMPT)
+    before = jax.tree.map(np.asarray, cache)
+    own, _ = jkv.extend(PARAMS, cache, [[1, 2], [3, 4]])
+    kept = own
+    for _ in range(20):
+        token = logits.argmax(-1).astype(jnp.int32)
+        kept, want = jkv.branch(PARAMS, kept, token)
+        own, logits = jkv.step(PARAMS, own, token)
+        np.testing.assert_array_equal(logits, want)
+    jax.tree.map(np.testing.assert_array_equal, cache, before)
+    jax.tree.map(np.testing.assert_array_equal, own, kept)
+
+
+def test_a_cache_that_was_given_away_is_refused(cache, tmp_path):
+    given = jkv.branch(PARAMS, cache, TOKEN)[0]
+    after, _ = jkv.step(PARAMS, given, TOKEN)
+    for use in (
+        lambda: jkv.step(PARAMS, given, TOKEN),
+        lambda: jkv.branch(PARAMS, given, TOKEN),
+        lambda: jkv.extend(PARAMS, given, [[1], [2]]),
+        lambda: jkv.generate(PARAMS, given, [[1], [2]], max_new_tokens=1),
+        lambda: jkv.save_cache(given, tmp_path / "c", PARAMS),
+    ):
+        with pytest.raises(ValueError, match="given to jkv.step.*or call jkv.branch"):
+            use()
+    assert after.seen.tolist() == [62, 47]
+
+
+def test_steps_go_into_a_program_of_the_callers_own(cache):
+    stepped = jax.jit(lambda cache, token: jkv.step(PARAMS, cache, token)[1])(cache, TOKEN)
+    np.testing.assert_allclose(stepped, jkv.branch(PARAMS, cache, TOKEN)[1], atol=1e-5)

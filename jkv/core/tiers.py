@@ -121,12 +121,11 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> str:
             return "entries that stand for several tokens"
         if config.pre_rope:
             return "keys that are rotated when they are read"
-        if (why := kernels.uneven(dim, codes.inner_width(config.v, tier.v))) is not None:
-            return why
         k, v = jax.eval_shape(partial(kernel_codes, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no form that kernels read"
-        return module.supports(k, v, dim, queries, *more)
+        why = kernels.uneven(dim, codes.inner_width(config.v, tier.v)) or kernels.unread(k) or kernels.unread(v)
+        return why or module.supports(k, v, dim, queries, *more)
 
     return kernels.choose(name, config.kernels, refusal)
 

@@ -29,8 +29,11 @@ class KernelCodes:
 
     x is of D channels as the codec contracts them, which its two ends (`Codec.query`, `output`) make keys and values.
 
-    codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first.
-    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats.
+    codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first; of 3
+    bits the lower two lie in front of all third ones, each packed so.
+    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats, and low where it is 0. uint8 steps are
+    exponents: 2**(step - 127).
+    table f[B,H,2**bits]: table[code] stands for code; None: code for itself.
     kept uint8[B,H,C,D/8], or None: all channels are. Channel d is if bit d % 8 of byte d // 8 says so; codes are then
     the floats [B,H,C,K] of the K kept channels of each token, in their order, and the others are 0.
     """
@@ -39,6 +42,7 @@ class KernelCodes:
     step: Array | None = None
     low: Array | None = None
     kept: Array | None = None
+    table: Array | None = None
     bits: int = static(default=0)  # of a code; 0: floats
 
 

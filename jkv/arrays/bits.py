@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import jax
@@ -9,11 +10,23 @@ import jax.numpy as jnp
 from jax import Array
 
 
+def together(bits: int) -> int:
+    """Channels that whole bytes hold: D must be a multiple.
+
+    >>> [together(bits) for bits in (1, 2, 3, 4, 8)]
+    [8, 4, 8, 2, 1]
+    """
+    return 8 // gcd(bits, 8)
+
+
 def pack(codes: Array, bits: int) -> Array:
     """uint8[..., D] below 2**bits -> uint8[..., D * bits / 8]; channel j lies at byte j % (D * bits / 8).
 
-    Channels of one byte are D * bits / 8 apart, so that they come apart as stretches: no interleaving.
+    Channels of one byte are D * bits / 8 apart, so that they come apart as stretches: no interleaving. Of 3 bits the
+    lower two are packed first, then the third.
     """
+    if bits == 3:
+        return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
     parts = jnp.split(codes, 8 // bits, axis=-1)
     out = parts[0]
     for i, x in enumerate(parts[1:], 1):
@@ -27,13 +40,43 @@ def unpack(packed: Array, bits: int) -> Array:
 
 
 def fields(packed: Array, bits: int) -> list[Array]:
-    """What `pack` put together, f32[..., D * bits / 8] each. By division: XLA for CPUs makes slow code of shifts."""
+    """What `pack` put together, equal stretches of f32[..., D]. By division: XLA for CPUs makes slow code of shifts."""
+    if bits == 3:
+        low, high = jnp.split(packed, [packed.shape[-1] // 3 * 2], -1)
+        halves = [half for x in fields(low, 2) for half in jnp.split(x, 2, -1)]
+        return [x + 4 * y for x, y in zip(halves, fields(high, 1), strict=True)]
     rest, out = packed.astype(jnp.float32), []
     for _ in range(8 // bits - 1):
         above = jnp.floor(rest * 2.0**-bits)
         out.append(rest - 2.0**bits * above)
         rest = above
     return [*out, rest]
+
+
+def select(codes: Array, table: Array) -> Array:
+    """f32: table[code] of a few entries f32[K] and whole floats from 0 to K - 1; no gather.
+
+    >>> select(jnp.array([[2.0, 0.0]]), jnp.array([5.0, 6.0, 7.0])).tolist()
+    [[7.0, 5.0]]
+    """
+
+    def among(low: int, high: int) -> Array:
+        if high - low == 1:
+            return table[low]
+        middle = (low + high) // 2
+        return jnp.where(codes < middle, among(low, middle), among(middle, high))
+
+    return among(0, table.shape[0])
+
+
+def powers(exponents: Array) -> Array:
+    """f32: 2**(e - 127) of uint8 e; of those beyond 190, which no code has, the largest: a dead byte is finite.
+
+    >>> powers(jnp.array([0, 126, 127, 255], jnp.uint8)).tolist()
+    [5.877471754111438e-39, 0.5, 1.0, 9.223372036854775808e+18]
+    """
+    e = jnp.minimum(exponents.astype(jnp.int32), 190)
+    return jnp.where(e > 0, jax.lax.bitcast_convert_type(e << 23, jnp.float32), 2.0**-127)
 
 
 def at_most(x: Array, dtype: Any) -> Array:

@@ -99,12 +99,7 @@ def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) 
     q = q.astype(jnp.float32)
     if config.pre_rope:
         return jnp.einsum("bhnd,bhsd->bhns", q, decoded_keys(code, at, config, rope))
-    return codes.logits(config.k, q, code)
-
-
-def width(codec: Codec, code: Code) -> int:
-    """Channels of what decodes."""
-    return jax.eval_shape(codes.decode, codec, code).shape[-1]
+    return codes.dots(config.k, q, code)
 
 
 def kernel_codes(tier: Tier, config: TierConfig) -> tuple[KernelCodes | None, KernelCodes | None]:
@@ -118,7 +113,7 @@ def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
 
 
 def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels.Choice:
-    """Which implementation reads the tier, or the pages that its selector picks, for so many queries a kv head."""
+    """Which implementation reads the tier, or its selector's pages, for so many queries of `dim` channels a kv head."""
     name, more = operation(config)
 
     def refusal(module: Any) -> str | None:
@@ -126,27 +121,27 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels
             return "entries that stand for several tokens"
         if config.pre_rope:
             return "keys that are rotated when they are read"
-        if (why := kernels.uneven(dim, width(config.v, tier.v))) is not None:
-            return why
         k, v = jax.eval_shape(partial(kernel_codes, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no form that kernels read"
-        return module.supports(k, v, dim, queries, *more)
+        why = kernels.uneven(dim, codes.inner_width(config.v, tier.v)) or kernels.unread(k) or kernels.unread(v)
+        return why or module.supports(k, v, dim, queries, *more)
 
     return kernels.choose(name, config.kernels, refusal)
 
 
 def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels.Choice:
     """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
-    choice = kernel_of(tier, config, dim, queries)
+    q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
+    asks = jax.eval_shape(lambda q: codes.query(config.k, q[:, :, :, 0])[0], q).shape[-1]
+    choice = kernel_of(tier, config, asks, queries)
     if choice.name != "xla" or config.select is None:
         return choice
 
     def copied(q: Array, tier: Tier) -> Tier:
         return gathered(picked(q, tier, config), tier, tier.pos, config)[0]
 
-    q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
-    after = kernel_of(jax.eval_shape(copied, q, tier), replace(config, select=None), dim, queries)
+    after = kernel_of(jax.eval_shape(copied, q, tier), replace(config, select=None), asks, queries)
     return after if after.name == "xla" else replace(choice, name=f"{after.name} after a gather")
 
 
@@ -199,7 +194,11 @@ def _attend(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, sc
     ) -> Partial:
         here = None if pages is None else _pages_here(pages, part, tier, config)
         mine = replace(config, k=codecs[0], v=codecs[1])
-        return _attend_own(q, mask, tier, here, mine, rope, scale, tokens)
+
+        def read(q: Array) -> Partial:
+            return _attend_own(q, mask, tier, here, mine, rope, scale, tokens)
+
+        return codes.between_ends(read, q, None if mine.pre_rope else mine.k, mine.v, scale)
 
     tier, codecs = replace(bare(tier), at=at), (config.k, config.v)
     return context.each_given(own, tier, tier.axes, q, mask, pages, codecs, like=q, join=merge_over)
@@ -223,7 +222,7 @@ def _attend_own(
     scale: float,
     tokens: int,
 ) -> Partial:
-    """The same over the slots of one device, or over those of its pages; keys act at `tier.at`."""
+    """The same of queries as codes are asked, over the slots of one device, or of its pages; keys act at `tier.at`."""
     b, h, g, t, _ = q.shape
     at = tier.at
     assert at is not None
@@ -235,21 +234,22 @@ def _attend_own(
     if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale)) is not None:
         return part
     k, v, pos, size, merged = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
+    asks = flat(q).astype(jnp.float32)
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
         n = fresh.shape[0]
         kt, vt = cut(k, start, n, size), cut(v, start, n, size)
         pt, att = (jax.lax.dynamic_slice_in_dim(x, start, n, 2) for x in (pos, at))
-        logits = key_logits(flat(q), kt, att, config, rope).reshape(b, h, g, t, n) * scale
+        own = key_logits(asks, kt, att, config, rope) if config.pre_rope else codes.logits(config.k, asks, kt)
+        logits = own.reshape(b, h, g, t, n) * scale
         logits = counted(logits, None if merged is None else jax.lax.dynamic_slice_in_dim(merged, start, n, 2))
         see = mask.over(jnp.where(fresh, pt, -1))[:, :, None]
         p, m, l = softmax_parts(logits, see)  # noqa: E741
-        acc = codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1)
-        return merge(part, Partial(acc=acc, m=m, l=l))
+        return merge(part, Partial(acc=codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1), m=m, l=l))
 
     decodes = config.pre_rope or not (config.k.exact and config.v.exact)
     tile = tile_size(decodes, size, tokens, config.unit)
-    return over_tiles(body, nothing(q, width(config.v, v)), size, tile)
+    return over_tiles(body, nothing(q, codes.inner_width(config.v, v)), size, tile)
 
 
 def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: float, *pages: Array) -> Partial | None:
@@ -259,7 +259,6 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: floa
         return None
     what, more = operation(config)
     attention = kernels.implementation(what, name).attention
-
     tier, codecs = replace(tier, columns={}, at=None, head=None, summary=None), (config.k, config.v)
 
     # What kernels read is made of the codes inside: a view of them that crosses a border of a mesh is a copy.
@@ -363,7 +362,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
             size = fresh.shape[0]
             tile = cut(code, start, size, c)
             places = jax.lax.dynamic_slice_in_dim(at, start, size, 2)
-            dots = key_logits(x, tile, places, config, rope) if of == "k" else codes.logits(codec, x, tile)
+            dots = key_logits(x, tile, places, config, rope) if of == "k" else codes.dots(codec, x, tile)
             return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
 
         tile = tile_size(decodes, c, shape[2], config.unit)
@@ -378,7 +377,7 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
     shape = w.shape[:3]
     w = asked(w, tier)
-    d = width(codec, code)
+    d = codes.width(codec, code)
 
     def own(held: Any, part: context.Part) -> Array:
         code, at, pos = held

@@ -27,8 +27,13 @@ class Code:
 class KernelCodes:
     """Codes as the kernels read them: x[t,d] = code[t,d] * step[t // a, d // c] + low[t // a, d // c].
 
-    codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first.
-    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats.
+    x is of D channels as the codec contracts them, which its two ends (`Codec.query`, `output`) make keys and values.
+
+    codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first; of 3
+    bits the lower two lie in front of all third ones, each packed so.
+    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats, and low where it is 0. uint8 steps are
+    exponents: 2**(step - 127).
+    table f[B,H,2**bits]: table[code] stands for code; None: code for itself.
     kept uint8[B,H,C,D/8], or None: all channels are. Channel d is if bit d % 8 of byte d // 8 says so; codes are then
     the floats [B,H,C,K] of the K kept channels of each token, in their order, and the others are 0.
     """
@@ -37,6 +42,7 @@ class KernelCodes:
     step: Array | None = None
     low: Array | None = None
     kept: Array | None = None
+    table: Array | None = None
     bits: int = static(default=0)  # of a code; 0: floats
 
 
@@ -45,8 +51,10 @@ class Codec:
 
     Its arrays, if it has any, are [L,H,...], or [L,1,...] for all kv heads: one head of one layer sees its own part.
 
-    Law: logits(q, c) == q . decode(c) and mix(w, c) == w @ decode(c). A codec that can contract codes without decoding
-    them writes these two itself; what is decoded otherwise is one tile.
+    Law: logits(query(q), c) + shift(q) == q . decode(c) and output(mix(w, c), w.sum(1)) == w @ decode(c). A codec that
+    can contract codes without decoding them writes logits and mix itself; what is decoded otherwise is one tile. Codes
+    of another basis, or of fewer channels (W for D), have two ends: queries go in and sums of values come out by
+    `query`, `shift` and `output`, once for all slots of a tier.
     """
 
     grain: int = 1  # tokens that are coded, moved and dropped together
@@ -73,7 +81,7 @@ class Codec:
         raise NotImplementedError  # its own in every codec
 
     def parts(self, code: Code) -> Sequence[Array]:
-        """f32[n,D/p] of p stretches of channels: what is decoded, before it is put together.
+        """f32[n,W/p] of p stretches of channels: what is contracted, before it is put together.
 
         Numbers that share bytes come apart without being moved; XLA for CPUs joins them ten times as slowly.
         """
@@ -83,12 +91,24 @@ class Codec:
         """The same codes as kernels read them (without the axes of rows and heads), or None: no kernel reads them."""
         return None
 
+    def query(self, q: Array) -> Array:
+        """f[N,W]: what the codes of keys are asked, of queries f[N,D]."""
+        return q
+
+    def shift(self, q: Array) -> Array | None:
+        """f32[N]: what the logits of queries f[N,D] have beside those of codes, whatever the key; None: nothing."""
+        return None
+
+    def output(self, acc: Array, l: Array) -> Array:  # noqa: E741
+        """f32[N,D] of sums f32[N,W] of coded values, whose weights sum to l f32[N]."""
+        return acc
+
     def logits(self, q: Array, tile: Code) -> Array:
-        """f32[N,n] of queries f32[N,D], unscaled."""
+        """f32[N,n] of queries f32[N,W] as `query` makes them, unscaled."""
         parts = self.parts(tile)
         qs = jnp.split(q, len(parts), 1)
         return reduce(jnp.add, [jnp.einsum("qd,nd->qn", a, x) for a, x in zip(qs, parts, strict=True)])
 
     def mix(self, w: Array, tile: Code) -> Array:
-        """w f32[N,n] -> f32[N,D]."""
+        """w f32[N,n] -> f32[N,W], of which `output` makes f32[N,D]."""
         return jnp.concatenate([jnp.einsum("qn,nd->qd", w, x) for x in self.parts(tile)], 1)

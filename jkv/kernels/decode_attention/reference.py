@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.bits import spread, unpack
+from jkv.arrays.bits import powers, select, spread, unpack
 from jkv.arrays.partial import Partial, softmax_parts
 from jkv.protocols import KernelCodes
 
@@ -17,14 +17,16 @@ def dense(x: KernelCodes, dtype: Any = jnp.float32) -> Array:
     """f[B,H,C,D]: codes times steps plus lows, or those of the kept channels, computed in `dtype`."""
     if x.kept is not None:
         return jax.vmap(jax.vmap(spread))(x.codes.astype(dtype), x.kept)
-    if x.step is None or x.low is None:
+    if x.step is None:
         return x.codes.astype(dtype)
     codes = unpack(x.codes, x.bits)
-    step, low = (
-        jnp.repeat(jnp.repeat(y, codes.shape[2] // y.shape[2], 2), codes.shape[3] // y.shape[3], 3).astype(dtype)
-        for y in (x.step, x.low)
-    )
-    return codes.astype(dtype) * step + low
+    codes = (codes if x.table is None else jax.vmap(jax.vmap(select))(codes, x.table)).astype(dtype)
+
+    def wide(y: Array) -> Array:
+        return jnp.repeat(jnp.repeat(y, codes.shape[2] // y.shape[2], 2), codes.shape[3] // y.shape[3], 3).astype(dtype)
+
+    codes = codes * wide(powers(x.step) if x.step.dtype == jnp.uint8 else x.step)
+    return codes if x.low is None else codes + wide(x.low)
 
 
 def attention(q: Array, k: KernelCodes, v: KernelCodes, pos: Array, first: Array, last: Array, scale: float) -> Partial:

@@ -8,14 +8,14 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.bits import at_most, bits_of, fields, floats, pack
+from jkv.arrays.bits import at_most, bits_of, fields, floats, pack, together
 from jkv.arrays.tree import part
 from jkv.protocols import Code, Codec, KernelCodes
 
 
 @part
 class Affine(Codec):
-    """Integers of 2, 4 or 8 bits in groups: code = round((x - low) / scale), scale = (max - min) / (2**bits - 1).
+    """Integers of 2, 3, 4 or 8 bits in groups: code = round((x - low) / scale), scale = (max - min) / (2**bits - 1).
 
     axis "token": a group is `group` channels (0: all) of one token, scale and low live in the slot (grain 1).
     axis "channel": a group is `group` tokens of one channel, coded, moved and dropped together (grain = group).
@@ -38,15 +38,16 @@ class Affine(Codec):
         return f"{self.bits} bits" + (" per channel" if self.axis == "channel" else "")
 
     def check(self, dim: int) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"affine codec: bits={self.bits}; 2, 4 or 8 can be packed into bytes")
+        if self.bits not in (2, 3, 4, 8):
+            raise ValueError(f"affine codec: bits={self.bits}; 2, 3, 4 or 8 can be packed into bytes")
         if self.axis == "channel" and self.group < 1:
             raise ValueError("affine codec per channel needs group= tokens that share a scale, such as group=32")
         if self.axis == "token" and self.group and dim % min(self.group, dim):
             raise ValueError(f"affine codec: group={self.group} does not divide head_dim={dim}; take a divisor, or 0")
-        if dim % (8 // self.bits):
+        if dim % together(self.bits):
             raise ValueError(
-                f"affine codec: head_dim={dim} is no multiple of {8 // self.bits} codes a byte; use bits=8"
+                f"affine codec: head_dim={dim} is no multiple of the {together(self.bits)} channels of "
+                f"{self.bits} bits that whole bytes hold; use bits=8"
             )
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
@@ -76,7 +77,7 @@ class Affine(Codec):
     def parts(self, code: Code) -> list[Array]:
         packed, *scales = self._stored(code)
         parts, tokens = fields(packed, self.bits), packed.shape[0] // scales[0].shape[0]
-        n, d = packed.shape
+        n, d = parts[0].shape
         shared = gcd(d, d * len(parts) // scales[0].shape[1])  # channels of one part that have one scale
         wide = [jnp.repeat(x.astype(jnp.float32), d * len(parts) // shared // x.shape[1], 1) for x in scales]
         step, low = (jnp.split(x[:, None, :, None], len(parts), 2) for x in wide)

@@ -1,0 +1,181 @@
+"""Codecs with two ends: what queries ask of codes, and what is made of their sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import models
+from jkv.core import codes, loop
+from jkv.kernels.decode_attention.reference import dense
+from jkv.methods import parse
+from jkv.methods.codecs import Affine, Dense
+from jkv.methods.codecs.turned import Balanced, Permuted, Projected, Rotated, rotation
+from jkv.methods.config import CacheConfig, TierSpec
+from jkv.protocols import Code, Codec
+
+SHAPE = models.TINY | dict(hidden_size=64, num_hidden_layers=3)
+PARAMS = models.random(SHAPE, 0, jnp.float32)
+L, H, D = PARAMS.config.layers, PARAMS.config.heads, PARAMS.config.head_dim
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def basis(width: int) -> jax.Array:
+    """[L,H,D,W], no two layers and heads alike."""
+    return jnp.linalg.qr(drawn(L, H, D, D))[0][..., :width]
+
+
+ORDER = jnp.asarray(np.argsort(RNG.random((L, H, D)), -1), jnp.int32)
+MEAN, FACTOR = drawn(L, H, D), jnp.exp(drawn(L, H, D))
+INT4 = Affine(bits=4, group=8)
+MANY: dict[str, Codec] = {
+    "rotated": Rotated(inner=INT4),
+    "rotated, no signs": Rotated(inner=Affine(bits=2, axis="channel", group=4), signs=None),
+    "rotated about a mean": Rotated(inner=INT4, mean=MEAN),
+    "projected": Projected(inner=Dense(), basis=basis(8), mean=MEAN),
+    "projected, coded": Projected(inner=INT4, basis=basis(8)),
+    "permuted": Permuted(inner=INT4, order=ORDER),
+    "balanced": Balanced(inner=INT4, factor=FACTOR, mean=MEAN[:, :1]),
+    "two of them": Projected(inner=Rotated(inner=INT4, mean=drawn(L, H, 8)), basis=basis(8), mean=MEAN),
+}
+many = pytest.mark.parametrize("codec", MANY.values(), ids=list(MANY))
+
+
+@many
+def test_what_passes_the_ends_is_a_contraction_with_the_decoded(codec: Codec):
+    own = jax.tree.map(lambda x: x[1:2], codec)  # of one layer
+    x, q, w = drawn(2, H, 16, D) * 3, drawn(2, H, 3, D), abs(drawn(2, H, 3, 16))
+    code = codes.encode(own, x)
+    plain = np.asarray(codes.decode(own, code), np.float64)
+    got = codes.output(own, codes.mix(own, w, code), w.sum(-1))
+    close = dict(atol=3e-4, rtol=0)  # sums of 16 terms of size 10 by 3, in float32
+    np.testing.assert_allclose(codes.dots(own, q, code), np.einsum("bhqd,bhnd->bhqn", q, plain), **close)
+    np.testing.assert_allclose(got, np.einsum("bhqn,bhnd->bhqd", w, plain), **close)
+    assert plain.shape[-1] == D and codes.width(own, code) == D
+    assert codes.inner_width(own, code) == codes.query(own, q)[0].shape[-1]
+
+
+@many
+def test_kernels_are_given_what_lies_between_the_ends(codec: Codec):
+    """Of their codes alone, the queries as `query` makes them and the sums as `output` takes them."""
+    own = jax.tree.map(lambda x: x[1:2], codec)
+    q, w = drawn(1, H, 3, D), abs(drawn(1, H, 3, 16))
+    code = codes.encode(own, drawn(1, H, 16, D))
+    read = codes.kernel_codes(own, code)
+    assert read is not None
+    keys, plain = dense(read), codes.decode(own, code)
+    asks, more = codes.query(own, q)
+    found = jnp.einsum("bhqw,bhnw->bhqn", asks, keys) + (0 if more is None else more[..., None])
+    np.testing.assert_allclose(found, jnp.einsum("bhqd,bhnd->bhqn", q, plain), atol=1e-4, rtol=0)
+    found = codes.output(own, jnp.einsum("bhqn,bhnw->bhqw", w, keys), w.sum(-1))
+    np.testing.assert_allclose(found, jnp.einsum("bhqn,bhnd->bhqd", w, plain), atol=1e-4, rtol=0)
+
+
+def answered(config: CacheConfig) -> jkv.Result:
+    prompts = [[(7 * i * i + 3 * i) % 97 for i in range(61)], [(11 * i) % 89 for i in range(43)]]
+    return jkv.generate(PARAMS, config, prompts, max_new_tokens=30, stop_ids=())
+
+
+def decoded(cache: loop.Cache) -> loop.Cache:
+    """The cache with all its codes as the floats that they decode to."""
+    layers, plan = [], []
+    for layer, numbers in zip(cache.layers, cache.plan, strict=True):
+        pairs = list(zip(layer.tiers, numbers.tiers, strict=True))
+        plain = [
+            replace(t, k=Code(slots=codes.decode(c.k, t.k)), v=Code(slots=codes.decode(c.v, t.v))) for t, c in pairs
+        ]
+        layers.append(replace(layer, tiers=tuple(plain)))
+        plan.append(replace(numbers, tiers=tuple(replace(c, k=Dense(), v=Dense()) for _, c in pairs)))
+    return replace(cache, layers=tuple(layers), plan=tuple(plan))
+
+
+TWO = TierSpec(k=MANY["projected"], v=MANY["two of them"], size=0.5)
+PLACES = {
+    "codec": CacheConfig(codec=(MANY["two of them"], MANY["projected"]), recent=8, block=8, name="ends"),
+    "tiers, one un-rotated": CacheConfig(tiers=(TWO, TierSpec(k=MANY["balanced"], rope="read")), recent=8, block=8),
+    "pages": replace(
+        parse("quest(pages=3, page=8, dense_layers=0, recent=8)"), codec=(MANY["rotated about a mean"], INT4)
+    ),
+    "a pool": replace(
+        parse("adakv(budget=40, window=8)"), codec=(jax.tree.map(lambda x: x[:, :1], MANY["projected"]), INT4)
+    ),
+    "scores that read tiers": replace(parse("h2o(budget=40)"), codec=(MANY["projected"], MANY["rotated about a mean"])),
+}
+
+
+@pytest.mark.parametrize("config", PLACES.values(), ids=list(PLACES))
+def test_a_step_attends_to_what_decodes(config: CacheConfig):
+    cache, token = answered(config).cache, jnp.asarray([3, 5])
+    assert all((tier.pos >= 0).any() for layer in cache.layers for tier in layer.tiers)
+    got, want = (loop.step(PARAMS, x, token)[1] for x in (cache, decoded(cache)))
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+
+
+def test_scores_see_what_decodes():
+    """An eviction by attention to coded tokens keeps the tokens that it keeps of the decoded."""
+    config = PLACES["scores that read tiers"]
+    cache = answered(config).cache
+    after = [loop.absorb(PARAMS, x, jnp.asarray([[3] * 12, [5] * 12]))[0] for x in (cache, decoded(cache))]
+    for a, b in zip(after[0].layers, after[1].layers, strict=True):
+        np.testing.assert_array_equal(np.sort(a.tiers[0].pos, -1), np.sort(b.tiers[0].pos, -1))
+
+
+def test_rotations_keep_inner_products():
+    for dim in (16, 24, 64, 96):
+        turn = rotation(dim, 0)
+        np.testing.assert_allclose(turn.T @ turn, np.eye(dim), atol=1e-6)
+    one = Rotated(inner=Dense(), signs=None).encode(16 * jnp.eye(16)[3:4]).slots
+    np.testing.assert_array_equal(abs(one), np.full((1, 16), 4.0))
+
+
+def test_a_rotation_halves_the_error_of_a_channel_that_is_large():
+    x = np.asarray(drawn(64, 64)) + np.eye(64)[5] * 40
+    errors = [np.square(np.asarray(c.decode(c.encode(jnp.asarray(x))) - x)).mean() for c in (INT4, Rotated(inner=INT4))]
+    assert errors[1] < errors[0]
+
+
+def test_a_balancer_makes_keys_and_queries_alike():
+    """max|q| = 16 and max|k| = 4 give b = 2, and both become 8."""
+    codec = Balanced(inner=Dense(), factor=jnp.full((1, 1), 2.0)[0])
+    assert (
+        float(codec.encode(jnp.full((1, 1), 4.0)).slots[0, 0]) == 8 == float(codec.query(jnp.full((1, 1), 16.0))[0, 0])
+    )
+
+
+def test_a_subspace_is_exact_at_its_rank_and_means_cancel_at_full_rank():
+    whole = basis(D)[0, 0]
+    x = drawn(16, 5) @ whole[:, :5].T
+    close = dict(atol=1e-5, rtol=0)
+    for codec in (
+        Projected(inner=Dense(), basis=whole[:, :5]),
+        Projected(inner=Dense(), basis=whole, mean=drawn(D)),
+        Permuted(inner=Dense(), order=ORDER[0, 0]),
+        Balanced(inner=Dense(), factor=FACTOR[0, 0]),
+    ):
+        np.testing.assert_allclose(codec.decode(codec.encode(x)), x, **close)
+    lost = np.asarray(x - drawn(16, D))
+    codec = Projected(inner=Dense(), basis=whole[:, :5])
+    kept = codec.decode(codec.encode(jnp.asarray(lost)))
+    np.testing.assert_allclose(np.square(lost - kept).sum(), np.square(lost @ whole[:, 5:]).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dim", "why"),
+    [
+        (Rotated(inner=INT4), 20, "stretches of 4"),
+        (Rotated(inner=Affine(bits=4, group=7)), 64, "does not divide"),
+        (MANY["projected"], 32, "of 16 channels, not head_dim=32"),
+    ],
+)
+def test_what_a_basis_does_not_fit_is_refused(codec: Codec, dim: int, why: str):
+    with pytest.raises(ValueError, match=why):
+        codec.check(dim)

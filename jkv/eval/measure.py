@@ -21,7 +21,7 @@ from jkv.eval.shared import Session
 from jkv.eval.tasks import Example, none_named
 from jkv.generation.api import extend, generate, prefill
 from jkv.generation.prompts import encode
-from jkv.generation.report import divergence, full_bytes
+from jkv.generation.report import divergence, full_bytes, tier_bits
 from jkv.generation.sizes import layout
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -33,12 +33,16 @@ PIECE = 512  # tokens of an endless text that are read together
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a cache held of what it had seen: `kept` of `context` tokens, bytes per row, and those of the full cache."""
+    """What a cache held of what it had seen: `kept` of `context` tokens, bytes per row, and those of the full cache.
+
+    bits: of a number of the keys and of the values in tiers, metadata included.
+    """
 
     kept: float
     context: int
     bytes: int
     bytes_full: int
+    bits: tuple[float, float]
 
 
 def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
@@ -58,6 +62,7 @@ def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
         context=round(float(seen.mean())),
         bytes=tree_bytes(made),
         bytes_full=int(full_bytes(cache) / cache.rows),
+        bits=tier_bits(cache),
     )
 
 

@@ -2,7 +2,12 @@
 
 from jkv.methods.codecs.affine import Affine
 from jkv.methods.codecs.dense import Dense
+from jkv.methods.codecs.float8 import Float
+from jkv.methods.codecs.gear import Gear
+from jkv.methods.codecs.nsn import Nsn
+from jkv.methods.codecs.polar import Polar
 from jkv.methods.codecs.separable import Separable
 from jkv.methods.codecs.sparse import Sparse
+from jkv.methods.codecs.vid import Mixed, Ternary
 
-__all__ = ["Affine", "Dense", "Separable", "Sparse"]
+__all__ = ["Affine", "Dense", "Float", "Gear", "Mixed", "Nsn", "Polar", "Separable", "Sparse", "Ternary"]

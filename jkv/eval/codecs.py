@@ -95,5 +95,5 @@ class Codecs:
         for start in range(self.prefix - 1, len(row) - 1, n):
             at = min(start, len(row) - 1 - n)
             parts = (full[:, at : at + n], own[:, at : at + n], jnp.asarray(row[None, at + 1 : at + n + 1]))
-            made = Cost().run(compared, self.params.ends, *parts)
+            made = compared(self.params.ends, *parts)
             yield tuple(np.asarray(x)[:, start - at :] for x in made)

@@ -223,6 +223,7 @@ class Fidelity:
         assert cost is not None
         return {
             "kl": round(float(k.mean()), 6),
+            "kl_by_text": k.mean(1, dtype=float).round(6).tolist(),
             "kl_p99": round(float(np.quantile(k, 0.99)), 5),
             "agree": round(float(s.mean()), 4),
             "first": round(float(first.mean()), 1),

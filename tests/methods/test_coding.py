@@ -142,39 +142,39 @@ def test_the_factors_are_near_the_best_of_their_rank(inner):
 # ------------------------------------------------------------------------------------------------------------- nsn
 
 
-def reference(x: np.ndarray, bits: int, window: int) -> np.ndarray:
-    """NSNQuant of one window after another in float64, scales and means as they are."""
+def reference(x: np.ndarray, codec: Nsn) -> tuple[np.ndarray, np.ndarray]:
+    """NSNQuant of one window after another in float64, but for its scales and means; and the means, scaled."""
     d = x.shape[1]
     h = np.ones((1, 1))
     while len(h) < d:
         h = np.kron([[1, 1], [1, -1]], h)
-    h, entries, out = h / np.sqrt(d), codebook(bits == 1).astype(np.float64), []
-    for y in x.astype(np.float64).reshape(-1, window, d):
-        s1 = np.linalg.norm(y, axis=1, keepdims=True) / np.sqrt(d)
-        o = (y / s1).mean(0)
+    h, entries, out, means = h / np.sqrt(d), codebook(codec.bits == 1).astype(np.float64), [], []
+    for y in x.astype(np.float64).reshape(-1, codec.window, d):
+        s1 = again(codec.scales, np.linalg.norm(y, axis=1, keepdims=True) / np.sqrt(d))
+        o = again(codec.means, (y / s1).mean(0, keepdims=True))
         z = y / s1 - o
         s2 = np.linalg.norm(z, axis=1, keepdims=True) / np.sqrt(d)
         np.testing.assert_allclose(np.linalg.norm(z / s2, axis=1), np.sqrt(d))
         turned = (z / s2 @ h).reshape(-1, 8)
-        sign = np.where(turned >= 0, 1, -1) if bits == 2 else 1
+        sign = np.where(turned >= 0, 1, -1) if codec.bits == 2 else 1
         near = ((sign * turned)[:, None] - entries) ** 2
         code = (entries[near.sum(-1).argmin(1)] * sign).reshape(y.shape)
         turned = turned.reshape(y.shape)
         s2 = s2 * (turned * turned).sum(1, keepdims=True) / (turned * code).sum(1, keepdims=True)
         out.append(s1 * (s2 * (code @ h) + o))
-    return np.concatenate(out)
+        means.append(s1 * o)
+    return np.concatenate(out), np.concatenate(means)
 
 
-@pytest.mark.parametrize(("bits", "most"), [(1, 0.34), (2, 0.12)])
-def test_codes_are_those_of_normalise_shift_normalise(bits: int, most: float):
+@pytest.mark.parametrize(("bits", "scalar"), [(1, 0.3634), (2, 0.1175)])
+def test_codes_are_those_of_normalise_shift_normalise(bits: int, scalar: float):
     x = (draw(0, 64, 64) + 2 * draw(1, 1, 64)) * np.exp(draw(2, 64, 1) / 2)
-    got, want = again(Nsn(bits=bits, window=32), x), reference(x, bits, 32)
-    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(x, axis=1)
-    assert np.median(error) < 0.03 and error.max() < 0.2  # means in 4 bits, and entries that are nearly as near
-    own = x.reshape(2, 32, 64)
-    own = (own - own.mean(1, keepdims=True)).reshape(x.shape)
-    ours, theirs = (((y - x) ** 2).sum() / (own**2).sum() for y in (got, want))
-    assert ours < most and ours < 1.1 * theirs  # a scalar codebook of Gaussian numbers has .363 and .118
+    codec = Nsn(bits=bits, window=32)
+    got, (want, means) = again(codec, x), reference(x, codec)
+    apart = np.linalg.norm(got - want, axis=1) / np.linalg.norm(x, axis=1)
+    assert np.mean(apart < 2**-10) > 0.95  # of a float16; others have a number in the middle of two entries
+    # The best code of single Gaussian numbers is worse, whose error grows too where it is made right along itself.
+    assert ((got - x) ** 2).sum() / ((x - means) ** 2).sum() < scalar / (1 - scalar)
 
 
 def test_a_token_is_right_along_itself():

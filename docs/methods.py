@@ -3,14 +3,16 @@
 from pathlib import Path
 
 from jkv.methods import CATALOGUE, pairs
+from jkv.methods.catalogue import Row
 from jkv.methods.rows import ROWS
 from jkv.models import TINY, read_config
 
 HEAD = """# Methods
 
 Made from the catalogue by `make docs`. `jkv methods NAME` tells more of one: its arguments and their defaults, and its
-parts with their equations. A line says what a method does and its paper; then what the paper promises, in a setting of
-its own, and how far the method is that of the paper.
+parts with their equations. A line says what a method does and its paper; then how far the method is that of the paper,
+bits of a number with 64 / 128 channels in each tier (scales and all included; plain floats as bfloat16), and what the
+paper promises, in a setting of its own.
 """
 REFUSED = """
 ## What does not go together
@@ -29,8 +31,15 @@ def table() -> str:
             if r.make.__module__ == family.__name__:
                 source = "" if r.paper == "-" else f" ({r.paper})"
                 out += [f"\n**`{r.name}`**{source}: {' '.join(r.text.split())}\n", f"- here: {r.exactness}\n"]
+                out += [f"- bits of a number: {bits(r)}\n"] if r.bits(64) else []
                 out += [f"- promised: {r.claim}\n"] if r.claim else []
     return "".join(out)
+
+
+def bits(r: Row) -> str:
+    """What a number of keys and of values takes, by tier."""
+    both = zip(r.bits(64), r.bits(128), strict=True)
+    return "; ".join(f"keys {a:.3g} / {c:.3g}, values {b:.3g} / {d:.3g}" for (a, b), (c, d) in both)
 
 
 def refused() -> str:

@@ -174,7 +174,7 @@ def test_what_goes_together_answers(text):
 
 def test_what_does_not_go_together_says_why():
     refused = {pair: why for pair, why in PAIRS.items() if why}
-    assert {b for a, b in refused if a == "lacache"} == {"quest", "attentionpredictor", "alisa"}
+    assert {b for a, b in refused if a == "lacache"} == {"quest", "attentionpredictor", "alisa", "nsnquant"}
     assert "every tier of this method has its own codecs" in refused["zipvl", "int8"]
     assert "relative positions move keys" in refused["streaming", "quest"]
     assert "kivi" not in {b for a, b in refused if a == "snapkv"} and len(refused) < len(PAIRS) / 4

@@ -239,6 +239,9 @@ def _method(row: Row, as_json: bool) -> None:
     for what in ("paper", "claim", "exactness"):
         print(f"{what:10}{getattr(row, what) or '-'}")
     print(f"{'axes':10}{', '.join(row.axes)}")
+    for dim in (64, 128):
+        for k, v in row.bits(dim):
+            print(f"{'bits':10}{k:.3g} a number of keys, {v:.3g} of values, with {dim} channels, metadata included")
     for part, text in row.parts.items():
         print(f"\n{part}: {text}")
 

@@ -1,4 +1,4 @@
-"""jkv eval ppl | fidelity | ruler | niah | multiturn | report. Imports jax only where a command needs it."""
+"""jkv eval ppl | fidelity | codecs | ruler | niah | multiturn | report. Imports jax only where a command needs it."""
 
 from __future__ import annotations
 
@@ -109,6 +109,21 @@ def fidelity(
     for row in found.rows:
         if "spare" in row:
             print(f"{row['cache']}: spare layers {row['spare'] or 'none'}")
+
+
+@app.command()
+@flat
+def codecs(o: Compared, text: Text = Text(prefix=128, rest=896)) -> None:
+    """What codecs cost, a forward pass each: every token attends to keys and values as they are stored."""
+    from jkv.eval import experiments
+
+    s = _setting(o, o.cache, text.prefix)
+    ids, source = _texts(s, text, text.rest, o.samples)
+    with console.progress(len(s.caches)) as say:
+        found = experiments.codecs(s, ids, source, text.prefix, say)
+    for row in found.rows:
+        k, v = row["bits"]
+        print(f"{row['cache']}: {k:.3g} and {v:.3g} bits, KL {row['kl']:.4g}, perplexity {row['ppl']:.3f}")
 
 
 @app.command()

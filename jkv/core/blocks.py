@@ -16,6 +16,7 @@ from jkv.arrays.partial import Partial, merge_all
 from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_window
 from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window, among
+from jkv.core.coded import as_stored
 from jkv.core.compiled import ANY, program
 from jkv.core.flush import flush, pruned
 from jkv.core.layer import LayerConfig
@@ -78,7 +79,8 @@ def attended(
             window = (among if placed else Window.then)(layer.recent, window)
         until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
         mask = causal(q_pos, plan.window, until)
-        part = attend_window(q, window.k, window.v, mask, window.pos, model.scale, plan.kernels)
+        seen = as_stored(window, plan, rope) if plan.coded else window
+        part = attend_window(q, seen.k, seen.v, mask, window.pos, model.scale, plan.kernels)
         if not fresh:
             past = [
                 attend_tier(q, replace(mask, until=None), t, replace(c, select=None), rope, model.scale)

@@ -68,7 +68,7 @@ class LayerConfig:
 
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
     size: what it gets of the budget. pooled: the share that a head of a pool is sure of, or None. columns: the names of
-    what the score remembers of a token; expires: its tokens may (`Score.expires`).
+    what the score remembers of a token; expires: its tokens may (`Score.expires`). coded: as of a `Prefill`.
     """
 
     score: Score = leaf()
@@ -86,6 +86,7 @@ class LayerConfig:
     longest: int
     window: int | None
     pruning: Pruning | None
+    coded: bool
     kernels: str
 
     @property

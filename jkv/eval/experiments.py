@@ -12,6 +12,7 @@ import numpy as np
 from jkv.core.compiled import forget
 from jkv.eval import corpora, measure, niah, shared, tasks
 from jkv.eval.attention import recovered
+from jkv.eval.codecs import Codecs
 from jkv.eval.replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
 from jkv.eval.tasks import Example
@@ -69,7 +70,7 @@ class Setting:
 def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> list[str]:
     """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
 
-    "append", "pooled" and "rest" are no methods by themselves and are left out, and so is what must be trained or
+    "append", "coded", "pooled" and "rest" are no methods by themselves and are left out; so is what must be trained or
     calibrated first, unless weights for this model come with jkv; what selects keeps everything and reads the fraction.
 
     >>> from jkv import models
@@ -83,7 +84,7 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]
-        elif not {*row.axes} <= {"append", "pooled", "merge"}:
+        elif not {*row.axes} <= {"append", "pooled", "merge", "prefill"}:
             out.append(row.name)
     out += [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
     return [text for text in out if has_weights(parse(text), params)]
@@ -174,6 +175,17 @@ def fidelity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool
         return found
     beside = measure.Fidelity(s.params, measure.Texts(ids, prefix, frozen, s.batch))
     s.each(found, say, [key], lambda config, _: beside(config, layers))
+    return found
+
+
+def codecs(s: Setting, ids: np.ndarray, source: str, prefix: int, say: Say) -> Results:
+    """One row a cache: what its codec costs texts that attend to nothing but codes; see `eval.codecs`."""
+    how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids)}
+    found = s.results("codecs", [ids.tobytes()], source=source, **how)
+    key = {"task": f"codecs/{source}"}
+    if not all(found.find(cache=cache, **key) for cache in s.caches):
+        beside = Codecs(s.params, ids, prefix)
+        s.each(found, say, [key], lambda config, _: beside(config))
     return found
 
 

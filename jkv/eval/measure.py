@@ -18,7 +18,7 @@ from jkv.eval.tasks import Example, none_named
 from jkv.generation.api import extend, generate, prefill
 from jkv.generation.follow import SLICE, Follow, surprise
 from jkv.generation.prompts import encode
-from jkv.generation.report import divergence, full_bytes
+from jkv.generation.report import divergence, full_bytes, tier_bits
 from jkv.generation.sizes import layout
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -29,12 +29,16 @@ PIECE = 512  # tokens of an endless text that are read together
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a cache held of what it had seen: `kept` of `context` tokens, bytes per row, and those of the full cache."""
+    """What a cache held of what it had seen: `kept` of `context` tokens, bytes per row, and those of the full cache.
+
+    bits: of a number of the keys and of the values in tiers, metadata included.
+    """
 
     kept: float
     context: int
     bytes: int
     bytes_full: int
+    bits: tuple[float, float]
 
 
 def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
@@ -54,6 +58,7 @@ def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
         context=round(float(seen.mean())),
         bytes=tree_bytes(made),
         bytes_full=int(full_bytes(cache) / cache.rows),
+        bits=tier_bits(cache),
     )
 
 
@@ -177,6 +182,7 @@ class Fidelity:
         assert cost is not None
         return {
             "kl": round(float(k.mean()), 6),
+            "kl_by_text": k.mean(1, dtype=float).round(6).tolist(),
             "kl_p99": round(float(np.quantile(k, 0.99)), 5),
             "agree": round(float(s.mean()), 4),
             "first": round(float(first.mean()), 1),

@@ -130,7 +130,7 @@ class Known(Prompts):
 
     def _replayed(self, cache: Cache) -> tuple[Cache, Array] | None:
         alike = self.whole and cache.model is self.params.config
-        if self.known is None or not alike or any(p.expires or p.pruning for p in cache.plan):
+        if self.known is None or not alike or any(p.expires or p.pruning or p.coded for p in cache.plan):
             return None
         known = self.known()
         return self.cost.run(replayed, self.params, cache, known), jnp.copy(known.logits)  # which decoding consumes

@@ -31,6 +31,7 @@ from jkv.generation.report import (
     kernels_off,
     prefill_kernel_of,
     roomy_bytes,
+    tier_bits,
 )
 from jkv.host.arguments import count, short
 from jkv.methods.config import CacheConfig
@@ -314,6 +315,7 @@ class Generation:
             tokens_new=new,
             tokens_kept=kept_tokens(state.cache),
             dtype=str(state.cache.dtype),
+            bits=tier_bits(state.cache),
             bytes_full=roomy_bytes(state.cache, longest, state.cache.dtype),
             bytes_bfloat16=roomy_bytes(state.cache, longest, jnp.bfloat16),
             bytes_kept=state.cache.nbytes,

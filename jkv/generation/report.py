@@ -28,7 +28,8 @@ class Report:
     `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
     changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
     decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them.
-    tokens_kept: per layer and head, mean over rows; kernels_off: why kernels of the platform do not run. kl: mean
+    tokens_kept: per layer and head, mean over rows. bits: of a number of the keys and of the values in tiers, metadata
+    included (0: there are no tiers). kernels_off: why kernels of the platform do not run. kl: mean
     KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full cache
     would have chosen otherwise (-1: none); both None if not asked for.
     """
@@ -40,6 +41,7 @@ class Report:
     tokens_new: int
     tokens_kept: list[list[float]]
     dtype: str
+    bits: tuple[float, float]
     bytes_full: int
     bytes_bfloat16: int
     bytes_kept: int
@@ -82,6 +84,7 @@ class Report:
             f"exactness    {self.exactness}",
             f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full in {self.dtype}: "
             f"{_times(self.ratio)}{beside}",
+            f"codes        {self.bits[0]:.3g} bits a number of keys, {self.bits[1]:.3g} of values, metadata included",
             f"tokens       {tokens}",
             f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
             f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels} (prefill {self.prefill_kernel})",
@@ -121,6 +124,15 @@ def full_bytes(cache: Cache) -> int:
 def kept_tokens(cache: Cache) -> list[list[float]]:
     """Tokens per layer and head, mean over the rows."""
     return np.asarray(cache.kept(), np.float32).mean(1).round(1).tolist()
+
+
+def tier_bits(cache: Cache) -> tuple[float, float]:
+    """Bits of a number of the keys, and of the values, that lie in tiers, metadata included; 0 where there is none."""
+    tiers, m = [tier for layer in cache.layers for tier in layer.tiers], cache.model
+    slots = sum(tier.pos.shape[2] * (1 if tier.head is not None else m.heads) for tier in tiers) * cache.rows
+    sides = ([tier.k for tier in tiers], m.head_dim), ([tier.v for tier in tiers], m.value_dim)
+    k, v = (round(8 * tree_bytes(codes) / max(slots * dim, 1), 4) for codes, dim in sides)
+    return k, v
 
 
 def kernels_of(cache: Cache) -> str:

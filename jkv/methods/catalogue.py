@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from jkv.core.codes import bits
 from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond, read_bytes
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefills import compressed
@@ -74,6 +75,19 @@ class Row:
     def axes(self) -> tuple[str, ...]:
         """The axes that its defaults fill."""
         return tuple(k for k in self.filled if k in AXES)
+
+    def bits(self, dim: int) -> list[tuple[float, float]]:
+        """Bits of a number of keys and of values with `dim` channels, metadata included, of each tier that is coded.
+
+        >>> from jkv.methods import CATALOGUE
+        >>> CATALOGUE["int4"].bits(64), CATALOGUE["snapkv"].bits(64)
+        ([(5.0, 5.0)], [])
+        """
+        made = CacheConfig(**{axis: x for axis, x in self.filled.items() if axis in ("codec", "tiers")})
+        found = [made.codecs(tier) for tier in made.tiers]
+        if all(codec.exact for pair in found for codec in pair):
+            return []
+        return [(bits(k, dim), bits(v, dim)) for k, v in found]
 
     @property
     def parts(self) -> dict[str, str]:

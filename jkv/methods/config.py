@@ -206,6 +206,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         longest=longest,
         window=window,
         pruning=config.prefill.pruning(model, i),
+        coded=config.prefill.coded,
         kernels=config.kernels,
     )
 

@@ -54,6 +54,25 @@ class TokenPruning(Prefill):
 
 
 @part
+class Coded(Prefill):
+    """In one pass, whose queries see keys and values as they will be stored: decode(encode(k)), decode(encode(v)).
+
+    The newest tokens, which stay exact, are seen exact. So the error of a code adds up from layer to layer over a whole
+    prompt, as papers measure it, and one forward pass of a text tells what a codec costs (`jkv eval codecs`).
+    """
+
+    splits: ClassVar[bool] = False
+    coded: ClassVar[bool] = True
+
+    def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+        others = {
+            "several tiers, of which it is not known where a token will be": len(config.tiers) > 1,
+            "a merge, which changes what is stored": config.merge is not None and config.merge.changes != "none",
+        }
+        alone(config, "a prompt that attends to what will be stored (coded) does", others)
+
+
+@part
 class Deferred(Prefill):
     """Deferred compression: all of a prompt stays until its probe was read and its layers were asked, then one flush.
 
@@ -118,6 +137,10 @@ class PromptCompression(Prefill):
     @property
     def probe(self) -> Probe | None:
         return self.then.probe
+
+    @property
+    def coded(self) -> bool:
+        return self.then.coded
 
     @property
     def beside(self) -> str:

@@ -98,6 +98,7 @@ class Prefill:
     splits: ClassVar[bool] = True  # a prompt in two pieces gives the same cache, if no token leaves in between
     defers: ClassVar[bool] = False  # all of a prompt stays until all is known, and then it is compressed once
     skips: ClassVar[bool] = False  # tokens of a prompt may never be read
+    coded: ClassVar[bool] = False  # queries of a prompt see keys and values as they will be stored
     probe: ClassVar[Probe | None] = None  # queries that the prompt does not have: they fill the column `PROBED`
     beside: ClassVar[str] = ""  # what it does beside one pass, as the predicate of a sentence
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jkv.arrays.bits import pack, unpack
 from jkv.core.empty import empty_code
-from jkv.methods.codecs import Affine, Dense, Sparse
+from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Sparse, Ternary
 
 CODECS = [
     Dense(),
@@ -21,6 +21,17 @@ CODECS = [
     Affine(bits=2, axis="channel", group=8),
     Affine(bits=8, axis="channel", group=4),
     Sparse(sparsity=0.7),
+    Float(),
+    Float(format="e5m2", scale=0.5),
+    Polar(group=16),
+    Polar(radius=3, angle=4, group=8),
+    Gear(inner=Affine(bits=2, axis="channel", group=4), group=8, outliers=0.3),
+    Gear(inner=Affine(bits=2), group=16, rank=1, outliers=0.3),
+    Gear(inner=Affine(bits=4), group=4, rank=0),
+    Nsn(bits=1, window=8),
+    Nsn(bits=2, window=16),
+    Mixed(group=8),
+    Ternary(group=8),
 ]
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda c: f"{type(c).__name__}-{c.__dict__}")
 AFFINE = [c for c in CODECS if isinstance(c, Affine)]
@@ -130,7 +141,7 @@ def test_the_leaves_follow_the_slots(codec):
     assert all(x.shape[0] == 16 // codec.grain for x in jax.tree.leaves(full.grains))
 
 
-@pytest.mark.parametrize("codec", [Affine(bits=2, axis="channel", group=8), Affine(bits=4, group=8)], ids=str)
+@codecs
 def test_codes_do_not_depend_on_later_tokens(codec):
     x = draw(0, 32, 16)
     longer, shorter = codec.encode(jnp.asarray(x)), codec.encode(jnp.asarray(x[:16]))

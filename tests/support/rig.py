@@ -74,6 +74,12 @@ INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # bfloat16 scale and low
 INT4 = Slot(k=D / 2 + 4, v=D / 2 + 4, lossy=True)  # D = 16 is one group
 SPARSE = Slot(k=5 * 2 + D / 8, v=5 * 2 + D / 8, lossy=True)  # 5 of 16 numbers, bfloat16
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
+POLAR = Slot(k=D / 2 + 4 * D / 16, v=D / 2 + 4, lossy=True)  # a byte a pair of channels; 4 numbers for 16 tokens
+GEAR = Slot(  # like kivi; a token's number; 2 outliers of a channel, or of a token; the two factors of rank 2
+    k=D / 4 + 4 * D / 16 + 1 + 6 * D / 16 + 4 + 4 * D / 16, v=D / 4 + 4 + 6 + 4 + 4 * D / 16, lossy=True
+)
+NSN = Slot(*[D / 4 + 3 + 4 / 16 + (D / 2 + 4) / 16] * 2, lossy=True)  # entries and signs, both scales, means
+VID = Slot(k=3 * D / 16 + 3 * D / 16 + D / 8 / 16, v=4 + 2 * D / 16, lossy=True)  # half of the channels in 2 bits
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,11 @@ OWN: dict[str, tuple[Case, ...]] = {
     "kivi": (Case(KIVI_TEXT, slot=KIVI),),
     "int8": (Case("int8", slot=INT8),),
     "int4": (Case("int4", slot=INT4),),
+    "fp8": (Case("fp8", slot=Slot(k=D, v=D, lossy=True)),),
+    "polarquant": (Case("polarquant(group=16)", slot=POLAR),),
+    "gear": (Case("gear(group=16)", slot=GEAR),),
+    "nsnquant": (Case("nsnquant(window=16)", slot=NSN),),
+    "vidkv": (Case("vidkv(group=16, recent=16)", slot=VID),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
         Case("adakv(budget={b}, window=8)"),
@@ -258,6 +269,7 @@ OWN: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "smallkv": (Case("smallkv(budget={b}, window=8)", draft=1, odds=True),),
+    "coded": (Case("full | coded"), Case("knorm(budget={b}) | coded")),
     "append": (Case("snapkv(budget={b}, window=8) | append"),),
 }
 

@@ -2,8 +2,28 @@
 
 from jkv.methods.codecs.affine import Affine
 from jkv.methods.codecs.dense import Dense
+from jkv.methods.codecs.float8 import Float
+from jkv.methods.codecs.gear import Gear
+from jkv.methods.codecs.nsn import Nsn
+from jkv.methods.codecs.polar import Polar
 from jkv.methods.codecs.separable import Separable
 from jkv.methods.codecs.sparse import Sparse
 from jkv.methods.codecs.turned import Balanced, Permuted, Projected, Rotated
+from jkv.methods.codecs.vid import Mixed, Ternary
 
-__all__ = ["Affine", "Balanced", "Dense", "Permuted", "Projected", "Rotated", "Separable", "Sparse"]
+__all__ = [
+    "Affine",
+    "Balanced",
+    "Dense",
+    "Float",
+    "Gear",
+    "Mixed",
+    "Nsn",
+    "Permuted",
+    "Polar",
+    "Projected",
+    "Rotated",
+    "Separable",
+    "Sparse",
+    "Ternary",
+]

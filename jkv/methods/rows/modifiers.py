@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jkv.methods.budgets import All
 from jkv.methods.catalogue import Axes, row
+from jkv.methods.prefills import Coded
 from jkv.methods.residuals import MeanToken
 from jkv.methods.scores.position import Newest
 
@@ -32,6 +33,12 @@ def pooled(*, floor: float = 0.2) -> Axes:
 def rest() -> Axes:
     """One residual token per kv head: the mean of all that it evicts, with the weight of all of them."""
     return dict(merge=MeanToken())
+
+
+@row("-", "changes only what a prompt attends to")
+def coded() -> Axes:
+    """A prompt attends to its keys and values as they will be stored, as papers on codes measure them."""
+    return dict(prefill=Coded())
 
 
 @row("-", "changes nothing but the budget")

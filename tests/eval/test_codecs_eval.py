@@ -1,0 +1,75 @@
+"""Codecs over whole texts, in one pass: against the dense model whose keys and values pass through them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jkv import models
+from jkv.cli.app import app
+from jkv.core.codes import decode, encode
+from jkv.eval.codecs import Codecs
+from jkv.io import load as loading
+from jkv.methods import parse
+from support.rig import D
+from support.speaking import PARAMS
+
+IDS, PREFIX = np.random.default_rng(0).integers(0, 256, (2, 96)).astype(np.int32), 16
+
+
+def dense(text: str, ids: np.ndarray) -> np.ndarray:
+    """Logits [T,V] of a text whose attention sees what its codecs make of every key and value; all T fill units."""
+    (k_codec, v_codec), model = parse(text).codec, PARAMS.config
+    before = parse(text).tiers[0].rope == "read"
+    pos = jnp.arange(len(ids))[None]
+
+    def attend(i, new):
+        turn = model.ropes[i].rotate
+        q, k, v = turn(new.q, pos[:, None, None]), new.k if before else turn(new.k, pos[:, None]), new.v
+        k, v = decode(k_codec, encode(k_codec, k)), decode(v_codec, encode(v_codec, v))
+        k = turn(k, pos[:, None]) if before else k
+        p = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * model.scale
+        p = jax.nn.softmax(jnp.where(np.tri(len(ids), dtype=bool), p, -jnp.inf), -1)
+        return jnp.einsum("bhgts,bhsd->bhgtd", p, v), None
+
+    net = models.family(model)
+    x = net.embed(PARAMS, jnp.asarray(ids)[None])
+    for i in range(model.depth):
+        x, _ = models.layer(PARAMS, i, x, pos, attend, None)
+    return np.asarray(jax.nn.log_softmax(net.head(PARAMS, x))[0], np.float64)
+
+
+@pytest.mark.parametrize("text", ["int4", "kivi(group=16)", "nsnquant(window=16)"])
+def test_one_pass_measures_attention_to_what_is_stored(text: str):
+    got = Codecs(PARAMS, IDS, PREFIX)(parse(text))
+    for i, row in enumerate(IDS):
+        full, own = (dense(x, row)[PREFIX - 1 : -1] for x in ("full", text))
+        kl = (np.exp(full) * (full - own)).sum(-1).mean()
+        assert kl > 1e-5
+        np.testing.assert_allclose(got["kl_by_text"][i], kl, rtol=0.02, atol=2e-6)  # of codes at a border
+        np.testing.assert_allclose(got["nll_by_text"][i], -own[np.arange(len(own)), row[PREFIX:]].mean(), atol=1e-4)
+    assert got["bits"] == {"int4": [4 + 32 / D] * 2, "kivi(group=16)": [4.0, 2 + 32 / D]}.get(text, got["bits"])
+
+
+def test_the_full_cache_costs_nothing():
+    got = Codecs(PARAMS, IDS, PREFIX)(parse("full"))
+    assert got["kl"] < 1e-6 and got["agree"] == 1 and got["bits"] == [32.0, 32.0]
+
+
+def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    tokens, out = tmp_path / "tokens.npz", tmp_path / "found.json"
+    np.savez(tokens, IDS)
+    args = ["eval", "codecs", "--tokens", tokens, "--prefix", 64, "--continue", 32, "--json", out, "--cache"]
+    for names in (["fp8"], ["fp8", "--cache", "int8"]):
+        done = CliRunner().invoke(app, [*map(str, args), *names])
+        assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["cache"] for r in rows] == ["fp8", "int8"] and f"8 and 8 bits, KL {rows[0]['kl']:.4g}" in done.output
+    done = CliRunner().invoke(app, [*map(str, args), "mikv"])
+    assert done.exit_code == 2 and "several tiers" in done.output

@@ -206,7 +206,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         longest=longest,
         window=window,
         pruning=config.prefill.pruning(model, i),
-        kernels=config.kernels,
+        kernels=kernels.plain(config.kernels, model.capped),
     )
 
 
@@ -226,7 +226,7 @@ def _tier(
         select=jax.tree.map(jnp.copy, select),
         unit=config.unit,
         evicts=evicts,
-        kernels=config.kernels,
+        kernels=kernels.plain(config.kernels, model.capped),
     )
 
 

@@ -8,6 +8,7 @@ row and the versions that made them. Weights are not stored: both sides draw the
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -176,18 +177,22 @@ def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def torch_model(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str = "float32") -> Any:
-    """The same model in transformers; raises if a name or a shape differs."""
+    """The same model in transformers, read from a folder as a hub has it; raises if a name or a shape differs."""
     import torch
+    from safetensors.numpy import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    made = AutoConfig.for_model(**json.loads(json.dumps(hf)))
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=getattr(torch, dtype))
-    # as files name them, and as modules do
-    named = {n.replace("language_model.model.", "model.language_model."): a for n, a in tensors.items()}
-    if "lm_head.weight" not in named:  # tied weights appear twice in a state dict
-        named["lm_head.weight"] = next(a for n, a in named.items() if n.endswith("embed_tokens.weight"))
-    tower = {n: x for n, x in model.state_dict().items() if n.startswith(TOWERS)}
-    model.load_state_dict(tower | {n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in named.items()}, strict=True)
+    # a tied head is the embedding in any case
+    tied = not any(name.endswith("lm_head.weight") for name in tensors)
+    config = AutoConfig.for_model(**json.loads(json.dumps({"tie_word_embeddings": tied} | hf)))
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file({n: np.ascontiguousarray(a) for n, a in tensors.items()}, Path(folder) / "model.safetensors")
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    found["missing_keys"] = [name for name in found["missing_keys"] if not name.startswith(TOWERS)]
+    assert not any(found.values()), found
     return model.eval()
 
 

@@ -250,6 +250,20 @@ def reading() -> list[str]:
     return [line(tokens, *(f"{r['recovered']:.3f}" for r in rows)) for tokens, rows in groups.items()]
 
 
+def families() -> list[str]:
+    """Every family beside transformers."""
+    return [
+        line(
+            f"`{row['model']}`",
+            f"{row['largest']:.1f}",
+            f"{row['difference']:.1e}",
+            f"{row['equal']} of {row['tokens']}",
+            row["transformers"],
+        )
+        for row in results("families")
+    ]
+
+
 def head(*cells: str) -> str:
     return f"{line(*cells)}\n{'|---' * len(cells)}|\n"
 
@@ -258,6 +272,9 @@ SIZES = ("512 tokens, 74%", "256, 37%", "128, 18%")
 TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "README.md": {head("cache", "tokens kept", "KL", "bytes"): costs},
     "docs/batch.md": {head("", "tokens/s", "ratio"): jobs},
+    "docs/families.md": {
+        head("model", "largest logit", "largest difference", "greedy tokens equal", "transformers"): families
+    },
     "docs/quality.md": {
         head("", "half of the tokens", "a quarter", "an eighth"): needles,
         head("", *SIZES): later,

@@ -8,10 +8,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from . import bamba, gemma3, llama, mamba2, mistral, params, qwen2, qwen3, ssd
+from . import (
+    bamba,
+    gemma2,
+    gemma3,
+    gemma3_images,
+    granite,
+    llama,
+    mamba2,
+    mistral,
+    olmo2,
+    olmo3,
+    params,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    ssd,
+)
 from .config import LAYERS, Mixers, ModelConfig
 from .llama import Attend, Projected, linear
 from .params import Params, Put, Tensors
+from .scale import Scale
 
 __all__ = [
     "FAMILIES",
@@ -21,6 +39,7 @@ __all__ = [
     "ModelConfig",
     "Params",
     "Projected",
+    "Scale",
     "abstract",
     "build",
     "family",
@@ -50,7 +69,14 @@ FAMILIES = {
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3": gemma3_images,
     "gemma3_text": gemma3,
+    "phi3": phi3,
+    "smollm3": smollm3,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "granite": granite,
     "mamba2": mamba2,
     "bamba": bamba,
 }
@@ -72,11 +98,10 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
     >>> read_config({"model_type": "mamba"})
     Traceback (most recent call last):
-    ValueError: model_type 'mamba' is not supported: use one of bamba, gemma3_text, llama, mamba2, mistral, qwen2, qwen3
+    ValueError: model_type 'mamba' is not supported: use one of bamba, gemma2, gemma3, gemma3_text, granite, llama, \
+mamba2, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
     """
     kind = hf.get("model_type")
-    if kind == "gemma3":
-        raise ValueError("model_type 'gemma3' has an image tower: give its text_config (model_type 'gemma3_text')")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} is not supported: use one of {', '.join(sorted(FAMILIES))}")
     depth = hf.get("num_hidden_layers")
@@ -152,7 +177,7 @@ def fresh(c: ModelConfig, pos: Array) -> Mix:
 def forward(p: Params, ids: Array, pos: Array) -> Array:
     """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
 
-    The oracle of the tests: softmax(scale q.k) v in float32 over all visible keys, and states from nothing; no cache.
+    The oracle of the tests: softmax(q.k * scale) v in float32 over all visible keys, and states from nothing; no cache.
 
     >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
     (1, 3, 100)

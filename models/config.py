@@ -7,6 +7,8 @@ from typing import Any
 
 from jkv.models.rope import Rope
 
+from .scale import Capped, Scale
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mixers:
@@ -41,7 +43,8 @@ class ModelConfig:
     `layers` of its blocks attend, the `mixers` recur. A layer has `heads` key/value heads (H), of `head_dim` channels a
     key (D) and `value_dim` a value (Dv), each read by `groups` query heads (G). Layer i turns queries and keys with
     `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits
-    of attention are `scale * q.k`.
+    of attention are `q.k * scale`, and those of the next token the head's product `* head_scale`: a scale may be
+    `Capped`. What a half of a layer adds to its input is `* residual_scale`.
 
     >>> from jkv.models import llama
     >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -62,11 +65,13 @@ class ModelConfig:
     context: int
     eps: float
     act: str
-    scale: float
+    scale: Scale
     ropes: tuple[Rope, ...]
     windows: tuple[int | None, ...]
     tied: bool
     embed_scale: float | None = None
+    head_scale: Scale = 1.0
+    residual_scale: float = 1.0
     eos: tuple[int, ...] = ()
     bos: int | None = None
     mixers: Mixers | None = field(default=None, repr=False)
@@ -75,6 +80,11 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Channels of a value."""
         return self.head_dim
+
+    @property
+    def capped(self) -> bool:
+        """Whether logits of attention saturate."""
+        return isinstance(self.scale, Capped)
 
     @property
     def depth(self) -> int:

@@ -87,8 +87,12 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
     """Layer i of x [B, T, E] at pos i32[B, T] -> [B, n, E] and aux, where the caller's attend(i, projected) returns
     (o [B, H, G, n, D], aux) for the newest n rows."""
+    return block(params, i, x, project(params, i, x, pos), attend)
+
+
+def block(params: Params, i: int, x: Array, p: Projected, attend: Attend) -> tuple[Array, Any]:
+    """The rest of a layer, once its queries, keys and values are known, with norms around both halves."""
     w, c = params.layers[i], params.config
-    p = project(params, i, x, pos)
     with jax.named_scope("attend"):
         o, aux = attend(i, p)
     x = newest(x, o) + rms(w["post1"], out(w, o.astype(x.dtype)), c.eps)

@@ -148,7 +148,8 @@ def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple
 
 def unembed(params: Params, x: Array) -> Array:
     """Normed x [B, T, E] -> logits f32[B, T, V], with the embedding where the model ties its head to it."""
-    return linear(params.embed if params.head is None else params.head, x, jnp.float32)
+    scale, y = params.config.head_scale, linear(params.embed if params.head is None else params.head, x, jnp.float32)
+    return y if scale == 1 else y * scale
 
 
 def head(params: Params, x: Array) -> Array:

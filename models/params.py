@@ -25,7 +25,9 @@ EXACT = ("a_log", "dt_bias", "skip")  # fields of a mixer
 class Names:
     """What a checkpoint calls its tensors: field of a block -> the tensors that it stacks, in this order.
 
-    block: of the blocks that attend; mixer: of those that recur.
+    block: of the blocks that attend; mixer: of those that recur. shapes: of a family's tensors that differ from
+    `shapes`, by the end of the name; parts: rows of the tensors that one tensor of the checkpoint holds, likewise;
+    unread: beginnings of the names that are left alone.
     """
 
     block: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -34,11 +36,18 @@ class Names:
     embed: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
+    shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda c: {}
+    parts: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda c: {}
+    unread: tuple[str, ...] = ()
 
     def of(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
         """The whole names of block i."""
         table = self.block if c.attends(i) else self.mixer
         return {n: tuple(f"{self.blocks}.{i}.{end}" for end in ends) for n, ends in table.items()}
+
+    def rows(self, c: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
+        """Of the tensors in the tensor of that name, which has `rows`."""
+        return next((n for end, n in self.parts(c).items() if name.endswith(end)), (rows,))
 
 
 @value
@@ -137,7 +146,8 @@ def names(c: ModelConfig, table: Names) -> dict[str, tuple[int, ...]]:
     out: dict[str, tuple[int, ...]] = {table.embed: (c.vocab, c.width), table.norm: (c.width,)}
     if not c.tied:
         out[table.head] = (c.vocab, c.width)
-    known = shapes(c)
+    own = table.shapes(c)
+    known = {**own, **shapes(c), **own}  # its own come first: one end of a name may be the end of another
     for i in range(c.depth):
         for tensor in (t for stack in table.of(c, i).values() for t in stack):
             out[tensor] = next(s for end, s in known.items() if tensor.endswith(end))
@@ -145,7 +155,8 @@ def names(c: ModelConfig, table: Names) -> dict[str, tuple[int, ...]]:
 
 
 def _spare(name: str, c: ModelConfig, table: Names) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (c.tied and name == table.head)
+    unread = name.endswith("rotary_emb.inv_freq") or name.startswith(table.unread)
+    return unread or (c.tied and name == table.head)
 
 
 def copied(_: str, x: np.ndarray, dtype: Any) -> Array:
@@ -176,10 +187,15 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
             wrong.append(f"{name} holds NaN or infinity")
         return got
 
+    def apart(name: str, x: np.ndarray) -> list[np.ndarray]:
+        rows = table.rows(c, name, len(x))
+        return np.split(x, np.cumsum(rows)[:-1]) if len(rows) > 1 else [x]
+
     def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | None:
         before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
+        parts = [part for name, x in zip(names, parts, strict=True) for part in apart(name, x)]
         if len(parts) > 1:
             n, _, size = together([len(x) for x in parts], c.heads)
             parts = [np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)]
@@ -196,7 +212,7 @@ def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
     known = names(c, table)
 
     def stack(_: str, names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        rows, rest = [known[name][0] for name in names], known[names[0]][1:]
+        rows, rest = [n for name in names for n in table.rows(c, name, known[name][0])], known[names[0]][1:]
         return jax.ShapeDtypeStruct((*(together(rows, c.heads) if len(rows) > 1 else rows), *rest), dtype)
 
     return _stacked(c, table, stack, dtype)

@@ -14,8 +14,8 @@ COARSE = 1 << COARSE_BITS  # position = COARSE * a + b: angles of a and of b com
 class Rope:
     """Rotate the halves of a head: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), angle = pos * inv_freq.
 
-    `inv_freq` has D/2 entries (fewer: only the first 2 * len(inv_freq) channels turn), `scale` multiplies cos and
-    sin (yarn), `longest` is the largest position plus one. Angles stay exact for any position: the rotation is the
+    `inv_freq` has D/2 entries (fewer: only the first 2 * len(inv_freq) channels turn, or none), `scale` multiplies cos
+    and sin (yarn), `longest` is the largest position plus one. Angles stay exact for any position: the rotation is the
     complex product of two tables made in float64, instead of one float32 angle.
 
     >>> import jax.numpy as jnp
@@ -45,6 +45,8 @@ class Rope:
         >>> bool(jnp.allclose(rope.rotate(rope.rotate(x, at), at, inverse=True), x))
         True
         """
+        if not self.inv_freq:
+            return x
         cos, sin = self.tables(pos)
         if inverse:
             back = 1 / self.scale**2  # the tables have the scale once, and so has x

@@ -20,7 +20,7 @@ from support.poison import poison
 from support.rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
 from support.selections import prompt_taps
 
-ALL = [*rig.ALL, *rig.RECURRING]
+ALL = [*rig.ALL, *rig.RECURRING, *rig.OTHERS]
 every = pytest.mark.parametrize("case", ALL, ids=str)
 compressed = pytest.mark.parametrize("case", [c for c in ALL if c.budget], ids=str)
 SHORT = np.where(np.arange(PROMPT.shape[1]) < 60, -1, PROMPT)  # 30 tokens: fills no budget

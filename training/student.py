@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.models import Params, Projected, family
+from jkv.models import Params, Projected, Scale, family
 from jkv.training.losses import Batch, sees
 
 TILE = 128  # queries that attend at once, to the keys up to their own
@@ -19,7 +19,7 @@ TILE = 128  # queries that attend at once, to the keys up to their own
 Bias = Callable[[int, Projected, Array], tuple[Array, Any]]
 
 
-def _attend(q: Array, k: Array, v: Array, added: Array, tile: slice, scale: float) -> Array:
+def _attend(q: Array, k: Array, v: Array, added: Array, tile: slice, scale: Scale) -> Array:
     """f32[B,H,G,t,D] of the queries of a tile, which see no key after it; the query heads of a kv head are one dot."""
     b, h, g, _, d = q.shape
     q, k, v, added = q[:, :, :, tile], k[:, :, : tile.stop], v[:, :, : tile.stop], added[:, :, tile, : tile.stop]

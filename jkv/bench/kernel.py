@@ -94,7 +94,7 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     q = jax.random.normal(keys[2], (batch, model.heads, model.groups, 1, model.head_dim), dtype)
     at = jnp.full((batch, 1), config.capacity, jnp.int32)
     want = reference.attention(
-        q.astype(jnp.float32), codes_k, codes_v, pos, jnp.zeros_like(at), at, model.scale
+        q.astype(jnp.float32), codes_k, codes_v, pos, jnp.zeros_like(at), at, float(model.scale)
     ).finish()
     dense = (codes.decode(config.k, k), codes.decode(config.v, v))
     return Problem(q=q, at=at, tier=tier, config=config, dense=dense, want=np.asarray(want))
@@ -126,7 +126,7 @@ def coded(name: str, p: Problem, model: ModelConfig) -> Case:
 
     def run(q: Array, held: Any) -> Array:
         tier = replace(p.tier, k=held[0], v=held[1], pos=held[2])
-        return attend_tier(q, causal(p.at, None), tier, config, model.ropes[0], model.scale).finish()
+        return attend_tier(q, causal(p.at, None), tier, config, model.ropes[0], float(model.scale)).finish()
 
     return repeated(name, run, p.q, held)
 
@@ -196,8 +196,8 @@ def rows(
     for context in contexts:
         for spec in specs:
             p = problem(spec, model, batch, context, dtype)
-            cases = [coded(name, p, model) for name in names] + [dense(x, p, model.scale) for x in DENSE]
-            cases += [{"sdpa": sdpa, "cudnn": cudnn}[name](p, model.scale) for name in versus]
+            cases = [coded(name, p, model) for name in names] + [dense(x, p, float(model.scale)) for x in DENSE]
+            cases += [{"sdpa": sdpa, "cudnn": cudnn}[name](p, float(model.scale)) for name in versus]
             errors = [wrong(case, p.want, spec) for case in cases]
             times = [percentiles([[x] for x in some]) for some in turns([c.trial for c in cases], rounds)]
             by_name, rate = {c.name: t["ms"] for c, t in zip(cases, times, strict=True)}, copy_rate()

@@ -11,12 +11,13 @@ from jax import Array
 from jkv import kernels
 from jkv.arrays.partial import Partial, merge, nothing, softmax_parts
 from jkv.core.mask import Mask
+from jkv.models.scale import Scale
 
 QUERY_TILE, KEY_TILE = 256, 512  # of the blocked prefill sweep: a tile of scores stays in cache
 FEW = 16  # up to so many query tokens of a row the decode kernels serve, beyond it the prefill kernel
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Partial:
+def attend(q: Array, k: Array, v: Array, mask: Array, scale: Scale) -> Partial:
     """q [B,H,G,T,D] over k [B,H,S,D], v [B,H,S,Dv] where mask bool[B,Hs,T,S]; one tile, no loop."""
     logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * scale
     p, m, l = softmax_parts(logits, mask[:, :, None])  # noqa: E741
@@ -34,7 +35,7 @@ def prompt_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> k
     return kernels.choose("prefill_attention", kind, refusal)
 
 
-def attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: float, kind: str = "xla") -> Partial:
+def attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Scale, kind: str = "xla") -> Partial:
     """Queries [B,H,G,T,D] over a window, k [B,H,S,D] and v [B,H,S,Dv], whose positions i32[B,S] rise with index.
 
     kind: of kernels. Query tile by query tile, key tile by key tile: the score matrix [T,S] never exists, and keys that

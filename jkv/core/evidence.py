@@ -35,6 +35,7 @@ from jkv.protocols import Columns, needs_of
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
     from jkv.models.rope import Rope
+    from jkv.models.scale import Scale
 
 QUERIES, KEYS = 64, 512  # a tile of probabilities
 Step = Callable[[Array, Array, Array, Array], Any]
@@ -69,7 +70,7 @@ class Evidence:
     plan: LayerConfig
     lower: LayerCache | None = None
     rope: Rope = static()
-    scale: float = static()
+    scale: Scale = static()
 
     @property
     def slots(self) -> int:

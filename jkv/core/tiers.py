@@ -22,6 +22,7 @@ from jkv.core.layer import TierConfig
 from jkv.core.mask import Mask
 from jkv.core.pool import line, together
 from jkv.models.rope import Rope
+from jkv.models.scale import Scale
 from jkv.protocols import Code, Codec, KernelCodes
 
 TILE = 512  # slots of a coded tier that are read at a time
@@ -166,7 +167,7 @@ def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
     return jnp.where((never.any(1, keepdims=True) if x.shape[1] == 1 else never)[..., None], none, x)
 
 
-def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: float) -> Partial:
+def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: Scale) -> Partial:
     """Rotated queries [B,H,G,T,D] over the tier, or over the units that its selector picks."""
     if tier.head is None:
         return _attend(q, mask, tier, config, rope, scale, q.shape[3])
@@ -177,7 +178,7 @@ def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope
     return jax.tree.map(lambda x: x.reshape(b, h, g, t, *x.shape[4:]), part)
 
 
-def _attend(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: float, tokens: int) -> Partial:
+def _attend(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: Scale, tokens: int) -> Partial:
     """The same of a pool as of one head that all ask; `tokens` of a row are asking."""
     at = tier.pos if tier.at is None else tier.at
     if tier.head is not None:
@@ -219,7 +220,7 @@ def _attend_own(
     pages: Array | None,
     config: TierConfig,
     rope: Rope,
-    scale: float,
+    scale: Scale,
     tokens: int,
 ) -> Partial:
     """The same of queries as codes are asked, over the slots of one device, or of its pages; keys act at `tier.at`."""
@@ -252,7 +253,7 @@ def _attend_own(
     return over_tiles(body, nothing(q, codes.inner_width(config.v, v)), size, tile)
 
 
-def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: float, *pages: Array) -> Partial | None:
+def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: Scale, *pages: Array) -> Partial | None:
     """By the platform's kernel, or None where it has none."""
     name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3]).name
     if name == "xla":
@@ -302,7 +303,7 @@ def newest(tier: Tier, unit: int, heads: int) -> Array:
     return jnp.broadcast_to(tier.pos, (b, heads, c)).reshape(b, heads, -1, unit).max(-1)
 
 
-def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierConfig, rope: Rope, scale: float) -> Any:
+def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierConfig, rope: Rope, scale: Scale) -> Any:
     """The summary of a selector that watches, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
 
     The logits of the few keys that were read are computed once more: no kernel has to give them away.

@@ -113,6 +113,20 @@ def unready(operation: str, name: str) -> str | None:
     return None
 
 
+def plain(kernels: str, capped: bool) -> str:
+    """The kernels of a model's attention; ValueError where one is asked for and logits saturate: no kernel caps them.
+
+    >>> plain("auto", capped=False), plain("auto", capped=True)
+    ('auto', 'xla')
+    """
+    if not capped or wanted(kernels) == "xla":
+        return kernels if not capped else "xla"
+    if kernels != "auto":
+        raise ValueError(f"kernels={kernels!r}: no kernel takes logits with a soft cap; use 'auto' or 'xla'")
+    _say("attention runs on xla: no kernel takes logits with a soft cap")
+    return "xla"
+
+
 def uneven(keys: int, values: int) -> str | None:
     """Why no kernel of attention takes keys and values of so many channels, or None.
 

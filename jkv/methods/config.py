@@ -207,7 +207,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         window=window,
         pruning=config.prefill.pruning(model, i),
         coded=config.prefill.coded,
-        kernels=config.kernels,
+        kernels=kernels.plain(config.kernels, model.capped),
     )
 
 
@@ -227,7 +227,7 @@ def _tier(
         select=jax.tree.map(jnp.copy, select),
         unit=config.unit,
         evicts=evicts,
-        kernels=config.kernels,
+        kernels=kernels.plain(config.kernels, model.capped),
     )
 
 

@@ -15,7 +15,7 @@ from jkv.methods.scores.attention import mass
 from jkv.protocols import Evidence, Lost, Merge, Needs
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Scale
 
 
 @value
@@ -45,7 +45,7 @@ class MeanToken(Merge):
         k, v = (mean_with(old, state.count, x, gone) for old, x in ((state.k, lost.k), (state.v, lost.v)))
         return Token(k=k, v=v, count=state.count + gone.sum(-1))
 
-    def attend(self, state: Token, q: Array, found: Partial, scale: float) -> Partial:
+    def attend(self, state: Token, q: Array, found: Partial, scale: Scale) -> Partial:
         there = state.count > 0
         weight = jnp.log(jnp.maximum(state.count, 1))[:, :, None, None, None]
         logits = jnp.einsum("bhgtd,bhd->bhgt", q.astype(jnp.float32), state.k)[..., None] * scale + weight
@@ -91,7 +91,7 @@ class MeanValue(Merge):
         v = mean_with(state.v, state.weight, lost.v, weight)
         return Share(v=v, weight=state.weight + weight.sum(-1), odds=1 / jnp.clip(kept, 0.05, 1) - 1)
 
-    def attend(self, state: Share, q: Array, found: Partial, scale: float) -> Partial:
+    def attend(self, state: Share, q: Array, found: Partial, scale: Scale) -> Partial:
         more = found.l * state.odds[:, :, None, None]
         return replace(found, acc=found.acc + more[..., None] * state.v[:, :, None, None], l=found.l + more)
 

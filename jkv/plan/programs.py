@@ -145,8 +145,8 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
         config = replace(divided, kernels=kernels)
         return jax.eval_shape(lambda: sizes.empty(config, job.model, job.batch, job.context, new, job.dtype))
 
-    own = shapes(target.kernels)
     try:
+        own = shapes(target.kernels)
         kernels_of(own)
         prefill_kernel_of(own)
     except ValueError:

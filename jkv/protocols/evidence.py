@@ -16,6 +16,7 @@ from jkv.protocols.needs import Columns
 
 if TYPE_CHECKING:
     from jkv.models.rope import Rope
+    from jkv.models.scale import Scale
 
 
 @value
@@ -180,7 +181,7 @@ class Evidence(Protocol):
     def rope(self) -> Rope: ...
 
     @property
-    def scale(self) -> float: ...  # of a logit
+    def scale(self) -> Scale: ...  # of a logit
 
     @property
     def generating(self) -> bool: ...  # this flush ends a block of steps, and not a prompt or a piece of one

@@ -12,7 +12,7 @@ from jkv.protocols.needs import Columns, Needs
 
 if TYPE_CHECKING:
     from jkv.arrays.partial import Partial
-    from jkv.models import ModelConfig, Params
+    from jkv.models import ModelConfig, Params, Scale
 
 
 @value
@@ -66,6 +66,6 @@ class Merge:
         """The state with what is evicted at this flush."""
         return state
 
-    def attend(self, state: Any, q: Array, found: Partial, scale: float) -> Partial:
+    def attend(self, state: Any, q: Array, found: Partial, scale: Scale) -> Partial:
         """Attention of rotated q [B,H,G,T,D] over the state too, where `found` is over everything that is kept."""
         return found

@@ -1,12 +1,14 @@
 """Records what transformers computes for tiny models of every family: run it with torch and transformers installed.
 
-    python tests/golden/make.py
+    python tests/golden/make.py [CASE ...]
 
 One `<case>.npz` a case lands beside this file: the config, a ragged left-padded batch, its logits, 64 greedy tokens a
 row and the versions that made them. Weights are not stored: both sides draw them from the same numpy generator.
 """
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 from jkv import models
 
 HERE = Path(__file__).parent
+TOWERS = ("model.vision_tower.", "model.multi_modal_projector.")
 LENGTHS, NEW = (24, 13, 5), 64  # prompt tokens of each row, then greedy tokens
 
 BASE: dict[str, Any] = dict(
@@ -46,6 +49,30 @@ GEMMA: dict[str, Any] = BASE | dict(
     rope_theta=1e6,
     rope_local_base_freq=1e4,
 )
+GEMMA2: dict[str, Any] = BASE | dict(
+    model_type="gemma2",
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=8,
+    query_pre_attn_scalar=20,
+    attn_logit_softcapping=1.5,  # as small as it takes to bend the logits of so small a model
+    final_logit_softcapping=2.0,
+    rope_theta=1e4,
+)
+LONGROPE = dict(
+    type="longrope",
+    short_factor=[1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    long_factor=[1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+)
+PHI3: dict[str, Any] = BASE | dict(model_type="phi3", hidden_size=64, pad_token_id=0, rope_theta=1e4)
+TOWER = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    image_size=8,
+    patch_size=4,
+    model_type="siglip_vision_model",
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": BASE | dict(model_type="llama", rope_parameters=dict(rope_type="default", rope_theta=5e5)),
@@ -65,6 +92,47 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA | dict(sliding_window_pattern=2, rope_scaling=dict(rope_type="linear", factor=8.0)),
     "gemma3-types": GEMMA
     | dict(layer_types=["full_attention", "sliding_attention", "sliding_attention"], tie_word_embeddings=False),
+    "gemma3-images": dict(
+        model_type="gemma3",
+        text_config={k: v for k, v in GEMMA.items() if k not in ("rope_theta", "rope_local_base_freq")}
+        | dict(rope_scaling=dict(rope_type="linear", factor=8.0)),
+        vision_config=TOWER,
+        mm_tokens_per_image=4,
+        boi_token_index=5,
+        eoi_token_index=6,
+        image_token_index=7,
+        eos_token_id=None,
+    ),
+    "gemma2": GEMMA2,
+    "gemma2-plain": GEMMA2 | dict(attn_logit_softcapping=None, final_logit_softcapping=None, head_dim=8),
+    "phi3": PHI3 | dict(num_key_value_heads=4, sliding_window=8),
+    "phi3-short": PHI3
+    | dict(original_max_position_embeddings=128, partial_rotary_factor=0.75, rope_scaling=LONGROPE | dict(factor=4.0)),
+    "phi3-long": PHI3 | dict(original_max_position_embeddings=16, partial_rotary_factor=0.75, rope_scaling=LONGROPE),
+    "smollm3": BASE | dict(model_type="smollm3", no_rope_layer_interval=2, pad_token_id=0, rope_theta=1e4),
+    "smollm3-window": BASE
+    | dict(model_type="smollm3", no_rope_layers=[1, 0, 0], use_sliding_window=True, sliding_window=8)
+    | dict(tie_word_embeddings=False, pad_token_id=0),
+    "olmo2": BASE | dict(model_type="olmo2", rope_theta=1e4),
+    "olmo3": BASE
+    | dict(
+        model_type="olmo3",
+        num_hidden_layers=4,
+        sliding_window=8,
+        rope_theta=5e5,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.2)
+        | dict(beta_fast=32.0, beta_slow=1.0),
+    ),
+    "granite": BASE
+    | dict(
+        model_type="granite",
+        embedding_multiplier=6.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.25,
+        logits_scaling=0.5,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+    ),
     "mamba2": dict(
         model_type="mamba2",
         vocab_size=160,
@@ -101,23 +169,30 @@ def weights(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Random ids and positions i32[B, T] of rows that end together: pads come first, at position -1."""
     wide = max(LENGTHS)
-    ids = np.random.default_rng([seed, 1]).integers(1, hf["vocab_size"], (len(LENGTHS), wide), np.int32)
+    vocab = models.read_config(hf).vocab
+    low = 1 + max((x for name, x in hf.items() if name.endswith("_token_index")), default=0)  # no image's token
+    ids = np.random.default_rng([seed, 1]).integers(low, vocab, (len(LENGTHS), wide), np.int32)
     pos = np.stack([np.arange(wide, dtype=np.int32) - (wide - n) for n in LENGTHS])
     return np.where(pos < 0, 0, ids).astype(np.int32), np.maximum(pos, -1).astype(np.int32)
 
 
 def torch_model(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str = "float32") -> Any:
-    """The same model in transformers; raises if a name or a shape differs."""
+    """The same model in transformers, read from a folder as a hub has it; raises if a name or a shape differs."""
     import torch
+    from safetensors.numpy import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    made = AutoConfig.for_model(**json.loads(json.dumps(hf)))
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=getattr(torch, dtype))
-    # tied weights appear twice in a state dict
-    both = (
-        tensors if "lm_head.weight" in tensors else tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    )
-    model.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in both.items()}, strict=True)
+    # a tied head is the embedding in any case
+    tied = not any(name.endswith("lm_head.weight") for name in tensors)
+    config = AutoConfig.for_model(**json.loads(json.dumps({"tie_word_embeddings": tied} | hf)))
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file({n: np.ascontiguousarray(a) for n, a in tensors.items()}, Path(folder) / "model.safetensors")
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    found["missing_keys"] = [name for name in found["missing_keys"] if not name.startswith(TOWERS)]
+    assert not any(found.values()), found
     return model.eval()
 
 
@@ -160,6 +235,6 @@ def record(name: str, seed: int = 0) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         np.savez_compressed(HERE / f"{case}.npz", **record(case))
         print(case, (HERE / f"{case}.npz").stat().st_size, "bytes")

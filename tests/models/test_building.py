@@ -33,6 +33,34 @@ def test_products_of_one_input_are_stacked_in_order(tensors):
     assert sum(a.size for a in jax.tree.leaves(p)) == total
 
 
+def test_what_a_checkpoint_fuses_is_what_others_keep_apart():
+    llama = dict(CASES["phi3"], model_type="llama")
+    del llama["sliding_window"]
+    apart = weights(llama, 0)
+    fused = dict(apart)
+    for i in range(3):
+        for whole, at, names in (("self_attn.qkv", "self_attn", "qkv"), ("mlp.gate_up", "mlp", ("gate", "up"))):
+            parts = [fused.pop(f"model.layers.{i}.{at}.{n}_proj.weight") for n in names]
+            fused[f"model.layers.{i}.{whole}_proj.weight"] = np.concatenate(parts)
+    made = models.build(CASES["phi3"], thunks(fused), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, made.layers, models.build(llama, thunks(apart), jnp.float32).layers)
+    known = models.abstract(made.config)
+    assert [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(known)]
+
+
+def test_a_tower_is_left_unread():
+    def never():
+        raise AssertionError("a tensor of the tower was read")
+
+    case = CASES["gemma3-images"]
+    tower = {"vision_tower.vision_model.embeddings.patch_embedding.weight": never}
+    tower |= {"multi_modal_projector.mm_soft_emb_norm.weight": never}
+    made = models.build(case, thunks(weights(case, 0)) | tower, jnp.float32)
+    assert len(made.layers) == 3
+    with pytest.raises(ValueError, match="1 tensors unused: audio_tower.weight"):
+        models.build(case, thunks(weights(case, 0)) | {"audio_tower.weight": never}, jnp.float32)
+
+
 def test_each_tensor_is_taken_once_and_copied(tensors):
     taken = []
 

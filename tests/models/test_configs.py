@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from golden.make import CASES, GEMMA, LLAMA3, YARN
+from golden.make import CASES, GEMMA, LLAMA3, LONGROPE, YARN
 from jkv import models
 
 HARMLESS, rope = models.config.HARMLESS, models.config.rope
 
+WINDOWS = [{"sliding_window": 9}, {"sliding_window_pattern": 3}, {"num_hidden_layers": 4}]
 CHANGES = [  # case, field, new value, the ModelConfig field that must differ
     ("llama", "vocab_size", 161, "vocab"),
     ("llama", "hidden_size", 64, "width"),
@@ -57,6 +58,41 @@ CHANGES = [  # case, field, new value, the ModelConfig field that must differ
     ("gemma3", "rope_local_base_freq", 1e5, "ropes"),
     ("gemma3", "rope_scaling", None, "ropes"),
     ("gemma3-types", "layer_types", ["full_attention"] * 3, "windows"),
+    *[("gemma3-images", "text_config", CASES["gemma3-images"]["text_config"] | x, "windows") for x in WINDOWS],
+    ("gemma3-images", "tie_word_embeddings", False, "tied"),
+    ("gemma3-images", "eos_token_id", [1, 106], "eos"),
+    ("gemma2", "attn_logit_softcapping", 2.0, "scale"),
+    ("gemma2", "attn_logit_softcapping", None, "scale"),
+    ("gemma2", "query_pre_attn_scalar", 16, "scale"),
+    ("gemma2", "final_logit_softcapping", 3.0, "head_scale"),
+    ("gemma2", "final_logit_softcapping", None, "head_scale"),
+    ("gemma2", "sliding_window", 9, "windows"),
+    ("gemma2", "layer_types", ["full_attention"] * 3, "windows"),
+    ("gemma2", "hidden_size", 64, "embed_scale"),
+    ("gemma2", "rope_theta", 1e5, "ropes"),
+    ("phi3", "sliding_window", None, "windows"),
+    ("phi3", "partial_rotary_factor", 0.5, "ropes"),
+    ("phi3-short", "original_max_position_embeddings", 16, "ropes"),
+    ("phi3-short", "max_position_embeddings", 256, "ropes"),
+    *[
+        ("phi3-long", "rope_scaling", LONGROPE | x, "ropes")
+        for x in ({"long_factor": [2.0] * 6}, {"factor": 2.0}, {"attention_factor": 2.0})
+    ],
+    ("phi3-short", "rope_scaling", LONGROPE | {"short_factor": [2.0] * 6}, "ropes"),
+    ("smollm3", "no_rope_layer_interval", 3, "ropes"),
+    ("smollm3", "no_rope_layers", [1, 1, 1], "ropes"),
+    ("smollm3-window", "use_sliding_window", False, "windows"),
+    ("smollm3-window", "sliding_window", 9, "windows"),
+    ("smollm3-window", "layer_types", ["full_attention"] * 3, "windows"),
+    ("olmo2", "rope_theta", 1e5, "ropes"),
+    ("olmo2", "rms_norm_eps", 1e-4, "eps"),
+    ("olmo3", "sliding_window", 9, "windows"),
+    ("olmo3", "layer_types", ["full_attention"] * 4, "windows"),
+    ("olmo3", "rope_scaling", None, "ropes"),
+    ("granite", "attention_multiplier", 0.5, "scale"),
+    ("granite", "embedding_multiplier", 3.0, "embed_scale"),
+    ("granite", "residual_multiplier", 0.5, "residual_scale"),
+    ("granite", "logits_scaling", 2.0, "head_scale"),
     *[("mamba2", name, 2 * CASES["mamba2"].get(name, 4), "mixers") for name in ("state_size", "conv_kernel")],
     ("mamba2", "num_hidden_layers", 2, "mixers"),
     ("mamba2", "n_groups", 1, "mixers"),
@@ -91,6 +127,8 @@ FUNCTION = {
     "windows": None,
     "family": ("qwen3", "llama"),
     "embed_scale": ("gemma3", 1.0),
+    "head_scale": ("llama", 2.0),
+    "residual_scale": ("granite", 1.0),
     "mixers": ("mamba2", dataclasses.replace(models.read_config(CASES["mamba2"]).mixers, limit=(0.1, 0.2))),
 }
 SHAPES = {"layers": 2, "heads": 1, "groups": 1, "head_dim": 8, "width": 32, "hidden": 96, "vocab": 161, "tied": True}
@@ -145,7 +183,6 @@ REFUSALS = [  # case, change, what the message must say
     ("llama", {"rope_parameters": {"rope_theta": 1e4, "mscale": 2.0}}, "rope_parameters.mscale.*2.0"),
     ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("llama", {"model_type": "mamba"}, "mamba.*use one of.*llama"),
-    ("gemma3", {"model_type": "gemma3"}, "text_config"),
     ("mistral", {"num_key_value_heads": ...}, "num_key_value_heads.*missing"),
     ("qwen2", {"attention_bias": False}, "attention_bias.*only True"),
     ("qwen2", {"use_mrope": True}, "use_mrope"),
@@ -158,6 +195,24 @@ REFUSALS = [  # case, change, what the message must say
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3", {"sliding_window": None}, "sliding layers need sliding_window"),
     ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.*full_attention"),
+    ("gemma3-images", {"text_config": [1]}, "text_config.*object"),
+    ("gemma3-images", {"text_config": {"new": 1}}, "new.*HARMLESS"),
+    ("gemma3-images", {"new": 1}, "new.*gemma3.*HARMLESS"),
+    ("gemma3-images", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantized"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping.*positive"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor.*pairs"),
+    ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor.*1 is the most"),
+    ("phi3-long", {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "rope_scaling.long_factor.*6 positive numbers"),
+    ("phi3-long", {"rope_scaling": LONGROPE | {"short_factor": ...}}, "short_factor"),
+    ("phi3-long", {"rope_scaling": LONGROPE | {"new": 1}}, "rope_scaling.new.*HARMLESS"),
+    ("phi3", {"rope_scaling": {"type": "spiral"}}, "rope_parameters.rope_type.*spiral"),
+    ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers.*3 numbers, 1 or 0"),
+    ("smollm3", {"mlp_bias": True}, "mlp_bias.*only false"),
+    ("olmo2", {"attention_bias": True}, "attention_bias"),
+    ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.*full_attention"),
+    ("granite", {"logits_scaling": 0}, "logits_scaling.*positive"),
+    ("granite", {"attention_bias": True}, "attention_bias"),
     ("mamba2", {"num_heads": 5}, "num_heads.*80 must be 96"),
     ("mamba2", {"n_groups": 4}, "n_groups.*divide the 6 heads"),
     ("mamba2", {"use_bias": True}, "use_bias.*only false"),

@@ -18,6 +18,7 @@ from golden.make import CASES
 from jkv import models
 from jkv.io import identity, learned, load
 from jkv.io.identity import fingerprint
+from jkv.models.scale import Capped
 from support import ggufs
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -68,8 +69,11 @@ def test_every_number_of_the_config_that_makes_a_product_counts():
     params = models.random(CASES["mistral"])
     c = params.config
     others = dict(eps=0.1, act="gelu_tanh", scale=2 * c.scale, windows=(2,) * 3, embed_scale=2.0, family="llama")
+    others |= dict(head_scale=2.0, residual_scale=2.0)
     others |= dict(ropes=models.read_config(CASES["llama-linear"]).ropes, context=4096)
     made = [dataclasses.replace(params, config=dataclasses.replace(c, **{name: x})) for name, x in others.items()]
+    caps = [Capped(by=c.scale, cap=cap) for cap in (50.0, 30.0)]
+    made += [dataclasses.replace(params, config=dataclasses.replace(c, scale=x)) for x in caps]
     assert len({fingerprint(p) for p in (params, *made)}) == 1 + len(made)
 
 

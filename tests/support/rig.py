@@ -26,6 +26,7 @@ from jkv.models import Params
 from jkv.models.rope import Rope
 from support.dense import dense_prompt, dense_step
 from support.tiny import (  # noqa: F401
+    CAPPED,
     DEEP,
     ESTIMATES,
     FINDERS,
@@ -39,6 +40,7 @@ from support.tiny import (  # noqa: F401
     PARAMS,
     PREDICTOR,
     SWITCH,
+    UNTURNED,
     D,
     G,
     H,
@@ -49,7 +51,7 @@ LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced token
 LONGEST = max(LENGTHS) + STEPS
 LONG = 1000  # more than every budget
 BUDGET, EVERYTHING = 48, 4000
-MODELS = {"llama": PARAMS, "bamba": HYBRID}
+MODELS = {"llama": PARAMS, "bamba": HYBRID, "gemma2": CAPPED, "smollm3": UNTURNED}
 
 _rng = np.random.default_rng(0)
 PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
@@ -285,6 +287,11 @@ CASES = {name: OWN.get(name) or (Case(usual(row)),) for name, row in CATALOGUE.i
 ALL = [case for cases in CASES.values() for case in cases]
 # of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
 RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
+# of logits that saturate: evicted by queries and coded, picked by pages; of a layer that turns nothing: turned at read
+OTHERS = [
+    *(replace(case, model="gemma2") for case in (CASES["snapkv"][1], CASES["quest"][0])),
+    replace(CASES["kivi"][0], model="smollm3"),
+]
 
 
 def compositions() -> list[CacheConfig]:

@@ -22,6 +22,19 @@ HYBRID = models.random(
     0,
     jnp.float32,
 )
+# logits of attention and of tokens that saturate, norms around both halves of a layer
+CAPPED = models.random(
+    dict(models.TINY, model_type="gemma2", hidden_size=64, head_dim=16, query_pre_attn_scalar=16)
+    | dict(layer_types=["full_attention"] * 2, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
+    0,
+    jnp.float32,
+)
+# a layer that turns nothing behind one that does
+UNTURNED = models.random(
+    dict(models.TINY, model_type="smollm3", hidden_size=64, no_rope_layers=[1, 0], tie_word_embeddings=False),
+    0,
+    jnp.float32,
+)
 
 
 def gate(folder: str) -> str:

@@ -74,7 +74,7 @@ class Gradient(Score):
         new, p, see = out[..., -1, :], p[..., -1, :], see[..., -1, :]
         slope = jnp.where(both, 2 / new.shape[-1] * (new - out[..., 0, :]), 0)
         away = jnp.where(see, ev.dot(slope, of="v") - (slope * new).sum(-1, keepdims=True), 0)
-        size = jnp.abs(q[..., -1, :]).sum(-1, keepdims=True) * ev.scale
+        size = jnp.abs(q[..., -1, :]).sum(-1, keepdims=True) * float(ev.scale)
         return (p * (jnp.abs(slope).sum(-1, keepdims=True) + jnp.abs(away) * size)).sum(2)
 
 

@@ -80,7 +80,8 @@ class Expected(Score):
         turn = self._mean_rotation(ev)
         ask = jnp.concatenate([turn(mu[..., None, :]), turn(root)], -2).reshape(b, h, g * (1 + d), d)
         dots = ev.dot(ask).reshape(b, h, g, 1 + d, -1)
-        z = dots[..., 0, :] * ev.scale + jnp.square(dots[..., 1:, :]).sum(-2) * ev.scale**2 / 2
+        scale = float(ev.scale)  # without its cap, if it has one: the mean of exp of capped logits has no closed form
+        z = dots[..., 0, :] * scale + jnp.square(dots[..., 1:, :]).sum(-2) * scale**2 / 2
         ranked = (ev.live & (ev.pos >= self.sinks))[:, :, None]
         z = jnp.where(ranked, z, -jnp.inf)
         p = jnp.exp(z - jnp.maximum(z.max(-1, keepdims=True), -1e30))

@@ -1,5 +1,5 @@
 """The rows of the catalogue, a module a family."""
 
-from jkv.methods.rows import modifiers, eviction, layers, lookahead, gates, merging, precision, reading  # isort: skip
+from jkv.methods.rows import modifiers, eviction, layers, lookahead, gates, merging, precision, rotation, reading  # isort: skip
 
-ROWS = (modifiers, eviction, layers, lookahead, gates, merging, precision, reading)  # in this order
+ROWS = (modifiers, eviction, layers, lookahead, gates, merging, precision, rotation, reading)  # in this order

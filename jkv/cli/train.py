@@ -205,15 +205,16 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         from jkv.host import console
         from jkv.io import learned
         from jkv.io.load import load
-        from jkv.training import heads
+        from jkv.training import heads, moments
 
         if (out / learned.CARD).exists():
             raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
         params = load(model, dtype)
-        with console.progress(2 * texts if name == "compresskv" else texts) as say:
-            arrays, told = heads.METHODS[name](params, texts, length, seed, say)
+        steps = {"compresskv": 2 * texts, "moments": params.config.layers}.get(name, texts)
+        with console.progress(steps) as say:
+            arrays, told = (heads.METHODS | moments.METHODS)[name](params, texts, length, seed, say)
         card = dict(method=name, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed)
-        learned.write(out, arrays, card | told)
+        learned.write(out, arrays, card | told, moments.wide)
         print(f"found: {out}")
 
     calibrate.command(name, help=about)(command)
@@ -222,4 +223,5 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
 for method in METHODS:
     _trained(method)
 _calibrated("compresskv", "Which heads of a layer find what was asked for.", 24, 1024)
+_calibrated("moments", "Means, extremes and correlations of keys and values, for codecs.", 8, 1024)
 _calibrated("razorattention", "Which heads copy, so that they need all tokens.", 4, 1601)

@@ -32,14 +32,24 @@ def identities(params: Params) -> list[str]:
     return [fingerprint(params, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)]
 
 
-def write(folder: str | Path, arrays: Mapping[str, Any], card: Mapping[str, Any]) -> None:
-    """Weights in float16 and their card, each file whole or not at all; the card needs `method` and `model`."""
+def write(
+    folder: str | Path,
+    arrays: Mapping[str, Any],
+    card: Mapping[str, Any],
+    wide: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Weights in float16 and their card, each file whole or not at all; the card needs `method` and `model`.
+
+    wide: the names of those that are kept in float32.
+    """
     path = Path(folder).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     with np.errstate(over="ignore"):
-        small = {name: np.asarray(x, np.float16) for name, x in arrays.items()}
+        types = {name: np.float32 if wide(name) else np.float16 for name in arrays}
+        small = {name: np.asarray(x, types[name]) for name, x in arrays.items()}
     if wrong := [name for name, x in small.items() if not np.isfinite(x).all()]:
-        raise ValueError(f"{wrong[0]} holds NaN, infinity or numbers beyond float16; nothing was written to {path}")
+        kind = types[wrong[0]].__name__
+        raise ValueError(f"{wrong[0]} holds NaN, infinity or numbers beyond {kind}; nothing was written to {path}")
     checkpoint.write(path / WEIGHTS, small, {"method": card["method"]})
     said = finite({**card, "sha256": checkpoint.digest(small, card["model"])})
     overwrite(path / CARD, json.dumps(said, indent=1, allow_nan=False) + "\n")

@@ -37,6 +37,7 @@ from support.tiny import (  # noqa: F401
     LOOK,
     MIXTURES,
     MODEL,
+    MOMENTS,
     PARAMS,
     PREDICTOR,
     SWITCH,
@@ -75,6 +76,10 @@ DENSE = Slot()
 INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # bfloat16 scale and low
 INT4 = Slot(k=D / 2 + 4, v=D / 2 + 4, lossy=True)  # D = 16 is one group
 SPARSE = Slot(k=5 * 2 + D / 8, v=5 * 2 + D / 8, lossy=True)  # 5 of 16 numbers, bfloat16
+LEVELS = Slot(k=D / 4 + 2, v=D / 8 + 2, lossy=True)  # 2 bits and 1, and a bfloat16 scale
+INT3 = Slot(k=3 * D / 8 + 4, v=3 * D / 8 + 4, lossy=True)
+BLOCKS = Slot(k=D / 2 + 1, v=D / 2 + 1, lossy=True)  # a byte of exponents
+FEWER = Slot(k=4.0 * 12, v=4.0 * 8, lossy=True)
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
 POLAR = Slot(k=D / 2 + 4 * D / 16, v=D / 2 + 4, lossy=True)  # a byte a pair of channels; 4 numbers for 16 tokens
 GEAR = Slot(  # like kivi; a token's number; 2 outliers of a channel, or of a token; the two factors of rank 2
@@ -208,6 +213,11 @@ OWN: dict[str, tuple[Case, ...]] = {
     "gear": (Case("gear(group=16)", slot=GEAR),),
     "nsnquant": (Case("nsnquant(window=16)", slot=NSN),),
     "vidkv": (Case("vidkv(group=16, recent=16)", slot=VID),),
+    "int3": (Case("int3", slot=INT3),),
+    "turboquant": (Case(f"turboquant(bits=2, values=1, center=True, moments={MOMENTS!r})", slot=LEVELS),),
+    "rotatekv": (Case("rotatekv(sinks=0)", slot=Slot(k=D / 4 + 4, v=D / 4 + 4, lossy=True)),),
+    "ksort": (Case(f"ksort(moments={MOMENTS!r})", slot=BLOCKS),),
+    "matryoshkakv": (Case(f"matryoshkakv(keys=12, values=8, moments={MOMENTS!r})", slot=FEWER),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
         Case("adakv(budget={b}, window=8)"),

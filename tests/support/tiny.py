@@ -113,8 +113,22 @@ def keepers(folder: str) -> str:
     return folder
 
 
+def moments(folder: str) -> str:
+    """A folder with moments of the tiny model, as if they were of some texts: random, of covariances that could be."""
+    rng, made = np.random.default_rng(19), {"queries_most": np.random.default_rng(20).uniform(1, 3, (L, H, D))}
+    for side in ("keys", "plain", "values"):
+        x = rng.normal(0, 1, (L, H, 40, D)) @ rng.normal(0, 0.3, (L, H, D, D))
+        alike = np.stack([[np.corrcoef(head.T) for head in layer] for layer in x])[..., *np.triu_indices(D)]
+        made |= {f"{side}_mean": x.mean(2) + rng.normal(0, 0.3, (L, H, D)), f"{side}_deviation": x.std(2)}
+        low, high = np.percentile(x, (0.5, 99.5), axis=2)
+        made |= {f"{side}_low": low, f"{side}_high": high, f"{side}_least": x.min(2), f"{side}_most": x.max(2)}
+        made[f"{side}_alike"] = alike
+    io.write(folder, made, {"method": "moments", "model": io.identities(PARAMS)}, lambda name: "alike" not in name)
+    return folder
+
+
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
-GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS = (
+GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS, MOMENTS = (
     make(f"{FOLDER.name}/{make.__name__}")
-    for make in (gate, deep, estimates, mixtures, switch, look, predictor, finders, keepers)
+    for make in (gate, deep, estimates, mixtures, switch, look, predictor, finders, keepers, moments)
 )

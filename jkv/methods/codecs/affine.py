@@ -21,12 +21,14 @@ class Affine(Codec):
     axis "channel": a group is `group` tokens of one channel, coded, moved and dropped together (grain = group).
     Low and scale are kept as the bits of their floats, low rounded down and scale up, and codes are rounded against
     what is kept: no number is off by more than half a scale. A constant group has scale 0 and decodes to its value, as
-    far as `scale_dtype` can say it. Source: KIVI (2402.02750) for both axes.
+    far as `scale_dtype` can say it. clip: min and max are this share of what they are, and what lies beyond saturates.
+    Sources: KIVI (2402.02750) for both axes, RotateKV (2501.16383) for clip.
     """
 
     bits: int = 8
     axis: Literal["token", "channel"] = "token"
     group: int = 0
+    clip: float = 1.0
     scale_dtype: str = "bfloat16"
 
     @property
@@ -38,6 +40,8 @@ class Affine(Codec):
         return f"{self.bits} bits" + (" per channel" if self.axis == "channel" else "")
 
     def check(self, dim: int) -> None:
+        if not 0 < self.clip <= 1:
+            raise ValueError(f"affine codec: clip={self.clip}: the share of a group's range, above 0 and at most 1")
         if self.bits not in (2, 3, 4, 8):
             raise ValueError(f"affine codec: bits={self.bits}; 2, 3, 4 or 8 can be packed into bytes")
         if self.axis == "channel" and self.group < 1:
@@ -60,8 +64,8 @@ class Affine(Codec):
     def encode(self, x: Array) -> Code:
         y, axis = self._grouped(x.astype(jnp.float32))
         dtype = jnp.dtype(self.scale_dtype)
-        low = at_most(y.min(axis), dtype)
-        step = -at_most((low.astype(jnp.float32) - y.max(axis)) / (2**self.bits - 1), dtype)
+        low = at_most(self.clip * y.min(axis), dtype)
+        step = -at_most((low.astype(jnp.float32) - self.clip * y.max(axis)) / (2**self.bits - 1), dtype)
         wide = jnp.expand_dims(step.astype(jnp.float32), axis)
         code = (y - jnp.expand_dims(low.astype(jnp.float32), axis)) / jnp.where(wide > 0, wide, 1)
         code = jnp.clip(jnp.round(code), 0, 2**self.bits - 1).astype(jnp.uint8).reshape(x.shape)

@@ -138,48 +138,59 @@ def _product(x: Array, matrix: Array | np.ndarray) -> Array:
     return jnp.einsum("nd,de->ne", x, matrix, precision=jax.lax.Precision.HIGHEST)
 
 
+def there(x: Array | None) -> Array:
+    """ValueError with the way out, for an array that was not made yet."""
+    if x is None:
+        raise ValueError(
+            "a codec's arrays are made of the model: give moments='FOLDER', as `jkv calibrate moments` writes it, or "
+            "bind the config (CacheConfig.bound)"
+        )
+    return x
+
+
 @part
 class Projected(Turned):
     """y = U' (x - mean), U f[L,H,D,W] of orthonormal columns: W of D channels are kept."""
 
-    basis: Array = leaf()
+    basis: Array | None = leaf(default=None)
 
     def check(self, dim: int) -> None:
-        if self.basis.shape[-2] != dim:
-            raise ValueError(f"projected codec: its basis is of {self.basis.shape[-2]} channels, not head_dim={dim}")
-        self.inner.check(self.basis.shape[-1])
+        basis = there(self.basis)
+        if basis.shape[-2] != dim:
+            raise ValueError(f"projected codec: its basis is of {basis.shape[-2]} channels, not head_dim={dim}")
+        self.inner.check(basis.shape[-1])
 
     def into(self, x: Array) -> Array:
-        return _product(x, self.basis)
+        return _product(x, there(self.basis))
 
     def back(self, y: Array) -> Array:
-        return _product(y, self.basis.T)
+        return _product(y, there(self.basis).T)
 
 
 @part
 class Permuted(Turned):
     """y = x with its channels in the order i32[L,H,D]."""
 
-    order: Array = leaf()
+    order: Array | None = leaf(default=None)
 
     def into(self, x: Array) -> Array:
-        return x[:, self.order]
+        return x[:, there(self.order)]
 
     def back(self, y: Array) -> Array:
-        return jnp.zeros_like(y).at[:, self.order].set(y)
+        return jnp.zeros_like(y).at[:, there(self.order)].set(y)
 
 
 @part
 class Balanced(Turned):
     """y = b x, b f[L,H,D] positive: keys whose channels differ in size are made alike, and queries are asked / b."""
 
-    factor: Array = leaf()
+    factor: Array | None = leaf(default=None)
 
     def into(self, x: Array) -> Array:
-        return x * self.factor[None]
+        return x * there(self.factor)[None]
 
     def back(self, y: Array) -> Array:
-        return y / self.factor[None]
+        return y / there(self.factor)[None]
 
     def ask(self, q: Array) -> Array:
-        return q / self.factor[None]
+        return q / there(self.factor)[None]

@@ -1,5 +1,16 @@
 """The rows of the catalogue, a module a family."""
 
-from jkv.methods.rows import modifiers, eviction, layers, lookahead, gates, merging, precision, coding, reading  # isort: skip
+from jkv.methods.rows import (
+    modifiers,
+    eviction,
+    layers,
+    lookahead,
+    gates,
+    merging,
+    precision,
+    coding,
+    rotation,
+    reading,
+)  # isort: skip
 
-ROWS = (modifiers, eviction, layers, lookahead, gates, merging, precision, coding, reading)  # in this order
+ROWS = (modifiers, eviction, layers, lookahead, gates, merging, precision, coding, rotation, reading)  # in this order

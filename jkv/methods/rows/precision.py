@@ -5,6 +5,8 @@ from __future__ import annotations
 from jkv.methods.budgets import All, Size
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.codecs import Affine, Dense, Separable, Sparse
+from jkv.methods.codecs.moments import Equalised, made
+from jkv.methods.codecs.turned import Rotated
 from jkv.methods.config import TierSpec
 from jkv.methods.divisions import Inside
 from jkv.methods.prefills import Deferred
@@ -23,27 +25,41 @@ def coded(bits: int, group: int, size: float | None = None) -> TierSpec:
     return TierSpec(k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size)
 
 
+def turned(codec: Affine, rotate: bool) -> Affine | Rotated:
+    """The codec, or the same of channels that a Hadamard matrix has mixed."""
+    return Rotated(inner=codec) if rotate else codec
+
+
 @row(
     "2402.02750",
     "approximation: integers; the tail is exact",
     "2 bits at almost the same quality; 2.6x less peak memory, 2.35x to 3.47x the throughput",
 )
-def kivi(*, bits: int = 2, group: int = 32, recent: int = 96) -> Axes:
-    """KIVI: keys per channel in groups of tokens, values per token in groups of channels; one tail for both."""
-    k, v = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
+def kivi(*, bits: int = 2, group: int = 32, recent: int = 96, rotate: bool = False) -> Axes:
+    """KIVI: keys per channel in groups of tokens, values per token (or turned, `rotate`) in groups of channels."""
+    k, v = Affine(bits=bits, axis="channel", group=group), turned(Affine(bits=bits, group=group), rotate)
     return dict(codec=(k, v), recent=recent, block=group)
 
 
 @row("-", "approximation: 8-bit integers; the tail is exact")
-def int8() -> Axes:
-    """Eight bits a number, one scale a token and head."""
-    return dict(codec=(Affine(bits=8), Affine(bits=8)))
+def int8(*, rotate: bool = False) -> Axes:
+    """Eight bits a number, one scale a token and head; `rotate`: of channels that a Hadamard matrix has mixed."""
+    codec = turned(Affine(bits=8), rotate)
+    return dict(codec=(codec, codec))
 
 
 @row("-", "approximation: 4-bit integers; the tail is exact")
-def int4(*, group: int = 32) -> Axes:
-    """Four bits a number, one scale a token and group of channels."""
-    return dict(codec=(Affine(bits=4, group=group), Affine(bits=4, group=group)))
+def int4(*, group: int = 32, rotate: bool = False) -> Axes:
+    """Four bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`."""
+    codec = turned(Affine(bits=4, group=group), rotate)
+    return dict(codec=(codec, codec))
+
+
+@row("-", "approximation: 3-bit integers; the tail is exact")
+def int3(*, group: int = 32, rotate: bool = True) -> Axes:
+    """Three bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`."""
+    codec = turned(Affine(bits=3, group=group), rotate)
+    return dict(codec=(codec, codec))
 
 
 @row(
@@ -75,16 +91,28 @@ def zipcache(
 
 @row(
     "2402.18096",
-    "reconstruction: no balancer of keys; demoted at a flush, coded once; nothing is evicted",
+    "reconstruction: the balancer of keys is the model's, not a prompt's; demoted at a flush, coded once",
     "of lines to retrieve 99.8% with half of the entries at 3 bits, 43% with that half gone, Llama-2-7B",
 )
-def mikv(*, keep: float = 0.25, bits: int = 4, group: int = 32, recent: int = 32) -> Axes:
-    """MiKV: what H2O would evict stays at `bits` bits; the heavy `keep` of all tokens is exact, or in another codec."""
+def mikv(
+    *,
+    keep: float = 0.25,
+    bits: int = 4,
+    group: int = 32,
+    recent: int = 32,
+    balance: bool = False,
+    moments: str | None = None,
+) -> Axes:
+    """MiKV: what H2O would evict stays at `bits` bits; the heavy `keep` of all tokens is exact, or in another codec.
+
+    balance: the keys of the others are coded in channels that are as large as those of queries, by the folder
+    `moments` of `jkv calibrate moments`.
+    """
     if not 0 < keep <= 1:
         raise ValueError(f"mikv: keep={keep}: the fraction of tokens that stays as it is, above 0 and at most 1")
     low = Affine(bits=bits, group=group)
-    tiers = (TierSpec(size=float(keep)), TierSpec(k=low, v=low))
-    return dict(score=Accumulated(), tiers=tiers, recent=recent)
+    keys = made(moments, Equalised(inner=low)) if balance else low
+    return dict(score=Accumulated(), tiers=(TierSpec(size=float(keep)), TierSpec(k=keys, v=low)), recent=recent)
 
 
 @row(

@@ -1,0 +1,176 @@
+"""Codecs made of a model's moments: what is measured, what is made of it, and whose it is."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv import models
+from jkv.io import learned
+from jkv.io.errors import FormatError
+from jkv.methods import parse
+from jkv.methods.checks import check
+from jkv.methods.codecs import Affine, Dense
+from jkv.methods.codecs.moments import SIDES, Centered, Equalised, Moments, Principal, Sorted, made, packed, unpacked
+from jkv.training.moments import measured, wide
+from support.dense import dense_prompt
+from support.tiny import MODEL, MOMENTS, PARAMS, D, G, H, L
+
+IDS = np.random.default_rng(3).integers(0, MODEL.vocab, (2, 40)).astype(np.int32)
+OTHER = models.random(dict(models.TINY, hidden_size=64), 1, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def found() -> Moments:
+    ids = IDS.copy()
+    ids[1, 30:] = -1
+    pos = np.where(ids >= 0, np.arange(40, dtype=np.int32), -1)
+    return Moments(measured(PARAMS, jnp.asarray(ids), jnp.asarray(pos), lambda _: None))
+
+
+def test_moments_are_those_of_all_live_tokens(found: Moments):
+    _, taps, _ = dense_prompt(jnp.asarray(IDS))
+    for layer in range(L):
+        q, k, v, _ = (np.asarray(x, np.float64) for x in taps[layer])
+        for side, x in (("keys", k), ("values", v)):
+            x = np.concatenate([x[0], x[1, :, :30]], 1)  # [H,n,D]
+            names = dict(mean=x.mean(1), deviation=x.std(1), least=x.min(1), most=x.max(1))
+            names |= dict(zip(("low", "high"), np.percentile(x, (0.5, 99.5), axis=1), strict=True))
+            for name, want in names.items():
+                np.testing.assert_allclose(found.of(side, name)[layer], want, atol=1e-5, err_msg=f"{side} {name}")
+            want = np.stack([np.cov(y.T, bias=True) for y in x])
+            np.testing.assert_allclose(found.covariance(side)[layer], want, atol=1e-5)
+        most = np.maximum(abs(q[0]).max((1, 2)), abs(q[1, :, :, :30]).max((1, 2)))
+        np.testing.assert_allclose(found.arrays["queries_most"][layer], most, atol=1e-5)
+    assert q.shape[1:3] == (H, G)
+
+
+def test_keys_before_their_rotation_are_measured_too(found: Moments):
+    """A rotation keeps the length of each pair, and so the mean square of both channels."""
+    square = {x: found.of(x, "mean") ** 2 + found.of(x, "deviation") ** 2 for x in ("keys", "plain")}
+    pairs = [x[..., : D // 2] + x[..., D // 2 :] for x in square.values()]
+    np.testing.assert_allclose(pairs[0], pairs[1], rtol=1e-4)
+    assert not np.allclose(square["keys"], square["plain"], rtol=1e-2)
+
+
+def test_a_file_keeps_all_but_correlations_in_float32(found: Moments, tmp_path):
+    learned.write(tmp_path, found.arrays, {"method": "moments", "model": []}, wide)
+    again = Moments.read(str(tmp_path))
+    for name, x in found.arrays.items():
+        if name.endswith("alike"):
+            np.testing.assert_allclose(again.arrays[name], x, atol=2**-11)
+        else:
+            np.testing.assert_array_equal(again.arrays[name], x)
+    assert set(again.arrays) == set(found.arrays) and len(found.arrays) == 7 * len(SIDES) + 1
+
+
+def test_symmetric_matrices_are_packed():
+    x = np.random.default_rng(0).standard_normal((2, 5, 5))
+    x = x + np.moveaxis(x, 1, 2)
+    np.testing.assert_array_equal(unpacked(packed(x), 5), x)
+
+
+def test_principal_channels_lose_the_smallest_part_of_the_variance(found: Moments):
+    codec = Principal(inner=Dense(), rank=5).given(found)
+    assert codec.basis is not None and codec.mean is not None
+    basis = np.asarray(codec.basis, np.float64)
+    np.testing.assert_allclose(np.swapaxes(basis, -1, -2) @ basis, np.broadcast_to(np.eye(5), (L, H, 5, 5)), atol=1e-5)
+    covariance = found.covariance("keys")
+    lost = np.trace(covariance, axis1=-2, axis2=-1) - np.einsum("lhdw,lhde,lhew->lh", basis, covariance, basis)
+    np.testing.assert_allclose(lost, np.linalg.eigvalsh(covariance)[..., : D - 5].sum(-1), atol=1e-5)
+
+
+def test_a_balancer_gives_queries_and_keys_the_same_extremes(found: Moments):
+    factor = np.asarray(Equalised(inner=Dense()).given(found).factor)
+    k = np.maximum(abs(found.of("keys", "least")), abs(found.of("keys", "most")))
+    np.testing.assert_allclose(k * factor, found.arrays["queries_most"] / factor, rtol=1e-5)
+
+
+def test_channels_are_sorted_by_their_size(found: Moments):
+    order = np.asarray(Sorted(inner=Dense()).given(found).order)
+    size = found.of("keys", "mean") ** 2 + found.of("keys", "deviation") ** 2
+    assert (np.diff(np.take_along_axis(size, order, -1), axis=-1) >= 0).all()
+
+
+def test_a_mean_is_that_of_its_side(found: Moments):
+    for side in SIDES:
+        np.testing.assert_array_equal(Centered(inner=Dense(), side=side).given(found).mean, found.of(side, "mean"))
+
+
+TEXTS = (
+    "turboquant(center=True, moments={m!r})",
+    "ksort(block=8, moments={m!r})",
+    "matryoshkakv(keys=8, values=16, bits=4, moments={m!r})",
+    "mikv(balance=True, moments={m!r})",
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_folder_serves_the_model_that_it_was_measured_of(text: str):
+    config = parse(text.format(m=MOMENTS))
+    check(config.bound(PARAMS), MODEL)
+    with pytest.raises(ValueError, match="trained for the model"):
+        config.bound(OTHER)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_without_moments_it_is_said_how_they_are_made(text: str):
+    config = parse(text.replace(", moments={m!r}", ""))
+    with pytest.raises(ValueError, match="jkv calibrate moments"):
+        config.bound(PARAMS)
+
+
+def test_what_is_not_moments_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="no card"):
+        parse(f"ksort(moments={str(tmp_path / 'none')!r})")
+    arrays, card = learned.read(MOMENTS, "moments")
+    arrays = {name: x for name, x in arrays.items() if name != "queries_most"}
+    learned.write(tmp_path, arrays, card, wide)
+    with pytest.raises(FormatError, match="not those of moments"):
+        Moments.read(str(tmp_path))
+    broken = tmp_path / "cut"
+    shutil.copytree(MOMENTS, broken)
+    (broken / learned.WEIGHTS).write_bytes((broken / learned.WEIGHTS).read_bytes()[:-100])
+    with pytest.raises(FormatError):
+        Moments.read(str(broken))
+
+
+def test_a_model_that_gives_nan_is_refused_before_anything_is_written():
+    params = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
+    one = params.layers[1] | {"qkv": params.layers[1]["qkv"].at[0, 0].set(jnp.nan)}
+    bad = replace(params, layers=(params.layers[0], one))
+    with pytest.raises(ValueError, match="layer 1 gives NaN"):
+        measured(bad, jnp.asarray(IDS), jnp.asarray(np.tile(np.arange(40, dtype=np.int32), (2, 1))), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("matryoshkakv(keys=90, moments={m!r})", "from 1 to head_dim"),
+        ("matryoshkakv(keys=5, bits=4, moments={m!r})", "5"),
+        ("turboquant(bits=5)", "1, 2, 3 or 4"),
+        ("rotatekv(clip=0.0)", "above 0"),
+        ("ksort(block=5, moments={m!r})", "block=5"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(text: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        check(parse(text.format(m=MOMENTS)).bound(PARAMS), MODEL)
+
+
+def test_an_affine_code_is_clipped():
+    x = jnp.asarray([[0.0, 10, 4, 5]])
+    got = Affine(bits=8, clip=0.8, scale_dtype="float32").decode(
+        Affine(bits=8, clip=0.8, scale_dtype="float32").encode(x)
+    )
+    np.testing.assert_allclose(got, [[0, 8, 4, 5]], atol=0.02)
+
+
+def test_a_codec_without_its_arrays_says_so():
+    with pytest.raises(ValueError, match="bind the config"):
+        Sorted(inner=Dense()).encode(jnp.ones((1, D)))
+    assert made(None, Sorted(inner=Dense())).order is None

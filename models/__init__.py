@@ -4,11 +4,28 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from . import bamba, gemma3, llama, mamba2, mistral, params, qwen2, qwen3, ssd
+from jkv.arrays.partial import softmax
+
+from . import (
+    bamba,
+    deepseek_v2,
+    deepseek_v3,
+    gemma3,
+    gpt_oss,
+    llama,
+    mamba2,
+    mistral,
+    mixtral,
+    olmoe,
+    params,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    ssd,
+)
 from .config import LAYERS, Mixers, ModelConfig
 from .llama import Attend, Projected, linear
 from .params import Params, Put, Tensors
@@ -53,6 +70,12 @@ FAMILIES = {
     "gemma3_text": gemma3,
     "mamba2": mamba2,
     "bamba": bamba,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
+    "gpt_oss": gpt_oss,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
 }
 
 Mix = Callable[[int, Mapping[str, Array], Array], tuple[Array, Any]]  # mixer, its weights, normed x -> output, extra
@@ -72,7 +95,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
     >>> read_config({"model_type": "mamba"})
     Traceback (most recent call last):
-    ValueError: model_type 'mamba' is not supported: use one of bamba, gemma3_text, llama, mamba2, mistral, qwen2, qwen3
+    ValueError: model_type 'mamba' is not supported: use one of bamba, deepseek_v2, deepseek_v3, gemma3_text, \
+gpt_oss, llama, mamba2, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
     """
     kind = hf.get("model_type")
     if kind == "gemma3":
@@ -101,7 +125,8 @@ model.embed_tokens.weight, model.norm.weight, lm_head.weight, model.layers.0.inp
 model.layers.0.self_attn.q_proj.weight and 16 more
     """
     c = read_config(config)
-    return params.assemble(c, FAMILIES[c.family].TENSORS, tensors, dtype, put)
+    table = FAMILIES[c.family].TENSORS
+    return params.assemble(c, table, table.read(c, tensors), dtype, put)
 
 
 def random(config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32) -> Params:
@@ -168,7 +193,7 @@ def forward(p: Params, ids: Array, pos: Array) -> Array:
         see = alive if window is None else alive & (gap < window)
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * c.scale
         # a finite floor: a pad sees nothing, and its row must not become NaN
-        weights = jax.nn.softmax(jnp.where(see[:, None, None], logits, -1e30), axis=-1)
+        weights = softmax(jnp.where(see[:, None, None], logits, -1e30), a.sinks)
         return jnp.einsum("bhgts,bhsd->bhgtd", weights, a.v.astype(jnp.float32)), None
 
     x = m.embed(p, ids)

@@ -7,6 +7,8 @@ from typing import Any
 
 from jkv.models.rope import Rope
 
+from .routing import Experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mixers:
@@ -35,13 +37,28 @@ class Mixers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The numbers of latent attention: channels of the latent that all heads of a layer share (`rank`) and of that of
+    the queries (None: there is none); of a head's query and key without position (`plain`) and with it (`turned`), and
+    of its value. paired: what turns together lies side by side.
+    """
+
+    rank: int
+    queries: int | None
+    plain: int
+    turned: int
+    values: int
+    paired: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Every number that changes the function, none that does not. Static under jit.
 
     `layers` of its blocks attend, the `mixers` recur. A layer has `heads` key/value heads (H), of `head_dim` channels a
     key (D) and `value_dim` a value (Dv), each read by `groups` query heads (G). Layer i turns queries and keys with
     `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits
-    of attention are `scale * q.k`.
+    of attention are `scale * q.k`. Some blocks have `experts`.
 
     >>> from jkv.models import llama
     >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -70,11 +87,13 @@ class ModelConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     mixers: Mixers | None = field(default=None, repr=False)
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     @property
     def value_dim(self) -> int:
         """Channels of a value."""
-        return self.head_dim
+        return self.latent.rank if self.latent else self.head_dim
 
     @property
     def depth(self) -> int:
@@ -85,13 +104,18 @@ class ModelConfig:
         """Whether block i attends."""
         return self.mixers is None or i not in self.mixers.at
 
+    def sparse(self, i: int) -> bool:
+        """Whether block i has experts."""
+        return self.experts is not None and i in self.experts.at
+
     def block(self, i: int) -> "ModelConfig":
         """Of block i alone."""
         before = sum(map(self.attends, range(i)))
         own = slice(before, before + self.attends(i))
         mixers = replace(self.mixers, at=() if self.attends(i) else (0,)) if self.mixers else None
+        experts = replace(self.experts, at=(0,) if self.sparse(i) else ()) if self.experts else None
         turns, seen = self.ropes[own], self.windows[own]
-        return replace(self, layers=len(turns), ropes=turns, windows=seen, mixers=mixers)
+        return replace(self, layers=len(turns), ropes=turns, windows=seen, mixers=mixers, experts=experts)
 
     def attending(self, a: int) -> "ModelConfig":
         """Of the a-th block that attends, alone."""
@@ -112,6 +136,7 @@ HARMLESS = frozenset(
     length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
     num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
     problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    output_router_logits router_aux_loss_coef router_jitter_noise
     sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
     top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
     unsloth_version use_bfloat16 use_cache""".split()

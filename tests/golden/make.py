@@ -1,12 +1,14 @@
 """Records what transformers computes for tiny models of every family: run it with torch and transformers installed.
 
-    python tests/golden/make.py
+    python tests/golden/make.py [CASE ...]
 
 One `<case>.npz` a case lands beside this file: the config, a ragged left-padded batch, its logits, 64 greedy tokens a
 row and the versions that made them. Weights are not stored: both sides draw them from the same numpy generator.
 """
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,19 @@ GEMMA: dict[str, Any] = BASE | dict(
     query_pre_attn_scalar=20,
     rope_theta=1e6,
     rope_local_base_freq=1e4,
+)
+DEEPSEEK: dict[str, Any] = {name: x for name, x in BASE.items() if name != "head_dim"} | dict(
+    num_key_value_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
 )
 
 CASES: dict[str, dict[str, Any]] = {
@@ -89,13 +104,88 @@ CASES: dict[str, dict[str, Any]] = {
         mamba_chunk_size=16,
         rope_theta=1e4,
     ),
+    "mixtral": BASE
+    | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, rope_theta=1e4, sliding_window=8),
+    "qwen3_moe": BASE
+    | dict(
+        model_type="qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        rope_theta=1e4,
+    ),
+    "olmoe": {name: x for name, x in BASE.items() if name != "head_dim"}
+    | dict(model_type="olmoe", num_experts=8, num_experts_per_tok=3, rope_theta=1e4),
+    "gpt_oss": BASE
+    | dict(
+        model_type="gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        rope_theta=1.5e5,
+        rope_scaling=YARN | dict(rope_type="yarn", truncate=False),
+    ),
+    "deepseek_v2": DEEPSEEK | dict(model_type="deepseek_v2", q_lora_rank=None, n_shared_experts=2, rope_theta=1e4),
+    "deepseek_v2-groups": DEEPSEEK
+    | dict(
+        model_type="deepseek_v2",
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=4.0,
+        rope_theta=1e4,
+        rope_scaling=YARN | dict(mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "deepseek_v3": DEEPSEEK
+    | dict(
+        model_type="deepseek_v3",
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        rope_theta=1e4,
+        rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=0.8),
+    ),
 }
 
 
 def weights(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """The case's weights by name, as a checkpoint would hold them."""
     c = models.read_config(hf)
-    return {n: draw() for n, draw in models.params.seeded(c, models.FAMILIES[c.family].TENSORS, seed).items()}
+    made = {n: draw() for n, draw in models.params.seeded(c, models.FAMILIES[c.family].TENSORS, seed).items()}
+    return PACKED.get(c.family, lambda c, tensors: tensors)(c, made)
+
+
+def packed(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With one tensor of all experts [N, in, out], of which gate and up take turns in the rows of one."""
+    out = {n: x for n, x in tensors.items() if ".mlp.experts." not in n}
+    for i in range(c.layers):
+
+        def stacked(kind: str, at: str = f"model.layers.{i}.mlp.experts") -> np.ndarray:
+            return np.stack([tensors[f"{at}.{e}.{kind}"] for e in range(c.experts.count)])
+
+        at = f"model.layers.{i}.mlp.experts"
+        for end, name in (("weight", ""), ("bias", "_bias")):
+            both = np.stack([stacked(f"gate_proj.{end}"), stacked(f"up_proj.{end}")], 2)
+            both = both.reshape(both.shape[0], -1, *both.shape[3:])
+            down = stacked(f"down_proj.{end}")
+            turn = (lambda x: x.swapaxes(1, 2)) if end == "weight" else (lambda x: x)
+            out |= {f"{at}.gate_up_proj{name}": turn(both), f"{at}.down_proj{name}": turn(down)}
+    return out
+
+
+def headed(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With what makes keys and what makes values of a latent in one tensor, head by head."""
+    out = dict(tensors)
+    for at in [n.removesuffix("key.weight") for n in tensors if n.endswith("kv_b_proj.key.weight")]:
+        both = np.concatenate([out.pop(f"{at}{end}.weight") for end in ("key", "value")], 1)
+        out[at + "weight"] = both.reshape(-1, both.shape[2])
+    return out
+
+
+PACKED = {"gpt_oss": packed, "deepseek_v2": headed, "deepseek_v3": headed}
 
 
 def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,17 +197,22 @@ def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def torch_model(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str = "float32") -> Any:
-    """The same model in transformers; raises if a name or a shape differs."""
+    """The same model in transformers, read from a folder as a hub has it; raises if a name or a shape differs."""
     import torch
+    from safetensors.numpy import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    made = AutoConfig.for_model(**json.loads(json.dumps(hf)))
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=getattr(torch, dtype))
-    # tied weights appear twice in a state dict
-    both = (
-        tensors if "lm_head.weight" in tensors else tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    # a tied head is the embedding in any case
+    config = AutoConfig.for_model(
+        **json.loads(json.dumps({"tie_word_embeddings": "lm_head.weight" not in tensors} | hf))
     )
-    model.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in both.items()}, strict=True)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file({n: np.ascontiguousarray(a) for n, a in tensors.items()}, Path(folder) / "model.safetensors")
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    assert not any(found.values()), found
     return model.eval()
 
 
@@ -160,6 +255,6 @@ def record(name: str, seed: int = 0) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         np.savez_compressed(HERE / f"{case}.npz", **record(case))
         print(case, (HERE / f"{case}.npz").stat().st_size, "bytes")

@@ -71,6 +71,22 @@ CHANGES = [  # case, field, new value, the ModelConfig field that must differ
     ("bamba", "mamba_expand", 4, "mixers"),
     ("bamba", "time_step_limit", [0.0, 0.1], "mixers"),
     ("bamba", "rope_theta", 1e5, "ropes"),
+    ("mixtral", "num_local_experts", 8, "experts"),
+    ("mixtral", "num_experts_per_tok", 1, "experts"),
+    ("mixtral", "intermediate_size", 96, "experts"),
+    ("mixtral", "sliding_window", 9, "windows"),
+    *[("qwen3_moe", name, 4, "experts") for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")],
+    ("qwen3_moe", "norm_topk_prob", False, "experts"),
+    ("qwen3_moe", "mlp_only_layers", [], "experts"),
+    ("qwen3_moe", "decoder_sparse_step", 2, "experts"),
+    *[("olmoe", name, 4, "experts") for name in ("num_experts", "num_experts_per_tok")],
+    ("olmoe", "norm_topk_prob", True, "experts"),
+    ("gpt_oss", "num_local_experts", 8, "experts"),
+    ("gpt_oss", "num_experts_per_tok", 1, "experts"),
+    ("gpt_oss", "layer_types", ["full_attention"] * 3, "windows"),
+    ("gpt_oss", "sliding_window", 9, "windows"),
+    ("gpt_oss", "rope_scaling", None, "ropes"),
+    ("gpt_oss", "rope_theta", 1e4, "ropes"),
 ]
 
 
@@ -91,6 +107,7 @@ FUNCTION = {
     "windows": None,
     "family": ("qwen3", "llama"),
     "embed_scale": ("gemma3", 1.0),
+    "experts": ("mixtral", dataclasses.replace(models.read_config(CASES["mixtral"]).experts, gain=2.0)),
     "mixers": ("mamba2", dataclasses.replace(models.read_config(CASES["mamba2"]).mixers, limit=(0.1, 0.2))),
 }
 SHAPES = {"layers": 2, "heads": 1, "groups": 1, "head_dim": 8, "width": 32, "hidden": 96, "vocab": 161, "tied": True}
@@ -172,6 +189,15 @@ REFUSALS = [  # case, change, what the message must say
     ("bamba", {"mamba_d_head": 10}, "mamba_d_head.*6 heads of a mixer share 96 channels"),
     ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias"),
     ("bamba", {"mamba_new": 1}, "mamba_new.*HARMLESS"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok.*5.*there are 4 experts"),
+    ("mixtral", {"num_local_experts": 10**6}, "num_experts.*4,096 are the most"),
+    ("mixtral", {"moe_new": 1}, "moe_new.*HARMLESS"),
+    ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers.*list of blocks"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv.*8.0"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit.*only 7.0"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha.*only 1.702"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias.*only True"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ]
 
 

@@ -37,7 +37,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
     assert g["ids"][:, wide:].shape == (len(LENGTHS), NEW)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 def test_a_row_alone_gives_what_it_gives_in_the_batch(name):
     g, p = golden(name), params_of(name)
     together = np.asarray(forward(p, g["ids"], g["pos"]))

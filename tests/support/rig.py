@@ -38,6 +38,7 @@ from support.tiny import (  # noqa: F401
     MODEL,
     PARAMS,
     PREDICTOR,
+    SUNK,
     SWITCH,
     D,
     G,
@@ -49,7 +50,7 @@ LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced token
 LONGEST = max(LENGTHS) + STEPS
 LONG = 1000  # more than every budget
 BUDGET, EVERYTHING = 48, 4000
-MODELS = {"llama": PARAMS, "bamba": HYBRID}
+MODELS = {"llama": PARAMS, "bamba": HYBRID, "gpt_oss": SUNK}
 
 _rng = np.random.default_rng(0)
 PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
@@ -273,6 +274,11 @@ CASES = {name: OWN.get(name) or (Case(usual(row)),) for name, row in CATALOGUE.i
 ALL = [case for cases in CASES.values() for case in cases]
 # of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
 RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
+
+
+# of the model with sinks and experts: evicted by attention, and picked by pages
+SINKING = [replace(case, model="gpt_oss") for case in (CASES["snapkv"][1], CASES["quest"][0])]
+OTHERS = [*RECURRING, *SINKING]
 
 
 def compositions() -> list[CacheConfig]:

@@ -96,6 +96,11 @@ class ModelConfig:
         return self.latent.rank if self.latent else self.head_dim
 
     @property
+    def cached(self) -> int:
+        """Numbers that a token and kv head is: a key and a value, or a latent and its rotated key, which are both."""
+        return self.head_dim if self.latent else self.head_dim + self.value_dim
+
+    @property
     def depth(self) -> int:
         """Blocks of both kinds."""
         return self.layers + (len(self.mixers.at) if self.mixers else 0)

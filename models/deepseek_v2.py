@@ -37,13 +37,13 @@ SPARSE = (
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     m, e = c.latent, c.experts
     assert m is not None and e is not None
-    q, values = c.groups * (m.plain + m.turned), c.groups * m.values
+    q, values, low = c.groups * (m.plain + m.turned), c.groups * m.values, m.queries or 0
     return {
         **(shapes(c) if e.at else {}),
         "q_proj.weight": (q, c.width),
-        "q_a_proj.weight": (m.queries, c.width),
-        "q_a_layernorm.weight": (m.queries,),
-        "q_b_proj.weight": (q, m.queries),
+        "q_a_proj.weight": (low, c.width),
+        "q_a_layernorm.weight": (low,),
+        "q_b_proj.weight": (q, low),
         "kv_a_proj_with_mqa.weight": (m.rank + m.turned, c.width),
         "kv_a_layernorm.weight": (m.rank,),
         "kv_b_proj.key.weight": (c.groups, m.plain, m.rank),

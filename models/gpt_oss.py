@@ -145,7 +145,8 @@ def expert(w: Weights, x: Array) -> Array:
     both = linear(w["gate_up"], x)
     both = both + along(w["gate_up_bias"], both)
     gate, up = jnp.minimum(both[..., 0, :], LIMIT), jnp.clip(both[..., 1, :], -LIMIT, LIMIT)
-    y = linear(w["down"], (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate))
+    y = (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
+    y = linear(w["down"], y.reshape(*x.shape[:-1], -1))
     return y + along(w["down_bias"], y)
 
 

@@ -65,8 +65,8 @@ class Params:
 
     Matrices are stored [out, in]. Products of one input share an array, so that a decode step reads few, long ones:
     `qkv` [H, G + 2, D, E], of each kv head its queries, its key and its value, and `gate_up` [H, 2, F / H, E], so that
-    devices that divide H have what belongs together; of experts [N, 2, F, E]. The fields of `EXACT` are in float32,
-    whatever the dtype of the others.
+    devices that divide H have what belongs together; of experts an axis more, [N, ...]. The fields of `EXACT` are in
+    float32, whatever the dtype of the others.
 
     >>> from jkv import models
     >>> p = models.random(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -201,12 +201,11 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
         before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
-        if field.startswith(EACH):
-            parts = [np.stack(parts).reshape(joined(c, field, [x.shape for x in parts]))]
-        elif len(parts) > 1:
-            n, _, size = together([len(x) for x in parts], c.heads)
-            parts = [np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)]
-        return put(field, parts[0], dtype)
+        if not (c.experts and field.startswith(EACH)):
+            return put(field, side_by_side(parts, c.heads), dtype)
+        each = len(parts) // c.experts.count
+        own = [side_by_side(parts[at : at + each], c.heads) for at in range(0, len(parts), each)]
+        return put(field, np.stack(own), dtype)
 
     made = _stacked(c, table, stack, dtype)
     if wrong:
@@ -224,13 +223,20 @@ def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
     return _stacked(c, table, stack, dtype)
 
 
+def side_by_side(parts: list[np.ndarray], heads: int) -> np.ndarray:
+    """The array that tensors share."""
+    if len(parts) == 1:
+        return parts[0]
+    n, _, size = together([len(x) for x in parts], heads)
+    return np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)
+
+
 def joined(c: ModelConfig, field: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of the array that a field's tensors share: of an expert [parts,...], else as `together` says."""
-    if field.startswith(EACH):
-        count = c.experts.count if c.experts else 1
-        return (count, *((len(shapes) // count,) if len(shapes) > count else ()), *shapes[0])
-    rows = [shape[0] for shape in shapes]
-    return (*(together(rows, c.heads) if len(rows) > 1 else rows), *shapes[0][1:])
+    """Shape of the array that a field's tensors share, as `together` says; of every expert's an axis more."""
+    count = c.experts.count if c.experts and field.startswith(EACH) else None
+    rows = [shape[0] for shape in shapes[: len(shapes) // (count or 1)]]
+    one = (*(together(rows, c.heads) if len(rows) > 1 else rows), *shapes[0][1:])
+    return one if count is None else (count, *one)
 
 
 def together(rows: list[int], heads: int) -> tuple[int, int, int]:

@@ -46,7 +46,7 @@ def route(e: Experts, logits: Array, bias: Array | None = None) -> tuple[Array, 
     if e.chosen < e.groups:
         grouped = ranked.reshape(-1, e.groups, e.count // e.groups)
         _, kept = jax.lax.top_k(jax.lax.top_k(grouped, e.best)[0].sum(-1), e.chosen)
-        allowed = (kept[:, :, None] == jnp.arange(e.groups)).any(1)
+        allowed = (kept[:, :, None] == jnp.arange(e.groups)[None, None]).any(1)
         ranked = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
     _, index = jax.lax.top_k(ranked, e.active)
     weight = jnp.take_along_axis(scores, index, 1)

@@ -155,7 +155,7 @@ def _of_weight(field: str, axes: int) -> PartitionSpec:
     if axes < 2 or field == "router":
         return PartitionSpec()
     if field.startswith(EACH):  # every device has a part of every expert's hidden units
-        return PartitionSpec(None, None, HEADS) if axes > 2 else PartitionSpec()
+        return PartitionSpec(None, *[None] * (field == EACH + "down"), *[HEADS] * (axes > 2))
     return PartitionSpec(None, HEADS) if field in ("o", "down") else PartitionSpec(HEADS)
 
 

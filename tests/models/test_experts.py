@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -183,3 +186,38 @@ def test_a_mesh_that_cannot_share_an_expert_is_refused():
     c = models.read_config(CASES["qwen3_moe"] | dict(moe_intermediate_size=25))
     with pytest.raises(ValueError, match="model=2 cannot share the 25 hidden units of an expert"):
         sharding.named("model=2", jax.devices() * 2, c)
+
+
+DIVIDED = """
+import re, sys
+import jax, jax.numpy as jnp, numpy as np
+from golden.make import CASES, weights
+from jkv import models
+from jkv.core import sharding
+ids, pos = jnp.arange(12).reshape(2, 6), jnp.arange(6)[None].repeat(2, 0)
+for name in ("gpt_oss", "mixtral"):
+    tensors = {n: (lambda x=x: x) for n, x in weights(CASES[name], 0).items()}
+    whole = models.build(CASES[name], tensors, jnp.float32)
+    over = sharding.named("data=2,model=2", jax.devices(), whole.config)
+    parts = models.build(CASES[name], tensors, jnp.float32, sharding.placing(over))
+    with jax.set_mesh(over):
+        program = jax.jit(models.forward).lower(parts, ids, pos).compile()
+    apart = abs(np.asarray(program(parts, ids, pos)) - np.asarray(jax.jit(models.forward)(whole, ids, pos))).max()
+    w = parts.layers[0]
+    held = [x.addressable_shards[0].data.nbytes / x.nbytes for x in (w["each_gate_up"], w["each_down"])]
+    gathered = [x for x in re.findall(r"f32\\[([0-9,]*)\\][^=]* all-gather\\(", program.as_text())]
+    most = max([0, *(int(np.prod([int(n) for n in x.split(",")])) for x in gathered)])
+    print(name, apart, *held, most < w["each_down"].size // w["each_down"].shape[0])
+"""
+
+
+def test_devices_that_share_the_experts_give_what_one_gives():
+    """Each has its part of every expert's hidden units, and none is gathered."""
+    env = {**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", DIVIDED], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        _, apart, up, down, whole = line.split()
+        assert (float(apart) < 1e-5, up, down, whole) == (True, "0.5", "0.5", "True"), line
+    assert len(done.stdout.splitlines()) == 2

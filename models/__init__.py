@@ -4,25 +4,32 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.partial import softmax
+
 from . import (
     bamba,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     gemma3_images,
+    gpt_oss,
     granite,
     llama,
     mamba2,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     params,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
     ssd,
 )
@@ -79,6 +86,12 @@ FAMILIES = {
     "granite": granite,
     "mamba2": mamba2,
     "bamba": bamba,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
+    "gpt_oss": gpt_oss,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
 }
 
 Mix = Callable[[int, Mapping[str, Array], Array], tuple[Array, Any]]  # mixer, its weights, normed x -> output, extra
@@ -98,8 +111,9 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
     >>> read_config({"model_type": "mamba"})
     Traceback (most recent call last):
-    ValueError: model_type 'mamba' is not supported: use one of bamba, gemma2, gemma3, gemma3_text, granite, llama, \
-mamba2, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3
+    ValueError: model_type 'mamba' is not supported: use one of bamba, deepseek_v2, deepseek_v3, gemma2, gemma3, \
+gemma3_text, gpt_oss, granite, llama, mamba2, mistral, mixtral, olmo2, olmo3, olmoe, phi3, qwen2, qwen3, qwen3_moe, \
+smollm3
     """
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -126,7 +140,8 @@ model.embed_tokens.weight, model.norm.weight, lm_head.weight, model.layers.0.inp
 model.layers.0.self_attn.q_proj.weight and 16 more
     """
     c = read_config(config)
-    return params.assemble(c, FAMILIES[c.family].TENSORS, tensors, dtype, put)
+    table = FAMILIES[c.family].TENSORS
+    return params.assemble(c, table, table.read(c, tensors), dtype, put)
 
 
 def random(config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32) -> Params:
@@ -193,7 +208,7 @@ def forward(p: Params, ids: Array, pos: Array) -> Array:
         see = alive if window is None else alive & (gap < window)
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * c.scale
         # a finite floor: a pad sees nothing, and its row must not become NaN
-        weights = jax.nn.softmax(jnp.where(see[:, None, None], logits, -1e30), axis=-1)
+        weights = softmax(jnp.where(see[:, None, None], logits, -1e30), a.sinks)
         return jnp.einsum("bhgts,bhsd->bhgtd", weights, a.v.astype(jnp.float32)), None
 
     x = m.embed(p, ids)

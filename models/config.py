@@ -7,6 +7,7 @@ from typing import Any
 
 from jkv.models.rope import Rope
 
+from .routing import Experts
 from .scale import Capped, Scale
 
 
@@ -37,6 +38,21 @@ class Mixers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The numbers of latent attention: channels of the latent that all heads of a layer share (`rank`) and of that of
+    the queries (None: there is none); of a head's query and key without position (`plain`) and with it (`turned`), and
+    of its value. paired: what turns together lies side by side.
+    """
+
+    rank: int
+    queries: int | None
+    plain: int
+    turned: int
+    values: int
+    paired: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Every number that changes the function, none that does not. Static under jit.
 
@@ -44,7 +60,7 @@ class ModelConfig:
     key (D) and `value_dim` a value (Dv), each read by `groups` query heads (G). Layer i turns queries and keys with
     `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits
     of attention are `q.k * scale`, and those of the next token the head's product `* head_scale`: a scale may be
-    `Capped`. What a half of a layer adds to its input is `* residual_scale`.
+    `Capped`. What a half of a layer adds to its input is `* residual_scale`. Some blocks have `experts`.
 
     >>> from jkv.models import llama
     >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -75,11 +91,18 @@ class ModelConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     mixers: Mixers | None = field(default=None, repr=False)
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     @property
     def value_dim(self) -> int:
         """Channels of a value."""
-        return self.head_dim
+        return self.latent.rank if self.latent else self.head_dim
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a token and kv head is: a key and a value, or a latent and its rotated key, which are both."""
+        return self.head_dim if self.latent else self.head_dim + self.value_dim
 
     @property
     def capped(self) -> bool:
@@ -95,13 +118,18 @@ class ModelConfig:
         """Whether block i attends."""
         return self.mixers is None or i not in self.mixers.at
 
+    def sparse(self, i: int) -> bool:
+        """Whether block i has experts."""
+        return self.experts is not None and i in self.experts.at
+
     def block(self, i: int) -> "ModelConfig":
         """Of block i alone."""
         before = sum(map(self.attends, range(i)))
         own = slice(before, before + self.attends(i))
         mixers = replace(self.mixers, at=() if self.attends(i) else (0,)) if self.mixers else None
+        experts = replace(self.experts, at=(0,) if self.sparse(i) else ()) if self.experts else None
         turns, seen = self.ropes[own], self.windows[own]
-        return replace(self, layers=len(turns), ropes=turns, windows=seen, mixers=mixers)
+        return replace(self, layers=len(turns), ropes=turns, windows=seen, mixers=mixers, experts=experts)
 
     def attending(self, a: int) -> "ModelConfig":
         """Of the a-th block that attends, alone."""
@@ -122,6 +150,7 @@ HARMLESS = frozenset(
     length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
     num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
     problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    output_router_logits router_aux_loss_coef router_jitter_noise
     sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
     top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
     unsloth_version use_bfloat16 use_cache""".split()

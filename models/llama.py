@@ -35,7 +35,8 @@ class Projected:
     x: Array  # [B, T, E]
     q: Array  # [B, H, G, T, D]
     k: Array  # [B, H, T, D]
-    v: Array  # [B, H, T, D]
+    v: Array  # [B, H, T, Dv]
+    sinks: Array | None = None  # [H G]: in the softmax of each query head a logit more, of a value 0
 
 
 Attend = Callable[[int, Projected], tuple[Array, Any]]  # -> o [B, H, G, n, D] of the newest n rows, and an extra
@@ -130,14 +131,19 @@ def newest(x: Array, o: Array) -> Array:
     return x[:, x.shape[1] - o.shape[3] :]
 
 
-def block(params: Params, i: int, x: Array, p: Projected, attend: Attend) -> tuple[Array, Any]:
+def feed(w: Mapping[str, Array], x: Array, c: ModelConfig) -> Array:
+    """What follows attention in a block, of normed x [B, T, E]."""
+    return mlp(w, x, c.act)
+
+
+def block(params: Params, i: int, x: Array, p: Projected, attend: Attend, feed: Any = feed) -> tuple[Array, Any]:
     """The rest of a layer, once its queries, keys and values are known: [B, T, E] and what `attend` returned."""
     w, c = params.layers[i], params.config
     with jax.named_scope("attend"):
         o, aux = attend(i, p)
     x = newest(x, o) + out(w, o.astype(x.dtype))
     with jax.named_scope("mlp"):
-        return x + mlp(w, rms(w["norm2"], x, c.eps), c.act), aux
+        return x + feed(w, rms(w["norm2"], x, c.eps), c), aux
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:

@@ -1,6 +1,6 @@
 """Weights as one pytree, and how they are built from named tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
@@ -18,19 +18,23 @@ from .config import Mixers, ModelConfig
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
 Put = Callable[[str, np.ndarray, Any], Array]  # name of a field, its values and type -> the array where it belongs
-EXACT = ("a_log", "dt_bias", "skip")  # fields of a mixer
+EXACT = ("a_log", "dt_bias", "skip", "router_bias", "router_shift")  # fields of mixers and routers
+EACH = "each_"  # before the fields that have an array of every expert: [N,...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
     """What a checkpoint calls its tensors: field of a block -> the tensors that it stacks, in this order.
 
-    block: of the blocks that attend; mixer: of those that recur. shapes: of a family's tensors that differ from
-    `shapes`, by the end of the name; parts: rows of the tensors that one tensor of the checkpoint holds, likewise;
-    unread: beginnings of the names that are left alone.
+    block: of the blocks that attend; sparse: of those that attend and have experts, with a star for an expert's number;
+    mixer: of those that recur. shapes: of a family's tensors that differ from `shapes`, by the end of the name; parts:
+    rows of the tensors that one tensor of the checkpoint holds, likewise; read: what a checkpoint's tensors are by
+    these names, where it packs them otherwise; absent: fields that a model lacks; unread: beginnings of the names that
+    are left alone.
     """
 
     block: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sparse: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mixer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: str = "model.layers"
     embed: str = "model.embed_tokens.weight"
@@ -39,11 +43,22 @@ class Names:
     shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda c: {}
     parts: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda c: {}
     unread: tuple[str, ...] = ()
+    read: Callable[[ModelConfig, Tensors], Tensors] = lambda c, tensors: tensors
+    absent: Callable[[ModelConfig], Sequence[str]] = lambda c: ()
+
+    def ends(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
+        """The names of block i without its place."""
+        table = self.mixer if not c.attends(i) else self.sparse if c.sparse(i) else self.block
+        return {n: ends for n, ends in table.items() if n not in self.absent(c)}
+
+    def whole(self, c: ModelConfig, i: int, ends: tuple[str, ...]) -> tuple[str, ...]:
+        """The names in block i; of every expert, where there is a star."""
+        count = c.experts.count if c.experts and any("*" in end for end in ends) else 1
+        return tuple(f"{self.blocks}.{i}.{end.replace('*', str(e))}" for e in range(count) for end in ends)
 
     def of(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
         """The whole names of block i."""
-        table = self.block if c.attends(i) else self.mixer
-        return {n: tuple(f"{self.blocks}.{i}.{end}" for end in ends) for n, ends in table.items()}
+        return {n: self.whole(c, i, ends) for n, ends in self.ends(c, i).items()}
 
     def rows(self, c: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
         """Of the tensors in the tensor of that name, which has `rows`."""
@@ -58,8 +73,8 @@ class Params:
 
     Matrices are stored [out, in]. Products of one input share an array, so that a decode step reads few, long ones:
     `qkv` [H, G + 2, D, E], of each kv head its queries, its key and its value, and `gate_up` [H, 2, F / H, E], so that
-    devices that divide H have what belongs together. The fields of `EXACT` are in float32, whatever the dtype of the
-    others.
+    devices that divide H have what belongs together; of experts an axis more, [N, ...]. The fields of `EXACT` are in
+    float32, whatever the dtype of the others.
 
     >>> from jkv import models
     >>> p = models.random(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -100,8 +115,10 @@ class Params:
         """
         c, depth = self.config, self.config.depth
         end = next((i for i in range(depth) if sum(map(c.attends, range(i + 1))) > layers), depth)
-        mixers = replace(c.mixers, at=tuple(i for i in c.mixers.at if i < end)) if c.mixers else None
-        cut = dict(layers=layers, ropes=c.ropes[:layers], windows=c.windows[:layers], mixers=mixers)
+        mixers, experts = (
+            replace(x, at=tuple(i for i in x.at if i < end)) if x else None for x in (c.mixers, c.experts)
+        )
+        cut = dict(layers=layers, ropes=c.ropes[:layers], windows=c.windows[:layers], mixers=mixers, experts=experts)
         return replace(self, layers=self.layers[:end], config=replace(c, **cut))
 
 
@@ -146,11 +163,11 @@ def names(c: ModelConfig, table: Names) -> dict[str, tuple[int, ...]]:
     out: dict[str, tuple[int, ...]] = {table.embed: (c.vocab, c.width), table.norm: (c.width,)}
     if not c.tied:
         out[table.head] = (c.vocab, c.width)
-    own = table.shapes(c)
-    known = {**own, **shapes(c), **own}  # its own come first: one end of a name may be the end of another
+    known = (*table.shapes(c).items(), *shapes(c).items())  # its own come first: one end may be the end of another
     for i in range(c.depth):
-        for tensor in (t for stack in table.of(c, i).values() for t in stack):
-            out[tensor] = next(s for end, s in known.items() if tensor.endswith(end))
+        for tensor in (t for stack in table.ends(c, i).values() for t in stack):
+            shape = next(s for end, s in known if tensor.endswith(end))
+            out |= dict.fromkeys(table.whole(c, i, (tensor,)), shape)
     return out
 
 
@@ -183,6 +200,8 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
         got = np.asarray(tensors[name]())
         if got.shape != wanted[name]:
             wrong.append(f"{name} has shape {got.shape}, the config needs {wanted[name]}")
+        elif got.dtype == np.uint8:
+            wrong.append(f"{name} holds bytes, and the config names no format of them")
         elif not bool(np.isfinite(got).all()):
             wrong.append(f"{name} holds NaN or infinity")
         return got
@@ -196,10 +215,11 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
         parts = [part for name, x in zip(names, parts, strict=True) for part in apart(name, x)]
-        if len(parts) > 1:
-            n, _, size = together([len(x) for x in parts], c.heads)
-            parts = [np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)]
-        return put(field, parts[0], dtype)
+        if not (c.experts and field.startswith(EACH)):
+            return put(field, side_by_side(parts, c.heads), dtype)
+        each = len(parts) // c.experts.count
+        own = [side_by_side(parts[at : at + each], c.heads) for at in range(0, len(parts), each)]
+        return put(field, np.stack(own), dtype)
 
     made = _stacked(c, table, stack, dtype)
     if wrong:
@@ -211,11 +231,27 @@ def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
     """Params of shapes alone, for compiling without weights."""
     known = names(c, table)
 
-    def stack(_: str, names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        rows, rest = [n for name in names for n in table.rows(c, name, known[name][0])], known[names[0]][1:]
-        return jax.ShapeDtypeStruct((*(together(rows, c.heads) if len(rows) > 1 else rows), *rest), dtype)
+    def stack(field: str, names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        parts = [(n, *known[name][1:]) for name in names for n in table.rows(c, name, known[name][0])]
+        return jax.ShapeDtypeStruct(joined(c, field, parts), dtype)
 
     return _stacked(c, table, stack, dtype)
+
+
+def side_by_side(parts: list[np.ndarray], heads: int) -> np.ndarray:
+    """The array that tensors share."""
+    if len(parts) == 1:
+        return parts[0]
+    n, _, size = together([len(x) for x in parts], heads)
+    return np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)
+
+
+def joined(c: ModelConfig, field: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape of the array that a field's tensors share, as `together` says; of every expert's an axis more."""
+    count = c.experts.count if c.experts and field.startswith(EACH) else None
+    rows = [shape[0] for shape in shapes[: len(shapes) // (count or 1)]]
+    one = (*(together(rows, c.heads) if len(rows) > 1 else rows), *shapes[0][1:])
+    return one if count is None else (count, *one)
 
 
 def together(rows: list[int], heads: int) -> tuple[int, int, int]:

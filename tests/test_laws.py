@@ -20,7 +20,7 @@ from support.poison import poison
 from support.rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
 from support.selections import prompt_taps
 
-ALL = [*rig.ALL, *rig.RECURRING, *rig.OTHERS]
+ALL = [*rig.ALL, *rig.OTHERS]
 every = pytest.mark.parametrize("case", ALL, ids=str)
 compressed = pytest.mark.parametrize("case", [c for c in ALL if c.budget], ids=str)
 SHORT = np.where(np.arange(PROMPT.shape[1]) < 60, -1, PROMPT)  # 30 tokens: fills no budget
@@ -174,7 +174,7 @@ def test_one_program_serves_all_blocks_and_all_calls(case: Case):
 
 
 @pytest.mark.parametrize(
-    "case", [CASES["full"][0], CASES["streaming"][0], CASES["snapkv"][1], rig.RECURRING[1]], ids=str
+    "case", [CASES["full"][0], CASES["streaming"][0], CASES["snapkv"][1], *rig.OTHERS[1::2]], ids=str
 )
 def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(case: Case):
     sizes = []

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.partial import softmax, with_sinks
 from jkv.arrays.tree import value
 from jkv.core.attend import attend_window
 from jkv.core.mask import causal, visible
@@ -83,7 +84,7 @@ def _through(params: Params, x: Array, pos: Array, kind: int, read: Callable[...
     def attend(i: int, a: Any) -> tuple[Array, Any]:
         rope = c.ropes[kind]
         q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
-        o = attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale).finish()
+        o = with_sinks(attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale), a.sinks).finish()
         return o, read(*(y.astype(jnp.float32) for y in (q, k, a.v)))
 
     return family(c).layer(params, 0, x, pos, attend)
@@ -92,8 +93,8 @@ def _through(params: Params, x: Array, pos: Array, kind: int, read: Callable[...
 def _paid(params: Params, q: Array, k: Array, q_pos: Array, pos: Array, kind: int) -> Array:
     """p f32[1,H,G,n,T] of rotated queries [1,H,G,n,D] at i32[1,n]."""
     see = visible(q_pos, pos[:, None], params.config.windows[kind])[:, :, None]
-    logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * params.config.scale
-    return jnp.where(see, jax.nn.softmax(jnp.where(see, logits, -1e30), -1), 0)
+    logits, sinks = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * params.config.scale, params.layers[0].get("sinks")
+    return jnp.where(see, softmax(jnp.where(see, logits, -1e30), sinks), 0)
 
 
 @partial(jax.jit, static_argnames=("kind",))

@@ -66,6 +66,8 @@ class Run:
         """Texts to train on, and those that are held back; ValueError before anything is written."""
         if self.params.config.mixers is not None:
             raise ValueError(f"{self.model} has blocks that recur, and training takes models that only attend")
+        if "sinks" in self.params.layers[0]:
+            raise ValueError(f"{self.model} has sinks in its softmax, and training takes models without")
         made = data.texts(self.params, self.corpora, self.length, self.texts, self.seed)
         if not self.check:
             return made, None

@@ -26,7 +26,7 @@ def _attend(q: Array, k: Array, v: Array, added: Array, tile: slice, scale: Scal
     t, n = added.shape[2:]
     logits = jnp.einsum("bhtd,bhsd->bhts", q.reshape(b, h, g * t, d), k).reshape(b, h, g, t, n)
     p = jax.nn.softmax(logits * scale + added[:, :, None], -1).reshape(b, h, g * t, n)
-    return jnp.einsum("bhts,bhsd->bhtd", p, v.astype(jnp.float32)).reshape(b, h, g, t, d)
+    return jnp.einsum("bhts,bhsd->bhtd", p, v.astype(jnp.float32)).reshape(b, h, g, t, -1)
 
 
 def hidden(params: Params, batch: Batch, bias: Bias | None = None) -> tuple[Array, tuple[Any, ...]]:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.partial import with_sinks
 from jkv.arrays.tree import part, value
 from jkv.core.attend import attend_window
 from jkv.core.mask import causal
@@ -128,7 +129,7 @@ def through(params: Params, x: Array, pos: Array, kind: int) -> tuple[Array, Lay
     def attend(i: int, a: Any) -> tuple[Array, Layer]:
         rope = c.ropes[kind]
         q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
-        o = attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale).finish()
+        o = with_sinks(attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale), a.sinks).finish()
         return o, Layer(x=a.x, q=q, k=k, v=a.v, size=(pos >= 0).sum(1))
 
     return family(c).layer(params, 0, x, pos, attend)

@@ -72,3 +72,26 @@ def softmax_parts(logits: Array, mask: Array) -> tuple[Array, Array, Array]:
     m = logits.max(-1)
     p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m)[..., None])
     return p, m, p.sum(-1)
+
+
+def with_sinks(part: Partial, sinks: Array | None) -> Partial:
+    """Attention over a key more, of value 0, whose logit f[H G] is the same for all queries of a head; None: over none.
+
+    >>> import jax.numpy as jnp
+    >>> one = Partial(acc=jnp.ones((1, 1, 1, 1, 2)), m=jnp.zeros((1, 1, 1, 1)), l=jnp.ones((1, 1, 1, 1)))
+    >>> with_sinks(one, jnp.zeros(1)).finish().ravel().tolist()
+    [0.5, 0.5]
+    """
+    if sinks is None:
+        return part
+    m = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, *part.m.shape[1:3], 1), part.m.shape)
+    return merge(part, Partial(acc=jnp.zeros_like(part.acc), m=m, l=jnp.ones_like(m)))
+
+
+def softmax(logits: Array, sinks: Array | None) -> Array:
+    """Weights f32[B,H,G,T,S] of logits over their last axis, beside sinks f[H G] if there are any."""
+    if sinks is None:
+        return jax.nn.softmax(logits, -1)
+    more = sinks.astype(logits.dtype).reshape(1, *logits.shape[1:3], 1, 1)
+    more = jnp.broadcast_to(more, (*logits.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([logits, more], -1), -1)[..., :-1]

@@ -41,7 +41,7 @@ class Line:
 def step_bytes(params: Params, cached: int) -> int:
     """Bytes that a float32 step must read: every weight and `cached` tokens of keys and values."""
     c = params.config
-    return weight_bytes(params) + cached * c.layers * c.heads * (c.head_dim + c.value_dim) * 4
+    return weight_bytes(params) + cached * c.layers * c.heads * c.cached * 4
 
 
 def prompt_operations(params: Params, tokens: int) -> int:

@@ -304,7 +304,7 @@ def recommend(
 
     limit = read_bytes(memory)
     c = models.read_config(config_of(model))
-    numbers = context * c.layers * c.heads * (c.head_dim + c.value_dim)
+    numbers = context * c.layers * c.heads * c.cached
     patterns = [*(results or ()), *(files or ())] or ["results/*.json"]
     console.show(choosing.table(choosing.best(patterns, model, numbers, limit), context))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import take_along
-from jkv.arrays.partial import Partial, merge_all
+from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
 from jkv.core.attend import attend, attend_window
 from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window, among
@@ -87,6 +87,7 @@ def attended(
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
             part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
+        part = with_sinks(part, new.sinks)
         queries = Queries(q=q, pos=q_pos, lse=part.lse)
         return part.finish(), (window, *observation_of(layer, plan, queries, steps, placed))
 
@@ -216,7 +217,7 @@ def attending(
         parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, mask, tier, config, rope, model.scale))
-        part = _with_residual(merge_all(parts), q, layer, plan, model)
+        part = with_sinks(_with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         summaries = tuple(
             observed(q, mask, part.lse, t, c, rope, model.scale) if c.watches else None
             for t, c in zip(layer.tiers, plan.tiers, strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.partial import with_sinks
 from jkv.core.attend import attend_window
 from jkv.core.blocks import as_window, embedded, mixed, none
 from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries
@@ -55,6 +56,7 @@ def probed(
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         window = layer.recent.then(as_window(new, pos, plan, rope, dtype))
         part = attend_window(q, window.k, window.v, causal(pos, plan.window), window.pos, model.scale, plan.kernels)
+        part = with_sinks(part, new.sinks)
         ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)
         columns = {
             name: by.observe(ev, span, x) if name.rpartition(".")[2] == PROBED else x for name, x in ev.columns.items()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import leaf, part
-from jkv.protocols import Budget, Codec, LayerSize, Merge, Needs, Score, Selector
+from jkv.protocols import Budget, Code, Codec, LayerSize, Merge, Needs, Score, Selector
 
 T = TypeVar("T")
 
@@ -55,6 +55,10 @@ class TierConfig:
     @property
     def pre_rope(self) -> bool:
         return self.rope != "write"
+
+    def values(self, k: Code, v: Code) -> Code:
+        """The code of the values, among the codes of both."""
+        return k if self.v.within else v
 
     @property
     def watches(self) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jkv.core.cache import Cache, Decoding, Tier
 from jkv.kernels import CONTEXT, HEADS, ROWS
 from jkv.models import ModelConfig, Params
+from jkv.models.params import EACH
 from jkv.models.ssd import State
 
 
@@ -52,6 +53,11 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) 
         raise ValueError(
             f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.heads} kv heads evenly; give a divisor of "
             f"{model.heads} to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
+        )
+    if model.experts and model.experts.hidden % sizes[HEADS]:
+        raise ValueError(
+            f"mesh {text!r}: {HEADS}={sizes[HEADS]} cannot share the {model.experts.hidden} hidden units of an expert "
+            f"evenly; give a divisor to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
         )
     total = prod(sizes.values())
     if total > len(devices):
@@ -146,8 +152,10 @@ def of_params(params: Any, over: Mesh) -> Any:
 
 
 def _of_weight(field: str, axes: int) -> PartitionSpec:
-    if axes < 2:
+    if axes < 2 or field == "router":
         return PartitionSpec()
+    if field.startswith(EACH):  # every device has a part of every expert's hidden units
+        return PartitionSpec(None, *[None] * (field == EACH + "down"), *[HEADS] * (axes > 2))
     return PartitionSpec(None, HEADS) if field in ("o", "down") else PartitionSpec(HEADS)
 
 

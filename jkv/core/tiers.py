@@ -105,7 +105,8 @@ def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) 
 
 def kernel_codes(tier: Tier, config: TierConfig) -> tuple[KernelCodes | None, KernelCodes | None]:
     """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
-    return None if config.pre_rope else codes.kernel_codes(config.k, tier.k), codes.kernel_codes(config.v, tier.v)
+    values = codes.kernel_codes(config.v, config.values(tier.k, tier.v))
+    return None if config.pre_rope else codes.kernel_codes(config.k, tier.k), values
 
 
 def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
@@ -125,7 +126,11 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels
         k, v = jax.eval_shape(partial(kernel_codes, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no form that kernels read"
-        why = kernels.uneven(dim, codes.inner_width(config.v, tier.v)) or kernels.unread(k) or kernels.unread(v)
+        why = (
+            kernels.uneven(dim, codes.inner_width(config.v, config.values(tier.k, tier.v)))
+            or kernels.unread(k)
+            or kernels.unread(v)
+        )
         return why or module.supports(k, v, dim, queries, *more)
 
     return kernels.choose(name, config.kernels, refusal)
@@ -234,7 +239,8 @@ def _attend_own(
         config = replace(config, select=None)
     if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale)) is not None:
         return part
-    k, v, pos, size, merged = tier.k, tier.v, tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
+    k, v = tier.k, config.values(tier.k, tier.v)
+    pos, size, merged = tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
     asks = flat(q).astype(jnp.float32)
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
@@ -352,7 +358,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     shape = (*x.shape[:3], tier.pos.shape[2])
     x = asked(x.astype(jnp.float32), tier)
     b, h, n, _ = x.shape
-    codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier.k, tier.v))
     decodes = not codec.exact or (of == "k" and config.pre_rope)
 
     def own(held: Any, part: context.Part) -> Array:
@@ -375,7 +381,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
 def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
     """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
     at = tier.pos if tier.at is None else tier.at
-    codec, code = (config.k, tier.k) if of == "k" else (config.v, tier.v)
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier.k, tier.v))
     shape = w.shape[:3]
     w = asked(w, tier)
     d = codes.width(codec, code)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.partial import softmax, with_sinks
 from jkv.arrays.tree import value
 from jkv.core import codes
 from jkv.core.attend import attend, attend_window
@@ -43,7 +44,7 @@ def stored(cache: Cache) -> list[Stored]:
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             key = decoded_keys(tier.k, tier.pos if tier.at is None else tier.at, config, rope)
-            parts.append((key, codes.decode(config.v, tier.v), tier.seen_by(h)))
+            parts.append((key, codes.decode(config.v, config.values(tier.k, tier.v)), tier.seen_by(h)))
         for key, val, pos in parts:
             at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))
             key, val = (jnp.broadcast_to(x, (b, h, *x.shape[2:])) for x in (key, val))
@@ -67,7 +68,7 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
         rope, window = model.ropes[i], model.windows[i]
         q = rope.rotate(a.q, pos[:, None, None]).astype(jnp.float32)
         k, v = rope.rotate(a.k, pos[:, None]).astype(jnp.float32), a.v.astype(jnp.float32)
-        o = attend_window(q, k, v, causal(pos, window), pos, model.scale).finish()
+        o = with_sinks(attend_window(q, k, v, causal(pos, window), pos, model.scale), a.sinks).finish()
         late = q[:, :, :, prefix:]
         see = visible(pos[:, prefix:], pos[:, None], window)
         here = jnp.pad(held[i].here[:, :, :prefix], ((0, 0), (0, 0), (0, total - prefix)), constant_values=True)
@@ -76,7 +77,7 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
             x.at[:, :, :prefix].set(jnp.where(old, y[:, :, :prefix], x[:, :, :prefix]))
             for x, y in ((k, held[i].k), (v, held[i].v))
         )
-        other = attend(late, k, v, see & here[:, :, None], model.scale).finish()
+        other = with_sinks(attend(late, k, v, see & here[:, :, None], model.scale), a.sinks).finish()
         return o.at[:, :, :, prefix:].set(jnp.where(which[i], other, o[:, :, :, prefix:])), None
 
     x = net.embed(params, ids)
@@ -99,8 +100,9 @@ def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Ar
         see = visible(jnp.broadcast_to(late[None], (ids.shape[0], late.shape[0])), pos[:, None], window)
         p = jnp.einsum("bhgtd,bhsd->bhgts", some, k.astype(jnp.float32)) * model.scale
         queries.append(some)
-        paid.append(jax.nn.softmax(jnp.where(see[:, :, None], p, -jnp.inf), -1).mean(2))
-        return attend_window(q, k, a.v, causal(pos, window), pos, model.scale).finish(), None
+        paid.append(softmax(jnp.where(see[:, :, None], p, -jnp.inf), a.sinks).mean(2))
+        whole = attend_window(q, k, a.v, causal(pos, window), pos, model.scale)
+        return with_sinks(whole, a.sinks).finish(), None
 
     x = family(model).embed(params, ids)
     for i in range(model.depth):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.partial import with_sinks
 from jkv.arrays.tree import value
 from jkv.core.attend import attend_window
 from jkv.core.blocks import as_window, embedded, flushed, mixed, none, observation_of, said
@@ -74,6 +75,7 @@ def attending(one: Params, x: Array, pos: Array, kind: str) -> tuple[Array, Arra
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
         part = attend_window(q, k, v, causal(pos, model.windows[0]), pos, model.scale, kind)
+        part = with_sinks(part, new.sinks)
         return part.finish(), part.lse
 
     return block(one, 0, x, pos, run, none)

@@ -117,7 +117,7 @@ def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
 def full_bytes(cache: Cache) -> int:
     """Bytes of keys and values of every token seen, in the recent window's dtype, without padding; and of states."""
     m = cache.model
-    token = m.layers * m.heads * (m.head_dim + m.value_dim) * cache.dtype.itemsize
+    token = m.layers * m.heads * m.cached * cache.dtype.itemsize
     return int(cache.seen.sum()) * token + tree_bytes(cache.states)
 
 

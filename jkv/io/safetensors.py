@@ -114,7 +114,8 @@ def _open_shard(path: Path, wanted: set[str] | None) -> dict[str, Callable[[], n
             raise FormatError(path, f"tensor {missing[0]!r} named by {_INDEX} is not in it", _AGAIN)
         chosen = sorted(names if wanted is None else wanted)
         for name in chosen:
-            if (kind := handle.get_slice(name).get_dtype()) not in _FLOATS:
+            coded = name.endswith(("_blocks", "_scales"))  # MXFP4
+            if (kind := handle.get_slice(name).get_dtype()) not in (*_FLOATS, *["U8"] * coded):
                 raise FormatError(path, f"tensor {name!r} has type {kind}", f"use weights of type {', '.join(_FLOATS)}")
     except (SafetensorError, OSError) as error:
         raise FormatError(path, f"it cannot be read as safetensors ({error})", _AGAIN) from error

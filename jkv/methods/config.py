@@ -14,7 +14,7 @@ from jkv import kernels
 from jkv.arrays.tree import leaf, part
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.methods.budgets import All, Tokens
-from jkv.methods.codecs import Dense
+from jkv.methods.codecs import Dense, Within
 from jkv.methods.scores.position import Newest
 from jkv.protocols import (
     PROBED,
@@ -217,6 +217,9 @@ def _tier(
     """A tier of layer i. Its arrays are copies of its own: a program that takes a cache over takes its plan along."""
     slots = size * (1 if config.pooled is None else model.heads)
     k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(spec))
+    alike = not jax.tree.leaves((k, v)) and jax.tree.structure(k) == jax.tree.structure(v)
+    if model.latent and alike and (config.merge is None or config.merge.changes == "none"):
+        v = Within(keys=k, first=model.head_dim - model.value_dim)
     return TierConfig(
         capacity=_whole(slots, config.unit, config),
         most=slots,

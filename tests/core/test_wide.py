@@ -1,4 +1,4 @@
-"""Models whose values have another width than their keys: a family of its own, llama with its values lifted."""
+"""Models whose values have another width than their keys: llama with its values lifted, and latents, of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jkv import models
 from jkv.core import loop
 from jkv.core.attend import attend_window, prompt_kernel
 from jkv.core.blocks import none
-from jkv.core.cache import MERGED, Cache
+from jkv.core.cache import MERGED, Cache, tree_bytes
 from jkv.core.codes import decode
 from jkv.core.mask import causal
 from jkv.core.tiers import kernel_of
@@ -27,7 +27,7 @@ from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.methods.mixtures import Mixtures, start
 from jkv.models import ModelConfig, Params, llama
 from support import rig
-from support.rig import CASES, FORCED, PARAMS, PROMPT, Case, D, G, H
+from support.rig import CASES, FORCED, PARAMS, PROMPT, Case, D, G
 
 LIFTS = {
     n: np.linalg.qr(np.random.default_rng(n).normal(size=(max(n, D),) * 2))[0].astype("f")[:n, :D] for n in (8, 32)
@@ -61,6 +61,14 @@ def wide(n: int) -> Params:
     return replace(PARAMS, config=Wide(**fields))
 
 
+LATENT = models.random(
+    dict(models.TINY, model_type="deepseek_v3", hidden_size=64, num_key_value_heads=4, first_k_dense_replace=1)
+    | dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=12)
+    | dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1)
+    | dict(n_group=2, topk_group=1)
+)
+MODELS = {"wide8": wide(8), "wide32": wide(32), "latent": LATENT}
+
 SEPARABLE = CacheConfig(tiers=(TierSpec(k=Separable(bits=8, group=4), v=Separable(bits=4, group=4), rope="read"),))
 READ = {
     text: parse(text)
@@ -82,25 +90,26 @@ READ = {
 
 def held(cache: Cache, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of a layer, decoded: keys rotated to where they act, values, their positions, and how many each stands for."""
-    layer, rope = cache.layers[i], cache.model.ropes[i]
+    layer, rope, heads = cache.layers[i], cache.model.ropes[i], cache.model.heads
     keys, values, places, counts = [layer.recent.k], [layer.recent.v], [layer.recent.pos[:, None]], []
     for tier, config in zip(layer.tiers, cache.plan[i].tiers, strict=True):
         k = decode(config.k, tier.k)
         keys.append(rope.rotate(k, tier.pos if tier.at is None else tier.at) if config.rope != "write" else k)
-        values.append(decode(config.v, tier.v))
-        places.append(tier.seen_by(H))
-    shape = lambda x, *rest: np.broadcast_to(x, (x.shape[0], H, x.shape[2], *rest))  # noqa: E731
+        values.append(decode(config.v, config.values(tier.k, tier.v)))
+        places.append(tier.seen_by(heads))
+    shape = lambda x, *rest: np.broadcast_to(x, (x.shape[0], heads, x.shape[2], *rest))  # noqa: E731
     k, v = (np.concatenate([shape(x, x.shape[3]) for x in parts], 2) for parts in (keys, values))
     for tier in (SimpleNamespace(columns={}, pos=places[0]), *layer.tiers):
         merged = tier.columns.get(MERGED)
-        counts.append(np.zeros((2, H, tier.pos.shape[2])) if merged is None else np.asarray(merged))
+        counts.append(np.zeros((2, heads, tier.pos.shape[2])) if merged is None else np.asarray(merged))
     return k, v, np.concatenate([shape(x) for x in places], 2), 1 + np.concatenate(counts, 2)
 
 
 def said(params: Params, cache: Cache, token: np.ndarray) -> np.ndarray:
     """The logits after one token of each row, with attention in float64 over what the cache holds."""
     model, pos = params.config, jnp.asarray(cache.seen)[:, None]
-    x = llama.embed(params, jnp.asarray(token)[:, None])
+    net = models.family(model)
+    x = net.embed(params, jnp.asarray(token)[:, None])
 
     def attend(i: int, p: models.Projected, a: int) -> tuple[jax.Array, None]:
         rope = model.ropes[a]
@@ -115,20 +124,21 @@ def said(params: Params, cache: Cache, token: np.ndarray) -> np.ndarray:
 
     for a in range(model.layers):
         x, _ = models.layer(params.block(a), 0, x, pos, partial(attend, a=a), none)
-    return np.asarray(llama.head(params, x))[:, 0]
+    return np.asarray(net.head(params, x))[:, 0]
 
 
-@pytest.mark.parametrize("n", LIFTS)
+@pytest.mark.parametrize("params", MODELS.values(), ids=list(MODELS))
 @pytest.mark.parametrize("config", READ.values(), ids=list(READ))
-def test_a_step_is_attention_over_what_is_held(config: CacheConfig, n: int):
-    params = wide(n)
+def test_a_step_is_attention_over_what_is_held(config: CacheConfig, params: Params):
+    model = params.config
     cache = replace(sizes.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
     cache, _ = loop.absorb(params, cache, jnp.asarray(PROMPT), fresh=True)
     for token in FORCED[:, :20].T:
         cache, got = loop.step(params, cache, jnp.asarray(token))
     while cache.fill >= cache.room:
         cache, got = loop.step(params, cache, jnp.asarray(FORCED[:, 20]))
-    assert cache.layers[0].recent.v.shape[3] == n and cache.layers[0].recent.k.shape[3] == D
+    recent = cache.layers[0].recent
+    assert (recent.k.shape[3], recent.v.shape[3]) == (model.head_dim, model.value_dim)
     token = FORCED[:, 21]
     np.testing.assert_allclose(loop.step(params, cache, jnp.asarray(token))[1], said(params, cache, token), atol=2e-4)
 
@@ -146,17 +156,57 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
         np.testing.assert_allclose(*out, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases], ids=str)
-def test_every_method_takes_them(case: Case):
+def test_a_full_cache_of_latents_gives_the_models_logits():
+    cache = replace(sizes.empty(parse("full"), LATENT.config, 2, 142, 52, jnp.float32), name="")
+    cache, logits = loop.absorb(LATENT, cache, jnp.asarray(PROMPT), fresh=True)
+    out = [logits]
+    for token in FORCED[:, :20].T:
+        cache, logits = loop.step(LATENT, cache, jnp.asarray(token))
+        out.append(logits)
+    ids = np.concatenate([PROMPT, FORCED[:, :20]], 1)
+    pos = np.where(ids < 0, -1, np.cumsum(ids >= 0, 1) - 1)
+    want = jax.jit(models.forward)(LATENT, jnp.maximum(ids, 0), pos)[:, PROMPT.shape[1] - 1 :]
+    np.testing.assert_allclose(np.stack(out, 1), want, atol=1e-4)
+
+
+def taken(params: Params, config: CacheConfig):
     """Traced, not run: all shapes of a prompt, of a flush and of a step fit together."""
-    params, config = wide(32), parse(case.tight)
-    if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are
-        config = replace(config, merge=replace(config.merge, gate=start(params.config, 12, 5, jax.random.key(0))))
     cache = sizes.empty(config, params.config, 2, 142, 52, jnp.float32)
     ids = jax.ShapeDtypeStruct(PROMPT.shape, jnp.int32)
     cache, _ = jax.eval_shape(partial(loop.absorb, fresh=True), params, cache, ids)
     after, logits = jax.eval_shape(loop.step, params, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache) and logits.shape == (2, params.config.vocab)
+
+
+EVERY = [case for cases in CASES.values() for case in cases]
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_every_method_takes_them(case: Case):
+    params, config = wide(32), parse(case.tight)
+    if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are
+        config = replace(config, merge=replace(config.merge, gate=start(params.config, 12, 5, jax.random.key(0))))
+    taken(params, config)
+
+
+@pytest.mark.parametrize("case", [c for c in EVERY if not jax.tree.leaves(c.config)], ids=str)
+def test_every_method_that_learned_nothing_takes_latents(case: Case):
+    taken(LATENT, case.config)
+
+
+@pytest.mark.parametrize(("text", "each"), [("full", 4 * 32), ("streaming(budget=48)", 4 * 32), ("int8", 32 + 4)])
+def test_of_a_latent_one_vector_is_kept(text: str, each: int):
+    cache = sizes.empty(parse(text), LATENT.config, 2, 142, 52, jnp.float32)
+    for layer in cache.layers:
+        slots = 2 * layer.tiers[0].pos.shape[2]
+        assert tree_bytes((layer.tiers[0].k, layer.tiers[0].v)) == slots * each
+
+
+def test_values_that_are_coded_otherwise_than_keys_have_codes_of_their_own():
+    """So have those that a merge changes, by other weights than it changes keys."""
+    for text in ("kivi(group=16)", "kvmerger(budget=48)"):
+        cache = sizes.empty(parse(text), LATENT.config, 2, 142, 52, jnp.float32)
+        assert jax.tree.leaves(cache.layers[0].tiers[0].v)
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -17,7 +17,7 @@ from jkv.generation import api
 from support import rig
 from support.rig import MODELS, PARAMS, PROMPT, STEPS, Case
 
-CASES = [*rig.ALL, *rig.RECURRING]
+CASES = [*rig.ALL, *rig.OTHERS]
 OWN = set("attentiongate dms fastkv specpc".split())  # hide tokens of a prompt from it, or do not read them
 IDS = np.random.default_rng(4).integers(0, PARAMS.config.vocab, (2, 70)).astype(np.int32)
 

@@ -26,7 +26,7 @@ CODED = [
     for name, row in CATALOGUE.items()
     if row.axes and row.axes[0] == "codec"
 ]
-TEXTS = [(case.model, case.tight) for case in (*rig.ALL, *rig.RECURRING)] + [("llama", text) for text in CODED]
+TEXTS = [(case.model, case.tight) for case in (*rig.ALL, *rig.OTHERS)] + [("llama", text) for text in CODED]
 
 
 def held(cache: Cache) -> np.ndarray:

@@ -73,6 +73,19 @@ TOWER = dict(
     patch_size=4,
     model_type="siglip_vision_model",
 )
+DEEPSEEK: dict[str, Any] = {name: x for name, x in BASE.items() if name != "head_dim"} | dict(
+    num_key_value_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": BASE | dict(model_type="llama", rope_parameters=dict(rope_type="default", rope_theta=5e5)),
@@ -157,13 +170,88 @@ CASES: dict[str, dict[str, Any]] = {
         mamba_chunk_size=16,
         rope_theta=1e4,
     ),
+    "mixtral": BASE
+    | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, rope_theta=1e4, sliding_window=8),
+    "qwen3_moe": BASE
+    | dict(
+        model_type="qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        rope_theta=1e4,
+    ),
+    "olmoe": {name: x for name, x in BASE.items() if name != "head_dim"}
+    | dict(model_type="olmoe", num_experts=8, num_experts_per_tok=3, rope_theta=1e4),
+    "gpt_oss": BASE
+    | dict(
+        model_type="gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        rope_theta=1.5e5,
+        rope_scaling=YARN | dict(rope_type="yarn", truncate=False),
+    ),
+    "deepseek_v2": DEEPSEEK | dict(model_type="deepseek_v2", q_lora_rank=None, n_shared_experts=2, rope_theta=1e4),
+    "deepseek_v2-groups": DEEPSEEK
+    | dict(
+        model_type="deepseek_v2",
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=4.0,
+        rope_theta=1e4,
+        rope_scaling=YARN | dict(mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "deepseek_v3": DEEPSEEK
+    | dict(
+        model_type="deepseek_v3",
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        rope_theta=1e4,
+        rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=0.8),
+    ),
 }
 
 
 def weights(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """The case's weights by name, as a checkpoint would hold them."""
     c = models.read_config(hf)
-    return {n: draw() for n, draw in models.params.seeded(c, models.FAMILIES[c.family].TENSORS, seed).items()}
+    made = {n: draw() for n, draw in models.params.seeded(c, models.FAMILIES[c.family].TENSORS, seed).items()}
+    return PACKED.get(c.family, lambda c, tensors: tensors)(c, made)
+
+
+def packed(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With one tensor of all experts [N, in, out], of which gate and up take turns in the rows of one."""
+    out = {n: x for n, x in tensors.items() if ".mlp.experts." not in n}
+    for i in range(c.layers):
+
+        def stacked(kind: str, at: str = f"model.layers.{i}.mlp.experts") -> np.ndarray:
+            return np.stack([tensors[f"{at}.{e}.{kind}"] for e in range(c.experts.count)])
+
+        at = f"model.layers.{i}.mlp.experts"
+        for end, name in (("weight", ""), ("bias", "_bias")):
+            both = np.stack([stacked(f"gate_proj.{end}"), stacked(f"up_proj.{end}")], 2)
+            both = both.reshape(both.shape[0], -1, *both.shape[3:])
+            down = stacked(f"down_proj.{end}")
+            turn = (lambda x: x.swapaxes(1, 2)) if end == "weight" else (lambda x: x)
+            out |= {f"{at}.gate_up_proj{name}": turn(both), f"{at}.down_proj{name}": turn(down)}
+    return out
+
+
+def headed(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With what makes keys and what makes values of a latent in one tensor, head by head."""
+    out = dict(tensors)
+    for at in [n.removesuffix("key.weight") for n in tensors if n.endswith("kv_b_proj.key.weight")]:
+        both = np.concatenate([out.pop(f"{at}{end}.weight") for end in ("key", "value")], 1)
+        out[at + "weight"] = both.reshape(-1, both.shape[2])
+    return out
+
+
+PACKED = {"gpt_oss": packed, "deepseek_v2": headed, "deepseek_v3": headed}
 
 
 def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -37,7 +37,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
     assert g["ids"][:, wide:].shape == (len(LENGTHS), NEW)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 def test_a_row_alone_gives_what_it_gives_in_the_batch(name):
     g, p = golden(name), params_of(name)
     together = np.asarray(forward(p, g["ids"], g["pos"]))
@@ -56,12 +56,12 @@ def test_layer_hands_attend_what_project_gives_and_passes_its_extra_through(name
     assert x.shape == (1, 5, c.width) and x.dtype == p.embed.dtype
     want = m.project(p, 1, x, pos)
     assert want.q.shape == (1, c.heads, c.groups, 5, c.head_dim)
-    assert want.k.shape == want.v.shape == (1, c.heads, 5, c.head_dim)
+    assert want.k.shape == (1, c.heads, 5, c.head_dim) and want.v.shape == (1, c.heads, 5, c.value_dim)
 
     def attend(i, got):
         assert i == 1
         jax.tree.map(np.testing.assert_array_equal, got, want)
-        return jnp.zeros_like(got.q), {"extra": got.k}
+        return jnp.zeros((*got.q.shape[:4], c.value_dim)), {"extra": got.k}
 
     y, aux = m.layer(p, 1, x, pos, attend)
     assert y.shape == x.shape and aux["extra"].shape == want.k.shape

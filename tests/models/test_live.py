@@ -41,7 +41,8 @@ def test_logits_match_in_float32(name):
 def test_bfloat16_errs_no_more_than_transformers_does(name):
     exact, _ = both(CASES[name], "float32")
     got, want = both(CASES[name], "bfloat16")
-    ours, theirs = np.linalg.norm(got - exact), np.linalg.norm(want - exact)
+    # of the token in the middle: one whose experts are as good as equal may go through others, on either side
+    ours, theirs = (np.median(np.linalg.norm(x - exact, axis=-1)) for x in (got, want))
     assert ours < 1.5 * theirs
 
 

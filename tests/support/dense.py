@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv import models
+from jkv.arrays.partial import softmax
 from jkv.core.positions import positions
 from jkv.models import Params, ssd
 from support.tiny import PARAMS
@@ -24,9 +25,8 @@ def dense_prompt(ids: jax.Array, params: Params = PARAMS) -> tuple[jax.Array, li
     def attend(i: int, a: Any) -> tuple[jax.Array, None]:
         q, k = model.ropes[i].rotate(a.q, pos[:, None, None]), model.ropes[i].rotate(a.k, pos[:, None])
         p = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * model.scale
-        p = jax.nn.softmax(jnp.where(see[:, None, None], p, -1e30), -1) * (pos >= 0)[:, None, None, :, None].astype(
-            jnp.float32
-        )
+        p = softmax(jnp.where(see[:, None, None], p, -1e30), a.sinks)
+        p = p * (pos >= 0)[:, None, None, :, None].astype(jnp.float32)
         taps.append((q, k, a.v, p))
         return jnp.einsum("bhgts,bhsd->bhgtd", p, a.v), None
 
@@ -56,7 +56,7 @@ def dense_step(
         keys, values = jnp.where(at, k, ks[i]), jnp.where(at, a.v, vs[i])
         see = sees[i] | at[..., 0]
         p = jnp.einsum("bhgtd,bhsd->bhgts", q, keys) * model.scale
-        p = jax.nn.softmax(jnp.where(see[:, :, None, None], p, -jnp.inf), -1)
+        p = softmax(jnp.where(see[:, :, None, None], p, -jnp.inf), a.sinks)
         taps.append((q, k, a.v, p))
         return jnp.einsum("bhgts,bhsd->bhgtd", p, values), None
 

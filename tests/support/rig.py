@@ -40,6 +40,7 @@ from support.tiny import (  # noqa: F401
     MOMENTS,
     PARAMS,
     PREDICTOR,
+    SUNK,
     SWITCH,
     UNTURNED,
     D,
@@ -52,7 +53,7 @@ LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced token
 LONGEST = max(LENGTHS) + STEPS
 LONG = 1000  # more than every budget
 BUDGET, EVERYTHING = 48, 4000
-MODELS = {"llama": PARAMS, "bamba": HYBRID, "gemma2": CAPPED, "smollm3": UNTURNED}
+MODELS = {"llama": PARAMS, "bamba": HYBRID, "gemma2": CAPPED, "smollm3": UNTURNED, "gpt_oss": SUNK}
 
 _rng = np.random.default_rng(0)
 PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
@@ -299,9 +300,12 @@ ALL = [case for cases in CASES.values() for case in cases]
 RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
 # of logits that saturate: evicted by queries and coded, picked by pages; of a layer that turns nothing: turned at read
 OTHERS = [
+    *RECURRING,
     *(replace(case, model="gemma2") for case in (CASES["snapkv"][1], CASES["quest"][0])),
     replace(CASES["kivi"][0], model="smollm3"),
 ]
+# of the model with sinks and experts: evicted by attention, and picked by pages
+OTHERS += [replace(case, model="gpt_oss") for case in (CASES["snapkv"][1], CASES["quest"][0])]
 
 
 def compositions() -> list[CacheConfig]:

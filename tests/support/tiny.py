@@ -35,6 +35,13 @@ UNTURNED = models.random(
     0,
     jnp.float32,
 )
+# the same with sinks in its softmax, and with experts
+SUNK = models.random(
+    dict(models.TINY, model_type="gpt_oss", hidden_size=64, head_dim=16, layer_types=["full_attention"] * 2)
+    | dict(num_local_experts=4, num_experts_per_tok=2, rope_theta=1e4),
+    0,
+    jnp.float32,
+)
 
 
 def gate(folder: str) -> str:

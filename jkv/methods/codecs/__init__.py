@@ -10,6 +10,7 @@ from jkv.methods.codecs.separable import Separable
 from jkv.methods.codecs.sparse import Sparse
 from jkv.methods.codecs.turned import Balanced, Permuted, Projected, Rotated
 from jkv.methods.codecs.vid import Mixed, Ternary
+from jkv.methods.codecs.within import Within
 
 __all__ = [
     "Affine",
@@ -26,4 +27,5 @@ __all__ = [
     "Separable",
     "Sparse",
     "Ternary",
+    "Within",
 ]

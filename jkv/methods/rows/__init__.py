@@ -1,16 +1,16 @@
 """The rows of the catalogue, a module a family."""
 
 from jkv.methods.rows import (
-    modifiers,
+    coding,
     eviction,
+    gates,
     layers,
     lookahead,
-    gates,
     merging,
+    modifiers,
     precision,
-    coding,
-    rotation,
     reading,
-)  # isort: skip
+    rotation,
+)
 
 ROWS = (modifiers, eviction, layers, lookahead, gates, merging, precision, coding, rotation, reading)  # in this order

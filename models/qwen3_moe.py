@@ -1,0 +1,51 @@
+"""Qwen3-MoE: Qwen3 with experts in most blocks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax import Array
+
+from .config import Fields, ModelConfig, read
+from .experts import ATTENTION, everywhere, experts_of, feed, names, shapes
+from .llama import Attend, block, embed, head
+from .params import Names, Params
+from .qwen2 import windows
+from .qwen3 import NORMS, project
+from .qwen3 import TENSORS as QWEN3
+
+__all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
+
+MLPS = names("mlp.gate.weight", *(f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")))
+TENSORS = Names(block=QWEN3.block, sparse={**ATTENTION, **NORMS, **MLPS}, shapes=shapes)
+
+
+def _extra(f: Fields, width: int) -> dict[str, Any]:
+    active, normed = f.number("num_experts_per_tok", 8), bool(f.take("norm_topk_prob", False))
+    made = experts_of(f, number(f), active, f.number("moe_intermediate_size", 768), normed=normed)
+    return {"experts": made}
+
+
+def number(f: Fields) -> int:
+    """Of experts."""
+    return f.number("num_local_experts", f.number("num_experts", 128 if "num_local_experts" not in f.rest else None))
+
+
+def _dense(hf: Mapping[str, Any], layers: int) -> list[int]:
+    """The blocks without experts: those that the config names, and all but each n-th."""
+    f = Fields(hf, "qwen3_moe")
+    named, step = f.take("mlp_only_layers", []), f.number("decoder_sparse_step", 1)
+    if not isinstance(named, list) or not all(type(i) is int for i in named):
+        raise f.refuse("mlp_only_layers", named, "it is a list of blocks by number")
+    return [i for i in range(layers) if i in named or (i + 1) % step]
+
+
+def config(hf: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a config dict with model_type qwen3_moe; ValueError names a field that is not supported."""
+    rest = {k: v for k, v in hf.items() if k not in ("mlp_only_layers", "decoder_sparse_step")}
+    c = read(rest, "qwen3_moe", windows=windows, extra=_extra)
+    return everywhere(c, but=_dense(hf, c.layers))
+
+
+def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
+    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    return block(params, i, x, project(params, i, x, pos), attend, feed)

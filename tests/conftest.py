@@ -38,19 +38,21 @@ def pytest_collection_modifyitems(items):
     first: dict[str, int] = {}
 
     def place(i: int) -> tuple[int, int]:
-        params = items[i].callspec.params if hasattr(items[i], "callspec") else {}
-        if "case" not in params or items[i].path.name != "test_laws.py":
-            return i, i
-        return first.setdefault(str(params["case"]), i), i
+        case = items[i].callspec.params.get("case") if hasattr(items[i], "callspec") else None
+        return (first.setdefault(str(case), i) if type(case).__module__ == "support.rig" else i), i
 
     items[:] = [items[i] for _, i in sorted(place(i) for i in range(len(items)))]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Drop a module's compiled programs: some thousand of them exhaust the memory maps, and XLA then crashes."""
+    """Drop compiled programs once they are many: some thousand of them exhaust the memory maps, and XLA then crashes.
+
+    Until then one module's programs serve the next.
+    """
     yield
     from jkv.core import compiled
 
-    compiled.PROGRAMS.clear()
-    jax.clear_caches()
+    if compiled.maps() > compiled.MAPS:
+        compiled.PROGRAMS.clear()
+        jax.clear_caches()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,9 +15,12 @@ from jax import Array
 from jkv.arrays.tree import host, static, value
 from jkv.host import forked
 
+from .coding import coded, like, stacked
 from .config import Mixers, ModelConfig
+from .weights import Coded, Joined
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
+Blocks = Mapping[str, Callable[[], Coded]]
 Put = Callable[[str, np.ndarray, Any], Array]  # name of a field, its values and type -> the array where it belongs
 EXACT = ("a_log", "dt_bias", "skip")  # fields of a mixer
 
@@ -154,10 +158,19 @@ def copied(_: str, x: np.ndarray, dtype: Any) -> Array:
     return jnp.array(x, dtype=dtype)
 
 
-def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Put = copied) -> Params:
+def assemble(
+    c: ModelConfig,
+    table: Names,
+    tensors: Tensors,
+    dtype: Any,
+    put: Put = copied,
+    form: str | None = None,
+    blocks: Blocks = MappingProxyType({}),
+) -> Params:
     """Params of named tensors. Each thunk is called once and dropped, so about one copy is in memory.
 
-    put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`.
+    put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`. form: what matrices
+    are kept as, of `coding.FORMATS`; blocks: thunks of those that are kept as they are in a file.
 
     ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
     """
@@ -177,13 +190,27 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
         return got
 
     def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | None:
+        if all(name in blocks for name in names):
+            return keep(field, names)
         before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
         if len(parts) > 1:
             n, _, size = together([len(x) for x in parts], c.heads)
             parts = [np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)]
-        return put(field, parts[0], dtype)
+        return coded(put, form)(field, parts[0], dtype)
+
+    def keep(field: str, names: tuple[str, ...]) -> Coded | Joined | None:
+        before, parts = len(wrong), [blocks[name]() for name in names]
+        for name, x in zip(names, parts, strict=True):
+            if x.shape != wanted[name]:
+                wrong.append(f"{name} has shape {x.shape}, the config needs {wanted[name]}")
+            elif not x.finite:
+                wrong.append(f"{name} holds NaN or infinity")
+        if len(wrong) > before:
+            return None
+        found = stacked(parts, *together([len(x.codes) for x in parts], c.heads)) if len(parts) > 1 else parts[0]
+        return jax.tree.map(lambda x: put(field, x, x.dtype), found)
 
     made = _stacked(c, table, stack, dtype)
     if wrong:
@@ -191,13 +218,13 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
     return made
 
 
-def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
-    """Params of shapes alone, for compiling without weights."""
+def abstract(c: ModelConfig, table: Names, dtype: Any, form: str | None = None) -> Params:
+    """Params of shapes alone, for compiling without weights; form: what matrices are kept as."""
     known = names(c, table)
 
-    def stack(_: str, names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Any:
         rows, rest = [known[name][0] for name in names], known[names[0]][1:]
-        return jax.ShapeDtypeStruct((*(together(rows, c.heads) if len(rows) > 1 else rows), *rest), dtype)
+        return like(field, (*(together(rows, c.heads) if len(rows) > 1 else rows), *rest), dtype, form)
 
     return _stacked(c, table, stack, dtype)
 

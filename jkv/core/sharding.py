@@ -127,7 +127,7 @@ def placing(over: Mesh) -> Callable[[str, np.ndarray, Any], jax.Array]:
     """How `models.build` gets an array of a field from the host to its shards: no device has more than its own."""
 
     def put(field: str, x: np.ndarray, dtype: Any) -> jax.Array:
-        where = NamedSharding(over, _of_weight(field, x.ndim))
+        where = NamedSharding(over, _of_weight(field, x.shape, over))
         return jax.make_array_from_callback(x.shape, where, lambda index: np.array(x[index], dtype), dtype=dtype)
 
     return put
@@ -140,15 +140,18 @@ def of_params(params: Any, over: Mesh) -> Any:
     """
 
     def one(path: Any, x: Any) -> NamedSharding:
-        return NamedSharding(over, _of_weight(getattr(path[-1], "key", ""), x.ndim))
+        field = next((key.key for key in path[::-1] if isinstance(key, jax.tree_util.DictKey)), "")
+        return NamedSharding(over, _of_weight(field, x.shape, over))
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def _of_weight(field: str, axes: int) -> PartitionSpec:
-    if axes < 2:
+def _of_weight(field: str, shape: tuple[int, ...], over: Mesh) -> PartitionSpec:
+    """Of a matrix, or of the parts of one that is coded: steps that the devices cannot share evenly are on each."""
+    axis = 1 if field in ("o", "down") else 0
+    if len(shape) < 2 or shape[axis] % over.shape[HEADS]:
         return PartitionSpec()
-    return PartitionSpec(None, HEADS) if field in ("o", "down") else PartitionSpec(HEADS)
+    return PartitionSpec(*[None] * axis, HEADS)
 
 
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:

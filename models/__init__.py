@@ -1,7 +1,7 @@
 """Model families as pure functions that know nothing of caches."""
 
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from . import (
 )
 from .config import LAYERS, Mixers, ModelConfig
 from .llama import Attend, Projected, linear
-from .params import Params, Put, Tensors
+from .params import Blocks, Params, Put, Tensors
 from .scale import Scale
 
 __all__ = [
@@ -127,10 +127,18 @@ smollm3
         raise ValueError(f"the config of this {kind} model holds what none can ({error}): get its own") from error
 
 
-def build(config: Mapping[str, Any], tensors: Tensors, dtype: Any, put: Put = params.copied) -> Params:
+def build(
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    dtype: Any,
+    put: Put = params.copied,
+    form: str | None = None,
+    blocks: Blocks = MappingProxyType({}),
+) -> Params:
     """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
 
-    Each thunk is called once and its array dropped, once `put` has it where it belongs. ValueError lists missing and
+    Each thunk is called once and its array dropped, once `put` has it where it belongs. form: int8 or int4, what
+    matrices are kept as; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
     unused tensors, wrong shapes, NaNs.
 
     >>> build(TINY, {}, jnp.float32)
@@ -141,10 +149,12 @@ model.layers.0.self_attn.q_proj.weight and 16 more
     """
     c = read_config(config)
     table = FAMILIES[c.family].TENSORS
-    return params.assemble(c, table, table.read(c, tensors), dtype, put)
+    return params.assemble(c, table, table.read(c, tensors), dtype, put, form, blocks)
 
 
-def random(config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32) -> Params:
+def random(
+    config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: str | None = None
+) -> Params:
     """Params of seeded numpy noise: the same numbers on every machine, for benchmarks and tests of shapes.
 
     >>> random(TINY).head.shape
@@ -152,16 +162,16 @@ def random(config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = 
     """
     c = config if isinstance(config, ModelConfig) else read_config(config)
     table = FAMILIES[c.family].TENSORS
-    return params.assemble(c, table, params.seeded(c, table, seed), dtype)
+    return params.assemble(c, table, params.seeded(c, table, seed), dtype, form=form)
 
 
-def abstract(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+def abstract(config: ModelConfig, dtype: Any = jnp.float32, form: str | None = None) -> Params:
     """Params of shapes alone, for compiling without weights.
 
     >>> abstract(read_config(TINY)).embed
     ShapeDtypeStruct(shape=(100, 32), dtype=float32)
     """
-    return params.abstract(config, FAMILIES[config.family].TENSORS, dtype)
+    return params.abstract(config, FAMILIES[config.family].TENSORS, dtype, form)
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend, mix: Mix) -> tuple[Array, Any]:

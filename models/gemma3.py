@@ -15,6 +15,7 @@ from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, along, mlp, newest, out, unembed
 from .params import Names, Params
 from .qwen3 import NORMS, normed
+from .weights import rows
 
 TENSORS = Names(
     block={
@@ -76,7 +77,7 @@ def rms(w: Array, x: Array, eps: float) -> Array:
 
 def embed(params: Params, ids: Array) -> Array:
     """ids i32[B, T] -> x [B, T, E], scaled by sqrt(E) rounded to the weights' dtype, as the model was trained."""
-    return jnp.take(params.embed, ids, axis=0) * jnp.asarray(params.config.embed_scale, params.embed.dtype)
+    return rows(params.embed, ids) * jnp.asarray(params.config.embed_scale, params.embed.dtype)
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:

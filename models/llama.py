@@ -1,7 +1,6 @@
 """Llama 2, 3.x and SmolLM2; the pieces here serve the other families too."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jkv.arrays.tree import value
 
 from .config import ModelConfig, read
 from .params import Names, Params
+from .weights import linear, rows
 
 TENSORS = Names(
     block={
@@ -47,41 +47,6 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
     return read(hf, "llama")
 
 
-def linear(w: Array, x: Array, dtype: Any = None) -> Array:
-    """x [..., in] with w [*out, in] -> [..., *out]: the one product that all weights go through.
-
-    `dtype` is the type of the result (default: x's). It is the type of the sums too: logits need float32.
-    Stored [out, in]: the products of a decode step of SmolLM2-135M (538 MB of float32, XLA CPU, 2 cores, three runs)
-    then take 18.3 to 19.5 ms (28 GB/s), against 19.2 to 19.9 ms for [in, out]; at T = 512 its layers take 565 and
-    639 ms against 553 and 560 ms (two runs). That close, the checkpoints' own order wins: loading transposes nothing
-    and a tied head needs no second copy.
-
-    >>> linear(jnp.ones((3, 2)), jnp.ones((1, 2))).tolist()
-    [[2.0, 2.0, 2.0]]
-    """
-    flat = w.reshape(-1, w.shape[-1])  # XLA's product on a CPU copies an array of more axes
-    product = _of_one_row if x.ndim > 1 and x.size == x.shape[-1] else _product
-    return product(flat, x, dtype or x.dtype).reshape(*x.shape[:-1], *w.shape[:-1])
-
-
-def _product(w: Array, x: Array, dtype: Any) -> Array:
-    return jnp.einsum("...e,oe->...o", x, w, preferred_element_type=dtype)
-
-
-@partial(jax.jit, static_argnames="dtype")
-def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
-    """On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
-
-    For bfloat16 [10576, 2560] its schedule has 237,000 cycles for one row on v6e and 70,000 for two; v5e 388,000 and
-    146,000.
-    """
-
-    def two(w: Array, x: Array) -> Array:
-        return _product(w, jnp.concatenate([x, jnp.zeros_like(x)]), dtype)[:1]
-
-    return jax.lax.platform_dependent(w, x, tpu=two, default=partial(_product, dtype=dtype))
-
-
 def along(w: Array, x: Array) -> Array:
     """w shaped to act on the last axes of x, so that no rank is promoted silently."""
     first = x.ndim - w.ndim
@@ -97,7 +62,7 @@ def rms(w: Array, x: Array, eps: float) -> Array:
 
 def embed(params: Params, ids: Array) -> Array:
     """ids i32[B, T] -> x [B, T, E]."""
-    return jnp.take(params.embed, ids, axis=0)
+    return rows(params.embed, ids)
 
 
 def split(c: ModelConfig, qkv: Array) -> tuple[Array, Array, Array]:

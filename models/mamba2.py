@@ -10,6 +10,7 @@ from jax import Array
 from .config import LAYERS, Fields, Mixers, ModelConfig, ends
 from .llama import rms, unembed
 from .params import Names, Params
+from .weights import rows
 
 MIX = {
     "mix": "in_proj.weight",
@@ -101,7 +102,7 @@ def checked(f: Fields, m: Mixers) -> Mixers:
 
 def embed(params: Params, ids: Array) -> Array:
     """ids i32[B, T] -> x f32[B, T, E]: blocks add to it in float32, as the model was trained."""
-    return jnp.take(params.embed, ids, axis=0).astype(jnp.float32)
+    return rows(params.embed, ids).astype(jnp.float32)
 
 
 def recur(params: Params, i: int, x: Array, mix: Any) -> tuple[Array, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,12 +15,14 @@ from jax import Array
 from jkv.arrays.tree import host, static, value
 from jkv.host import forked
 
+from .coding import EACH, coded, like, stacked
 from .config import Mixers, ModelConfig
+from .weights import Coded, Joined
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
+Blocks = Mapping[str, Callable[[], Coded]]
 Put = Callable[[str, np.ndarray, Any], Array]  # name of a field, its values and type -> the array where it belongs
 EXACT = ("a_log", "dt_bias", "skip", "router_bias", "router_shift")  # fields of mixers and routers
-EACH = "each_"  # before the fields that have an array of every expert: [N,...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +185,19 @@ def copied(_: str, x: np.ndarray, dtype: Any) -> Array:
     return jnp.array(x, dtype=dtype)
 
 
-def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Put = copied) -> Params:
+def assemble(
+    c: ModelConfig,
+    table: Names,
+    tensors: Tensors,
+    dtype: Any,
+    put: Put = copied,
+    form: str | None = None,
+    blocks: Blocks = MappingProxyType({}),
+) -> Params:
     """Params of named tensors. Each thunk is called once and dropped, so about one copy is in memory.
 
-    put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`.
+    put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`. form: what matrices
+    are kept as, of `coding.FORMATS`; blocks: thunks of those that are kept as they are in a file.
 
     ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
     """
@@ -211,15 +223,30 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
         return np.split(x, np.cumsum(rows)[:-1]) if len(rows) > 1 else [x]
 
     def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | None:
+        if all(name in blocks for name in names):
+            return keep(field, names)
         before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
         parts = [part for name, x in zip(names, parts, strict=True) for part in apart(name, x)]
+        kept = coded(put, form)
         if not (c.experts and field.startswith(EACH)):
-            return put(field, side_by_side(parts, c.heads), dtype)
+            return kept(field, side_by_side(parts, c.heads), dtype)
         each = len(parts) // c.experts.count
         own = [side_by_side(parts[at : at + each], c.heads) for at in range(0, len(parts), each)]
-        return put(field, np.stack(own), dtype)
+        return kept(field, np.stack(own), dtype)
+
+    def keep(field: str, names: tuple[str, ...]) -> Coded | Joined | None:
+        before, parts = len(wrong), [blocks[name]() for name in names]
+        for name, x in zip(names, parts, strict=True):
+            if x.shape != wanted[name]:
+                wrong.append(f"{name} has shape {x.shape}, the config needs {wanted[name]}")
+            elif not x.finite:
+                wrong.append(f"{name} holds NaN or infinity")
+        if len(wrong) > before:
+            return None
+        found = stacked(parts, *together([len(x.codes) for x in parts], c.heads)) if len(parts) > 1 else parts[0]
+        return jax.tree.map(lambda x: put(field, x, x.dtype), found)
 
     made = _stacked(c, table, stack, dtype)
     if wrong:
@@ -227,13 +254,13 @@ def assemble(c: ModelConfig, table: Names, tensors: Tensors, dtype: Any, put: Pu
     return made
 
 
-def abstract(c: ModelConfig, table: Names, dtype: Any) -> Params:
-    """Params of shapes alone, for compiling without weights."""
+def abstract(c: ModelConfig, table: Names, dtype: Any, form: str | None = None) -> Params:
+    """Params of shapes alone, for compiling without weights; form: what matrices are kept as."""
     known = names(c, table)
 
-    def stack(field: str, names: tuple[str, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Any:
         parts = [(n, *known[name][1:]) for name in names for n in table.rows(c, name, known[name][0])]
-        return jax.ShapeDtypeStruct(joined(c, field, parts), dtype)
+        return like(field, joined(c, field, parts), dtype, form)
 
     return _stacked(c, table, stack, dtype)
 

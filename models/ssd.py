@@ -26,7 +26,7 @@ from jax import Array
 from jkv.arrays.tree import value
 
 from .config import Mixers
-from .llama import linear
+from .weights import linear
 
 STRETCH = 128  # tokens that are read as attention with decay
 BESIDE = 8  # stretches of which the products are made at once

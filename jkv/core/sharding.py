@@ -133,7 +133,7 @@ def placing(over: Mesh) -> Callable[[str, np.ndarray, Any], jax.Array]:
     """How `models.build` gets an array of a field from the host to its shards: no device has more than its own."""
 
     def put(field: str, x: np.ndarray, dtype: Any) -> jax.Array:
-        where = NamedSharding(over, _of_weight(field, x.ndim))
+        where = NamedSharding(over, _of_weight(field, x.shape, over))
         return jax.make_array_from_callback(x.shape, where, lambda index: np.array(x[index], dtype), dtype=dtype)
 
     return put
@@ -146,17 +146,22 @@ def of_params(params: Any, over: Mesh) -> Any:
     """
 
     def one(path: Any, x: Any) -> NamedSharding:
-        return NamedSharding(over, _of_weight(getattr(path[-1], "key", ""), x.ndim))
+        field = next((key.key for key in path[::-1] if isinstance(key, jax.tree_util.DictKey)), "")
+        return NamedSharding(over, _of_weight(field, x.shape, over))
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def _of_weight(field: str, axes: int) -> PartitionSpec:
-    if axes < 2 or field == "router":
+def _of_weight(field: str, shape: tuple[int, ...], over: Mesh) -> PartitionSpec:
+    """Of a matrix, or of the parts of one that is coded: steps that the devices cannot share evenly are on each.
+
+    Of experts every device has a part of the hidden units of each.
+    """
+    each = field.startswith(EACH)
+    axis = each + (field.removeprefix(EACH) in ("o", "down"))
+    if field == "router" or len(shape) < 2 + each or shape[axis] % over.shape[HEADS]:
         return PartitionSpec()
-    if field.startswith(EACH):  # every device has a part of every expert's hidden units
-        return PartitionSpec(None, *[None] * (field == EACH + "down"), *[HEADS] * (axes > 2))
-    return PartitionSpec(None, HEADS) if field in ("o", "down") else PartitionSpec(HEADS)
+    return PartitionSpec(*[None] * axis, HEADS)
 
 
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:

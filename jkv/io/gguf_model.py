@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from jkv.io import gguf_blocks
 from jkv.io.errors import FormatError
 from jkv.io.gguf import File, open_file, thunk
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.source import Source
+from jkv.models.weights import Coded
 
+Change = Callable[[np.ndarray], np.ndarray]
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 _AGAIN = "download or convert it again"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -52,7 +57,22 @@ def read_gguf(path: str | Path) -> Source:
         known = ", ".join(_MODEL_TYPES)
         raise FormatError(path, f"its architecture is {arch!r}", f"use a model of one of these: {known}")
     config = _config(file, arch)
-    return Source.of(config, _tensors(file, arch, config), build_tokenizer(file))
+    names = _names(file, arch, config)
+    tensors = {target: thunk(file, name, change) for target, (name, change) in names.items()}
+    kinds = {target: file.tensors[name].type for target, (name, _) in names.items()}
+    kept = {x: _block(file, *names[x]) for x, kind in kinds.items() if kind in gguf_blocks.KEPT}
+    tokenizer = build_tokenizer(file)
+    return replace(Source.of(config, tensors, tokenizer), blocks=kept, kinds=kinds)
+
+
+def _block(file: File, name: str, change: Change | None) -> Callable[[Any], Coded]:
+    """A function that reads a tensor as it is coded, for the float type that it stands for."""
+
+    def read(kind: Any) -> Coded:
+        found = gguf_blocks.coded(file.tensors[name], file.data, kind)
+        return found if change is None else jax.tree.map(change, found)
+
+    return read
 
 
 def _config(file: File, arch: str) -> dict[str, Any]:
@@ -146,11 +166,11 @@ def _llama3_scaling(file: File, config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
-def _tensors(file: File, arch: str, config: dict[str, Any]) -> dict[str, Callable[[], np.ndarray]]:
-    """The tensors by Hugging Face name; a tensor without one means a variant that would be run wrongly."""
+def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str, Change | None]]:
+    """The tensors' names by Hugging Face name, and what the converter's change of each is undone by; a tensor without one means a variant that would be run wrongly."""
     block = _GEMMA_BLOCK if arch == "gemma3" else _BLOCK
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    found: dict[str, Callable[[], np.ndarray]] = {}
+    found: dict[str, tuple[str, Change | None]] = {}
     for name, tensor in file.tensors.items():
         if _IGNORED.fullmatch(name):
             continue
@@ -167,7 +187,7 @@ def _tensors(file: File, arch: str, config: dict[str, Any]) -> dict[str, Callabl
         elif arch == "gemma3" and part.endswith("norm"):
             change = _minus_one
         prefix = "" if layer is None else f"model.layers.{int(layer)}."
-        found[f"{prefix}{target}.{kind}"] = thunk(file, name, change)
+        found[f"{prefix}{target}.{kind}"] = name, change
     return found
 
 
@@ -182,7 +202,7 @@ def _unpermute(path: Path, name: str, shape: tuple[int, ...], heads: int) -> Cal
         raise FormatError(path, f"tensor {name!r} has {shape[0]} rows, which {heads} heads cannot share", _AGAIN)
 
     def change(weight: np.ndarray) -> np.ndarray:
-        pairs = weight.reshape(heads, shape[0] // heads // 2, 2, *shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(shape)
+        pairs = weight.reshape(heads, shape[0] // heads // 2, 2, *weight.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 
     return change

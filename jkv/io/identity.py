@@ -37,7 +37,8 @@ def fingerprint(params: Params, dtype: Any = None) -> str:
     """
     leaves = [(jax.tree_util.keystr(where), x) for where, x in jax.tree_util.tree_leaves_with_path(params)]
     exact = tuple(f"['{name}']" for name in EXACT)
-    kinds = [str(x.dtype if dtype is None or name.endswith(exact) else jnp.dtype(dtype)) for name, x in leaves]
+    made = [dtype is None or name.endswith(exact) or name.count(".") > 1 for name, _ in leaves]  # dots: parts of codes
+    kinds = [str(x.dtype if own else jnp.dtype(dtype)) for (_, x), own in zip(leaves, made, strict=True)]
     # All are begun before the first is waited for.
     sums = [_known(x, kind) for (_, x), kind in zip(leaves, kinds, strict=True)]
     digest = hashlib.sha256(repr(_said(params.config)).encode())

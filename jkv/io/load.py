@@ -6,8 +6,10 @@ import dataclasses
 import difflib
 import re
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jkv.io import hub
 from jkv.io.source import Source
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jkv.models import Params
+    from jkv.models.weights import Coded
 
 DTYPES = ("float32", "bfloat16", "float16")
+FORMS = ("int8", "int4", "file")
 HUB = "hub:"  # before what is a repository whatever lies here
 _REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?")
 
@@ -42,11 +46,32 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
-def load(what: str | Path, dtype: str | None = None, mesh: str | Mesh | None = None) -> Params:
+def check_weights(weights: str | None) -> None:
+    """Raise ValueError for a form that weights cannot be kept in."""
+    if weights is not None and weights not in FORMS:
+        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(FORMS)}, or left out: floats")
+
+
+def _blocks(what: str | Path, source: Source) -> Mapping[str, Callable[[Any], Coded]]:
+    """What a file has in codes. Raises ValueError for codes that memory has no form for, and where there are none."""
+    if not source.blocks:
+        raise ValueError(f"weights='file' keeps the blocks of a .gguf file, and {what} has none: use int8 or int4")
+    for name, kind in source.kinds.items():
+        if name not in source.blocks and kind.startswith("Q"):
+            raise ValueError(f"weights='file': tensor {name} has type {kind}, which memory has no form for; use int8")
+    return source.blocks
+
+
+def load(
+    what: str | Path, dtype: str | None = None, mesh: str | Mesh | None = None, weights: str | None = None
+) -> Params:
     """The model `what` names, its weights as `dtype` and its tokenizer with it.
 
     dtype: float32, bfloat16 or float16; None: float32 on a CPU, else bfloat16, which kernels read in half the time.
-    mesh: devices that share the weights, such as "data=4,model=2"; each gets its part from the host, and no more.
+    weights: what its matrices are kept as in memory: "int8" (one step an output), "int4" (a step and a low for 32
+    inputs), "file" (the blocks of a .gguf file, exactly as they are there), or None: all in `dtype`, which is that of
+    everything else. mesh: devices that share the weights, such as "data=4,model=2"; each gets its part from the host,
+    and no more.
 
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
     "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION". "org/name" is one too where there is no folder
@@ -55,6 +80,7 @@ def load(what: str | Path, dtype: str | None = None, mesh: str | Mesh | None = N
     Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
     """
     dtype = dtype_of(dtype)
+    check_weights(weights)
     import jax.numpy as jnp
 
     from jkv.core import sharding
@@ -65,7 +91,11 @@ def load(what: str | Path, dtype: str | None = None, mesh: str | Mesh | None = N
     if mesh is not None:
         over = sharding.here(mesh, read_config(source.config)) if isinstance(mesh, str) else mesh
         put = sharding.placing(over)
-    params = build(source.config, source.tensors, jnp.dtype(dtype), put)
+    blocks = {}
+    if weights == "file":
+        blocks = {name: partial(read, jnp.dtype(dtype)) for name, read in _blocks(what, source).items()}
+    form = None if weights == "file" else weights
+    params = build(source.config, source.tensors, jnp.dtype(dtype), put, form, blocks)
     return dataclasses.replace(params, tokenizer=source.tokenizer)
 
 

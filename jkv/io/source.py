@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jkv.io.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jkv.models.weights import Coded
 
 
 @dataclass(frozen=True)
 class Source:
     """A model on disk: Hugging Face style config, tensors by Hugging Face name (read when called), tokenizer.
 
-    commit: that of the hub repository which was read, if one was.
+    blocks: tensors that the file has in codes, by the same names: read for the float type that they stand for; kinds:
+    what a file that has such tensors calls the type of each. commit: that of the hub repository which was read, if one was.
     """
 
     config: dict[str, Any]
     tensors: Mapping[str, Callable[[], np.ndarray]]
     tokenizer: Tokenizer | None = None
     commit: str | None = None
+    blocks: Mapping[str, Callable[[Any], Coded]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -1,0 +1,69 @@
+"""The blocks of GGUF files as they are kept in memory: the same bits in other places, so the same weights exactly."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jkv.io.gguf import Tensor
+from jkv.models.weights import Coded, Steps
+
+
+def coded(tensor: Tensor, data: mmap.mmap | bytes, kind: Any) -> Coded:
+    """A tensor of one of `KEPT` without a change of any weight; kind: the float type that it stands for."""
+    raw = np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
+    size, read = KEPT[tensor.type]
+    return read(raw.reshape(*tensor.shape[:-1], -1, size), kind)
+
+
+def _half(x: np.ndarray) -> np.ndarray:
+    """f16[*out, n] of u8[*out, n, 2]."""
+    return np.ascontiguousarray(x).view(np.float16)[..., 0]
+
+
+def _row(x: np.ndarray) -> np.ndarray:
+    """[*out, n m] of [*out, n, m], in memory of its own."""
+    return np.ascontiguousarray(x).reshape(*x.shape[:-2], -1)
+
+
+def _made(codes: np.ndarray, step: tuple[np.ndarray, ...], low: tuple[np.ndarray, ...] | None = None, **more: Any):
+    steps: list[Any] = [None if x is None else Steps(**dict(zip(("values", "units"), x))) for x in (step, low)]
+    return Coded(codes=codes, step=steps[0], low=steps[1], **more)  # type: ignore[arg-type]
+
+
+def _q8_0(x: np.ndarray, kind: Any) -> Coded:
+    return _made(_row(x[..., 2:].view(np.int8)), (_half(x[..., :2]),), kind=kind)
+
+
+def _q4_0(x: np.ndarray, kind: Any) -> Coded:
+    return _made(_row(x[..., 2:]), (_half(x[..., :2]),), span=32, zero=8, kind=kind)
+
+
+def _q4_1(x: np.ndarray, kind: Any) -> Coded:
+    return _made(_row(x[..., 4:]), (_half(x[..., :2]),), (_half(x[..., 2:4]),), span=32, kind=kind)
+
+
+def _q4_k(x: np.ndarray, kind: Any) -> Coded:
+    d, least, packed = _half(x[..., :2]), -_half(x[..., 2:4]), x[..., 4:16]
+    early, late, both = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate([early & 63, (both & 15) | (early >> 6 << 4)], -1)
+    lows = np.concatenate([late & 63, (both >> 4) | (late >> 6 << 4)], -1)
+    return _made(_row(x[..., 16:]), (_row(scales), d), (_row(lows), least), span=64, kind=kind)
+
+
+def _q6_k(x: np.ndarray, kind: Any) -> Coded:
+    step = _row(x[..., 192:208].view(np.int8)), _half(x[..., 208:])
+    return _made(_row(x[..., :128]), step, high=_row(x[..., 128:192]), span=128, zero=32, kind=kind)
+
+
+# bytes of a block, and what reads blocks u8[*out, n, bytes]
+KEPT: dict[str, tuple[int, Callable[[np.ndarray, Any], Coded]]] = {
+    "Q8_0": (34, _q8_0),
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q4_K": (144, _q4_k),
+    "Q6_K": (210, _q6_k),
+}

@@ -1,0 +1,283 @@
+"""Weights as they are kept in memory, floats or codes of fewer bits, and the one product that all go through."""
+
+from functools import partial, singledispatch
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.tree import static, value
+
+TILE = 1 << 18  # weights that a CPU decodes at a time: 1 MB of floats, which its cache holds
+TERMS = 64  # stretches of inputs that one fused loop of a CPU adds up
+STRETCH, LEAST = 32, 8  # inputs of such a stretch, at most; of fewer the loops are slow
+
+
+@value
+class Steps:
+    """A number for each group of inputs, f[*out, n]: values, or values * units, where several groups share a unit."""
+
+    values: Array
+    units: Array | None = None
+
+    def wide(self) -> Array:
+        """f32[*out, n]."""
+        x = self.values.astype(jnp.float32)
+        if self.units is None:
+            return x
+        shared = x.reshape(*self.units.shape, -1) * self.units.astype(jnp.float32)[..., None]
+        return shared.reshape(x.shape)
+
+
+@value
+class Coded:
+    """A matrix [*out, in] of codes: w = step * (code - zero) + low, where a group of inputs shares step and low.
+
+    codes: int8 [*out, in]; or uint8 [*out, in / 2], where inputs j and j + span / 2 of each `span` share a byte, the
+    first in its low bits. high: uint8 [*out, in / 4], two more bits of each code, inputs 32 apart in a byte; or None.
+    low None: 0. kind: the float type that the matrix stands for.
+    """
+
+    codes: Array
+    step: Steps
+    low: Steps | None = None
+    high: Array | None = None
+    span: int = static(default=0)
+    zero: int = static(default=0)
+    kind: Any = static(default=jnp.dtype("float32"))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.codes.shape[:-1], self.codes.shape[-1] * (2 if self.span else 1)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.kind
+
+    @property
+    def sharding(self) -> Any:
+        return self.codes.sharding
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a step."""
+        return self.shape[-1] // self.step.values.shape[-1]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers are, of a matrix on the host."""
+        return all(bool(np.isfinite(np.asarray(x)).all()) for x in jax.tree.leaves((self.step, self.low)))
+
+    def integers(self) -> Array:
+        """The codes less their zero, [*out, in]: int8, or int32 where they are packed."""
+        if not self.span:
+            return self.codes
+        code = _fields(self.codes, 2, self.span // 2)
+        if self.high is not None:
+            code = code | (_fields(self.high, 4, 32) << 4)
+        return code.astype(jnp.int32) - self.zero
+
+    def floats(self, dtype: Any = jnp.float32) -> Array:
+        """The matrix [*out, in].
+
+        >>> w = Coded(codes=jnp.array([[1, -2]], jnp.int8), step=Steps(values=jnp.array([[0.5]])))
+        >>> w.floats().tolist()
+        [[0.5, -1.0]]
+        """
+        x, grouped = self.integers().astype(jnp.float32), (*self.step.values.shape, self.group)
+        x = x.reshape(grouped) * self.step.wide()[..., None]
+        if self.low is not None:
+            x = x + self.low.wide()[..., None]
+        return x.reshape(self.shape).astype(dtype)
+
+
+@value
+class Joined:
+    """A stack [n, parts, size, in] of matrices that are coded differently, one after the other in their parts."""
+
+    parts: tuple[Coded, ...]
+
+
+def _fields(x: Array, n: int, stretch: int) -> Array:
+    """u8[*out, m n]: the n numbers in each byte of u8[*out, m], those of `stretch` bytes one after the other."""
+    shift = jnp.arange(n, dtype=jnp.uint8) * jnp.uint8(8 // n)
+    bits = x.reshape(*x.shape[:-1], -1, 1, stretch) >> shift[:, None]
+    return (bits & jnp.uint8(255 >> (8 - 8 // n))).reshape(*x.shape[:-1], -1)
+
+
+def rows(w: Any, ids: Array) -> Array:
+    """The rows of a table [V, E] that ids i32[...] name, [..., E]: of one that is coded, these alone are decoded."""
+    return _decoded(jax.tree.map(lambda x: jnp.take(x, ids, axis=0), w))
+
+
+@singledispatch
+def _decoded(x: Any) -> Array:
+    return x
+
+
+@_decoded.register
+def _(x: Coded) -> Array:
+    return x.floats(x.kind)
+
+
+def linear(w: Any, x: Array, dtype: Any = None) -> Array:
+    """x [..., in] with w [*out, in] -> [..., *out]: the one product that all weights go through.
+
+    `dtype` is the type of the result (default: x's). It is the type of the sums too: logits need float32. Codes are
+    decoded where they are multiplied, in tiles or inside of a fused product, so no matrix is ever whole in floats.
+    Stored [out, in]: the products of a decode step of SmolLM2-135M (538 MB of float32, XLA CPU, 2 cores, three runs)
+    then take 18.3 to 19.5 ms (28 GB/s), against 19.2 to 19.9 ms for [in, out]; at T = 512 its layers take 565 and
+    639 ms against 553 and 560 ms (two runs). That close, the checkpoints' own order wins: loading transposes nothing
+    and a tied head needs no second copy.
+
+    >>> linear(jnp.ones((3, 2)), jnp.ones((1, 2))).tolist()
+    [[2.0, 2.0, 2.0]]
+    """
+    return product(w, x, dtype or x.dtype)
+
+
+@singledispatch
+def product(w: Any, x: Array, dtype: Any) -> Array:
+    flat = w.reshape(-1, w.shape[-1])  # XLA's product on a CPU copies an array of more axes
+    times = _of_one_row if single(x) else _product
+    return times(flat, x, dtype).reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+def single(x: Array) -> bool:
+    """Whether x [..., in] is one row."""
+    return x.ndim > 1 and x.size == x.shape[-1]
+
+
+def _product(w: Array, x: Array, dtype: Any) -> Array:
+    return jnp.einsum("...e,oe->...o", x, w, preferred_element_type=dtype)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
+    """On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
+
+    For bfloat16 [10576, 2560] its schedule has 237,000 cycles for one row on v6e and 70,000 for two; v5e 388,000 and
+    146,000.
+    """
+
+    def two(w: Array, x: Array) -> Array:
+        return _product(w, jnp.concatenate([x, jnp.zeros_like(x)]), dtype)[:1]
+
+    return jax.lax.platform_dependent(w, x, tpu=two, default=partial(_product, dtype=dtype))
+
+
+@product.register
+def _(w: Joined, x: Array, dtype: Any) -> Array:
+    return jnp.concatenate([product(part, x, dtype) for part in w.parts], x.ndim)
+
+
+@product.register
+def _(w: Coded, x: Array, dtype: Any) -> Array:
+    flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), w)
+    return _coded(flat, x.reshape(-1, x.shape[-1]), dtype).reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _coded(w: Coded, x: Array, dtype: Any) -> Array:
+    """x [n, in] with w [out, in] -> [n, out]."""
+    # one row on a CPU is bound by memory, several by the product
+    cpu = _summed if len(x) == 1 and _stretch(w) >= LEAST else _tiled
+    return jax.lax.platform_dependent(w, x, cpu=partial(cpu, dtype=dtype), default=partial(_fused, dtype=dtype))
+
+
+def _fused(w: Coded, x: Array, dtype: Any) -> Array:
+    """The decoding is part of the product's operand: no device writes the floats to memory."""
+    rows = jnp.concatenate([x, jnp.zeros_like(x)]) if len(x) == 1 else x  # as in `_of_one_row`
+    if w.step.values.shape[-1] == 1:
+        y = _product(w.integers().astype(x.dtype), rows, jnp.float32) * w.step.wide()[:, 0]
+    else:
+        y = _product(w.floats(x.dtype), rows, jnp.float32)
+    return y[: len(x)].astype(dtype)
+
+
+def _tiled(w: Coded, x: Array, dtype: Any) -> Array:
+    """Some rows of w at a time. The last tile ends with the matrix, and may begin inside of the one before."""
+    out, width = w.shape
+    tile = min(out, max(1, TILE // width))
+    x = x.astype(jnp.float32)
+
+    def one(i: Array, y: Array) -> Array:
+        first = jnp.minimum(i * tile, out - tile)
+        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, tile), w)
+        new = _product(part.floats(), x, jnp.float32).astype(dtype)
+        return jax.lax.dynamic_update_slice_in_dim(y, new, first, 1)
+
+    return jax.lax.fori_loop(0, -(-out // tile), one, jnp.zeros((len(x), out), dtype))
+
+
+def _summed(w: Coded, x: Array, dtype: Any) -> Array:
+    """One row: y = sum over stretches of inputs of step * code * x, each n numbers an output, and then their sum.
+
+    A CPU's loops are fast along an array of which every element is a result; XLA sums along the last axis one by one,
+    and writes floats for a product. So n sums an output are made of slices of the codes, which are read once.
+    Measured for int8 [49152, 576], 2 cores: 1.6 ms, the product in float32 3.0, XLA's own of the decoded codes 63.
+    """
+    out, width = w.shape
+    each, step, x = w.step.values.shape[-1] > 1, w.step.wide(), x[0].astype(jnp.float32)
+    n = _stretch(w)
+    unit = max(n, w.span, 128 if w.high is not None else 0, w.group if each else 0)
+    units = width // unit
+    pieces = next(p for p in range(1, units + 1) if units % p == 0 and (width // p <= TERMS * n or p == units))
+    length = width // pieces
+
+    def piece(i: Array | int, y: Array) -> Array:
+        part, own = _columns(w, i, length), jax.lax.dynamic_slice_in_dim(x, i * length, length)
+        groups = length // w.group
+        steps = jax.lax.dynamic_slice_in_dim(step, i * groups, groups, 1) if each else None
+        return y + _stretches(part, own, steps, n)
+
+    zeros = jnp.zeros((out, n), jnp.float32)
+    y = piece(0, zeros) if pieces == 1 else jax.lax.fori_loop(0, pieces, piece, zeros)
+    y = y @ jnp.ones(n, jnp.float32)
+    if not each:
+        y = y * step[:, 0]
+    if w.low is not None or w.zero:
+        low = -w.zero * step if w.low is None else w.low.wide()
+        y = y + low @ x.reshape(low.shape[1], -1).sum(1)
+    return y.astype(dtype)[None]
+
+
+def _stretch(w: Coded) -> int:
+    """Inputs that lie beside each other in memory and share a step, as many as are added up at once."""
+    return gcd(w.group, w.span // 2 or w.shape[1], STRETCH)
+
+
+def _columns(w: Coded, i: Array | int, length: int) -> Coded:
+    """The i-th `length` inputs of a matrix, without their steps."""
+
+    def cut(a: Array) -> Array:
+        own = a.shape[1] * length // w.shape[1]
+        return jax.lax.dynamic_slice_in_dim(a, i * own, own, 1)
+
+    high = None if w.high is None else cut(w.high)
+    return Coded(codes=cut(w.codes), high=high, step=w.step, span=w.span, zero=w.zero, kind=w.kind)
+
+
+def _stretches(w: Coded, x: Array, step: Array | None, n: int) -> Array:
+    """f32[out, n]: the sum over stretches of n inputs of code * x, times the step of each, without the zero."""
+    total, half = jnp.float32(0), w.span // 2
+    for a in range(0, w.shape[1], n):
+        if half:
+            at = a // w.span * half + a % half
+            code = (w.codes[:, at : at + n] >> jnp.uint8(a % w.span // half * 4)) & jnp.uint8(15)
+        else:
+            code = w.codes[:, a : a + n]
+        if w.high is not None:
+            at = a // 128 * 32 + a % 32
+            code = code | (((w.high[:, at : at + n] >> jnp.uint8(a % 128 // 32 * 2)) & jnp.uint8(3)) << jnp.uint8(4))
+        term = code.astype(jnp.float32) * x[a : a + n]
+        g = a * (0 if step is None else step.shape[1]) // w.shape[1]
+        total = total + (term if step is None else term * step[:, g : g + 1])
+    return total

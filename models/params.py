@@ -222,7 +222,7 @@ def assemble(
         rows = table.rows(c, name, len(x))
         return np.split(x, np.cumsum(rows)[:-1]) if len(rows) > 1 else [x]
 
-    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | None:
+    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | Coded | Joined | None:
         if all(name in blocks for name in names):
             return keep(field, names)
         before, parts = len(wrong), [get(name) for name in names]

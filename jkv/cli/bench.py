@@ -96,7 +96,7 @@ def drawing(
     rounds: Rounds = 31,
 ) -> None:
     """Milliseconds from logits to a token of each row: greedy, and with the settings that draw."""
-    cores = _start((), machine)
+    cores, _ = _start((), machine)
     from jkv.bench import results
     from jkv.bench import sampling as alone
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from jax import Array
 
 from jkv.arrays.partial import Partial
 from jkv.protocols import Code, Codec, KernelCodes
+
+if TYPE_CHECKING:
+    from jkv.models.scale import Scale
 
 
 def encode(codec: Codec, x: Array) -> Code:
@@ -41,6 +44,12 @@ def inner_width(codec: Codec, code: Code) -> int:
 def query(codec: Codec, q: Array) -> tuple[Array, Array | None]:
     """What codes of keys are asked, f[B,H,N,W] of q f[B,H,N,D], and what their logits have beside, f32[B,H,N]."""
     return _mapped(lambda codec, q: (codec.query(q), codec.shift(q)), codec, q)
+
+
+def shifts(codec: Codec, heads: int, dim: int) -> bool:
+    """Whether logits have something beside those of codes; its arrays are [L,H,...]."""
+    one = jax.tree.map(lambda x: x[:1], codec)
+    return jax.eval_shape(query, one, jax.ShapeDtypeStruct((1, heads, 1, dim), jnp.float32))[1] is not None
 
 
 def output(codec: Codec, acc: Array, l: Array) -> Array:  # noqa: E741
@@ -73,14 +82,14 @@ def dots(codec: Codec, q: Array, code: Code) -> Array:
 
 
 def between_ends(
-    read: Callable[[Array], Partial], q: Array, keys: Codec | None, values: Codec, scale: float
+    read: Callable[[Array], Partial], q: Array, keys: Codec | None, values: Codec, scale: Scale
 ) -> Partial:
     """Attention of q f[B,H,G,T,D] by read(q'), a Partial of codes; keys None: read asks decoded keys itself."""
     b, h, g, t, _ = q.shape
     asks, more = (q.reshape(b, h, g * t, -1), None) if keys is None else query(keys, q.reshape(b, h, g * t, -1))
     part = read(asks.reshape(b, h, g, t, -1))
     acc = output(values, part.acc.reshape(b, h, g * t, -1), part.l.reshape(b, h, g * t)).reshape(b, h, g, t, -1)
-    m = part.m if more is None else part.m + scale * more.reshape(b, h, g, t)
+    m = part.m if more is None else part.m + more.reshape(b, h, g, t) * scale
     return replace(part, acc=acc, m=m)
 
 

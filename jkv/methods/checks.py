@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jkv import kernels
+from jkv.core import codes
 from jkv.core.pool import HEADS
 from jkv.methods.config import CacheConfig, expiring
 from jkv.protocols import Demand, needs_of
@@ -60,6 +61,11 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         keys, values = config.codecs(tier)
         keys.check(model.head_dim)
         values.check(model.value_dim)
+        if model.capped and codes.shifts(keys, model.heads, model.head_dim):
+            raise ValueError(
+                f"{config}: logits of this {model.family} model saturate, so what its keys have in common cannot be "
+                "taken off them; use the codec without a center"
+            )
     if config.relative and config.select:
         raise ValueError(
             f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "

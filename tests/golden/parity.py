@@ -1,6 +1,6 @@
 """Measures every family against what transformers recorded, into results/families.json.
 
-    python tests/golden/parity.py
+python tests/golden/parity.py
 """
 
 import json

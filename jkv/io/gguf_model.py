@@ -20,7 +20,8 @@ from jkv.io.source import Source
 from jkv.models.weights import Coded
 
 Change = Callable[[np.ndarray], np.ndarray]
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+_GEMMA = ("gemma2", "gemma3")
 _AGAIN = "download or convert it again"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -113,30 +114,31 @@ def _config(file: File, arch: str) -> dict[str, Any]:
         raise FormatError(file.path, claimed, _AGAIN)
     if read("rope.dimension_count", int, config["head_dim"]) != config["head_dim"]:
         raise FormatError(file.path, "only a part of each head is rotated", "use a model with full rotary positions")
-    window = f"{arch}.attention.sliding_window" in file.meta and arch in ("llama", "gemma3")
+    window = f"{arch}.attention.sliding_window" in file.meta and arch in ("llama", *_GEMMA)
     config["sliding_window"] = read("attention.sliding_window", int) if window else None
     if arch == "llama" and window:
         config["model_type"] = "mistral"
-    if arch != "gemma3":
+    if arch not in _GEMMA:
         config["hidden_act"] = "silu"
+    elif arch == "gemma2":
+        caps = {f"{x}_logit_softcapping": read(f"{x}_logit_softcapping", float) for x in ("attn", "final")}
+        config |= _gemma(config, largest=46) | caps
     else:
-        config |= _gemma(config, read("rope.freq_base_swa", float, 1e4))
+        config |= _gemma(config, largest=62) | {
+            "rope_local_base_freq": read("rope.freq_base_swa", float, 1e4),
+            "sliding_window_pattern": 6,
+        }
     if "rope_freqs.weight" in file.tensors:
         config["rope_scaling"] = _llama3_scaling(file, config)
     return config
 
 
-def _gemma(config: dict[str, Any], local_base: float) -> dict[str, Any]:
-    # The largest Gemma 3 (62 layers) scales its queries by the width of a head's share, the others by the head's own.
-    largest = config["num_hidden_layers"] == 62
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_local_base_freq": local_base,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if largest
-        else config["head_dim"],
-    }
+def _gemma(config: dict[str, Any], largest: int) -> dict[str, Any]:
+    # The largest of a generation (of so many layers) scales its queries by the width of a head's share, the others by
+    # the head's own.
+    share = config["hidden_size"] // config["num_attention_heads"]
+    own = config["num_hidden_layers"] != largest
+    return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": config["head_dim"] if own else share}
 
 
 def _rope_scaling(file: File, arch: str) -> dict[str, Any] | None:
@@ -167,8 +169,11 @@ def _llama3_scaling(file: File, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str, Change | None]]:
-    """The tensors' names by Hugging Face name, and what the converter's change of each is undone by; a tensor without one means a variant that would be run wrongly."""
-    block = _GEMMA_BLOCK if arch == "gemma3" else _BLOCK
+    """The tensors' names by Hugging Face name, and what undoes the converter's change of each.
+
+    A tensor without a name means a variant that would be run wrongly.
+    """
+    block = _GEMMA_BLOCK if arch in _GEMMA else _BLOCK
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found: dict[str, tuple[str, Change | None]] = {}
     for name, tensor in file.tensors.items():
@@ -184,7 +189,7 @@ def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str
         change = None
         if arch == "llama" and part in heads:
             change = _unpermute(file.path, name, tensor.shape, heads[part])
-        elif arch == "gemma3" and part.endswith("norm"):
+        elif arch in _GEMMA and part.endswith("norm"):
             change = _minus_one
         prefix = "" if layer is None else f"model.layers.{int(layer)}."
         found[f"{prefix}{target}.{kind}"] = name, change

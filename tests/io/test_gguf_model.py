@@ -10,6 +10,7 @@ import pytest
 from jkv import models
 from jkv.io.errors import FormatError
 from jkv.io.gguf_model import read_gguf
+from jkv.models.scale import Capped
 from support import ggufs
 
 HF = {
@@ -21,26 +22,34 @@ HF = {
     "ffn_down": "mlp.down_proj",
 }
 
+EXTRA = {
+    "gemma2": {
+        "gemma2.attention.sliding_window": 16,
+        "gemma2.attn_logit_softcapping": 50.0,
+        "gemma2.final_logit_softcapping": 30.0,
+    },
+    "gemma3": {"gemma3.attention.sliding_window": 16},
+}
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_tensors_come_back_as_before_conversion(tmp_path, arch):
-    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch))
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, EXTRA.get(arch)))
     original = ggufs.weights(arch)
     for short in ("token_embd", "output_norm"):
         np.testing.assert_allclose(source.tensors[f"{HF[short]}.weight"](), original[f"{short}.weight"], atol=1e-6)
     for short in ("attn_q", "attn_k", "attn_v", "ffn_down"):
         got = source.tensors[f"model.layers.1.{HF[short]}.weight"]()
         np.testing.assert_array_equal(got, original[f"blk.1.{short}.weight"])
-    norm = "pre_feedforward_layernorm" if arch == "gemma3" else "post_attention_layernorm"
+    norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
     got = source.tensors[f"model.layers.0.{norm}.weight"]()
     np.testing.assert_allclose(got, original["blk.0.ffn_norm.weight"], atol=1e-6)
     assert len(source.tensors) == len(original)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_each_architecture_builds_and_runs(tmp_path, arch):
-    extra = {"gemma3.attention.sliding_window": 16} if arch == "gemma3" else {}
-    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, extra))
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, EXTRA.get(arch)))
     params = models.build(source.config, source.tensors, jnp.float32)
     logits = models.forward(params, jnp.ones((1, 5), int), jnp.arange(5)[None])
     assert logits.shape == (1, 5, ggufs.VOCAB) and bool(jnp.isfinite(logits).all())
@@ -85,6 +94,15 @@ def test_gemma_constants(tmp_path):
     assert config["query_pre_attn_scalar"] == ggufs.DIM and config["sliding_window"] == 512
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     assert config["rope_local_base_freq"] == 1e4
+
+
+def test_gemma_2_constants(tmp_path):
+    config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "gemma2", EXTRA["gemma2"])).config
+    read = models.read_config(config)
+    assert read.scale == Capped(by=ggufs.DIM**-0.5, cap=50.0) and read.head_scale == Capped(by=1.0, cap=30.0)
+    assert read.windows == (16, None)
+    with pytest.raises(FormatError, match="gemma2.attn_logit_softcapping is None"):
+        read_gguf(ggufs.tiny(tmp_path / "n.gguf", "gemma2"))
 
 
 def llama3_table(theta, dim, factor=32.0, old=8192):
@@ -142,5 +160,5 @@ def test_models_that_would_run_wrongly_are_refused(tmp_path, case):
 
 
 def test_unknown_architecture_names_the_known_ones(tmp_path):
-    with pytest.raises(FormatError, match="'mamba'.*llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(FormatError, match="'mamba'.*llama, qwen2, qwen3, gemma2, gemma3"):
         read_gguf(ggufs.write(tmp_path / "m.gguf", {"a": np.ones(3, np.float32)}, {}, "mamba"))

@@ -47,7 +47,7 @@ def weights(arch="llama", seed=0):
         }
         if arch in ("qwen3", "gemma3"):
             block |= {"attn_q_norm": (DIM,), "attn_k_norm": (DIM,)}
-        if arch == "gemma3":
+        if arch in ("gemma2", "gemma3"):
             block |= {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)}
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
         if arch == "qwen2":
@@ -63,7 +63,7 @@ def converted(tensors, arch):
             out[name] = permute(value, HEADS)
         elif arch == "llama" and ".attn_k." in name:
             out[name] = permute(value, KV_HEADS)
-        elif arch == "gemma3" and name.endswith("norm.weight"):
+        elif arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             out[name] = value + 1
     return out
 

@@ -109,6 +109,18 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
     assert abs(own - plain(IDS[:2])).max() > 1e-2
 
 
+def test_a_frozen_prefix_is_what_a_model_with_sinks_and_experts_sees():
+    ids = IDS[:2] % tiny.SUNK.config.vocab
+    run = Texts(ids, PREFIX, frozen=True).follow(tiny.SUNK, parse("snapkv(budget=48, window=8)"), [0, 1])
+    held, own = attention.stored(run.cache), np.concatenate([np.asarray(x) for x in run], 1)
+    every, ids = jnp.ones(tiny.SUNK.config.layers, bool), jnp.asarray(ids)
+    np.testing.assert_allclose(own, attention.dense(tiny.SUNK, ids, held, every, PREFIX), atol=2e-4)
+    assert abs(own - attention.dense(tiny.SUNK, ids, held, ~every, PREFIX)).max() > 1e-2
+    # what a query pays to all keys is less than 1, by what it pays to its sink
+    _, paid = attention.asked(tiny.SUNK, ids, jnp.arange(PREFIX, ids.shape[1]))
+    assert all(0.5 < x.sum(-1).min() and x.sum(-1).max() < 1 - 1e-4 for x in paid)
+
+
 def test_freezing_is_about_what_comes_after_the_prefix():
     config = parse("h2o(budget=48) | int8")
     caches = [Texts(IDS[:2], PREFIX, frozen=x).follow(PARAMS, config, [0, 1]) for x in (False, True)]

@@ -430,8 +430,8 @@ def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarr
 
     Rounding is not continuous: where x, known to 1e-5, lies in the middle of two codes, either is right and both are
     as far from x; and where a group's low or step lies in the middle of two bfloat16, all of the group may differ by
-    their last places. Both are rare: at most one number of a hundred, or the tokens of one grain, which may have factors
-    of them all in common. Anywhere else the two must agree.
+    their last places. Both are rare: at most one number of a hundred, or the tokens of one grain, whose numbers may
+    have common factors. Anywhere else the two must agree.
     """
     apart = np.where(pick, abs(abs(theirs - x) - abs(mine - x)), 0)
     np.testing.assert_array_less(apart, 3 * float(jnp.finfo(jnp.bfloat16).eps) * abs(x).max() + 1e-6)

@@ -16,7 +16,6 @@ from jkv.core.codes import decode, encode
 from jkv.eval.codecs import Codecs
 from jkv.io import load as loading
 from jkv.methods import parse
-from support.rig import D
 from support.speaking import PARAMS
 
 IDS, PREFIX = np.random.default_rng(0).integers(0, 256, (2, 96)).astype(np.int32), 16
@@ -44,7 +43,7 @@ def dense(text: str, ids: np.ndarray) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(net.head(PARAMS, x))[0], np.float64)
 
 
-@pytest.mark.parametrize("text", ["int4", "kivi(group=16)", "nsnquant(window=16)"])
+@pytest.mark.parametrize("text", ["kivi(group=16)", "nsnquant(window=16)"])
 def test_one_pass_measures_attention_to_what_is_stored(text: str):
     got = Codecs(PARAMS, IDS, PREFIX)(parse(text))
     for i, row in enumerate(IDS):
@@ -53,7 +52,7 @@ def test_one_pass_measures_attention_to_what_is_stored(text: str):
         assert kl > 1e-5
         np.testing.assert_allclose(got["kl_by_text"][i], kl, rtol=0.02, atol=2e-6)  # of codes at a border
         np.testing.assert_allclose(got["nll_by_text"][i], -own[np.arange(len(own)), row[PREFIX:]].mean(), atol=1e-4)
-    assert got["bits"] == {"int4": [4 + 32 / D] * 2, "kivi(group=16)": [4.0, 2 + 32 / D]}.get(text, got["bits"])
+    assert got["bits"] == [4.0, 4.0]  # both have 2 bits, and as many of scales and means for 16 channels
 
 
 def test_the_full_cache_costs_nothing():
@@ -72,4 +71,4 @@ def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):
     rows = json.loads(out.read_text())["rows"]
     assert [r["cache"] for r in rows] == ["fp8", "int8"] and f"8 and 8 bits, KL {rows[0]['kl']:.4g}" in done.output
     done = CliRunner().invoke(app, [*map(str, args), "mikv"])
-    assert done.exit_code == 2 and "several tiers" in done.output
+    assert done.exit_code == 1 and "several tiers" in done.output

@@ -25,7 +25,7 @@ CODECS = [
     Float(format="e5m2", scale=0.5),
     Polar(group=16),
     Polar(radius=3, angle=4, group=8),
-    Gear(inner=Affine(bits=2, axis="channel", group=4), group=8, outliers=0.3),
+    Gear(inner=Affine(bits=2, axis="channel", group=8), group=8, outliers=0.3),
     Gear(inner=Affine(bits=2), group=16, rank=1, outliers=0.3),
     Gear(inner=Affine(bits=4), group=4, rank=0),
     Nsn(bits=1, window=8),

@@ -245,7 +245,7 @@ def test_values_have_three_levels():
         (Polar(radius=5), 64, "1, 2, 3 or 4"),
         (Polar(angle=3), 24, "no multiple of 16"),
         (Polar(group=0), 64, "tokens that share"),
-        (Gear(inner=Affine(axis="channel", group=24), group=64), 64, "no multiple of the 24"),
+        (Gear(inner=Affine(axis="channel", group=24), group=64), 64, "take as many"),
         (Gear(inner=Affine(), rank=65), 64, "full rank"),
         (Gear(inner=Affine(), outliers=2.0), 64, "0 to 1"),
         (Gear(inner=Affine(), group=512), 64, "a byte"),

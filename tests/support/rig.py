@@ -443,19 +443,20 @@ def turned(tier: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.nd
 def as_stored(codec: Any, code: Any, pos: jax.Array, x: np.ndarray, pick: np.ndarray) -> np.ndarray:
     """x by position, and where `pick` what a tier has of it."""
     mine = np.asarray(round_trip(codec, jnp.asarray(x), codec.grain))
-    return coded_as(x, mine, np.asarray(stored(codec, code, pos)), pick)
+    return coded_as(x, mine, np.asarray(stored(codec, code, pos)), pick, codec.grain)
 
 
-def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarray) -> np.ndarray:
+def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarray, grain: int) -> np.ndarray:
     """The cache's own rounding of x where `pick`, once it is seen to be as good as the replay's.
 
     Rounding is not continuous: where x, known to 1e-5, lies in the middle of two codes, either is right and both are
     as far from x; and where a group's low or step lies in the middle of two bfloat16, all of the group may differ by
-    their last places. Both are rare. Anywhere else the two must agree.
+    their last places. Both are rare: at most one number of a hundred, or the tokens of one grain, whose numbers may
+    have common factors. Anywhere else the two must agree.
     """
     apart = np.where(pick, abs(abs(theirs - x) - abs(mine - x)), 0)
     np.testing.assert_array_less(apart, 3 * float(jnp.finfo(jnp.bfloat16).eps) * abs(x).max() + 1e-6)
-    assert (pick & (abs(theirs - mine) > 1e-4)).mean() < 0.01
+    assert (pick & (abs(theirs - mine) > 1e-4)).sum() <= max(0.01 * x.size, grain * x.shape[-1])
     return np.where(pick, theirs, x)
 
 

@@ -53,10 +53,8 @@ class Gear(Codec):
 
     def check(self, dim: int) -> None:
         self.inner.check(dim)
-        if self.group < 1 or (self.channels and self.group % self.inner.group):
-            raise ValueError(
-                f"gear codec: group={self.group} is no multiple of the {self.inner.group} tokens of a scale"
-            )
+        if self.group < 1 or (self.channels and self.group != self.inner.group):
+            raise ValueError(f"gear codec: group={self.group}, and scales of {self.inner.group} tokens: take as many")
         if not 0 <= self.rank <= min(self.group, dim):
             raise ValueError(f"gear codec: rank={self.rank}: from 0 to the {min(self.group, dim)} of a full rank")
         if not 0 <= self.outliers <= 1:

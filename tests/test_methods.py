@@ -4,6 +4,7 @@ import runpy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,8 @@ def test_text_that_cannot_be(text, message):
         parse(text)
 
 
-FOLDERS = {
+FOLDERS: dict[str, dict[str, Any]] = {
+    "attentionpredictor": {"dense_layers": 0, "predictor": rig.PREDICTOR},
     "compresskv": {"heads": rig.FINDERS},
     "razorattention": {"heads": rig.KEEPERS},
     "trimkv": {"gate": rig.GATE},
@@ -101,6 +103,8 @@ FOLDERS = {
     "lococo": {"gate": rig.MIXTURES},
     "dms": {"gate": rig.SWITCH},
     "attentiongate": {"gate": rig.LOOK},
+    "ksort": {"moments": rig.MOMENTS},
+    "matryoshkakv": {"moments": rig.MOMENTS},
 }
 
 
@@ -109,7 +113,6 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
     """Traced, one piece of a prompt after another: what a score asks of many queries is never one tile of them."""
     given = ["budget=512"] if "budget" in CATALOGUE[name].arguments else []
     given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
-    given += [f"dense_layers=0, predictor={rig.PREDICTOR!r}"] if name == "attentionpredictor" else []
     config = parse(f"{name}({', '.join(given)})").bound(rig.PARAMS)
     length, model = 10 * QUERIES, replace(reaching(MODEL, 20 * QUERIES), context=20 * QUERIES)
     params = replace(rig.PARAMS, config=model)
@@ -140,8 +143,8 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
     given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
     admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
     for other in admitted:
-        trained = f"(dense_layers=0, predictor={rig.PREDICTOR!r})" if other == "attentionpredictor" else ""
-        plan = resolve(parse(f"{name}({', '.join(given)}) | {other}{trained}"), MODEL, 4096, 40)[1]
+        trained = ", ".join(f"{argument}={x!r}" for argument, x in FOLDERS.get(other, {}).items())
+        plan = resolve(parse(f"{name}({', '.join(given)}) | {other}({trained})"), MODEL, 4096, 40)[1]
         layer = jax.eval_shape(lambda plan=plan: empty_layer(plan, 1, MODEL, jnp.float32))
 
         def flushed(layer, counts, plan=plan):

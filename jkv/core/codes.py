@@ -57,13 +57,6 @@ def output(codec: Codec, acc: Array, l: Array) -> Array:  # noqa: E741
     return _mapped(lambda codec, acc, total: codec.output(acc, total), codec, acc, l)
 
 
-def bits(codec: Codec, dim: int) -> float:
-    """Bits of a number that it keeps of `dim` channels, metadata included; plain floats are taken to be bfloat16."""
-    x = jax.ShapeDtypeStruct((codec.grain, dim), jnp.bfloat16)
-    code = jax.eval_shape(codec.encode, x)
-    return round(8 * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(code)) / x.size, 4)
-
-
 def logits(codec: Codec, q: Array, code: Code) -> Array:
     """f32[B,H,N,n] of q f32[B,H,N,W] as `query` makes it, unscaled."""
     return _mapped(lambda codec, q, code: codec.logits(q, code), codec, q, code)

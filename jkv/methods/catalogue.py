@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
-from jkv.core.codes import bits
 from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond, read_bytes
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefills import compressed
@@ -92,7 +91,7 @@ class Row:
         found = [made.codecs(tier) for tier in made.tiers]
         if all(codec.exact for pair in found for codec in pair):
             return []
-        return [(bits(k, dim), bits(v, dim)) for k, v in found]
+        return [(k.rate(dim), v.rate(dim)) for k, v in found]
 
     @property
     def parts(self) -> dict[str, str]:

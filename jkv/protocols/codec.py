@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -80,6 +81,12 @@ class Codec:
     def decode(self, code: Code) -> Array:
         """f32[n,D]."""
         raise NotImplementedError  # its own in every codec
+
+    def rate(self, dim: int) -> float:
+        """Bits of a number of keys or values with `dim` channels, metadata included; plain floats are bfloat16."""
+        x = jax.ShapeDtypeStruct((self.grain, dim), jnp.bfloat16)
+        code = jax.eval_shape(self.encode, x)
+        return round(8 * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(code)) / x.size, 4)
 
     def parts(self, code: Code) -> Sequence[Array]:
         """f32[n,W/p] of p stretches of channels: what is contracted, before it is put together.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from math import lcm
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ from jkv.core.merge import Newcomers
 from jkv.core.tiers import attend_tier, tier_dot
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
-from jkv.methods.codecs import Affine, Dense, Separable, Sparse
+from jkv.methods.codecs import Affine, Dense, Rotated, Separable, Sparse
+from jkv.methods.codecs.levels import Bfp
+from jkv.methods.codecs.moments import Centered, Principal, Sorted
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.scores.keys import KeyNorm
 from jkv.methods.selectors.quest import PageBound
@@ -36,13 +39,18 @@ SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values(
 Kind = tuple[Codec, Codec, str]  # of keys, of values, and when keys are rotated
 
 
+def form(*codecs: Codec) -> Any:
+    """Codecs but for what their arrays hold."""
+    return jax.tree.structure(codecs)
+
+
 @cache
-def picked_from() -> tuple[dict[Kind, list[TierConfig]], list[tuple[CacheConfig, str]]]:
+def picked_from() -> tuple[list[tuple[Kind, list[TierConfig]]], list[tuple[CacheConfig, str]]]:
     """Tiers that may be read by pages: their codecs, with every selector and page; and what is refused, and why.
 
     Keys are stored rotated and, in every codec, of values too, before the rotation.
     """
-    found: dict[Kind, dict[tuple[str, int], TierConfig]] = {}
+    found: dict[Any, tuple[Kind, dict[tuple[str, int], TierConfig]]] = {}
     refused = []
     for config in rig.compositions():
         check(replace(config, select=None), ROOMY)
@@ -54,11 +62,14 @@ def picked_from() -> tuple[dict[Kind, list[TierConfig]], list[tuple[CacheConfig,
                 refused.append((picks, str(error)))
                 continue
             for k, v in map(picks.codecs, picks.tiers):
-                known = {of_k: of_v for of_k, of_v, rope in found if rope == "read"}  # one codec of values will do
-                for kind in (k, v, "write"), (k, known.get(k, v), "read"), (v, known.get(v, v), "read"):
+                k, v = jax.tree.map(lambda x: x[:1], (k, v))  # of one layer
+                # one codec of values will do
+                known = {form(of_k): of_v for (of_k, of_v, rope), _ in found.values() if rope == "read"}
+                for kind in (k, v, "write"), (k, known.get(form(k), v), "read"), (v, known.get(form(v), v), "read"):
                     tier = tier_of(kind, lcm(*(x.grain for x in kind[:2]), select.unit), select)
-                    found.setdefault(kind, {})[type(select).__name__, select.unit] = tier
-    return {kind: list(tiers.values()) for kind, tiers in found.items()}, refused
+                    tiers = found.setdefault((form(*kind[:2]), kind[2]), (kind, {}))[1]
+                    tiers[type(select).__name__, select.unit] = tier
+    return [(kind, list(tiers.values())) for kind, tiers in found.values()], refused
 
 
 def tier_of(kind: Kind, unit: int, select: Selector | None) -> TierConfig:
@@ -88,12 +99,17 @@ def plain(config: TierConfig) -> LayerConfig:
     return replace(plan, columns=(), tiers=(config,))
 
 
-KINDS = list(picked_from()[0])
+KINDS = picked_from()[0]
 
 
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: "-".join(map(str, KINDS[i])))
+def named(i: int) -> str:
+    k, v, rope = KINDS[i][0]
+    return "-".join(map(str, (*jax.tree.map(lambda _: "array", (k, v)), rope)))
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=named)
 def test_reading_every_page_is_reading_the_tier(kind: int):
-    configs = picked_from()[0][KINDS[kind]]
+    configs = KINDS[kind][1]
     assert len(configs) == len(SELECTORS) * len(PAGES)
     capacity = 2 * lcm(*(config.unit for config in configs))
     configs = [replace(config, capacity=capacity) for config in configs]
@@ -115,8 +131,9 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
 
 def test_what_is_not_read_by_pages_is_refused_with_a_reason():
     found, refused = picked_from()
-    keys = {rope: {type(k) for k, _, of_k in found if of_k == rope} for rope in ("write", "read")}
-    assert keys == {"write": {Affine, Dense, Sparse}, "read": {Affine, Dense, Separable, Sparse}}
+    keys = {rope: {type(k) for (k, _, of_k), _ in found if of_k == rope} for rope in ("write", "read")}
+    turned = {Centered, Principal, Rotated, Sorted}
+    assert keys == {"write": {Affine, Dense, Sparse, *turned}, "read": {Affine, Bfp, Dense, Separable, Sparse, *turned}}
     for config, why in refused:
         select = type(config.select).__name__
         assert ("leave out" in why and select in why) or "selection of pages" in why, why
@@ -139,9 +156,9 @@ def admitted(config: TierConfig, seed: int = 3) -> tuple[Tier, jax.Array]:
     return _admit(empty_tier(config, plain(config), ROWS, MODEL, jnp.float32), new, units, tokens, config, ROPE), k
 
 
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: "-".join(map(str, KINDS[i])))
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=named)
 def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
-    for config in picked_from()[0][KINDS[kind]]:
+    for config in KINDS[kind][1]:
         select = config.select
         assert select is not None
         if select.unit != PAGES[-1]:

@@ -75,7 +75,7 @@ def test_symmetric_matrices_are_packed():
 
 
 def test_principal_channels_lose_the_smallest_part_of_the_variance(found: Moments):
-    codec = Principal(inner=Dense(), rank=5).given(found)
+    codec = Principal(inner=Dense(), share=0.3).given(found)
     assert codec.basis is not None and codec.mean is not None
     basis = np.asarray(codec.basis, np.float64)
     np.testing.assert_allclose(np.swapaxes(basis, -1, -2) @ basis, np.broadcast_to(np.eye(5), (L, H, 5, 5)), atol=1e-5)
@@ -104,7 +104,7 @@ def test_a_mean_is_that_of_its_side(found: Moments):
 TEXTS = (
     "turboquant(center=True, moments={m!r})",
     "ksort(block=8, moments={m!r})",
-    "matryoshkakv(keys=8, values=16, bits=4, moments={m!r})",
+    "matryoshkakv(keys=0.5, values=1, bits=4, moments={m!r})",
     "mikv(balance=True, moments={m!r})",
 )
 
@@ -150,8 +150,8 @@ def test_a_model_that_gives_nan_is_refused_before_anything_is_written():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("matryoshkakv(keys=90, moments={m!r})", "from 1 to head_dim"),
-        ("matryoshkakv(keys=5, bits=4, moments={m!r})", "5"),
+        ("matryoshkakv(keys=2, moments={m!r})", "at most 1"),
+        ("matryoshkakv(keys=0.3, bits=4, moments={m!r})", "stretches of 1 "),
         ("turboquant(bits=5)", "1, 2, 3 or 4"),
         ("rotatekv(clip=0.0)", "above 0"),
         ("ksort(block=5, moments={m!r})", "block=5"),

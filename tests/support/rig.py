@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import methods
+from jkv.core import codes as codecs
 from jkv.core import loop
 from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
@@ -80,7 +81,7 @@ SPARSE = Slot(k=5 * 2 + D / 8, v=5 * 2 + D / 8, lossy=True)  # 5 of 16 numbers, 
 LEVELS = Slot(k=D / 4 + 2, v=D / 8 + 2, lossy=True)  # 2 bits and 1, and a bfloat16 scale
 INT3 = Slot(k=3 * D / 8 + 4, v=3 * D / 8 + 4, lossy=True)
 BLOCKS = Slot(k=D / 2 + 1, v=D / 2 + 1, lossy=True)  # a byte of exponents
-FEWER = Slot(k=4.0 * 12, v=4.0 * 8, lossy=True)
+FEWER = Slot(k=4.0 * 8, v=4.0 * 4, lossy=True)
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
 POLAR = Slot(k=D / 2 + 4 * D / 16, v=D / 2 + 4, lossy=True)  # a byte a pair of channels; 4 numbers for 16 tokens
 GEAR = Slot(  # like kivi; a token's number; 2 outliers of a channel, or of a token; the two factors of rank 2
@@ -218,7 +219,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "turboquant": (Case(f"turboquant(bits=2, values=1, center=True, moments={MOMENTS!r})", slot=LEVELS),),
     "rotatekv": (Case("rotatekv(sinks=0)", slot=Slot(k=D / 4 + 4, v=D / 4 + 4, lossy=True)),),
     "ksort": (Case(f"ksort(moments={MOMENTS!r})", slot=BLOCKS),),
-    "matryoshkakv": (Case(f"matryoshkakv(keys=12, values=8, moments={MOMENTS!r})", slot=FEWER),),
+    "matryoshkakv": (Case(f"matryoshkakv(keys=0.5, values=0.25, moments={MOMENTS!r})", slot=FEWER),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
         Case("adakv(budget={b}, window=8)"),
@@ -314,6 +315,7 @@ def compositions() -> list[CacheConfig]:
         row.name: f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()
     }
     del given["pooled"]
+    given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv")}
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 
 
@@ -415,18 +417,18 @@ def codes(cache) -> dict[tuple[int, ...], bytes]:
 # ---------------------------------------------------------------- a dense model that is told which tokens to see
 
 
-@partial(jax.jit, static_argnames=("codec", "grain"))
+@partial(jax.jit, static_argnames=("grain",))
 def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
     """decode(encode(x)) of x [B,H,LONGEST,D]; groups of tokens are counted from position 0."""
     n = x.shape[2]
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, -n % grain), (0, 0)))
-    return jax.vmap(jax.vmap(lambda y: codec.decode(codec.encode(y))))(padded)[:, :, :n]
+    return codecs.decode(codec, codecs.encode(codec, padded))[:, :, :n]
 
 
-@partial(jax.jit, static_argnames=("codec",))
+@jax.jit
 def stored(codec: Any, code: Any, pos: jax.Array) -> jax.Array:
     """f32[B,H,LONGEST,D]: what a tier's codes say, by position i32[B,Hs,C]."""
-    x = jax.vmap(jax.vmap(codec.decode))(code)
+    x = codecs.decode(codec, code)
     x = jnp.broadcast_to(x, (x.shape[0], H, *x.shape[2:]))
     pos = jnp.broadcast_to(pos, x.shape[:3])
     out = jnp.zeros((*x.shape[:2], LONGEST + 1, D))

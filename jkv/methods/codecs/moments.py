@@ -106,22 +106,30 @@ class Centered(Calibrated, Rotated):
 
 @part
 class Principal(Calibrated, Projected):
-    """The `rank` principal channels of the covariance: of all bases of so many, that which loses the least on average.
+    """The principal channels of the covariance: of all bases of so many (`share` of D), that which loses the least.
 
     Source: the start of MatryoshkaKV (2410.14731), which then trains the bases.
     """
 
-    rank: int
+    share: float
     side: Side = "keys"
     models: tuple[str, ...] = ()
 
+    def kept(self, dim: int) -> int:
+        """Channels."""
+        return round(self.share * dim)
+
     def check(self, dim: int) -> None:
-        if not 1 <= self.rank <= dim:
-            raise ValueError(f"principal channels: rank={self.rank}; from 1 to head_dim={dim}")
-        self.inner.check(self.rank)
+        if not 0 < self.share <= 1 or not self.kept(dim):
+            raise ValueError(f"principal channels: {self.share} of head_dim={dim}; a share above 0 and at most 1")
+        self.inner.check(self.kept(dim))
+
+    def rate(self, dim: int) -> float:
+        return round(self.inner.rate(self.kept(dim)) * self.kept(dim) / dim, 4)
 
     def given(self, moments: Moments) -> Self:
-        columns = np.linalg.eigh(moments.covariance(self.side))[1][..., ::-1][..., : self.rank]
+        covariance = moments.covariance(self.side)
+        columns = np.linalg.eigh(covariance)[1][..., ::-1][..., : self.kept(covariance.shape[-1])]
         basis, mean = (jnp.asarray(x, jnp.float32) for x in (columns, moments.of(self.side, "mean")))
         return replace(self, basis=basis, mean=mean, models=moments.models)
 

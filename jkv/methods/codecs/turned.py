@@ -65,6 +65,9 @@ class Turned(Codec):
         x = self.back(self.inner.decode(code))
         return x if self.mean is None else x + self.mean[None]
 
+    def rate(self, dim: int) -> float:
+        return self.inner.rate(dim)
+
     def parts(self, code: Code) -> Sequence[Array]:
         return self.inner.parts(code)
 

@@ -76,12 +76,15 @@ def ksort(*, mantissa: int = 4, block: int = 32, moments: str | None = None) -> 
     "reconstruction: the bases are those it starts from, not trained; all layers and heads have the same ranks",
     "over 90% of the quality at 60% fewer bytes, Llama-2-7B and Mistral-7B",
 )
-def matryoshkakv(*, keys: int = 48, values: int = 48, bits: int = 16, moments: str | None = None) -> Axes:
-    """MatryoshkaKV: of each head, so many principal channels of keys and of values about their means.
+def matryoshkakv(*, keys: float = 0.75, values: float = 0.75, bits: int = 16, moments: str | None = None) -> Axes:
+    """MatryoshkaKV: the principal channels of each head, these shares of those of keys and values, about their means.
 
     bits: of a channel, 2, 3, 4 or 8 with one scale a token, turned by a Hadamard matrix; 16 are the plain floats.
     moments: a folder of `jkv calibrate moments`.
     """
     inner = Dense() if bits == 16 else Rotated(inner=Affine(bits=bits))
-    k, v = Principal(inner=inner, rank=keys, side="keys"), Principal(inner=inner, rank=values, side="values")
+    k, v = (
+        Principal(inner=inner, share=float(keys), side="keys"),
+        Principal(inner=inner, share=float(values), side="values"),
+    )
     return dict(codec=(made(moments, k), made(moments, v)))

@@ -27,10 +27,13 @@ def unpack(packed: Array, bits: int) -> Array:
 
 
 def fields(packed: Array, bits: int) -> list[Array]:
-    """What `pack` put together, f32[..., D * bits / 8] each. By division: XLA for CPUs makes slow code of shifts."""
+    """What `pack` put together, f32[..., D * bits / 8] each. By division: XLA for CPUs makes slow code of shifts.
+
+    Rounding what is moved to the middle between two integers is `floor`, in code that LLVM makes of whole vectors.
+    """
     rest, out = packed.astype(jnp.float32), []
     for _ in range(8 // bits - 1):
-        above = jnp.floor(rest * 2.0**-bits)
+        above = jnp.round(rest * 2.0**-bits - (0.5 - 2.0 ** -(bits + 1)))
         out.append(rest - 2.0**bits * above)
         rest = above
     return [*out, rest]

@@ -40,14 +40,17 @@ def unpack(packed: Array, bits: int) -> Array:
 
 
 def fields(packed: Array, bits: int) -> list[Array]:
-    """What `pack` put together, equal stretches of f32[..., D]. By division: XLA for CPUs makes slow code of shifts."""
+    """What `pack` put together, equal stretches of f32[..., D]. By division: XLA for CPUs makes slow code of shifts.
+
+    Rounding what is moved to the middle between two integers is `floor`, in code that LLVM makes of whole vectors.
+    """
     if bits == 3:
         low, high = jnp.split(packed, [packed.shape[-1] // 3 * 2], -1)
         halves = [half for x in fields(low, 2) for half in jnp.split(x, 2, -1)]
         return [x + 4 * y for x, y in zip(halves, fields(high, 1), strict=True)]
     rest, out = packed.astype(jnp.float32), []
     for _ in range(8 // bits - 1):
-        above = jnp.floor(rest * 2.0**-bits)
+        above = jnp.round(rest * 2.0**-bits - (0.5 - 2.0 ** -(bits + 1)))
         out.append(rest - 2.0**bits * above)
         rest = above
     return [*out, rest]

@@ -63,12 +63,13 @@ def nothing(q: Array, width: int) -> Partial:
     return Partial(acc=jnp.zeros((*zero.shape, width), jnp.float32), m=zero - jnp.inf, l=zero)
 
 
-def softmax_parts(logits: Array, mask: Array) -> tuple[Array, Array, Array]:
-    """Weights p f32[...,S], m and l of scaled logits f32[...,S]; where mask is False the logit is never used.
+def softmax_parts(logits: Array, mask: Array | None) -> tuple[Array, Array, Array]:
+    """Weights p f32[...,S], m and l of scaled logits f32[...,S]; where mask is False the logit is never used (None: it
+    is True everywhere).
 
     The mask selects, it does not add: a NaN in a dead slot stays out.
     """
-    logits = jnp.where(mask, logits, -jnp.inf)
+    logits = logits if mask is None else jnp.where(mask, logits, -jnp.inf)
     m = logits.max(-1)
     p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m)[..., None])
     return p, m, p.sum(-1)

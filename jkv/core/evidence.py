@@ -21,15 +21,13 @@ from jkv.core.tiers import (
     asked,
     bare,
     counted,
-    cut,
     flat,
     key_logits,
     newest,
-    over_tiles,
     tier_dot,
     tier_mix,
-    tile_size,
 )
+from jkv.core.tiles import cut, over_tiles, tile_size
 from jkv.protocols import Columns, needs_of
 
 if TYPE_CHECKING:

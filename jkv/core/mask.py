@@ -45,6 +45,15 @@ class Mask:
         some = ((pos >= first) & (pos <= self.last.max(1, keepdims=True))).any(0)
         return jnp.argmax(some), jnp.where(some.any(), pos.shape[1] - jnp.argmax(some[::-1]), 0)
 
+    def clear(self, pos: Array) -> tuple[Array, Array]:
+        """i32[], i32[]: the first of the keys at rising positions i32[B,S] that all queries see, and the end of those
+        next to it that they see too."""
+        if self.until is not None:
+            return jnp.int32(0), jnp.int32(0)
+        seen = ((pos >= self.first.max(1, keepdims=True)) & (pos <= self.last.min(1, keepdims=True))).all(0)
+        begin, index = jnp.argmax(seen), jnp.arange(pos.shape[1])
+        return begin, jnp.where(seen | (index < begin), pos.shape[1], index).min()
+
 
 def causal(pos: Array, window: int | None, until: Array | None = None) -> Mask:
     """Queries at i32[B,T] see what is not after them, of the newest `window` positions (None: all)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import gcd
@@ -21,50 +20,10 @@ from jkv.core.cache import MERGED, Tier
 from jkv.core.layer import TierConfig
 from jkv.core.mask import Mask
 from jkv.core.pool import line, together
+from jkv.core.tiles import TILE, cut, over_tiles, step_tile, tile_size
 from jkv.models.rope import Rope
 from jkv.models.scale import Scale
 from jkv.protocols import Code, Codec, KernelCodes
-
-TILE = 512  # slots of a coded tier that are read at a time
-LEAST = 16  # slots that are read at once
-
-
-def cut(tree: Any, start: Array, n: int, slots: int) -> Any:
-    """n slots from `start` of every leaf [B,H,slots or slots / grain,...]."""
-
-    def one(x: Array) -> Array:
-        grain = slots // x.shape[2]
-        return jax.lax.dynamic_slice_in_dim(x, per(start, grain), n // grain, 2, allow_negative_indices=False)
-
-    return jax.tree.map(one, tree)
-
-
-def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, tile: int) -> Any:
-    """Fold body(start, fresh bool[tile], state) over tiles; the last tile is moved back to stay inside.
-
-    `fresh` is False for the slots of a moved tile that were read before.
-    """
-    if slots <= tile:
-        return body(jnp.int32(0), jnp.ones(slots, bool), init)
-
-    def step(i: Array, state: Any) -> Any:
-        start = jnp.minimum(i * tile, slots - tile)
-        return body(start, start + jnp.arange(tile) >= i * tile, state)
-
-    return jax.lax.fori_loop(0, -(-slots // tile), step, init)
-
-
-def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
-    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else TILE, or fewer for
-    many queries.
-
-    What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
-    layers before the first layer runs, and even before the decode loop, as its constants.
-    """
-    if (queries == 1 and not decodes) or slots <= LEAST:
-        return slots
-    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
-    return min(slots, max(-(-tile // unit), 1) * unit)
 
 
 def flat(x: Array) -> Array:
@@ -255,7 +214,8 @@ def _attend_own(
         return merge(part, Partial(acc=codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1), m=m, l=l))
 
     decodes = config.pre_rope or not (config.k.exact and config.v.exact)
-    tile = tile_size(decodes, size, tokens, config.unit)
+    most = step_tile(size, h * q.shape[4]) if tokens == 1 else TILE
+    tile = tile_size(decodes, size, tokens, config.unit, most)
     return over_tiles(body, nothing(q, codes.inner_width(config.v, v)), size, tile)
 
 

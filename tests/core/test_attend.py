@@ -107,3 +107,18 @@ def test_every_kind_of_mask_over_positions_with_gaps(mask_of, t: int, s: int):
     want = softmax64(q, k, v, see[None, None])
     np.testing.assert_allclose(got.finish()[:, :, :, some], want[:, :, :, some], atol=5e-6)
     assert not np.asarray(got.finish())[:, :, :, ~some].any()
+
+
+@pytest.mark.parametrize("window", [None, 520])
+def test_keys_that_some_query_does_not_see_may_hold_anything(window: int | None):
+    """Rows of different lengths, with dead keys in the middle: NaN wherever nobody looks, in the last tile of any."""
+    t, s = 520, 1030
+    q, k, v = draw(2, 1, 1, t, D), draw(2, 1, s, D), draw(2, 1, s, D)
+    k_pos = np.stack([np.arange(s), np.concatenate([np.full(301, -1), np.arange(s - 301)])]).astype(np.int32)
+    k_pos[0, 400] = k_pos[1, 640] = -1
+    q_pos = k_pos[:, -t:]
+    k[k_pos[:, None] < 0] = np.nan
+    got = A.attend_window(*map(jnp.asarray, (q, k, v)), causal(jnp.asarray(q_pos), window), jnp.asarray(k_pos), SCALE)
+    gap = q_pos[:, :, None] - k_pos[:, None]
+    mask = (gap >= 0) & (k_pos >= 0)[:, None] & (gap < (window or s)) & (q_pos >= 0)[..., None]
+    np.testing.assert_allclose(got.finish(), softmax64(q, np.nan_to_num(k), v, mask[:, None]), atol=5e-6)

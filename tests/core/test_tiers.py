@@ -20,6 +20,7 @@ from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.mask import causal
 from jkv.core.merge import Newcomers
 from jkv.core.tiers import attend_tier, tier_dot
+from jkv.core.tiles import TILE, step_tile, tile_size
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
 from jkv.methods.codecs import Affine, Dense, Rotated, Separable, Sparse
@@ -208,3 +209,19 @@ def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
         assert live.any()
         for got, want in zip(jax.tree.leaves(tier.summary), jax.tree.leaves(made), strict=True):
             np.testing.assert_allclose(np.asarray(got)[live], np.asarray(want)[live], atol=1e-6)
+
+
+def test_a_step_reads_a_long_tier_in_larger_tiles():
+    """Nine of them, the last moved back; beside softmax over the decoded tier, in float64."""
+    config = replace(tier_of((Affine(bits=4), Affine(bits=2), "write"), 1, None), capacity=5001, most=5001)
+    assert tile_size(True, 5001, 1, 1, step_tile(5001, H * D)) == 625
+    assert tile_size(True, 5001, 1, 1, step_tile(5001, 1024)) == TILE  # of 8 heads of 128 channels
+    tier = filled(config, plain(config))
+    q = np.random.default_rng(1).standard_normal((ROWS, H, G, 1, D)).astype(np.float32)
+    got = jax.jit(lambda q, t: attend_tier(q, causal(jnp.full((ROWS, 1), 2500), None), t, config, ROPE, 0.3).finish())
+    k, v = (np.asarray(decode(codec, x), np.float64) for codec, x in ((config.k, tier.k), (config.v, tier.v)))
+    logits = np.einsum("bhgtd,bhnd->bhgtn", q, k) * 0.3
+    pos = np.asarray(tier.pos)[:, :, None, None]
+    p = np.where((pos >= 0) & (pos <= 2500), np.exp(logits - logits.max(-1, keepdims=True)), 0)
+    want = np.einsum("bhgtn,bhnd->bhgtd", p / p.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(got(jnp.asarray(q), tier), want, atol=1e-5)

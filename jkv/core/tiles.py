@@ -1,0 +1,60 @@
+"""Slots of a tier in tiles: how many at a time, and a fold over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import per
+
+TILE = 512  # slots of a coded tier that are read at a time, at least
+NUMBERS = 1 << 19  # of a tile that a step decodes, if it is larger: caches of a core hold it
+LEAST = 16  # slots that are read at once
+
+
+def cut(tree: Any, start: Array, n: int, slots: int) -> Any:
+    """n slots from `start` of every leaf [B,H,slots or slots / grain,...]."""
+
+    def one(x: Array) -> Array:
+        grain = slots // x.shape[2]
+        return jax.lax.dynamic_slice_in_dim(x, per(start, grain), n // grain, 2, allow_negative_indices=False)
+
+    return jax.tree.map(one, tree)
+
+
+def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, tile: int) -> Any:
+    """Fold body(start, fresh bool[tile], state) over tiles; the last tile is moved back to stay inside.
+
+    `fresh` is False for the slots of a moved tile that were read before.
+    """
+    if slots <= tile:
+        return body(jnp.int32(0), jnp.ones(slots, bool), init)
+
+    def step(i: Array, state: Any) -> Any:
+        start = jnp.minimum(i * tile, slots - tile)
+        return body(start, start + jnp.arange(tile) >= i * tile, state)
+
+    return jax.lax.fori_loop(0, -(-slots // tile), step, init)
+
+
+def step_tile(slots: int, numbers: int) -> int:
+    """Slots of a tile that a step decodes, `numbers` of keys in each: of a long tier an eighth, as each tile has a
+    fixed cost."""
+    return max(TILE, min(slots // 8, NUMBERS // numbers))
+
+
+def tile_size(decodes: bool, slots: int, queries: int, unit: int, most: int = TILE) -> int:
+    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else `most`, or fewer for
+    many queries.
+
+    What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
+    layers before the first layer runs, and even before the decode loop, as its constants.
+    """
+    if (queries == 1 and not decodes) or slots <= LEAST:
+        return slots
+    tile = min(most * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
+    return min(slots, max(-(-tile // unit), 1) * unit)

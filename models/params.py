@@ -189,7 +189,7 @@ def assemble(
             wrong.append(f"{name} holds NaN or infinity")
         return got
 
-    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | None:
+    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | Coded | Joined | None:
         if all(name in blocks for name in names):
             return keep(field, names)
         before, parts = len(wrong), [get(name) for name in names]

@@ -19,6 +19,15 @@ Model = Annotated[str, typer.Option(help="A known name, a .gguf file, a model fo
 Dtype = Annotated[str, typer.Option(help="Type of weights and exact tokens: float32, bfloat16 or float16.")]
 
 
+Weights = Annotated[
+    str | None,
+    typer.Option(help="What matrices are kept as: int8, int4, or file (a .gguf file's own blocks). Default: --dtype."),
+]
+Mesh = Annotated[
+    str | None, typer.Option(help="Devices that share the weights, such as data=2,model=4. Default: one device.")
+]
+
+
 def flat(run: Callable[..., None]) -> Callable[..., None]:
     """The command of a function: each field of a parameter that is a dataclass is an option of its own.
 
@@ -71,6 +80,8 @@ class Measured:
         Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")
     ] = None
     dtype: Dtype = "float32"
+    weights: Weights = None
+    mesh: Mesh = None
 
 
 @dataclass(frozen=True, kw_only=True)

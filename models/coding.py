@@ -21,8 +21,9 @@ def int8(w: np.ndarray, kind: np.dtype) -> Coded:
     """w [*out, in] as step * code: the step of an output is its largest weight / 127."""
     w = np.asarray(w, np.float32)
     most = np.abs(w).max(-1, keepdims=True)
-    step = np.where(most > 0, most / 127, 1).astype(np.float32)
-    return Coded(codes=np.rint(w / step).astype(np.int8), step=Steps(values=step), kind=kind)  # type: ignore[arg-type]
+    step: Any = np.where(most > 0, most / 127, 1).astype(np.float32)
+    codes: Any = np.rint(w / step).astype(np.int8)
+    return Coded(codes=codes, step=Steps(values=step), kind=kind)
 
 
 def int4(w: np.ndarray, kind: np.dtype) -> Coded:
@@ -33,13 +34,13 @@ def int4(w: np.ndarray, kind: np.dtype) -> Coded:
         raise ValueError(f"int4 weights: a matrix with {width} inputs has no groups of {GROUP}; use weights='int8'")
     group = min(span, GROUP)
     x = np.asarray(w, np.float32).reshape(*w.shape[:-1], -1, group)
-    low = x.min(-1).astype(ml_dtypes.bfloat16)
-    step = ((x.max(-1) - low.astype(np.float32)) / 15).astype(ml_dtypes.bfloat16)
+    low: Any = x.min(-1).astype(ml_dtypes.bfloat16)
+    step: Any = ((x.max(-1) - low.astype(np.float32)) / 15).astype(ml_dtypes.bfloat16)
     wide = np.where(step > 0, step, 1).astype(np.float32)[..., None]
     codes = np.clip(np.rint((x - low.astype(np.float32)[..., None]) / wide), 0, 15).astype(np.uint8)
     pairs = codes.reshape(*w.shape[:-1], -1, 2, span // 2)
-    packed = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*w.shape[:-1], -1)
-    return Coded(codes=packed, step=Steps(values=step), low=Steps(values=low), span=span, kind=kind)  # type: ignore[arg-type]
+    packed: Any = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*w.shape[:-1], -1)
+    return Coded(codes=packed, step=Steps(values=step), low=Steps(values=low), span=span, kind=kind, form="int4")
 
 
 FORMATS: Mapping[str, Callable[[np.ndarray, np.dtype], Coded]] = {"int8": int8, "int4": int4}

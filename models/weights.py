@@ -38,7 +38,7 @@ class Coded:
 
     codes: int8 [*out, in]; or uint8 [*out, in / 2], where inputs j and j + span / 2 of each `span` share a byte, the
     first in its low bits. high: uint8 [*out, in / 4], two more bits of each code, inputs 32 apart in a byte; or None.
-    low None: 0. kind: the float type that the matrix stands for.
+    low None: 0. kind: the float type that the matrix stands for; form: what such codes are called.
     """
 
     codes: Array
@@ -48,6 +48,7 @@ class Coded:
     span: int = static(default=0)
     zero: int = static(default=0)
     kind: Any = static(default=jnp.dtype("float32"))
+    form: str = static(default="int8")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,10 +106,21 @@ class Joined:
     parts: tuple[Coded, ...]
 
 
+def forms(tree: Any) -> str:
+    """What the matrices of a model are kept as.
+
+    >>> forms((jnp.ones((2, 2)), jnp.ones(3)))
+    'float32'
+    """
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Coded))
+    return ", ".join(sorted({x.form if isinstance(x, Coded) else str(x.dtype) for x in found if x.ndim > 1}))
+
+
 def _fields(x: Array, n: int, stretch: int) -> Array:
     """u8[*out, m n]: the n numbers in each byte of u8[*out, m], those of `stretch` bytes one after the other."""
     shift = jnp.arange(n, dtype=jnp.uint8) * jnp.uint8(8 // n)
-    bits = x.reshape(*x.shape[:-1], -1, 1, stretch) >> shift[:, None]
+    bits = x.reshape(*x.shape[:-1], -1, 1, stretch)
+    bits = bits >> shift.reshape(*[1] * x.ndim, n, 1)
     return (bits & jnp.uint8(255 >> (8 - 8 // n))).reshape(*x.shape[:-1], -1)
 
 
@@ -196,7 +208,7 @@ def _fused(w: Coded, x: Array, dtype: Any) -> Array:
     """The decoding is part of the product's operand: no device writes the floats to memory."""
     rows = jnp.concatenate([x, jnp.zeros_like(x)]) if len(x) == 1 else x  # as in `_of_one_row`
     if w.step.values.shape[-1] == 1:
-        y = _product(w.integers().astype(x.dtype), rows, jnp.float32) * w.step.wide()[:, 0]
+        y = _product(w.integers().astype(x.dtype), rows, jnp.float32) * w.step.wide()[None, :, 0]
     else:
         y = _product(w.floats(x.dtype), rows, jnp.float32)
     return y[: len(x)].astype(dtype)
@@ -277,7 +289,7 @@ def _stretches(w: Coded, x: Array, step: Array | None, n: int) -> Array:
         if w.high is not None:
             at = a // 128 * 32 + a % 32
             code = code | (((w.high[:, at : at + n] >> jnp.uint8(a % 128 // 32 * 2)) & jnp.uint8(3)) << jnp.uint8(4))
-        term = code.astype(jnp.float32) * x[a : a + n]
+        term = code.astype(jnp.float32) * x[None, a : a + n]
         g = a * (0 if step is None else step.shape[1]) // w.shape[1]
         total = total + (term if step is None else term * step[:, g : g + 1])
     return total

@@ -22,7 +22,7 @@ from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import train as training_cli
-from jkv.cli.options import MODEL, Drawing, Dtype, Model, flat
+from jkv.cli.options import MODEL, Drawing, Dtype, Mesh, Model, Weights, flat
 from jkv.host import console
 from jkv.host.console import status
 
@@ -131,13 +131,15 @@ def read_prompt(text: str | None, file: str | None) -> str:
     return prompt
 
 
-def _open(model: str, cache: str, dtype: str | None, text: str, chat: bool | None) -> tuple[Params, Any]:
+def _open(
+    model: str, cache: str, dtype: str | None, text: str, chat: bool | None, mesh: str | None, weights: str | None
+) -> tuple[Params, Any]:
     """The model, and the text as its prompt. What is wrong with the cache is said before anything is loaded."""
     from jkv.io import load as loading
     from jkv.methods import parse
 
     parse(cache)
-    params = loading.load(model, dtype)
+    params = loading.load(model, dtype, mesh, weights)
     known = params.tokenizer is not None and params.tokenizer.template is not None
     if chat or (chat is None and known):
         if params.tokenizer is None:
@@ -174,11 +176,13 @@ def generate(
     chat: Chat = None,
     file: File = None,
     dtype: Dtype = None,
+    weights: Weights = None,
+    mesh: Mesh = None,
     as_json: Json = False,
 ) -> None:
     """Generate text to stdout as it comes, then the cache's receipt to stderr."""
     text = read_prompt(prompt, file)
-    params, asked = _open(model, cache, dtype, text, chat)
+    params, asked = _open(model, cache, dtype, text, chat, mesh, weights)
     options: dict[str, Any] = dict(
         **vars(drawing),
         max_new_tokens=max_new_tokens,
@@ -275,6 +279,8 @@ def inspect(
     chunk: Chunk = None,
     chat: Chat = None,
     dtype: Dtype = None,
+    weights: Weights = None,
+    mesh: Mesh = None,
     as_json: Json = False,
 ) -> None:
     """The contents of a cache after a prompt: tokens, positions and bytes of each layer."""
@@ -283,7 +289,7 @@ def inspect(
     if plot is not None:
         inspecting.check_path(plot)
     text = read_prompt(prompt, file)
-    params, asked = _open(model, cache, dtype, text, chat)
+    params, asked = _open(model, cache, dtype, text, chat, mesh, weights)
     import jkv
 
     with status("compiling and reading the prompt"):

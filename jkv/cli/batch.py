@@ -9,7 +9,7 @@ import typer
 
 from jkv.batch import MOST_NEW
 from jkv.batch.signals import stoppable
-from jkv.cli.options import MODEL, Drawing, Dtype, Model, flat
+from jkv.cli.options import MODEL, Drawing, Dtype, Model, Weights, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def batch(
     ] = MOST_NEW,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
     dtype: Dtype = None,
+    weights: Weights = None,
     hosts: Annotated[
         str | None,
         typer.Option(help="One process of several: auto, as jax finds them; or ADDRESS:PORT,i,n for process i of n."),
@@ -62,7 +63,7 @@ def batch(
         settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()))
         with console.meter() as tell:
             options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed)
-            report = start(source, out, model, cache, mesh, settings, dtype, hosts, stopped, tell, options)
+            report = start(source, out, model, cache, mesh, settings, dtype, weights, hosts, stopped, tell, options)
         print(report)
     if report.code:
         raise typer.Exit(report.code)
@@ -85,6 +86,7 @@ def start(
     mesh: str | None,
     settings: Settings,
     dtype: str | None,
+    weights: str | None,
     hosts: str | None,
     stopped: Callable[[], bool],
     tell: Tell,
@@ -102,7 +104,7 @@ def start(
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
     if hosts is not None:
         join(hosts)
-    params = loading.load(model, dtype, mesh)
+    params = loading.load(model, dtype, mesh, weights)
     job = Job(
         source=source, out=out, params=params, config=config, defaults=settings, over=sharding.over(params), **options
     )

@@ -44,7 +44,7 @@ def _setting(
         parse(name)
     if batch < 1:
         raise ValueError(f"batch={batch}: rows at a time, 1 or more")
-    params = load(o.model, o.dtype)
+    params = load(o.model, o.dtype, o.mesh, o.weights)
     if catalogue:
         names += experiments.catalogue(length if isinstance(length, int) else length(params), params)
     return experiments.Setting(o.model, params, list(dict.fromkeys(names)), batch, o.out, o.seed)

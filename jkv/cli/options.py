@@ -21,6 +21,15 @@ Floats = Annotated[str, typer.Option("--dtype", help=FLOATS)]
 Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: float32 on a CPU, else bfloat16.")]
 
 
+Weights = Annotated[
+    str | None,
+    typer.Option(help="What matrices are kept as: int8, int4, or file (a .gguf file's own blocks). Default: --dtype."),
+]
+Mesh = Annotated[
+    str | None, typer.Option(help="Devices that share the weights, such as data=2,model=4. Default: one device.")
+]
+
+
 def flat(run: Callable[..., None]) -> Callable[..., None]:
     """The command of a function: each field of a parameter that is a dataclass is an option of its own.
 
@@ -73,6 +82,8 @@ class Measured:
         Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")
     ] = None
     dtype: Dtype = None
+    weights: Weights = None
+    mesh: Mesh = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ def plan(
     cache: Annotated[list[str] | None, typer.Option(help="A composition; repeatable. Default: full.")] = None,
     chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens prefilled at a time; 0: the whole prompt.")] = 0,
     dtype: Annotated[str, typer.Option(help="Type of weights and exact tokens.")] = "bfloat16",
+    weights: Annotated[str | None, typer.Option(help="How matrices are kept: int8, int4. Default: --dtype.")] = None,
     mesh: Annotated[
         str | None, typer.Option(help="Such as data=2,model=4,context=2. Default: model as large as kv heads allow.")
     ] = None,
@@ -50,25 +51,27 @@ def plan(
     from jkv import methods, models
     from jkv.bench import results
     from jkv.bench.shapes import config_of
-    from jkv.io.load import check_dtype
+    from jkv.io.load import check_dtype, check_weights
+    from jkv.models.coding import FORMATS
     from jkv.plan.programs import TRIES, Job, gib, programs
     from jkv.plan.programs import largest as search
     from jkv.plan.target import target
 
     check_dtype(dtype)
+    check_weights(weights, FORMATS)
     results.check_path(out)
     configs = [methods.parse(x) for x in cache or ["full"]]
     shape = models.read_config(config_of(model))
     if context > shape.context:
         raise ValueError(f"--context {context}: the context of {model} is {shape.context}; give less")
     machine = target(topology)
-    about = results.meta(model, 1, topology=topology, batch=batch, context=context, chunk=chunk, dtype=dtype)
+    sizes = dict(batch=batch, context=context, chunk=chunk)
+    about = results.meta(model, 1, topology=topology, dtype=dtype, **sizes)
+    about |= {} if weights is None else {"weights": weights}
     rows = []
     with console.progress(len(configs) * (TRIES if largest else 2)) as say:
         for config in configs:
-            job = Job(
-                model=shape, config=config, batch=batch, context=context, chunk=chunk, dtype=jnp.dtype(dtype), mesh=mesh
-            )
+            job = Job(model=shape, config=config, dtype=jnp.dtype(dtype), form=weights, mesh=mesh, **sizes)
             if largest:
                 print(f"{config}: largest batch {search(job, machine, say)}")
                 continue

@@ -275,7 +275,9 @@ class Cost:
         return flow(*args, **static, run=one)
 
     def ahead(self, flow: Any, *args: Any, **static: Any) -> None:
-        """Begin to compile what `begin` will run."""
+        """Begin to compile what `begin` will run; not for a mesh, which waits."""
+        if self.over is not None:
+            return
         if self._whole(args):
             ahead(flow.whole, *args, **{name: static[name] for name in flow.static if name in static})
         else:

@@ -102,6 +102,14 @@ class MeshPlan:
         """Devices that divide the slots of a tier; a pool is shared by all heads, so those that divide heads do too."""
         return self.mesh.shape[CONTEXT] * (self.mesh.shape[HEADS] if pooled else 1)
 
+    def check(self, rows: int) -> None:
+        """Raise ValueError for rows that the devices cannot share evenly."""
+        if rows % self.mesh.shape[ROWS]:
+            raise ValueError(
+                f"{rows} rows on a mesh of {ROWS}={self.mesh.shape[ROWS]}: give a multiple of it, or load the model "
+                f"with {ROWS}=1"
+            )
+
     def shardings(self, x: Any) -> Any:
         """Of one argument or result."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())

@@ -21,6 +21,7 @@ from jkv.io.identity import fingerprint
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.models.weights import forms
 
 KEEPS = (0.5, 0.25, 0.125)
 Say = Callable[[str], None]  # takes what was just measured
@@ -45,6 +46,7 @@ class Setting:
             "model": self.name,
             "fingerprint": fingerprint(self.params),
             "dtype": str(self.params.embed.dtype),
+            **({} if (kept := forms(self.params)) == str(self.params.embed.dtype) else {"weights": kept}),
             "seed": self.seed,
             "prompts": digest(prompts),
             "template": None if tokenizer is None or not tokenizer.template else digest([tokenizer.template]),

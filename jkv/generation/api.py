@@ -19,6 +19,7 @@ from jkv.core.cache import Cache, Decoding, tree_bytes
 from jkv.core.compiled import Cost
 from jkv.core.loop import borders, run_block, run_blocks
 from jkv.core.positions import bucket
+from jkv.core.sharding import over
 from jkv.generation.asked import Asked, Until, asked, composition, model
 from jkv.generation.prefill import extended, prefilled
 from jkv.generation.prompts import Prompt, check_length, encode, stop_ids_of
@@ -36,6 +37,7 @@ from jkv.generation.report import (
 from jkv.host.arguments import count, short
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.models.weights import forms
 
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
 
@@ -240,7 +242,7 @@ class Generation:
         self.state = self._start(
             jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
         )
-        self.cost = Cost()
+        self.cost = Cost(over=over(params))
 
     def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
         """What decodes begins to compile while the prompt is read: steps, then a flush if they come that far."""
@@ -324,6 +326,8 @@ class Generation:
             bytes_temporary=self.cost.temporary,
             bytes_peak_prefill=self.prefill_cost.peak,
             bytes_peak_decode=self.cost.peak,
+            bytes_weights=tree_bytes(self.params),
+            weights=forms(self.params),
             prefill_tokens_per_s=prompt / max(self.prefill_cost.running, 1e-9),
             decode_tokens_per_s=new / max(self.cost.running, 1e-9),
             compile_s=self.prefill_cost.compiling + self.cost.compiling,
@@ -353,6 +357,6 @@ class Generation:
         forced = jnp.asarray(self.state.out)
         cache, logits, _ = prefilled(self.params, composition(None), self.rows, self.room, 0)
         state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.maximum(forced, 0), traced=True)
-        full = Cost().run(run_blocks, self.params, state, self.sampling, jnp.int32(self.new)).trace
-        n = self.new
+        cost, n = Cost(over=over(self.params)), self.new
+        full = cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(n)).trace
         return fidelity(full[:, :n], self.state.trace[:, :n], np.asarray(forced)[:, :n])

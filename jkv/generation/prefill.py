@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.core import sharding
 from jkv.core.cache import Cache, Counts
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.deferred import compress, probe, statistics
@@ -71,7 +75,7 @@ class Prompts:
 
     def empty(self) -> Cache:
         params, length = self.reaching, self.padded + self.room
-        cache = empty(self.config, params.config, len(self.rows), length, self.room, params.embed.dtype)
+        cache = self.made(partial(empty, self.config, params.config, len(self.rows), length, self.room))
         if self.then and self.config.budget.statistic is None and len(params.embed.sharding.device_set) == 1:
             if self.whole and not self.config.prefill.defers:  # the first token waits for these programs alone
                 self.cost.ahead(absorb_own, params, cache, pad(self.rows, self.padded), fresh=True)
@@ -91,7 +95,12 @@ class Prompts:
     def uncompressed(self) -> Cache:
         """An empty cache in which all of them stay as they are."""
         params, n = self.reaching, self.padded
-        return empty(self.config.uncompressed(n), params.config, len(self.rows), n, 0, params.embed.dtype)
+        return self.made(partial(empty, self.config.uncompressed(n), params.config, len(self.rows), n, 0))
+
+    def made(self, make: Callable[[Any], Cache]) -> Cache:
+        """An empty cache for the weights' type, made where it will lie."""
+        over, own = self.cost.over, partial(make, self.params.embed.dtype)
+        return own() if over is None else jax.jit(own, out_shardings=over.shardings(jax.eval_shape(own)))()
 
     def dense(self) -> tuple[Cache, Array]:
         return self.cost.run(absorb_own, self.reaching, self.uncompressed(), pad(self.rows, self.padded), fresh=True)
@@ -112,7 +121,7 @@ class Prompts:
         """An empty cache as another, of the sizes that a statistic of its layers gives; with the shares of each row."""
         shape = cache.model, len(self.rows), cache.plan[0].longest, cache.new, dense.dtype
         sizes = sized(self.config, *shape, [len(row) for row in self.rows], self.statistic(dense))
-        made = empty(self.config, *shape, sizes)
+        made = self.made(lambda _: empty(self.config, *shape, sizes))
         layers = zip(made.layers, jnp.asarray(sizes.rows, jnp.int32), strict=True)
         return replace(made, layers=tuple(replace(x, share=y) for x, y in layers))
 
@@ -131,7 +140,11 @@ def prefilled(
     then: as in `Prompts`; kind: makes them.
     """
     use_disk_cache()
-    config, cost = config.bound(params), Cost()
+    over = sharding.over(params)
+    config, cost = config.bound(params), Cost(over=over)
+    if over is not None:
+        config = config.over(over)
+        over.check(len(rows))
     chunk = config.chunk if chunk is None else chunk
     check(config, params.config, chunk)
     check_length(config, params.config, max(map(len, rows)), room)
@@ -151,7 +164,7 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
                 f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
             )
     _check_on_top(cache, rows, new)
-    cost, model = Cost(), cache.model
+    cost, model = Cost(over=sharding.over(params)), cache.model
     unlimited = any(plan.budget.bounded and any(t.rope == "rank" for t in plan.tiers) for plan in cache.plan)
     check_total(model, unlimited, longest - new, new, "cache and prompt have")
     if unlimited:

@@ -27,11 +27,12 @@ class Report:
     Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the full cache with the same room, in the same
     `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
     changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
-    decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them.
-    tokens_kept: per layer and head, mean over rows. bits: of a number of the keys and of the values in tiers, metadata
-    included (0: there are no tiers). kernels_off: why kernels of the platform do not run. kl: mean
-    KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full cache
-    would have chosen otherwise (-1: none); both None if not asked for.
+    decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them;
+    `bytes_weights` of the model, and what its matrices are kept as. tokens_kept: per layer and head, mean over rows.
+    bits: of a number of the keys and of the values in tiers, metadata included (0: there are no tiers). kernels_off:
+    why kernels of the platform do not run. kl: mean KL(full || compressed) in nats over the generated tokens;
+    divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None if not
+    asked for.
     """
 
     config: str
@@ -50,6 +51,8 @@ class Report:
     bytes_temporary: int
     bytes_peak_prefill: int
     bytes_peak_decode: int
+    bytes_weights: int
+    weights: str
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     compile_s: float
@@ -89,7 +92,7 @@ class Report:
             f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
             f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels} (prefill {self.prefill_kernel})",
             f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
-            "while decoding, beside the weights",
+            f"while decoding, beside the weights ({self.bytes_weights:,}, {self.weights})",
         ]
         if self.kernels_off:
             lines.append(f"kernels off  {self.kernels_off}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,51 +17,52 @@ def coded(tensor: Tensor, data: mmap.mmap | bytes, kind: Any) -> Coded:
     """A tensor of one of `KEPT` without a change of any weight; kind: the float type that it stands for."""
     raw = np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
     size, read = KEPT[tensor.type]
-    return read(raw.reshape(*tensor.shape[:-1], -1, size), kind)
+    found = read(raw.reshape(*tensor.shape[:-1], -1, size))
+    return replace(found, kind=kind, form=tensor.type)
 
 
-def _half(x: np.ndarray) -> np.ndarray:
+def _half(x: np.ndarray) -> Any:
     """f16[*out, n] of u8[*out, n, 2]."""
     return np.ascontiguousarray(x).view(np.float16)[..., 0]
 
 
-def _row(x: np.ndarray) -> np.ndarray:
+def _row(x: np.ndarray) -> Any:
     """[*out, n m] of [*out, n, m], in memory of its own."""
     return np.ascontiguousarray(x).reshape(*x.shape[:-2], -1)
 
 
-def _made(codes: np.ndarray, step: tuple[np.ndarray, ...], low: tuple[np.ndarray, ...] | None = None, **more: Any):
-    steps: list[Any] = [None if x is None else Steps(**dict(zip(("values", "units"), x))) for x in (step, low)]
-    return Coded(codes=codes, step=steps[0], low=steps[1], **more)  # type: ignore[arg-type]
+def _steps(values: Any, units: Any = None) -> Steps:
+    return Steps(values=values, units=units)
 
 
-def _q8_0(x: np.ndarray, kind: Any) -> Coded:
-    return _made(_row(x[..., 2:].view(np.int8)), (_half(x[..., :2]),), kind=kind)
+def _q8_0(x: np.ndarray) -> Coded:
+    return Coded(codes=_row(x[..., 2:].view(np.int8)), step=_steps(_half(x[..., :2])))
 
 
-def _q4_0(x: np.ndarray, kind: Any) -> Coded:
-    return _made(_row(x[..., 2:]), (_half(x[..., :2]),), span=32, zero=8, kind=kind)
+def _q4_0(x: np.ndarray) -> Coded:
+    return Coded(codes=_row(x[..., 2:]), step=_steps(_half(x[..., :2])), span=32, zero=8)
 
 
-def _q4_1(x: np.ndarray, kind: Any) -> Coded:
-    return _made(_row(x[..., 4:]), (_half(x[..., :2]),), (_half(x[..., 2:4]),), span=32, kind=kind)
+def _q4_1(x: np.ndarray) -> Coded:
+    return Coded(codes=_row(x[..., 4:]), step=_steps(_half(x[..., :2])), low=_steps(_half(x[..., 2:4])), span=32)
 
 
-def _q4_k(x: np.ndarray, kind: Any) -> Coded:
+def _q4_k(x: np.ndarray) -> Coded:
     d, least, packed = _half(x[..., :2]), -_half(x[..., 2:4]), x[..., 4:16]
     early, late, both = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([early & 63, (both & 15) | (early >> 6 << 4)], -1)
     lows = np.concatenate([late & 63, (both >> 4) | (late >> 6 << 4)], -1)
-    return _made(_row(x[..., 16:]), (_row(scales), d), (_row(lows), least), span=64, kind=kind)
+    step, low = _steps(_row(scales), d), _steps(_row(lows), least)
+    return Coded(codes=_row(x[..., 16:]), step=step, low=low, span=64)
 
 
-def _q6_k(x: np.ndarray, kind: Any) -> Coded:
-    step = _row(x[..., 192:208].view(np.int8)), _half(x[..., 208:])
-    return _made(_row(x[..., :128]), step, high=_row(x[..., 128:192]), span=128, zero=32, kind=kind)
+def _q6_k(x: np.ndarray) -> Coded:
+    step = _steps(_row(x[..., 192:208].view(np.int8)), _half(x[..., 208:]))
+    return Coded(codes=_row(x[..., :128]), step=step, high=_row(x[..., 128:192]), span=128, zero=32)
 
 
 # bytes of a block, and what reads blocks u8[*out, n, bytes]
-KEPT: dict[str, tuple[int, Callable[[np.ndarray, Any], Coded]]] = {
+KEPT: dict[str, tuple[int, Callable[[np.ndarray], Coded]]] = {
     "Q8_0": (34, _q8_0),
     "Q4_0": (18, _q4_0),
     "Q4_1": (20, _q4_1),

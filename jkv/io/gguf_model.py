@@ -169,9 +169,9 @@ def _llama3_scaling(file: File, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str, Change | None]]:
-    """The tensors' names by Hugging Face name, and what undoes the converter's change of each.
+    """The tensors by Hugging Face name: their names in the file, and what undoes the converter's change of each.
 
-    A tensor without a name means a variant that would be run wrongly.
+    A tensor without one means a variant that would be run wrongly.
     """
     block = _GEMMA_BLOCK if arch in _GEMMA else _BLOCK
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,19 +46,19 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
-def check_weights(weights: str | None) -> None:
+def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
     """Raise ValueError for a form that weights cannot be kept in."""
-    if weights is not None and weights not in FORMS:
-        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(FORMS)}, or left out: floats")
+    if weights is not None and weights not in known:
+        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(known)}, or left out: floats")
 
 
 def _blocks(what: str | Path, source: Source) -> Mapping[str, Callable[[Any], Coded]]:
     """What a file has in codes. Raises ValueError for codes that memory has no form for, and where there are none."""
-    if not source.blocks:
-        raise ValueError(f"weights='file' keeps the blocks of a .gguf file, and {what} has none: use int8 or int4")
     for name, kind in source.kinds.items():
         if name not in source.blocks and kind.startswith("Q"):
             raise ValueError(f"weights='file': tensor {name} has type {kind}, which memory has no form for; use int8")
+    if not source.blocks:
+        raise ValueError(f"weights='file' keeps the blocks of a .gguf file, and {what} has none: use int8 or int4")
     return source.blocks
 
 

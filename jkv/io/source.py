@@ -19,7 +19,8 @@ class Source:
     """A model on disk: Hugging Face style config, tensors by Hugging Face name (read when called), tokenizer.
 
     blocks: tensors that the file has in codes, by the same names: read for the float type that they stand for; kinds:
-    what a file that has such tensors calls the type of each. commit: that of the hub repository which was read, if one was.
+    what a file that has such tensors calls the type of each. commit: that of the hub repository which was
+    read, if one was.
     """
 
     config: dict[str, Any]

@@ -33,7 +33,8 @@ TRIES = 6  # compilations in search of the largest batch
 class Job:
     """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all).
 
-    mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the rows.
+    mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the rows;
+    form: int8 or int4, what matrices are kept as, or None: in dtype.
     """
 
     model: ModelConfig
@@ -43,6 +44,7 @@ class Job:
     chunk: int
     dtype: Any
     mesh: str | None = None
+    form: str | None = None
 
     def over(self, target: Target) -> sharding.MeshPlan:
         """The mesh of the target's devices; ValueError if they cannot share the job so."""
@@ -156,7 +158,7 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
 
 def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, **static: Any) -> Program:
     """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
-    over, params = job.over(target), models.abstract(job.model, job.dtype)
+    over, params = job.over(target), models.abstract(job.model, job.dtype, job.form)
     cache = carried.cache if isinstance(carried, loop.Decoding) else carried
     out = Program(
         what=what,

@@ -125,11 +125,11 @@ def write(path, tensors, meta, arch="llama", kinds=None):
     return Path(path)
 
 
-def tiny(path, arch="llama", meta=None, tensors=None):
-    """A whole tiny model of an architecture; `meta` overrides entries, where None removes one."""
+def tiny(path, arch="llama", meta=None, tensors=None, kinds=None):
+    """A whole tiny model of an architecture; `meta` overrides entries, where None removes one; kinds: as in `write`."""
     entries = metadata(arch) | bpe() | (meta or {})
     entries = {key: value for key, value in entries.items() if value is not None}
-    return write(path, converted(weights(arch), arch) | (tensors or {}), entries, arch)
+    return write(path, converted(weights(arch), arch) | (tensors or {}), entries, arch, kinds)
 
 
 def text(value):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jkv.generation.score import Scored, score
     from jkv.generation.steps import branch, step
     from jkv.io.load import load
+    from jkv.io.trees import from_tree
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
 
@@ -32,6 +33,7 @@ __all__ = [
     "TierSpec",
     "branch",
     "extend",
+    "from_tree",
     "generate",
     "load",
     "load_cache",
@@ -55,6 +57,7 @@ _HOMES = {
     "TierSpec": "methods.config",
     "branch": "generation.steps",
     "extend": "generation.api",
+    "from_tree": "io.trees",
     "generate": "generation.api",
     "load": "io.load",
     "load_cache": "generation.cache_file",

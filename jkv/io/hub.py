@@ -187,30 +187,50 @@ def _copy(source: IO[bytes], sink: IO[bytes], digest: Any, size: int, show: Any)
         show("unpacking", done, size)
 
 
-def snapshot(repo: str, revision: str | None = None) -> Path:
-    """The folder of a hub repository ("org/name") without anything that can carry code; raises FetchError.
+def snapshot(repo: str, revision: str | None = None, file: str | None = None) -> Path:
+    """The folder of a hub repository ("org/name") without anything that can carry code, or one .gguf file of it.
 
-    revision: a commit, tag or branch; None is the newest commit of the main branch.
+    revision: a commit, tag or branch; None is the newest commit of the main branch. file: its path there; None: config
+    and safetensors, or, where the repository has .gguf files instead, the only one. Raises FetchError for what cannot
+    be had, ValueError where one of several .gguf files must be named.
     """
     asked = repo if revision is None else f"{repo}@{revision}"
     try:
-        from huggingface_hub import snapshot_download
+        import huggingface_hub as remote
     except ImportError as error:
         raise FetchError(f"model {asked} is on a hub, which needs huggingface_hub; {install('hub')}") from error
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_REFUSED))
+        if file is not None:
+            return Path(remote.hf_hub_download(repo, file, revision=revision))
+        folder = Path(
+            remote.snapshot_download(repo, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_REFUSED)
+        )
+        if any(folder.glob("*.safetensors")):
+            return folder
+        found = [name for name in remote.list_repo_files(repo, revision=revision) if name.endswith(".gguf")]
+        if len(found) == 1:
+            return Path(remote.hf_hub_download(repo, found[0], revision=revision))
     except Exception as error:  # The kinds depend on the HTTP client that it happens to use.
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FetchError(
-            f"cannot get {asked} from the hub ({type(error).__name__}: {first}); "
-            "check the name and the network, or give the path of a local model folder"
-        ) from error
+        raise FetchError(_refusal(asked, error)) from error
+    if not found:
+        return folder  # whose reader says what is missing
+    one = f"hub:{repo}/{found[0]}" + (f"@{revision}" if revision else "")
+    raise ValueError(f"{asked} has {len(found)} .gguf files ({', '.join(found)}): name one, such as {one}")
+
+
+def _refusal(asked: str, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    way_out = "check the name and the network, or give the path of a local model folder"
+    if type(error).__name__ == "GatedRepoError" or "401" in first or "403" in first:
+        way_out = "if it is private or gated, accept its terms there and set HF_TOKEN to a token of your account"
+    return f"cannot get {asked} from the hub ({type(error).__name__}: {first}); {way_out}"
 
 
 def commit(folder: Path) -> str | None:
-    """The commit that a folder of `snapshot` holds, as its name says; None for another folder.
+    """The commit of what `snapshot` gave, as the folder's name says; None for another path.
 
     >>> commit(Path("models--org--name/snapshots/" + "0123456789" * 4))
     '0123456789012345678901234567890123456789'
     """
-    return folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
+    held = (path for path in (folder, *folder.parents) if path.parent.name == "snapshots")
+    return next((path.name for path in held if _COMMIT.fullmatch(path.name)), None)

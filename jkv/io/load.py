@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = ("int8", "int4", "file")
 HUB = "hub:"  # before what is a repository whatever lies here
-_REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?")
+_REPO = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[A-Za-z0-9][\w./-]*))?"
+)
 
 
 def dtype_of(dtype: str | None) -> str:
@@ -74,8 +76,9 @@ def load(
     and no more.
 
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
-    "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION". "org/name" is one too where there is no folder
-    `org` here, and stderr says that a hub is asked; `read(what).commit` is the commit that was read.
+    "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION", of its .gguf files one
+    "hub:org/name/FILE.gguf". "org/name" is one too where there is no folder `org` here, and stderr says that a hub is
+    asked; `read(what).commit` is the commit that was read.
 
     Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
     """
@@ -124,13 +127,17 @@ def read(what: str | Path) -> Source:
 
 
 def _read_repository(name: str) -> Source:
-    """What "org/name" or "org/name@revision" is on a hub."""
+    """What "org/name", "org/name/FILE.gguf" or one of these "@revision" is on a hub."""
+    from jkv.io.gguf_model import read_gguf
     from jkv.io.safetensors import read_folder
 
     if not (asked := _REPO.fullmatch(name)):
-        raise ValueError(f"{name!r} is no repository on a hub; write {HUB}org/name or {HUB}org/name@REVISION")
-    folder = hub.snapshot(asked["repo"], asked["revision"])
-    return dataclasses.replace(read_folder(folder), commit=hub.commit(folder))
+        raise ValueError(
+            f"{name!r} is no repository on a hub; write {HUB}org/name or {HUB}org/name@REVISION, or "
+            f"{HUB}org/name/FILE.gguf"
+        )
+    got = hub.snapshot(asked["repo"], asked["revision"], asked["file"])
+    return dataclasses.replace(read_folder(got) if got.is_dir() else read_gguf(got), commit=hub.commit(got))
 
 
 def _names() -> str:

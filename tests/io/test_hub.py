@@ -185,6 +185,7 @@ def test_unknown_name():
 
 def test_snapshot_asks_for_no_code(monkeypatch, tmp_path):
     asked = {}
+    (tmp_path / "model.safetensors").touch()
 
     def download(repo, **options):
         asked.update(options, repo=repo)
@@ -210,3 +211,44 @@ def test_snapshot_without_the_package_or_the_network(monkeypatch):
         hub.snapshot("org/name")
     with pytest.raises(FetchError, match="cannot get org/name@v1 from the hub"):
         hub.snapshot("org/name", "v1")
+
+
+def remote(monkeypatch, files, **more):
+    """A hub whose repositories have these files; returns what it is asked for."""
+    asked = []
+
+    def one(repo, file, revision=None):
+        asked.append((repo, file, revision))
+        return f"/hub/models--org--name/snapshots/{'0' * 40}/{file}"
+
+    functions = dict(hf_hub_download=one, list_repo_files=lambda repo, revision=None: files)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(**functions, **more))
+    return asked
+
+
+def test_gguf_files_of_a_repository(monkeypatch, tmp_path):
+    many = ["README.md", "m-Q4_0.gguf", "m-Q8_0.gguf"]
+    asked = remote(monkeypatch, many, snapshot_download=lambda *_, **__: str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"2 \.gguf files \(m-Q4_0.gguf, m-Q8_0.gguf\): name one, such as hub:org/name/m"
+    ):
+        hub.snapshot("org/name")
+    got = hub.snapshot("org/name", "v1", "m-Q8_0.gguf")
+    assert got.name == "m-Q8_0.gguf" and asked == [("org/name", "m-Q8_0.gguf", "v1")]
+    assert hub.commit(got) == "0" * 40 and hub.commit(got / "deeper") == "0" * 40 and hub.commit(tmp_path) is None
+    remote(monkeypatch, many[:2], snapshot_download=lambda *_, **__: str(tmp_path))
+    assert hub.snapshot("org/name").name == "m-Q4_0.gguf"
+    (tmp_path / "model.safetensors").touch()
+    assert hub.snapshot("org/name") == tmp_path
+
+
+def test_a_gated_repository_names_the_token(monkeypatch):
+    class GatedRepoError(Exception):
+        pass
+
+    def refuse(*_, **__):
+        raise GatedRepoError("you must be authenticated")
+
+    remote(monkeypatch, [], snapshot_download=refuse)
+    with pytest.raises(FetchError, match="GatedRepoError: you must be .*accept its terms there and set HF_TOKEN"):
+        hub.snapshot("org/name")

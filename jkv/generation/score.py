@@ -83,12 +83,12 @@ def score(
         held, logits = held.fork(len(ids)), jnp.repeat(logits, len(ids), 0)
     scored = [
         Scored(tokens=row, logprobs=found, greedy=greedy, seen=int(seen[i % n]), kept=float(kept[i % n]))
-        for i, (row, (found, greedy)) in enumerate(zip(ids, _followed(params, held, logits, ids), strict=True))
+        for i, (row, (found, greedy)) in enumerate(zip(ids, followed(params, held, logits, ids), strict=True))
     ]
     return scored[0] if single else scored
 
 
-def _followed(params: Params, cache: Cache, logits: Array, ids: list[list[int]]) -> list[tuple[list[float], bool]]:
+def followed(params: Params, cache: Cache, logits: Array, ids: list[list[int]]) -> list[tuple[list[float], bool]]:
     """Of each row's tokens: their log-probabilities, and whether they are the largest logits."""
     longest = max(map(len, ids))
     forced = np.asarray([row + [0] * (longest - len(row)) for row in ids])

@@ -1,0 +1,320 @@
+"""lm-evaluation-harness through a compressed cache: a model for `lm_eval.simple_evaluate`, and what its cache held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.core.cache import Cache, layer_kept
+from jkv.generation.api import extend, generate, prefill
+from jkv.generation.asked import composition, model
+from jkv.generation.prompts import stop_ids_of
+from jkv.generation.score import followed
+from jkv.host import console
+from jkv.host.extras import install
+from jkv.io.identity import fingerprint
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  an extra
+
+ROOM = 64  # tokens after a context come in such steps, so that few programs serve all tasks
+NEW = 256  # tokens that are generated where a task names no number
+
+
+@dataclass
+class Receipt:
+    """What a cache held of the contexts of one task.
+
+    contexts: compressed once each, whatever number of answers they have; answers; seen, kept: tokens of all contexts,
+    and of these the cache's, a mean over layers and heads; touched: contexts of which something was evicted, coded or
+    left unread, so 0 says that the task never reached the budget; truncated: contexts that lost their beginning to the
+    model's context.
+    """
+
+    contexts: int = 0
+    answers: int = 0
+    seen: int = 0
+    kept: float = 0.0
+    touched: int = 0
+    truncated: int = 0
+
+    @property
+    def used(self) -> bool:
+        """Whether the compressed cache had a part in any answer."""
+        return self.touched > 0
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tokens that are compressed, those that are read after it (a question that is not seen), and whose they are."""
+
+    ids: tuple[int, ...]
+    later: tuple[int, ...]
+    task: str
+
+
+@dataclass
+class Backend:
+    """The three kinds of requests of lm-evaluation-harness, answered through a cache.
+
+    question: "seen" is compressed with its context; "unseen": what follows the last `marker` is read afterwards.
+    """
+
+    params: Params
+    config: CacheConfig
+    batch: int
+    chunk: int | None
+    question: str
+    marker: str
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+
+    def tokens(self, text: str) -> list[int]:
+        return self.params.tokenizer.encode(text)
+
+    @property
+    def start(self) -> int:
+        """The token that stands for an empty context."""
+        first = self.params.tokenizer.bos_id
+        return stop_ids_of(self.params)[0] if first is None else first
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log p(continuation | context) in nats, whether it is greedy) of each."""
+        pairs = [self._pair(*request.args, task=str(request.task_name)) for request in requests]
+        return [(sum(p), greedy) for p, greedy in self._answered(pairs)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """log p of whole texts in nats: windows of the model's context, which only the first token precedes."""
+        pairs, whose, most = [], [], self.params.config.context - 1
+        for i, request in enumerate(requests):
+            ids = self.params.tokenizer.within(request.args[0])
+            for at in range(0, len(ids), most):
+                before = ids[at - 1] if at else self.start
+                pairs.append((Context((before,), (), str(request.task_name)), ids[at : at + most]))
+                whose.append(i)
+        out = [0.0] * len(requests)
+        for i, (p, _) in zip(whose, self._answered(pairs), strict=True):
+            out[i] += sum(p)
+        return out
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text after each context, up to a stop text."""
+        out = [""] * len(requests)
+        ways = [_way(request.args[1]) for request in requests]
+        contexts = [
+            self._cut(self._context(request.args[0], str(request.task_name)), way["max_new_tokens"])
+            for request, way in zip(requests, ways, strict=True)
+        ]
+        order = sorted(range(len(requests)), key=lambda i: (repr(ways[i]), -len(contexts[i].ids)))
+        with console.progress(len(order)) as say:
+            while order:
+                way = ways[order[0]]
+                now = [i for i in order[: self.batch] if ways[i] == way]
+                order = order[len(now) :]
+                cache, _ = self._read([contexts[i] for i in now], way["max_new_tokens"], answers=[1] * len(now))
+                rest = [list(contexts[i].later) for i in now]
+                for i, text in zip(now, generate(self.params, cache, rest, **way).text, strict=True):
+                    out[i] = text
+                    say(f"{len(text)} characters")
+        return out
+
+    def _pair(self, context: str, continuation: str, task: str) -> tuple[Context, list[int]]:
+        """Token ids of both, as the harness's other models cut them: spaces at the border are the continuation's."""
+        if not context:
+            return Context((self.start,), (), task), self.params.tokenizer.within(continuation)
+        bare = context.rstrip()
+        whole, before = self.tokens(context + continuation), len(self.tokens(bare))
+        made = self._context(bare, task)
+        if not made.later:
+            made = Context(tuple(whole[:before]), (), task)
+        return made, whole[before:]
+
+    def _context(self, text: str, task: str) -> Context:
+        if self.question == "seen":
+            return Context(tuple(self.tokens(text)), (), task)
+        at = text.rfind(self.marker)
+        if at < 1:
+            raise ValueError(
+                f"a context of {task} has no {self.marker!r} behind its beginning, so no question to leave unseen: "
+                "give another marker=, or question='seen'"
+            )
+        ids, before = self.tokens(text), self.tokens(text[:at])
+        same = next((i for i, (x, y) in enumerate(zip(ids, before, strict=False)) if x != y), len(before))
+        return Context(tuple(ids[:same]), tuple(ids[same:]), task)
+
+    def _cut(self, context: Context, after: int) -> Context:
+        """The context without its beginning, where it and so many tokens after it are more than the model's context."""
+        over = len(context.ids) + len(context.later) + after - self.params.config.context
+        if over <= 0 or self.config.unlimited:
+            return context
+        if over >= len(context.ids):
+            raise ValueError(f"{context.task}: {after} tokens after a context leave no room for it in the model's")
+        self._receipt(context.task).truncated += 1
+        return Context(context.ids[over:], context.later, context.task)
+
+    def _receipt(self, task: str) -> Receipt:
+        return self.receipts.setdefault(task, Receipt())
+
+    def _read(self, contexts: list[Context], room: int, answers: Sequence[int]) -> tuple[Cache, Array]:
+        """The cache after contexts, not after what is read later; and into the receipts what it held."""
+        later = max(len(c.later) for c in contexts)
+        room = -(-(room + later) // ROOM) * ROOM
+        if not self.config.unlimited:
+            room = min(room, self.params.config.context - max(len(c.ids) for c in contexts))
+        cache, logits = prefill(self.params, self.config, [list(c.ids) for c in contexts], room=room, chunk=self.chunk)
+        kept = np.asarray(cache.kept(), float).mean((0, 2)) if cache.layers else np.asarray(cache.seen, float)
+        for i, (context, there) in enumerate(zip(contexts, touched(cache), strict=True)):
+            if answers[i]:
+                receipt = self._receipt(context.task)
+                receipt.contexts += 1
+                receipt.answers += answers[i]
+                receipt.seen += len(context.ids)
+                receipt.kept += float(kept[i])
+                receipt.touched += bool(there)
+        return cache, logits
+
+    def _answered(self, pairs: list[tuple[Context, list[int]]]) -> list[tuple[list[float], bool]]:
+        """Of every pair: the log-probabilities of the tokens, and whether they are greedy."""
+        out: list[tuple[list[float], bool]] = [([], True)] * len(pairs)
+        whose: dict[Context, list[int]] = {}
+        for i, (context, ids) in enumerate(pairs):
+            if ids:
+                whose.setdefault(self._cut(context, len(ids)), []).append(i)
+        order = sorted(whose, key=lambda c: -len(c.ids))
+        with console.progress(len(order)) as say:
+            for start in range(0, len(order), self.batch):
+                some = order[start : start + self.batch]
+                rows = [(row, i) for row, context in enumerate(some) for i in whose[context]]
+                room, counts = max(len(pairs[i][1]) for _, i in rows), [len(whose[c]) for c in some]
+                filled = some + some[:1] * (self.batch - len(some))  # one number of rows, one program
+                cache, logits = self._read(filled, room, counts + [0] * self.batch)
+                if any(c.later for c in some):
+                    cache, logits = extend(self.params, cache, [list(c.later) for c in filled])
+                for at in range(0, len(rows), self.batch):
+                    now = rows[at : at + self.batch]
+                    full = now + now[:1] * (self.batch - len(now))
+                    at_rows = jnp.asarray([row for row, _ in full])
+                    ids = [pairs[i][1] for _, i in full]
+                    found = followed(self.params, cache.pick(at_rows), logits[at_rows], ids)
+                    for (_, i), answer in zip(now, found, strict=False):
+                        out[i] = answer
+                say(f"{len(rows)} answers")
+        return out
+
+    # Names that the harness asks for.
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.params.tokenizer.chat(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self.params.tokenizer.template or ""
+
+    @property
+    def tokenizer_name(self) -> str:
+        return fingerprint(self.params)
+
+    def get_model_info(self) -> dict[str, Any]:
+        return {"jkv": {"cache": str(self.config), "exactness": self.config.exactness, "question": self.question}}
+
+
+def touched(cache: Cache) -> list[bool]:
+    """Of each row: whether something of it was evicted, is coded inexactly, or may be left unread.
+
+    >>> import jkv
+    >>> params = jkv.models.random(jkv.models.TINY)
+    >>> [touched(jkv.prefill(params, x, [[5, 6] * 30])[0]) for x in ("full", "int8", "snapkv(budget=40, window=8)")]
+    [[False], [True], [True]]
+    """
+    out = np.zeros(cache.rows, bool)
+    for layer, plan in zip(cache.layers, cache.plan, strict=True):
+        out |= np.asarray((layer_kept(layer) < cache.seen[:, None]).any(1))
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            if config.select is not None or not (config.k.exact and config.v.exact):
+                out |= np.asarray((tier.pos >= 0).any((1, 2)))
+    return out.tolist()
+
+
+def _way(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `generate` for the harness's; ValueError for one that has no meaning here."""
+    rest = dict(given)
+    stop = rest.pop("until", ())
+    draws = bool(rest.pop("do_sample", False))
+    heat = float(rest.pop("temperature", 0.0))
+    way: dict[str, Any] = {"max_new_tokens": int(rest.pop("max_gen_toks", NEW))}
+    way["stop"] = tuple(x for x in ((stop,) if isinstance(stop, str) else stop or ()) if x)
+    way["temperature"] = heat if draws else 0.0
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+        if name in rest:
+            way[name] = rest.pop(name)
+    if rest:
+        raise ValueError(f"generation option {min(rest)!r} of a task is not known here")
+    return way
+
+
+def harness(
+    params: Params,
+    cache: str | CacheConfig | None = None,
+    *,
+    batch: int = 8,
+    chunk: int | None = None,
+    question: str = "seen",
+    marker: str = "\nQuestion:",
+) -> LM:
+    """A model for `lm_eval.simple_evaluate(model=...)` whose answers go through a compressed cache.
+
+    A context is read and compressed once for all of its answers; `receipts` says by task what the cache held, and
+    whether the task reached its budget at all. batch: contexts, and answers, at a time. question: "unseen" compresses
+    only what stands before the last `marker` of a context. Raises ImportError without lm-evaluation-harness, ValueError
+    for a model without a tokenizer.
+    """
+    model(params)
+    if params.tokenizer is None:
+        raise ValueError("the harness's tasks are texts, and this model has no tokenizer")
+    if question not in ("seen", "unseen"):
+        raise ValueError(f"question={question!r}: seen or unseen")
+    if batch < 1:
+        raise ValueError(f"batch={batch}: rows at a time, 1 or more")
+    try:
+        from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  an extra
+    except ImportError as error:
+        raise ImportError(f"lm-evaluation-harness is not installed; {install('lm-eval')}") from error
+    made = type("Harness", (Backend, LM), {})
+    own = made(params, composition(cache), batch, chunk, question, marker)
+    LM.__init__(own)
+    return own
+
+
+def evaluated(lm: Any, tasks: Sequence[str], **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results of `lm_eval.simple_evaluate`, and the receipt of each task; ValueError for a task that is not there."""
+    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  an extra
+
+    manager = TaskManager(include_path=options.pop("include", None))
+    if missing := [name for name in tasks if name not in manager.all_tasks]:
+        close = [name for name in manager.all_tasks if missing[0].split("_")[0] in name][:5]
+        raise ValueError(
+            f"no task {missing[0]!r} here; " + (f"such as: {', '.join(close)}" if close else "see lm_eval")
+        )
+    lm.receipts.clear()
+    found = simple_evaluate(model=lm, tasks=list(tasks), task_manager=manager, log_samples=False, **options)
+    assert found is not None
+    return found["results"], {name: _said(lm.receipts.get(name, Receipt())) for name in found["results"]}
+
+
+def _said(receipt: Receipt) -> dict[str, Any]:
+    n = max(receipt.contexts, 1)
+    shares = {"seen": round(receipt.seen / n, 1), "kept": round(receipt.kept / n, 1)}
+    return vars(receipt) | shares | {"used": receipt.used}
+
+
+def flagged(receipts: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """What to say of tasks that never reached the budget."""
+    for task, own in receipts.items():
+        if not own["used"]:
+            yield f"{task}: its contexts ({own['seen']:g} tokens) never reached the budget, so this is the full cache"

@@ -33,24 +33,36 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of a compila
 jax.config.update("jax_enable_compilation_cache", "JAX_COMPILATION_CACHE_DIR" in os.environ)
 
 
+def composition(item) -> str:
+    """The composition of the catalogue that a test is about, or nothing."""
+    case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+    return str(case) if type(case).__module__ == "support.rig" else ""
+
+
 def pytest_collection_modifyitems(items):
-    """The laws of one composition come one after the other: one worker of several compiles its programs."""
+    """What is said of one composition comes one after the other: one worker of several compiles its programs, once."""
     first: dict[str, int] = {}
 
     def place(i: int) -> tuple[int, int]:
-        params = items[i].callspec.params if hasattr(items[i], "callspec") else {}
-        if "case" not in params or items[i].path.name != "test_laws.py":
-            return i, i
-        return first.setdefault(str(params["case"]), i), i
+        name = composition(items[i])
+        return first.setdefault(name, i) if name else i, i
 
     items[:] = [items[i] for _, i in sorted(place(i) for i in range(len(items)))]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_programs():
-    """Drop a module's compiled programs: some thousand of them exhaust the memory maps, and XLA then crashes."""
-    yield
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Drop a module's compiled programs: some thousand of them exhaust the memory maps, and XLA then crashes.
+
+    Those of compositions, whatever modules ask for them, stay until they are many.
+    """
     from jkv.core import compiled
 
-    compiled.PROGRAMS.clear()
-    jax.clear_caches()
+    name, following = composition(item), composition(nextitem)
+    if name and following:
+        drop = name != following and compiled.maps() > compiled.MAPS
+    else:
+        drop = nextitem is None or item.path != nextitem.path
+    if drop:
+        compiled.PROGRAMS.clear()
+        jax.clear_caches()

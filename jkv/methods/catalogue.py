@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond, read_bytes
@@ -36,9 +37,13 @@ class Row:
     def text(self) -> str:
         return inspect.getdoc(self.make) or ""
 
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.make)
+
     @property
     def _own(self) -> dict[str, Any]:
-        own = inspect.signature(self.make).parameters.values()
+        own = self._signature.parameters.values()
         return {p.name: ... if p.default is p.empty else p.default for p in own}
 
     @property
@@ -60,7 +65,7 @@ class Row:
         if not self.sized:
             return self.make(**arguments)
         given = {name: arguments.pop(name, None) for name in SIZES}
-        inspect.signature(self.make).bind(None, **arguments)  # who misspells a name is told so first
+        self._signature.bind(None, **arguments)  # who misspells a name is told so first
         default = self._own["size"]
         plain = default is not ... and all(x is None for x in given.values())
         return self.make(default if plain else size(**given), **arguments)

@@ -45,7 +45,8 @@ def test_sharing_changes_no_cache(case: Case):
     config, rows = methods.parse(case.tight), [row[row >= 0].tolist() for row in PROMPT]
     how = {"params": case.params, "config": config, "rows": rows, "room": STEPS, "cost": Cost()}
     shared = Shared(**how, length=PROMPT.shape[1], known=lambda: asked.append(0) or known(case.model))
-    same(config.prefill(shared), rig.begun(case.tight, params=case.params))
+    run = rig.shared(case.tight, case.model)
+    same(config.prefill(shared), (run.caches[0], run.logits[0]))
     assert bool(asked) == (re.match(r"\w+", case.text)[0] not in OWN)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import methods
 from jkv.core import loop
 from jkv.core.cache import Cache
 from jkv.methods import CATALOGUE, checks
@@ -26,7 +25,7 @@ CODED = [
     for name, row in CATALOGUE.items()
     if row.axes and row.axes[0] == "codec"
 ]
-TEXTS = [(case.model, case.tight) for case in (*rig.ALL, *rig.RECURRING)] + [("llama", text) for text in CODED]
+CASES = [*rig.ALL, *rig.RECURRING, *map(rig.Case, CODED)]
 
 
 def held(cache: Cache) -> np.ndarray:
@@ -34,18 +33,13 @@ def held(cache: Cache) -> np.ndarray:
     return np.stack([np.logical_or(*rig.held(cache, i)) for i in range(L)])
 
 
-def named(case: tuple[str, str]) -> str:
-    return f"{case[0]}: {case[1].replace(rig.FOLDER.name, 'tiny')}"
-
-
-@pytest.mark.parametrize("case", TEXTS, ids=named)
-def test_what_follows_a_prompt_is_held_until_it_is_answered(case: tuple[str, str]):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
     """On top of the budget and at no cost to the prompt, where a method compresses prompts; else within the budget."""
-    model, text = case
-    params, config = rig.MODELS[model], methods.parse(text)
-    if text in CODED:
+    params, config = case.params, case.config
+    if case.text in CODED:
         checks.check(config, params.config)
-    before = rig.begun(text, params=params)[0]
+    before = rig.begun(case.tight, params=params)[0]
     share = config.budget.share if isinstance(config.budget, Beyond) else 0
     question = QUESTION[:, -8:] if 0 < share < 1 else QUESTION  # room for a share of what may come
     later = (question >= 0).sum(1).tolist()

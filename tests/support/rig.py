@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -335,12 +335,12 @@ def run(
     return Run(caches, out)
 
 
-@cache
+@lru_cache(8)
 def prompted(text: str) -> Cache:
     return begun(text)[0]
 
 
-@cache
+@lru_cache(8)  # the laws of a composition come one after the other
 def shared(text: str, model: str = "llama") -> Run:
     return run(text, params=MODELS[model])
 

@@ -50,6 +50,10 @@ def pytest_collection_modifyitems(items):
     items[:] = [items[i] for _, i in sorted(place(i) for i in range(len(items)))]
 
 
+def pytest_collection_finish():
+    gc.freeze()  # what is imported and collected lives on: nobody need walk it again
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
     """Drop a module's compiled programs: some thousand of them exhaust the memory maps, and XLA then crashes.

@@ -140,36 +140,46 @@ def test_what_is_not_read_by_pages_is_refused_with_a_reason():
         assert ("leave out" in why and select in why) or "selection of pages" in why, why
 
 
-def admitted(config: TierConfig, seed: int = 3) -> tuple[Tier, jax.Array]:
-    """A tier into which random tokens have come, and their rotated keys by slot; the first unit is dead.
+def newcomers(config: TierConfig, seed: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random keys and values f32[B,H,C,D], and their positions i32[B,H,C], the first unit dead.
 
     Positions are far from slots: what is said of keys must not depend on where they lie.
     """
-    rng, c, u = np.random.default_rng(seed), config.capacity, config.unit
+    rng, c = np.random.default_rng(seed), config.capacity
     pos = np.stack([rng.permutation(4 * c)[:c] for _ in range(ROWS * H)]).reshape(ROWS, H, c).astype(np.int32)
-    pos = jnp.asarray(np.where(np.arange(c) < u, -1, pos))
-    k, v = jnp.asarray(rng.standard_normal((2, ROWS, H, c, D)), jnp.float32)
-    k = ROPE.rotate(k, pos)
-    index = jnp.broadcast_to(jnp.arange(c), pos.shape)
+    k, v = rng.standard_normal((2, ROWS, H, c, D)).astype(np.float32)
+    return k, v, np.where(np.arange(c) < config.unit, -1, pos)
+
+
+def admitted(config: TierConfig, k: jax.Array, v: jax.Array, pos: jax.Array) -> tuple[Tier, jax.Array]:
+    """A tier into which newcomers have come, and their rotated keys by slot."""
+    c, u = config.capacity, config.unit
+    k, index = ROPE.rotate(k, pos), jnp.broadcast_to(jnp.arange(c), pos.shape)
     new = Newcomers(k=k, v=v, pos=pos, rank=jnp.zeros(pos.shape), columns={}, index=index)
     units = jnp.broadcast_to(jnp.arange(1, c // u), (ROWS, H, c // u - 1))
-    tokens = index[:, :, u:]
-    return _admit(empty_tier(config, plain(config), ROWS, MODEL, jnp.float32), new, units, tokens, config, ROPE), k
+    tier = empty_tier(config, plain(config), ROWS, MODEL, jnp.float32)
+    return _admit(tier, new, units, index[:, :, u:], config, ROPE), k
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=named)
 def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
-    for config in KINDS[kind][1]:
-        select = config.select
-        assert select is not None
-        if select.unit != PAGES[-1]:
-            continue
-        tier, k = admitted(replace(config, capacity=3 * config.unit))
-        pages = k.reshape(ROWS, H, -1, select.unit, D)
-        want = jax.vmap(jax.vmap(jax.vmap(select.summarize)))(pages)
-        for x, y in zip(jax.tree.leaves(tier.summary), jax.tree.leaves(want), strict=True):
-            live = slice(config.unit // select.unit, None)
-            np.testing.assert_array_equal(x[:, :, live], y[:, :, live], str(select))
+    configs = [x for x in KINDS[kind][1] if x.select.unit == PAGES[-1]]
+    configs = [replace(x, capacity=3 * x.unit) for x in configs]
+    assert len(configs) == len(SELECTORS)
+
+    @jax.jit
+    def summaries(given: list[tuple[jax.Array, jax.Array, jax.Array]]) -> list[tuple[object, object]]:
+        out = []
+        for config, new in zip(configs, given, strict=True):
+            tier, k = admitted(config, *new)
+            pages = k.reshape(ROWS, H, -1, config.select.unit, D)
+            out.append((tier.summary, jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(pages)))
+        return out
+
+    for config, (got, want) in zip(configs, summaries(list(map(newcomers, configs))), strict=True):
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            live = slice(config.unit // config.select.unit, None)
+            np.testing.assert_array_equal(x[:, :, live], y[:, :, live], str(config.select))
 
 
 @pytest.mark.parametrize("page", [1, 2])
@@ -177,7 +187,7 @@ def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
 def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: int):
     select = PageBound(unit=page, pages=2)
     config = replace(tier_of((Dense(), Dense(), rope), 4, select), capacity=48)
-    tier = admitted(config)[0]
+    tier = admitted(config, *map(jnp.asarray, newcomers(config)))[0]
     q = jnp.asarray(np.random.default_rng(5).standard_normal((ROWS, H, G, 1, D)), jnp.float32)
     q = ROPE.rotate(q, jnp.full((1, 1, 1, 1), 300))
     logits = np.asarray(tier_dot(q.reshape(ROWS, H, G, D), tier, config, ROPE, "k")).max(2)

@@ -59,6 +59,7 @@ def test_perplexity_writes_a_row_a_cache(tokens, tmp_path):
     assert OWN in done.stdout and "[2/2]" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_endless_text_beside_the_last_of_it(tmp_path):
     ids, out = np.random.default_rng(0).integers(0, 256, 1200).astype(np.int32), tmp_path / "endless.json"
     path, cache = tmp_path / "tokens.npz", "streaming(budget=40)"
@@ -110,6 +111,7 @@ def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
     assert len(json.loads(out.read_text())["rows"]) == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_was_measured_and_a_rerun_goes_on(tokens, tmp_path, monkeypatch):
     out, real, calls = tmp_path / "ppl.json", os.replace, []
 

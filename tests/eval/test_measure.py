@@ -146,6 +146,7 @@ def session(name="kv", length=2000):
     return shared.sessions(name, length, 1, 0, lambda text: len(text.encode()))[0]
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_a_full_cache_does_not_depend_on_how():
     one = session()
     one = replace(one, turns=one.turns[:2])
@@ -159,6 +160,7 @@ def test_what_is_asked_of_a_full_cache_does_not_depend_on_how():
         assert measure.converse(PARAMS, parse("full"), one, 6, mode, 2)[0] == modes[mode]
 
 
+@pytest.mark.slow
 def test_a_question_asked_later_is_not_in_a_cache_that_was_compressed_before_it():
     prompts = [measure.cut(PARAMS, q) for q in session().turns]
     config = parse("snapkv(budget=64, window=16)")

@@ -224,6 +224,7 @@ def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens)
         assert f"{report.bytes_peak_prefill:,} bytes while the prompt is read" in str(report)
 
 
+@pytest.mark.slow
 def test_a_longer_prompt_has_a_higher_peak_and_a_chunk_a_lower_one(params):
     peak = lambda n, **o: jkv.generate(params, "knorm(budget=48)", [3] * n, max_new_tokens=4, **o).report  # noqa: E731
     short, whole, chunks = peak(64), peak(448), peak(448, chunk=64)

@@ -21,7 +21,9 @@ from jkv.models.weights import Coded
 
 Change = Callable[[np.ndarray], np.ndarray]
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+_MODEL_TYPES |= {"granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2"}
 _GEMMA = ("gemma2", "gemma3")
+_TURNED = ("llama", "granite", "smollm3")  # whose rows of queries and keys the converter rearranges
 _AGAIN = "download or convert it again"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -37,11 +39,17 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Gemma normalises before and after each half of a layer, which moves the meaning of ffn_norm.
+# Gemma normalises before and after each half of a layer, which moves the meaning of ffn_norm; OLMo 2 only after.
 _GEMMA_BLOCK = _BLOCK | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
 # Tables of rotary frequencies: they say nothing that the metadata does not, or are read apart.
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -128,6 +136,10 @@ def _config(file: File, arch: str) -> dict[str, Any]:
             "rope_local_base_freq": read("rope.freq_base_swa", float, 1e4),
             "sliding_window_pattern": 6,
         }
+    if arch == "granite":
+        config |= {name: read(key, float) for name, key in _GRANITE.items()}
+    if "olmo2.attention.sliding_window" in file.meta:
+        raise FormatError(file.path, "it is an OLMo 3, with local layers", "use the model's safetensors folder")
     if "rope_freqs.weight" in file.tensors:
         config["rope_scaling"] = _llama3_scaling(file, config)
     return config
@@ -173,7 +185,7 @@ def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str
 
     A tensor without one means a variant that would be run wrongly.
     """
-    block = _GEMMA_BLOCK if arch in _GEMMA else _BLOCK
+    block = _GEMMA_BLOCK if arch in (*_GEMMA, "olmo2") else _BLOCK
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found: dict[str, tuple[str, Change | None]] = {}
     for name, tensor in file.tensors.items():
@@ -187,7 +199,7 @@ def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str
                 file.path, f"tensor {name!r} is unknown for {arch}", "use another conversion of this model"
             )
         change = None
-        if arch == "llama" and part in heads:
+        if arch in _TURNED and part in heads:
             change = _unpermute(file.path, name, tensor.shape, heads[part])
         elif arch in _GEMMA and part.endswith("norm"):
             change = _minus_one

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +30,20 @@ EXTRA = {
         "gemma2.final_logit_softcapping": 30.0,
     },
     "gemma3": {"gemma3.attention.sliding_window": 16},
+    "granite": {
+        key.format(arch="granite"): x
+        for key, x in (
+            (gguf.Keys.Attention.SCALE, 0.25),
+            (gguf.Keys.LLM.EMBEDDING_SCALE, 12.0),
+            (gguf.Keys.LLM.RESIDUAL_SCALE, 0.5),
+            (gguf.Keys.LLM.LOGIT_SCALE, 8.0),
+        )
+    },
 }
+ARCHS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "olmo2"]
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_tensors_come_back_as_before_conversion(tmp_path, arch):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, EXTRA.get(arch)))
     original = ggufs.weights(arch)
@@ -41,13 +52,16 @@ def test_tensors_come_back_as_before_conversion(tmp_path, arch):
     for short in ("attn_q", "attn_k", "attn_v", "ffn_down"):
         got = source.tensors[f"model.layers.1.{HF[short]}.weight"]()
         np.testing.assert_array_equal(got, original[f"blk.1.{short}.weight"])
-    norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
-    got = source.tensors[f"model.layers.0.{norm}.weight"]()
-    np.testing.assert_allclose(got, original["blk.0.ffn_norm.weight"], atol=1e-6)
+    after = arch.startswith("gemma") or arch == "olmo2"
+    norms = {"post_ffw_norm": "post_feedforward_layernorm"} if after else {"ffn_norm": "post_attention_layernorm"}
+    norms |= {"ffn_norm": "pre_feedforward_layernorm"} if arch.startswith("gemma") else {}
+    for short, norm in norms.items():
+        got = source.tensors[f"model.layers.0.{norm}.weight"]()
+        np.testing.assert_allclose(got, original[f"blk.0.{short}.weight"], atol=1e-6)
     assert len(source.tensors) == len(original)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_each_architecture_builds_and_runs(tmp_path, arch):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, EXTRA.get(arch)))
     params = models.build(source.config, source.tensors, jnp.float32)
@@ -105,6 +119,22 @@ def test_gemma_2_constants(tmp_path):
         read_gguf(ggufs.tiny(tmp_path / "n.gguf", "gemma2"))
 
 
+def test_granite_and_smollm3_constants(tmp_path):
+    c = models.read_config(read_gguf(ggufs.tiny(tmp_path / "m.gguf", "granite", EXTRA["granite"])).config)
+    assert (c.scale, c.embed_scale, c.residual_scale, c.head_scale) == (0.25, 12.0, 0.5, 0.125)
+    c = models.read_config(read_gguf(ggufs.tiny(tmp_path / "n.gguf", "smollm3")).config | {"num_hidden_layers": 4})
+    assert [bool(rope.inv_freq) for rope in c.ropes] == [True, True, True, False]
+    with pytest.raises(FormatError, match="OLMo 3, with local layers"):
+        read_gguf(ggufs.tiny(tmp_path / "o.gguf", "olmo2", {"olmo2.attention.sliding_window": 4}))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_names_are_those_of_the_format(arch):
+    kind = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    known = {gguf.TENSOR_NAMES[x].format(bid=1) for x in gguf.MODEL_TENSORS[kind]}
+    assert {name.rpartition(".")[0] for name in ggufs.weights(arch) if "blk.0" not in name} <= known
+
+
 def llama3_table(theta, dim, factor=32.0, old=8192):
     """The table as the paper's formula gives it, one frequency at a time."""
     table = []
@@ -160,5 +190,5 @@ def test_models_that_would_run_wrongly_are_refused(tmp_path, case):
 
 
 def test_unknown_architecture_names_the_known_ones(tmp_path):
-    with pytest.raises(FormatError, match="'mamba'.*llama, qwen2, qwen3, gemma2, gemma3"):
+    with pytest.raises(FormatError, match="'mamba'.*llama, qwen2, qwen3, gemma2, gemma3, granite, smollm3, olmo2"):
         read_gguf(ggufs.write(tmp_path / "m.gguf", {"a": np.ones(3, np.float32)}, {}, "mamba"))

@@ -47,7 +47,10 @@ def weights(arch="llama", seed=0):
         }
         if arch in ("qwen3", "gemma3"):
             block |= {"attn_q_norm": (DIM,), "attn_k_norm": (DIM,)}
-        if arch in ("gemma2", "gemma3"):
+        if arch == "olmo2":
+            block |= {"attn_q_norm": (HEADS * DIM,), "attn_k_norm": (KV_HEADS * DIM,)}
+            del block["attn_norm"], block["ffn_norm"]
+        if arch in ("gemma2", "gemma3", "olmo2"):
             block |= {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)}
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
         if arch == "qwen2":
@@ -59,9 +62,10 @@ def converted(tensors, arch):
     """The tensors as the converter would write them."""
     out = dict(tensors)
     for name, value in tensors.items():
-        if arch == "llama" and ".attn_q." in name:
+        turned = arch in ("llama", "granite", "smollm3")
+        if turned and ".attn_q." in name:
             out[name] = permute(value, HEADS)
-        elif arch == "llama" and ".attn_k." in name:
+        elif turned and ".attn_k." in name:
             out[name] = permute(value, KV_HEADS)
         elif arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             out[name] = value + 1

@@ -7,6 +7,7 @@ from typing import Any
 
 from jkv.models.rope import Rope
 
+from .latent import Latent
 from .routing import Experts
 from .scale import Capped, Scale
 
@@ -35,21 +36,6 @@ class Mixers:
     def channels(self) -> int:
         """Of the convolution: inputs, and what writes and reads the states."""
         return self.inner + 2 * self.groups * self.state
-
-
-@dataclass(frozen=True, kw_only=True)
-class Latent:
-    """The numbers of latent attention: channels of the latent that all heads of a layer share (`rank`) and of that of
-    the queries (None: there is none); of a head's query and key without position (`plain`) and with it (`turned`), and
-    of its value. paired: what turns together lies side by side.
-    """
-
-    rank: int
-    queries: int | None
-    plain: int
-    turned: int
-    values: int
-    paired: bool
 
 
 @dataclass(frozen=True, kw_only=True)

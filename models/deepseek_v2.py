@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 
-from .config import HEAD_DIM, Fields, Latent, ModelConfig, read
+from .config import HEAD_DIM, Fields, ModelConfig, read
 from .experts import experts_of, feed, shapes
+from .latent import Latent
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, embed, head, linear, newest, rms
 from .params import Names, Params, Tensors

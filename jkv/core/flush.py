@@ -323,7 +323,7 @@ def _losers(
     pos, (k, v) = take(tier.pos, place), jax.tree.map(gather, (tier.k, tier.v))
     return Newcomers(
         k=put(new.k, token, decoded_keys(k, pos, config, rope)),
-        v=put(new.v, token, codes.decode(config.v, config.values(k, v))),
+        v=put(new.v, token, codes.decode(config.v, config.values(replace(tier, k=k, v=v)))),
         pos=put(new.pos, token, pos),
         rank=put(new.rank, token, take(slot_rank, place)),
         columns={name: put(x, token, take(tier.columns[name], place)) for name, x in new.columns.items()},

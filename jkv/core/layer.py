@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -56,9 +56,9 @@ class TierConfig:
     def pre_rope(self) -> bool:
         return self.rope != "write"
 
-    def values(self, k: Code, v: Code) -> Code:
-        """The code of the values, among the codes of both."""
-        return k if self.v.within else v
+    def values(self, tier: Any) -> Code:
+        """The code that a tier's values are in."""
+        return tier.k if self.v.within else tier.v
 
     @property
     def watches(self) -> bool:

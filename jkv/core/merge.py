@@ -50,7 +50,7 @@ class Entries:
         for at, tier, config in self.tiers:
             inside = ((index >= at) & (index < at + config.capacity))[..., None]
             k = jnp.where(inside, _decoded(config.k, tier.k, index - at, tier), k)
-            v = jnp.where(inside, _decoded(config.v, config.values(tier.k, tier.v), index - at, tier), v)
+            v = jnp.where(inside, _decoded(config.v, config.values(tier), index - at, tier), v)
         return k, v
 
 

@@ -64,7 +64,7 @@ def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) 
 
 def kernel_codes(tier: Tier, config: TierConfig) -> tuple[KernelCodes | None, KernelCodes | None]:
     """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
-    values = codes.kernel_codes(config.v, config.values(tier.k, tier.v))
+    values = codes.kernel_codes(config.v, config.values(tier))
     return None if config.pre_rope else codes.kernel_codes(config.k, tier.k), values
 
 
@@ -86,7 +86,7 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no form that kernels read"
         why = (
-            kernels.uneven(dim, codes.inner_width(config.v, config.values(tier.k, tier.v)))
+            kernels.uneven(dim, codes.inner_width(config.v, config.values(tier)))
             or kernels.unread(k)
             or kernels.unread(v)
         )
@@ -198,8 +198,7 @@ def _attend_own(
         config = replace(config, select=None)
     if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale)) is not None:
         return part
-    k, v = tier.k, config.values(tier.k, tier.v)
-    pos, size, merged = tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
+    k, v, pos, size, merged = tier.k, config.values(tier), tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
     asks = flat(q).astype(jnp.float32)
 
     def body(start: Array, fresh: Array, part: Partial) -> Partial:
@@ -318,7 +317,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     shape = (*x.shape[:3], tier.pos.shape[2])
     x = asked(x.astype(jnp.float32), tier)
     b, h, n, _ = x.shape
-    codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier.k, tier.v))
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))
     decodes = not codec.exact or (of == "k" and config.pre_rope)
 
     def own(held: Any, part: context.Part) -> Array:
@@ -341,10 +340,9 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
 def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
     """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
     at = tier.pos if tier.at is None else tier.at
-    codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier.k, tier.v))
+    codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))
     shape = w.shape[:3]
     w = asked(w, tier)
-    d = codes.width(codec, code)
 
     def own(held: Any, part: context.Part) -> Array:
         code, at, pos = held
@@ -361,6 +359,6 @@ def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
             return out + jnp.einsum("bhns,bhsd->bhnd", wt * fresh[None, None, None].astype(w.dtype), x)
 
         tile = tile_size(True, c, shape[2], config.unit)
-        return over_tiles(body, jnp.zeros((*w.shape[:3], d), jnp.float32), c, tile)
+        return over_tiles(body, jnp.zeros((*w.shape[:3], codes.width(codec, code)), jnp.float32), c, tile)
 
-    return context.each(own, (code, at, tier.pos), tier.axes, join=jax.lax.psum).reshape(*shape, d)
+    return context.each(own, (code, at, tier.pos), tier.axes, join=jax.lax.psum).reshape(*shape, -1)

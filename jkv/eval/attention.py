@@ -44,7 +44,7 @@ def stored(cache: Cache) -> list[Stored]:
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             key = decoded_keys(tier.k, tier.pos if tier.at is None else tier.at, config, rope)
-            parts.append((key, codes.decode(config.v, config.values(tier.k, tier.v)), tier.seen_by(h)))
+            parts.append((key, codes.decode(config.v, config.values(tier)), tier.seen_by(h)))
         for key, val, pos in parts:
             at = jnp.where(pos < 0, plan.longest, jnp.broadcast_to(pos, (b, h, pos.shape[2])))
             key, val = (jnp.broadcast_to(x, (b, h, *x.shape[2:])) for x in (key, val))

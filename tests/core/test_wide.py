@@ -29,6 +29,7 @@ from jkv.methods.mixtures import Mixtures, start
 from jkv.models import ModelConfig, Params, llama
 from support import rig
 from support.rig import CASES, FORCED, PARAMS, PROMPT, Case, D, G
+from support.tiny import LATENT
 
 decoded = jax.jit(decode)
 LIFTS = {
@@ -64,12 +65,6 @@ def wide(n: int, layers: int = PARAMS.config.layers) -> Params:
     return replace(PARAMS, layers=PARAMS.layers[:layers], config=Wide(**fields))
 
 
-LATENT = models.random(
-    dict(models.TINY, model_type="deepseek_v3", hidden_size=64, num_key_value_heads=4, first_k_dense_replace=1)
-    | dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=12)
-    | dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1)
-    | dict(n_group=2, topk_group=1)
-)
 MODELS = {"wide8": partial(wide, 8), "wide32": partial(wide, 32), "latent": lambda _: LATENT}
 
 SEPARABLE = CacheConfig(tiers=(TierSpec(k=Separable(bits=8, group=4), v=Separable(bits=4, group=4), rope="read"),))
@@ -98,7 +93,7 @@ def held(cache: Cache, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     for tier, config in zip(layer.tiers, cache.plan[i].tiers, strict=True):
         k = decoded(config.k, tier.k)
         keys.append(rope.rotate(k, tier.pos if tier.at is None else tier.at) if config.rope != "write" else k)
-        values.append(decoded(config.v, config.values(tier.k, tier.v)))
+        values.append(decoded(config.v, config.values(tier)))
         places.append(tier.seen_by(heads))
     shape = lambda x, *rest: np.broadcast_to(x, (x.shape[0], heads, x.shape[2], *rest))  # noqa: E731
     k, v = (np.concatenate([shape(x, x.shape[3]) for x in parts], 2) for parts in (keys, values))

@@ -161,6 +161,7 @@ CASES = [
     (tiny.PARAMS, "adakv(budget=20, window=4)"),
     (tiny.PARAMS, "streaming(budget=24)"),
     (tiny.HYBRID, "full"),
+    (tiny.LATENT, "snapkv(budget=20, window=4) | int8"),
 ]
 
 

@@ -42,6 +42,13 @@ SUNK = models.random(
     0,
     jnp.float32,
 )
+# one whose tokens are latents, behind a block without experts
+LATENT = models.random(
+    dict(models.TINY, model_type="deepseek_v3", hidden_size=64, num_key_value_heads=4, first_k_dense_replace=1)
+    | dict(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=12)
+    | dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1)
+    | dict(n_group=2, topk_group=1)
+)
 
 
 def gate(folder: str) -> str:

@@ -21,7 +21,7 @@ from .weights import Coded, Joined
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
 Blocks = Mapping[str, Callable[[], Coded]]
-Put = Callable[[str, np.ndarray, Any], Array]  # name of a field, its values and type -> the array where it belongs
+Put = Callable[[str, Any, Any], Array]  # name of a field, its values (an array or a Stack) and type -> where it belongs
 EXACT = ("a_log", "dt_bias", "skip")  # fields of a mixer
 
 
@@ -152,10 +152,42 @@ def _spare(name: str, c: ModelConfig, table: Names) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (c.tied and name == table.head)
 
 
-def copied(_: str, x: np.ndarray, dtype: Any) -> Array:
+@dataclass(frozen=True)
+class Stack:
+    """Arrays one after the other along axis 1 (or a single one), of which what is asked for is read, and checked then.
+
+    >>> x = Stack(("a", "b"), [np.zeros((2, 1, 3)), np.ones((2, 2, 3))], lambda name, part: None)
+    >>> x.shape, x[1:].tolist()
+    ((2, 3, 3), [[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]])
+    """
+
+    names: tuple[str, ...]
+    parts: list[np.ndarray]
+    check: Callable[[str, np.ndarray], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *others = (x.shape for x in self.parts)
+        return first if not others else (first[0], sum(x[1] for x in (first, *others)), *first[2:])
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(self.parts) == 1:
+            return self._read(0, index)
+        whole = index[:1], index[2:]
+        found = np.concatenate([self._read(k, (*whole[0], slice(None), *whole[1])) for k in range(len(self.parts))], 1)
+        return found[(slice(None), *index[1:2])]
+
+    def _read(self, k: int, index: tuple[Any, ...]) -> np.ndarray:
+        part = self.parts[k][index]
+        self.check(self.names[k], part)
+        return part
+
+
+def copied(_: str, x: Any, dtype: Any) -> Array:
     """The values on the default device."""
     # a copy: jax would share the memory of an aligned numpy array, which may be a file or change later
-    return jnp.array(x, dtype=dtype)
+    return jnp.array(x[:], dtype=dtype)
 
 
 def assemble(
@@ -185,9 +217,11 @@ def assemble(
         got = np.asarray(tensors[name]())
         if got.shape != wanted[name]:
             wrong.append(f"{name} has shape {got.shape}, the config needs {wanted[name]}")
-        elif not bool(np.isfinite(got).all()):
-            wrong.append(f"{name} holds NaN or infinity")
         return got
+
+    def finite(name: str, part: np.ndarray) -> None:
+        if not bool(np.isfinite(part).all()):
+            wrong.append(f"{name} holds NaN or infinity")
 
     def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | Coded | Joined | None:
         if all(name in blocks for name in names):
@@ -197,8 +231,8 @@ def assemble(
             return None
         if len(parts) > 1:
             n, _, size = together([len(x) for x in parts], c.heads)
-            parts = [np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)]
-        return coded(put, form)(field, parts[0], dtype)
+            parts = [x.reshape(n, -1, size, *x.shape[1:]) for x in parts]
+        return coded(put, form)(field, Stack(names, parts, finite), dtype)
 
     def keep(field: str, names: tuple[str, ...]) -> Coded | Joined | None:
         before, parts = len(wrong), [blocks[name]() for name in names]

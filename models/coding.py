@@ -46,13 +46,13 @@ def int4(w: np.ndarray, kind: np.dtype) -> Coded:
 FORMATS: Mapping[str, Callable[[np.ndarray, np.dtype], Coded]] = {"int8": int8, "int4": int4}
 
 
-def coded(put: Callable[..., Any], form: str | None) -> Callable[[str, np.ndarray, Any], Any]:
+def coded(put: Callable[..., Any], form: str | None) -> Callable[[str, Any, Any], Any]:
     """`put` for fields of floats, of which the matrices are coded on the way; form None: no matrix is."""
 
-    def change(field: str, x: np.ndarray, dtype: Any) -> Any:
+    def change(field: str, x: Any, dtype: Any) -> Any:
         if form is None or field.removeprefix(EACH) not in MATRICES:
             return put(field, x, dtype)
-        return jax.tree.map(lambda a: put(field, a, a.dtype), _piecewise(FORMATS[form], x, jnp.dtype(dtype)))
+        return jax.tree.map(lambda a: put(field, a, a.dtype), _piecewise(FORMATS[form], x[:], jnp.dtype(dtype)))
 
     return change
 

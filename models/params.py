@@ -21,7 +21,7 @@ from .weights import Coded, Joined
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
 Blocks = Mapping[str, Callable[[], Coded]]
-Put = Callable[[str, np.ndarray, Any], Array]  # name of a field, its values and type -> the array where it belongs
+Put = Callable[[str, Any, Any], Array]  # name of a field, its values (an array or a Stack) and type -> where it belongs
 EXACT = ("a_log", "dt_bias", "skip", "router_bias", "router_shift")  # fields of mixers and routers
 
 
@@ -179,10 +179,42 @@ def _spare(name: str, c: ModelConfig, table: Names) -> bool:
     return unread or (c.tied and name == table.head)
 
 
-def copied(_: str, x: np.ndarray, dtype: Any) -> Array:
+@dataclass(frozen=True)
+class Stack:
+    """Arrays one after the other along axis 1 (or a single one), of which what is asked for is read, and checked then.
+
+    >>> x = Stack(("a", "b"), [np.zeros((2, 1, 3)), np.ones((2, 2, 3))], lambda name, part: None)
+    >>> x.shape, x[1:].tolist()
+    ((2, 3, 3), [[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]])
+    """
+
+    names: tuple[str, ...]
+    parts: list[np.ndarray]
+    check: Callable[[str, np.ndarray], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *others = (x.shape for x in self.parts)
+        return first if not others else (first[0], sum(x[1] for x in (first, *others)), *first[2:])
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(self.parts) == 1:
+            return self._read(0, index)
+        whole = index[:1], index[2:]
+        found = np.concatenate([self._read(k, (*whole[0], slice(None), *whole[1])) for k in range(len(self.parts))], 1)
+        return found[(slice(None), *index[1:2])]
+
+    def _read(self, k: int, index: tuple[Any, ...]) -> np.ndarray:
+        part = self.parts[k][index]
+        self.check(self.names[k], part)
+        return part
+
+
+def copied(_: str, x: Any, dtype: Any) -> Array:
     """The values on the default device."""
     # a copy: jax would share the memory of an aligned numpy array, which may be a file or change later
-    return jnp.array(x, dtype=dtype)
+    return jnp.array(x[:], dtype=dtype)
 
 
 def assemble(
@@ -214,9 +246,11 @@ def assemble(
             wrong.append(f"{name} has shape {got.shape}, the config needs {wanted[name]}")
         elif got.dtype == np.uint8:
             wrong.append(f"{name} holds bytes, and the config names no format of them")
-        elif not bool(np.isfinite(got).all()):
-            wrong.append(f"{name} holds NaN or infinity")
         return got
+
+    def finite(name: str, part: np.ndarray) -> None:
+        if not bool(np.isfinite(part).all()):
+            wrong.append(f"{name} holds NaN or infinity")
 
     def apart(name: str, x: np.ndarray) -> list[np.ndarray]:
         rows = table.rows(c, name, len(x))
@@ -228,13 +262,10 @@ def assemble(
         before, parts = len(wrong), [get(name) for name in names]
         if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
             return None
-        parts = [part for name, x in zip(names, parts, strict=True) for part in apart(name, x)]
-        kept = coded(put, form)
-        if not (c.experts and field.startswith(EACH)):
-            return kept(field, side_by_side(parts, c.heads), dtype)
-        each = len(parts) // c.experts.count
-        own = [side_by_side(parts[at : at + each], c.heads) for at in range(0, len(parts), each)]
-        return kept(field, np.stack(own), dtype)
+        parts = {(name, k): part for name, x in zip(names, parts, strict=True) for k, part in enumerate(apart(name, x))}
+        return coded(put, form)(
+            field, arranged(c, field, [name for name, _ in parts], [*parts.values()], finite), dtype
+        )
 
     def keep(field: str, names: tuple[str, ...]) -> Coded | Joined | None:
         before, parts = len(wrong), [blocks[name]() for name in names]
@@ -265,12 +296,21 @@ def abstract(c: ModelConfig, table: Names, dtype: Any, form: str | None = None) 
     return _stacked(c, table, stack, dtype)
 
 
-def side_by_side(parts: list[np.ndarray], heads: int) -> np.ndarray:
-    """The array that tensors share."""
-    if len(parts) == 1:
-        return parts[0]
-    n, _, size = together([len(x) for x in parts], heads)
-    return np.concatenate([x.reshape(n, -1, size, *x.shape[1:]) for x in parts], 1)
+def arranged(
+    c: ModelConfig, field: str, names: list[str], parts: list[np.ndarray], check: Callable[[str, np.ndarray], None]
+) -> Stack:
+    """The array that the tensors of a field share, as `together` says; of every expert's an axis more."""
+    count = c.experts.count if c.experts and field.startswith(EACH) else 1
+    each = len(parts) // count
+    if each > 1:
+        n, _, size = together([len(x) for x in parts[:each]], c.heads)
+        parts = [x.reshape(n, -1, size, *x.shape[1:]) for x in parts]
+    if not field.startswith(EACH):
+        return Stack(tuple(names), parts, check)
+    for name, x in zip(names, parts, strict=True):
+        check(name, x)
+    own = [np.concatenate(parts[at : at + each], 1) if each > 1 else parts[at] for at in range(0, len(parts), each)]
+    return Stack((field,), [np.stack(own)], check)
 
 
 def joined(c: ModelConfig, field: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""jkv bench decode, prefill, flush, sampling, compile, kernel, hardware, growth, compare, batch; jkv recommend."""
+"""jkv bench: speed of caches and weights, compile times, kernels, peers; jkv recommend; jax only where needed."""
 
 from __future__ import annotations
 
@@ -127,6 +127,35 @@ def compiling(
     says = lambda r: f"{r['cache']}, {r['how']}: {r['first_s']:.1f} s"  # noqa: E731
     about = results.meta(name, cores, dtype=dtype, context=context)
     _measure(2 * len(specs), lambda: waiting.rows(load(), specs, context), says, waiting.table, about, machine.out)
+
+
+@app.command("weights")
+@flat
+def forms(
+    machine: Machine,
+    model: Model = MODEL,
+    form: Annotated[list[str] | None, typer.Option(help="int8, int4 or file; repeatable. Default: all three.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Texts that the KL is of.")] = 4,
+    rounds: Rounds = 5,
+) -> None:
+    """Weights below 16 bits beside float32: bytes, KL of what they predict, ms a token, in turns."""
+    cores = _start((), machine)
+    from jkv.bench import forms as kept
+    from jkv.bench import results
+    from jkv.eval import corpora
+    from jkv.io.load import check_weights, load, read
+
+    asked = [None, *(form or ("int8", "int4", "file"))]
+    for x in asked:
+        check_weights(x)
+    tokenizer = read(model).tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer: give a model that reads text")
+    texts = corpora.windows(tokenizer.encode(corpora.text("pydoc")), 320, samples, results.SEED)
+    found = partial(kept.rows, lambda x: load(model, weights=x), asked, texts, 64, rounds)
+    says = lambda r: f"{r['weights']}: {r['ms']:.1f} ms a token"  # noqa: E731
+    about = results.meta(model, cores, dtype="float32", corpus="pydoc", prefix=256, rest=64, rounds=rounds)
+    _measure(len(asked), found, says, kept.table, about, machine.out)
 
 
 @app.command()

@@ -292,7 +292,11 @@ class Cost:
         self.compiling += seconds
         self.programs += seconds > 0
         self.temporary = max(self.temporary, program.temporary)
-        self.peak = max(self.peak, program.made + beside_weights(args) + (0 if caches(args) else held))
+        if self.over is not None:
+            beside = sum(self.over.bytes(arg) for arg in args if not isinstance(arg, Params))
+        else:
+            beside = beside_weights(args) + (0 if caches(args) else held)
+        self.peak = max(self.peak, program.made + beside)
         return program(*args) if self.runs else jax.eval_shape(partial(function, **static), *args)
 
 

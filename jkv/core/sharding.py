@@ -123,6 +123,11 @@ class MeshPlan:
             )
         return jax.tree.map(lambda _: everywhere, x)
 
+    def bytes(self, x: Any) -> int:
+        """Of one argument or result, on each device."""
+        pairs = zip(jax.tree.leaves(x), jax.tree.leaves(self.shardings(x)), strict=True)
+        return sum(prod(where.shard_shape(y.shape)) * y.dtype.itemsize for y, where in pairs)
+
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
         with jax.set_mesh(self.mesh):
@@ -140,7 +145,7 @@ def over(params: Params) -> MeshPlan | None:
 def placing(over: Mesh) -> Callable[[str, np.ndarray, Any], jax.Array]:
     """How `models.build` gets an array of a field from the host to its shards: no device has more than its own."""
 
-    def put(field: str, x: np.ndarray, dtype: Any) -> jax.Array:
+    def put(field: str, x: Any, dtype: Any) -> jax.Array:
         where = NamedSharding(over, _of_weight(field, x.shape, over))
         return jax.make_array_from_callback(x.shape, where, lambda index: np.array(x[index], dtype), dtype=dtype)
 

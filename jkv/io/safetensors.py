@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LARGEST = 1 << 26  # bytes of a file of texts: the largest tokenizers have half of that
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_TYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 def read_folder(path: str | Path) -> Source:
@@ -104,8 +107,10 @@ def _lone_files(folder: Path) -> list[Path]:
 
 def _open_shard(path: Path, wanted: set[str] | None) -> dict[str, Callable[[], np.ndarray]]:
     """The tensors of one file as functions that read them; only the header is read now."""
+    import ml_dtypes
     from safetensors import SafetensorError, safe_open
 
+    types = _TYPES | {"BF16": ml_dtypes.bfloat16}
     try:
         handle = safe_open(path, framework="np")
         names = set(handle.keys())
@@ -113,17 +118,30 @@ def _open_shard(path: Path, wanted: set[str] | None) -> dict[str, Callable[[], n
         if missing:
             raise FormatError(path, f"tensor {missing[0]!r} named by {_INDEX} is not in it", _AGAIN)
         chosen = sorted(names if wanted is None else wanted)
+        header, start, data = _mapped(path)
         for name in chosen:
             coded = name.endswith(("_blocks", "_scales"))  # MXFP4
-            if (kind := handle.get_slice(name).get_dtype()) not in (*_FLOATS, *["U8"] * coded):
+            if (kind := header[name]["dtype"]) not in (*_FLOATS, *["U8"] * coded):
                 raise FormatError(path, f"tensor {name!r} has type {kind}", f"use weights of type {', '.join(_FLOATS)}")
     except (SafetensorError, OSError) as error:
         raise FormatError(path, f"it cannot be read as safetensors ({error})", _AGAIN) from error
-    return {name: _thunk(handle, name) for name in chosen}
+
+    def thunk(name: str) -> Callable[[], np.ndarray]:
+        kind, shape, (at, _) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
+        return lambda: np.frombuffer(data, types[kind], prod(shape), start + at).reshape(shape)
+
+    return {name: thunk(name) for name in chosen}
 
 
-def _thunk(handle: Any, name: str) -> Callable[[], np.ndarray]:
-    return lambda: handle.get_tensor(name)
+def _mapped(path: Path) -> tuple[dict[str, Any], int, mmap.mmap]:
+    """The header of a file that was found to be whole, where its numbers begin, and the file in memory.
+
+    So of a tensor only those parts are read that a process takes.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        return header, 8 + size, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:

@@ -23,6 +23,9 @@ from jkv.cli.app import app
 from jkv.core import sharding
 from jkv.io import load
 from jkv.io.identity import fingerprint
+from jkv.methods import parse
+from jkv.plan import programs
+from jkv.plan.target import Target
 from jkv.training import methods
 
 BASE = dict(vocab_size=512, hidden_size=64, intermediate_size=256, num_attention_heads=16, num_key_value_heads=8)
@@ -66,13 +69,13 @@ def share(params: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
 
 
-def loaded(name: str, dtype: str, mesh: str) -> dict[str, Any]:
-    whole = jkv.load(name, dtype)
+def loaded(name: str, dtype: str, mesh: str, weights: str | None = None) -> dict[str, Any]:
+    whole = jkv.load(name, dtype, weights=weights)
     want, values = fingerprint(whole), [np.array(x) for x in jax.tree.leaves(whole)]
     del whole
     MOST.clear()
     before = sum(held().values())
-    params = jkv.load(name, dtype, mesh)
+    params = jkv.load(name, dtype, mesh, weights)
     over = sharding.named(mesh, jax.devices(), params.config)
     wanted = jax.tree.leaves(sharding.of_params(params, over))
     return {
@@ -100,6 +103,45 @@ def at_the_job() -> dict[str, Any]:
     return found
 
 
+def generated(weights: str | None) -> dict[str, Any]:
+    """Rows on a mesh and on one device, and what `jkv plan` says of the mesh beside what is allocated there."""
+    rows, cache, mesh, context = (
+        [[3, 1, 4] * 21, [5, 9] * 32],
+        "snapkv(budget=32, window=8) | int8",
+        "data=2,model=4",
+        128,
+    )
+    alone = jkv.generate(jkv.load("llama", weights=weights), cache, rows, max_new_tokens=64)
+    MOST.clear()
+    params = jkv.load("llama", "float32", mesh, weights)
+    out = jkv.generate(params, cache, rows, max_new_tokens=64)
+    most = max(MOST.values())
+    over = sharding.over(params)
+    shape = programs.Job(
+        model=params.config,
+        config=parse(cache),
+        batch=2,
+        context=context,
+        chunk=0,
+        dtype=jax.numpy.float32,
+        mesh=mesh,
+        form=weights,
+    )
+    target = Target(name="cpu", devices=jax.devices(), memory=None, kernels="xla")
+    prefill, decode = programs.programs(shape, target)
+    held = (out.cache.layers, out.cache.states)
+    return {
+        "same": out.tokens == alone.tokens,
+        "share": share(params) + share(held),
+        "most": most,
+        "weights": [decode.weights, share(params)],
+        "cache": [decode.cache, share(held)],
+        "prefill": [prefill.peak, share(params) + out.report.bytes_peak_prefill],
+        "decode": [decode.peak, share(params) + out.report.bytes_peak_decode],
+        "over": over is not None,
+    }
+
+
 def at_the_training() -> dict[str, Any]:
     """What `jkv train` has on a device when its training begins."""
     found: dict[str, Any] = {}
@@ -122,5 +164,10 @@ if __name__ == "__main__":
         for mesh in MESHES:
             for dtype in ("float32", "bfloat16"):
                 print(json.dumps({"case": [name, mesh, dtype], **loaded(name, dtype, mesh)}), flush=True)
+    for weights in ("int8", "int4"):
+        for mesh in MESHES:
+            print(json.dumps({"case": [mesh, weights], **loaded("llama", "bfloat16", mesh, weights)}), flush=True)
+    for weights in (None, "int8"):
+        print(json.dumps({"case": ["jkv.generate", weights], **generated(weights)}), flush=True)
     print(json.dumps({"case": ["jkv batch"], **at_the_job()}), flush=True)
     print(json.dumps({"case": ["jkv train"], **at_the_training()}), flush=True)

@@ -25,10 +25,12 @@ def test_no_device_has_more_than_its_share_at_any_time():
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(cases) == 20
+    assert len(cases) == 28
     for case in cases:
         assert case["most"] <= 1.2 * case["share"], case
         assert case.get("over") or (case["same"] and case["placed"] and not case["before"]), case
+        for planned, there in (case[name] for name in ("weights", "cache", "prefill", "decode") if name in case):
+            assert case["same"] and abs(planned - there) <= 0.05 * there, case
 
 
 def test_a_mesh_that_cannot_be_is_refused_before_a_tensor_is_read(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,7 @@
 """Weights below 16 bits: what they say, their one product on every path, and what is held of them at any time."""
 
+from functools import partial
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -77,10 +79,17 @@ def test_every_path_of_the_product_is_the_product(form, monkeypatch):
     w, floats = made(form)
     x = np.random.default_rng(4).standard_normal((3, IN)).astype(np.float32)
     want = x.astype(np.float64) @ floats.T.astype(np.float64)
-    ways = {"summed": weights._summed, "tiled": weights._tiled, "fused": weights._fused}
-    for name, way in ways.items():
-        rows = x[:1] if name == "summed" else x
-        got = jax.jit(way, static_argnames="dtype")(w, rows, dtype=jnp.float32)
+    tiles = partial(weights._tiled, tile=3 * IN)
+    ways = {
+        "summed": (weights._summed, 1),
+        "tiled": (partial(tiles, times=weights._of_floats), 3),
+        "spread": (partial(tiles, times=weights._of_spread), 3),
+        "by groups": (weights._fused, 3),
+    }
+    monkeypatch.setattr(weights, "ROWS", 1 << 20)
+    for name, (way, n) in ways.items():
+        rows = x[:n]
+        got = jax.jit(partial(way, dtype=jnp.float32))(w, rows)
         np.testing.assert_allclose(got, want[: len(rows)], atol=3e-6 * np.abs(want).max(), err_msg=name)
     one, several = weights.linear(w, x[:1]), weights.linear(w, x.reshape(3, 1, IN))
     np.testing.assert_allclose(one, want[:1], atol=3e-6 * np.abs(want).max())

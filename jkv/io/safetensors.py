@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LARGEST = 1 << 26  # bytes of a file of texts: the largest tokenizers have half of that
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_TYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_TYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "U8": np.uint8}
 
 
 def read_folder(path: str | Path) -> Source:

@@ -42,7 +42,7 @@ def turboquant(
 
 @row(
     "2501.16383",
-    "reconstruction: each head is turned alone, so its channels need no order; the first tokens are the exact ones",
+    "reconstruction: each head is turned alone and needs no order; zero points are floats; the first tokens are exact",
     "less than 0.3 perplexity at 2 bits, Llama-2-13B; 3.97x less peak memory, 2.32x faster decoding",
 )
 def rotatekv(*, bits: int = 2, group: int = 0, clip: float | None = None, sinks: int = 4) -> Axes:

@@ -139,7 +139,7 @@ def forms(
     rounds: Rounds = 5,
 ) -> None:
     """Weights below 16 bits beside float32: bytes, KL of what they predict, ms a token, in turns."""
-    cores = _start((), machine)
+    cores, _ = _start((), machine)
     from jkv.bench import forms as kept
     from jkv.bench import results
     from jkv.eval import corpora

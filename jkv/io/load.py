@@ -91,6 +91,7 @@ def load(
     from jkv.models.params import copied
 
     source, put = read(what), copied
+    _note_slow(dtype)
     if mesh is not None:
         over = sharding.here(mesh, read_config(source.config)) if isinstance(mesh, str) else mesh
         put = sharding.placing(over)
@@ -100,6 +101,15 @@ def load(
     form = None if weights == "file" else weights
     params = build(source.config, source.tensors, jnp.dtype(dtype), put, form, blocks)
     return dataclasses.replace(params, tokenizer=source.tokenizer)
+
+
+def _note_slow(dtype: str) -> None:
+    """Says on stderr what XLA makes of 16-bit weights on a CPU: a float32 copy of them, in the loop of steps."""
+    import jax
+
+    if dtype != "float32" and jax.default_backend() == "cpu":
+        text = f"note: with {dtype} on a CPU a token takes 4 times as long and all weights lie in memory as float32 too"
+        print(f"{text}; take float32", file=sys.stderr, flush=True)
 
 
 def read(what: str | Path) -> Source:

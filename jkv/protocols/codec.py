@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.products import products
 from jkv.arrays.tree import static, value
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Codec:
         """f32[N,n] of queries f32[N,W] as `query` makes them, unscaled."""
         parts = self.parts(tile)
         qs = jnp.split(q, len(parts), 1)
-        return reduce(jnp.add, [jnp.einsum("qd,nd->qn", a, x) for a, x in zip(qs, parts, strict=True)])
+        return reduce(jnp.add, [products(a, x) for a, x in zip(qs, parts, strict=True)])
 
     def mix(self, w: Array, tile: Code) -> Array:
         """w f32[N,n] -> f32[N,W], of which `output` makes f32[N,D]."""

@@ -128,6 +128,18 @@ def test_unknown_names(monkeypatch, tmp_path, what, cause):
         load.load(what)
 
 
+def test_sixteen_bits_on_a_cpu_are_said_to_be_slow(tmp_path, capsys, monkeypatch):
+    file = ggufs.tiny(tmp_path / "m.gguf")
+    load.load(file)
+    assert capsys.readouterr().err == ""
+    assert load.load(file, "bfloat16").embed.dtype == "bfloat16"
+    said = capsys.readouterr().err
+    assert said.startswith("note: with bfloat16 on a CPU") and said.endswith("; take float32\n")
+    monkeypatch.setattr("jax.default_backend", lambda: "tpu")
+    load._note_slow("bfloat16")
+    assert capsys.readouterr().err == ""
+
+
 def test_other_files_and_dtypes(tmp_path):
     (tmp_path / "weights.pt").touch()
     with pytest.raises(ValueError, match="neither a .gguf file nor a folder"):

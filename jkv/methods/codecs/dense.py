@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.products import products
 from jkv.arrays.tree import part
 from jkv.protocols import Code, Codec, KernelCodes
 
@@ -27,7 +28,7 @@ class Dense(Codec):
         return KernelCodes(codes=code.slots)
 
     def logits(self, q: Array, tile: Code) -> Array:
-        return jnp.einsum("qd,nd->qn", q.astype(tile.slots.dtype), tile.slots, preferred_element_type=jnp.float32)
+        return products(q.astype(tile.slots.dtype), tile.slots)
 
     def mix(self, w: Array, tile: Code) -> Array:
         x: Any = tile.slots

@@ -21,7 +21,7 @@ for _row, _n in enumerate(LATER):
 
 # Every composition of the laws, and what compresses only a prompt with every codec that tokens can be kept in.
 CODED = [
-    f"snapkv(budget=40, window=8) | append | {name}" + ("(recent=0, group=16)" if name == "kivi" else "")
+    f"snapkv(budget=40, window=8) | append | {rig.CASES[name][0].tight}"
     for name, row in CATALOGUE.items()
     if row.axes and row.axes[0] == "codec"
 ]

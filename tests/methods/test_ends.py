@@ -129,6 +129,12 @@ def test_scores_see_what_decodes():
         np.testing.assert_array_equal(np.sort(a.tiers[0].pos, -1), np.sort(b.tiers[0].pos, -1))
 
 
+def test_floats_stay_as_wide_as_they_are():
+    for codec in (MANY["projected"], Rotated(inner=Dense())):
+        own = jax.tree.map(lambda x: x[:1], codec)
+        assert codes.encode(own, drawn(1, H, 4, D).astype(jnp.bfloat16)).slots.dtype == jnp.bfloat16
+
+
 def test_rotations_keep_inner_products():
     for dim in (16, 24, 64, 96):
         turn = rotation(dim, 0)

@@ -58,8 +58,9 @@ class Turned(Codec):
         self.inner.check(dim)
 
     def encode(self, x: Array) -> Code:
-        x = x.astype(jnp.float32)
-        return self.inner.encode(self.into(x if self.mean is None else x - self.mean[None]))
+        wide = x.astype(jnp.float32)
+        y = self.into(wide if self.mean is None else wide - self.mean[None])
+        return self.inner.encode(y.astype(x.dtype) if self.inner.exact else y)  # what keeps floats keeps those of x
 
     def decode(self, code: Code) -> Array:
         x = self.back(self.inner.decode(code))

@@ -30,8 +30,8 @@ def test_a_score_weighs_the_attention_that_was_paid(text: str):
     run = rig.run(text, params=CAPPED)
     after = run.caches[-1]
     for layer, plan in zip(after.layers, after.plan, strict=True):
-        parts = [*layer.tiers, layer.recent]
-        paid = sum(np.where(x.pos >= 0, x.columns["mass"].transpose(1, 0, 2), 0).sum((0, 2)) for x in parts)
+        parts = [*((tier.pos, tier.columns) for tier in layer.tiers), (layer.recent.pos[:, None], layer.recent.columns)]
+        paid = sum(np.where(pos >= 0, columns["mass"], 0).sum((1, 2)) for pos, columns in parts)
         observed = np.asarray(after.seen) - np.asarray(layer.recent.pos >= 0).sum(1) + plan.stay
         np.testing.assert_allclose(paid, observed * rig.H * rig.G, rtol=1e-4)
 

@@ -106,3 +106,9 @@ def test_bfloat16_stays_bfloat16_and_stays_close(name):
 def test_head_is_not_a_second_copy_of_a_tied_embedding():
     assert params_of("llama-tied").head is None
     assert params_of("llama").head.shape == (BASE["vocab_size"], BASE["hidden_size"])
+
+
+def test_the_table_of_families_has_every_case():
+    rows = json.loads((HERE.parents[1] / "results" / "families.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == list(CASES), "run tests/golden/parity.py and make docs"
+    assert all(row["difference"] < 1e-4 and row["equal"] == row["tokens"] for row in rows)

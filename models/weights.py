@@ -300,7 +300,7 @@ def _tiled(w: Coded, x: Array, dtype: Any, tile: int, times: Callable[[Coded, Ar
     apart = jax.tree.map(lambda a: a.reshape(pieces, own, a.shape[-1]), w)
 
     def one(i: Array, y: Array) -> Array:
-        first = jnp.minimum(i * at_once, own - at_once)
+        first = i * at_once  # slices end with the matrix
         part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, at_once, 1), apart)
         part = jax.tree.map(lambda a: a.reshape(pieces * at_once, a.shape[-1]), part)
         new = times(part, x).astype(dtype).reshape(len(x), pieces, at_once)

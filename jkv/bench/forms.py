@@ -6,54 +6,47 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from rich import box
 from rich.table import Table
 
-import jkv
 from jkv.bench.measure import weight_bytes
-from jkv.core.compiled import forget
+from jkv.eval.measure import Follow
+from jkv.generation.prefill import prefilled
 from jkv.generation.report import divergence
-from jkv.models import Params, forward
+from jkv.methods import as_config
+from jkv.models import Params
+from jkv.models.weights import forms as forms_of
 
 Load = Callable[[str | None], Params]
 
 
-def rows(
-    load: Load, forms: Sequence[str | None], texts: np.ndarray, rest: int, rounds: int
-) -> Iterator[dict[str, Any]]:
-    """Of each form a row: KL (nats) of the predictions of the last `rest` tokens of texts i32[n, T] by the floats, as
-    `load(None)` has them, to its own, and medians of `rounds` rounds of generation, in which the forms take turns."""
-    near = {form: list(far(load, form, texts, rest)) for form in forms if form}
+def rows(load: Load, forms: Sequence[str | None], texts: np.ndarray, prefix: int) -> Iterator[dict[str, Any]]:
+    """Of each form, the first of which is None, a row: bytes, and medians over texts i32[n, T] of the milliseconds of a
+    token after `prefix` and of the seconds of the prefix; and the KL (nats) of what the first one predicts there to
+    what the form predicts, token by token through the full cache. The forms take turns; the first turn compiles."""
     held = {form: load(form) for form in forms}
-    prompt, found = texts[0].tolist(), {form: [] for form in forms}
-    for _ in range(rounds + 1):  # the first one compiles
+    found: dict[str | None, list[tuple[float, float, float]]] = {form: [] for form in forms}
+    for text in [texts[0], *texts]:
+        said: list[Array] = []
         for form, params in held.items():
-            report = jkv.generate(params, "full", prompt, max_new_tokens=64, stop_ids=()).report
-            found[form].append((1e3 / report.decode_tokens_per_s, len(prompt) / report.prefill_tokens_per_s, report))
-    for form, (_, *times) in found.items():
-        yield {
-            "weights": form or str(held[form].embed.dtype),
-            "held": times[0][2].weights,
-            "bytes": weight_bytes(held[form]),
-            "ms": median(x[0] for x in times),
-            "prefill_s": median(x[1] for x in times),
-            "kl": float(np.mean(near[form])) if form else None,
-            "kl_texts": near[form] if form else None,
-        }
+            start, follow = followed(params, text[None], prefix)
+            said.append(jnp.concatenate(list(follow), 1))
+            found[form].append((follow.ms[-1], start, float(divergence(said[0], said[-1])[0].mean())))
+    for form, (_, *turns) in found.items():
+        ms, prompt, kl = zip(*turns, strict=True)
+        about = {"weights": form or str(held[form].embed.dtype), "held": forms_of(held[form])}
+        times = {"ms": median(ms), "ms_least": min(ms), "prefill_s": median(prompt)}
+        yield about | {"bytes": weight_bytes(held[form]), **times, "kl": float(np.mean(kl)) if form else None}
 
 
-def far(load: Load, form: str, texts: np.ndarray, rest: int) -> Iterator[float]:
-    """The KL of each text."""
-    with jax.default_matmul_precision("highest"):
-        run = jax.jit(lambda params, ids: forward(params, ids, jnp.arange(ids.shape[1])[None])[:, -rest:])
-        whole, own = load(None), load(form)
-        for text in texts:
-            ids = jnp.asarray(text[None], jnp.int32)
-            yield float(divergence(run(whole, ids), run(own, ids))[0].mean())
-    forget()
+def followed(params: Params, text: np.ndarray, prefix: int) -> tuple[float, Follow]:
+    """Seconds of the prefix of one text, and what goes through the rest."""
+    rest = text.shape[1] - prefix
+    cache, logits, cost = prefilled(params, as_config(None), text[:, :prefix].tolist(), rest, None)
+    return cost.running, Follow(params, cache, logits, text[:, prefix:])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -18,6 +18,7 @@ from jkv import kernels, methods, models
 from jkv.generation import sizes
 from jkv.generation.report import kernels_of, kernels_off
 from jkv.io.load import dtype_of
+from jkv.kernels.decode_attention import check, reference
 
 PARAMS = models.random(dict(models.TINY, hidden_size=256))
 
@@ -127,3 +128,17 @@ def test_weights_are_what_the_platform_is_made_for(monkeypatch):
 def test_the_receipt_says_which():
     out = jkv.generate(PARAMS, "int8", np.ones((1, 20), int), max_new_tokens=2)
     assert out.report.kernels == "xla" and "kernels xla" in str(out.report)
+
+
+def test_checks_want_equal_bits_of_a_second_run():
+    """The reference is right; one that is right too, and other the second time, is not."""
+    case, count = replace(next(check.cases(128)), lengths=(128, 80)), iter(range(9))
+
+    def other(q, **rest):
+        part = reference.attention(q.astype(jnp.float32), **rest)
+        turn = jax.pure_callback(lambda: np.float32(next(count)), jax.ShapeDtypeStruct((), jnp.float32))
+        return replace(part, l=part.l * (1 + turn * 2.0**-22))
+
+    assert next(check.verdicts("xla", [case]))[0] == "ok"
+    good, text = check.run(case, "xla", other, again=True)
+    assert not good and "a second run gives other bits" in text and check.run(case, "xla", other)[0]

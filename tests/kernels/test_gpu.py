@@ -46,7 +46,6 @@ def fewer():
 
 @pytest.mark.parametrize("case", fewer(), ids=str)
 def test_kernel_equals_float64(case, seed, monkeypatch):
-    monkeypatch.setattr(gpu, "LEAST", 2)  # parts of two tiles, or one, or none where a head is short
     good, text = check.run(case, "gpu", interpreted, seed, QUICK)
     assert good, f"seed {seed}: {text}"
 
@@ -239,3 +238,29 @@ def test_what_the_check_runs_is_supported_but_for_some_of_the_channels():
         module, unit = (paged, [case.page]) if case.page else (gpu, [])
         reason = module.supports(p["k"], p["v"], case.dim, case.group * case.new, *unit)
         assert (reason is not None) == (case.k.kept > 0), case
+
+
+def waves(programs: int, at_once: int, tiles: int, n: int) -> tuple[float, int]:
+    """How much of what runs at once works on tiles, if each program becomes n; and the tiles' times until all end."""
+    turns, each = -(-programs * n // at_once), -(-tiles // n)
+    return programs * tiles / (turns * at_once * each), turns * (each + gpu.FILLING)
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3])
+def test_parts_fill_the_waves_of_programs(resident: int):
+    """Never later than with as many parts as would be three programs a multiprocessor, which overshoots."""
+    at_once = 132 * resident
+    for rows in (1, 2, 3, 4, 8, 16, 64):
+        for tiles in (4, 64, 1024):
+            n, before = gpu.parts(8 * rows, at_once, tiles), max(1, min(-(-396 // (8 * rows)), tiles // 4))
+            share, end = waves(8 * rows, at_once, tiles, n)
+            assert end <= waves(8 * rows, at_once, tiles, before)[1] and 1 <= n <= tiles
+            assert share > 0.94 or tiles < 1024
+
+
+def test_what_a_multiprocessor_runs_at_once_is_what_its_memory_holds():
+    def of(bits: int, dim: int = 128) -> int:
+        form = gpu.Form(bits, dim, 1, 1, jnp.dtype(jnp.float16), 128)
+        return gpu.resident(form, form, 8)
+
+    assert [of(bits) for bits in (0, 8, 4, 2)] == [1, 2, 3, 2] and of(0, 64) == 2

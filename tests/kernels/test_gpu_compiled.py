@@ -62,6 +62,13 @@ def whole(*arrays):
     return gpu.attention(*arrays, 0.1)
 
 
+def resident(q, k, v) -> int:
+    """Programs that the kernel counts on running at once on a multiprocessor."""
+    dim, tile = q.shape[-1], gpu.tile_of(v)
+    forms, queries = (gpu.Form.of(k, dim, tile), gpu.Form.of(v, dim, tile)), q.shape[2] * q.shape[3]
+    return gpu.resident(*forms, -(-queries // (8 * -(-queries // gpu.most_rows(*forms)))) * 8)
+
+
 def pages_of_16(*arrays):
     return paged.attention(*arrays[:-1], 0.1, arrays[-1], 16)
 
@@ -159,6 +166,8 @@ def measure() -> dict:
         machines = cuda.machines(function, *args)
         assert len(machines) == 1, f"{name}: {len(machines)} kernels"
         out[name] = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
+        if function in (whole, pages_of_16):
+            out[name]["resident"] = resident(*args[:3])
     moves = {}
     for name, *pages in (("bf16",), ("int8",), ("int4 groups of 32",), ("kivi int2",), ("int4", PAGES)):
         form = (FORMS | GROUPED)[name]
@@ -184,6 +193,13 @@ def measured() -> dict:
 def test_no_kernel_spills_or_serialises(measured):
     bad = {name: x for name, x in measured["machines"].items() if x["spilled"] or x["serialised"]}
     assert not bad
+
+
+def test_a_multiprocessor_has_registers_for_as_many_programs_as_are_counted_on(measured):
+    """Of 65,536; a program is 128 threads, and registers are given out by eight."""
+    counted = {name: x for name, x in measured["machines"].items() if "resident" in x}
+    held = {name: 65536 // (128 * -(-x["registers"] // 8) * 8) for name, x in counted.items()}
+    assert counted and not {n: (held[n], x["resident"]) for n, x in counted.items() if held[n] < x["resident"]}
 
 
 def test_inner_loops_are_as_short_as_they_were(measured):

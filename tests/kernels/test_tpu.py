@@ -175,17 +175,18 @@ def test_numbers_come_to_their_channels(count: int):
     )
 
 
-@pytest.mark.parametrize(("heads", "selections"), [(4, 4), (3, 1), (3, 3)])
+@pytest.mark.parametrize(("heads", "selections"), [(4, 4), (3, 1), (3, 3), (12, 12), (16, 1)])
 def test_many_tiles(monkeypatch, heads: int, selections: int):
-    """Some heads end in the first of four tiles; steps of 8, 2 and 2 of the rows' heads."""
+    """Some heads end in the first of four tiles; blocks of both rows' heads, and of six or eight heads of one row."""
     monkeypatch.setattr(kernel, "WORK", 256)
     check("int8", c=512, h=heads, hs=selections, lengths=(512, 300, 129, 0))
 
 
 def test_nothing_is_fetched_beyond_the_longest_head():
-    length = jnp.array([5, 0, 130, 7], jnp.int32)
-    assert [int(kernel.tile_of(length, 128, 0, 4, i)) for i in range(4)] == [0, 1, 1, 1]
-    assert [int(kernel.tile_of(length, 128, 0, 2, i)) for i in range(3)] == [0, 0, 0]
+    pos = jnp.where(jnp.arange(512)[None] < jnp.array([5, 0, 130, 7])[:, None], 1, -1)[None]
+    for rows, want in ((pos, [0, 1, 1, 1]), (pos[:, :2], [0, 0, 0, 0])):
+        walk = replace(kernel._all(rows, rows.shape[1], 1, 8), tile=128)
+        assert [int(walk.place(0, 0, i, walk.ends)) for i in range(4)] == want
 
 
 def test_what_it_does_not_take_is_named():
@@ -204,10 +205,29 @@ def test_what_it_does_not_take_is_named():
 def test_newcomers_take_their_slots_and_nothing_else_moves(dtype, rows: int, heads: int, own: int):
     rng, m, c = np.random.default_rng(rows), 16, 256
     top = 60000 if dtype == jnp.uint16 else 250
-    x, new = (jnp.asarray(rng.uniform(0, top, (B, heads, n, rows)), jnp.float32).astype(dtype) for n in (c, m))
+    x, new = (rng.uniform(0, top, (B, heads, n, rows)).astype(np.float32) for n in (c, m))
+    if jnp.issubdtype(dtype, jnp.floating):  # of one newcomer, of one that is dropped, and of what nobody reads
+        new[0, 0, 3, 0], new[1, -1, -1, 1], x[0, 1, 5] = np.nan, np.inf, np.nan
+        new[0, 1, 2], new[0, 1, 4] = -np.inf, -0.0
+    x, new = (jnp.asarray(y).astype(dtype) for y in (x, new))
     index = np.sort(np.stack([[rng.choice(c + 40, m, replace=False) for _ in range(own)] for _ in range(B)]), -1)
     got = jax.jit(partial(placing.place, interpret=pltpu.InterpretParams()))(x, jnp.asarray(index, jnp.int32), new)
-    np.testing.assert_array_equal(got, put(x, jnp.asarray(index, jnp.int32), new))
+    want = put(x, jnp.asarray(index, jnp.int32), new)
+    bits = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    np.testing.assert_array_equal(np.asarray(got).view(bits), np.asarray(want).view(bits))
+
+
+def test_only_tiles_that_newcomers_come_to_are_moved():
+    """Of 4,096 slots 16 that lie together and one elsewhere are in three tiles, and in the large ones of own slots."""
+    index = jnp.sort(jnp.r_[1016:1031, 5, 4096][None, None].astype(jnp.int32))
+    tile = placing.tile_size(True, 17, 4096, 8 * 64)
+    tiles, count = placing.touched(index, tile, 4096)
+    assert tile == 128 and int(count) == 3 and tiles[0, 0].tolist() == [0, 7, 8] + [8] * 14
+    assert placing.tile_size(False, 17, 4096, 8 * 64) == 2048
+    x = jnp.zeros((1, 1, 4096, 8), jnp.uint8).at[0, 0, 128:896].set(1)
+    new = jnp.full((1, 1, 17, 8), 7, jnp.uint8)
+    got = placing.place(x, index, new, interpret=pltpu.InterpretParams())
+    np.testing.assert_array_equal(got, put(x, index, new))
 
 
 @pytest.mark.parametrize(

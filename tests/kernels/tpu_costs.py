@@ -50,6 +50,7 @@ CASES = [
     *(("v5e:2x2", "int8", 128, g, 16) for g in (1, 3, 4)),
     ("v5e:2x2", "int4", 128, 8, 512),
     *((chip, "int4", 128, 8, 16) for chip in ("v6e:2x2", "v5p:2x2x1")),
+    *((chip, "int4", 128, 8, 0, "one line") for chip in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")),
 ]
 PROMPTS = [  # head dim, groups, tokens; a seventh word: of keys that not all later queries see
     ("v5e:2x2", "prompt", 64, 3, 2048, "until"),
@@ -70,14 +71,18 @@ def stored(
     shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None
 ) -> KernelCodes:
     """A tier's codes with tokens last, as the compiler would keep them in a loop."""
+
+    def lying(*x: Any) -> Any:  # alone, few or an odd number of rows would change with heads
+        made = shape(*x)
+        return made.update(sharding=Format(Layout((0, 1, 2, 3)), made.sharding))
+
     if sparsity is not None:
-        values = shape((1, H, Sparse(sparsity=sparsity).kept(d), C), jnp.uint16)
-        order = Format(Layout((0, 1, 2, 3)), values.sharding)  # alone, an odd number of rows would change with heads
-        return KernelCodes(codes=values.update(sharding=order), kept=shape((1, H, d // 8, C), jnp.uint8))
+        values = lying((1, H, Sparse(sparsity=sparsity).kept(d), C), jnp.uint16)
+        return KernelCodes(codes=values, kept=shape((1, H, d // 8, C), jnp.uint8))
     if not bits:
         return KernelCodes(codes=shape((1, H, d, C), jnp.bfloat16))
     sizes = (1, H, C // tokens, d) if tokens > 1 else (1, H, d // (group or d), C)
-    step, low = (shape(sizes, jnp.uint16) for _ in range(2))
+    step, low = (lying(sizes, jnp.uint16) for _ in range(2))
     return KernelCodes(codes=shape((1, H, d * bits // 8, C), jnp.uint8), step=step, low=low, bits=bits)
 
 
@@ -91,12 +96,13 @@ def logical(x: KernelCodes) -> KernelCodes:
     return jax.tree.map(turn, x)
 
 
-def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0) -> dict[str, Any]:
-    """Of decode attention: cycles of a token and kv head; of those in tiles of picked pages."""
+def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0, line: str = "") -> dict[str, Any]:
+    """Of decode attention: cycles of a token and kv head; of those in tiles of picked pages. line: of positions, that
+    all heads share."""
     shape, mesh = placed(topology)
     k, v = (stored(shape, d, **how) for how in FORMS[form])
     bounds = shape((1, 1), jnp.int32)
-    arguments = shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, H, C), jnp.int32), bounds, bounds
+    arguments = shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, 1 if line else H, C), jnp.int32), bounds, bounds
 
     def run(q: Any, k: KernelCodes, v: KernelCodes, pos: Any, first: Any, last: Any, *pages: Any) -> Any:
         function = (lambda *x: paged(*x, *pages, unit)) if pages else attention

@@ -59,7 +59,8 @@ def loop(name: str, spec: str, layers: int = 2, mesh: str | None = None) -> dict
 def encoded(text: str) -> list[str]:
     """What makes the codes of newcomers that `place` reads, and where they are: S(1) is the chip's own memory."""
     made = {name: (op, "S(1)" in where) for name, where, op in re.findall(r"^\s+(%\S+) = (\S+) ([\w-]+)\(", text, re.M)}
-    codes = re.findall(r"= u8\S+ custom-call\(%\S+, (%\S+), %\S+\),.*/place/pallas_call", text)
+    last = r"(%[^,()]+), %[^,()]+\)"  # the newcomers, and the tier
+    codes = re.findall(rf"= u8\S+ custom-call\((?:%[^,()]+, )*{last},.*/place/pallas_call", text)
     return sorted({f"{op} {'on' if inside else 'off'} the chip" for op, inside in map(made.__getitem__, codes)})
 
 

@@ -26,8 +26,9 @@ from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, o
 from jkv.protocols import KernelCodes
 
 STAGES = 3  # tiles under way
-PROGRAMS = 3 * 132  # wanted: three on each multiprocessor
-LEAST = 4  # tiles of a part
+PROCESSORS = 132  # multiprocessors of an H100 or H200 SXM, where no device tells
+SHARED = 227 * 1024  # bytes of shared memory of one, for its programs; each takes 1024 beside its own
+FILLING = STAGES - 1  # tiles whose time a program takes before the first one is there
 UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
 
 
@@ -132,6 +133,36 @@ def join(acc: Array, m: Array, l: Array) -> Partial:  # noqa: E741
     return Partial(acc=(acc * share[..., None]).sum(2), m=jnp.where(total > 0, top * math.log(2), -jnp.inf), l=total)
 
 
+@functools.cache
+def processors() -> int:
+    """Multiprocessors of the device, or of the one that programs are compiled for."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else PROCESSORS
+
+
+def resident(k: Form, v: Form, r: int) -> int:
+    """Programs that a multiprocessor runs at once, by its shared memory and the registers that compiled ones take."""
+    light = r == 8 and k.grain == 1 and max(x.dim * x.blocks for x in (k, v)) <= 256
+    wide = [x.tile * x.width * (1 if x.bits else 2) + 4 * x.groups * x.tile * (x.bits > 0) for x in (k, v)]
+    own = 2 * v.groups * r * v.tile + 4 * r * k.dim + (2 * k.units * r * k.dim if k.grain > 1 else 0)
+    return max(1, min(3 if light else 2, SHARED // (STAGES * (sum(wide) + 4 * v.tile) + own + 1024)))
+
+
+def parts(programs: int, at_once: int, tiles: int) -> int:
+    """Into how many parts the tiles of each program are divided so that all are done first; the fewest of such.
+
+    Programs are alike, so they come in waves, and the last wave takes as long whether it is full or not.
+
+    >>> parts(8, 396, 1024), parts(8, 132, 1024), parts(64, 396, 1024), parts(512, 396, 64), parts(8, 396, 8)
+    (49, 16, 6, 3, 8)
+    """
+
+    def time(n: int) -> int:
+        return -(-programs * n // at_once) * (-(-tiles // n) + FILLING)
+
+    return min(range(1, tiles + 1), key=time)
+
+
 def kernel(
     k: Form,
     v: Form,
@@ -148,7 +179,7 @@ def kernel(
     tables: tiles i32[B*Hs] to be read; where they are listed, also where they lie, i32[B*H,U].
     """
     b, h, chunks = batch
-    splits = max(1, min(-(-PROGRAMS // (b * h * chunks)), pos[2] // (LEAST * v.tile)))
+    splits = parts(b * h * chunks, processors() * resident(k, v, r), pos[2] // v.tile)
     lead = (b * h, chunks, splits)
     query, scratch = sides.query_memory(k, r)
     p_s = plgpu.SMEM((v.groups * v.fold * r, v.tile // v.fold), v.dtype, transforms=operand(v.tile // v.fold, v.dtype))

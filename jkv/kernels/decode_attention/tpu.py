@@ -10,7 +10,7 @@ The arrays are handed over with tokens last. XLA then stores a tier that way, so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -74,15 +74,15 @@ def attention(
     pad = ((0, 0), (0, n - g * t), (0, 0))
     rows = jnp.pad((q.astype(jnp.float32) * (scale * LOG2E)).reshape(b * h, g * t, d), pad)
     bounds = jnp.tile(jnp.stack([jnp.maximum(first, 0), last], 2), (1, g, 1))  # from 0 on: the dead are at -1
-    bounds = jnp.repeat(jnp.pad(bounds, pad), h, 0)
     flat_k, flat_v = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
     keys, values = key_side(rows, flat_k), value_side(flat_v, d)
-    pos = jnp.broadcast_to(pos, (b, h, pos.shape[2])).reshape(b * h, -1)
+    bounds = jnp.pad(bounds, pad)
     if tiles is None:
-        walk = _all(pos, keys.of_slot + values.of_slot, n)
-    else:
+        walk = _all(pos, h, keys.of_slot + values.of_slot, n)
+    else:  # every head is a row of its own
+        pos, bounds = jnp.broadcast_to(pos, (b, h, pos.shape[2])).reshape(b * h, -1), jnp.repeat(bounds, h, 0)
         walk, pos = _some(pos, tiles.reshape(b * h, -1))
-    acc, m, l = _run(walk, keys, values, bounds, pos[:, None], d, interpret)  # noqa: E741
+    acc, m, l = _run(walk, keys, values, bounds, pos, d, interpret)  # noqa: E741
     acc, m, l = (x[:, : g * t] for x in (acc, m[..., 0], l[..., 0]))  # noqa: E741
     m = jnp.where(m > FLOOR / 2, m / LOG2E, -jnp.inf)
     return Partial(acc=acc.reshape(b, h, g, t, d), m=m.reshape(b, h, g, t), l=l.reshape(b, h, g, t))
@@ -90,49 +90,90 @@ def attention(
 
 @dataclass(frozen=True)
 class Walk:
-    """What the grid reads: a step `tile` slots of `heads` heads, which lie in `parts` places of the arrays.
+    """What the grid reads: a step `tile` slots of a block of heads, which lie in `parts` places of the arrays.
 
-    tables, of all rows' heads in one line: the last live slot + 1; then, where each head has a list, those places.
+    A block is `heads` heads of `rows` rows each. ends: of each block the last live slot + 1; lists: where each head has
+    one and is a block of its own, those places, in one line.
     """
 
     name: str
+    rows: int
     heads: int
     tile: int
     parts: int
-    tables: tuple[Array, ...]
+    ends: Array
+    lists: Array | None = None
 
-    def place(self, part: int, block: Any, i: Any, length: Any, *lists: Any) -> Any:
-        """Of a part of step i, in units of its size."""
-        at = tile_of(length, self.tile, block * self.heads, self.heads, i)
+    @property
+    def tables(self) -> tuple[Array, ...]:
+        return (self.ends,) if self.lists is None else (self.ends, self.lists)
+
+    def place(self, part: int, block: Any, i: Any, ends: Any, *lists: Any) -> Any:
+        """Of a part of step i, in units of its size: beyond the last live slot the same again: nothing is fetched."""
+        at = jnp.minimum(i, jnp.maximum(_steps(ends[block], self.tile) - 1, 0))
         if not lists:
             return at
-        return lists[0][(block * (lists[0].shape[0] // length.shape[0])) + at * self.parts + part]
+        return lists[0][(block * (lists[0].shape[0] // ends.shape[0])) + at * self.parts + part]
 
 
-def _ends(pos: Array) -> Array:
-    return lengths(pos[:, None]).reshape(-1)
+def _steps(end: Any, tile: int) -> Any:
+    return lax.div(end + tile - 1, jnp.int32(tile))
 
 
-def _all(pos: Array, of_slot: int, n: int) -> Walk:
-    """Every slot of pos i32[heads,C] up to the longest head's last, several heads together."""
-    heads = max(x for x in (8, 4, 2, 1) if pos.shape[0] % x == 0)
-    tile = tile_size(of_slot, heads * n // 8, pos.shape[1])
-    return Walk("decode_attention", heads, tile, 1, (_ends(pos),))
+def together(rows: int, heads: int) -> tuple[int, int]:
+    """Rows, and heads of each, of a block: eight heads if they can be had.
+
+    >>> [together(*x) for x in ((1, 8), (8, 2), (4, 3), (2, 16), (1, 12))]
+    [(1, 8), (4, 2), (2, 3), (1, 8), (1, 6)]
+    """
+    own = max(x for x in range(1, 9) if heads % x == 0)
+    return max(x for x in range(1, 9) if rows % x == 0 and (x == 1 or x * heads <= 8)), own
+
+
+def _all(pos: Array, heads: int, of_slot: int, n: int) -> Walk:
+    """Every slot of pos i32[B,Hs,C] up to the last of the longest head of a block."""
+    rows, own = together(pos.shape[0], heads)
+    ends = jnp.broadcast_to(lengths(pos), (pos.shape[0], heads)).reshape(-1, rows * own).max(1)
+    return Walk("decode_attention", rows, own, tile_size(of_slot, rows * own * n // 8, pos.shape[2]), 1, ends)
 
 
 def _some(pos: Array, tiles: Array) -> tuple[Walk, Array]:
-    """The tiles i32[heads,U] of each head, several together, and their positions, filled up to whole steps."""
+    """The tiles i32[N,U] of each head, several together, and their positions i32[N,1,C], filled up to whole steps."""
     u = tiles.shape[1]
     tile = pos.shape[1] // u
     parts = max(1, min(TOGETHER // tile, u))
     more = -u % parts
     tiles = jnp.pad(tiles, ((0, 0), (0, more)), mode="edge")
-    pos = jnp.pad(pos, ((0, 0), (0, more * tile)), constant_values=-1)
-    return Walk("paged_attention", 1, tile * parts, parts, (_ends(pos), tiles.reshape(-1))), pos
+    pos = jnp.pad(pos, ((0, 0), (0, more * tile)), constant_values=-1)[:, None]
+    return Walk("paged_attention", 1, 1, tile * parts, parts, lengths(pos).reshape(-1), tiles.reshape(-1)), pos
 
 
 def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int, interpret: Any) -> Any:
-    (all_, n, _), c, heads = bounds.shape, pos.shape[2], walk.heads
+    """acc f32[B*H,n,D], m, l f32[B*H,n,1] for bounds i32[B,n,2] and pos i32[B,Hs,C].
+
+    Positions stay as they are stored, one line for all heads of a row or one for each: a block reads its own. The grid
+    ends where tokens end; that of lists, which are short, is as long as they are.
+    """
+    (b, n, _), c, heads = bounds.shape, pos.shape[2], walk.rows * walk.heads
+    all_ = keys.arrays[0].shape[0]
+    of_row = max(all_ // b // walk.heads, 1)  # blocks of a row
+    lines = min(pos.shape[1], walk.heads)
+    pos = pos.reshape(b, -1, lines, c)
+
+    most = -(-c // walk.tile)
+    steps = jnp.maximum(_steps(walk.ends.max(), walk.tile), 1) if walk.lists is None else most
+
+    def row(block: Array) -> Array:
+        return block if of_row == 1 else lax.div(block, of_row)
+
+    def of_pos(block: Array, i: Array, *tables: Any) -> tuple[Any, ...]:
+        group = lax.rem(block, of_row) if pos.shape[1] > 1 else 0
+        return row(block), group, 0, walk.place(0, block, i, tables[0])
+
+    masks = [
+        pl.BlockSpec((walk.rows, n, 2), lambda block, *_: (row(block), 0, 0)),
+        pl.BlockSpec((walk.rows, 1, lines, walk.tile), of_pos),
+    ]
 
     def spec(x: Array, tokens: tuple[int, int] | None, part: int | None = None) -> pl.BlockSpec:
         shape, axis = [heads, *x.shape[1:]], None
@@ -148,15 +189,15 @@ def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int
 
         return pl.BlockSpec(tuple(shape), index)
 
-    arrays = [(bounds, None), (pos, (2, 1)), *keys.operands(walk.parts), *values.operands(walk.parts)]
+    arrays = [*keys.operands(walk.parts), *values.operands(walk.parts)]
     out = [jax.ShapeDtypeStruct((all_, n, x), jnp.float32) for x in (d, 1, 1)]
     read = all_ * (c * (keys.of_slot + values.of_slot + 4) + 4 * n * d)
     return pl.pallas_call(
         partial(_kernel, keys, values, walk, c),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walk.tables),
-            grid=(all_ // heads, -(-c // walk.tile)),
-            in_specs=[spec(*x) for x in arrays],
+            grid=(all_ // heads, steps),
+            in_specs=masks + [spec(*x) for x in arrays],
             out_specs=[pl.BlockSpec((heads, *x.shape[1:]), lambda block, *_: (block, 0, 0)) for x in out],
         ),
         out_shape=out,
@@ -164,7 +205,7 @@ def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int
         cost_estimate=pl.CostEstimate(flops=4 * all_ * n * c * d, transcendentals=all_ * n * c, bytes_accessed=read),
         interpret=interpret,
         name=walk.name,
-    )(*walk.tables, *(x for x, *_ in arrays))
+    )(*walk.tables, bounds, pos, *(x for x, *_ in arrays))
 
 
 def tile_size(of_slot: int, groups: int, slots: int) -> int:
@@ -173,27 +214,13 @@ def tile_size(of_slot: int, groups: int, slots: int) -> int:
     return min(max(most, 1), -(-slots // LANES)) * LANES
 
 
-def tile_of(length: Any, tile: int, head: Any, heads: int, i: Any) -> Any:
-    """Which tile step i reads: beyond the last live slot of `heads` heads the same again, so that nothing is fetched.
-
-    length i32[heads of all rows] of the last live slot + 1.
-    """
-    longest = _longest([length[head + j] for j in range(heads)])
-    return jnp.minimum(i, jnp.maximum(lax.div(longest + tile - 1, jnp.int32(tile)) - 1, 0))
-
-
-def _longest(ends: list[Any]) -> Any:
-    return reduce(jnp.maximum, ends)
-
-
 def _kernel(keys: Side, values: Side, walk: Walk, slots: int, *refs: Any) -> None:
-    heads, tile = walk.heads, walk.tile
-    length, bounds, pos = refs[0], *refs[len(walk.tables) : len(walk.tables) + 2]
+    heads, tile = walk.rows * walk.heads, walk.tile
+    end, bounds, pos = refs[0], *refs[len(walk.tables) : len(walk.tables) + 2]
     acc, m, l = refs[-3:]  # noqa: E741
     blocks = iter(x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in refs[len(walk.tables) + 2 : -3])
     logits_of, mixed_of = keys.run(blocks, walk.parts), values.run(blocks, walk.parts)
     block, i = pl.program_id(0), pl.program_id(1)
-    ends = [length[block * heads + j] for j in range(heads)]
     n = acc.shape[1]
 
     @pl.when(i == 0)
@@ -202,16 +229,17 @@ def _kernel(keys: Side, values: Side, walk: Walk, slots: int, *refs: Any) -> Non
         m[...] = jnp.full(m.shape, FLOOR, jnp.float32)
         l[...] = jnp.zeros(l.shape, jnp.float32)
 
-    @pl.when(i * tile < _longest(ends))
+    @pl.when(i * tile < end[block])
     def _() -> None:
         live, alive = [], []
         for j in range(heads):
-            at = pos[j]
+            row, line = j // walk.heads, j % walk.heads if pos.shape[2] > 1 else 0
+            at = pos[row, 0, line : line + 1]
             if slots % tile:  # what is beyond the array may be anything
-                at = jnp.where(i * tile + lax.broadcasted_iota(jnp.int32, (1, tile), 1) < ends[j], at, -1)
+                at = jnp.where(i * tile + lax.broadcasted_iota(jnp.int32, (1, tile), 1) < slots, at, -1)
             alive.append(jnp.where(at >= 0, -1, 0))
             at = jnp.broadcast_to(at, (n, tile))
-            live.append((at >= bounds[j, :, :1]) & (at <= bounds[j, :, 1:]))
+            live.append((at >= bounds[row, :, :1]) & (at <= bounds[row, :, 1:]))
         logits = jnp.concatenate([jnp.where(live[j], logits_of(j), MASKED) for j in range(heads)], 0)
         before = m[...].reshape(heads * n, 1)
         now = jnp.maximum(before, logits.max(-1, keepdims=True))

@@ -1,4 +1,8 @@
-"""One pass over the tier, aliased: a tile of tokens takes its newcomers by a product with a 0/1 matrix."""
+"""The tiles of tokens that newcomers come to, in place: each takes its own by a product with a 0/1 matrix.
+
+Numbers go through it as their bytes, which bfloat16 holds exactly, whatever they are: of a float, NaN or infinite, none
+touches another.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +34,78 @@ def place(x: Array, index: Array, new: Array, *, interpret: Any = False) -> Arra
     m = index.shape[2]
     lanes = lambda y: jnp.swapaxes(y, 2, 3)  # noqa: E731
     heads = max(n for n in (8, 4, 2, 1) if h % n == 0)
-    most = max(min(BLOCK // (heads * r * x.dtype.itemsize), CHOICES // m) // LANES, 1)
-    tile = min(most, -(-c // LANES)) * LANES
-    slot = jnp.broadcast_to(index, (b, h, m))[..., None].astype(jnp.int32)
-    spec = lambda *shape: pl.BlockSpec((1, heads, *shape), lambda at, block, i: (at, block, 0, 0))  # noqa: E731
-    tier = pl.BlockSpec((1, heads, r, tile), lambda at, block, i: (at, block, 0, i))
+    slot = jnp.broadcast_to(index, (b, h, m)).astype(jnp.int32)
+    tile = tile_size(index.shape[1] == 1, m, c, heads * r * x.dtype.itemsize)
+    tiles, count = touched(slot.reshape(b, h // heads, heads * m), tile, c)
+    spec = lambda *shape: pl.BlockSpec((1, heads, *shape), lambda at, block, i, _: (at, block, 0, 0))  # noqa: E731
+    tier = pl.BlockSpec((1, heads, r, tile), lambda at, block, i, tiles: (at, block, 0, tiles[at, block, i]))
+    moved = 2 * b * h * r * tiles.shape[2] * tile
     out = pl.pallas_call(
         partial(_kernel, heads, tile),
-        grid=(b, h // heads, -(-c // tile)),
-        in_specs=[spec(m, 1), spec(r, m), tier],
-        out_specs=tier,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(b, h // heads, count),
+            in_specs=[spec(m, 1), spec(r, m), tier],
+            out_specs=tier,
+        ),
         out_shape=jax.ShapeDtypeStruct((b, h, r, c), x.dtype),
-        input_output_aliases={2: 0},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
-        cost_estimate=pl.CostEstimate(flops=2 * x.size * m, transcendentals=0, bytes_accessed=2 * x.nbytes),
+        input_output_aliases={3: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(flops=moved * m, transcendentals=0, bytes_accessed=moved * x.dtype.itemsize),
         interpret=interpret,
         name="place",
-    )(slot, lanes(new.astype(x.dtype)), lanes(x))
+    )(tiles, slot[..., None], lanes(new.astype(x.dtype)), lanes(x))
     return lanes(out)
 
 
-def _kernel(heads: int, tile: int, slot: Any, new: Any, x: Any, out: Any) -> None:
-    start, whole = pl.program_id(2) * tile, jnp.issubdtype(x.dtype, jnp.integer)
-    middle = jnp.int32 if whole else jnp.float32  # what narrow numbers become, to be compared and chosen
-    narrow = x.dtype in (jnp.uint8, jnp.bfloat16)  # exact in bfloat16, so one product is
+def tile_size(shared: bool, newcomers: int, slots: int, width: int) -> int:
+    """Slots of a tile, of `width` bytes each: few where all heads share the newcomers' slots, which then lie together;
+    else many, for most tiles are touched, and a step has a fixed cost."""
+    most = max(min(BLOCK // width, CHOICES // newcomers) // LANES, 1)
+    return LANES * (1 if shared else min(most, -(-slots // LANES)))
+
+
+def touched(slot: Array, tile: int, slots: int) -> tuple[Array, Array]:
+    """i32[...,U] of the tiles that i32[...,n] slots are in, each once and rising, then the last of them again; and how
+    many there are where there are most, 1 at least. Slots of `slots` or more are in none.
+
+    >>> [x.tolist() for x in touched(jnp.array([[130, 5, 131, 600], [600, 600, 600, 600]]), 128, 512)]
+    [[[0, 1, 1, 1], [0, 0, 0, 0]], 2]
+    """
+    n, own = slot.shape[-1], slot // tile
+    every = lax.broadcasted_iota(jnp.int32, (*slot.shape[:-1], -(-slots // tile)), slot.ndim - 1)
+    hit = ((own[..., None] == every[..., None, :]) & (slot[..., None] < slots)).any(-2)
+    rank = jnp.cumsum(hit, -1, dtype=jnp.int32)
+    nth = lax.broadcasted_iota(jnp.int32, (*slot.shape[:-1], min(n, hit.shape[-1])), slot.ndim - 1)
+    found = (rank[..., None, :] <= nth[..., None]).sum(-1, dtype=jnp.int32)  # tiles before the one of that rank
+    last = jnp.where(hit, every, 0).max(-1, keepdims=True)
+    return jnp.minimum(found, last), jnp.maximum(rank[..., -1].max(), 1)
+
+
+def _kernel(heads: int, tile: int, tiles: Any, slot: Any, new: Any, x: Any, out: Any) -> None:
+    start = tiles[pl.program_id(0), pl.program_id(1), pl.program_id(2)] * tile
     for j in range(heads):
         lane = start + lax.broadcasted_iota(jnp.int32, (slot.shape[2], tile), 1)
         hit = jnp.where(lane == slot[0, j], 1.0, 0.0)
-        rows = new[0, j].astype(middle).astype(jnp.float32)
-        own = jnp.dot(
-            *((rows.astype(jnp.bfloat16), hit.astype(jnp.bfloat16)) if narrow else (rows, hit)),
-            preferred_element_type=jnp.float32,
-            precision=None if narrow else lax.Precision.HIGHEST,
-        )
-        taken = jnp.broadcast_to(hit.max(0, keepdims=True), own.shape) > 0
-        out[0, j] = jnp.where(taken, own.astype(middle), x[0, j].astype(middle)).astype(x.dtype)
+        rows = _bits(new[0, j])
+        taken = jnp.broadcast_to(hit.max(0, keepdims=True), (rows.shape[0], tile)) > 0
+        own = jnp.zeros(taken.shape, jnp.int32)
+        for shift in range(0, 8 * x.dtype.itemsize, 8):
+            octet = ((rows >> shift) & 255).astype(jnp.float32).astype(jnp.bfloat16)
+            dot = jnp.dot(octet, hit.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+            own |= dot.astype(jnp.int32) << shift
+        out[0, j] = _floats(jnp.where(taken, own, _bits(x[0, j])), x.dtype)
+
+
+def _bits(x: Array) -> Array:
+    """i32 of numbers of at most 32 bits: of floats as they are stored."""
+    if x.dtype == jnp.bfloat16:  # the upper half of a float32, and so of its bits
+        return lax.shift_right_logical(lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), 16)
+    return lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.float32 else x.astype(jnp.int32)
+
+
+def _floats(x: Array, dtype: Any) -> Array:
+    """Numbers of a dtype from their bits i32."""
+    if dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(x << 16, jnp.float32).astype(jnp.bfloat16)
+    return lax.bitcast_convert_type(x, jnp.float32) if dtype == jnp.float32 else x.astype(dtype)

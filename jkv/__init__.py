@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jkv import models
     from jkv.core.cache import Cache
+    from jkv.eval.harness import harness
     from jkv.generation.api import Result, extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.report import Report
@@ -35,6 +36,7 @@ __all__ = [
     "extend",
     "from_tree",
     "generate",
+    "harness",
     "load",
     "load_cache",
     "models",
@@ -59,6 +61,7 @@ _HOMES = {
     "extend": "generation.api",
     "from_tree": "io.trees",
     "generate": "generation.api",
+    "harness": "eval.harness",
     "load": "io.load",
     "load_cache": "generation.cache_file",
     "save_cache": "generation.cache_file",

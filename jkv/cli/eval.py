@@ -249,6 +249,42 @@ def multiturn(
 
 
 @app.command()
+@flat
+def harness(
+    o: Compared = Compared(samples=0, batch=8),
+    tasks: Annotated[list[str] | None, typer.Option("--tasks", help="A task's name; repeatable.")] = None,
+    include: Annotated[Path | None, typer.Option(metavar="FOLDER", help="More tasks: a folder of their YAML.")] = None,
+    shots: Annotated[int | None, typer.Option(help="Worked examples in a prompt. Default: the task's own.")] = None,
+    question: Annotated[str, typer.Option(help="seen: compressed with the context; unseen: read after it.")] = "seen",
+    marker: Annotated[str, typer.Option(help="Text that begins a question which is not seen.")] = "\nQuestion:",
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts in the model's chat template.")] = False,
+) -> None:
+    """Tasks of lm-evaluation-harness through compressed caches, and whether they reached the budget at all.
+
+    --samples: examples of a task; 0: all.
+    """
+    from jkv.eval import harness as backend
+    from jkv.eval.results import Results
+
+    if not tasks:
+        raise ValueError("--tasks: name a task of lm-evaluation-harness, such as arc_easy")
+    s = _setting(o, o.cache, 0, o.batch)
+    asked = {"limit": o.samples or None, "num_fewshot": shots, "apply_chat_template": chat}
+    asked["include"] = str(include) if include else None
+    about = {"experiment": "harness", "model": o.model, "question": question, "marker": marker, "chat": chat}
+    found = Results(o.out, about | {"samples": o.samples, "shots": shots, "versions": backend.versions()})
+    for cache in s.caches:
+        rest = [name for name in tasks if not found.find(cache=cache, task=name)]
+        lm = backend.harness(s.params, cache, batch=o.batch, question=question, marker=marker)
+        scores, receipts = backend.evaluated(lm, rest, **asked) if rest else ({}, {})
+        for name, numbers in scores.items():
+            found.add({"cache": cache, "task": name, "metrics": backend.plain(numbers), "receipt": receipts[name]})
+        for line in backend.flagged(receipts):
+            print(f"{cache}: {line}", file=sys.stderr)
+    console.show(backend.table(found.rows))
+
+
+@app.command()
 def report(
     files: Annotated[list[str], typer.Argument(help="Result files of these commands.")],
     plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw quality against bytes and time.")] = None,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from rich.box import MARKDOWN
+from rich.table import Table
 
 from jkv.core.cache import Cache, layer_kept
 from jkv.generation.api import extend, generate, prefill
@@ -32,10 +34,10 @@ NEW = 256  # tokens that are generated where a task names no number
 class Receipt:
     """What a cache held of the contexts of one task.
 
-    contexts: compressed once each, whatever number of answers they have; answers; seen, kept: tokens of all contexts,
-    and of these the cache's, a mean over layers and heads; touched: contexts of which something was evicted, coded or
-    left unread, so 0 says that the task never reached the budget; truncated: contexts that lost their beginning to the
-    model's context.
+    contexts: compressed once each, whatever number of answers they have; answers; seen, kept: tokens of all contexts
+    (and of what was generated after them), and of these the cache's, a mean over layers and heads; touched: contexts of
+    which something was evicted, coded or left unread, so 0 says that the task never reached the budget; truncated:
+    contexts that lost their beginning to the model's context.
     """
 
     contexts: int = 0
@@ -117,9 +119,14 @@ class Backend:
                 way = ways[order[0]]
                 now = [i for i in order[: self.batch] if ways[i] == way]
                 order = order[len(now) :]
-                cache, _ = self._read([contexts[i] for i in now], way["max_new_tokens"], answers=[1] * len(now))
-                rest = [list(contexts[i].later) for i in now]
-                for i, text in zip(now, generate(self.params, cache, rest, **way).text, strict=True):
+                some = [contexts[i] for i in now]
+                if self.question == "seen":
+                    made = generate(self.params, self.config, [list(c.ids) for c in some], chunk=self.chunk, **way)
+                    self._note(some, made.cache, [1] * len(some))
+                else:
+                    cache, _ = self._read(some, way["max_new_tokens"], [1] * len(some))
+                    made = generate(self.params, cache, [list(c.later) for c in some], **way)
+                for i, text in zip(now, made.text, strict=True):
                     out[i] = text
                     say(f"{len(text)} characters")
         return out
@@ -162,22 +169,27 @@ class Backend:
         return self.receipts.setdefault(task, Receipt())
 
     def _read(self, contexts: list[Context], room: int, answers: Sequence[int]) -> tuple[Cache, Array]:
-        """The cache after contexts, not after what is read later; and into the receipts what it held."""
+        """The cache after contexts, and not after what is read later."""
         later = max(len(c.later) for c in contexts)
         room = -(-(room + later) // ROOM) * ROOM
         if not self.config.unlimited:
             room = min(room, self.params.config.context - max(len(c.ids) for c in contexts))
         cache, logits = prefill(self.params, self.config, [list(c.ids) for c in contexts], room=room, chunk=self.chunk)
-        kept = np.asarray(cache.kept(), float).mean((0, 2)) if cache.layers else np.asarray(cache.seen, float)
+        self._note(contexts, cache, answers)
+        return cache, logits
+
+    def _note(self, contexts: list[Context], cache: Cache, answers: Sequence[int]) -> None:
+        """Into the receipts what a cache holds of contexts that have so many answers; of 0, it only fills a batch."""
+        seen = np.asarray(cache.seen)
+        kept = np.asarray(cache.kept(), float).mean((0, 2)) if cache.layers else seen.astype(float)
         for i, (context, there) in enumerate(zip(contexts, touched(cache), strict=True)):
             if answers[i]:
                 receipt = self._receipt(context.task)
                 receipt.contexts += 1
                 receipt.answers += answers[i]
-                receipt.seen += len(context.ids)
+                receipt.seen += int(seen[i])
                 receipt.kept += float(kept[i])
                 receipt.touched += bool(there)
-        return cache, logits
 
     def _answered(self, pairs: list[tuple[Context, list[int]]]) -> list[tuple[list[float], bool]]:
         """Of every pair: the log-probabilities of the tokens, and whether they are greedy."""
@@ -318,3 +330,32 @@ def flagged(receipts: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     for task, own in receipts.items():
         if not own["used"]:
             yield f"{task}: its contexts ({own['seen']:g} tokens) never reached the budget, so this is the full cache"
+
+
+def plain(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a task by name, standard errors as NAME_stderr; its filters' names are left out.
+
+    >>> plain({"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1})
+    {'acc': 0.5, 'acc_stderr': 0.1}
+    """
+    return {name.partition(",")[0]: float(x) for name, x in numbers.items() if isinstance(x, int | float)}
+
+
+def versions() -> dict[str, str]:
+    """Of jkv and of the harness, which a result depends on."""
+    from importlib.metadata import version
+
+    return {"jkv": version("jkv-cache"), "lm_eval": version("lm_eval")}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each cache, task and metric: its value, its standard error, and what the cache held."""
+    out = Table(*("cache", "task", "metric", "value", "error", "tokens", "kept", "used"), box=MARKDOWN)
+    for row in rows:
+        own, metrics = row["receipt"], row["metrics"]
+        held = f"{own['seen']:g}", f"{own['kept']:g}", "yes" if own["used"] else "no"
+        for name, x in metrics.items():
+            if not name.endswith("_stderr"):
+                error = metrics.get(f"{name}_stderr")
+                out.add_row(row["cache"], row["task"], name, f"{x:.4f}", "" if error is None else f"{error:.4f}", *held)
+    return out

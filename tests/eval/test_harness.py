@@ -1,0 +1,190 @@
+"""lm-evaluation-harness through caches: the three kinds of requests, what is said of them, and its own evaluation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv.eval import harness
+from support.tiny import PARAMS
+
+
+class Words:
+    """Tokens are words "w7"; a space begins the next one."""
+
+    bos_id, eos_ids, template = 1, (2,), None
+
+    def within(self, text: str) -> list[int]:
+        return [int(word[1:]) for word in text.split()]
+
+    def encode(self, text: str) -> list[int]:
+        return self.within(text)
+
+    def decode(self, ids) -> str:
+        return "".join(f" w{i}" for i in ids)
+
+
+TEXTS = replace(PARAMS, tokenizer=Words())
+_rng = np.random.default_rng(0)
+
+
+def words(n: int) -> str:
+    return " ".join(f"w{i}" for i in _rng.integers(3, 90, n))
+
+
+CONTEXTS = [words(n) for n in (60, 41, 8)]
+CACHE = "snapkv(budget=24, window=8)"
+
+
+def request(*args, task: str = "t"):
+    return SimpleNamespace(args=args, task_name=task)
+
+
+def backend(cache: str = CACHE, **more) -> harness.Backend:
+    given = dict(batch=2, chunk=None, question="seen", marker=" w5 w5") | more
+    return harness.Backend(TEXTS, jkv.parse(cache), **given)
+
+
+def test_answers_are_those_of_score_and_each_context_is_read_once():
+    lm = backend()
+    asked = [request(c, f" {words(n)} ") for c in CONTEXTS for n in (1, 3)] + [request("", " w7 w8")]
+    got = lm.loglikelihood(asked)
+    for (context, after), (logprob, greedy) in zip([r.args for r in asked], got, strict=True):
+        want = jkv.score(TEXTS, CACHE, Words().encode(context) or [1], Words().within(after))
+        assert logprob == pytest.approx(want.logprob, abs=1e-3) and greedy == want.greedy
+    receipt = lm.receipts["t"]
+    assert (receipt.contexts, receipt.answers, receipt.seen, receipt.touched) == (4, 7, 60 + 41 + 8 + 1, 2)
+    assert receipt.kept == 24 + 24 + 8 + 1 and receipt.used
+
+
+def test_a_task_within_the_budget_is_flagged():
+    lm = backend()
+    lm.loglikelihood([request(CONTEXTS[2], " w3", task="short"), request(CONTEXTS[0], " w3", task="long")])
+    said = {name: harness._said(own) for name, own in lm.receipts.items()}
+    assert [line.split(":")[0] for line in harness.flagged(said)] == ["short"]
+
+
+def test_a_question_that_is_not_seen_is_read_after_the_compression():
+    context, question = CONTEXTS[0], " w5 w5 w9 w11"
+    seen, unseen = backend(), backend(question="unseen")
+    asked = [request(context + question, " w7 w8"), request(context + question, " w9")]
+    got = unseen.loglikelihood(asked)
+    cache, _ = jkv.prefill(TEXTS, CACHE, Words().encode(context), room=64)
+    want = jkv.score(TEXTS, cache, Words().within(question), [[7, 8], [9]])
+    assert [x for x, _ in got] == pytest.approx([x.logprob for x in want], abs=1e-3)
+    assert [x for x, _ in got] != pytest.approx([x for x, _ in seen.loglikelihood(asked)], abs=1e-3)
+    assert unseen.receipts["t"].seen == 60
+    with pytest.raises(ValueError, match="has no ' w5 w5' behind its beginning"):
+        unseen.loglikelihood([request(context, " w7")])
+
+
+def test_whole_texts_in_windows_of_the_models_context():
+    small = replace(TEXTS, config=replace(TEXTS.config, context=40))
+    lm = harness.Backend(small, jkv.parse("full"), 2, None, "seen", "")
+    (got,) = lm.loglikelihood_rolling([request(CONTEXTS[0])])
+    ids = Words().within(CONTEXTS[0])
+    parts = jkv.score(TEXTS, None, [1], ids[:39]), jkv.score(TEXTS, None, [ids[38]], ids[39:])
+    assert got == pytest.approx(sum(x.logprob for x in parts), abs=1e-3)
+
+
+def test_texts_are_generated_up_to_a_stop_text():
+    lm = backend()
+    way = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False, "temperature": 0.7}
+    got = lm.generate_until([request(c, way) for c in CONTEXTS])
+    for context, text in zip(CONTEXTS, got, strict=True):
+        assert text == jkv.generate(TEXTS, CACHE, Words().encode(context), max_new_tokens=6).text
+    with pytest.raises(ValueError, match="'beams' of a task is not known here"):
+        lm.generate_until([request(CONTEXTS[0], {"beams": 4})])
+
+
+def test_a_context_that_is_too_long_loses_its_beginning_and_that_is_said():
+    small = replace(TEXTS, config=replace(TEXTS.config, context=50))
+    lm = harness.Backend(small, jkv.parse("full"), 2, None, "seen", "")
+    got = lm.loglikelihood([request(CONTEXTS[0], " w7 w8")])
+    want = jkv.score(TEXTS, None, Words().encode(CONTEXTS[0])[-48:], [7, 8])
+    assert got[0][0] == pytest.approx(want.logprob, abs=1e-3) and lm.receipts["t"].truncated == 1
+
+
+def test_what_cannot_be_is_refused_before_anything_runs(monkeypatch):
+    with pytest.raises(ValueError, match="no tokenizer"):
+        harness.harness(PARAMS)
+    with pytest.raises(ValueError, match="question='both': seen or unseen"):
+        harness.harness(TEXTS, question="both")
+    with pytest.raises(ValueError, match="batch=0"):
+        harness.harness(TEXTS, batch=0)
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.api.model", None)
+    with pytest.raises(
+        ImportError, match=r"lm-evaluation-harness is not installed; run pip install -e '\.\[lm-eval\]'"
+    ):
+        harness.harness(TEXTS)
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{context}}}}"
+{rest}
+"""
+CHOICE = """doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list: [{metric: acc}]
+"""
+ROLLING = """doc_to_target: "{{context}}"
+metric_list: [{metric: word_perplexity}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with two tasks of prose of this repository: which sentence follows, and whole texts."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path_factory.mktemp("tasks")
+    text = " ".join(__import__("this").s.split()) + " " + " ".join((harness.__doc__ or "").split())
+    sentences = " ".join([*(str(getattr(jkv, n).__doc__) for n in ("generate", "prefill", "load")), text]).split(". ")
+    rows = [
+        {"context": ". ".join(sentences[i : i + 6]), "choices": [" " + sentences[i + 6], " " + sentences[i]], "gold": 0}
+        for i in range(6)
+    ]
+    data = folder / "rows.json"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    for name, kind, rest in (("follows", "multiple_choice", CHOICE), ("prose", "loglikelihood_rolling", ROLLING)):
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data, kind=kind, rest=rest))
+    return folder
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("default")
+def test_the_full_cache_answers_as_the_harness_with_transformers(tasks, tmp_path, monkeypatch):
+    """Equal log-likelihoods to 1e-3 on the same weights; compressed caches say that they were used."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
+
+    from jkv.bench.engines import Transformers
+
+    params = jkv.load("smollm2-135m")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=params.tokenizer.core, eos_token="<|im_end|>")
+    peer = HFLM(pretrained=Transformers("smollm2-135m", 2).model, tokenizer=theirs, backend="causal", batch_size=1)
+    rows = [json.loads(line) for line in (tasks / "rows.json").read_text().splitlines()]
+    asked = [request(row["context"], after) for row in rows for after in row["choices"]]
+    lm = jkv.harness(params, None, batch=4)
+    for own, other in zip(lm.loglikelihood(asked), peer.loglikelihood(asked), strict=True):
+        assert own[0] == pytest.approx(other[0], abs=1e-3) and own[1] == other[1]
+    for cache, used in (("full", False), ("int4", True), ("snapkv(budget=48, window=16) | int4", True)):
+        found, receipts = harness.evaluated(
+            jkv.harness(params, cache, batch=4), ["follows", "prose"], include=str(tasks), bootstrap_iters=0
+        )
+        assert receipts["follows"]["used"] == used and 0 <= found["follows"]["acc,none"] <= 1
+        assert found["prose"]["word_perplexity,none"] > 1
+    with pytest.raises(ValueError, match="no task 'follow' here"):
+        harness.evaluated(lm, ["follow"], include=str(tasks))

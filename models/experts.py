@@ -23,7 +23,7 @@ MOST = 4096  # experts
 def names(router: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     """The fields of a block with experts, of whose tensors each stands for one of every expert: a star is its number.
 
-    >>> names("gate.weight", "*.w1", "*.w3", "*.w2")["experts_down"]
+    >>> names("gate.weight", "*.w1", "*.w3", "*.w2")["each_down"]
     ('*.w2',)
     """
     return {"router": (router,), EACH + "gate_up": (gate, up), EACH + "down": (down,)}

@@ -150,12 +150,7 @@ def _attend(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, sc
     pages = None if config.select is None else picked(q, tier, config)
 
     def own(
-        tier: Tier,
-        part: context.Part,
-        q: Array,
-        mask: Mask,
-        pages: Array | None,
-        codecs: tuple[Codec, Codec],
+        tier: Tier, part: context.Part, q: Array, mask: Mask, pages: Array | None, codecs: tuple[Codec, Codec]
     ) -> Partial:
         here = None if pages is None else _pages_here(pages, part, tier, config)
         mine = replace(config, k=codecs[0], v=codecs[1])

@@ -52,7 +52,8 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
     def over(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
         one = not isinstance(results, tuple)
         given = tuple(map(anywhere, arguments, given))
-        returned = anywhere(results, returned) if one else tuple(map(anywhere, results, returned))
+        # All of them: of a program with free layouts the compiler may choose those of the others too, and jax would not know
+        returned = anywhere(ANY, returned) if one else tuple(anywhere(ANY, x) for x in returned)
         return jitted(function, given, returned)
 
     def decorate(function: Any) -> Any:

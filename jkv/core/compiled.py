@@ -50,10 +50,9 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
         return jax.tree.map(partial(Format, Layout.AUTO), where) if kind is ANY else where
 
     def over(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
-        one = not isinstance(results, tuple)
         given = tuple(map(anywhere, arguments, given))
-        returned = anywhere(results, returned) if one else tuple(map(anywhere, results, returned))
-        return jitted(function, given, returned)
+        # all: where some layouts are free the compiler may choose those of others too, and jax would not know
+        return jitted(function, given, anywhere(ANY, returned))
 
     def decorate(function: Any) -> Any:
         out: Any = jax.jit(function, **options)

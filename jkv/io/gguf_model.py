@@ -7,17 +7,17 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from jkv.io import gguf_blocks
 from jkv.io.errors import FormatError
 from jkv.io.gguf import File, open_file, thunk
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.source import Source
-from jkv.models.weights import Coded
+
+if TYPE_CHECKING:
+    from jkv.models.weights import Coded
 
 Change = Callable[[np.ndarray], np.ndarray]
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
@@ -66,10 +66,12 @@ def read_gguf(path: str | Path) -> Source:
         known = ", ".join(_MODEL_TYPES)
         raise FormatError(path, f"its architecture is {arch!r}", f"use a model of one of these: {known}")
     config = _config(file, arch)
+    from jkv.io.gguf_blocks import KEPT
+
     names = _names(file, arch, config)
     tensors = {target: thunk(file, name, change) for target, (name, change) in names.items()}
     kinds = {target: file.tensors[name].type for target, (name, _) in names.items()}
-    kept = {x: _block(file, *names[x]) for x, kind in kinds.items() if kind in gguf_blocks.KEPT}
+    kept = {x: _block(file, *names[x]) for x, kind in kinds.items() if kind in KEPT}
     tokenizer = build_tokenizer(file)
     return replace(Source.of(config, tensors, tokenizer), blocks=kept, kinds=kinds)
 
@@ -78,6 +80,10 @@ def _block(file: File, name: str, change: Change | None) -> Callable[[Any], Code
     """A function that reads a tensor as it is coded, for the float type that it stands for."""
 
     def read(kind: Any) -> Coded:
+        import jax
+
+        from jkv.io import gguf_blocks
+
         found = gguf_blocks.coded(file.tensors[name], file.data, kind)
         return found if change is None else jax.tree.map(change, found)
 

@@ -12,6 +12,7 @@ import pytest
 import jkv
 from jkv import models
 from jkv.core import codes, loop
+from jkv.core.cache import Cache
 from jkv.kernels.decode_attention.reference import dense
 from jkv.methods import parse
 from jkv.methods.codecs import Affine, Dense
@@ -80,12 +81,12 @@ def test_kernels_are_given_what_lies_between_the_ends(codec: Codec):
     np.testing.assert_allclose(found, jnp.einsum("bhqn,bhnd->bhqd", w, plain), atol=1e-4, rtol=0)
 
 
-def answered(config: CacheConfig) -> jkv.Result:
+def prompted(config: CacheConfig) -> Cache:
     prompts = [[(7 * i * i + 3 * i) % 97 for i in range(61)], [(11 * i) % 89 for i in range(43)]]
-    return jkv.generate(PARAMS, config, prompts, max_new_tokens=30, stop_ids=())
+    return jkv.prefill(PARAMS, config, prompts, room=30)[0]
 
 
-def decoded(cache: loop.Cache) -> loop.Cache:
+def decoded(cache: Cache) -> Cache:
     """The cache with all its codes as the floats that they decode to."""
     layers, plan = [], []
     for layer, numbers in zip(cache.layers, cache.plan, strict=True):
@@ -114,7 +115,7 @@ PLACES = {
 
 @pytest.mark.parametrize("config", PLACES.values(), ids=list(PLACES))
 def test_a_step_attends_to_what_decodes(config: CacheConfig):
-    cache, token = answered(config).cache, jnp.asarray([3, 5])
+    cache, token = prompted(config), jnp.asarray([3, 5])
     assert all((tier.pos >= 0).any() for layer in cache.layers for tier in layer.tiers)
     got, want = (loop.step(PARAMS, x, token)[1] for x in (cache, decoded(cache)))
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
@@ -123,7 +124,7 @@ def test_a_step_attends_to_what_decodes(config: CacheConfig):
 def test_scores_see_what_decodes():
     """An eviction by attention to coded tokens keeps the tokens that it keeps of the decoded."""
     config = PLACES["scores that read tiers"]
-    cache = answered(config).cache
+    cache = prompted(config)
     after = [loop.absorb(PARAMS, x, jnp.asarray([[3] * 12, [5] * 12]))[0] for x in (cache, decoded(cache))]
     for a, b in zip(after[0].layers, after[1].layers, strict=True):
         np.testing.assert_array_equal(np.sort(a.tiers[0].pos, -1), np.sort(b.tiers[0].pos, -1))
@@ -143,7 +144,7 @@ def test_rotations_keep_inner_products():
     np.testing.assert_array_equal(abs(one), np.full((1, 16), 4.0))
 
 
-def test_a_rotation_halves_the_error_of_a_channel_that_is_large():
+def test_a_rotation_lessens_the_error_that_one_large_channel_makes():
     x = np.asarray(drawn(64, 64)) + np.eye(64)[5] * 40
     errors = [np.square(np.asarray(c.decode(c.encode(jnp.asarray(x))) - x)).mean() for c in (INT4, Rotated(inner=INT4))]
     assert errors[1] < errors[0]

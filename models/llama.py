@@ -38,8 +38,6 @@ class Projected:
     v: Array  # [B, H, T, D]
 
 
-SPREAD = 1 << 24  # numbers of a matrix whose product with one row XLA spreads over the cores of a CPU
-
 Attend = Callable[[int, Projected], tuple[Array, Any]]  # -> o [B, H, G, n, D] of the newest n rows, and an extra
 
 
@@ -71,9 +69,7 @@ def _product(w: Array, x: Array, dtype: Any) -> Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
-    """On a CPU as two products, each of half of the weights, where XLA would give one core all: below SPREAD numbers.
-
-    On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
+    """On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
 
     For bfloat16 [10576, 2560] its schedule has 237,000 cycles for one row on v6e and 70,000 for two; v5e 388,000 and
     146,000.
@@ -82,14 +78,7 @@ def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
     def two(w: Array, x: Array) -> Array:
         return _product(w, jnp.concatenate([x, jnp.zeros_like(x)]), dtype)[:1]
 
-    def halves(w: Array, x: Array) -> Array:
-        rows = jnp.broadcast_to(x.reshape(1, 1, -1), (2, 1, x.size))
-        made = jnp.einsum("bte,boe->bto", rows, w.reshape(2, -1, x.size), preferred_element_type=dtype)
-        return made.reshape(*x.shape[:-1], -1)
-
-    one = partial(_product, dtype=dtype)
-    cpu = halves if w.size < SPREAD and w.shape[0] % 2 == 0 else one
-    return jax.lax.platform_dependent(w, x, cpu=cpu, tpu=two, default=one)
+    return jax.lax.platform_dependent(w, x, tpu=two, default=partial(_product, dtype=dtype))
 
 
 def along(w: Array, x: Array) -> Array:

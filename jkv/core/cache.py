@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import take, take_along
 from jkv.arrays.tree import static, value
 from jkv.kernels import CONTEXT, HEADS
-from jkv.protocols import Code, Columns, Counts, Needs
+from jkv.protocols import Code, Columns, Counts, Needs, Queries, Window
 
 if TYPE_CHECKING:
     from jkv.core.layer import LayerConfig
@@ -21,92 +20,6 @@ if TYPE_CHECKING:
 
 
 MERGED = "merged"  # the column of tokens that stand for others too: how many were merged into each
-
-
-@value
-class Window:
-    """Exact tokens in order of index: the recent window, or the recent window and what is being prefilled.
-
-    k [B,H,W,D], v [B,H,W,Dv]; pos i32[B,W], -1 dead; columns f32[B,H,W].
-    """
-
-    k: Array
-    v: Array
-    pos: Array
-    columns: Columns
-
-    def then(self, new: Window) -> Window:
-        return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1 if x.ndim == 2 else 2), self, new)
-
-    def ordered(self, order: Array) -> Window:
-        """The entries i32[B,W], in that order."""
-        index = order[:, None]
-        return Window(
-            k=take(self.k, index),
-            v=take(self.v, index),
-            pos=take_along(self.pos, order, 1),
-            columns={name: take(x, index) for name, x in self.columns.items()},
-        )
-
-
-@value
-class Queries:
-    """Queries kept for scores: q f32[B,H,G,N,D] rotated, pos i32[B,N] (-1 dead), lse f32[B,H,G,N]."""
-
-    q: Array
-    pos: Array
-    lse: Array
-
-    def cut(self, start: int, stop: int) -> Queries:
-        return Queries(q=self.q[:, :, :, start:stop], pos=self.pos[:, start:stop], lse=self.lse[:, :, :, start:stop])
-
-    def newest(self, n: int) -> Queries:
-        total = self.pos.shape[1]
-        return self.cut(total - min(n, total), total)
-
-    def packed(self) -> Queries:
-        """The dead ones first."""
-        return self.ordered(jnp.argsort(self.pos >= 0, axis=1, stable=True))
-
-    def ordered(self, order: Array) -> Queries:
-        """Those of i32[B,N], in that order."""
-        return Queries(
-            q=take_along(self.q, order[:, None, None, :, None], 3),
-            pos=take_along(self.pos, order, 1),
-            lse=take_along(self.lse, order[:, None, None], 3),
-        )
-
-    def then(self, new: Queries) -> Queries:
-        return Queries(
-            q=jnp.concatenate([self.q, new.q], 3),
-            pos=jnp.concatenate([self.pos, new.pos], 1),
-            lse=jnp.concatenate([self.lse, new.lse], 3),
-        )
-
-    def put(self, new: Queries, at: Array | int) -> Queries:
-        at = jnp.int32(at)
-        return Queries(
-            q=jax.lax.dynamic_update_slice_in_dim(self.q, new.q.astype(self.q.dtype), at, 3),
-            pos=jax.lax.dynamic_update_slice_in_dim(self.pos, new.pos, at, 1),
-            lse=jax.lax.dynamic_update_slice_in_dim(self.lse, new.lse, at, 3),
-        )
-
-    def turned(self, steps: Array | int) -> Queries:
-        """Oldest first, of a ring that was so before its oldest were overwritten, one a step."""
-        n = self.pos.shape[1]
-        if isinstance(steps, int) and steps % n == 0:
-            return self
-        index = jnp.remainder(steps + jnp.arange(n), n)
-        return Queries(
-            q=take_along(self.q, index[None, None, None, :, None], 3),
-            pos=take_along(self.pos, index[None], 1),
-            lse=take_along(self.lse, index[None, None, None], 3),
-        )
-
-    def last(self, n: Array | int) -> Queries:
-        """The same, of which all but the newest n are dead."""
-        total = self.pos.shape[1]
-        return replace(self, pos=jnp.where((jnp.arange(total) >= total - n)[None], self.pos, -1))
 
 
 Placed = TypeVar("Placed", Window, Queries)

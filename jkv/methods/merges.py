@@ -12,11 +12,9 @@ from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.tree import part
 from jkv.core.cache import MERGED
 from jkv.methods.scores.mixed import pivots, runs, unsorted
-from jkv.protocols import Columns, Merge
+from jkv.protocols import Columns, Entries, Evidence, Merge
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
-    from jkv.core.merge import Entries
     from jkv.protocols import Lost
 
 

@@ -11,11 +11,9 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
-from jkv.protocols import Merge
+from jkv.protocols import Entries, Evidence, Merge
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
-    from jkv.core.merge import Entries
     from jkv.models import ModelConfig
     from jkv.protocols import Lost
 

@@ -11,10 +11,9 @@ from jax import Array
 
 from jkv.arrays.tree import part
 from jkv.methods.scores.attention import mass, most
-from jkv.protocols import Probe, ProbeTokens, Say
+from jkv.protocols import Evidence, Probe, ProbeTokens, Say
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import Params
 
 AGAIN = "\n\nRepeat the text above exactly, word for word.\n\n"

@@ -12,10 +12,9 @@ from jkv.arrays.gather import take
 from jkv.arrays.partial import Partial, merge, softmax_parts
 from jkv.arrays.tree import part, value
 from jkv.methods.scores.attention import mass
-from jkv.protocols import Lost, Merge, Needs
+from jkv.protocols import Evidence, Lost, Merge, Needs
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from jax import Array
 
 from jkv.arrays.tree import value
+from jkv.protocols.evidence import Evidence
 from jkv.protocols.needs import Columns, Needs
-from jkv.protocols.score import Evidence
 
 if TYPE_CHECKING:
     from jkv.arrays.partial import Partial
@@ -46,7 +46,7 @@ class Merge:
     needs: Needs = Needs()
     changes: Literal["none", "some", "all"] = "some"
 
-    def bound(self, params: Params) -> Merge:
+    def bound(self, params: Params) -> Self:
         """This merge with the weights that were trained for the model; ValueError if there are none."""
         return self
 

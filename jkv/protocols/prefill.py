@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.protocols.score import Evidence
+from jkv.protocols.evidence import Evidence
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params

@@ -2,63 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Self
 
 from jax import Array
 
+from jkv.protocols.evidence import Evidence
 from jkv.protocols.needs import Born, Columns, Needs
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
-
-
-class Evidence(Protocol):
-    """The view of one layer that a score has at a flush: S = all slots of the tiers, then the window, oldest first."""
-
-    @property
-    def pos(self) -> Array: ...  # i32[B,H,S], -1 dead
-
-    @property
-    def may_go(self) -> Array: ...  # bool[B,H,S]: slots and newcomers; the rest of the window stays in any case
-
-    @property
-    def columns(self) -> Columns: ...
-
-    @property
-    def kept(self) -> Any: ...  # the newest queries that the score needs, or None
-
-    @property
-    def new(self) -> Any: ...  # the queries since the last flush, or None
-
-    @property
-    def seen(self) -> Array: ...  # i32[B] tokens in all
-
-    @property
-    def prompt(self) -> Array: ...  # i32[B] tokens that were given
-
-    @property
-    def limit(self) -> Array: ...  # i32[B] tokens that the tiers may hold
-
-    def chronological(self, heads: int | None = None) -> Array:
-        """i32[B,H,S]: indices by position, those that may go first, then the rest."""
-        ...
-
-    def dot(self, x: Array, of: str = "k") -> Array:
-        """f32[B,H,N,S]: inner products of x f[B,H,N,D] with every key (rotated) or value."""
-        ...
-
-    def mix(self, w: Array, of: str = "v") -> Array:
-        """f32[B,H,N,D or Dv]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]."""
-        ...
-
-    def fold(self, step: Callable[..., Any], queries: Any, join: Callable[[Any, Any], Any] = ...) -> Any:
-        """Sums per key over the attention probabilities of queries, tile by tile; see `core.evidence`."""
-        ...
-
-    def over_keys(self, step: Callable[..., Array], queries: Any) -> Array:
-        """Sums per query: f32[B,H,G,N]."""
-        ...
 
 
 class Score:
@@ -67,7 +19,7 @@ class Score:
     needs: Needs = Needs()
     uniform: bool = False  # one set of tokens for all kv heads
 
-    def bound(self, params: Params) -> Score:
+    def bound(self, params: Params) -> Self:
         """This score with the weights that were trained for the model; ValueError if there are none."""
         return self
 

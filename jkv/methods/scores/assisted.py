@@ -12,10 +12,9 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import part
 from jkv.methods.scores.attention import mass
-from jkv.protocols import Born, Columns, Needs, Score
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig
 
 

@@ -15,11 +15,10 @@ from jkv.arrays.gather import per, take_along
 from jkv.arrays.tree import part
 from jkv.core.mask import visible
 from jkv.methods.scores.position import given
-from jkv.protocols import Born, Columns, Needs, Score
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.core.cache import Queries
-    from jkv.core.evidence import Evidence
 
 BITS = 24  # of a word: every whole number of so many bits is a float32
 

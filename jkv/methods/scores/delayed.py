@@ -11,10 +11,9 @@ from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
 from jkv.models import linear
-from jkv.protocols import Born, Columns, Needs, Score
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig
 
 STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: at first a token leaves with probability sigmoid(-5)

@@ -11,10 +11,9 @@ from jax import Array
 
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
-from jkv.protocols import Born, Columns, Needs, Score
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig
 
 QUERIES = 256  # of the gate, whose attention exists at once

@@ -13,10 +13,9 @@ from jax import Array
 
 from jkv.arrays.tree import leaf, part
 from jkv.io import learned
-from jkv.protocols import Needs, Score
+from jkv.protocols import Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import Params
 
 CHOICE, SPLIT = "compresskv", "razorattention"  # whose folders they are

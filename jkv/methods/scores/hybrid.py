@@ -17,10 +17,9 @@ from jkv.core.cache import MERGED
 from jkv.core.mask import visible
 from jkv.methods.scores.keys import norms
 from jkv.methods.scores.position import Wrapper, across
-from jkv.protocols import Born, Columns, Needs, Score
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig, Params
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.protocols import Born, Columns, Needs, Score
-
-if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 
 def norms(x: Array) -> Array:

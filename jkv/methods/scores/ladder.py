@@ -14,10 +14,9 @@ from jkv.arrays.gather import take_along
 from jkv.arrays.tree import part
 from jkv.methods.scores.mixed import unsorted
 from jkv.methods.scores.position import Wrapper
-from jkv.protocols import Born, Columns, Score
+from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig
 
 

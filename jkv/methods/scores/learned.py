@@ -11,10 +11,9 @@ from jax import Array
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
 from jkv.models import linear
-from jkv.protocols import Born, Columns, Score
+from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig
 
 LEAST = 1e-30  # a gate may round to 1 in float32, and the age must still count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,7 @@ from jkv.core.cache import Queries
 from jkv.methods.scores.attention import mass
 from jkv.methods.scores.keys import norms
 from jkv.methods.scores.position import Wrapper
-from jkv.protocols import Born, Columns, Needs, Score
-
-if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 
 @part

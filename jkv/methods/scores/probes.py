@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
 from jkv.methods.scores.attention import most
-from jkv.protocols import PROBED, Born, Columns, Needs, Score
-
-if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
+from jkv.protocols import PROBED, Born, Columns, Evidence, Needs, Score
 
 
 @part

@@ -13,10 +13,9 @@ from jkv.arrays.tree import part
 from jkv.methods.scores.ladder import aged
 from jkv.methods.scores.mixed import segments, unsorted
 from jkv.methods.scores.position import Wrapper, across
-from jkv.protocols import Needs, Score
+from jkv.protocols import Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.evidence import Evidence
     from jkv.models import ModelConfig
 
 

@@ -12,7 +12,6 @@ from jax import Array
 
 from jkv.arrays.tree import static, value
 
-SPREAD = 1 << 24  # numbers of a matrix whose product with one row XLA spreads over the cores of a CPU
 TILE = 1 << 18  # weights that a CPU decodes at a time: 1 MB of floats, which its cache holds
 LARGE = 1 << 22  # weights that an accelerator decodes at a time
 ROWS = 256  # rows of a product that an accelerator computes as fast as it reads the weights, at most
@@ -177,9 +176,7 @@ def _product(w: Array, x: Array, dtype: Any) -> Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
-    """On a CPU as two products, each of half of the weights, where XLA would give one core all: below SPREAD numbers.
-
-    On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
+    """On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
 
     For bfloat16 [10576, 2560] its schedule has 237,000 cycles for one row on v6e and 70,000 for two; v5e 388,000 and
     146,000.
@@ -188,14 +185,7 @@ def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
     def two(w: Array, x: Array) -> Array:
         return _product(w, jnp.concatenate([x, jnp.zeros_like(x)]), dtype)[:1]
 
-    def halves(w: Array, x: Array) -> Array:
-        rows = jnp.broadcast_to(x.reshape(1, 1, -1), (2, 1, x.size))
-        made = jnp.einsum("bte,boe->bto", rows, w.reshape(2, -1, x.size), preferred_element_type=dtype)
-        return made.reshape(*x.shape[:-1], -1)
-
-    one = partial(_product, dtype=dtype)
-    cpu = halves if w.size < SPREAD and w.shape[0] % 2 == 0 else one
-    return jax.lax.platform_dependent(w, x, cpu=cpu, tpu=two, default=one)
+    return jax.lax.platform_dependent(w, x, tpu=two, default=partial(_product, dtype=dtype))
 
 
 @product.register

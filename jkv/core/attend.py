@@ -40,7 +40,7 @@ def attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: S
 
     kind: of kernels. Query tile by query tile, key tile by key tile: the score matrix [T,S] never exists, and keys that
     no query of a tile sees are not computed. Where all queries see all keys nothing is masked: XLA for CPUs takes 9%
-    less time for a long prompt.
+    less time for 2,048 tokens.
     """
     t, s = q.shape[3], k.shape[2]
     if t > FEW and (name := prompt_kernel(kind, k.dtype, q.shape[4], v.shape[3], q.shape[2]).name) != "xla":

@@ -175,11 +175,11 @@ def test_numbers_come_to_their_channels(count: int):
     )
 
 
-@pytest.mark.parametrize(("heads", "selections"), [(4, 4), (3, 1), (3, 3), (12, 12), (16, 1)])
+@pytest.mark.parametrize(("heads", "selections"), [(4, 4), (3, 1), (3, 3), (12, 12), (16, 1), (16, 16)])
 def test_many_tiles(monkeypatch, heads: int, selections: int):
-    """Some heads end in the first of four tiles; blocks of both rows' heads, and of six or eight heads of one row."""
+    """Some heads end in the first of four tiles, of 16 a block of eight; others are of both rows' heads, or six."""
     monkeypatch.setattr(kernel, "WORK", 256)
-    check("int8", c=512, h=heads, hs=selections, lengths=(512, 300, 129, 0))
+    check("int8", c=512, h=heads, hs=selections, lengths=(100, 9, 0, 1) * 2 if selections == 16 else (512, 300, 129, 0))
 
 
 def test_nothing_is_fetched_beyond_the_longest_head():
@@ -218,14 +218,14 @@ def test_newcomers_take_their_slots_and_nothing_else_moves(dtype, rows: int, hea
 
 
 def test_only_tiles_that_newcomers_come_to_are_moved():
-    """Of 4,096 slots 16 that lie together and one elsewhere are in three tiles, and in the large ones of own slots."""
-    index = jnp.sort(jnp.r_[1016:1031, 5, 4096][None, None].astype(jnp.int32))
+    """Of 4,096 slots 15 that lie together and one elsewhere are in three tiles; a row that drops all moves one."""
+    index = jnp.stack([jnp.sort(jnp.r_[1016:1031, 5, 4096]), jnp.full(17, 4096)])[:, None].astype(jnp.int32)
     tile = placing.tile_size(True, 17, 4096, 8 * 64)
     tiles, count = placing.touched(index, tile, 4096)
-    assert tile == 128 and int(count) == 3 and tiles[0, 0].tolist() == [0, 7, 8] + [8] * 14
+    assert tile == 128 and int(count) == 3 and tiles[:, 0].tolist() == [[0, 7, 8] + [8] * 14, [0] * 17]
     assert placing.tile_size(False, 17, 4096, 8 * 64) == 2048
-    x = jnp.zeros((1, 1, 4096, 8), jnp.uint8).at[0, 0, 128:896].set(1)
-    new = jnp.full((1, 1, 17, 8), 7, jnp.uint8)
+    x = jnp.zeros((2, 1, 4096, 8), jnp.uint8).at[:, 0, 128:896].set(1)
+    new = jnp.full((2, 1, 17, 8), 7, jnp.uint8)
     got = placing.place(x, index, new, interpret=pltpu.InterpretParams())
     np.testing.assert_array_equal(got, put(x, index, new))
 

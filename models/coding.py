@@ -14,7 +14,8 @@ from .weights import Coded, Joined, Steps
 GROUP = 32  # inputs that share a step in 4 bits
 PIECE = 1 << 22  # weights that are coded at a time
 EACH = "each_"  # before the fields that have an array of every expert: [N,...]
-MATRICES = ("embed", "head", "qkv", "o", "gate_up", "down", "mix")  # fields that go through `linear` or `rows`
+# fields that go through `linear` or `rows`
+MATRICES = ("embed", "head", "qkv", "o", "gate_up", "down", "mix", "q", "q_a", "q_b", "kv")
 
 
 def int8(w: np.ndarray, kind: np.dtype) -> Coded:

@@ -30,13 +30,14 @@ def as_stored(window: Window, plan: LayerConfig, rope: Rope) -> Window:
     packed = replace(window, columns={}).ordered(order)
     k, v, pos = packed.k[:, :, :most], packed.v[:, :, :most], packed.pos[:, None, :most]
     found = rope.rotate(k, pos, inverse=True) if tier.pre_rope else k
-    found = codes.decode(tier.k, codes.encode(tier.k, found))
+    coded = codes.encode(tier.k, found)
+    found = codes.decode(tier.k, coded)
     found = rope.rotate(found, pos) if tier.pre_rope else found
 
     def joined(x: Array, own: Array, of: Array) -> Array:
         return jnp.concatenate([jnp.where(leaves, own.astype(x.dtype), of), x[:, :, most:]], 2)
 
     k = joined(packed.k, found, k)
-    v = joined(packed.v, codes.decode(tier.v, codes.encode(tier.v, v)), v)
+    v = joined(packed.v, codes.decode(tier.v, coded if tier.v.within else codes.encode(tier.v, v)), v)
     back = replace(packed, k=k, v=v).ordered(jnp.argsort(order, axis=1))
     return replace(window, k=back.k, v=back.v)

@@ -23,7 +23,7 @@ from jkv.core.tiers import attend_tier, tier_dot
 from jkv.core.tiles import TILE, step_tile, tile_size
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
-from jkv.methods.codecs import Affine, Dense, Rotated, Separable, Sparse
+from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Rotated, Separable, Sparse, Ternary
 from jkv.methods.codecs.levels import Bfp
 from jkv.methods.codecs.moments import Centered, Principal, Sorted
 from jkv.methods.config import CacheConfig, resolve
@@ -133,8 +133,8 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
 def test_what_is_not_read_by_pages_is_refused_with_a_reason():
     found, refused = picked_from()
     keys = {rope: {type(k) for (k, _, of_k), _ in found if of_k == rope} for rope in ("write", "read")}
-    turned = {Centered, Principal, Rotated, Sorted}
-    assert keys == {"write": {Affine, Dense, Sparse, *turned}, "read": {Affine, Bfp, Dense, Separable, Sparse, *turned}}
+    both = {Affine, Centered, Dense, Float, Gear, Mixed, Nsn, Polar, Principal, Rotated, Sorted, Sparse}
+    assert keys == {"write": both, "read": both | {Bfp, Separable, Ternary}}
     for config, why in refused:
         select = type(config.select).__name__
         assert ("leave out" in why and select in why) or "selection of pages" in why, why

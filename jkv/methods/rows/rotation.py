@@ -1,4 +1,4 @@
-"""Codes of another basis: channels that are mixed, put in another order, or left out."""
+"""Codes in another basis."""
 
 from __future__ import annotations
 

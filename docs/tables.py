@@ -127,6 +127,22 @@ def peers() -> list[str]:
     ]
 
 
+def codecs() -> list[str]:
+    """What codecs cost at the bits that they really take, the most bits first."""
+    rows = {row["cache"]: row for row in results("codecs")}
+    shares = lambda row: [a / b for a, b in zip(row["kl_by_text"], rows["int4"]["kl_by_text"], strict=True)]  # noqa: E731
+    return [
+        line(
+            code(name),
+            f"{row['bits'][0]:.3g} / {row['bits'][1]:.3g}",
+            f"{row['kl']:.2g}",
+            f"{min(shares(row)):.2g} to {max(shares(row)):.2g}",
+            f"{row['ppl']:.2f}",
+        )
+        for name, row in sorted(rows.items(), key=lambda x: -sum(x[1]["bits"]))
+    ]
+
+
 def beside() -> list[str]:
     """jkv beside transformers."""
     what = {"decode": "decode, ms/token after {:,} tokens", "prefill": "prefill, ms for {:,} tokens"}
@@ -260,6 +276,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/quality.md": {
         head("", "half of the tokens", "a quarter", "an eighth"): needles,
         head("", *SIZES): later,
+        head("codec", "bits, keys / values", "KL", "of int4's, by text", "perplexity"): codecs,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
     },
     "docs/speed.md": {

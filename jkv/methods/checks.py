@@ -52,7 +52,10 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     if chosen and all(tier.k and tier.v for tier in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
     heads = {1} if config.pooled is not None else {1, model.heads}
-    if any(x.ndim < 2 or x.shape[1] not in heads for x in jax.tree.leaves((config.codec, config.tiers))):
+    made = any(codec.by_head for tier in config.tiers for codec in config.codecs(tier))
+    if (made and config.pooled is not None) or any(
+        x.ndim < 2 or x.shape[1] not in heads for x in jax.tree.leaves((config.codec, config.tiers))
+    ):
         raise ValueError(
             f"{config}: a codec's arrays are [layers, heads, ...], of {model.heads} kv heads, or of 1 for all of "
             "them, as heads that compete for one pool of slots (pooled) need it"

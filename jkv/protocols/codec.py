@@ -59,6 +59,7 @@ class Codec:
     `query`, `shift` and `output`, once for all slots of a tier.
     """
 
+    by_head: bool = False  # its arrays are of each kv head, once it is bound
     grain: int = 1  # tokens that are coded, moved and dropped together
     within: bool = False  # its code is that of the keys: it is for values that are a part of them
     exact: bool = False  # codes are the numbers themselves: read without a decoded copy, and a merge may change them

@@ -93,7 +93,9 @@ def layouts() -> dict[str, LayerConfig]:
                     continue
                 plan = resolve(config, MODEL, LONGEST, 0)[0]
                 kinds = [(t.unit > 1, t.share is not None, t.rope, t.evicts) for t in plan.tiers]
-                found.setdefault(f"{kinds} {type(score).__name__} {plan.pooled}", plan)
+                key = f"{kinds} {type(score).__name__} {plan.pooled}"
+                if key not in found or plan.room < found[key].room:  # whose flushes come soonest
+                    found[key] = plan
     return found
 
 

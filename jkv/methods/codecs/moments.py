@@ -74,6 +74,10 @@ class Calibrated:
 
     models: tuple[str, ...]
 
+    @property
+    def by_head(self) -> bool:
+        return True
+
     def given(self, moments: Moments) -> Self:
         raise NotImplementedError  # its own in every codec
 

@@ -44,7 +44,11 @@ class Turned(Codec):
         return self.into(q)
 
     @property
-    def grain(self) -> int:  # a constant of most codecs
+    def by_head(self) -> bool:  # a constant of most codecs
+        return self.inner.by_head
+
+    @property
+    def grain(self) -> int:
         return self.inner.grain
 
     @property

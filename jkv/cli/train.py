@@ -20,7 +20,7 @@ train = typer.Typer(
 )
 calibrate = typer.Typer(
     no_args_is_help=True,
-    help="Measure properties of a model's heads that a method needs, on generated texts; nothing is trained.",
+    help="Measure what a method needs to know of a model's heads, keys and values; nothing is trained.",
 )
 
 Accumulate = Annotated[int, typer.Option(min=1, help="Batches of a step.")]

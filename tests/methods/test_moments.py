@@ -5,18 +5,21 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jkv import models
 from jkv.io import learned
+from jkv.io import load as loading
 from jkv.io.errors import FormatError
 from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.codecs import Affine, Dense
 from jkv.methods.codecs.moments import SIDES, Centered, Equalised, Moments, Principal, Sorted, made, packed, unpacked
 from jkv.training.moments import measured, wide
+from support import commands
 from support.dense import dense_prompt
 from support.tiny import MODEL, MOMENTS, PARAMS, D, G, H, L
 
@@ -137,6 +140,21 @@ def test_what_is_not_moments_is_refused(tmp_path):
     (broken / learned.WEIGHTS).write_bytes((broken / learned.WEIGHTS).read_bytes()[:-100])
     with pytest.raises(FormatError):
         Moments.read(str(broken))
+
+
+def test_what_is_measured_is_used(tmp_path, monkeypatch):
+    speaking = replace(commands.PARAMS, config=replace(commands.PARAMS.config, context=64))
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": speaking)
+    folder = tmp_path / "found"
+    result = commands.call("calibrate", "moments", "--out", folder, "--texts", 2, "--length", 40)
+    assert result.exit_code == 0, result.output
+    config = parse(f"ksort(block=8, moments={str(folder)!r})").bound(speaking)
+    assert {x.shape for x in jax.tree.leaves(config)} == {(2, 2, 8)}
+    commands.refused(commands.call("calibrate", "moments", "--out", folder), "holds a card.json already")
+    commands.refused(
+        commands.call("calibrate", "moments", "--out", tmp_path / "x", "--texts", 1), "at least one of each of the 2"
+    )
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_model_that_gives_nan_is_refused_before_anything_is_written():

@@ -173,6 +173,23 @@ def waiting() -> list[str]:
     ]
 
 
+def forms() -> list[str]:
+    """What weights below 16 bits take, what they cost, and how fast they are."""
+    rows = results("weights")
+    return [
+        line(
+            code(r["weights"]),
+            r["held"],
+            f"{r['bytes'] / 1e6:,.1f}",
+            "-" if r["kl"] is None else f"{r['kl']:.2g}",
+            f"{r['ms']:.1f}",
+            f"{r['ms'] / rows[0]['ms']:.2f}",
+            f"{r['prefill_s']:.2f}",
+        )
+        for r in rows
+    ]
+
+
 def jobs() -> list[str]:
     """Jobs of many prompts beside a loop of transformers."""
     rows = sorted(results("batch"), key=lambda r: (r["shared"], r["ratio"]))
@@ -283,6 +300,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,
         head("sampling, ms", "49,152 words, 1 row", "16 rows", "128,256 words, 1 row", "16 rows"): draws,
         head("cache", "compiled", "first token, s", "first block, s", "all, s", "MiB of programs"): waiting,
+        head("`weights=`", "held as", "MB", "KL", "ms a token", "of float32's", "prompt, s"): forms,
     },
     "docs/tpu.md": {
         head(

@@ -305,7 +305,6 @@ def _summed(w: Coded, x: Array, dtype: Any) -> Array:
 
     A CPU's loops are fast along an array of which every element is a result; XLA sums along the last axis one by one,
     and writes floats for a product. So n sums an output are made of slices of the codes, which are read once.
-    Measured for int8 [49152, 576], 2 cores: 1.6 ms, the product in float32 3.0, XLA's own of the decoded codes 63.
     """
     out, width = w.shape
     each, step, x = w.step.values.shape[-1] > 1, w.step.wide(), x[0].astype(jnp.float32)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.partial import with_sinks
 from jkv.core.attend import attend_window
 from jkv.core.mask import causal
 from jkv.methods.codecs.moments import METHOD, SIDES, SMALL, packed
@@ -29,6 +30,10 @@ def moments(params: Params, texts: int, length: int, seed: int, say: Say) -> Fou
     """The arrays of `Moments`, of texts of prose and code; ValueError for what is no text of the model."""
     if params.config.layers != params.config.depth:
         raise ValueError("calibrate moments: some blocks of this model do not attend, and their states have no keys")
+    if params.config.latent:
+        raise ValueError(
+            "calibrate moments: keys and values of a latent differ in channels, and codecs of moments do not"
+        )
     batch = data.texts(params, SOURCES, length, texts, seed)
     return measured(params, batch.ids, batch.pos, say), {"sources": list(SOURCES)}
 
@@ -61,7 +66,8 @@ def _through(one: Params, x: Array, pos: Array, kind: int) -> tuple[Array, tuple
 
     def attend(i: int, a: Any) -> tuple[Array, tuple[Array, Array]]:
         q, k = c.ropes[kind].rotate(a.q, pos[:, None, None]), c.ropes[kind].rotate(a.k, pos[:, None])
-        o = attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale).finish()
+        part = attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale)
+        o = with_sinks(part, a.sinks).finish()
         most = jnp.where(pos[:, None, None, :, None] >= 0, abs(q.astype(jnp.float32)), 0).max((0, 2, 3))
         return o, (jnp.stack([k[0], a.k[0], a.v[0]]).astype(jnp.float32), most)
 

@@ -76,7 +76,7 @@ def powers(exponents: Array) -> Array:
     """f32: 2**(e - 127) of uint8 e; of those beyond 190, which no code has, the largest: a dead byte is finite.
 
     >>> powers(jnp.array([0, 126, 127, 255], jnp.uint8)).tolist()
-    [5.877471754111438e-39, 0.5, 1.0, 9.223372036854775808e+18]
+    [5.877471754111438e-39, 0.5, 1.0, 9.223372036854776e+18]
     """
     e = jnp.minimum(exponents.astype(jnp.int32), 190)
     return jnp.where(e > 0, jax.lax.bitcast_convert_type(e << 23, jnp.float32), 2.0**-127)

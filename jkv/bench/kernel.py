@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 
 from jkv import kernels, methods
+from jkv.arrays.partial import Partial
 from jkv.bench.measure import clock, copy_rate, percentiles, turns
 from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
@@ -93,9 +94,11 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
         raise ValueError(f"{spec}: keys that are rotated when they are read, and such codes, are read by no kernel")
     q = jax.random.normal(keys[2], (batch, model.heads, model.groups, 1, model.head_dim), dtype)
     at = jnp.full((batch, 1), config.capacity, jnp.int32)
-    want = reference.attention(
-        q.astype(jnp.float32), codes_k, codes_v, pos, jnp.zeros_like(at), at, float(model.scale)
-    ).finish()
+
+    def read(q: Array) -> Partial:
+        return reference.attention(q, codes_k, codes_v, pos, jnp.zeros_like(at), at, float(model.scale))
+
+    want = codes.between_ends(read, q.astype(jnp.float32), config.k, config.v, float(model.scale)).finish()
     dense = (codes.decode(config.k, k), codes.decode(config.v, v))
     return Problem(q=q, at=at, tier=tier, config=config, dense=dense, want=np.asarray(want))
 

@@ -137,8 +137,8 @@ def forms(
     form: Annotated[list[str] | None, typer.Option(help="int8, int4 or file; repeatable. Default: all three.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Texts, of 256 tokens and 64 more.")] = 4,
 ) -> None:
-    """Weights below 16 bits beside float32: bytes, KL of what they predict, ms a token, in turns."""
-    cores, _ = _start((), machine)
+    """Weights below 16 bits beside floats: bytes, KL of what they predict, ms a token, in turns."""
+    cores, dtype = _start((), machine, None)
     from jkv.bench import forms as kept
     from jkv.bench import results
     from jkv.eval import corpora
@@ -151,9 +151,9 @@ def forms(
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer: give a model that reads text")
     texts = corpora.windows(tokenizer.encode(corpora.text("pydoc")), 320, samples, results.SEED)
-    found = partial(kept.rows, lambda x: load(model, weights=x), asked, texts, 256)
+    found = partial(kept.rows, lambda x: load(model, dtype, weights=x), asked, texts, 256)
     says = lambda r: f"{r['weights']}: {r['ms']:.1f} ms a token"  # noqa: E731
-    about = results.meta(model, cores, dtype="float32", corpus="pydoc", prefix=256, rest=64, samples=samples)
+    about = results.meta(model, cores, dtype=dtype, corpus="pydoc", prefix=256, rest=64, samples=samples)
     _measure(len(asked), found, says, kept.table, about, machine.out)
 
 

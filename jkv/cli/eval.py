@@ -264,15 +264,14 @@ def harness(
     --samples: examples of a task; 0: all.
     """
     from jkv.eval import harness as backend
-    from jkv.eval.results import Results
 
     if not tasks:
         raise ValueError("--tasks: name a task of lm-evaluation-harness, such as arc_easy")
     s = _setting(o, o.cache, 0, o.batch)
     asked = {"limit": o.samples or None, "num_fewshot": shots, "apply_chat_template": chat}
     asked["include"] = str(include) if include else None
-    about = {"experiment": "harness", "model": o.model, "question": question, "marker": marker, "chat": chat}
-    found = Results(o.out, about | {"samples": o.samples, "shots": shots, "versions": backend.versions()})
+    about = {"question": question, "marker": marker, "chat": chat, "samples": o.samples, "shots": shots}
+    found = s.results("harness", tasks, **about, harness=backend.version())
     for cache in s.caches:
         rest = [name for name in tasks if not found.find(cache=cache, task=name)]
         lm = backend.harness(s.params, cache, batch=o.batch, question=question, marker=marker)

@@ -199,8 +199,9 @@ class Cache:
                 queries = replace(queries, pos=jnp.where(queries.pos < seen[:, None], queries.pos, -1))
             return replace(layer, recent=recent, queries=queries)
 
-        layers = tuple(cut(layer) for layer in self.layers)
-        states = tuple(replace(x, count=x.count - n) for x in self.states)
+        held, recurring = jax.tree.map(jnp.copy, (self.layers, self.states))  # a step may take the memory of either
+        layers = tuple(cut(layer) for layer in held)
+        states = tuple(replace(x, count=x.count - n) for x in recurring)
         fill = self.fill - n if self._dense_tail(n) else self.fill
         counts = replace(self.counts, seen=seen)
         return replace(self, layers=layers, states=states, counts=counts, fill=fill)

@@ -36,7 +36,8 @@ class Receipt:
 
     contexts: compressed once each, whatever number of answers they have; answers; seen, kept: tokens of all contexts
     (and of what was generated after them), and of these the cache's, a mean over layers and heads; touched: contexts of
-    which something was evicted, coded or left unread, so 0 says that the task never reached the budget; truncated:
+    which something was evicted, coded or left unread, or of an answer to it, so 0 says that the task never reached the
+    budget; truncated:
     contexts that lost their beginning to the model's context.
     """
 
@@ -109,10 +110,11 @@ class Backend:
         """The text after each context, up to a stop text."""
         out = [""] * len(requests)
         ways = [_way(request.args[1]) for request in requests]
-        contexts = [
-            self._cut(self._context(request.args[0], str(request.task_name)), way["max_new_tokens"])
-            for request, way in zip(requests, ways, strict=True)
-        ]
+        contexts = []
+        for request, way in zip(requests, ways, strict=True):
+            whole = self._context(request.args[0], str(request.task_name))
+            contexts.append(self._cut(whole, way["max_new_tokens"]))
+            self._receipt(whole.task).truncated += contexts[-1] != whole
         order = sorted(range(len(requests)), key=lambda i: (repr(ways[i]), -len(contexts[i].ids)))
         with console.progress(len(order)) as say:
             while order:
@@ -124,8 +126,9 @@ class Backend:
                     made = generate(self.params, self.config, [list(c.ids) for c in some], chunk=self.chunk, **way)
                     self._note(some, made.cache, [1] * len(some))
                 else:
-                    cache, _ = self._read(some, way["max_new_tokens"], [1] * len(some))
+                    cache, _ = self._read(some, way["max_new_tokens"], [0] * len(some))
                     made = generate(self.params, cache, [list(c.later) for c in some], **way)
+                    self._note(some, made.cache, [1] * len(some))
                 for i, text in zip(now, made.text, strict=True):
                     out[i] = text
                     say(f"{len(text)} characters")
@@ -162,7 +165,6 @@ class Backend:
             return context
         if over >= len(context.ids):
             raise ValueError(f"{context.task}: {after} tokens after a context leave no room for it in the model's")
-        self._receipt(context.task).truncated += 1
         return Context(context.ids[over:], context.later, context.task)
 
     def _receipt(self, task: str) -> Receipt:
@@ -197,25 +199,33 @@ class Backend:
         whose: dict[Context, list[int]] = {}
         for i, (context, ids) in enumerate(pairs):
             if ids:
-                whose.setdefault(self._cut(context, len(ids)), []).append(i)
+                cut = self._cut(context, len(ids))
+                if cut not in whose and cut != context:
+                    self._receipt(cut.task).truncated += 1
+                whose.setdefault(cut, []).append(i)
         order = sorted(whose, key=lambda c: -len(c.ids))
-        with console.progress(len(order)) as say:
-            for start in range(0, len(order), self.batch):
-                some = order[start : start + self.batch]
+        parts = [c for c in order if c.later], [c for c in order if not c.later]
+        batches = [part[i : i + self.batch] for part in parts for i in range(0, len(part), self.batch)]
+        with console.progress(len(batches)) as say:
+            for some in batches:
                 rows = [(row, i) for row, context in enumerate(some) for i in whose[context]]
                 room, counts = max(len(pairs[i][1]) for _, i in rows), [len(whose[c]) for c in some]
                 filled = some + some[:1] * (self.batch - len(some))  # one number of rows, one program
                 cache, logits = self._read(filled, room, counts + [0] * self.batch)
-                if any(c.later for c in some):
+                reached = touched(cache)
+                if some[0].later:
                     cache, logits = extend(self.params, cache, [list(c.later) for c in filled])
                 for at in range(0, len(rows), self.batch):
                     now = rows[at : at + self.batch]
                     full = now + now[:1] * (self.batch - len(now))
                     at_rows = jnp.asarray([row for row, _ in full])
                     ids = [pairs[i][1] for _, i in full]
-                    found = followed(self.params, cache.pick(at_rows), logits[at_rows], ids)
-                    for (_, i), answer in zip(now, found, strict=False):
+                    found, after = followed(self.params, cache.pick(at_rows), logits[at_rows], ids)
+                    for (row, i), answer, there in zip(now, found, touched(after), strict=False):
                         out[i] = answer
+                        if there and not reached[row]:  # by the answer
+                            reached[row] = True
+                            self._receipt(some[row].task).touched += 1
                 say(f"{len(rows)} answers")
         return out
 
@@ -328,7 +338,7 @@ def _said(receipt: Receipt) -> dict[str, Any]:
 def flagged(receipts: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     """What to say of tasks that never reached the budget."""
     for task, own in receipts.items():
-        if not own["used"]:
+        if own["contexts"] and not own["used"]:  # a group of tasks has none of its own
             yield f"{task}: its contexts ({own['seen']:g} tokens) never reached the budget, so this is the full cache"
 
 
@@ -341,11 +351,11 @@ def plain(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name.partition(",")[0]: float(x) for name, x in numbers.items() if isinstance(x, int | float)}
 
 
-def versions() -> dict[str, str]:
-    """Of jkv and of the harness, which a result depends on."""
-    from importlib.metadata import version
+def version() -> str:
+    """Of the harness, which a result depends on."""
+    from importlib import metadata
 
-    return {"jkv": version("jkv-cache"), "lm_eval": version("lm_eval")}
+    return metadata.version("lm_eval")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -353,7 +363,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     out = Table(*("cache", "task", "metric", "value", "error", "tokens", "kept", "used"), box=MARKDOWN)
     for row in rows:
         own, metrics = row["receipt"], row["metrics"]
-        held = f"{own['seen']:g}", f"{own['kept']:g}", "yes" if own["used"] else "no"
+        held = f"{own['seen']:g}", f"{own['kept']:g}", "yes" if own["used"] else "no" if own["contexts"] else "-"
         for name, x in metrics.items():
             if not name.endswith("_stderr"):
                 error = metrics.get(f"{name}_stderr")

@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array
 
 from jkv.core.cache import Cache
-from jkv.generation.api import extend, prefill
+from jkv.generation.api import prefill
 from jkv.generation.asked import model
 from jkv.generation.follow import Follow, surprise
+from jkv.generation.prefill import extended
 from jkv.generation.prompts import Prompt, encode, encode_row
 from jkv.host.arguments import short
 from jkv.methods.config import CacheConfig
@@ -74,7 +75,7 @@ def score(
     n, prompts = len(rows), [prompt] if one else list(prompt)
     ids = [_ids(params, prompts[i % n], rows[i % n], x, i) for i, x in enumerate(texts)]
     if isinstance(cache, Cache):
-        held, logits = extend(params, cache, rows)
+        held, logits, _ = extended(params, cache, rows, max(map(len, ids)))
     else:
         held, logits = prefill(params, cache, rows, room=max(map(len, ids)), chunk=chunk)
     seen = np.asarray(held.seen)
@@ -83,23 +84,26 @@ def score(
         held, logits = held.fork(len(ids)), jnp.repeat(logits, len(ids), 0)
     scored = [
         Scored(tokens=row, logprobs=found, greedy=greedy, seen=int(seen[i % n]), kept=float(kept[i % n]))
-        for i, (row, (found, greedy)) in enumerate(zip(ids, followed(params, held, logits, ids), strict=True))
+        for i, (row, (found, greedy)) in enumerate(zip(ids, followed(params, held, logits, ids)[0], strict=True))
     ]
     return scored[0] if single else scored
 
 
-def followed(params: Params, cache: Cache, logits: Array, ids: list[list[int]]) -> list[tuple[list[float], bool]]:
-    """Of each row's tokens: their log-probabilities, and whether they are the largest logits."""
+def followed(
+    params: Params, cache: Cache, logits: Array, ids: list[list[int]]
+) -> tuple[list[tuple[list[float], bool]], Cache]:
+    """Of each row's tokens: their log-probabilities, and whether they are the largest logits; and the cache after."""
     longest = max(map(len, ids))
     forced = np.asarray([row + [0] * (longest - len(row)) for row in ids])
     found, best = np.zeros(forced.shape, np.float32), np.zeros(forced.shape, bool)
-    done = 0
-    for part in Follow(params, cache, logits, forced):
+    run, done = Follow(params, cache, logits, forced), 0
+    for part in run:
         here = slice(done, done + part.shape[1])
         found[:, here] = -surprise(part, jnp.asarray(forced[:, here]))
         best[:, here] = np.asarray(part.argmax(-1)) == forced[:, here]
         done = here.stop
-    return [(found[i, : len(row)].tolist(), bool(best[i, : len(row)].all())) for i, row in enumerate(ids)]
+    answers = [(found[i, : len(row)].tolist(), bool(best[i, : len(row)].all())) for i, row in enumerate(ids)]
+    return answers, run.cache
 
 
 def _listed(continuation: Any) -> tuple[list[Any], bool]:

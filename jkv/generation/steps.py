@@ -31,8 +31,8 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     ([4], (1, 100))
     """
     check_there(cache)
-    small = jax.tree.map(jnp.copy, (cache.counts, cache.fill))  # other caches may share them
-    return _run(loop.step_own, params, replace(cache, counts=small[0], fill=small[1]), token)
+    shared = jax.tree.map(jnp.copy, {"counts": cache.counts, "fill": cache.fill, "plan": cache.plan})  # by other caches
+    return _run(loop.step_own, params, replace(cache, **shared), token)
 
 
 def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:

@@ -86,8 +86,8 @@ def check(models: Sequence[str], params: Params) -> None:
     own = fingerprint(params)
     if models and own not in models:
         raise ValueError(
-            f"the weights were trained for the model {models[0]}, and this one is {own}: load that model, or make "
-            "those of this one with `jkv train` or `jkv calibrate`"
+            f"the weights were trained for the model {models[0]}, and this one is {own}: load that model (weights in "
+            "codes are another: without weights=), or make those of this one with `jkv train` or `jkv calibrate`"
         )
 
 
@@ -107,7 +107,8 @@ def shipped(
     method = methods[0]
     raise ValueError(
         f"{method} needs weights that were made for this model ({own}), and none come with jkv: "
-        f"run `jkv {how} {method} --model ... --out FOLDER`, then give that folder to {method}"
+        f"run `jkv {how} {method} --model ... --out FOLDER`, then give that folder to {method}; weights in codes are "
+        "another model than in floats: load it without weights="
     )
 
 

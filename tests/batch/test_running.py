@@ -247,7 +247,7 @@ def test_what_ranks_by_the_whole_prompt_is_not_split():
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch):
-    def load(what: str, dtype: str, mesh: str | None) -> Any:
+    def load(what: str, dtype: str | None, mesh: str | None, weights: str | None) -> Any:
         if mesh is not None:
             sharding.here(mesh, PARAMS.config)  # as the real one does
         return PARAMS

@@ -21,7 +21,7 @@ TEXT = "the quick brown fox jumps over the lazy dog " * 3  # a token a byte: 132
 @pytest.fixture
 def tiny(monkeypatch):
     """Any model name loads the tiny model."""
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", mesh=None: PARAMS)
+    monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
 
 
 def generate(*args, cache=CACHE, new=4, stdin=None):

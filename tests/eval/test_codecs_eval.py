@@ -61,7 +61,7 @@ def test_the_full_cache_costs_nothing():
 
 
 def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     tokens, out = tmp_path / "tokens.npz", tmp_path / "found.json"
     np.savez(tokens, IDS)
     args = ["eval", "codecs", "--tokens", tokens, "--prefix", 64, "--continue", 32, "--json", out, "--cache"]

@@ -28,7 +28,7 @@ OWN = "knorm(budget=40)"
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """Any model name loads the tiny model."""
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
 
 
 def run(*args, code=0):
@@ -232,14 +232,14 @@ def test_a_wrong_token_file_is_refused(array, why, tmp_path):
 
 
 def test_questions_need_a_tokenizer(monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": models.random(TINY))
+    monkeypatch.setattr(loading, "load", lambda *_: models.random(TINY))
     assert "tokenizer" in run("ruler", code=1).stderr
     assert "--tokens FILE.npz" in run("ppl", "--prefix", 64, "--continue", 8, code=1).stderr
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(monkeypatch, tmp_path):
     bare = replace(PARAMS, tokenizer=byte_tokenizer(None))
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": bare)
+    monkeypatch.setattr(loading, "load", lambda *_: bare)
     out = tmp_path / "out.json"
     run("ruler", "--tasks", "niah_single_1", "--length", 1500, "--samples", 1, "--json", out)
     assert json.loads(out.read_text())["meta"]["template"] is None

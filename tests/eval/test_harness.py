@@ -67,6 +67,8 @@ def test_a_task_within_the_budget_is_flagged():
     lm.loglikelihood([request(CONTEXTS[2], " w3", task="short"), request(CONTEXTS[0], " w3", task="long")])
     said = {name: harness._said(own) for name, own in lm.receipts.items()}
     assert [line.split(":")[0] for line in harness.flagged(said)] == ["short"]
+    lm.loglikelihood([request(CONTEXTS[2], " " + words(60), task="short")])
+    assert lm.receipts["short"].touched == 1  # what was evicted is of the answer
 
 
 def test_a_question_that_is_not_seen_is_read_after_the_compression():
@@ -79,6 +81,9 @@ def test_a_question_that_is_not_seen_is_read_after_the_compression():
     assert [x for x, _ in got] == pytest.approx([x.logprob for x in want], abs=1e-3)
     assert [x for x, _ in got] != pytest.approx([x for x, _ in seen.loglikelihood(asked)], abs=1e-3)
     assert unseen.receipts["t"].seen == 60
+    both = unseen.loglikelihood([asked[0], request("", " w7 w8")])
+    assert both[0][0] == pytest.approx(got[0][0], abs=1e-3)
+    assert both[1][0] == pytest.approx(jkv.score(TEXTS, CACHE, [1], [7, 8]).logprob, abs=1e-3)
     with pytest.raises(ValueError, match="has no ' w5 w5' behind its beginning"):
         unseen.loglikelihood([request(context, " w7")])
 
@@ -105,7 +110,7 @@ def test_texts_are_generated_up_to_a_stop_text():
 def test_a_context_that_is_too_long_loses_its_beginning_and_that_is_said():
     small = replace(TEXTS, config=replace(TEXTS.config, context=50))
     lm = harness.Backend(small, jkv.parse("full"), 2, None, "seen", "")
-    got = lm.loglikelihood([request(CONTEXTS[0], " w7 w8")])
+    got = lm.loglikelihood([request(CONTEXTS[0], " w7 w8"), request(CONTEXTS[0], " w9 w8")])
     want = jkv.score(TEXTS, None, Words().encode(CONTEXTS[0])[-48:], [7, 8])
     assert got[0][0] == pytest.approx(want.logprob, abs=1e-3) and lm.receipts["t"].truncated == 1
 

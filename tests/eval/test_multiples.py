@@ -19,7 +19,7 @@ from support.points import HOSTILE, catalogue
 def test_what_rows_are_made_of_says_their_family():
     """Read from the classes of the parts and the arguments alone, not as the families read them."""
     codes, by = (
-        {"Affine", "Bfp", "Levels", "Principal", "Separable", "Sparse"},
+        {"Affine", "Bfp", "Float", "Gear", "Levels", "Mixed", "Nsn", "Polar", "Principal", "Separable", "Sparse"},
         {name: family(name) for name in CATALOGUE},
     )
     for name, row in CATALOGUE.items():

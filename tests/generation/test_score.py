@@ -91,3 +91,9 @@ def test_a_text_is_tokenized_behind_its_prompt():
 def test_what_cannot_be_scored_is_refused_by_name(prompt, after, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.score(PARAMS, None, prompt, after)
+
+
+def test_a_cache_without_room_for_the_continuation_is_refused():
+    held, _ = jkv.prefill(PARAMS, "int8", PROMPT, room=8)
+    with pytest.raises(ValueError, match="prefill with a larger room"):
+        jkv.score(PARAMS, held, [5], [7] * 200)

@@ -12,6 +12,7 @@ import pytest
 import jkv
 from jkv.core import loop
 from jkv.core.compiled import compiled
+from support import tiny
 
 PARAMS = jkv.models.random(jkv.models.TINY, 0, jnp.float32)
 PROMPT = [[(7 * i) % 97 for i in range(60)], [(11 * i) % 89 for i in range(45)]]
@@ -37,7 +38,7 @@ def test_a_step_copies_no_tier(cache):
     assert kept.alias_size_in_bytes == 0  # or the above would say nothing
 
 
-@pytest.mark.parametrize("text", [TEXT, "h2o(budget=40)", "streaming(budget=40)", "kivi(recent=0, group=8)", "full"])
+@pytest.mark.parametrize("text", ["full", TEXT, "h2o(budget=40)", "streaming(budget=40)", "kivi(recent=0, group=8)"])
 def test_a_step_says_what_a_branch_says(text: str):
     """Over a flush; a cache that came of the given one, and shares arrays with it, does not take it along."""
     cache, logits = jkv.prefill(PARAMS, text, PROMPT)
@@ -51,6 +52,23 @@ def test_a_step_says_what_a_branch_says(text: str):
         np.testing.assert_array_equal(logits, want)
     jax.tree.map(np.testing.assert_array_equal, cache, before)
     jax.tree.map(np.testing.assert_array_equal, own, kept)
+
+
+def test_a_step_takes_no_array_of_a_codec_that_other_caches_read():
+    """`extend` gives the new cache the bases of the old one."""
+    text = f"turboquant(bits=2, values=1, center=True, moments={tiny.MOMENTS!r})"
+    cache, _ = jkv.prefill(tiny.PARAMS, text, PROMPT)
+    own, _ = jkv.extend(tiny.PARAMS, cache, [[1], [2]])
+    jkv.step(tiny.PARAMS, own, TOKEN)
+    jkv.branch(tiny.PARAMS, cache, TOKEN)
+
+
+def test_a_step_after_a_rollback_takes_nothing_of_the_cache_that_goes_on(cache):
+    after = jkv.branch(PARAMS, cache, TOKEN)[0]
+    before = jax.tree.map(np.asarray, after)
+    jkv.step(PARAMS, after.rollback(1), TOKEN)
+    jkv.branch(PARAMS, after, TOKEN)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_a_cache_that_was_given_away_is_refused(cache, tmp_path):

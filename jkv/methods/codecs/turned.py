@@ -131,8 +131,8 @@ class Rotated(Turned):
 def rotation(dim: int, signs: int | None) -> np.ndarray:
     """f32[D,D], orthogonal: y = x @ it.
 
-    >>> rotation(2, None).round(3).tolist()
-    [[0.707, 0.707], [0.707, -0.707]]
+    >>> (rotation(2, None) * 2**0.5).round(3).tolist()
+    [[1.0, 1.0], [1.0, -1.0]]
     """
     block = np.ones((1, 1), np.float32)
     while len(block) < dim & -dim:

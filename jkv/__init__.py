@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jkv import models
     from jkv.core.cache import Cache
-    from jkv.eval.harness import harness
     from jkv.generation.api import Result, extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.report import Report
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from jkv.io.trees import from_tree
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
+
+    harness: Any  # of jkv.eval, which no room below it may import through here
 
 __all__ = [
     "CATALOGUE",

@@ -1,4 +1,4 @@
-"""jkv eval ppl | fidelity | codecs | ruler | niah | multiturn | report. Imports jax only where a command needs it."""
+"""jkv eval: quality of caches, a command an experiment. Imports jax only where a command needs it."""
 
 from __future__ import annotations
 

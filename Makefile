@@ -14,14 +14,10 @@ export JAX_PLATFORMS ?= cpu
 demo: .venv/installed  ## a real model generates through a compressed cache, and the receipt
 	$(BIN)/python -m jkv.cli.demo
 
-# What is compiled is kept for the next run, as long as it is read every three days.
-PROGRAMS ?= $(CURDIR)/.pytest_cache/programs
-KEPT := JAX_COMPILATION_CACHE_DIR="$(PROGRAMS)" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-PYTEST := $(KEPT) $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15
 
 test: .venv/installed  ## every law and almost all of the rest: what is not `slow`, `hardware` or `peers`
 	$(BIN)/jkv fetch smollm2-135m
-	mkdir -p "$(PROGRAMS)" && find "$(PROGRAMS)" -type f -atime +3 -delete
 	$(PYTEST) -m "not (slow or hardware or peers)"
 
 test-all: test  ## the whole suite

@@ -159,7 +159,7 @@ def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), layer)
 
 
-CODECS = {"int8": "int8", "int4": "int4(group=0)", "kivi": rig.KIVI_TEXT, "mustafar": "mustafar(recent=16)"}
+CODECS = {"int8": "int8", "int4": "int4(group=0)", "kivi": rig.KIVI_TEXT, "mustafar": "mustafar(recent=8)"}
 CODED = [
     f"{rig.CASES[a][0].tight.split(' | ')[0]} | {CODECS[b]}" for (a, b), why in PAIRS.items() if not why and b in CODECS
 ]

@@ -20,7 +20,7 @@ from jkv.core.cache import MERGED, Tier
 from jkv.core.layer import TierConfig
 from jkv.core.mask import Mask
 from jkv.core.pool import line, together
-from jkv.core.tiles import TILE, cut, over_tiles, step_tile, tile_size
+from jkv.core.tiles import cut, over_tiles, tile_size
 from jkv.models.rope import Rope
 from jkv.models.scale import Scale
 from jkv.protocols import Code, Codec, KernelCodes
@@ -208,8 +208,7 @@ def _attend_own(
         return merge(part, Partial(acc=codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1), m=m, l=l))
 
     decodes = config.pre_rope or not (config.k.exact and config.v.exact)
-    most = step_tile(size, h * q.shape[4]) if tokens == 1 else TILE
-    tile = tile_size(decodes, size, tokens, config.unit, most)
+    tile = tile_size(decodes, size, tokens, config.unit)
     return over_tiles(body, nothing(q, codes.inner_width(config.v, v)), size, tile)
 
 

@@ -11,8 +11,7 @@ from jax import Array
 
 from jkv.arrays.gather import per
 
-TILE = 512  # slots of a coded tier that are read at a time, at least
-NUMBERS = 1 << 19  # of a tile that a step decodes, if it is larger: caches of a core hold it
+TILE = 512  # slots of a coded tier that are read at a time
 LEAST = 16  # slots that are read at once
 
 
@@ -41,14 +40,8 @@ def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, 
     return jax.lax.fori_loop(0, -(-slots // tile), step, init)
 
 
-def step_tile(slots: int, numbers: int) -> int:
-    """Slots of a tile that a step decodes, `numbers` of keys in each: of a long tier an eighth, as each tile has a
-    fixed cost."""
-    return max(TILE, min(slots // 8, NUMBERS // numbers))
-
-
-def tile_size(decodes: bool, slots: int, queries: int, unit: int, most: int = TILE) -> int:
-    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else `most`, or fewer for
+def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
+    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else TILE, or fewer for
     many queries.
 
     What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
@@ -56,5 +49,5 @@ def tile_size(decodes: bool, slots: int, queries: int, unit: int, most: int = TI
     """
     if (queries == 1 and not decodes) or slots <= LEAST:
         return slots
-    tile = min(most * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
+    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)

@@ -20,7 +20,7 @@ from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.mask import causal
 from jkv.core.merge import Newcomers
 from jkv.core.tiers import attend_tier, tier_dot
-from jkv.core.tiles import TILE, step_tile, tile_size
+from jkv.core.tiles import tile_size
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
 from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Rotated, Separable, Sparse, Ternary
@@ -221,11 +221,10 @@ def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
             np.testing.assert_allclose(np.asarray(got)[live], np.asarray(want)[live], atol=1e-6)
 
 
-def test_a_step_reads_a_long_tier_in_larger_tiles():
-    """Nine of them, the last moved back; beside softmax over the decoded tier, in float64."""
+def test_a_step_reads_a_long_tier_in_tiles():
+    """Ten of them, the last moved back; beside softmax over the decoded tier, in float64."""
     config = replace(tier_of((Affine(bits=4), Affine(bits=2), "write"), 1, None), capacity=5001, most=5001)
-    assert tile_size(True, 5001, 1, 1, step_tile(5001, H * D)) == 625
-    assert tile_size(True, 5001, 1, 1, step_tile(5001, 1024)) == TILE  # of 8 heads of 128 channels
+    assert tile_size(True, 5001, 1, 1) == 512
     tier = filled(config, plain(config))
     q = np.random.default_rng(1).standard_normal((ROWS, H, G, 1, D)).astype(np.float32)
     got = jax.jit(lambda q, t: attend_tier(q, causal(jnp.full((ROWS, 1), 2500), None), t, config, ROPE, 0.3).finish())

@@ -39,7 +39,7 @@ def fingerprint(params: Params, dtype: Any = None) -> str:
     exact = tuple(f"['{name}']" for name in EXACT)
     made = [dtype is None or name.endswith(exact) or name.count(".") > 1 for name, _ in leaves]  # dots: parts of codes
     kinds = [str(x.dtype if own else jnp.dtype(dtype)) for (_, x), own in zip(leaves, made, strict=True)]
-    # All are begun before the first is waited for.
+    # On one device all are begun before the first is waited for.
     sums = [_known(x, kind) for (_, x), kind in zip(leaves, kinds, strict=True)]
     digest = hashlib.sha256(repr(_said(params.config)).encode())
     for (name, x), kind, known in zip(leaves, kinds, sums, strict=True):
@@ -66,7 +66,10 @@ def _known(x: Array, kind: str) -> Array | np.ndarray:
     if found is not None and found[0]() is x:
         return found[1]
     over = getattr(x, "sharding", None)
-    return _summing(over.mesh if isinstance(over, NamedSharding) else None)(x, kind)
+    if not isinstance(over, NamedSharding):
+        return _summing(None)(x, kind)
+    # One by one: many sums over devices that are under way at once starve a CPU's simulated devices of threads.
+    return jax.block_until_ready(_summing(over.mesh)(x, kind))
 
 
 def _kept(x: Array, kind: str, sums: Array | np.ndarray) -> np.ndarray:

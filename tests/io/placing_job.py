@@ -156,8 +156,6 @@ def at_the_training() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Devices that are threads of one process wait for each other in a collective: programs in flight starve them.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     load.read = lambda what: noise(MODELS[str(what)], 4, 1)
     jax.numpy.array, jax.numpy.asarray = watched(jax.numpy.array), watched(jax.numpy.asarray)
     jax.device_put = watched(jax.device_put)

@@ -154,10 +154,12 @@ def tasks(tmp_path_factory):
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("tasks")
     text = " ".join(__import__("this").s.split()) + " " + " ".join((harness.__doc__ or "").split())
-    sentences = " ".join([*(str(getattr(jkv, n).__doc__) for n in ("generate", "prefill", "load")), text]).split(". ")
+    docs = [*(str(getattr(jkv, n).__doc__) for n in ("generate", "prefill", "load")), text]
+    sentences = [" ".join(sentence.split()[:10]) for sentence in " ".join(docs).split(". ")]
     rows = [
-        {"context": ". ".join(sentences[i : i + 6]), "choices": [" " + sentences[i + 6], " " + sentences[i]], "gold": 0}
-        for i in range(6)
+        {"context": ". ".join(sentences[i : i + 8]), "gold": 0}
+        | {"choices": [" " + sentences[i + 8], " " + sentences[i]]}
+        for i in range(4)
     ]
     data = folder / "rows.json"
     data.write_text("\n".join(map(json.dumps, rows)))

@@ -16,6 +16,7 @@ from jkv.core.cache import Cache, layer_kept
 from jkv.generation.api import extend, generate, prefill
 from jkv.generation.asked import composition, model
 from jkv.generation.prompts import stop_ids_of
+from jkv.generation.report import kept_by_row
 from jkv.generation.score import followed
 from jkv.host import console
 from jkv.host.extras import install
@@ -182,8 +183,7 @@ class Backend:
 
     def _note(self, contexts: list[Context], cache: Cache, answers: Sequence[int]) -> None:
         """Into the receipts what a cache holds of contexts that have so many answers; of 0, it only fills a batch."""
-        seen = np.asarray(cache.seen)
-        kept = np.asarray(cache.kept(), float).mean((0, 2)) if cache.layers else seen.astype(float)
+        seen, kept = np.asarray(cache.seen), kept_by_row(cache)
         for i, (context, there) in enumerate(zip(contexts, touched(cache), strict=True)):
             if answers[i]:
                 receipt = self._receipt(context.task)

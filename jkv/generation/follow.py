@@ -14,6 +14,7 @@ from jkv.core.cache import Cache, Decoding
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_blocks
 from jkv.core.sampling import make as sampling
+from jkv.core.sharding import over
 from jkv.models import Params
 
 SLICE = 64  # tokens whose logits exist at once
@@ -42,7 +43,7 @@ class Follow:
             n = part.shape[1]
             forced = jnp.asarray(np.pad(part, ((0, 0), (0, SLICE - n))))
             state = Decoding.start(cache, self.logits, SLICE, forced=forced, traced=True)
-            cost = Cost()
+            cost = Cost(over=over(params))
             state = cost.run(run_blocks, params, state, settings, jnp.int32(n))
             self.ms.append(cost.running / n * 1e3)
             cache, self.logits = state.cache, state.logits

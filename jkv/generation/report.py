@@ -129,6 +129,11 @@ def kept_tokens(cache: Cache) -> list[list[float]]:
     return np.asarray(cache.kept(), np.float32).mean(1).round(1).tolist()
 
 
+def kept_by_row(cache: Cache) -> np.ndarray:
+    """f[B]: tokens that each row holds, the mean over layers and heads; all that were seen where no block attends."""
+    return np.asarray(cache.kept(), float).mean((0, 2)) if cache.layers else np.asarray(cache.seen, float)
+
+
 def tier_bits(cache: Cache) -> tuple[float, float]:
     """Bits of a number of the keys, and of the values, that lie in tiers, metadata included; 0 where there is none."""
     tiers, m = [tier for layer in cache.layers for tier in layer.tiers], cache.model

@@ -17,6 +17,7 @@ from jkv.generation.asked import model
 from jkv.generation.follow import Follow, surprise
 from jkv.generation.prefill import extended
 from jkv.generation.prompts import Prompt, encode, encode_row
+from jkv.generation.report import kept_by_row
 from jkv.host.arguments import short
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -78,8 +79,7 @@ def score(
         held, logits, _ = extended(params, cache, rows, max(map(len, ids)))
     else:
         held, logits = prefill(params, cache, rows, room=max(map(len, ids)), chunk=chunk)
-    seen = np.asarray(held.seen)
-    kept = np.asarray(held.kept(), float).mean((0, 2)) if held.layers else seen.astype(float)
+    seen, kept = np.asarray(held.seen), kept_by_row(held)
     if n == 1:
         held, logits = held.fork(len(ids)), jnp.repeat(logits, len(ids), 0)
     scored = [

@@ -111,7 +111,11 @@ def generated(weights: str | None) -> dict[str, Any]:
         "data=2,model=4",
         128,
     )
-    alone = jkv.generate(jkv.load("llama", weights=weights), cache, rows, max_new_tokens=64).tokens
+    one = jkv.load("llama", weights=weights)
+    alone = jkv.generate(one, cache, rows, max_new_tokens=64).tokens
+    after = [row[:24] for row in alone]
+    said = [x.logprobs for x in jkv.score(one, cache, rows, after)]
+    del one
     MOST.clear()
     params = jkv.load("llama", "float32", mesh, weights)
     out = jkv.generate(params, cache, rows, max_new_tokens=64)
@@ -130,8 +134,9 @@ def generated(weights: str | None) -> dict[str, Any]:
     target = Target(name="cpu", devices=jax.devices(), memory=None, kernels="xla")
     prefill, decode = programs.programs(shape, target)
     held = (out.cache.layers, out.cache.states)
+    scores = [x.logprobs for x in jkv.score(params, cache, rows, after)]
     return {
-        "same": out.tokens == alone,
+        "same": out.tokens == alone and np.allclose(scores, said, atol=1e-4),
         "share": share(params) + share(held),
         "most": most,
         "weights": [decode.weights, share(params)],

@@ -166,7 +166,7 @@ def test_pads_change_nothing(case: Case):
 @pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
     caches = rig.shared(case.tight, case.model).caches
-    programs = (loop.embedded, loop.attended, loop.mixed, loop.flushed, loop.said, loop.step)
+    programs = (loop.embedded, loop.attended, loop.mixed, loop.flushed, loop.said, loop.settled, loop.steps)
     kinds = {(jax.tree.structure(c), *map(jax.typeof, jax.tree.leaves(c))) for c in caches}
     assert len(kinds) == 1
     before = [f._cache_size() for f in programs]

@@ -19,7 +19,7 @@ from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window, amo
 from jkv.core.coded import as_stored
 from jkv.core.compiled import ANY, program
 from jkv.core.flush import flush, pruned
-from jkv.core.layer import LayerConfig
+from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.mask import causal
 from jkv.core.positions import positions
 from jkv.core.tiers import attend_tier, observed
@@ -55,7 +55,7 @@ def embedded(
 def attended(
     one: Params,
     layer: LayerCache,
-    plan: LayerConfig,
+    plan: LayerView,
     x: Array,
     pos: Array,
     steps: Array | None,
@@ -95,7 +95,7 @@ def attended(
     return x, *made
 
 
-def _with_residual(found: Partial, q: Array, layer: LayerCache, plan: LayerConfig, model: ModelConfig) -> Partial:
+def _with_residual(found: Partial, q: Array, layer: LayerCache, plan: LayerView, model: ModelConfig) -> Partial:
     """Attention over what is kept, and over what the evicted left beside it."""
     return plan.merge.attend(layer.residual, q, found, model.scale) if plan.merge else found
 
@@ -155,14 +155,14 @@ def said(ends: Params, x: Array) -> Array:
     return family(ends.config).head(ends, x[:, -1:])[:, 0]
 
 
-def as_window(new: Any, pos: Array, plan: LayerConfig, rope: Rope, dtype: Any, step: bool = False) -> Window:
+def as_window(new: Any, pos: Array, plan: LayerView, rope: Rope, dtype: Any, step: bool = False) -> Window:
     """New tokens as a window holds them: keys rotated; step: they are generated."""
     k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
     return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v, pos=pos, step=step)))
 
 
 def observation_of(
-    layer: LayerCache, plan: LayerConfig, new: Queries, steps: Array | None, placed: bool
+    layer: LayerCache, plan: LayerView, new: Queries, steps: Array | None, placed: bool
 ) -> tuple[Observation, Queries | None]:
     """The queries that the score needs of a prompt's, and the layer's ring after this flush.
 
@@ -187,7 +187,7 @@ class LayerCarry:
     summaries: tuple[Any, ...]
 
     @classmethod
-    def of(cls, layer: LayerCache, plan: LayerConfig) -> LayerCarry:
+    def of(cls, layer: LayerCache, plan: LayerView) -> LayerCarry:
         summaries = tuple(t.summary if c.watches else None for t, c in zip(layer.tiers, plan.tiers, strict=True))
         return cls(recent=layer.recent, queries=layer.queries, summaries=summaries)
 
@@ -201,7 +201,7 @@ class LayerCarry:
 # Traced once for all blocks that are alike, as the one below: somebody waits for the program.
 @jax.jit
 def attending(
-    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, fill: Array
+    one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, fill: Array
 ) -> tuple[Array, LayerCarry]:
     """A block's output for one token x [B,1,E] at pos i32[B,1], and what changes of its layer."""
     model = one.config

@@ -131,7 +131,16 @@ class Cache:
     @property
     def room(self) -> int:
         """Entries of a recent window."""
-        return self.plan[0].room if self.plan else self.states[0].dt.shape[1]
+        return self.layers[0].recent.pos.shape[1] if self.layers else self.states[0].dt.shape[1]
+
+    @property
+    def bare(self) -> Cache:
+        """The arrays alone: what a program takes over of a cache whose plan stays."""
+        return replace(self, plan=(), name="", new=0)
+
+    def dressed(self, bare: Cache) -> Cache:
+        """A bare cache with the plan of this one."""
+        return replace(bare, plan=self.plan, name=self.name, new=self.new)
 
     @property
     def dtype(self) -> Any:

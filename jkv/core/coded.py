@@ -10,11 +10,11 @@ from jax import Array
 from jkv.arrays.gather import per
 from jkv.core import codes
 from jkv.core.cache import Window
-from jkv.core.layer import LayerConfig
+from jkv.core.layer import LayerView
 from jkv.models.rope import Rope
 
 
-def as_stored(window: Window, plan: LayerConfig, rope: Rope) -> Window:
+def as_stored(window: Window, plan: LayerView, rope: Rope) -> Window:
     """The window, whose entries that a flush would encode now are what their codes decode to; others stay exact.
 
     The units of a codec with a grain begin at the first entry of each row, as in a flush.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from math import ceil
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +13,11 @@ from jkv.arrays.tree import leaf, part
 from jkv.protocols import Budget, Code, Codec, LayerSize, Merge, Needs, Score, Selector
 
 T = TypeVar("T")
+
+
+def _base(x: Any, cls: type[T]) -> T:
+    """The part of x that a class which it extends declares."""
+    return cls(**{f.name: getattr(x, f.name) for f in fields(cls)})  # type: ignore[arg-type]
 
 
 @part
@@ -35,21 +41,17 @@ class Pruning:
 
 
 @part
-class TierConfig:
-    """A tier of one layer: its slots, how many may be in use, its share of what is stored, how it is coded and read.
+class TierView:
+    """A tier as attention reads it: codecs of keys and values, the selector of its units, and the kernels allowed.
 
     rope: as in TierSpec; keys that are rotated when they are read are stored before the rotation (`pre_rope`).
     """
 
-    capacity: int
-    most: int
-    share: float | None
     k: Codec = leaf()
     v: Codec = leaf()
     rope: Literal["write", "read", "rank"]
     select: Selector | None = leaf()
     unit: int
-    evicts: bool
     kernels: str
 
     @property
@@ -67,36 +69,46 @@ class TierConfig:
 
 
 @part
-class LayerConfig:
-    """The config of one layer, every number known.
+class TierConfig(TierView):
+    """A tier of one layer: also its slots, how many may be in use, its share of what is stored, whether it evicts."""
 
+    capacity: int
+    most: int
+    share: float | None
+    evicts: bool
+
+    @property
+    def view(self) -> TierView:
+        return _base(self, TierView)
+
+
+@part
+class Unmarked(Score):
+    """The score of tokens of which nothing is remembered: they have no columns and do not expire."""
+
+
+@part
+class LayerView:
+    """The part of a layer's config that attention depends on: layers and caches of one view share its programs.
+
+    A flush depends on all of LayerConfig. score: for the columns of new tokens, `Unmarked` if they have none.
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
-    size: what it gets of the budget. pooled: the share that a head of a pool is sure of, or None. columns: the names of
-    what the score remembers of a token; expires: its tokens may (`Score.expires`). coded: as of a `Prefill`.
+    columns: the names of what the score remembers of a token; expires: its tokens may (`Score.expires`). coded: as of a
+    `Prefill`.
     """
 
     score: Score = leaf()
     needs: Needs
     columns: tuple[str, ...]
     expires: bool
-    tiers: tuple[TierConfig, ...] = leaf()
-    budget: Budget
-    size: LayerSize
-    pooled: float | None
+    tiers: tuple[TierView, ...] = leaf()
     merge: Merge | None = leaf()
     recent: int
     block: int
     unit: int
-    longest: int
     window: int | None
-    pruning: Pruning | None
     coded: bool
     kernels: str
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a head holds at most, in a pool their mean."""
-        return self.size.tokens + self.size.beyond
 
     @property
     def stay(self) -> int:
@@ -110,6 +122,36 @@ class LayerConfig:
     def queries(self) -> int:
         """Queries in the ring, the newest: as many as are read at a flush."""
         return max(self.needs.queries, self.block if self.needs.new else 0)
+
+
+@part
+class LayerConfig(LayerView):
+    """The config of one layer, every number known.
+
+    size: what it gets of the budget. pooled: the share that a head of a pool is sure of, or None.
+    """
+
+    tiers: tuple[TierConfig, ...] = leaf()
+    budget: Budget
+    size: LayerSize
+    pooled: float | None
+    longest: int
+    pruning: Pruning | None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a head holds at most, in a pool their mean."""
+        return self.size.tokens + self.size.beyond
+
+    @property
+    def view(self) -> LayerView:
+        marks = self.columns or self.expires
+        return replace(
+            _base(self, LayerView),
+            score=self.score if marks else Unmarked(),
+            needs=Needs(queries=self.needs.queries, new=self.needs.new, prompt=self.needs.prompt),
+            tiers=tuple(tier.view for tier in self.tiers),
+        )
 
     def lower(self, layers: tuple[T, ...]) -> T | None:
         """Of the layers below, the one whose cache the score reads."""

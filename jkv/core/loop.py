@@ -25,6 +25,7 @@ from jkv.core.blocks import (
 )
 from jkv.core.cache import Cache, Decoding, LayerCache
 from jkv.core.compiled import ANY, Run, call, flow, program
+from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.sampling import Sampling, sample
 from jkv.models import Params, family
 from jkv.models.ssd import State
@@ -118,7 +119,7 @@ def _absorbed(
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
         how: dict[str, Any] = {"fresh": fresh, "rows": rows, "placed": placed}
-        x, window, observation, queries = run(attended, one, layer, plan, x, pos, steps, **how)
+        x, window, observation, queries = run(attended, one, layer, plan.view, x, pos, steps, **how)
         lower = plan.lower(layers)
         layer, on = run(
             flushed,
@@ -151,6 +152,10 @@ def picked(x: Any, index: Array) -> Any:
     return jax.tree.map(lambda y: y[index], x)
 
 
+Plan = tuple[LayerConfig, ...]
+Views = tuple[LayerView, ...]
+
+
 @value
 class StepCarry:
     """The part of a cache that a step changes: of layers, of states, seen i32[B], fill."""
@@ -161,7 +166,9 @@ class StepCarry:
     fill: Array
 
 
-def _advance(params: Params, cache: Cache, moving: StepCarry, token: Array, alive: Array) -> tuple[StepCarry, Array]:
+def _advance(
+    params: Params, plan: Views, cache: Cache, moving: StepCarry, token: Array, alive: Array
+) -> tuple[StepCarry, Array]:
     """One token i32[B] per row that is alive: the moving part after it, and logits f32[B,V]."""
     model, ends = cache.model, params.ends
     pos = jnp.where(alive, moving.seen, -1)[:, None]
@@ -172,7 +179,7 @@ def _advance(params: Params, cache: Cache, moving: StepCarry, token: Array, aliv
         if model.attends(i):
             a = len(layers)
             layer = moving.layers[a].into(cache.layers[a])
-            x, moved = attending(params.block(i), layer, cache.plan[a], x, pos, moving.fill)
+            x, moved = attending(params.block(i), layer, plan[a], x, pos, moving.fill)
             layers += (moved,)
         else:
             x, state = mixing(params.block(i), moving.states[len(states)], x, pos, alive)
@@ -181,8 +188,8 @@ def _advance(params: Params, cache: Cache, moving: StepCarry, token: Array, aliv
     return StepCarry(layers=layers, states=states, seen=seen, fill=moving.fill + 1), said(ends, x)
 
 
-def _split(cache: Cache) -> StepCarry:
-    layers = tuple(map(LayerCarry.of, cache.layers, cache.plan))
+def _split(cache: Cache, plan: Views) -> StepCarry:
+    layers = tuple(map(LayerCarry.of, cache.layers, plan))
     return StepCarry(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill)
 
 
@@ -234,7 +241,8 @@ def run_block(
     if full:
         cache = settle(cache, more, run)
     cache = replace(cache, states=entered(params, cache.states, more, run))
-    return run(steps, params, replace(state, cache=cache), sampling, stop)
+    state = run(steps, params, views(cache), replace(state, cache=cache.bare), sampling, stop)
+    return replace(state, cache=cache.dressed(state.cache))
 
 
 @program(arguments=(None, None, None), results=None)
@@ -243,9 +251,17 @@ def going(count: Array, alive: Array, stop: Array) -> Array:
     return (count < stop) & alive.any()
 
 
-@program(arguments=(None, ANY, None, None), results=ANY, donate_argnames=("state",))
-def steps(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
-    """Step by step, on the device, until the recent windows are full, `out` has `stop` columns, or no row is alive."""
+def views(cache: Cache) -> Views:
+    """The part of a cache's plan that steps depend on: caches that evict by other scores share their programs."""
+    return tuple(plan.view for plan in cache.plan)
+
+
+@program(arguments=(None, None, ANY, None, None), results=ANY, donate_argnames=("state",))
+def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
+    """Step by step, on the device, until the recent windows are full, `out` has `stop` columns, or no row is alive.
+
+    The state's cache is bare; plan: its `views`.
+    """
     cache, room = state.cache, state.cache.room
 
     def more(carry: Any) -> Array:
@@ -262,11 +278,11 @@ def steps(params: Params, state: Decoding, sampling: Sampling, stop: Array) -> D
         out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(alive, token, -1)[:, None], count, 1)
         if used is not None:
             used = used.at[jnp.arange(token.shape[0]), token].max(alive)
-        moving, logits = _advance(params, cache, moving, token, alive)
+        moving, logits = _advance(params, plan, cache, moving, token, alive)
         alive = alive & ~(token[:, None] == sampling.stop_ids[None]).any(-1)
         return moving, logits, alive, used, out, count + 1, trace
 
-    carry = (_split(cache), state.logits, state.alive, state.used, state.out, state.count, state.trace)
+    carry = (_split(cache, plan), state.logits, state.alive, state.used, state.out, state.count, state.trace)
     with jax.named_scope("step"):  # programs are read by such names, see aot/hlo.py
         moving, logits, alive, used, out, count, trace = jax.lax.while_loop(more, one, carry)
     cache = _join_cache(cache, moving)
@@ -314,18 +330,15 @@ def seated(state: Decoding, rows: Cache, logits: Array, used: Array | None, slot
 @program(arguments=(None, ANY, None), results=(ANY, None))
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
-    return _stepped(params, cache, token)
-
-
-@program(arguments=(None, ANY, None), results=(ANY, None), donate_argnames=("cache",))
-def step_own(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
-    """`step` for a cache that nobody needs any more: the new one takes its memory."""
-    return _stepped(params, cache, token)
-
-
-def _stepped(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
-    due = cache.fill >= cache.room
+    due, plan = cache.fill >= cache.room, views(cache)
     cache = settle(cache)
     cache = replace(cache, states=entered(params, cache.states, due))
-    moving, logits = _advance(params, cache, _split(cache), jnp.maximum(token, 0), token >= 0)
+    moving, logits = _advance(params, plan, cache, _split(cache, plan), jnp.maximum(token, 0), token >= 0)
     return _join_cache(cache, moving), logits
+
+
+@program(arguments=(None, None, ANY, None), results=(ANY, None), donate_argnames=("cache",))
+def step_own(params: Params, plan: Plan, cache: Cache, token: Array) -> tuple[Cache, Array]:
+    """`step` for a bare cache that nobody needs any more: the new one takes its memory."""
+    cache, logits = step(params, replace(cache, plan=plan), token)
+    return cache.bare, logits

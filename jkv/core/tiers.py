@@ -17,7 +17,7 @@ from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_part
 from jkv.core import codes, context
 from jkv.core.attend import FEW
 from jkv.core.cache import MERGED, Tier
-from jkv.core.layer import TierConfig
+from jkv.core.layer import TierView
 from jkv.core.mask import Mask
 from jkv.core.pool import line, together
 from jkv.core.tiles import cut, over_tiles, tile_size
@@ -48,13 +48,13 @@ def bare(tier: Tier) -> Tier:
     return replace(tier, columns=columns, summary=None)
 
 
-def decoded_keys(code: Code, at: Array, config: TierConfig, rope: Rope) -> Array:
+def decoded_keys(code: Code, at: Array, config: TierView, rope: Rope) -> Array:
     """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]."""
     keys = codes.decode(config.k, code)
     return rope.rotate(keys, at) if config.pre_rope else keys
 
 
-def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) -> Array:
+def key_logits(q: Array, code: Code, at: Array, config: TierView, rope: Rope) -> Array:
     """f32[B,H,N,n]: logits, unscaled, of rotated queries [B,H,N,D] and the keys of a tile that act at i32[B,Hs,n]."""
     q = q.astype(jnp.float32)
     if config.pre_rope:
@@ -62,18 +62,18 @@ def key_logits(q: Array, code: Code, at: Array, config: TierConfig, rope: Rope) 
     return codes.dots(config.k, q, code)
 
 
-def kernel_codes(tier: Tier, config: TierConfig) -> tuple[KernelCodes | None, KernelCodes | None]:
+def kernel_codes(tier: Tier, config: TierView) -> tuple[KernelCodes | None, KernelCodes | None]:
     """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
     values = codes.kernel_codes(config.v, config.values(tier))
     return None if config.pre_rope else codes.kernel_codes(config.k, tier.k), values
 
 
-def operation(config: TierConfig) -> tuple[str, tuple[int, ...]]:
+def operation(config: TierView) -> tuple[str, tuple[int, ...]]:
     """What a step does with the tier, and what its kernels are told beside the arrays."""
     return ("decode_attention", ()) if config.select is None else ("paged_attention", (config.select.unit,))
 
 
-def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels.Choice:
+def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.Choice:
     """Which implementation reads the tier, or its selector's pages, for so many queries of `dim` channels a kv head."""
     name, more = operation(config)
 
@@ -95,7 +95,7 @@ def kernel_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels
     return kernels.choose(name, config.kernels, refusal)
 
 
-def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels.Choice:
+def reader_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.Choice:
     """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
     q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
     asks = jax.eval_shape(lambda q: codes.query(config.k, q[:, :, :, 0])[0], q).shape[-1]
@@ -110,7 +110,7 @@ def reader_of(tier: Tier, config: TierConfig, dim: int, queries: int) -> kernels
     return after if after.name == "xla" else replace(choice, name=f"{after.name} after a gather")
 
 
-def write(x: Array, index: Array, new: Array, tier: Tier, config: TierConfig) -> Array:
+def write(x: Array, index: Array, new: Array, tier: Tier, config: TierView) -> Array:
     """Codes x [B,H,C,...] of a tier with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
     if x.ndim == 4 and kernels.wanted(config.kernels) == "tpu":
         place = kernels.implementation("place", "tpu")
@@ -131,7 +131,7 @@ def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
     return jnp.where((never.any(1, keepdims=True) if x.shape[1] == 1 else never)[..., None], none, x)
 
 
-def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: Scale) -> Partial:
+def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, scale: Scale) -> Partial:
     """Rotated queries [B,H,G,T,D] over the tier, or over the units that its selector picks."""
     if tier.head is None:
         return _attend(q, mask, tier, config, rope, scale, q.shape[3])
@@ -142,7 +142,7 @@ def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope
     return jax.tree.map(lambda x: x.reshape(b, h, g, t, *x.shape[4:]), part)
 
 
-def _attend(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, scale: Scale, tokens: int) -> Partial:
+def _attend(q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, scale: Scale, tokens: int) -> Partial:
     """The same of a pool as of one head that all ask; `tokens` of a row are asking."""
     at = tier.pos if tier.at is None else tier.at
     if tier.head is not None:
@@ -164,7 +164,7 @@ def _attend(q: Array, mask: Mask, tier: Tier, config: TierConfig, rope: Rope, sc
     return context.each_given(own, tier, tier.axes, q, mask, pages, codecs, like=q, join=merge_over)
 
 
-def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierConfig) -> Array:
+def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierView) -> Array:
     """Pages i32[B,H,P] of all devices as those of one, -1 where they are another's."""
     assert config.select is not None
     units = tier.pos.shape[2] // config.select.unit
@@ -177,7 +177,7 @@ def _attend_own(
     mask: Mask,
     tier: Tier,
     pages: Array | None,
-    config: TierConfig,
+    config: TierView,
     rope: Rope,
     scale: Scale,
     tokens: int,
@@ -212,7 +212,7 @@ def _attend_own(
     return over_tiles(body, nothing(q, codes.inner_width(config.v, v)), size, tile)
 
 
-def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: Scale, *pages: Array) -> Partial | None:
+def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale, *pages: Array) -> Partial | None:
     """By the platform's kernel, or None where it has none."""
     name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3]).name
     if name == "xla":
@@ -229,14 +229,14 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierConfig, scale: Scal
     return kernels.over_mesh(run, q, tier, codecs, mask.first, mask.last, *pages)
 
 
-def picked(q: Array, tier: Tier, config: TierConfig) -> Array:
+def picked(q: Array, tier: Tier, config: TierView) -> Array:
     """i32[B,H,P]: the pages that the selector picks, -1 none."""
     select = config.select
     assert select is not None
     return select.pick(q, tier.summary, newest(tier, select.unit, q.shape[1]) >= 0)
 
 
-def gathered(pages: Array, tier: Tier, at: Array, config: TierConfig) -> tuple[Tier, Array]:
+def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tier, Array]:
     """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act.
 
     A page may be a part of a codec's grain, or end inside one: what a grain shares is then copied for every stretch of
@@ -262,7 +262,7 @@ def newest(tier: Tier, unit: int, heads: int) -> Array:
     return jnp.broadcast_to(tier.pos, (b, heads, c)).reshape(b, heads, -1, unit).max(-1)
 
 
-def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierConfig, rope: Rope, scale: Scale) -> Any:
+def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierView, rope: Rope, scale: Scale) -> Any:
     """The summary of a selector that watches, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
 
     The logits of the few keys that were read are computed once more: no kernel has to give them away.
@@ -305,7 +305,7 @@ def acting(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, 
     )
 
 
-def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
+def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Array:
     """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
     at = tier.pos if tier.at is None else tier.at
     shape = (*x.shape[:3], tier.pos.shape[2])
@@ -331,7 +331,7 @@ def tier_dot(x: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> A
     return context.whole(context.each(own, (code, at), tier.axes, axis=3), tier.axes, axis=3).reshape(shape)
 
 
-def tier_mix(w: Array, tier: Tier, config: TierConfig, rope: Rope, of: str) -> Array:
+def tier_mix(w: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Array:
     """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
     at = tier.pos if tier.at is None else tier.at
     codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))

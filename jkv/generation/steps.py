@@ -31,8 +31,9 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     ([4], (1, 100))
     """
     check_there(cache)
-    shared = jax.tree.map(jnp.copy, {"counts": cache.counts, "fill": cache.fill, "plan": cache.plan})  # by other caches
-    return _run(loop.step_own, params, replace(cache, **shared), token)
+    shared = jax.tree.map(jnp.copy, {"counts": cache.counts, "fill": cache.fill})  # by other caches
+    bare, logits = _run(loop.step_own, params, cache.plan, replace(cache.bare, **shared), token)
+    return cache.dressed(bare), logits
 
 
 def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
@@ -58,11 +59,11 @@ def check_there(cache: Cache) -> None:
         )
 
 
-def _run(function: Any, params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
+def _run(function: Any, params: Params, *args: Any) -> tuple[Cache, Array]:
     """Where kernels run, with the layouts that they like, or each call would turn every tier there and back."""
-    first = jax.tree.leaves(cache)[0]
+    first = jax.tree.leaves(args)[-2]
     alone = not isinstance(first, Tracer) and len(first.sharding.device_set) == 1
     if kernels.native() == "xla" or not alone:
-        return function(params, cache, token)
-    token = jnp.asarray(token, jnp.int32)
-    return compiled(function, params, cache, token)[0](params, cache, token)
+        return function(params, *args)
+    args = (*args[:-1], jnp.asarray(args[-1], jnp.int32))
+    return compiled(function, params, *args)[0](params, *args)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv import methods
 from jkv.core import codes as codecs
-from jkv.core import loop
+from jkv.core import loop, sampling
 from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
 from jkv.core.layer import LayerConfig
@@ -359,14 +359,21 @@ def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tu
 def run(
     text: str, prompt: np.ndarray = PROMPT, forced: np.ndarray = FORCED, poison: Any = None, params: Params = PARAMS
 ) -> Run:
-    state, logits = begun(text, prompt, params)
-    caches, out = [state], [np.asarray(logits)]
+    """After a prompt, tokens one by one (-1: the row pauses) as `generate` runs them."""
+    cache, logits = begun(text, prompt, params)
+    given = np.zeros((len(prompt), STEPS), np.int32)
+    given[:, : forced.shape[1]] = np.maximum(forced, 0)
+    state = loop.Decoding.start(cache, logits, STEPS, forced=jnp.asarray(given))
+    settings = sampling.make(len(prompt), params.config.vocab, seeds=range(len(prompt)), stop_ids=())
+    caches, out = [cache], [np.asarray(logits)]
     for i in range(forced.shape[1]):
         if poison is not None and i % 10 == 0:
-            state = poison(state)
-        state, logits = loop.step(params, state, jnp.asarray(forced[:, i]))
-        caches.append(state)
-        out.append(np.asarray(logits))
+            cache = poison(cache)
+        state = replace(state, cache=loop.copied(cache), alive=jnp.asarray(forced[:, i] >= 0))  # a block takes it over
+        state = loop.run_block(params, state, settings, jnp.int32(i + 1))
+        cache = state.cache
+        caches.append(cache)
+        out.append(np.asarray(state.logits))
     return Run(caches, out)
 
 

@@ -34,6 +34,7 @@ for i in range(int(sys.argv[1])):
 def compile_all(root: Path) -> dict[Path, bytes]:
     """A process that compiles a program for each damage, and for which a warning is an error; what it leaves."""
     env = {**os.environ, "JKV_CACHE": str(root), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # a folder that is named goes before jkv's own
     command = [sys.executable, "-W", "error", "-c", COMPILING, str(len(DAMAGE))]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr

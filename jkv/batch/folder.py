@@ -11,11 +11,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jkv.batch.written import answered, dumped, scan, tally
+from jkv.batch.written import answered, dumped, relined, scan, tally
 from jkv.host.results import beside, create
 from jkv.io.errors import FormatError
+
+if TYPE_CHECKING:
+    from jkv.io.remote import Place
 
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
 
@@ -39,17 +42,30 @@ def claim(out: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     made: what the tokens should not depend on, up to ties of floats; another one is said on stderr. Of several that
     begin at once one is first, and the others meet its manifest: there is no row before there is a manifest.
     """
-    path, new = out / "manifest.json", json.loads(json.dumps({**about, "made": made}))
+    path, new = out / "manifest.json", manifest(about, made)
     out.mkdir(parents=True, exist_ok=True)
     begun = any(out.glob("rows-*.jsonl"))  # asked first: another process may begin now
     if not path.exists():
         if begun:
-            raise FormatError(out, "it holds rows and no manifest.json", "give another folder")
+            raise headless(out)
         if _first(path, json.dumps(new, indent=1) + "\n"):
             sync(out)
             sync(out.parent)
             return
-    old = _manifest(path)
+    agree(out, _manifest(path), new)
+
+
+def manifest(about: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest as it is read back."""
+    return json.loads(json.dumps({**about, "made": made}))
+
+
+def headless(out: Place) -> FormatError:
+    return FormatError(out, "it holds rows and no manifest.json", "give another folder")
+
+
+def agree(out: Place, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ValueError where two manifests are of different jobs; what only `made` has otherwise is said on stderr."""
     then, now = old.pop("made", None), new.pop("made")
     apart = _apart(old, new)
     if apart:
@@ -113,7 +129,8 @@ class Shard:
         self.file = _locked(self.path)
         try:
             sync(out)
-            found, self.size = scan(self.path)
+            with self.path.open("rb") as file:
+                found, self.size = scan(self.path, file)
             lines = answered(self.path, found, wanted)
             if retry:
                 lines = [line if x.counts else None for x, line in zip(found, lines, strict=True)]
@@ -161,10 +178,7 @@ class Shard:
         kept, old = [], []
         with self.path.open("rb") as file:
             for raw, line in zip(file, lines, strict=True):
-                row = json.loads(raw)
-                (old if line is None else kept).append(
-                    raw if line in (None, row["line"]) else dumped(row | {"line": line})
-                )
+                (old if line is None else kept).append(raw if line is None else relined(raw, line))
         if old:
             aside = self._aside(".old", b"".join(old))
             note(f"{len(old):,} failed rows went from {self.path} to {aside}: they are asked anew")

@@ -8,7 +8,7 @@ from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -26,6 +26,9 @@ from jkv.host.results import versions
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
+if TYPE_CHECKING:
+    from jkv.io.remote import Place
+
 Tell = Callable[[int, int, str], None]  # rows that are done, of so many, and how it goes
 
 
@@ -33,13 +36,14 @@ Tell = Callable[[int, int, str], None]  # rows that are done, of so many, and ho
 class Job:
     """What is asked for.
 
-    batch 0: as many rows at once as fit; over: the mesh of this process, or of all processes, if there is one; shares:
-    whether common beginnings are prefilled once, where the cache allows it; most_new: new tokens of a row, where the
-    cache has no limit of its own; retry: whether rows that failed before are run again.
+    source, out: local, or in an object store (`jkv.io.remote.place`). batch 0: as many rows at once as fit; over: the
+    mesh of this process, or of all processes, if there is one; shares: whether common beginnings are prefilled once,
+    where the cache allows it; most_new: new tokens of a row, where the cache has no limit of its own; retry: whether
+    rows that failed before are run again.
     """
 
-    source: Path
-    out: Path
+    source: Place
+    out: Place
     params: Params
     config: CacheConfig
     defaults: Settings = Settings()

@@ -9,16 +9,19 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jkv.batch import MOST_NEW
 from jkv.core import sampling
 from jkv.generation.prompts import check_length, encode_row
+from jkv.io.remote import read_bytes
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+
+if TYPE_CHECKING:
+    from jkv.io.remote import Place
 
 PROMPTS = ("prompt", "messages", "tokens")
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them
@@ -132,9 +135,9 @@ def said(error: BaseException) -> str:
     return textwrap.shorten(text, 800) or type(error).__name__
 
 
-def lines(path: Path) -> list[tuple[int, bytes]]:
+def lines(path: Place) -> list[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers. Raises OSError."""
-    return [(i, x) for i, x in enumerate(path.read_bytes().split(b"\n"), 1) if x.strip()]
+    return [(i, x) for i, x in enumerate(read_bytes(path).split(b"\n"), 1) if x.strip()]
 
 
 def read(

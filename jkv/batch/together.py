@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.batch.folder import tally
+from jkv.batch.written import Counts, tally
 from jkv.core.sharding import MeshPlan
 
 
@@ -32,10 +32,10 @@ def any_of(stop: Callable[[], bool]) -> Callable[[], bool]:
 
 
 class Heard:
-    """What is done of the rows that another process writes; see `folder.Shard`."""
+    """What is done of the rows that another process writes; see `output.Rows`."""
 
     def __init__(self) -> None:
-        self.done: dict[int, tuple[int, int] | None] = {}
+        self.done: dict[int, Counts] = {}
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.done |= map(tally, rows)

@@ -14,14 +14,14 @@ import numpy as np
 
 from jkv.batch import fit
 from jkv.batch.arrange import Bucket, arrange, shape
-from jkv.batch.folder import Shard, claim, note
+from jkv.batch.folder import note
 from jkv.batch.job import Job, Tell, made
+from jkv.batch.output import Rows, output
 from jkv.batch.report import Report
 from jkv.batch.requests import Refused, Request, checked, failed, limits, lines, read, said, survivable
 from jkv.batch.running import Answer, Running
 from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.core.compiled import Cost, use_disk_cache
-from jkv.host.results import overwrite
 from jkv.methods.checks import check, check_prefill
 
 
@@ -37,7 +37,7 @@ class Failure:
 class Work:
     """The rows of one process: `finish` answers those that are not written yet."""
 
-    def __init__(self, job: Job, shard: Shard | Heard, total: int, rows: list[Request | Refused], tell: Tell) -> None:
+    def __init__(self, job: Job, shard: Rows, total: int, rows: list[Request | Refused], tell: Tell) -> None:
         self.job, self.shard, self.total, self.tell = job, shard, total, tell
         self.share = len(rows)
         shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
@@ -47,7 +47,7 @@ class Work:
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
 
-    def finish(self, stop: Callable[[], bool]) -> Report:
+    def finish(self, stop: Callable[[], bool]) -> None:
         """Rows at once are halved where a bucket cannot run, and then its rows; one alone gets its error."""
         todo = [(bucket, 0) for bucket in self.buckets[::-1]]
         while todo and not self.stopped:
@@ -58,7 +58,6 @@ class Work:
                 self.stopped = True
                 break
             todo += self.follow(bucket, most, stop)
-        return self.report()
 
     def left(self, bucket: Bucket) -> list[Request]:
         return [r for r in bucket.rows if r.line not in self.shard.done]
@@ -166,7 +165,7 @@ class Work:
             stopped=stopped > 0,
         )
         if jax.process_index() == 0:
-            overwrite(self.job.out / "report.json", json.dumps(asdict(report), indent=1) + "\n")
+            output(self.job.out).report(json.dumps(asdict(report), indent=1) + "\n")
         return report
 
 
@@ -197,11 +196,12 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))
     process, processes = job.place
     own = rows[process::processes]
-    shard: Shard | Heard = Heard()
+    shard: Rows = Heard()
     about = job.about()  # by all processes: the weights may lie on the devices of all
     if job.writes:
-        claim(job.out, about, made())
-        shard = Shard(job.out, {r.line: r.key for r in own}, process, processes, job.retry)
+        place = output(job.out)
+        place.claim(about, made())
+        shard = place.rows({r.line: r.key for r in own}, process, processes, job.retry)
     try:
         if spans(job.over):
             stop = any_of(stop)
@@ -209,6 +209,8 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
             shard.done.update(
                 {r.line: None for r, is_done in zip(rows, done, strict=True) if is_done and not job.writes}
             )
-        return Work(job, shard, len(rows), own, tell).finish(stop)
+        work = Work(job, shard, len(rows), own, tell)
+        work.finish(stop)
     finally:
         shard.close()
+    return work.report()

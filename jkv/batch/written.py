@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jkv.io.errors import FormatError
+
+if TYPE_CHECKING:
+    from jkv.io.remote import Place
 
 Counts = tuple[int, int] | None  # tokens read and generated; None: the row failed
 NAMED = 5  # lines that a message names
@@ -47,21 +49,20 @@ def parsed(raw: bytes) -> Written:
     return Written(line, key, counts)
 
 
-def scan(path: Path) -> tuple[list[Written], int]:
+def scan(path: Place, lines: Iterable[bytes]) -> tuple[list[Written], int]:
     """The rows of a file, and the bytes up to its last newline: what follows is what a kill left of a line.
 
     Raises FormatError for a line that has its newline and is no row, wherever it stands: no kill leaves that.
     """
     found, damaged, size = [], [], 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n"):
-                break
-            size += len(raw)
-            try:
-                found.append(parsed(raw))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                damaged.append(number)
+    for number, raw in enumerate(lines, 1):
+        if not raw.endswith(b"\n"):
+            break
+        size += len(raw)
+        try:
+            found.append(parsed(raw))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            damaged.append(number)
     if damaged:
         what = f"{_named(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged"
         way_out = "take it out, and the job runs its row again" if len(damaged) == 1 else "put back the file as it was"
@@ -78,12 +79,19 @@ def _named(numbers: Sequence[int]) -> str:
     return f"line{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:NAMED]))}{more}"
 
 
-def answered(path: Path, found: Sequence[Written], wanted: Mapping[int, str]) -> list[int | None]:
+def relined(raw: bytes, line: int) -> bytes:
+    """A row with another line of the input."""
+    row = json.loads(raw)
+    return raw if row["line"] == line else dumped(row | {"line": line})
+
+
+def answered(path: Place, found: Sequence[Written], wanted: Mapping[int, str]) -> list[int | None]:
     """The line of the input that each row answers: its own one, or one that asks the same; None: the row failed, and
     no line asks for it.
 
     wanted: the key of each line. Raises ValueError for an answer that no line asks for: it is not ours to delete.
 
+    >>> from pathlib import Path
     >>> answered(Path("x"), [Written(1, "a", (3, 2)), Written(2, "b", None)], {2: "a", 3: "c"})
     [2, None]
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,9 +22,11 @@ if TYPE_CHECKING:
 @flat
 def batch(
     source: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="One JSON object per line: prompt, messages or tokens.")
+        str, typer.Argument(metavar="IN.jsonl", help="One JSON object per line: prompt, messages or tokens; or a URL.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder: rows as JSON lines, and report.json.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="Output folder or URL: rows as JSON lines, and report.json.")
+    ],
     model: Model = MODEL,
     cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
     mesh: Annotated[
@@ -79,8 +80,8 @@ def _number(text: str) -> int:
 
 
 def start(
-    source: Path,
-    out: Path,
+    source: str,
+    out: str,
     model: str,
     cache: str,
     mesh: str | None,
@@ -97,17 +98,17 @@ def start(
     from jkv.batch.work import run
     from jkv.core import sharding
     from jkv.io import load as loading
+    from jkv.io import remote
     from jkv.methods import parse
 
-    config = parse(cache)
-    if not source.is_file():
+    config, asked, answers = parse(cache), remote.place(source), remote.place(out)
+    if not remote.is_file(asked):
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
     if hosts is not None:
         join(hosts)
     params = loading.load(model, dtype, mesh, weights)
-    job = Job(
-        source=source, out=out, params=params, config=config, defaults=settings, over=sharding.over(params), **options
-    )
+    over = sharding.over(params)
+    job = Job(source=asked, out=answers, params=params, config=config, defaults=settings, over=over, **options)
     return run(job, stopped, tell)
 
 

@@ -15,7 +15,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 MODEL = "smollm2-135m"  # where none is named
-Model = Annotated[str, typer.Option(help="A known name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")]
+Model = Annotated[
+    str, typer.Option(help="A known name, a .gguf file, a model folder, a URL of one, or hub:org/name\\[@REVISION].")
+]
 FLOATS = "Type of weights and exact tokens: float32, bfloat16 or float16."
 Floats = Annotated[str, typer.Option("--dtype", help=FLOATS)]
 Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: float32 on a CPU, else bfloat16.")]

@@ -25,7 +25,7 @@ from jkv.io.errors import FetchError
 _CHUNK = 1 << 20
 _STALE_SECONDS = 24 * 3600.0
 # Weights in formats that can carry code are never asked for.
-_ALLOWED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+ALLOWED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _COMMIT = re.compile("[0-9a-f]{40}")
 _REFUSED = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.py"]
 
@@ -203,7 +203,7 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
         if file is not None:
             return Path(remote.hf_hub_download(repo, file, revision=revision))
         folder = Path(
-            remote.snapshot_download(repo, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_REFUSED)
+            remote.snapshot_download(repo, revision=revision, allow_patterns=ALLOWED, ignore_patterns=_REFUSED)
         )
         if any(folder.glob("*.safetensors")):
             return folder

@@ -1,4 +1,4 @@
-"""Loading of models: by name, by file, by folder or by hub repository."""
+"""Loading of models: by name, by file, by folder, by hub repository or by URL of an object store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jkv.io import hub
+from jkv.io import hub, remote
 from jkv.io.source import Source
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def load(
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
     "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION", of its .gguf files one
     "hub:org/name/FILE.gguf". "org/name" is one too where there is no folder `org` here, and stderr says that a hub is
-    asked; `read(what).commit` is the commit that was read.
+    asked; `read(what).commit` is the commit that was read. Or the URL of such a file or folder in an object store
+    ("gs://bucket/model"), which is fetched into the cache folder.
 
     Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
     """
@@ -121,7 +122,7 @@ def read(what: str | Path) -> Source:
         return read_gguf(hub.fetch(what))
     if isinstance(what, str) and what.startswith(HUB):
         return _read_repository(what.removeprefix(HUB))
-    path = Path(what).expanduser()
+    path = remote.fetched(what) if remote.is_url(what) else Path(what).expanduser()
     if path.is_dir():
         return read_folder(path)
     if path.suffix.lower() == ".gguf" and path.exists():

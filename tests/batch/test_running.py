@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from typer.testing import CliRunner
 
 import jkv
 from jkv import methods
-from jkv.batch import fit
+from jkv.batch import bucket, fit
 from jkv.batch.arrange import arrange
 from jkv.batch.job import Job
 from jkv.batch.requests import Request, Settings
@@ -30,10 +31,12 @@ from jkv.generation import sizes
 from jkv.generation.cache_file import weights
 from jkv.io import learned as trained
 from jkv.io import load as loading
+from jkv.io.remote import names
 from jkv.methods.scores import learned
 from jkv.plan.programs import TRIES
-from support import rig
+from support import rig, stores
 from support.rig import PROMPT
+from support.stores import Killed, Store
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)
@@ -58,7 +61,8 @@ def job(tmp_path: Path, asked: list[dict[str, Any]], cache: str, **more: Any) ->
 
 def written(job: Job) -> dict[int, dict[str, Any]]:
     """The rows of the output by line; each once."""
-    found = [json.loads(x) for path in job.out.glob("rows-*.jsonl") for x in path.read_text().splitlines()]
+    paths = [job.out / x for x in names(job.out) if x.startswith("rows-") and x.endswith(".jsonl")]
+    found = [json.loads(x) for path in paths for x in path.read_text().splitlines()]
     assert len({r["line"] for r in found}) == len(found)
     return {r["line"]: r for r in found}
 
@@ -122,6 +126,45 @@ def test_a_stopped_job_goes_on_with_the_rows_that_are_left(tmp_path: Path, asked
         lines.append(len(written(task)))
     assert runs > 2 and lines == sorted(lines)
     assert written(task) == written(whole)
+
+
+def test_killed_twenty_times_with_input_and_output_in_a_bucket(
+    tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Before or after one of the first changes of each run; then the bucket vanishes, and comes back."""
+    stores.install(tmp_path / "store")
+    monkeypatch.setattr(bucket, "EVERY", 0.0)
+    local = job(tmp_path, [*asked["full"], {"tokens": []}], "full")
+    assert run(local, never, nothing).failed == 1
+    task = replace(local, source=epath.Path("gs://bucket/in.jsonl"), out=epath.Path("gs://bucket/out"))
+    task.source.write_bytes(local.source.read_bytes())
+    for kill in range(20):
+        Store.changes, Store.dies_at, Store.dead = 0, 1 + kill % 5 / 2, False
+        with pytest.raises(Killed):
+            run(task, never, nothing)
+        Store.dies_at, Store.dead = None, False
+        written(task)
+    part = 1 < len(written(task)) < 15
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="another run of this job.*run the same command"):
+        patch.setattr(fit, "several", vanishing(tmp_path / "store" / stores.BUCKET, fit.several))
+        run(task, never, nothing)
+    (tmp_path / "away").rename(tmp_path / "store" / stores.BUCKET)
+    report = run(task, never, nothing)
+    assert part and (report.done, report.failed, report.stopped) == (14, 1, False)
+    assert written(task) == written(local)
+    assert json.loads((task.out / "report.json").read_text())["done"] == 14
+    assert capsys.readouterr().err.count("a run that has not ended has written") >= 8
+
+
+def vanishing(store: Path, then: Any) -> Any:
+    """A function that takes a bucket away as soon as rows are about to run."""
+
+    def gone(*args: Any) -> Any:
+        if store.exists():
+            store.rename(store.parent.parent / "away")
+        return then(*args)
+
+    return gone
 
 
 def full(*_: Any) -> int:
@@ -266,6 +309,22 @@ def test_the_command_writes_rows_and_a_report(tmp_path: Path, asked: Any, call: 
     assert again.exit_code == FAILED and "14 done, 1 failed" in again.stdout and "0 compiled" in again.stdout
     assert len(written(task)) == 15
     refused(call(task.source, task.out, "--max-new-tokens", 41), "max_new_tokens 40 there, 41 now")
+
+
+def test_the_command_reads_and_writes_by_url(tmp_path: Path, asked: Any, call: Any):
+    stores.install(tmp_path / "store")
+    task = job(tmp_path, asked["full"], "full")
+    source = "gs://bucket/jobs/in.jsonl"
+    refused(call(source, "gs://bucket/out"), "cannot reach gs://bucket/jobs/in.jsonl (FileNotFoundError")
+    refused(call("gs://bucket/jobs", "gs://bucket/out"), "cannot reach")
+    refused(call("https://host/in.jsonl", "out"), "https:// is not read; give gs://, s3://, az://, hf:// or a local")
+    refused(call(task.source, "ftp://host/out"), "ftp://host/out: ftp:// is not read")
+    epath.Path(source).write_bytes(task.source.read_bytes())
+    refused(call("gs://bucket/jobs", "gs://bucket/out"), "gs://bucket/jobs is no file")
+    assert names(epath.Path("gs://bucket/out")) == []
+    result = call(source, "gs://bucket/out", "--batch", 4, "--max-new-tokens", 40)
+    assert result.exit_code == 0 and "14 done, 0 failed" in result.stdout, result.output
+    assert len(written(replace(task, out=epath.Path("gs://bucket/out")))) == 14
 
 
 def refused(result: Any, says: str) -> None:

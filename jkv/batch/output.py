@@ -1,0 +1,82 @@
+"""The place of a job's output: a folder, or an object store. What both do is here; how, in `folder` and `bucket`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jkv.batch import bucket, folder
+from jkv.batch.written import Counts
+from jkv.host.results import overwrite
+from jkv.io.remote import reaching
+
+if TYPE_CHECKING:
+    from etils import epath
+
+    from jkv.io.remote import Place
+
+
+class Rows(Protocol):
+    """The rows that one process writes. done: by line of the input, the tokens read and generated, or None for a row
+    that failed. All that were added are safe when `close` returns."""
+
+    done: dict[int, Counts]
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Output(Protocol):
+    """claim: make the place that of a job, or go on with it; rows: the lines of a process, and those of before;
+    report: report.json, in place of an old one."""
+
+    def claim(self, about: Mapping[str, Any], made: Mapping[str, Any]) -> None: ...
+
+    def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows: ...
+
+    def report(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Appends to one file a process, under a lock."""
+
+    path: Path
+
+    def claim(self, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+        folder.claim(self.path, about, made)
+
+    def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows:
+        return folder.Shard(self.path, wanted, process, processes, retry)
+
+    def report(self, text: str) -> None:
+        overwrite(self.path / "report.json", text)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Numbered objects that never change."""
+
+    path: epath.Path
+
+    def claim(self, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+        bucket.claim(self.path, about, made)
+
+    def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows:
+        return bucket.Parts(self.path, wanted, process, processes, retry)
+
+    def report(self, text: str) -> None:
+        with reaching(self.path, bucket.AGAIN):
+            (self.path / "report.json").write_bytes(text.encode())
+
+
+def output(at: Place) -> Output:
+    """What writes to a place.
+
+    >>> output(Path("out"))
+    Folder(path=PosixPath('out'))
+    """
+    return Folder(at) if isinstance(at, Path) else Bucket(at)

@@ -229,7 +229,13 @@ def predicted(case: Case, longest: int, plan=None) -> int:
         total += room * (H * 2 * D * 4 + 4 + H * 4 * columns)
         total += H * (2 * D + 1) * 4 * case.rest
         total += queries * (H * G * D * 4 + 4 + H * G * 4)
-        total += round(slots * H * (case.slot.k + case.slot.v)) + slots * H * 4 * columns
+        own = slots
+        if case.later:  # of the prompt, and of what follows it
+            own = ceil((longest - STEPS - case.recent) / case.unit) * case.unit
+            slots = own + ceil(STEPS / case.unit) * case.unit
+        total += round(own * H * (case.slot.k + case.slot.v)) + slots * H * 4 * columns
+        if case.later:
+            total += (slots - own) * H * round(case.later.k + case.later.v) + 4 * case.taught
         total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled
         if case.plan[layer].tiers[0].select is not None:
             total += slots // case.page * H * case.index * 4

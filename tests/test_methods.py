@@ -105,6 +105,8 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "attentiongate": {"gate": rig.LOOK},
     "ksort": {"moments": rig.MOMENTS},
     "matryoshkakv": {"moments": rig.MOMENTS},
+    "palu": {"moments": rig.MOMENTS},
+    "cskv": {"moments": rig.MOMENTS},
 }
 
 

@@ -84,7 +84,8 @@ def _of(x: np.ndarray) -> dict[str, np.ndarray]:
     mean, deviation = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
     low, high = np.percentile(x, TAILS, axis=0)
     unit = (x - mean) / np.where(deviation > 0, deviation, 1)
-    alike = np.einsum("nshd,nshe->shde", unit, unit) / len(x)
+    unit = np.moveaxis(unit.reshape(*unit.shape[:2], -1), 0, 1)
+    alike = unit.swapaxes(1, 2) @ unit / len(x)  # of all heads
     each = dict(mean=mean, deviation=deviation, low=low, high=high, least=x.min(0), most=x.max(0), alike=packed(alike))
     return {f"{side}_{name}": y[i].astype(np.float32) for name, y in each.items() for i, side in enumerate(SIDES)}
 

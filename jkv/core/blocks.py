@@ -79,7 +79,7 @@ def attended(
             window = (among if placed else Window.then)(layer.recent, window)
         until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
         mask = causal(q_pos, plan.window, until)
-        seen = as_stored(window, plan, rope) if plan.coded else window
+        seen = as_stored(window, plan, rope) if plan.coded and (fresh or not plan.taught) else window
         part = attend_window(q, seen.k, seen.v, mask, window.pos, model.scale, plan.kernels)
         if not fresh:
             past = [

@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.tree import static, value
 from jkv.kernels import CONTEXT, HEADS
-from jkv.protocols import Code, Columns, Counts, Needs, Queries, Window
+from jkv.protocols import Code, Codec, Columns, Counts, Needs, Queries, Window
 
 if TYPE_CHECKING:
     from jkv.core.layer import LayerConfig
@@ -51,7 +51,8 @@ class Tier:
 
     k, v: Code of C slots; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at i32[B,Hs,C] where keys act, or None: at
     pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and where every other axis of heads is 1
-    too, or None: every head has C of its own; summary: the selector's index of the units, or None.
+    too, or None: every head has C of its own; summary: the selector's index of the units, or None; taught: the codecs
+    of keys and of values with the arrays [B,H,...] that each row's prompt taught them, None: they learn nothing.
     """
 
     k: Code
@@ -61,11 +62,16 @@ class Tier:
     at: Array | None
     head: Array | None
     summary: Any
+    taught: tuple[Codec | None, Codec | None] = (None, None)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of a mesh that divide its slots: in a pool also the one that elsewhere divides heads."""
-        return (CONTEXT,) if self.head is None else (HEADS, CONTEXT)
+        """The axes of a mesh that divide its slots: where heads share codes, also the one that elsewhere divides heads.
+
+        Heads share those of a pool, and those of a codec of all heads.
+        """
+        shared = any(x.shape[1] == 1 for x in jax.tree.leaves((self.k, self.v)))
+        return (HEADS, CONTEXT) if shared else (CONTEXT,)
 
     def seen_by(self, heads: int) -> Array:
         """pos i32[B,Hs,C] for each of the kv heads; another head's slots of a pool are -1."""

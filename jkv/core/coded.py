@@ -30,6 +30,8 @@ def as_stored(window: Window, plan: LayerView, rope: Rope) -> Window:
     packed = replace(window, columns={}).ordered(order)
     k, v, pos = packed.k[:, :, :most], packed.v[:, :, :most], packed.pos[:, None, :most]
     found = rope.rotate(k, pos, inverse=True) if tier.pre_rope else k
+    own = codes.fit(tier.k, found, leaves[..., 0]), codes.fit(tier.v, v, leaves[..., 0])
+    tier = replace(tier, k=own[0] or tier.k, v=own[1] or tier.v)
     coded = codes.encode(tier.k, found)
     found = codes.decode(tier.k, coded)
     found = rope.rotate(found, pos) if tier.pre_rope else found

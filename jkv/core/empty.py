@@ -19,6 +19,13 @@ def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
 
 
+def empty_taught(codec: Codec, rows: int, heads: int, dim: int, dtype: Any) -> Codec | None:
+    """The codec with the arrays of rows that have taught it nothing, or None: it learns nothing."""
+    n = rows, heads, codec.grain
+    x, live = jax.ShapeDtypeStruct((*n, dim), dtype), jax.ShapeDtypeStruct(n, bool)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(codes.fit, codec, x, live))
+
+
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
     """A tier with no live slot."""
     heads, dim, c = model.heads if plan.pooled is None else 1, model.head_dim, tier.capacity
@@ -28,14 +35,16 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         unit = jax.eval_shape(tier.select.summarize, jax.ShapeDtypeStruct((tier.select.unit, dim), jnp.float32))
         shape = (rows, heads, c // tier.select.unit)
         summary = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), unit)
+    k, v = empty_taught(tier.k, rows, heads, dim, dtype), empty_taught(tier.v, rows, heads, model.value_dim, dtype)
     return Tier(
-        k=empty_code(tier.k, rows, heads, c, dim, dtype),
-        v=empty_code(tier.v, rows, heads, c, model.value_dim, dtype),
+        k=empty_code(k or tier.k, rows, heads, c, dim, dtype),
+        v=empty_code(v or tier.v, rows, heads, c, model.value_dim, dtype),
         pos=jnp.full((rows, hs, c), -1, jnp.int32),
         columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
         at=jnp.zeros((rows, hs, c), jnp.int32) if tier.rope == "rank" else None,
         head=None if plan.pooled is None else jnp.zeros((rows, 1, c), jnp.uint8),
         summary=summary,
+        taught=(k, v),
     )
 
 

@@ -201,6 +201,7 @@ class Evidence:
 
     def _of_tier(self, tier: Tier, config: TierConfig, use: Callable[..., Any], join: Any = None) -> Any:
         """Each device for its own slots; join: as `context.each` takes it, or None: every device gets all."""
+        config = config.of(tier)
 
         def own(tier: Tier, part: context.Part) -> Any:
             c = tier.pos.shape[2]

@@ -165,6 +165,10 @@ def _cascade(
         rank, new = _pooled(rank, new, tiers[0], ev, plan, left)
     for tier, config in zip(tiers, plan.tiers, strict=True):
         c = config.capacity
+        if config.taught and not fresh:  # it holds what taught it, for good
+            out, start = [*out, remembered(tier, ev.columns, start)], start + c
+            stages.append(None)
+            continue
         of_slots = jnp.full((rank.shape[0], heads, c), -jnp.inf)
         if not fresh:
             of_slots = jnp.broadcast_to(rank[:, :, start : start + c], of_slots.shape)
@@ -185,10 +189,8 @@ def _cascade(
         if plan.merge.changes != "none":
             out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], lost, plan)
             stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
-    tiers = tuple(
-        _admit(tier, *stage, config, rope) for tier, stage, config in zip(out, stages, plan.tiers, strict=True)
-    )
-    return tiers, residual
+    both = zip(out, stages, plan.tiers, strict=True)
+    return tuple(x if stage is None else _admit(x, *stage, config, rope) for x, stage, config in both), residual
 
 
 def _pooled(
@@ -275,7 +277,7 @@ def _contest(
 
 
 def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierConfig, rope: Rope) -> Tier:
-    """Encode the admitted tokens, once, and write them in place."""
+    """Encode the admitted tokens, once, and write them in place; codecs that learn are taught by them before."""
     u = config.unit
     place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
     pos = take(new.pos, token)
@@ -298,6 +300,10 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     if config.pre_rope:
         k = rope.rotate(k, pos, inverse=True)
+    if config.taught:
+        enters = place < config.capacity
+        tier = replace(tier, taught=(codes.fit(config.k, k, enters), codes.fit(config.v, v, enters)))
+    config = config.of(tier)
     return Tier(
         k=stored(tier.k, codes.encode(config.k, k), config.capacity),
         v=stored(tier.v, codes.encode(config.v, v), config.capacity),
@@ -306,6 +312,7 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         at=tier.at,
         head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
         summary=summary,
+        taught=tier.taught,
     )
 
 
@@ -313,6 +320,7 @@ def _losers(
     tier: Tier, new: Newcomers, slot: Array, token: Array, slot_rank: Array, start: int, config: TierConfig, rope: Rope
 ) -> Newcomers:
     """The next tier's newcomers: those not admitted, and in the place of each that was, the slot's old content."""
+    config = config.of(tier)
     u = config.unit
     place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
 

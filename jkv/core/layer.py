@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from math import ceil
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -57,6 +57,16 @@ class TierView:
     @property
     def pre_rope(self) -> bool:
         return self.rope != "write"
+
+    @property
+    def taught(self) -> bool:
+        """Whether a codec learns of each prompt."""
+        return self.k.taught or self.v.taught
+
+    def of(self, tier: Any) -> Self:
+        """This config with the codecs that a tier's rows have taught."""
+        k, v = tier.taught
+        return replace(self, k=self.k if k is None else k, v=self.v if v is None else v)
 
     def values(self, tier: Any) -> Code:
         """The code that a tier's values are in."""
@@ -122,6 +132,11 @@ class LayerView:
     def queries(self) -> int:
         """Queries in the ring, the newest: as many as are read at a flush."""
         return max(self.needs.queries, self.block if self.needs.new else 0)
+
+    @property
+    def taught(self) -> bool:
+        """Whether the codecs of its first tier learn of each prompt, which then is all that this tier holds."""
+        return bool(self.tiers) and self.tiers[0].taught
 
 
 @part

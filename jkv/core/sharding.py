@@ -98,9 +98,9 @@ class MeshPlan:
 
     mesh: Mesh
 
-    def slots(self, pooled: bool) -> int:
-        """Devices that divide the slots of a tier; a pool is shared by all heads, so those that divide heads do too."""
-        return self.mesh.shape[CONTEXT] * (self.mesh.shape[HEADS] if pooled else 1)
+    def slots(self, shared: bool) -> int:
+        """Devices that divide the slots of a tier; where all heads share codes, those that divide heads do too."""
+        return self.mesh.shape[CONTEXT] * (self.mesh.shape[HEADS] if shared else 1)
 
     def check(self, rows: int) -> None:
         """Raise ValueError for rows that the devices cannot share evenly."""
@@ -186,7 +186,8 @@ def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
     """
 
     def where(x: Any, *slots: tuple[str, ...]) -> NamedSharding:
-        names = (ROWS, HEADS if x.ndim > 2 and 1 < heads == x.shape[1] else None, *slots)
+        by_heads = x.ndim > 2 and 1 < heads == x.shape[1] and HEADS not in sum(slots, ())
+        names = (ROWS, HEADS if by_heads else None, *slots)
         return NamedSharding(over, PartitionSpec(*names[: x.ndim]))
 
     def one(path: Any, x: Any) -> Any:
@@ -196,6 +197,9 @@ def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
             shared = x.state.shape[1] % over.shape[HEADS] == 0
             rows = jax.tree.map(lambda y: NamedSharding(over, PartitionSpec(ROWS)), x)
             return replace(rows, state=NamedSharding(over, PartitionSpec(ROWS, HEADS if shared else None)))
-        return jax.tree.map(lambda y: where(y, x.axes), x) if isinstance(x, Tier) else where(x)
+        if not isinstance(x, Tier):
+            return where(x)
+        slots = jax.tree.map(lambda y: where(y, x.axes), replace(x, taught=(None, None)))
+        return replace(slots, taught=jax.tree.map(where, x.taught))
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, Tier | State))

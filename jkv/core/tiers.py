@@ -45,12 +45,12 @@ def counted(logits: Array, merged: Array | None) -> Array:
 def bare(tier: Tier) -> Tier:
     """The tier with what attention reads of it, and no more."""
     columns = {name: x for name, x in tier.columns.items() if name == MERGED}
-    return replace(tier, columns=columns, summary=None)
+    return replace(tier, columns=columns, summary=None, taught=(None, None))
 
 
-def decoded_keys(code: Code, at: Array, config: TierView, rope: Rope) -> Array:
-    """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]."""
-    keys = codes.decode(config.k, code)
+def decoded_keys(code: Code, at: Array, config: TierView, rope: Rope, heads: int = 0) -> Array:
+    """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]; heads: as `codes.decode`."""
+    keys = codes.decode(config.k, code, heads)
     return rope.rotate(keys, at) if config.pre_rope else keys
 
 
@@ -58,7 +58,7 @@ def key_logits(q: Array, code: Code, at: Array, config: TierView, rope: Rope) ->
     """f32[B,H,N,n]: logits, unscaled, of rotated queries [B,H,N,D] and the keys of a tile that act at i32[B,Hs,n]."""
     q = q.astype(jnp.float32)
     if config.pre_rope:
-        return jnp.einsum("bhnd,bhsd->bhns", q, decoded_keys(code, at, config, rope))
+        return jnp.einsum("bhnd,bhsd->bhns", q, decoded_keys(code, at, config, rope, q.shape[1]))
     return codes.dots(config.k, q, code)
 
 
@@ -75,6 +75,7 @@ def operation(config: TierView) -> tuple[str, tuple[int, ...]]:
 
 def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.Choice:
     """Which implementation reads the tier, or its selector's pages, for so many queries of `dim` channels a kv head."""
+    config = config.of(tier)
     name, more = operation(config)
 
     def refusal(module: Any) -> str | None:
@@ -97,6 +98,7 @@ def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.C
 
 def reader_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.Choice:
     """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
+    config = config.of(tier)
     q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
     asks = jax.eval_shape(lambda q: codes.query(config.k, q[:, :, :, 0])[0], q).shape[-1]
     choice = kernel_of(tier, config, asks, queries)
@@ -144,6 +146,7 @@ def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, 
 
 def _attend(q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, scale: Scale, tokens: int) -> Partial:
     """The same of a pool as of one head that all ask; `tokens` of a row are asking."""
+    config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     if tier.head is not None:
         tier = replace(tier, pos=line(tier.pos, tier.head))
@@ -267,7 +270,7 @@ def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierView, rop
 
     The logits of the few keys that were read are computed once more: no kernel has to give them away.
     """
-    select, (b, h, g, t, _) = config.select, q.shape
+    select, (b, h, g, t, _), config = config.select, q.shape, config.of(tier)
     assert select is not None
     pos = newest(tier, select.unit, h)
     units = picked(q, tier, config)
@@ -307,6 +310,7 @@ def acting(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, 
 
 def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Array:
     """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
+    config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     shape = (*x.shape[:3], tier.pos.shape[2])
     x = asked(x.astype(jnp.float32), tier)
@@ -333,6 +337,7 @@ def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
 
 def tier_mix(w: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Array:
     """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
+    config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))
     shape = w.shape[:3]

@@ -43,6 +43,7 @@ def stored(cache: Cache) -> list[Stored]:
         here = jnp.zeros((b, h, plan.longest + 1), bool)
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            config = config.of(tier)
             key = decoded_keys(tier.k, tier.pos if tier.at is None else tier.at, config, rope)
             parts.append((key, codes.decode(config.v, config.values(tier)), tier.seen_by(h)))
         for key, val, pos in parts:

@@ -102,7 +102,7 @@ def summary(cache: Cache) -> Summary:
                     tokens=_tokens(tier.seen_by(heads), heads),
                     codes=codes,
                     scales=tree_bytes((tier.k, tier.v)) - codes,
-                    metadata=tree_bytes((tier.pos, tier.columns, tier.at, tier.head, tier.summary)),
+                    metadata=tree_bytes((tier.pos, tier.columns, tier.at, tier.head, tier.summary, tier.taught)),
                 )
             )
         if layer.queries is not None:

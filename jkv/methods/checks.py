@@ -51,19 +51,20 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     chosen = jax.tree.structure(config.codec) != jax.tree.structure(CacheConfig().codec)
     if chosen and all(tier.k and tier.v for tier in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
-    heads = {1} if config.pooled is not None else {1, model.heads}
+    _check_pool(config, model)
     made = any(codec.by_head for tier in config.tiers for codec in config.codecs(tier))
     if (made and config.pooled is not None) or any(
-        x.ndim < 2 or x.shape[1] not in heads for x in jax.tree.leaves((config.codec, config.tiers))
+        x.ndim < 2 or x.shape[1] not in _heads(config, model) for x in jax.tree.leaves((config.codec, config.tiers))
     ):
         raise ValueError(
             f"{config}: a codec's arrays are [layers, heads, ...], of {model.heads} kv heads, or of 1 for all of "
             "them, as heads that compete for one pool of slots (pooled) need it"
         )
     for tier in config.tiers:
-        keys, values = config.codecs(tier)
-        keys.check(model.head_dim)
-        values.check(model.value_dim)
+        keys, values = (codec.for_layer(model, 0) for codec in config.codecs(tier))
+        _check_together(config, model, max(keys.heads, values.heads))
+        keys.check(model.head_dim * keys.heads)
+        values.check(model.value_dim * values.heads)
         if model.capped and codes.shifts(keys, model.heads, model.head_dim):
             raise ValueError(
                 f"{config}: logits of this {model.family} model saturate, so what its keys have in common cannot be "
@@ -79,10 +80,48 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
             "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
         )
-    _check_pool(config, model)
+    _check_taught(config, model, chunk)
     _check_residual(config, model)
     _check_merge(config)
     _check_budget(config, model)
+
+
+def _heads(config: CacheConfig, model: ModelConfig) -> set[int]:
+    """Lengths that the axis of heads of a codec's arrays may have."""
+    if config.pooled is not None:
+        return {1}
+    together = {codec.for_layer(model, 0).heads for tier in config.tiers for codec in config.codecs(tier)}
+    return {1, model.heads, *(model.heads // g for g in together)}
+
+
+def _check_together(config: CacheConfig, model: ModelConfig, heads: int) -> None:
+    if model.heads % heads:
+        fit = [g for g in range(1, model.heads + 1) if model.heads % g == 0]
+        raise ValueError(f"{config}: heads={heads} at a time do not divide {model.heads} kv heads; take one of {fit}")
+    if heads > 1 and not config.score.uniform:
+        raise ValueError(
+            f"{config}: {heads} kv heads are coded together, so they keep the same tokens, and "
+            f"{type(config.score).__name__} ranks them for each head: take a score of all heads, such as that of "
+            "tova, or a codec that codes each head alone"
+        )
+
+
+def _check_taught(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+    if not config.taught:
+        return
+    if chunk:
+        raise ValueError(
+            f"{config}: a codec learns of the whole prompt when that is first encoded, which chunk={chunk} does not "
+            "keep; prefill in one piece (chunk=0)"
+        )
+    behind = [codec.taught for tier in config.tiers[1:] for codec in config.codecs(tier)]
+    others = {
+        "a budget, as it holds its whole prompt": config.budget.bounded or config.budget.statistic is not None,
+        "a merge": config.merge is not None,
+        "layers that see a window of the newest tokens": any(model.windows),
+        "one tier alone, as what follows the prompt needs another": not behind or any(behind),
+    }
+    alone(config, "a codec that learns of each prompt does", others)
 
 
 def _check_merge(config: CacheConfig) -> None:
@@ -131,6 +170,7 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
         raise ValueError(f"floor={config.pooled}: the share of an equal part that a head is sure of, from 0 to 1")
     grains = [c.grain for tier in config.tiers for c in config.codecs(tier)]
     others = {
+        "a codec that codes several heads together": config.joins,
         "a score that keeps the same tokens for all heads": config.score.uniform,
         "a merge": config.merge is not None and config.merge.changes != "none",
         "the selection of pages": config.select is not None,

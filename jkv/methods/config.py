@@ -106,6 +106,16 @@ class CacheConfig:
         return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
+    def joins(self) -> bool:
+        """Whether a codec codes several kv heads together."""
+        return any(codec.heads != 1 for tier in self.tiers for codec in self.codecs(tier))
+
+    @property
+    def taught(self) -> bool:
+        """Whether a codec learns of each prompt, when it is first encoded."""
+        return any(codec.taught for tier in self.tiers for codec in self.codecs(tier))
+
+    @property
     def unit(self) -> int:
         """Tokens that enter and leave a tier together."""
         return lcm(*(c.grain for s in self.tiers for c in self.codecs(s)), self.select.unit if self.select else 1)
@@ -125,8 +135,17 @@ class CacheConfig:
         return self.prefill.splits and needs_of(self.score, self.merge, self.select).chunks == "any"
 
     def over(self, mesh: Any) -> CacheConfig:
-        """The config of caches that lie on a mesh: its devices divide the slots of each tier."""
-        return replace(self, devices=mesh.slots(self.pooled is not None))
+        """The config of caches that lie on a mesh: its devices divide the slots of each tier.
+
+        ValueError for heads that are coded together, but not all, where devices divide the heads.
+        """
+        some = {codec.heads for tier in self.tiers for codec in self.codecs(tier)} - {0, 1}
+        if some and mesh.slots(True) > mesh.slots(False):
+            raise ValueError(
+                f"{self}: {max(some)} kv heads are coded together, which devices that divide the heads (model in a "
+                "mesh) would tear apart; give these devices to data or context, or code all heads together (heads=0)"
+            )
+        return replace(self, devices=mesh.slots(self.pooled is not None or self.joins))
 
     @property
     def least(self) -> int:
@@ -168,6 +187,9 @@ def resolve(
     """
     demand = Demand(longest=longest, new=new, recent=config.recent)
     sizes = config.budget.sizes(model, demand) if sizes is None else sizes
+    if config.taught:  # the first tier is for prompts alone
+        first = replace(config.tiers[0], size=max(longest - new - config.recent, 1))
+        config = replace(config, tiers=(first, *config.tiers[1:]))
     block = min(config.steps, ceil(new / config.unit) * config.unit) if new else config.steps
     both = zip(range(model.layers), sizes.layers, strict=True)
     return tuple(_layer(config, model, i, longest, size, block) for i, size in both)
@@ -218,6 +240,7 @@ def _tier(
     """A tier of layer i. Its arrays are copies of its own: a program that takes a cache over takes its plan along."""
     slots = size * (1 if config.pooled is None else model.heads)
     k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(spec))
+    k, v = k.for_layer(model, i), v.for_layer(model, i)
     alike = not jax.tree.leaves((k, v)) and jax.tree.structure(k) == jax.tree.structure(v)
     if model.latent and alike and (config.merge is None or config.merge.changes == "none"):
         v = Within(keys=k, first=model.head_dim - model.value_dim)

@@ -14,7 +14,7 @@ from jkv.arrays.products import products
 from jkv.arrays.tree import static, value
 
 if TYPE_CHECKING:
-    from jkv.models import Params
+    from jkv.models import ModelConfig, Params
 
 
 @value
@@ -52,6 +52,8 @@ class Codec:
     """How bytes are kept, for one row and one head: the runtime maps over both.
 
     Its arrays, if it has any, are [L,H,...], or [L,1,...] for all kv heads: one head of one layer sees its own part.
+    With `heads` g it is written for g kv heads at a time, D the channels of all of them side by side, [L,H/g,...]; they
+    keep the same tokens.
 
     Law: logits(query(q), c) + shift(q) == q . decode(c) and output(mix(w, c), w.sum(1)) == w @ decode(c). A codec that
     can contract codes without decoding them writes logits and mix itself; what is decoded otherwise is one tile. Codes
@@ -59,7 +61,9 @@ class Codec:
     `query`, `shift` and `output`, once for all slots of a tier.
     """
 
+    taught: bool = False  # its arrays are made of each prompt, when it is first encoded (`fit`)
     by_head: bool = False  # its arrays are of each kv head, once it is bound
+    heads: int = 1  # kv heads that are coded together, a divisor of H; 0: all of them
     grain: int = 1  # tokens that are coded, moved and dropped together
     within: bool = False  # its code is that of the keys: it is for values that are a part of them
     exact: bool = False  # codes are the numbers themselves: read without a decoded copy, and a merge may change them
@@ -73,8 +77,16 @@ class Codec:
         """This codec with the arrays that were made for the model; ValueError if there are none."""
         return self
 
+    def for_layer(self, model: ModelConfig, layer: int) -> Codec:
+        """This codec in one layer of a model: its arrays are those of the layer, `heads` is a number."""
+        return self
+
     def check(self, dim: int) -> None:
         """Raise ValueError for keys or values of `dim` channels that it cannot keep, naming what would work."""
+
+    def fit(self, x: Array, live: Array) -> Codec:
+        """This codec with arrays, whose shapes do not depend on n, made of those of x f[n,D] with live bool[n]."""
+        return self
 
     def encode(self, x: Array) -> Code:
         """x f[n,D], n a multiple of the grain; the shapes of what it makes are the byte formula."""

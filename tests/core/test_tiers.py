@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jkv.core.cache import Tier
-from jkv.core.codes import decode, encode
+from jkv.core.codes import decode, encode, fit
 from jkv.core.empty import empty_tier
 from jkv.core.flush import _admit
 from jkv.core.layer import LayerConfig, TierConfig
@@ -23,7 +23,21 @@ from jkv.core.tiers import attend_tier, tier_dot
 from jkv.core.tiles import tile_size
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
-from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Rotated, Separable, Sparse, Ternary
+from jkv.methods.codecs import (
+    Affine,
+    Dense,
+    Float,
+    Gear,
+    LowRank,
+    Mixed,
+    Nsn,
+    OfPrompt,
+    Polar,
+    Rotated,
+    Separable,
+    Sparse,
+    Ternary,
+)
 from jkv.methods.codecs.levels import Bfp
 from jkv.methods.codecs.moments import Centered, Principal, Sorted
 from jkv.methods.config import CacheConfig, resolve
@@ -63,7 +77,7 @@ def picked_from() -> tuple[list[tuple[Kind, list[TierConfig]]], list[tuple[Cache
                 refused.append((picks, str(error)))
                 continue
             for k, v in map(picks.codecs, picks.tiers):
-                k, v = jax.tree.map(lambda x: x[:1], (k, v))  # of one layer
+                k, v = (jax.tree.map(lambda x: x[:1], x).for_layer(MODEL, 0) for x in (k, v))  # of one layer
                 # one codec of values will do
                 known = {form(of_k): of_v for (of_k, of_v, rope), _ in found.values() if rope == "read"}
                 for kind in (k, v, "write"), (k, known.get(form(k), v), "read"), (v, known.get(form(v), v), "read"):
@@ -90,7 +104,9 @@ def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
     def written(k: jax.Array, v: jax.Array, pos: jax.Array) -> Tier:
         stored = k if not config.pre_rope else ROPE.rotate(k, pos, inverse=True)
         tier = empty_tier(config, plan, ROWS, MODEL, jnp.float32)
-        return replace(tier, k=encode(config.k, stored), v=encode(config.v, v), pos=pos, columns={})
+        tier = replace(tier, taught=(fit(config.k, stored, pos >= 0), fit(config.v, v, pos >= 0)))
+        own = config.of(tier)
+        return replace(tier, k=encode(own.k, stored), v=encode(own.v, v), pos=pos, columns={})
 
     return written(*rng.standard_normal((2, ROWS, H, c, D)).astype(np.float32), pos)
 
@@ -133,7 +149,8 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
 def test_what_is_not_read_by_pages_is_refused_with_a_reason():
     found, refused = picked_from()
     keys = {rope: {type(k) for (k, _, of_k), _ in found if of_k == rope} for rope in ("write", "read")}
-    both = {Affine, Centered, Dense, Float, Gear, Mixed, Nsn, Polar, Principal, Rotated, Sorted, Sparse}
+    both = {Affine, Centered, Dense, Float, Gear, LowRank, Mixed, Nsn, OfPrompt}
+    both |= {Polar, Principal, Rotated, Sorted, Sparse}
     assert keys == {"write": both, "read": both | {Bfp, Separable, Ternary}}
     for config, why in refused:
         select = type(config.select).__name__
@@ -141,14 +158,15 @@ def test_what_is_not_read_by_pages_is_refused_with_a_reason():
 
 
 def newcomers(config: TierConfig, seed: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random keys and values f32[B,H,C,D], and their positions i32[B,H,C], the first unit dead.
+    """Random keys and values f32[B,H,C,D], and their positions i32[B,H or 1,C], the first unit dead.
 
     Positions are far from slots: what is said of keys must not depend on where they lie.
     """
     rng, c = np.random.default_rng(seed), config.capacity
     pos = np.stack([rng.permutation(4 * c)[:c] for _ in range(ROWS * H)]).reshape(ROWS, H, c).astype(np.int32)
     k, v = rng.standard_normal((2, ROWS, H, c, D)).astype(np.float32)
-    return k, v, np.where(np.arange(c) < config.unit, -1, pos)
+    heads = 1 if max(config.k.heads, config.v.heads) > 1 else H
+    return k, v, np.where(np.arange(c) < config.unit, -1, pos)[:, :heads]
 
 
 def admitted(config: TierConfig, k: jax.Array, v: jax.Array, pos: jax.Array) -> tuple[Tier, jax.Array]:
@@ -156,7 +174,7 @@ def admitted(config: TierConfig, k: jax.Array, v: jax.Array, pos: jax.Array) -> 
     c, u = config.capacity, config.unit
     k, index = ROPE.rotate(k, pos), jnp.broadcast_to(jnp.arange(c), pos.shape)
     new = Newcomers(k=k, v=v, pos=pos, rank=jnp.zeros(pos.shape), columns={}, index=index)
-    units = jnp.broadcast_to(jnp.arange(1, c // u), (ROWS, H, c // u - 1))
+    units = jnp.broadcast_to(jnp.arange(1, c // u), (*pos.shape[:2], c // u - 1))
     tier = empty_tier(config, plain(config), ROWS, MODEL, jnp.float32)
     return _admit(tier, new, units, index[:, :, u:], config, ROPE), k
 

@@ -45,6 +45,8 @@ def test_moments_are_those_of_all_live_tokens(found: Moments):
             names |= dict(zip(("low", "high"), np.percentile(x, (0.5, 99.5), axis=1), strict=True))
             for name, want in names.items():
                 np.testing.assert_allclose(found.of(side, name)[layer], want, atol=1e-5, err_msg=f"{side} {name}")
+            want = np.cov(np.moveaxis(x, 1, 0).reshape(x.shape[1], -1).T, bias=True)
+            np.testing.assert_allclose(found.covariance(side, H)[layer], want[None], atol=1e-5)
             want = np.stack([np.cov(y.T, bias=True) for y in x])
             np.testing.assert_allclose(found.covariance(side)[layer], want, atol=1e-5)
         most = np.maximum(abs(q[0]).max((1, 2)), abs(q[1, :, :, :30]).max((1, 2)))
@@ -109,6 +111,8 @@ TEXTS = (
     "ksort(block=8, moments={m!r})",
     "matryoshkakv(keys=0.5, values=1, bits=4, moments={m!r})",
     "mikv(balance=True, moments={m!r})",
+    "palu(bits=4, moments={m!r})",
+    "cskv(bits=4, moments={m!r})",
 )
 
 
@@ -173,6 +177,9 @@ def test_a_model_that_gives_nan_is_refused_before_anything_is_written():
         ("turboquant(bits=5)", "1, 2, 3 or 4"),
         ("rotatekv(clip=0.0)", "above 0"),
         ("ksort(block=5, moments={m!r})", "block=5"),
+        ("palu(keys=0, moments={m!r})", "above 0"),
+        ("palu(heads=2, moments={m!r}) | knorm(budget=40)", "keep the same tokens, and KeyNorm ranks"),
+        ("cskv(moments={m!r}) | pooled", "several heads together"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(text: str, why: str):

@@ -81,6 +81,10 @@ SPARSE = Slot(k=5 * 2 + D / 8, v=5 * 2 + D / 8, lossy=True)  # 5 of 16 numbers, 
 LEVELS = Slot(k=D / 4 + 2, v=D / 8 + 2, lossy=True)  # 2 bits and 1, and a bfloat16 scale
 INT3 = Slot(k=3 * D / 8 + 4, v=3 * D / 8 + 4, lossy=True)
 BLOCKS = Slot(k=D / 2 + 1, v=D / 2 + 1, lossy=True)  # a byte of exponents
+LATENT = Slot(k=4.0 * 8 / 2, v=4.0 * 8 / 2, lossy=True)  # a quarter of the channels of both heads
+CODED_LATENT = Slot(k=16 / 2 / 2 + 4 * 16 / 16 / 2, v=24 / 2 / 2 + 4 / 2, lossy=True)  # kivi's of 16 and 24 of 32
+SPECTRUM = Slot(k=4 * (8 + 4 + 4 + 2 + 2) / 8 / 2, v=D / 2 + 4, lossy=True)  # 5 of 8 stretches of 4 channels
+SHADOW = Slot(k=4.0 * 8 / 2, v=D / 2 + 4, lossy=True)
 FEWER = Slot(k=4.0 * 8, v=4.0 * 4, lossy=True)
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
 POLAR = Slot(k=D / 2 + 4 * D / 16, v=D / 2 + 4, lossy=True)  # a byte a pair of channels; 4 numbers for 16 tokens
@@ -107,6 +111,8 @@ class Case:
     draft: int = 0  # lower layers that hold everything
     odds: bool = False  # in the others what leaves is a mean of known weight
     tiers: int = 1  # each with slots for every token
+    later: Slot | None = None  # of what follows the prompt, in a tier of its own
+    taught: int = 0  # numbers of a layer that a prompt taught its codecs
     model: str = "llama"
 
     @property
@@ -220,6 +226,17 @@ OWN: dict[str, tuple[Case, ...]] = {
     "rotatekv": (Case("rotatekv(sinks=0)", slot=Slot(k=D / 4 + 4, v=D / 4 + 4, lossy=True)),),
     "ksort": (Case(f"ksort(moments={MOMENTS!r})", slot=BLOCKS),),
     "matryoshkakv": (Case(f"matryoshkakv(keys=0.5, values=0.25, moments={MOMENTS!r})", slot=FEWER),),
+    "palu": (
+        Case(f"palu(keys=0.25, values=0.25, moments={MOMENTS!r})", slot=LATENT),
+        Case(
+            f"palu(keys=0.25, values=0.25, moments={MOMENTS!r}) | quest(pages={{p}}, page=8, dense_layers=1)",
+            slot=LATENT,
+            index=2 * D,
+        ),
+    ),
+    "cskv": (Case(f"cskv(values=0.75, bits=4, group=16, moments={MOMENTS!r})", slot=CODED_LATENT),),
+    "svdq": (Case("svdq(values=4)", slot=SPECTRUM, later=DENSE, taught=32 * 32 + 3 * 32),),
+    "shadowkv": (Case("shadowkv(rank=8, pages={p}, values=4)", slot=SHADOW, later=DENSE, taught=32 * 8, index=D),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
         Case("adakv(budget={b}, window=8)"),
@@ -315,7 +332,7 @@ def compositions() -> list[CacheConfig]:
         row.name: f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()
     }
     del given["pooled"]
-    given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv")}
+    given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 
 
@@ -393,6 +410,14 @@ def flushed(caches: list[Cache]) -> list[int]:
     return [i for i in range(1, len(fill)) if fill[i] <= fill[i - 1]]
 
 
+def placed(pos: Any) -> np.ndarray:
+    """bool[B,H,LONGEST]: the positions in pos i32[B,Hs,C], where -1 is none."""
+    pos = np.broadcast_to(np.asarray(pos), (pos.shape[0], H, pos.shape[2]))
+    out = np.zeros((*pos.shape[:2], LONGEST + 1), bool)
+    np.put_along_axis(out, pos % (LONGEST + 1), True, 2)
+    return out[..., :-1]
+
+
 def held(tree: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
     """bool[B,H,LONGEST]: positions in the tiers, and positions in the recent window."""
     part = tree.layers[layer]
@@ -400,8 +425,7 @@ def held(tree: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
     exact = np.zeros_like(coded)
     rows, heads = np.arange(tree.rows)[:, None, None], np.arange(H)[None, :, None]
     for tier in part.tiers:
-        pos = np.broadcast_to(np.asarray(tier.seen_by(H)), (tree.rows, H, tier.pos.shape[2]))
-        coded[rows, heads, pos] = True  # -1 is the last place, cut off below
+        coded[..., :-1] |= placed(tier.seen_by(H))
     exact[rows, heads, np.asarray(part.recent.pos)[:, None]] = True
     return coded[..., :-1], exact[..., :-1]
 
@@ -490,11 +514,10 @@ class Replay:
         ks, vs, sees = [], [], []
         for i in range(L):
             coded, exact = held(after, i)
-            tier = self.plan[i].tiers[0] if self.plan[i].tiers else None
-            k, v = self.k[i], self.v[i]
-            if tier is not None:
-                pick, held_by = coded[..., None], after.layers[i].tiers[0]
-                at, rope = held_by.seen_by(H), self.params.config.ropes[i]
+            k, v, rope = self.k[i], self.v[i], self.params.config.ropes[i]
+            for tier, held_by in zip(self.plan[i].tiers, after.layers[i].tiers, strict=True):
+                tier, at = tier.of(held_by), held_by.seen_by(H)
+                pick = placed(at)[..., None]
                 k = as_stored(tier.k, held_by.k, at, turned(tier, k, rope, inverse=True), pick)
                 k, v = turned(tier, k, rope), as_stored(tier.v, held_by.v, at, v, pick)
             ks.append(jnp.asarray(k))

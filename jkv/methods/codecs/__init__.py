@@ -4,8 +4,10 @@ from jkv.methods.codecs.affine import Affine
 from jkv.methods.codecs.dense import Dense
 from jkv.methods.codecs.float8 import Float
 from jkv.methods.codecs.gear import Gear
+from jkv.methods.codecs.lowrank import LowRank
 from jkv.methods.codecs.nsn import Nsn
 from jkv.methods.codecs.polar import Polar
+from jkv.methods.codecs.prompted import OfPrompt, Stretches
 from jkv.methods.codecs.separable import Separable
 from jkv.methods.codecs.sparse import Sparse
 from jkv.methods.codecs.turned import Balanced, Permuted, Projected, Rotated
@@ -18,14 +20,17 @@ __all__ = [
     "Dense",
     "Float",
     "Gear",
+    "LowRank",
     "Mixed",
     "Nsn",
+    "OfPrompt",
     "Permuted",
     "Polar",
     "Projected",
     "Rotated",
     "Separable",
     "Sparse",
+    "Stretches",
     "Ternary",
     "Within",
 ]

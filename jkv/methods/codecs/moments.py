@@ -20,7 +20,7 @@ C = TypeVar("C", bound="Calibrated")
 Side = Literal["keys", "plain", "values"]  # keys after and before their rotation by position
 SIDES: tuple[Side, ...] = ("keys", "plain", "values")
 METHOD, SMALL = "moments", "alike"  # all arrays but those of this name are written in float32
-AXES = dict(mean="LHD", deviation="LHD", low="LHD", high="LHD", least="LHD", most="LHD", alike="LHT")
+AXES = dict(mean="LHD", deviation="LHD", low="LHD", high="LHD", least="LHD", most="LHD", alike="LT")
 
 
 def packed(x: np.ndarray) -> np.ndarray:
@@ -39,12 +39,18 @@ def unpacked(x: np.ndarray, dim: int) -> np.ndarray:
     return out
 
 
+def _pairs(x: np.ndarray) -> int:
+    """Of the channels of all heads, of an array [L,H,D], with themselves and each other."""
+    channels = x[0].size
+    return channels * (channels + 1) // 2
+
+
 @dataclass(frozen=True)
 class Moments:
     """Of every layer, kv head and channel, f32[L,H,D]: mean, deviation, percentiles (low 0.5, high 99.5), extremes.
 
-    They are of keys, un-rotated keys and values; alike f16[L,H,D(D+1)/2] holds their correlations, and queries_most
-    the largest |q| of a kv head's queries, rotated.
+    They are of keys, un-rotated keys and values; alike f16[L,HD(HD+1)/2] holds the correlations of all channels of all
+    heads, and queries_most the largest |q| of a kv head's queries, rotated.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -53,18 +59,25 @@ class Moments:
     def of(self, side: Side, name: str) -> np.ndarray:
         return self.arrays[f"{side}_{name}"]
 
-    def covariance(self, side: Side) -> np.ndarray:
-        """f64[L,H,D,D]."""
-        deviation = self.of(side, "deviation").astype(np.float64)
-        alike = unpacked(self.of(side, "alike").astype(np.float64), deviation.shape[-1])
-        return alike * deviation[..., :, None] * deviation[..., None, :]
+    def together(self, side: Side, name: str, heads: int) -> np.ndarray:
+        """f64[L,H/g,gD]: one of the arrays [L,H,D], the channels of g heads side by side."""
+        x = self.of(side, name).astype(np.float64)
+        return x.reshape(len(x), -1, heads * x.shape[-1])
+
+    def covariance(self, side: Side, heads: int = 1) -> np.ndarray:
+        """f64[L,H/g,gD,gD], of g heads at a time."""
+        deviation = self.together(side, "deviation", heads)
+        layers, groups, dim = deviation.shape
+        alike = unpacked(self.of(side, "alike").astype(np.float64), groups * dim)
+        blocks = alike.reshape(layers, groups, dim, groups, dim).diagonal(axis1=1, axis2=3)
+        return np.moveaxis(blocks, -1, 1) * deviation[..., :, None] * deviation[..., None, :]
 
     @classmethod
     def read(cls, folder: str) -> Moments:
         """FormatError for what `jkv calibrate moments` did not write."""
         arrays, card = learned.read(folder, METHOD)
         axes = {f"{side}_{name}": x for side in SIDES for name, x in AXES.items()} | {"queries_most": "LHD"}
-        if not learned.fit(arrays, axes):
+        if not learned.fit(arrays, axes) or arrays["keys_alike"].shape[1] != _pairs(arrays["keys_mean"]):
             raise learned.unlike(folder, arrays, METHOD)
         return cls(arrays, tuple(card["model"]))
 

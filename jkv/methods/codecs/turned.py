@@ -61,10 +61,14 @@ class Turned(Codec):
     def check(self, dim: int) -> None:
         self.inner.check(dim)
 
-    def encode(self, x: Array) -> Code:
+    def coordinates(self, x: Array) -> Array:
+        """f[n,W]: what the inner codec keeps of x f[n,D]."""
         wide = x.astype(jnp.float32)
         y = self.into(wide if self.mean is None else wide - self.mean[None])
-        return self.inner.encode(y.astype(x.dtype) if self.inner.exact else y)  # what keeps floats keeps those of x
+        return y.astype(x.dtype) if self.inner.exact else y  # what keeps floats keeps those of x
+
+    def encode(self, x: Array) -> Code:
+        return self.inner.encode(self.coordinates(x))
 
     def decode(self, code: Code) -> Array:
         x = self.back(self.inner.decode(code))

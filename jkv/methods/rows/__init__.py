@@ -11,6 +11,19 @@ from jkv.methods.rows import (
     precision,
     reading,
     rotation,
+    subspaces,
 )
 
-ROWS = (modifiers, eviction, layers, lookahead, gates, merging, precision, coding, rotation, reading)  # in this order
+ROWS = (
+    modifiers,
+    eviction,
+    layers,
+    lookahead,
+    gates,
+    merging,
+    precision,
+    coding,
+    rotation,
+    subspaces,
+    reading,
+)  # in this order

@@ -1,0 +1,265 @@
+"""Codes of several heads together, and codes that a prompt teaches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv import models
+from jkv.core import codes, loop
+from jkv.methods import parse
+from jkv.methods.checks import check
+from jkv.methods.codecs import Affine, Dense, LowRank, OfPrompt, Stretches
+from jkv.methods.codecs.moments import Moments, packed
+from support import rig
+from support.rig import MODEL, PARAMS, D, H, L
+from support.tiny import MOMENTS
+
+RNG = np.random.default_rng(5)
+HEADS, DIM = 4, 16
+KV4 = models.read_config(dict(models.TINY, num_attention_heads=4, num_key_value_heads=4))
+close = dict(atol=2e-4, rtol=0)
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def sizes(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.uniform(0.5, 2, shape), jnp.float32)
+
+
+def mixed(tokens: int, heads: int = HEADS, dim: int = DIM) -> np.ndarray:
+    """f64[1,H,n,D]: channels that go together, within heads and across them, about a mean."""
+    width = heads * dim
+    x = RNG.standard_normal((tokens, width)) @ (RNG.standard_normal((width, width)) * 0.7 ** np.arange(width)[:, None])
+    return np.moveaxis((x + RNG.standard_normal(width)).reshape(tokens, heads, dim), 1, 0)[None]
+
+
+def moments(x: np.ndarray) -> Moments:
+    """Those of x f64[1,H,n,D] on every side."""
+    arrays = {}
+    for side in ("keys", "plain", "values"):
+        arrays |= {f"{side}_mean": x.mean(2), f"{side}_deviation": x.std(2)}
+        arrays[f"{side}_alike"] = packed(np.corrcoef(side_by_side(x).T)[None])
+    return Moments(arrays)
+
+
+def side_by_side(x: np.ndarray) -> np.ndarray:
+    """[n,HD] of [1,H,n,D]."""
+    return np.moveaxis(x[0], 0, 1).reshape(x.shape[2], -1)
+
+
+# ------------------------------------------------------------------------------------------- several heads together
+
+
+def basis(groups: int, dim: int, width: int) -> jax.Array:
+    return jnp.linalg.qr(drawn(1, groups, dim, dim))[0][..., :width]
+
+
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_what_passes_the_ends_of_one_code_of_several_heads_is_each_heads_contraction(g: int):
+    groups, dim = HEADS // g, g * DIM
+    codec = LowRank(
+        inner=Affine(bits=8), share=0.5, heads=g, basis=basis(groups, dim, 8 * g), size=sizes(1, groups, 8 * g)
+    )
+    codec = replace(codec, mean=drawn(1, groups, dim))
+    x, q, w = drawn(2, HEADS, 24, DIM), drawn(2, HEADS, 3, DIM), abs(drawn(2, HEADS, 3, 24))
+
+    @jax.jit
+    def both(x: jax.Array, q: jax.Array, w: jax.Array):
+        code = codes.encode(codec, x)
+        own = jax.tree.map(lambda y: jnp.repeat(y, g, 1), code)  # a copy a head, as pages of each make them
+        got = [
+            (codes.dots(codec, q, c), codes.output(codec, codes.mix(codec, w, c), w.sum(-1)), codes.decode(codec, c, 4))
+            for c in (code, own)
+        ]
+        return code, got
+
+    code, got = both(x, q, w)
+    assert {y.shape[1] for y in jax.tree.leaves(code)} == {groups}
+    plain = np.asarray(got[0][2], np.float64)
+    wide, u, size, mean = (np.asarray(y, np.float64) for y in (x, codec.basis[0], codec.size[0], codec.mean[0]))
+    for group in range(groups):  # by hand: what the 8-bit codes are of
+        one = np.moveaxis(wide[:, group * g : (group + 1) * g], 1, 2).reshape(2, 24, dim) - mean[group]
+        back = (one @ u[group]) @ u[group].T + mean[group]
+        found = np.moveaxis(plain[:, group * g : (group + 1) * g], 1, 2).reshape(2, 24, dim)
+        assert abs(found - back).max() < 0.05 * abs(back).max()
+    for logits, sums, again in got:
+        np.testing.assert_allclose(again, plain, **close)
+        np.testing.assert_allclose(logits, np.einsum("bhqd,bhnd->bhqn", q, plain), **close)
+        np.testing.assert_allclose(sums, np.einsum("bhqn,bhnd->bhqd", w, plain), **close)
+
+
+def test_a_low_rank_is_what_a_whitened_matrix_makes_of_its_inputs():
+    """Palu: U S^1/2 S^1/2 V' L^-1 x for k = W x, U S V' the singular values of W L, L L' the second moment of x."""
+    x, w = RNG.standard_normal((400, 40)) * 0.8 ** np.arange(40), RNG.standard_normal((64, 40))
+    keys = np.moveaxis((x @ w.T).reshape(400, HEADS, DIM), 1, 0)[None]
+    lower = np.linalg.cholesky(x.T @ x / 400 + 1e-12 * np.eye(40))
+    u, s, v = np.linalg.svd(w @ lower, full_matrices=False)
+    low = np.sqrt(s[:16, None]) * v[:16] @ np.linalg.inv(lower) @ x.T
+    codec = LowRank(inner=Dense(), share=0.25).given(moments(keys)).for_layer(KV4, 0)
+    found = codes.encode(codec, jnp.asarray(keys, jnp.float32)).slots[0, 0]
+    np.testing.assert_allclose(abs(found), abs(low.T), atol=2e-3, rtol=0)
+    want = (u[:, :16] * np.sqrt(s[:16])) @ low
+    got = side_by_side(np.asarray(codes.decode(codec, codes.encode(codec, jnp.asarray(keys, jnp.float32)))))
+    np.testing.assert_allclose(got, want.T, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 0])
+def test_no_map_to_so_few_numbers_and_back_loses_less(heads: int):
+    """CSKV's loss, by alternating least squares from a random start, ends where the codec begins."""
+    x = mixed(200)
+    codec = LowRank(inner=Dense(), share=0.25, heads=heads).given(moments(x)).for_layer(KV4, 0)
+    got = np.asarray(codes.decode(codec, codes.encode(codec, jnp.asarray(x, jnp.float32))), np.float64)
+    g = codec.heads
+    for group in range(HEADS // g):
+        part = slice(group * g, (group + 1) * g)
+        own, back = side_by_side(x[:, part]), side_by_side(got[:, part])
+        rank = codec.basis.shape[-1]
+        b = RNG.standard_normal((rank, own.shape[1]))
+        for _ in range(300):
+            a = np.linalg.lstsq(b.T, own.T, rcond=None)[0].T  # latents
+            b = np.linalg.lstsq(a, own, rcond=None)[0]
+        loss, least = np.square(own - back).sum(), np.square(own - a @ b).sum()
+        lost = np.linalg.svd(own, compute_uv=False)[rank:]
+        np.testing.assert_allclose(loss, np.square(lost).sum(), rtol=1e-3)
+        assert loss <= least * (1 + 1e-3)
+
+
+def test_all_channels_are_exact():
+    x = jnp.asarray(mixed(50), jnp.float32)
+    codec = LowRank(inner=Dense(), share=1.0).given(moments(np.asarray(mixed(500)))).for_layer(KV4, 0)
+    np.testing.assert_allclose(codes.decode(codec, codes.encode(codec, x)), x, atol=1e-4 * float(abs(x).max()))
+
+
+def test_latents_of_all_channels_are_the_full_cache():
+    text = f"palu(keys=1, values=1, moments={MOMENTS!r})"
+    for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
+
+
+# --------------------------------------------------------------------------------------------- taught by a prompt
+
+
+def taught(codec: OfPrompt, x: np.ndarray, live: np.ndarray | None = None) -> OfPrompt:
+    live = np.ones((1, 1, x.shape[2]), bool) if live is None else live
+    found = codes.fit(codec.for_layer(KV4, 0), jnp.asarray(x, jnp.float32), jnp.asarray(live))
+    assert isinstance(found, OfPrompt)
+    return found
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_channel_that_is_dropped_adds_its_singular_value(heads: int):
+    x = mixed(60)
+    for width in (3, 8, 15):
+        codec = taught(OfPrompt(inner=Dense(), width=width, heads=heads), x)
+        got = np.asarray(codes.decode(codec, codes.encode(codec, jnp.asarray(x, jnp.float32))), np.float64)
+        want = 0.0
+        for group in range(HEADS // heads):
+            own = side_by_side(x[:, group * heads : (group + 1) * heads])
+            want += np.square(np.linalg.svd(own - own.mean(0), compute_uv=False)[width:]).sum()
+        np.testing.assert_allclose(np.square(got - x).sum(), want, rtol=2e-3)
+
+
+def test_the_dead_teach_nothing():
+    x = RNG.standard_normal((1, HEADS, 90, DIM)) * 1.3 ** np.arange(DIM)
+    live = np.arange(90)[None, None] >= 10
+    bad, codec = np.where(live[..., None], x, np.nan), OfPrompt(inner=Stretches(bits=(4, 2)), heads=1)
+    a, b = taught(codec, bad, live), taught(codec, x[:, :, 10:])
+    for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(abs(p), abs(q), atol=1e-3 * abs(np.asarray(q)).max())
+    nobody = taught(codec, bad, np.zeros_like(live))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(nobody))
+
+
+def test_a_step_of_a_stretch_is_that_of_its_channel_and_its_bits():
+    x = RNG.uniform(-3, 5, (200, 16))
+    bits = (8, 4, 2, 0)
+    codec = Stretches(bits=bits).fit(jnp.asarray(x, jnp.float32), jnp.ones(200, bool))
+    got = np.asarray(codec.decode(codec.encode(jnp.asarray(x, jnp.float32))))
+    step = np.concatenate([np.ptp(x[:, 4 * i : 4 * i + 4], axis=0) / max(2**b - 1, 1) for i, b in enumerate(bits)])
+    assert (abs(got - x)[:, :12] <= step[:12] / 2 + 1e-5).all()
+    assert (abs(got - x)[:, :12].max(0) > step[:12] / 4).all()
+    np.testing.assert_array_equal(got[:, 12:], 0)
+    beyond = np.asarray(codec.decode(codec.encode(jnp.full((1, 16), 100.0))))
+    np.testing.assert_allclose(beyond[0, :12], x[:, :12].max(0), atol=1e-4)
+
+
+def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught():
+    text = "svdq(values=4)"
+    before = rig.prompted(text)
+    later = loop.absorb(PARAMS, before, jnp.asarray(rig.FORCED[:, :40]), later=True)[0]
+    run = rig.shared(text)
+    for after in (later, run.caches[-1]):
+        for a, b, number in zip(before.layers, after.layers, before.plan, strict=True):
+            old, new = a.tiers[0], b.tiers[0]
+            for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+                np.testing.assert_array_equal(x, y)
+            np.testing.assert_array_equal((old.pos >= 0).sum((1, 2)), np.array(rig.LENGTHS) - number.recent)
+            first = np.array(rig.LENGTHS)[:, None, None] - number.recent
+            second = np.asarray(b.tiers[1].pos)
+            assert ((second >= first) | (second < 0)).all() and (second >= 0).sum() >= 2 * 30
+
+
+def test_each_row_has_the_basis_of_its_own_prompt():
+    tier = rig.prompted("shadowkv(rank=8, pages=3, values=4)").layers[0].tiers[0]
+    k = tier.taught[0]
+    assert isinstance(k, OfPrompt) and k.basis is not None and k.basis.shape == (2, 1, H * D, 8)
+    eye = jnp.einsum("bhdw,bhde->bhwe", k.basis, k.basis)
+    np.testing.assert_allclose(eye, np.broadcast_to(np.eye(8), eye.shape), atol=1e-5)
+    assert abs(np.asarray(k.basis[0]) - np.asarray(k.basis[1])).max() > 0.1 and tier.taught[1] is None
+
+
+def test_a_rank_of_all_channels_and_all_pages_are_the_full_cache():
+    for got, want in zip(rig.shared(f"shadowkv(rank={H * D})").logits, rig.shared("full").logits, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
+
+
+def test_a_prompt_shorter_than_the_window_teaches_nothing_and_all_stays_exact():
+    """What follows must not meet a basis that nobody taught."""
+    got, want = (
+        rig.run(text, np.where(np.arange(rig.PROMPT.shape[1]) < 80, -1, rig.PROMPT), rig.FORCED[:, :40])
+        for text in ("svdq(bits=(4, 0, 0, 0, 0, 0, 0, 0))", "full")
+    )
+    np.testing.assert_allclose(np.stack(got.logits), np.stack(want.logits), atol=1e-4, rtol=0)
+    assert not any((layer.tiers[0].pos >= 0).any() for layer in got.caches[-1].layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "chunk", "why"),
+    [
+        ("svdq", 32, "prefill in one piece"),
+        ("svdq | tova(budget=40)", 0, "not go with a budget"),
+        ("svdq | pooled", 0, "several heads together"),
+        ("svdq(bits=(8, 5))", 0, "bits=.8, 5.; one of"),
+        ("svdq(bits=(4, 2, 0))", 0, "of equal width"),
+        ("svdq(bits=(1, 1, 1, 1, 1, 1, 1, 1))", 0, "1 bits do not fill"),
+        ("shadowkv(rank=-1)", 0, "1 or more"),
+    ],
+)
+def test_what_does_not_go_with_a_prompts_own_basis_is_refused(text: str, chunk: int, why: str):
+    with pytest.raises(ValueError, match=why):
+        check(parse(text).bound(PARAMS), MODEL, chunk)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    model = models.read_config(dict(models.TINY, num_attention_heads=6, num_key_value_heads=6, head_dim=16))
+    with pytest.raises(ValueError, match=r"heads=4 at a time do not divide 6 kv heads; take one of \[1, 2, 3, 6\]"):
+        check(parse("palu"), model)
+    arrays = parse(f"palu(moments={MOMENTS!r})")
+    check(arrays.bound(PARAMS), MODEL)
+    assert [x.shape[:2] for x in jax.tree.leaves(arrays.tiers)] == [(L, 1)] * 4
+
+
+def test_rows_keep_what_their_prompts_taught_when_they_are_picked():
+    text = "shadowkv(rank=8)"
+    cache = rig.prompted(text)
+    turned = cache.pick(jnp.array([1, 0]))
+    token = jnp.asarray([3, 5])
+    got, want = loop.step(PARAMS, turned, token)[1], loop.step(PARAMS, cache, token[::-1])[1]
+    np.testing.assert_allclose(got, want[::-1], atol=1e-5, rtol=0)

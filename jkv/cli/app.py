@@ -172,6 +172,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     chunk: Chunk = None,
+    draft: Annotated[str | None, typer.Option(help="Guess tokens and verify several a pass: suffix, recycle.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
     chat: Chat = None,
     file: File = None,
@@ -190,6 +191,7 @@ def generate(
         stop=tuple(stop or ()),
         chunk=chunk,
         compare=compare,
+        draft=draft,
     )
     import jkv
 

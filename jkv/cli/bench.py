@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jkv.bench.results import use_cores
+from jkv.cli.measuring import PEERS, measure, numbers, start, subject
 from jkv.cli.options import CACHES, MODEL, Caches, Context, Dtype, Machine, Model, Rounds, Subject, Timed, flat
 from jkv.host import console
-from jkv.host.extras import install
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from jkv.bench.speed import What
-    from jkv.io.source import Source
 
-Row = dict[str, Any]
 CODES = ("int8", "int4", "kivi(bits=2)")
 SHARED = ("full", "snapkv(keep=0.25)")  # with kvpress
 CONTEXTS = (512, 2048)
-PEERS = {
-    "transformers": (("torch", "transformers"), "parity"),
-    "kvpress": (("torch", "transformers", "kvpress"), "kvpress"),
-}
 
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, and of other engines.")
 
@@ -69,22 +60,22 @@ def flush(o: Timed = Timed(rounds=15)) -> None:
 
 def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
     specs, contexts = o.cache or (SHARED if vs == "kvpress" else CACHES), o.context or CONTEXTS
-    cores, dtype = _start(specs, o, o.dtype, vs)
+    cores, dtype = start(specs, o, o.dtype, vs)
     from jkv import models
     from jkv.bench import results, speed
 
-    name, source = _subject(o, dtype, vs)
+    name, source = subject(o, dtype, vs)
     beside = [vs] if vs and vs not in PEERS else []
     speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
 
-    def found() -> Iterator[Row]:
+    def found() -> Iterator[dict[str, Any]]:
         params = models.build(source.config, source.tensors, dtype)
         peer = speed.peer_of(vs, params, source, cores, dtype)
         return speed.rows(what, params, specs, contexts, batch=o.batch, steps=steps, rounds=o.rounds, peer=peer)
 
     about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=o.rounds)
     says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
-    _measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
+    measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
 
 
 @app.command("sampling")
@@ -96,14 +87,14 @@ def drawing(
     rounds: Rounds = 31,
 ) -> None:
     """Milliseconds from logits to a token of each row: greedy, and with the settings that draw."""
-    cores, _ = _start((), machine)
+    cores, _ = start((), machine)
     from jkv.bench import results
     from jkv.bench import sampling as alone
 
     vocabs, batches = vocab or [49152, 128256], batch or [1, 16]
     says = lambda r: f"{r['sampling']}, {r['vocab']} words, {r['batch']} rows: {r['ms']:.2f} ms"  # noqa: E731
     found, total = partial(alone.rows, vocabs, batches, rounds), len(vocabs) * len(batches) * len(alone.WAYS)
-    _measure(total, found, says, alone.table, results.meta("random logits", cores, rounds=rounds), machine.out)
+    measure(total, found, says, alone.table, results.meta("random logits", cores, rounds=rounds), machine.out)
 
 
 @app.command("compile")
@@ -116,17 +107,17 @@ def compiling(
 ) -> None:
     """Seconds until the first tokens, nothing being compiled yet: layer by layer, and as one program."""
     specs = cache or CACHES
-    cores, dtype = _start(specs, machine, weights.dtype)
+    cores, dtype = start(specs, machine, weights.dtype)
     from jkv import models
     from jkv.bench import compile as waiting
     from jkv.bench import results
 
-    name, source = _subject(weights, dtype)
+    name, source = subject(weights, dtype)
     waiting.check(specs, context, models.read_config(source.config))
     load = partial(models.build, source.config, source.tensors, dtype)
     says = lambda r: f"{r['cache']}, {r['how']}: {r['first_s']:.1f} s"  # noqa: E731
     about = results.meta(name, cores, dtype=dtype, context=context)
-    _measure(2 * len(specs), lambda: waiting.rows(load(), specs, context), says, waiting.table, about, machine.out)
+    measure(2 * len(specs), lambda: waiting.rows(load(), specs, context), says, waiting.table, about, machine.out)
 
 
 @app.command("weights")
@@ -138,7 +129,7 @@ def forms(
     samples: Annotated[int, typer.Option(min=1, help="Texts, of 256 tokens and 64 more.")] = 4,
 ) -> None:
     """Weights below 16 bits beside floats: bytes, KL of what they predict, ms a token, in turns."""
-    cores, dtype = _start((), machine, None)
+    cores, dtype = start((), machine, None)
     from jkv.bench import forms as kept
     from jkv.bench import results
     from jkv.eval import corpora
@@ -154,7 +145,35 @@ def forms(
     found = partial(kept.rows, lambda x: load(model, dtype, weights=x), asked, texts, 256)
     says = lambda r: f"{r['weights']}: {r['ms']:.1f} ms a token"  # noqa: E731
     about = results.meta(model, cores, dtype=dtype, corpus="pydoc", prefix=256, rest=64, samples=samples)
-    _measure(len(asked), found, says, kept.table, about, machine.out)
+    measure(len(asked), found, says, kept.table, about, machine.out)
+
+
+@app.command("drafts")
+@flat
+def guesses(
+    machine: Machine,
+    model: Model = MODEL,
+    cache: Annotated[str, typer.Option(help="A composition.")] = "full",
+    draft: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: suffix and recycle.")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=12, help="Prompts of a kind.")] = 3,
+    new: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 128,
+    rounds: Rounds = 3,
+) -> None:
+    """Decoding with drafts beside plain decoding, in turns: ms a token, tokens a pass, by kind of text."""
+    cores, dtype = start((cache,), machine, None)
+    from jkv.bench import drafts, results
+    from jkv.generation.drafters import drafter
+    from jkv.io.load import load
+
+    asked, params = draft or ["suffix", "recycle"], load(model, dtype)
+    if params.tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer: give a model that reads text")
+    for x in asked:
+        drafter(x, params)
+    found = partial(drafts.rows, params, cache, asked, samples, new, rounds)
+    says = lambda r: f"{r['kind']}, {r['draft']}: {r['speedup']:.2f}x"  # noqa: E731
+    about = results.meta(model, cores, dtype=dtype, cache=cache, samples=samples, new=new, rounds=rounds)
+    measure(len(asked) * len(drafts.KINDS), found, says, drafts.table, about, machine.out)
 
 
 @app.command()
@@ -179,7 +198,7 @@ def kernel(
 ) -> None:
     """Milliseconds of one new token's attention over one layer's codes, checked first, beside dense attention."""
     specs, contexts, versus = cache or CODES, context or CONTEXTS, vs or []
-    cores, dtype = _start(specs, machine, dtype)
+    cores, dtype = start(specs, machine, dtype)
     from jkv import kernels as own
     from jkv import models
     from jkv.bench import kernel as alone
@@ -192,7 +211,7 @@ def kernel(
     found = partial(alone.rows, specs, names, versus, model, contexts, batch=batch, dtype=dtype, rounds=rounds)
     says = lambda r: f"{r['implementation']}, {r['cache']} at {r['context']}: {r['ms']:.3f} ms"  # noqa: E731
     about = results.meta(shape, cores, operation=op, dtype=dtype, rounds=rounds)
-    _measure(total, found, says, alone.table, about, machine.out)
+    measure(total, found, says, alone.table, about, machine.out)
 
 
 @app.command()
@@ -238,7 +257,7 @@ def growth(
 ) -> None:
     """Milliseconds a token and bytes while tokens are generated, all of them really."""
     specs = cache or ["streaming(budget=256)"]
-    cores, dtype = _start(specs, machine, weights.dtype)
+    cores, dtype = start(specs, machine, weights.dtype)
     from jkv import models
     from jkv.bench import growth as growing
     from jkv.bench import results
@@ -246,14 +265,14 @@ def growth(
 
     if plot is not None:
         inspect.check_path(plot)
-    at = _numbers(marks) if marks is not None else growing.doubling(tokens, over)
-    name, source = _subject(weights, dtype)
+    at = numbers(marks) if marks is not None else growing.doubling(tokens, over)
+    name, source = subject(weights, dtype)
     growing.check(specs, at, over, models.read_config(source.config))
     load = partial(models.build, source.config, source.tensors, dtype)
     says = lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms"  # noqa: E731
     about = results.meta(name, cores, dtype=dtype, over=over)
     found = lambda: growing.rows(load(), specs, at, over)  # noqa: E731
-    rows = _measure(len(specs) * len(at), found, says, growing.table, about, machine.out)
+    rows = measure(len(specs) * len(at), found, says, growing.table, about, machine.out)
     if plot is not None:
         growing.plot(rows, plot)
         print(f"drawn: {plot}", file=sys.stderr)
@@ -272,7 +291,7 @@ def compare(
     rounds: Rounds = 5,
 ) -> None:
     """The full cache beside transformers on the same float32 weights, in turns, and the floor of this machine."""
-    cores, _ = _start((), machine, vs="transformers")
+    cores, _ = start((), machine, vs="transformers")
     from jkv import models
     from jkv.bench import compare as comparing
     from jkv.bench import results
@@ -283,7 +302,7 @@ def compare(
     found = partial(comparing.rows, source, lengths, prompts, steps, rounds, cores)
     says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
     about = results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
-    _measure(len(lengths) + len(prompts), found, says, comparing.table, about, machine.out)
+    measure(len(lengths) + len(prompts), found, says, comparing.table, about, machine.out)
 
 
 @app.command()
@@ -302,7 +321,7 @@ def batch(
     at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows of a batch in jkv.")] = 32,
 ) -> None:
     """jkv batch on ragged prompts beside a loop of transformers.generate with its best batch size."""
-    cores, _ = _start((cache,), machine, vs="transformers")
+    cores, _ = start((cache,), machine, vs="transformers")
     from jkv import models
     from jkv.bench import batch as many
     from jkv.bench import compare as comparing
@@ -314,7 +333,7 @@ def batch(
     found = partial(many.rows, source, prompts, longest, new, heads, cache, at_once, cores)
     says = lambda r: f"{r['engine']}, {r['shared']} tokens in common: {r['tokens_per_s']:.1f} tokens/s"  # noqa: E731
     about = results.meta(model, cores, dtype="float32", longest=longest, new=new, cache=cache)
-    _measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, machine.out)
+    measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, machine.out)
 
 
 def recommend(
@@ -335,90 +354,3 @@ def recommend(
     numbers = context * c.layers * c.heads * c.cached
     patterns = [*(results or ()), *(files or ())] or ["results/*.json"]
     console.show(choosing.table(choosing.best(patterns, model, numbers, limit), context))
-
-
-# ----------------------------------------------------------------------------------------- what the commands share
-
-
-def _start(
-    specs: Iterable[str], machine: Machine, dtype: str | None = "float32", vs: str | None = None
-) -> tuple[int, str]:
-    """Refuses what cannot work, cheapest first, and takes the cores: how many they are, and the type of weights.
-
-    Raises ValueError, OSError.
-    """
-    cores = use_cores(machine.threads)  # before jax starts a thread for every core it may use
-    from jkv import methods
-    from jkv.bench import results
-    from jkv.io.load import dtype_of
-
-    for spec in specs:
-        methods.parse(spec)
-    dtype = dtype_of(dtype)
-    if vs is not None:
-        _check_peer(vs, specs)
-    results.check_path(machine.out)
-    return cores, dtype
-
-
-def _check_peer(vs: str, specs: Iterable[str]) -> None:
-    if vs in ("sdpa", "cudnn"):
-        raise ValueError(f"--vs {vs}: it is attention alone, on a GPU: a column of jkv bench kernel there")
-    if vs not in PEERS:
-        from jkv import methods
-
-        try:
-            methods.parse(vs)
-        except ValueError as error:
-            raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}, and other caches: {error}") from None
-        return
-    packages, extra = PEERS[vs]
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; {install(extra)}")
-    import jax
-
-    if jax.default_backend() != "cpu":
-        raise ValueError(f"beside {vs}: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
-    if vs == "kvpress":
-        from jkv import methods
-        from jkv.bench.presses import shared
-
-        for spec in specs:
-            shared(str(methods.parse(spec)), 1)
-
-
-def _subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
-    from jkv.bench.shapes import subject
-
-    return subject(o.model, o.shape, o.random_weights, 4 if dtype == "float32" else 2, 1 + (vs in PEERS))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(x) for x in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--marks {text}: give numbers of tokens with commas between, such as 1024,8192") from None
-
-
-def _measure(
-    total: int,
-    found: Callable[[], Iterator[Row]],
-    says: Callable[[Row], str],
-    table: Callable[[list[Row]], Table],
-    about: Row,
-    out: Path | None,
-) -> list[Row]:
-    """The rows, each in the file as soon as it is there, and the table of those there are, whatever ends it."""
-    from jkv.bench import results
-
-    rows: list[Row] = []
-    try:
-        with console.progress(total) as say:
-            for row in found():
-                rows.append(row)
-                say(says(row))
-                results.save(out, about, rows)
-    finally:
-        if rows:
-            console.show(table(rows))
-    return rows

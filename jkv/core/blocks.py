@@ -86,7 +86,7 @@ def attended(
                 attend_tier(q, replace(mask, until=None), t, replace(c, select=None), rope, model.scale)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
-            part = _with_residual(merge_all([part, *past]), q, layer, plan, model)
+            part = with_residual(merge_all([part, *past]), q, layer, plan, model)
         part = with_sinks(part, new.sinks)
         queries = Queries(q=q, pos=q_pos, lse=part.lse)
         return part.finish(), (window, *observation_of(layer, plan, queries, steps, placed))
@@ -95,7 +95,7 @@ def attended(
     return x, *made
 
 
-def _with_residual(found: Partial, q: Array, layer: LayerCache, plan: LayerView, model: ModelConfig) -> Partial:
+def with_residual(found: Partial, q: Array, layer: LayerCache, plan: LayerView, model: ModelConfig) -> Partial:
     """Attention over what is kept, and over what the evicted left beside it."""
     return plan.merge.attend(layer.residual, q, found, model.scale) if plan.merge else found
 
@@ -217,7 +217,7 @@ def attending(
         parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             parts.append(attend_tier(q, mask, tier, config, rope, model.scale))
-        part = with_sinks(_with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
+        part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         summaries = tuple(
             observed(q, mask, part.lse, t, c, rope, model.scale) if c.watches else None
             for t, c in zip(layer.tiers, plan.tiers, strict=True)

@@ -21,6 +21,8 @@ from jkv.core.loop import borders, run_block, run_blocks
 from jkv.core.positions import bucket
 from jkv.core.sharding import over
 from jkv.generation.asked import Asked, Until, asked, composition, model
+from jkv.generation.drafters import Drafter
+from jkv.generation.drafting import Drafting
 from jkv.generation.prefill import extended, prefilled
 from jkv.generation.prompts import Prompt, check_length, encode, stop_ids_of
 from jkv.generation.report import (
@@ -116,6 +118,7 @@ def generate(
     chunk: int | None = None,
     compare: bool = False,
     until: Until | None = None,
+    draft: str | Params | Drafter | None = None,
 ) -> Result:
     """Text after a prompt, through a compressed cache.
 
@@ -124,7 +127,9 @@ def generate(
     depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. stop: texts that
     end a row (left out of it); stop_ids: tokens that do (default: the model's). compare: also run the full cache on
     the generated tokens and report KL and first divergence. until(cache, logits f32[B,V], tokens): asked after every
-    block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it.
+    block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it. draft:
+    "suffix", "recycle", a smaller model or a Drafter: guesses, several of them verified in a pass, with the tokens of
+    plain decoding.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -147,6 +152,7 @@ def generate(
         chunk=chunk,
         compare=compare,
         until=until,
+        draft=draft,
     )
     run = Generation(params, options, *encode(params, prompt))
     for _ in run.blocks():
@@ -238,6 +244,7 @@ class Generation:
             begin = partial(self._begin, penalized=penalized, compare=compare)
             self.cache, logits, self.prefill_cost = prefilled(params, config, self.rows, self.room, chunk, begin)
         self.params = replace(params, config=self.cache.model)
+        self.draft, self.drafting = asked.draft, None
         self.predicted = self.cache.nbytes
         self.state = self._start(
             jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
@@ -271,6 +278,9 @@ class Generation:
 
         The device runs one block ahead of the reader, unless what is read may end a row.
         """
+        if self.draft is not None:
+            yield from self._drafted(self.draft)
+            return
         start = time.perf_counter()
         unread: list[tuple[Array, Array]] = []
         for done, full in borders(self.state, self.new):
@@ -288,6 +298,18 @@ class Generation:
         for out, _ in unread:
             yield _tokens(out)
         jax.block_until_ready(self.state.out)
+        self.cost.running = time.perf_counter() - start - self.cost.compiling
+
+    def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
+        """The same with drafts, after every pass."""
+        start = time.perf_counter()
+        self.drafting = run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
+        for tokens in run.run(self.new):
+            self.state = run.state
+            yield tokens
+            if self.stop or self.until:
+                self._end_rows(tokens)
+                run.state = self.state
         self.cost.running = time.perf_counter() - start - self.cost.compiling
 
     def _end_rows(self, tokens: list[list[int]]) -> None:
@@ -336,6 +358,7 @@ class Generation:
             kernels_off=kernels_off(state.cache),
             kl=kl,
             divergence=divergence,
+            **({} if self.drafting is None else self.drafting.counts),
         )
         text = [""] * len(tokens)
         if self.params.tokenizer is not None:

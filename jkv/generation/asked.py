@@ -11,6 +11,7 @@ from jax import Array
 
 from jkv import methods
 from jkv.core.cache import Cache
+from jkv.generation.drafters import Drafter, check, drafter
 from jkv.host import forked
 from jkv.host.arguments import count, numbers, short
 from jkv.methods.config import CacheConfig
@@ -32,6 +33,7 @@ class Asked:
     chunk: int | None
     compare: bool
     until: Until | None
+    draft: Drafter | None
 
 
 def asked(
@@ -45,6 +47,7 @@ def asked(
     chunk: Any = None,
     compare: Any = False,
     until: Any = None,
+    draft: Any = None,
     **draws: Any,
 ) -> Asked:
     """The options of `generate`; ValueError or TypeError for one that cannot be, with its name.
@@ -64,8 +67,11 @@ def asked(
     if stop_ids is not None:
         last = params.config.vocab - 1
         ends = numbers("stop_ids", stop_ids, f"token ids from 0 to {last}", whole=True, least=0, most=last)
+    given = cache if isinstance(cache, Cache) else composition(cache)
+    if draft is not None:
+        check(params, given)
     return Asked(
-        cache=cache if isinstance(cache, Cache) else composition(cache),
+        cache=given,
         new=count("max_new_tokens", max_new_tokens, "at least one: ask for a whole number of 1 or more", 1),
         draws=draws,
         seeds=seeds(seed),
@@ -74,6 +80,7 @@ def asked(
         chunk=None if chunk is None else count("chunk", chunk, "0 (all at once) or more"),
         compare=bool(compare),
         until=cast(Any, until),
+        draft=None if draft is None else drafter(draft, params),
     )
 
 

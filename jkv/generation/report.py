@@ -32,7 +32,8 @@ class Report:
     bits: of a number of the keys and of the values in tiers, metadata included (0: there are no tiers). kernels_off:
     why kernels of the platform do not run. kl: mean KL(full || compressed) in nats over the generated tokens;
     divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None if not
-    asked for.
+    asked for. passes: of the model over the cache; drafted: tokens of a row that were verified beside each next one,
+    drafted_taken: those of them that came; None without drafts.
     """
 
     config: str
@@ -61,6 +62,9 @@ class Report:
     kernels_off: str = ""
     kl: float | None = None
     divergence: int | None = None
+    passes: int | None = None
+    drafted: int | None = None
+    drafted_taken: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -101,6 +105,9 @@ class Report:
         if self.kl is not None:
             where = "none" if self.divergence == -1 else f"at token {self.divergence}"
             lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
+        if self.passes is not None and self.drafted is not None:
+            each = self.tokens_new / self.rows / max(self.passes, 1)
+            lines.append(f"drafts       {each:.2f} tokens a pass, {self.drafted_taken} of {self.drafted} drafted taken")
         return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ def parse(text: str) -> CacheConfig:
     owner: dict[str, str] = {}
     names, exactness = [], []
     for stage in text.split("|"):
-        name, arguments = _read(stage.strip(), text)
+        name, arguments = read_call(stage.strip(), text)
         entry = known(name)
         schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
         try:
@@ -62,7 +62,7 @@ def known(name: str) -> Row:
     return CATALOGUE[name]
 
 
-def _read(stage: str, text: str) -> tuple[str, dict[str, Any]]:
+def read_call(stage: str, text: str) -> tuple[str, dict[str, Any]]:
     """Name and literal keyword arguments of one stage."""
     try:
         node = ast.parse(stage, mode="eval").body

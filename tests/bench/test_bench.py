@@ -12,12 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from jkv import models
-from jkv.bench import compare, engines, growth, kernel, measure, recommend, results, sampling, shapes, speed
+from jkv.bench import compare, drafts, engines, growth, kernel, measure, recommend, results, sampling, shapes, speed
 from jkv.cli import bench as cli
+from jkv.cli import measuring
 from jkv.cli.app import app
 from jkv.core.cache import tree_bytes
 from jkv.core.compiled import peak_bytes
 from jkv.host import memory
+from support import commands
 
 RUNNER = CliRunner()
 TINY = ("--shape", "tiny", "--random-weights")
@@ -216,6 +218,19 @@ def test_prefill_and_flush(what, tmp_path):
     assert row["what"] == what and row["ms"] > 0 and ("ms_per_token" in row) == (what == "flush")
 
 
+def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
+    params = models.random(dict(models.TINY, vocab_size=256, max_position_embeddings=2048))
+    params = dataclasses.replace(params, tokenizer=commands.tokenizer())
+    monkeypatch.setattr("jkv.io.load.load", lambda *_: params)
+    sizes = ("--draft", "suffix", "--samples", 1, "--new", 12, "--rounds", 1)
+    result = call("bench", "drafts", *sizes, "--json", tmp_path / "x.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [r["kind"] for r in found] == [*drafts.KINDS]
+    assert all(r["equal"] and r["tokens_a_pass"] >= 1 and r["ms"] > 0 and len(r["speedups"]) == 1 for r in found)
+    refused(call("bench", "drafts", "--draft", "sufix"), "did you mean 'suffix'")
+
+
 def test_sampling_writes_a_row_for_each_way(tmp_path):
     sizes = ("--vocab", 11, "--batch", 1, "--batch", 3, "--rounds", 1)
     result = call("bench", "sampling", *sizes, "--json", tmp_path / "x.json")
@@ -315,7 +330,7 @@ def test_options_that_cannot_be_read():
 
 
 def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(measuring, "find_spec", lambda name: None)
     refused(call(*DECODE, *TINY, "--vs", "transformers"), "torch and transformers", "pip install -e '.[parity]'")
     refused(call("bench", "compare", "--model", "nothing"), "pip install -e '.[parity]'")
     refused(
@@ -327,7 +342,7 @@ def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
     "cache", ["int8", "quest", "kvmerger(budget=32)", "snapkv(budget=32, window=8)", "snapkv(budget=32) | int8"]
 )
 def test_what_only_jkv_has_is_not_compared_with_kvpress(monkeypatch, cache):
-    monkeypatch.setattr(cli, "find_spec", lambda name: name)
+    monkeypatch.setattr(measuring, "find_spec", lambda name: name)
     args = (*DECODE, *TINY, "--cache", cache, "--vs", "kvpress")
     refused(call(*args), f"it has no {cache}; both have full, and with budget= or keep= alone streaming, knorm, snapkv")
 

@@ -1,0 +1,100 @@
+"""Drafts beside plain decoding of the same prompts: milliseconds a token, and tokens a pass, by kind of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from jkv.bench.measure import turns
+from jkv.bench.results import SEED
+from jkv.bench.speed import number
+from jkv.eval import corpora
+from jkv.generation.api import Result, generate
+from jkv.generation.drafters import Drafter, drafter
+from jkv.models import Params
+
+KINDS = ("quote", "code", "json", "prose", "again")
+NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jo", "Kai", "Lia")
+
+
+def prompts(kind: str, params: Params, samples: int) -> list[str]:
+    """Prompts of a kind: a passage to repeat, code to repeat with another name, records to list again, a story to
+    write, and for "again" passages of which an earlier run has repeated nearly the same."""
+    assert params.tokenizer is not None
+    tokenizer = params.tokenizer
+    source = "stdlib" if kind == "code" else "pydoc"
+    windows = corpora.windows(tokenizer.encode(corpora.text(source)), 200, samples, SEED)
+    passages = [tokenizer.decode(x) for x in np.asarray(windows).tolist()]
+    if kind == "code":
+        return [f"Copy this code, with self renamed to this:\n```python\n{x}\n```" for x in passages]
+    if kind == "prose":
+        return [f"Write a long story about {x} and a lighthouse." for x in NAMES[:samples]]
+    if kind == "json":
+        rng, out = np.random.default_rng(SEED), []
+        for _ in range(samples):
+            records = [
+                f'{{"name": "{x}", "age": {rng.integers(20, 80)}, "city": "Bern"}}' for x in rng.permutation(NAMES)
+            ]
+            out.append("Add the field country to each record of this list:\n[" + ",\n ".join(records) + "]")
+        return out
+    return [f"Repeat this text word for word:\n\n{x}" for x in passages]
+
+
+def rows(
+    params: Params, cache: str, drafts: Sequence[str], samples: int, new: int, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each kind and drafter; ms a token, that of plain decoding in turns, and what the receipt says.
+
+    A drafter is new for each prompt, but for "again": there it has seen an answer to the prompt with its end cut off.
+    """
+    for kind in KINDS:
+        texts = prompts(kind, params, samples)
+        for draft in drafts:
+            found = [_pair(params, cache, draft, text, kind, new, rounds) for text in texts]
+            plain, ms, each, equal = (np.asarray(x) for x in zip(*found, strict=True))
+            yield {
+                "kind": kind,
+                "draft": draft,
+                "plain_ms": float(plain.mean()),
+                "ms": float(ms.mean()),
+                "speedup": float(plain.sum() / ms.sum()),
+                "speedups": (plain / ms).round(3).tolist(),
+                "tokens_a_pass": float(each.mean()),
+                "equal": bool(equal.all()),
+                "prompts": len(texts),
+            }
+
+
+def _pair(
+    params: Params, cache: str, draft: str, text: str, kind: str, new: int, rounds: int
+) -> tuple[float, float, float, bool]:
+    """ms a token plain and with drafts, tokens a pass, and whether the tokens are the same."""
+    heat = {"temperature": 0.7, "seed": SEED} if kind == "prose" else {}
+
+    def run(guess: Drafter | None, text: str) -> Result:
+        ask = [{"role": "user", "content": text}]
+        return generate(params, cache, ask, max_new_tokens=new, stop_ids=(), draft=guess, **heat)
+
+    def drafted() -> Result:
+        guess = drafter(draft, params)
+        if kind == "again":
+            run(guess, text[: 9 * len(text) // 10])
+        return run(guess, text)
+
+    results = turns([lambda: run(None, text), drafted], rounds)
+    plain, ms = (1e3 / np.median([x.report.decode_tokens_per_s for x in some]) for some in results)
+    (a, *_), (b, *_) = results
+    return float(plain), float(ms), b.report.tokens_new / b.report.passes, a.tokens == b.tokens
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """The rows as a table that is markdown too."""
+    out = Table("text", "drafts", "plain, ms", "ms a token", "speed-up", "tokens a pass", "same", box=box.MARKDOWN)
+    for r in found:
+        numbers = (number(r[x]) for x in ("plain_ms", "ms", "speedup", "tokens_a_pass"))
+        out.add_row(r["kind"], r["draft"], *numbers, "yes" if r["equal"] else "no")
+    return out

@@ -1,0 +1,108 @@
+"""What the commands of jkv bench share: the refusals that come first, and the rows as they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jkv.bench.results import use_cores
+from jkv.cli.options import Machine, Subject
+from jkv.host import console
+from jkv.host.extras import install
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jkv.io.source import Source
+
+Row = dict[str, Any]
+PEERS = {
+    "transformers": (("torch", "transformers"), "parity"),
+    "kvpress": (("torch", "transformers", "kvpress"), "kvpress"),
+}
+
+
+def start(
+    specs: Iterable[str], machine: Machine, dtype: str | None = "float32", vs: str | None = None
+) -> tuple[int, str]:
+    """Refuses what cannot work, cheapest first, and takes the cores: how many they are, and the type of weights.
+
+    Raises ValueError, OSError.
+    """
+    cores = use_cores(machine.threads)  # before jax starts a thread for every core it may use
+    from jkv import methods
+    from jkv.bench import results
+    from jkv.io.load import dtype_of
+
+    for spec in specs:
+        methods.parse(spec)
+    dtype = dtype_of(dtype)
+    if vs is not None:
+        check_peer(vs, specs)
+    results.check_path(machine.out)
+    return cores, dtype
+
+
+def check_peer(vs: str, specs: Iterable[str]) -> None:
+    if vs in ("sdpa", "cudnn"):
+        raise ValueError(f"--vs {vs}: it is attention alone, on a GPU: a column of jkv bench kernel there")
+    if vs not in PEERS:
+        from jkv import methods
+
+        try:
+            methods.parse(vs)
+        except ValueError as error:
+            raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}, and other caches: {error}") from None
+        return
+    packages, extra = PEERS[vs]
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; {install(extra)}")
+    import jax
+
+    if jax.default_backend() != "cpu":
+        raise ValueError(f"beside {vs}: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
+    if vs == "kvpress":
+        from jkv import methods
+        from jkv.bench.presses import shared
+
+        for spec in specs:
+            shared(str(methods.parse(spec)), 1)
+
+
+def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
+    from jkv.bench.shapes import subject
+
+    return subject(o.model, o.shape, o.random_weights, 4 if dtype == "float32" else 2, 1 + (vs in PEERS))
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        return [int(x) for x in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--marks {text}: give numbers of tokens with commas between, such as 1024,8192") from None
+
+
+def measure(
+    total: int,
+    found: Callable[[], Iterator[Row]],
+    says: Callable[[Row], str],
+    table: Callable[[list[Row]], Table],
+    about: Row,
+    out: Path | None,
+) -> list[Row]:
+    """The rows, each in the file as soon as it is there, and the table of those there are, whatever ends it."""
+    from jkv.bench import results
+
+    rows: list[Row] = []
+    try:
+        with console.progress(total) as say:
+            for row in found():
+                rows.append(row)
+                say(says(row))
+                results.save(out, about, rows)
+    finally:
+        if rows:
+            console.show(table(rows))
+    return rows

@@ -1,0 +1,271 @@
+"""Verification: several drafted tokens in one pass over a cache, which takes those that decoding would have drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import put, take_along
+from jkv.arrays.partial import Partial, merge_all, with_sinks
+from jkv.arrays.tree import value
+from jkv.core.attend import attend
+from jkv.core.blocks import as_window, none, with_residual
+from jkv.core.cache import Decoding, LayerCache, Queries, Tier, Window
+from jkv.core.compiled import ANY, Run, call, flow, program
+from jkv.core.layer import LayerView, TierView
+from jkv.core.loop import Views, going, settle, views
+from jkv.core.mask import causal
+from jkv.core.sampling import Sampling, sample
+from jkv.core.tiers import attend_tier
+from jkv.models import Params, family
+from jkv.models import layer as block
+from jkv.models.rope import Rope
+from jkv.models.scale import Scale
+
+
+@value
+class Draft:
+    """A tree of drafted tokens of each row: ids i32[B,N]; parent i32[B,N], the index of a node before it, -1: no token.
+
+    Node 0 is the root, the next token of the row: its id and parent are not read, as the state's logits give it.
+    """
+
+    ids: Array
+    parent: Array
+
+
+@value
+class Walk:
+    """The path through a draft: node i32[B] it has come to, path i32[B,N] of nodes, n i32[B] of them, the row's tokens
+    used, and the token i32[B] drawn after the last node; on bool[B]: it may go on."""
+
+    node: Array
+    path: Array
+    n: Array
+    used: Array | None
+    token: Array
+    on: Array
+
+
+@value
+class Verdict:
+    """Of a pass: the next token i32[B] of each row, the nodes' tokens i32[B,N], -1 none, and the likeliest after each,
+    i32[B,N,top], or None."""
+
+    token: Array
+    ids: Array
+    top: Array | None
+
+
+@flow(
+    arguments=(None, ANY, None, None, None),
+    results=(ANY, None),
+    static_argnames=("full", "top"),
+    donate_argnames=("state",),
+)
+def verify(
+    params: Params,
+    state: Decoding,
+    sampling: Sampling,
+    draft: Draft,
+    stop: Array,
+    full: bool = True,
+    top: int = 0,
+    run: Run = call,
+) -> tuple[Decoding, Verdict]:
+    """The state after the drafted tokens that decoding would have drawn, and what the pass found out.
+
+    At least one token, and no more than fit the recent window or columns below `stop` of `out`: flushes fall on the
+    tokens of plain decoding. Rows advance together, by the fewest tokens that one of those alive takes. A token is
+    drawn with the noise of its row and position, so it is the token of plain decoding whatever was drafted. full:
+    as of `run_block`; top: of the likeliest tokens after each node, how many are told. Blocks that recur and
+    selectors that watch would take in refused tokens too.
+    """
+    cache = state.cache
+    if full:
+        cache = settle(cache, run(going, state.count, state.alive, stop), run)
+    state = replace(state, cache=cache.bare)
+    state, found = run(verified, params, views(cache), state, sampling, draft, stop, top=top)
+    return replace(state, cache=cache.dressed(state.cache)), found
+
+
+@program(
+    arguments=(None, None, ANY, None, None, None),
+    results=(ANY, None),
+    static_argnames=("top",),
+    donate_argnames=("state",),
+)
+def verified(
+    params: Params, plan: Views, state: Decoding, sampling: Sampling, draft: Draft, stop: Array, top: int
+) -> tuple[Decoding, Verdict]:
+    """`verify` of a state whose recent windows have room; its cache is bare, plan: its `views`."""
+    cache, ends = state.cache, params.ends
+    root = sample(state.logits, sampling, cache.seen, state.used)
+    draft = replace(draft, ids=draft.ids.at[:, 0].set(root), parent=draft.parent.at[:, 0].set(-1))
+    sees = ancestors(draft.parent)
+    live = ((draft.parent >= 0) | (jnp.arange(sees.shape[1]) == 0)[None]) & state.alive[:, None]
+    pos = jnp.where(live, cache.seen[:, None] + sees.sum(-1) - 1, -1)
+    x = family(cache.model).embed(ends, jnp.maximum(draft.ids, 0))
+    made: tuple[tuple[Window, Queries | None], ...] = ()
+    for i in range(cache.model.depth):
+        x, new = drafted(params.block(i), cache.layers[i], plan[i], x, pos, sees)
+        made += (new,)
+    logits = family(cache.model).head(ends, x)
+    most = jnp.minimum(cache.room - cache.fill, stop - state.count)
+    walk = walked(logits, draft, sampling, cache.seen, state.used, most)
+    n = jnp.where(state.alive, walk.n, most).min()
+    state, token = _committed(state, plan, made, logits, draft, walk.path, n, sampling)
+    ids = jnp.where(live, draft.ids, -1)
+    return state, Verdict(token=token, ids=ids, top=jax.lax.top_k(logits, top)[1] if top else None)
+
+
+def ancestors(parent: Array) -> Array:
+    """bool[B,N,N]: which nodes each one descends from, itself too, of parents i32[B,N].
+
+    (I + P)^N > 0 of the matrix P of parents, by squaring.
+    """
+    n = parent.shape[1]
+    reach = jnp.eye(n, dtype=bool)[None] | (parent[:, :, None] == jnp.arange(n)[None, None])
+    for _ in range(max(n - 1, 1).bit_length()):
+        reach = (reach[:, :, :, None] & reach[:, None]).any(2)
+    return reach
+
+
+@jax.jit
+def drafted(
+    one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, sees: Array
+) -> tuple[Array, tuple[Window, Queries | None]]:
+    """A block's output for drafted tokens x [B,N,E] at pos i32[B,N], what they would add to its layer's window, and
+    their queries, if the layer keeps some."""
+    model = one.config
+    rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
+
+    def run(_: int, new: Any) -> tuple[Array, tuple[Window, Queries | None]]:
+        q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
+        window = as_window(new, pos, plan, rope, dtype, step=True)
+        mask = causal(pos, plan.window)
+        parts = [
+            attend(q, window.k, window.v, mask.over(pos[:, None]) & sees[:, None], model.scale),
+            attend(q, recent.k, recent.v, mask.over(recent.pos[:, None]), model.scale),
+        ]
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            parts.append(_attend_each(q, pos, plan, tier, config, rope, model.scale))
+        part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
+        return part.finish(), (window, None if layer.queries is None else Queries(q=q, pos=pos, lse=part.lse))
+
+    return block(one, 0, x, pos, run, none)
+
+
+def _attend_each(
+    q: Array, pos: Array, plan: LayerView, tier: Tier, config: TierView, rope: Rope, scale: Scale
+) -> Partial:
+    """Queries [B,H,G,N,D] over a tier; a selector picks for each token alone, as in steps."""
+    if config.select is None:
+        return attend_tier(q, causal(pos, plan.window), tier, config, rope, scale)
+
+    def one(x: tuple[Array, Array]) -> Partial:
+        return attend_tier(x[0][:, :, :, None], causal(x[1][:, None], plan.window), tier, config, rope, scale)
+
+    parts = jax.lax.map(one, (jnp.moveaxis(q, 3, 0), pos.T))
+    return jax.tree.map(lambda x: jnp.moveaxis(x[:, :, :, :, 0], 0, 3), parts)
+
+
+def walked(logits: Array, draft: Draft, sampling: Sampling, seen: Array, used: Array | None, most: Array) -> Walk:
+    """The path of the tokens that are drawn, node by node, from logits f32[B,N,V] after each; at most `most` nodes."""
+    rows, (b, n) = jnp.arange(draft.ids.shape[0]), draft.ids.shape
+
+    def draw(walk: Walk) -> Walk:
+        """The token drawn after the node, and the walk at its child that has it."""
+        own = draft.ids[rows, walk.node]
+        used = walk.used if walk.used is None else walk.used.at[rows, own].max(walk.on)
+        token = sample(logits[rows, walk.node], sampling, seen + walk.n, used)
+        child = (draft.parent == walk.node[:, None]) & (draft.ids == token[:, None])
+        ended = (own[:, None] == sampling.stop_ids[None]).any(-1)
+        on = walk.on & child.any(-1) & ~ended & (walk.n < most)
+        node = jnp.where(on, jnp.argmax(child, -1), walk.node)
+        path = walk.path.at[rows, jnp.where(on, walk.n, n)].set(node, mode="drop")
+        token = jnp.where(walk.on, token, walk.token)
+        return Walk(node=node, path=path, n=walk.n + on.astype(jnp.int32), used=used, token=token, on=on)
+
+    zero = jnp.zeros(b, jnp.int32)
+    start = Walk(node=zero, path=jnp.zeros((b, n), jnp.int32), n=zero + 1, used=used, token=zero, on=zero == 0)
+    return jax.lax.while_loop(lambda walk: walk.on.any(), draw, start)
+
+
+def _committed(
+    state: Decoding,
+    plan: Views,
+    made: tuple[tuple[Window, Queries | None], ...],
+    logits: Array,
+    draft: Draft,
+    path: Array,
+    n: Array,
+    sampling: Sampling,
+) -> tuple[Decoding, Array]:
+    """The state after the first n i32[] nodes of each row's path i32[B,N], and the next token of each row."""
+    cache, (b, most) = state.cache, path.shape
+    turn = jnp.arange(most)
+    taken, alive = turn < n, state.alive
+    layers = tuple(
+        _held(x, new, p, path, cache.fill, taken) for x, new, p in zip(cache.layers, made, plan, strict=True)
+    )
+    ids = jnp.where(taken[None] & alive[:, None], take_along(draft.ids, path, 1), -1)
+    columns = jnp.where(taken, state.count + turn, state.out.shape[1])
+    rows = jnp.arange(b)
+    used, trace = state.used, state.trace
+    if used is not None:
+        used = used.at[rows[:, None], jnp.where(ids < 0, used.shape[1], ids)].set(True, mode="drop")
+    after = take_along(logits, path[:, :, None], 1)
+    if trace is not None:
+        before = jnp.concatenate([state.logits[:, None], after[:, :-1]], 1)
+        trace = trace.at[:, columns].set(before, mode="drop")
+    last = jax.lax.dynamic_index_in_dim(after, n - 1, 1, keepdims=False)
+    ended = ((ids[:, :, None] == sampling.stop_ids[None, None]) & taken[None, :, None]).any((1, 2))
+    seen = cache.seen + alive.astype(jnp.int32) * n
+    cache = replace(cache, layers=layers, counts=replace(cache.counts, seen=seen), fill=cache.fill + n)
+    state = replace(
+        state,
+        cache=cache,
+        logits=last,
+        alive=alive & ~ended,
+        used=used,
+        out=state.out.at[:, columns].set(ids, mode="drop"),
+        count=state.count + n,
+        trace=trace,
+    )
+    return state, sample(last, sampling, seen, used)
+
+
+def _held(
+    layer: LayerCache,
+    new: tuple[Window, Queries | None],
+    plan: LayerView,
+    path: Array,
+    fill: Array,
+    taken: Array,
+) -> LayerCache:
+    """The layer whose recent window, and ring of queries, have the nodes of the path that are taken, bool[N]."""
+    (window, queries), recent, ring = new, layer.recent, layer.queries
+    room, turn = recent.pos.shape[1], jnp.arange(path.shape[1])
+    at = jnp.where(taken, fill + turn, room)[None, None]
+
+    def on(x: Array, old: Array) -> Array:
+        return put(old, at, take_along(x, path.reshape(path.shape[0], 1, -1, *[1] * (x.ndim - 3)), 2))
+
+    one = lambda old, x: on(x[:, None], old[:, None])[:, 0]  # noqa: E731  # of arrays without an axis of heads
+    recent = jax.tree.map(lambda old, x: one(old, x) if x.ndim == 2 else on(x, old), recent, window)
+    if ring is not None:
+        assert queries is not None
+        n, size = taken.sum(), plan.queries
+        index = jnp.remainder(fill - plan.stay + turn, size)
+        index = jnp.where(taken & (turn >= n - size), index, size)  # of those that share a place the newest
+        ring = Queries(
+            q=ring.q.at[:, :, :, index].set(take_along(queries.q, path[:, None, None, :, None], 3), mode="drop"),
+            pos=ring.pos.at[:, index].set(take_along(queries.pos, path, 1), mode="drop"),
+            lse=ring.lse.at[:, :, :, index].set(take_along(queries.lse, path[:, None, None], 3), mode="drop"),
+        )
+    return replace(layer, recent=recent, queries=ring)

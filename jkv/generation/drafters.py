@@ -1,0 +1,304 @@
+"""Drafters: guesses of the next tokens, which one pass of the model verifies. No guess changes a token."""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.core import sampling
+from jkv.core.cache import Cache, Decoding
+from jkv.core.loop import absorb_own, run_blocks
+from jkv.core.positions import bucket, pad
+from jkv.core.sharding import over
+from jkv.generation.sizes import empty
+from jkv.host.arguments import short
+from jkv.methods.config import CacheConfig
+from jkv.methods.text import read_call
+from jkv.models import Params
+
+PIECE = 8  # tokens that a smaller model reads at a time
+
+RANKS = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)  # how often the r-th likeliest token of before comes again
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A tree of guessed tokens of one row: ids i32[n] and parents i32[n], -1: the row's last token, which is the root;
+    expected: how many of them the drafter expects to be right."""
+
+    ids: Sequence[int]
+    parent: Sequence[int]
+    expected: float
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses what follows. `top`: how many of the likeliest tokens after each drafted one `learn` is told."""
+
+    top: int
+
+    def begin(self, rows: list[list[int]], new: int) -> None:
+        """Rows of tokens, before any of at most `new` tokens is generated."""
+        ...
+
+    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+        """At most so many tokens after each row."""
+        ...
+
+    def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
+        """Verified tokens i32[B,N], -1 none, and the likeliest after each, i32[B,N,top]."""
+        ...
+
+    def end(self, rows: list[list[int]]) -> None:
+        """Rows with all that was generated after them."""
+        ...
+
+
+@dataclass
+class Suffix:
+    """Guesses by what followed the same words before (SuffixDecoding, 2411.04975).
+
+    For each length m of a match of the row's newest tokens, in the row and in the outputs of earlier generations, the
+    likeliest continuation of at most alpha * m + beta tokens, p the product of its shares of the counts, is followed
+    while p >= p_min; its score is the sum of p. The best score wins, among equals the longer match, then the row's own.
+    A match in the row counts the newest tokens themselves, as in the authors' code. depth: tokens of the longest match;
+    limit: tokens of earlier outputs that are kept, the newest. Counts are taken from the texts, which stay as they are,
+    instead of from a tree of suffixes: the same numbers.
+
+    >>> guess = Suffix().propose([[1, 2, 3, 1, 2]], 8)[0]
+    >>> guess.ids, guess.expected
+    ([3, 1], 1.0)
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    p_min: float = 0.1
+    depth: int = 64
+    limit: int = 1_000_000
+    top: int = field(default=0, init=False)
+    outputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), init=False, repr=False)
+    starts: list[int] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p_min <= 1:
+            raise ValueError(f"suffix: p_min={self.p_min}; give a probability above 0, at most 1")
+        for name, least in (("alpha", 0), ("beta", 0), ("depth", 1), ("limit", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"suffix: {name}={getattr(self, name)}; give {least} or more")
+
+    def begin(self, rows: list[list[int]], new: int) -> None:
+        self.starts = [len(row) for row in rows]
+
+    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+        return [self._best(np.asarray(row, np.int32), most) for row in rows]
+
+    def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
+        """Nothing: rows are read where they are."""
+
+    def end(self, rows: list[list[int]]) -> None:
+        new = [np.asarray([*row[start:], -1], np.int32) for row, start in zip(rows, self.starts, strict=True)]
+        self.outputs = np.concatenate([self.outputs, *new])[-self.limit :] if self.limit else self.outputs
+
+    def _best(self, row: np.ndarray, most: int) -> Guess:
+        own, past = (self._of(text, row, most) for text in (row, self.outputs))
+        return past if past.expected > own.expected else own
+
+    def _of(self, text: np.ndarray, row: np.ndarray, most: int) -> Guess:
+        """The best guess by one text."""
+        best = Guess([], [], 0.0)
+        ends = np.flatnonzero(text == row[-1]) if len(row) else np.zeros(0, np.int64)
+        for m in range(1, min(len(row), self.depth + 1)):
+            if m > 1:
+                ends = ends[ends >= m - 1]
+                ends = ends[text[ends - m + 1] == row[-m]]
+            if not len(ends):
+                break
+            ids, score = self._follow(text, ends, min(most, int(self.alpha * m + self.beta)))
+            if ids and score >= best.expected:
+                best = Guess(ids, list(range(-1, len(ids) - 1)), score)
+        return best
+
+    def _follow(self, text: np.ndarray, ends: np.ndarray, most: int) -> tuple[list[int], float]:
+        """The likeliest tokens after places of a text, and the sum of their probabilities."""
+        ids: list[int] = []
+        p, score = 1.0, 0.0
+        while len(ids) < most:
+            after = ends[ends + 1 < len(text)] + 1
+            tokens = text[after]
+            if not (tokens >= 0).any():  # -1: where an output ended
+                break
+            values, counts = np.unique(tokens[tokens >= 0], return_counts=True)
+            token, count = int(values[counts.argmax()]), int(counts.max())
+            p *= count / len(ends)
+            if p < self.p_min:
+                break
+            ids.append(token)
+            score, ends = score + p, after[tokens == token]
+        return ids, score
+
+
+@dataclass
+class Recycling:
+    """Guesses by the likeliest tokens after each token when it was last verified (Token Recycling, 2408.08696).
+
+    A table i32[V,8], zeros at first, is read level by level: node (parent, r) is the r-th likeliest after its parent's
+    token. After a pass the likeliest tokens after every verified token, taken or not, replace its line; of equal tokens
+    the first breadth-first counts. The tree has the nodes that are likeliest if the token of rank r comes with
+    probability RANKS[r], where the authors' has 80 of its own. Rows share the table, which stays from one generation to
+    the next.
+
+    >>> [guess.parent for guess in Recycling(100).propose([[1, 2, 3]], 3)]
+    [[-1, 0, 1]]
+    """
+
+    vocab: int
+    top: int = field(default=len(RANKS), init=False)
+    table: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.vocab < self.top:
+            raise ValueError(f"recycle: a vocabulary of {self.vocab} tokens; it remembers {self.top} after each")
+        self.table = np.zeros((self.vocab, self.top), np.int32)
+
+    def begin(self, rows: list[list[int]], new: int) -> None:
+        """Nothing: what was learned stays."""
+
+    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+        tree = template(most)
+        return [self._filled(row[-1], *tree) for row in rows]
+
+    def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
+        assert top is not None
+        for row, best in zip(ids, top, strict=True):
+            tokens, first = np.unique(row, return_index=True)
+            first = first[tokens >= 0]
+            self.table[row[first]] = best[first]
+
+    def end(self, rows: list[list[int]]) -> None:
+        """Nothing: all was learned."""
+
+    def _filled(self, root: int, parent: list[int], rank: list[int], expected: float) -> Guess:
+        ids: list[int] = []
+        for p, r in zip(parent, rank, strict=True):
+            ids.append(int(self.table[root if p < 0 else ids[p], r]))
+        return Guess(ids, parent, expected)
+
+
+@lru_cache
+def template(most: int) -> tuple[list[int], list[int], float]:
+    """Parents and ranks of the `most` likeliest nodes of a tree, breadth first, and how many are expected to be right.
+
+    >>> template(2)
+    ([-1, 0], [0, 0], 0.75)
+    """
+    heap: list[tuple[float, tuple[int, ...]]] = [(-p, (r,)) for r, p in enumerate(RANKS)]
+    nodes: list[tuple[tuple[int, ...], float]] = []
+    heapq.heapify(heap)
+    while len(nodes) < most:
+        p, ranks = heapq.heappop(heap)
+        nodes.append((ranks, -p))
+        for r, chance in enumerate(RANKS):
+            heapq.heappush(heap, (p * chance, (*ranks, r)))
+    nodes.sort(key=lambda node: (len(node[0]), node[0]))
+    index = {ranks: i for i, (ranks, _) in enumerate(nodes)}
+    return [index.get(x[:-1], -1) for x in index], [x[-1] for x in index], sum(p for _, p in nodes)
+
+
+@dataclass
+class Smaller:
+    """Guesses by a smaller model of the same vocabulary: its greedy tokens, through a full cache of its own.
+
+    Before each pass it reads the tokens that are new to it, PIECE at a time, and decodes from a copy of its cache, so
+    what is not taken leaves no trace. Speculative decoding (2211.17192) with guesses that are points: a token is taken
+    with the probability that the larger model gives it. Raises ValueError for a model with blocks that recur.
+    """
+
+    params: Params
+    top: int = field(default=0, init=False)
+    cache: Cache | None = field(default=None, init=False, repr=False)
+    read: list[int] = field(default_factory=list, init=False, repr=False)  # tokens of each row in the cache
+
+    def begin(self, rows: list[list[int]], new: int) -> None:
+        length, model = max(map(len, rows)), self.params.config
+        longest = bucket(length) + new + 2 * PIECE
+        if length + new > model.context:
+            raise ValueError(f"draft=: {length + new} tokens, and the smaller model's context is {model.context}")
+        self.cache = empty(CacheConfig(), model, len(rows), longest, new + PIECE, self.params.embed.dtype)
+        self.cache, _ = absorb_own(self.params, self.cache, pad([row[:-1] for row in rows], bucket(length)), fresh=True)
+        self.read = [len(row) - 1 for row in rows]
+
+    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+        assert self.cache is not None
+        logits = None
+        while any(n < len(row) for n, row in zip(self.read, rows, strict=True)):
+            piece = [row[n : n + PIECE] for n, row in zip(self.read, rows, strict=True)]
+            self.cache, logits = absorb_own(self.params, self.cache, pad(piece, PIECE))
+            self.read = [n + len(x) for n, x in zip(self.read, piece, strict=True)]
+        assert logits is not None  # the root is new
+        draws = sampling.make(len(rows), logits.shape[1], seeds=[0] * len(rows), stop_ids=())
+        state = Decoding.start(jax.tree.map(jnp.copy, self.cache), logits, most)
+        out = run_blocks(self.params, state, draws, jnp.int32(most)).out
+        return [Guess(ids, range(-1, most - 1), float(most)) for ids in np.asarray(out).tolist()]
+
+    def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
+        """Nothing: it reads what was taken before it guesses again."""
+
+    def end(self, rows: list[list[int]]) -> None:
+        self.cache = None
+
+
+DRAFTERS = {"suffix": Suffix, "recycle": Recycling}
+
+
+def drafter(what: Any, params: Params) -> Drafter:
+    """The drafter of a text such as "suffix(p_min=0.2)", of a smaller model, or one that is given, for a model.
+
+    Raises ValueError or TypeError for anything else.
+    """
+    vocab = params.config.vocab
+    if isinstance(what, Params):
+        if what.config.vocab != vocab:
+            raise ValueError(
+                f"draft=: its model has {what.config.vocab} words and this one {vocab}; give one of the same"
+            )
+        return Smaller(what)
+    if not isinstance(what, str):
+        if isinstance(what, Drafter):
+            return what
+        raise TypeError(f"draft is {short(what)}: give 'suffix', 'recycle', a smaller model, or a Drafter")
+    name, arguments = read_call(what, what)
+    if name not in DRAFTERS:
+        near = difflib.get_close_matches(name, DRAFTERS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(DRAFTERS)}"
+        raise ValueError(f"unknown drafter {name!r}: {hint}")
+    given = {"vocab": vocab} if name == "recycle" else {}
+    try:
+        return DRAFTERS[name](**given, **arguments)
+    except TypeError:
+        known = [f.name for f in fields(DRAFTERS[name]) if f.init and f.name not in given]
+        raise ValueError(f"draft={what!r}: {name} takes {', '.join(known) or 'no arguments'}") from None
+
+
+def check(params: Params, cache: CacheConfig | Cache) -> None:
+    """Raise ValueError for what drafts cannot be verified through."""
+    if over(params) is not None:
+        raise ValueError("draft= is for one device: load the model without mesh=, or leave draft= out")
+    if params.config.mixers is not None:
+        raise ValueError(
+            "draft= needs a model whose blocks all attend: those that recur take in every token that they read, also "
+            "those to be refused; leave draft= out"
+        )
+    selectors = [cache.select] if isinstance(cache, CacheConfig) else [t.select for x in cache.plan for t in x.tiers]
+    if any(select is not None and select.watches for select in selectors):
+        raise ValueError(
+            f"draft= cannot go with {cache.name}: its selector remembers what each step attended to, also those of "
+            "tokens to be refused; leave draft= out, or take a selector that does not, such as quest"
+        )

@@ -1,0 +1,156 @@
+"""Drafted tokens that are verified in one pass: the tokens of plain decoding, whatever was drafted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.core import loop, sampling, verify
+from jkv.core.verify import Draft
+from jkv.generation import drafters
+from support import rig
+from support.rig import PARAMS, PROMPT, STEPS
+
+NODES = 5
+SETTINGS = {"greedy": {}, "drawn": {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2}}
+FEW = [c for c in rig.ALL if c.text in ("full", "int8") or c.text.startswith(("snapkv", "quest"))]
+
+
+def settings(kind: str, rows: int = 1, stop_ids: tuple[int, ...] = ()) -> sampling.Sampling:
+    return sampling.make(rows, 100, seeds=range(3, 3 + rows), stop_ids=stop_ids, **SETTINGS[kind])
+
+
+def begun(text: str, kind: str, params=PARAMS, prompt=PROMPT[:1]) -> loop.Decoding:
+    cache, logits = rig.begun(text, prompt, params)
+    used = jnp.zeros((len(prompt), 100), bool) if kind == "drawn" else None
+    return loop.Decoding.start(cache, logits, STEPS, used, traced=True)
+
+
+def plain(text: str, kind: str, params=PARAMS, prompt=PROMPT[:1], **more) -> loop.Decoding:
+    state = begun(text, kind, params, prompt)
+    return loop.run_blocks(params, state, settings(kind, len(prompt), **more), jnp.int32(STEPS))
+
+
+def draft(out: np.ndarray, count: int, rng: np.random.Generator, right: float = 0.7) -> Draft:
+    """A tree: node 1 and 2 follow the root, 3 and 4 the right one of them; a node is right with that chance."""
+    b, first = len(out), int(rng.integers(1, 3))
+    parent = np.asarray([-1, 0, 0, first, 3])
+    depth = np.asarray([0, 1, 1, 2, 3])
+    ids = rng.integers(0, 100, (b, NODES)).astype(np.int32)
+    for node in (first, 3, 4):
+        column = np.minimum(count + depth[node], out.shape[1] - 1)
+        ids[:, node] = np.where(rng.random(b) < right, np.maximum(out[:, column], 0), ids[:, node])
+    return Draft(ids=jnp.asarray(ids), parent=jnp.asarray(np.broadcast_to(parent, ids.shape).astype(np.int32)))
+
+
+def drafted(want: loop.Decoding, text: str, kind: str, params=PARAMS, prompt=PROMPT[:1], **more):
+    """The same by passes, of which some are right; the state, and how many passes."""
+    state, rng, passes = begun(text, kind, params, prompt), np.random.default_rng(0), 0
+    how, stop = settings(kind, len(prompt), **more), jnp.int32(STEPS)
+    while int(state.count) < STEPS and bool(state.alive.any()):
+        state, _ = verify.verify(params, state, how, draft(np.asarray(want.out), int(state.count), rng), stop)
+        passes += 1
+    return state, passes
+
+
+def ties(got: loop.Decoding, want: loop.Decoding) -> bool:
+    """Whether layers hold other tokens, each equal to one that the other holds: ranks that differ by rounding alone."""
+    text = np.concatenate([PROMPT[0], np.asarray(want.out[0])])
+    some = False
+    for i in range(len(got.cache.layers)):
+        a, b = (np.logical_or(*rig.held(x.cache, i))[0] for x in (got, want))
+        for mine, theirs in zip(a & ~b, b & ~a, strict=True):
+            ids = [sorted(text[np.flatnonzero(x)].tolist()) for x in (mine, theirs)]
+            assert ids[0] == ids[1]
+            some |= bool(ids[0])
+    return some
+
+
+def same(got: loop.Decoding, want: loop.Decoding) -> None:
+    np.testing.assert_array_equal(got.out, want.out)
+    if ties(got, want):
+        return
+    np.testing.assert_allclose(got.trace, want.trace, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got.logits, want.logits, atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(got.cache.kept(), want.cache.kept())
+    for a, b in ((got, want), (got.cache.counts, want.cache.counts)):
+        np.testing.assert_array_equal(getattr(a, "count", 0), getattr(b, "count", 0))
+    assert int(got.cache.fill) == int(want.cache.fill) and got.cache.seen.tolist() == want.cache.seen.tolist()
+    for a, b in zip(got.cache.layers, want.cache.layers, strict=True):
+        np.testing.assert_array_equal(a.recent.pos, b.recent.pos)
+        if a.queries is not None and b.queries is not None:
+            np.testing.assert_array_equal(a.queries.pos, b.queries.pos)
+            np.testing.assert_allclose(a.queries.q, b.queries.q, atol=1e-4)
+            np.testing.assert_allclose(a.queries.lse, b.queries.lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_passes_give_the_tokens_of_steps(case: rig.Case, kind: str):
+    want = plain(case.tight, kind, case.params)
+    got, passes = drafted(want, case.tight, kind, case.params)
+    same(got, want)
+    assert passes < 0.7 * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("case", [c for c in [*rig.ALL, *rig.OTHERS] if c not in FEW], ids=str)
+def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case, kind: str):
+    state = begun(case.tight, kind, case.params)
+    watches = any(tier.watches for layer in state.cache.plan for tier in layer.tiers)
+    if state.cache.states or watches:
+        with pytest.raises(ValueError, match="draft= .*leave draft= out"):
+            drafters.check(case.params, state.cache)
+        return
+    drafters.check(case.params, case.config)
+    want = plain(case.tight, kind, case.params)
+    got, passes = drafted(want, case.tight, kind, case.params)
+    same(got, want)
+    assert passes < 0.7 * STEPS
+
+
+@pytest.mark.parametrize("text", ["full", "int8"])
+def test_rows_advance_together_and_end_alone(text: str):
+    """Of unlike lengths; a row that has ended holds nobody up."""
+    first = plain(text, "greedy", prompt=PROMPT)
+    ends = (int(first.out[0, 9]),)
+    want = plain(text, "greedy", prompt=PROMPT, stop_ids=ends)
+    assert not bool(want.alive[0])
+    got, passes = drafted(want, text, "greedy", prompt=PROMPT, stop_ids=ends)
+    n = int(want.count)
+    np.testing.assert_array_equal(got.out[:, :n], want.out[:, :n])
+    assert got.alive.tolist() == want.alive.tolist() and got.cache.seen.tolist() == want.cache.seen.tolist()
+    assert passes < int(want.count)
+
+
+def test_ancestors_are_those_of_a_walk_up():
+    rng = np.random.default_rng(1)
+    parent = np.asarray([[-1, *(rng.integers(-1, i) for i in range(1, 12))] for _ in range(3)])
+    want = np.zeros((3, 12, 12), bool)
+    for b in range(3):
+        for node in range(12):
+            at = node
+            while at >= 0:
+                want[b, node, at] = True
+                at = parent[b, at]
+    np.testing.assert_array_equal(verify.ancestors(jnp.asarray(parent)), want)
+
+
+def test_a_pass_makes_no_tier_anew():
+    state = begun("snapkv(budget=48, window=8) | int8", "greedy")
+    state = replace(state, cache=state.cache.bare, trace=None)
+    cache = begun("snapkv(budget=48, window=8) | int8", "greedy").cache
+    blank = Draft(ids=jnp.zeros((1, NODES), jnp.int32), parent=jnp.full((1, NODES), -1))
+    args = PARAMS, loop.views(cache), state, settings("greedy"), blank, jnp.int32(STEPS)
+    program = verify.verified.lower(*args, top=0).compile()
+    assert program.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+    tier = cache.layers[0].tiers[0]
+    shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((tier.k, tier.v))}
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (\w+)\(", program.as_text())
+    assert found and not [op for shape, op in found if shape in shapes and op == "copy"]

@@ -1,0 +1,173 @@
+"""Drafters and what generation does with them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import jkv
+from jkv.core import sharding
+from jkv.generation.drafters import Guess, Recycling, Suffix, drafter, template
+from jkv.generation.drafting import NODES, Pace, drafts
+from jkv.models import TINY, random
+from support.rig import MODELS, PARAMS
+
+A, B, C = 1, 2, 3
+TEXT = [5, 6, 7, 8, 9] * 8
+
+
+def test_suffix_follows_what_came_after_the_same_words():
+    """The oracles of the method: ABCAB gives CA by two tokens, ABCABCAB gives CAB by five."""
+    one, two = Suffix().propose([[A, B, C, A, B], [A, B, C, A, B, C, A, B]], 8)
+    assert (one.ids, one.expected, one.parent) == ([C, A], 1.0, [-1, 0])
+    assert two.ids == [C, A, B] and two.expected == pytest.approx(1.5)
+    assert Suffix().propose([[A, B, C]], 8)[0].ids == []
+
+
+def test_suffix_is_brute_force_over_all_matches():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        row = rng.integers(0, 3, rng.integers(2, 24)).tolist()
+        got, best = Suffix().propose([row], 6)[0], ([], 0.0)
+        for m in range(1, len(row)):
+            ends = [i for i in range(m - 1, len(row)) if row[i - m + 1 : i + 1] == row[-m:]]
+            ids, p, score, at = [], 1.0, 0.0, ends
+            while len(ids) < min(6, m):
+                after = [row[i + 1] for i in at if i + 1 < len(row)]
+                if not after:
+                    break
+                token = min(set(after), key=lambda t: (-after.count(t), t))
+                p *= after.count(token) / len(at)
+                if p < 0.1:
+                    break
+                ids, score = [*ids, token], score + p
+                at = [i + 1 for i in at if i + 1 < len(row) and row[i + 1] == token]
+            if ids and score >= best[1]:
+                best = ids, score
+        assert (got.ids, got.expected) == (best[0], pytest.approx(best[1]))
+
+
+def test_suffix_remembers_earlier_outputs_and_forgets_the_oldest():
+    one = Suffix(limit=6)
+    one.begin([[A, B]], 4)
+    one.end([[A, B, 40, 41, 42, 43]])
+    assert one.propose([[9, 40, 41]], 8)[0].ids == [42, 43]
+    one.begin([[A]], 4)
+    one.end([[A, 50, 51, 52]])
+    assert one.propose([[9, 50, 51]], 8)[0].ids == [52]
+    assert one.propose([[9, 40, 41]], 8)[0].ids == []
+    assert one.propose([[9, 8, 43]], 8)[0].ids == []  # another output follows, and it is no continuation
+
+
+def test_recycling_reads_the_table_level_by_level():
+    one = Recycling(100)
+    assert one.propose([[7]], 3)[0].ids == [0, 0, 0]
+    best = np.asarray([[[4, 5, 6, 0, 1, 2, 3, 9], [8, 9, 1, 2, 3, 4, 5, 6], [9] * 8]])
+    one.learn(np.asarray([[7, 4, 7]]), best)  # the first of two equal tokens counts, none is -1
+    assert one.table[7].tolist() == best[0, 0].tolist() and one.table[4].tolist() == best[0, 1].tolist()
+    parent, rank, expected = template(4)
+    got = one.propose([[1, 7]], 4)[0]
+    assert got.ids[0] == 4 and got.ids[parent.index(0)] == best[0, 1, rank[parent.index(0)]]
+    one.learn(np.asarray([[-1, 3]]), np.zeros((1, 2, 8), int))
+    assert one.table[-1].tolist() == [0] * 8 and expected == got.expected
+
+
+def test_the_tree_has_the_likeliest_nodes_parents_first():
+    for n in (1, 2, 7, 30):
+        parent, rank, expected = template(n)
+        assert len(parent) == n and all(p < i for i, p in enumerate(parent)) and rank[0] == 0
+        assert len({*zip(parent, rank, strict=True)}) == n and 0 < expected < n
+
+
+def test_a_pass_runs_where_it_pays():
+    pace = Pace()
+    for _ in range(4):
+        pace.stepped(1.0)
+        pace.passed(2.0, 3.0, 3)
+    assert pace.pays(1.2) and not pace.pays(0.8)
+    for _ in range(30):
+        pace.passed(2.0, 3.0, 0)  # misled
+    assert not pace.pays(7.0) and pace.patience == 64
+    for _ in range(64):
+        pace.stepped(1.0)
+    assert pace.pays(0.1) and not pace.pays(0.0)
+
+
+@pytest.mark.parametrize("draft", ["suffix", "recycle", "suffix(alpha=2.0, p_min=0.2)"])
+def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
+    for options in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):
+        how = {"max_new_tokens": 40, "stop_ids": (), **options}
+        want = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, **how)
+        got = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, draft=draft, **how)
+        assert got.tokens == want.tokens and got.report.tokens_kept == want.report.tokens_kept
+        assert want.report.passes is None and 0 < got.report.passes <= 40
+        assert got.report.passes + got.report.drafted_taken == 40 and "tokens a pass" in str(got.report)
+
+
+def test_a_drafter_of_mine_is_asked_and_told():
+    class Mine(Recycling):
+        asked = 0
+
+        def propose(self, rows, most):
+            self.asked += 1
+            return [
+                Guess([*want.tokens[len(row) - len(TEXT) :]][:most] or [0], range(-1, most - 1), 9.0) for row in rows
+            ]
+
+    want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
+    mine = Mine(100)
+    got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=mine, compare=True)
+    assert got.tokens == want.tokens and got.report.kl < 1e-6
+    assert mine.asked == got.report.passes < 40 / 4 and mine.table.any()
+
+
+def test_a_smaller_model_guesses_and_the_larger_one_decides():
+    """The model itself is always right, but for ties; another one of random weights hardly ever."""
+    how = {"max_new_tokens": 40, "stop_ids": ()}
+    for rows in (TEXT, [TEXT, [3, 4, 5]]):
+        want = jkv.generate(PARAMS, "int8", rows, **how)
+        for seed, few in ((None, 8), (7, 41)):
+            small = PARAMS if seed is None else random(TINY, seed=seed)
+            got = jkv.generate(PARAMS, "int8", rows, draft=small, **how)
+            assert got.tokens == want.tokens and got.report.passes <= few
+
+
+def test_stop_texts_and_ids_end_a_row_inside_a_pass():
+    want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
+    end = want.tokens[11]
+    for draft in (None, "suffix", "recycle"):
+        got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(end,), draft=draft)
+        assert got.tokens == want.tokens[: want.tokens.index(end) + 1]
+
+
+def test_what_cannot_be_is_refused_by_name():
+    for draft, why in (
+        ("sufix", "did you mean 'suffix'"),
+        ("tree", "one of suffix, recycle"),
+        ("suffix(p_min=0)", "p_min=0; give a probability above 0"),
+        ("suffix(alpha=-1)", "alpha=-1; give 0 or more"),
+        ("suffix(beam=3)", "takes alpha, beta, p_min, depth, limit"),
+        ("suffix(", "write name or name"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            jkv.generate(PARAMS, None, TEXT, draft=draft)
+    with pytest.raises(TypeError, match="draft is 7: give 'suffix'"):
+        jkv.generate(PARAMS, None, TEXT, draft=7)
+    with pytest.raises(ValueError, match="blocks that recur"):
+        jkv.generate(MODELS["bamba"], None, TEXT, draft="suffix")
+    with pytest.raises(ValueError, match="selector remembers"):
+        jkv.generate(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT, draft="suffix")
+    alisa = jkv.prefill(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT)[0]
+    with pytest.raises(ValueError, match="selector remembers"):
+        jkv.generate(PARAMS, alisa, TEXT, draft="suffix")
+    with pytest.raises(ValueError, match="draft= is for one device"):
+        over = sharding.named("model=1", jax.devices(), PARAMS.config)
+        jkv.generate(jax.device_put(PARAMS, sharding.of_params(PARAMS, over)), None, TEXT, draft="suffix")
+    with pytest.raises(ValueError, match="vocabulary of 5"):
+        drafter("recycle", random(dict(TINY, vocab_size=5)))
+    with pytest.raises(ValueError, match="its model has 5 words and this one 100"):
+        jkv.generate(PARAMS, None, TEXT, draft=random(dict(TINY, vocab_size=5)))
+    with pytest.raises(ValueError, match="the smaller model's context is 32"):
+        jkv.generate(PARAMS, None, TEXT, draft=random(dict(TINY, max_position_embeddings=32)))
+    assert drafts([Guess([4], [-1], 1.0)]).ids.shape == (1, NODES)

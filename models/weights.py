@@ -129,15 +129,16 @@ def _fields(x: Array, n: int, stretch: int) -> Array:
 
 def rows(w: Any, ids: Array) -> Array:
     """The rows of a table [V, E] that ids i32[...] name, [..., E]: of one that is coded, these alone are decoded."""
-    return _decoded(jax.tree.map(lambda x: jnp.take(x, ids, axis=0), w))
+    return decoded(jax.tree.map(lambda x: jnp.take(x, ids, axis=0), w))
 
 
 @singledispatch
-def _decoded(x: Any) -> Array:
+def decoded(x: Any) -> Array:
+    """A matrix in floats, whatever it is kept as."""
     return x
 
 
-@_decoded.register
+@decoded.register
 def _(x: Coded) -> Array:
     return x.floats(x.kind)
 

@@ -90,7 +90,7 @@ def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.whole], ids=str)
-def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost(case: Case):
+def test_some_heads_hold_everything_and_the_others_the_newest_and_at_most_the_mean_of_the_rest(case: Case):
     caches = rig.shared(case.tight).caches
     for i in (0, rig.flushed(caches)[2]):
         cache, whole = caches[i], (1, 0)
@@ -98,15 +98,16 @@ def test_some_heads_hold_everything_and_the_others_the_mean_of_what_they_lost(ca
             held, rest = np.logical_or(*rig.held(cache, layer)), cache.layers[layer].residual
             for row, n in enumerate(LENGTHS):
                 n, few = n + i, BUDGET + 4
-                assert held[row, whole[layer], :n].all() and rest.count[row, whole[layer]] == 0
+                assert held[row, whole[layer], :n].all()
                 local = held[row, 1 - whole[layer], :n]
                 first = np.argmin(local[4:]) + 4  # the first that is gone
                 lost = np.flatnonzero(~local)
                 assert local[:4].all() and first == 4 and (np.diff(lost) == 1).all()
                 late = int(i > 0)  # the token that came since the flush
                 assert n - few - 1 - late <= len(lost) <= n - few - late
-                assert rest.count[row, 1 - whole[layer]] == len(lost)
-                if i:
+                if case.rest:
+                    assert rest.count[row].tolist()[:: 2 * whole[layer] - 1] == [len(lost), 0]
+                if i or not case.rest:
                     continue
                 _, k, v, _ = prompt_taps(layer, row)
                 for got, x in ((rest.k, k), (rest.v, v)) if layer == 0 else ():
@@ -215,8 +216,8 @@ def predicted(case: Case, longest: int, plan=None) -> int:
             capacity = BUDGET + (STEPS if case.appends else 0)
         if case.measured:
             total += 4  # the row's share
-        if case.measured and case.budget:
-            capacity = plan[layer].capacity if plan else capacity
+        if case.measured and plan:
+            capacity = plan[layer].capacity
         if case.whole:
             capacity = ceil((case.whole * longest + (H - case.whole) * (BUDGET + 4)) / H)
         if case.draft:
@@ -260,7 +261,8 @@ def test_bytes_are_those_of_the_formula(case: Case):
 def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
     size = rig.empty(case.tight, longest=rig.LONG, params=case.params).nbytes
     assert size == predicted(case, rig.LONG)
-    assert size - 2 * states(case) < 2 * L * rig.LONG * H * 2 * D * 4 * (0.25 if case.budget else 0.5)
+    coded = max(0.5, 0.05 + (case.slot.k + case.slot.v) / (8 * D))  # where keys alone are, more than a half is left
+    assert size - 2 * states(case) < 2 * L * rig.LONG * H * 2 * D * 4 * (0.25 if case.budget else coded)
 
 
 # ------------------------------------------------------------------------------------------------------ 6 survivors

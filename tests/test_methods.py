@@ -107,6 +107,11 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "matryoshkakv": {"moments": rig.MOMENTS},
     "palu": {"moments": rig.MOMENTS},
     "cskv": {"moments": rig.MOMENTS},
+    "qfilters": {"queries": rig.QUERIES},
+    "triattention": {"queries": rig.QUERIES},
+    "think": {"queries": rig.QUERIES},
+    "kvzap": {"gate": rig.ZAP},
+    "duoattention": {"heads": rig.DUO},
 }
 
 

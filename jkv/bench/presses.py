@@ -13,8 +13,26 @@ from typing import Any
 from jkv.methods.divisions import pyramid
 
 Press = Callable[[Any, float, int], Any]  # (the package kvpress, share of the prompt that goes, tokens kept) -> a press
-WINDOW = 32  # queries that snapkv and pyramidkv ask, in both
+WINDOW = 32  # queries that snapkv, pyramidkv, chunkkv, criticalkv and finch ask, in both
 BLOCK = 128  # tokens of a chunk of keydiff, in both
+
+
+def lagged(kv: Any, gone: float, n: int) -> Any:
+    """kvpress's LagKV with the block and the sinks that jkv takes where it keeps n tokens."""
+    return kv.LagKVPress(gone, lag_size=min(128, max(n // 4, 1)), n_sink=min(16, max(n // 4, 1)))
+
+
+def guided(kv: Any, gone: float, n: int) -> Any:
+    """kvpress's FINCH of a question of WINDOW tokens, without the token that marks where it begins."""
+    inner = kv.FinchPress(gone)
+    inner.window_size = WINDOW
+
+    class Guided(kv.KnormPress):
+        def score(self, *args: Any) -> Any:
+            return inner.score(*args)
+
+    return kv.KeyRerotationPress(Guided(gone))
+
 
 PRESSES: dict[str, Press] = {
     "streaming": lambda kv, gone, n: kv.KeyRerotationPress(kv.StreamingLLMPress(gone, n_sink=4)),
@@ -25,6 +43,15 @@ PRESSES: dict[str, Press] = {
     "tova": lambda kv, gone, n: kv.TOVAPress(gone),
     "expected_attention": lambda kv, gone, n: kv.ExpectedAttentionPress(gone),
     "h2o": lambda kv, gone, n: kv.ObservedAttentionPress(gone),
+    "random": lambda kv, gone, n: kv.RandomPress(gone),
+    "chunkkv": lambda kv, gone, n: kv.ChunkKVPress(
+        kv.SnapKVPress(gone, window_size=WINDOW, kernel_size=1), chunk_length=10
+    ),
+    "criticalkv": lambda kv, gone, n: kv.CriticalKVPress(kv.SnapKVPress(gone, window_size=WINDOW)),
+    "finch": guided,
+    "lagkv": lagged,
+    "curdkv": lambda kv, gone, n: kv.CURPress(gone),
+    "compactor": lambda kv, gone, n: kv.CompactorPress(gone, blending=0.35),
 }
 
 
@@ -157,6 +184,50 @@ PEERS = (
         spec="expected_attention(budget={n}, recent=0)",
         press=PRESSES["expected_attention"],
         note="recent=0 to match; by default jkv keeps the newest 16 too",
+    ),
+    Peer(
+        method="random",
+        spec="random(budget={n}, recent=0)",
+        press=PRESSES["random"],
+        note="two draws: what they have in common is what chance gives",
+    ),
+    Peer(
+        method="chunkkv",
+        spec=f"chunkkv(budget={{n}}, window={WINDOW})",
+        press=PRESSES["chunkkv"],
+        note="no pooling, chunks of 10, in both; kvpress keeps whole chunks alone, and fewer tokens for it",
+    ),
+    Peer(
+        method="criticalkv",
+        spec=f"criticalkv(budget={{n}}, window={WINDOW})",
+        press=PRESSES["criticalkv"],
+        note="of snapkv with window 32, in both",
+    ),
+    Peer(
+        method="finch",
+        spec=f"finch(budget={{n}}, window={WINDOW})",
+        press=PRESSES["finch"],
+        relative=True,
+        note="a question of 32 tokens, in both; kvpress counts one token less for each query",
+    ),
+    Peer(
+        method="lagkv",
+        spec="lagkv(budget={n})",
+        press=PRESSES["lagkv"],
+        note="blocks of at most 128 tokens, a quarter of what is kept; jkv keeps the newest 2 lag - 1, kvpress the "
+        "last block and what follows it; ranks tie across blocks, and jkv keeps the older",
+    ),
+    Peer(
+        method="curdkv",
+        spec="curdkv(budget={n})",
+        press=PRESSES["curdkv"],
+        note="jkv keeps the newest 16",
+    ),
+    Peer(
+        method="compactor",
+        spec="compactor(budget={n})",
+        press=PRESSES["compactor"],
+        note="exact leverage in jkv, of keys projected to 48 random channels in kvpress; blend 0.35 in both",
     ),
     Peer(
         method="h2o",

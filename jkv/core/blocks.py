@@ -26,6 +26,7 @@ from jkv.core.tiers import attend_tier, observed
 from jkv.models import Mix, ModelConfig, Params, family, ssd
 from jkv.models import layer as block
 from jkv.models.ssd import State
+from jkv.models.weights import decoded
 from jkv.protocols import Born
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def attended(
     def run(_: int, new: Any) -> tuple[Array, Any]:
         q_pos = pos if rows is None else pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -q_pos.shape[1] :], q_pos[:, None, None]).astype(dtype)
-        window = as_window(new, pos, plan, rope, dtype)
+        window = as_window(one, new, pos, plan, rope, dtype)
         if steps is not None:
             window = (among if placed else Window.then)(layer.recent, window)
         until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
@@ -155,10 +156,11 @@ def said(ends: Params, x: Array) -> Array:
     return family(ends.config).head(ends, x[:, -1:])[:, 0]
 
 
-def as_window(new: Any, pos: Array, plan: LayerView, rope: Rope, dtype: Any, step: bool = False) -> Window:
+def as_window(one: Params, new: Any, pos: Array, plan: LayerView, rope: Rope, dtype: Any, step: bool = False) -> Window:
     """New tokens as a window holds them: keys rotated; step: they are generated."""
     k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
-    return Window(k=k, v=v, pos=pos, columns=plan.score.birth(Born(x=new.x, k=k, v=v, pos=pos, step=step)))
+    born = Born(x=new.x, k=k, v=v, pos=pos, out=decoded(one.layers[0]["o"]), step=step)
+    return Window(k=k, v=v, pos=pos, columns=plan.score.birth(born))
 
 
 def observation_of(
@@ -209,7 +211,7 @@ def attending(
 
     def run(_: int, new: Any) -> tuple[Array, LayerCarry]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        fresh = as_window(new, pos, plan, rope, dtype, step=True)
+        fresh = as_window(one, new, pos, plan, rope, dtype, step=True)
         window = jax.tree.map(
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, fill, 1 if a.ndim == 2 else 2), recent, fresh
         )

@@ -54,7 +54,7 @@ def probed(
 
     def run(_: int, new: Any) -> tuple[Array, Columns]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = layer.recent.then(as_window(new, pos, plan, rope, dtype))
+        window = layer.recent.then(as_window(one, new, pos, plan, rope, dtype))
         part = attend_window(q, window.k, window.v, causal(pos, plan.window), window.pos, model.scale, plan.kernels)
         part = with_sinks(part, new.sinks)
         ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)

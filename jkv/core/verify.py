@@ -146,7 +146,7 @@ def drafted(
 
     def run(_: int, new: Any) -> tuple[Array, tuple[Window, Queries | None]]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = as_window(new, pos, plan, rope, dtype, step=True)
+        window = as_window(one, new, pos, plan, rope, dtype, step=True)
         mask = causal(pos, plan.window)
         parts = [
             attend(q, window.k, window.v, mask.over(pos[:, None]) & sees[:, None], model.scale),

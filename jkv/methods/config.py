@@ -262,19 +262,20 @@ def _born(score: Score, model: ModelConfig) -> tuple[tuple[str, ...], bool]:
     """The columns of the tokens of a layer's score, and whether they may expire."""
     leaves, form = jax.tree.flatten(score)
     kinds = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _columns(form, kinds, model.width, model.heads, model.head_dim, model.value_dim)
+    return _columns(form, kinds, model.width, model.heads, model.groups, model.head_dim, model.value_dim)
 
 
 @lru_cache(1024)  # layers are alike, and a size in bytes is found by trying some
 def _columns(
-    form: Any, leaves: tuple[Any, ...], width: int, heads: int, dim: int, value_dim: int
+    form: Any, leaves: tuple[Any, ...], width: int, heads: int, groups: int, dim: int, value_dim: int
 ) -> tuple[tuple[str, ...], bool]:
     """`_born` of a score with this structure, for a model of these sizes; traced."""
     score = jax.tree.unflatten(form, leaves)
     x = jax.ShapeDtypeStruct((1, 1, width), jnp.float32)
     k, v = (jax.ShapeDtypeStruct((1, heads, 1, d), jnp.float32) for d in (dim, value_dim))
     pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    new = Born(x=x, k=k, v=v, pos=pos)  # type: ignore[arg-type]
+    out = jax.ShapeDtypeStruct((width, heads * groups * value_dim), jnp.float32)
+    new = Born(x=x, k=k, v=v, pos=pos, out=out)  # type: ignore[arg-type]
     columns = jax.eval_shape(lambda score, new: score.birth(new), score, new)
     ends = jax.eval_shape(lambda score, columns, pos: score.expires(columns, pos[:, None]), score, columns, pos)
     return tuple(sorted(columns)), ends is not None

@@ -44,13 +44,14 @@ class Needs:
 class Born:
     """New tokens of one layer: its normed input x f[B,T,E], k (rotated) [B,H,T,D], v [B,H,T,Dv], pos i32[B,T], -1 dead.
 
-    step: they are generated, one a row; else a prompt's.
+    out f[E,H G Dv]: the layer's matrix that heads go out by; step: they are generated, one a row; else a prompt's.
     """
 
     x: Array
     k: Array
     v: Array
     pos: Array
+    out: Array
     step: bool = static(default=False)
 
 

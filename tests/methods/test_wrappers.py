@@ -35,6 +35,7 @@ from jkv.methods.scores.hybrid import ByPhase, Plus, Several
 from jkv.methods.scores.learned import Trained
 from jkv.methods.scores.position import Newest, Oldest, Wrapper
 from jkv.methods.scores.probes import Probed
+from jkv.methods.scores.queried import Queried
 from jkv.methods.scores.wrappers import Groups
 from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 from support import rig
@@ -48,7 +49,7 @@ for module in pkgutil.iter_modules(jkv.methods.scores.__path__):
 def below(kind: type) -> Iterator[type]:
     """Its classes in jkv.methods.scores, bases of several of them aside."""
     for sub in kind.__subclasses__():
-        if sub.__module__.startswith("jkv.methods.scores") and sub not in (Wrapper, Several, Trained):
+        if sub.__module__.startswith("jkv.methods.scores") and sub not in (Wrapper, Several, Trained, Queried):
             yield sub
         yield from below(sub)
 
@@ -168,7 +169,13 @@ def stubbed(make: Make) -> tuple[Score, Any, np.ndarray]:
     """A score made of Everything, evidence of one kv head and 24 tokens as it would see it, and its inner column."""
     score, n = make(Everything()).for_layer(MODEL, 0), 24
     rng = np.random.default_rng(0)
-    at = Born(x=jnp.zeros((1, n, 4)), k=jnp.zeros((1, 1, n, 4)), v=jnp.zeros((1, 1, n, 4)), pos=jnp.arange(n)[None])
+    at = Born(
+        x=jnp.zeros((1, n, 4)),
+        k=jnp.zeros((1, 1, n, 4)),
+        v=jnp.zeros((1, 1, n, 4)),
+        pos=jnp.arange(n)[None],
+        out=jnp.eye(4),
+    )
     ev = evidence(rng.standard_normal((n, 4)), q=rng.standard_normal((1, score.needs.queries, 4)), stay=4)
     ev = replace(ev, limit=jnp.full(1, 12), columns=score.birth(at))
     return score, ev, at
@@ -217,13 +224,14 @@ def test_flags_of_every_pair():
                 assert getattr(score, switch) >= getattr(own, switch), (name, leaf, switch)
 
 
-def queries_of(plan: LayerConfig, new: int) -> Observation:
+def queries_of(plan: LayerConfig, new: int, prompt: bool) -> Observation:
     def some(n: int) -> Queries:
         lse = jnp.zeros((1, H, G, n))
         return Queries(q=jnp.zeros((1, H, G, n, D)), pos=jnp.zeros((1, n), jnp.int32), lse=lse)
 
-    kept, new = some(plan.needs.queries) if plan.needs.queries else None, some(new) if plan.needs.new else None
-    return Observation(kept=kept, new=new)
+    asked = plan.needs.new or (plan.needs.prompt and prompt)
+    kept = some(plan.needs.queries) if plan.needs.queries else None
+    return Observation(kept=kept, new=some(new) if asked else None)
 
 
 def window_of(plan: LayerConfig, n: int) -> Window:
@@ -237,7 +245,8 @@ def plans(score: Score) -> tuple[LayerConfig, ...]:
     """Of the tiny model; ValueError for what is refused."""
     probed = any(isinstance(x, Probed) for x in parts(score))
     prefill = Deferred(probe=Pseudo()) if probed else Prefill()
-    config = CacheConfig(score=score, budget=Tokens(tokens=24), recent=8, block=8, prefill=prefill)
+    recent = max(8, score.needs.recent)
+    config = CacheConfig(score=score, budget=Tokens(tokens=24), recent=recent, block=8, prefill=prefill)
     check(config, MODEL)
     return resolve(config, MODEL, 64, 16)
 
@@ -245,7 +254,7 @@ def plans(score: Score) -> tuple[LayerConfig, ...]:
 def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) -> jax.Array:
     """What a flush asks of a score of the second layer; below are those before it."""
     n, one = 40 if prompt else plan.room, jnp.full(1, 40, jnp.int32)
-    window, asked = window_of(plan, n), queries_of(plan, n if prompt else plan.block)
+    window, asked = window_of(plan, n), queries_of(plan, n if prompt else plan.block, prompt)
     lower = plan.lower(layers[:1])
     counts = Counts(seen=one, prompt=one, later=0 * one)
     ev = seen(layers[1], window, asked, counts, plan, MODEL.attending(1), one, one, prompt, lower)
@@ -277,7 +286,7 @@ def test_a_flush_takes_it(make: Make):
     def run(prompt: bool) -> LayerCache:
         layer, one = empty_layer(plan, 1, MODEL, jnp.float32), jnp.full(1, 40, jnp.int32)
         n = 40 if prompt else plan.room
-        asked = queries_of(plan, n if prompt else plan.block)
+        asked = queries_of(plan, n if prompt else plan.block, prompt)
         counts = Counts(seen=one, prompt=one, later=0 * one)
         return flush(layer, window_of(plan, n), asked, counts, plan, MODEL, prompt)
 

@@ -29,6 +29,7 @@ from support.dense import dense_prompt, dense_step
 from support.tiny import (  # noqa: F401
     CAPPED,
     DEEP,
+    DUO,
     ESTIMATES,
     FINDERS,
     FOLDER,
@@ -41,9 +42,11 @@ from support.tiny import (  # noqa: F401
     MOMENTS,
     PARAMS,
     PREDICTOR,
+    QUERIES,
     SUNK,
     SWITCH,
     UNTURNED,
+    ZAP,
     D,
     G,
     H,
@@ -86,6 +89,7 @@ CODED_LATENT = Slot(k=16 / 2 / 2 + 4 * 16 / 16 / 2, v=24 / 2 / 2 + 4 / 2, lossy=
 SPECTRUM = Slot(k=4 * (8 + 4 + 4 + 2 + 2) / 8 / 2, v=D / 2 + 4, lossy=True)  # 5 of 8 stretches of 4 channels
 SHADOW = Slot(k=4.0 * 8 / 2, v=D / 2 + 4, lossy=True)
 FEWER = Slot(k=4.0 * 8, v=4.0 * 4, lossy=True)
+THIN = Slot(k=4.0 * 8, lossy=True)
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
 POLAR = Slot(k=D / 2 + 4 * D / 16, v=D / 2 + 4, lossy=True)  # a byte a pair of channels; 4 numbers for 16 tokens
 GEAR = Slot(  # like kivi; a token's number; 2 outliers of a channel, or of a token; the two factors of rank 2
@@ -249,6 +253,11 @@ OWN: dict[str, tuple[Case, ...]] = {
             index=2 * D,
         ),
     ),
+    "rocketkv": (Case("rocketkv(budget={b}, window=8, pool=7, pages=16, page=8)", index=2 * D),),
+    "finch": (Case("finch(budget={b}, window=8)", ranked=92),),
+    "rkv": (Case("rkv(budget={b}, block=16)"),),
+    "compactor": (Case("compactor(budget={b}, width=32)"),),
+    "simlayerkv": (Case("simlayerkv(threshold=0.5, local={b})"),),
     "attentionpredictor": (
         Case(
             f"attentionpredictor(pages={{p}}, {PREDICTOR_TEXT})",
@@ -300,6 +309,11 @@ OWN: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "smallkv": (Case("smallkv(budget={b}, window=8)", draft=1, odds=True),),
+    "qfilters": (Case(f"qfilters(budget={{b}}, window=8, queries={QUERIES!r})"),),
+    "triattention": (Case(f"triattention(budget={{b}}, block=16, queries={QUERIES!r})"),),
+    "kvzap": (Case(f"kvzap(budget={{b}}, step={{b}}, gate={ZAP!r})"),),
+    "duoattention": (Case(f"duoattention(local={{b}}, heads={DUO!r})", whole=1),),
+    "think": (Case(f"think(share=0.5, recent=16, queries={QUERIES!r})", slot=THIN),),
     "coded": (Case("full | coded"), Case("knorm(budget={b}) | coded")),
     "append": (Case("snapkv(budget={b}, window=8) | append"),),
 }
@@ -333,6 +347,7 @@ def compositions() -> list[CacheConfig]:
     }
     del given["pooled"]
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
+    given["think"] = f"think(queries={QUERIES!r})"
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 
 

@@ -36,7 +36,7 @@ def evidence(k, v=None, q=None, score=None, rope=PLAIN, lse=0.0, q_pos=None, sta
     return Evidence(
         pos=pos[:, None],
         may_go=(pos < s - stay)[:, None],
-        columns=score.birth(Born(x=k[0], k=k, v=v, pos=pos)) if score else {},
+        columns=score.birth(Born(x=k[0], k=k, v=v, pos=pos, out=jnp.eye(v.shape[3]))) if score else {},
         window=Window(k=k, v=v, pos=pos, columns={}),
         tiers=(),
         kept=asked,
@@ -58,7 +58,7 @@ def attending(rows) -> np.ndarray:
 class Scene:
     """The first flush of a random prompt: n tokens, two kv heads of two queries each, and its probabilities.
 
-    p f64[H,G,N,n] of the last N queries; k, v f64[H,n,D].
+    p f64[H,G,N,n] of the last N queries; k, v f64[H,n,D]; out f64[E,H G D].
     """
 
     def __init__(self, text: str, n: int = 40, queries: int = 40, limit: int = 24, seed: int = 0):
@@ -75,7 +75,9 @@ class Scene:
         f32 = lambda x: jnp.asarray(x, jnp.float32)[None]  # noqa: E731
         self.q = Queries(q=f32(q), pos=jnp.asarray(at)[None], lse=f32((top + np.log(total))[..., 0]))
         pos, k, v = jnp.arange(n)[None], f32(self.k), f32(self.v)
-        window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(Born(x=k[:, 0], k=k, v=v, pos=pos)))
+        self.out = rng.standard_normal((8, 4 * D))
+        born = Born(x=k[:, 0], k=k, v=v, pos=pos, out=jnp.asarray(self.out, jnp.float32))
+        window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(born))
         self.ev = Evidence(
             pos=jnp.broadcast_to(pos, (1, 2, n)), may_go=jnp.broadcast_to(pos < n - self.plan.recent, (1, 2, n)),
             columns=window.columns, window=window, tiers=(), kept=self.q, new=self.q, seen=jnp.array([n]),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 import jkv.models as models
 from jkv.io import learned as io
@@ -142,8 +145,46 @@ def moments(folder: str) -> str:
     return folder
 
 
+def queries(folder: str) -> str:
+    """A folder with what queries of the tiny model are like, as if they were of some texts: random."""
+    rng = np.random.default_rng(21)
+    made = dict(mean=rng.normal(0, 1, (L, H, G, D)), length=rng.uniform(1, 3, (L, H, G, D // 2)))
+    made |= {name: rng.uniform(0.1, 2, (L, H, D)) for name in ("square", "keys")}
+    made["filter"] = rng.normal(0, 1, (L, H, D))
+    io.write(folder, made, {"method": "queries", "model": io.identities(PARAMS)}, lambda _: True)
+    return folder
+
+
+def zap(folder: str) -> str:
+    """A folder of KVzap for the tiny model as its authors lay it out, of two layers: random."""
+    return published_zap(folder, 8, MODEL.width, H, L)
+
+
+def published_zap(folder: str, hidden: int | None, width: int, heads: int, count: int) -> str:
+    """A folder of KVzap models of these sizes, named as torch.nn names their parts; hidden None: of one layer."""
+    rng, path = np.random.default_rng(22), Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    shapes = {"weight": (heads, width), "bias": (heads,)}
+    if hidden is not None:
+        shapes = {"0.weight": (hidden, width), "0.bias": (hidden,), "2.weight": (heads, hidden), "2.bias": (heads,)}
+    made = {f"layers.{i}.{name}": rng.normal(0, 0.5, x) for i in range(count) for name, x in shapes.items()}
+    save_file({name: x.astype(np.float32) for name, x in made.items()}, path / "model.safetensors")
+    config = {"input_dim": width, "output_dim": heads, "n_modules": count, "hidden_dim": hidden, "model_type": "kvzap"}
+    (path / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def duo(folder: str) -> str:
+    """A folder of DuoAttention for the tiny model: the second kv head of the first layer needs all, then the first."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "full_attention_heads.tsv").write_text("0.1\t0.9\n1.2\t0.3\n")
+    (path / "config.json").write_text(json.dumps({"sink_size": 4, "recent_size": 48}))
+    return folder
+
+
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
-GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS, MOMENTS = (
+GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS, MOMENTS, QUERIES, ZAP, DUO = (
     make(f"{FOLDER.name}/{make.__name__}")
-    for make in (gate, deep, estimates, mixtures, switch, look, predictor, finders, keepers, moments)
+    for make in (gate, deep, estimates, mixtures, switch, look, predictor, finders, keepers, moments, queries, zap, duo)
 )

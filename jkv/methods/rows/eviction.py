@@ -7,12 +7,14 @@ from jkv.methods.catalogue import Axes, row
 from jkv.methods.codecs import Dense
 from jkv.methods.config import RELATIVE, TierSpec
 from jkv.methods.divisions import Above
-from jkv.methods.scores.attention import Accumulated, PathMass, Persistence, Recurrence, WindowMass
+from jkv.methods.scores.attention import Accumulated, EvenMass, PathMass, Persistence, Recurrence, WindowMass
+from jkv.methods.scores.chance import Random
 from jkv.methods.scores.hybrid import Entropy, Gradient, Normalised, Plus
 from jkv.methods.scores.keys import Expected, KeyNorm, KeyOutlier
 from jkv.methods.scores.ladder import Contest, Ladder
 from jkv.methods.scores.position import Newest, Pool, Protect
-from jkv.methods.scores.wrappers import AcrossHeads, PerQuery, Representatives
+from jkv.methods.scores.redundancy import PeakMass, Redundancy
+from jkv.methods.scores.wrappers import AcrossHeads, Critical, PerQuery, Representatives
 
 MOST = Keep(keep=0.7)
 
@@ -30,6 +32,12 @@ def streaming(size: Size, *, sinks: int = 4, relative: bool = True) -> Axes:
         budget=size,
         tiers=(first, TierSpec()) if relative and sinks else (TierSpec(),),
     )
+
+
+@row("-", "exact: a hash for its random numbers, the same in every batch")
+def random(size: Size, *, seed: int = 0) -> Axes:
+    """Tokens by chance, other ones in every head and layer: the baseline that every method must beat."""
+    return dict(score=Random(seed=seed), budget=size)
 
 
 @row(
@@ -62,6 +70,36 @@ def snapkv(
         budget=size,
         recent=window,
     )
+
+
+@row(
+    "2408.00167",
+    "exact in one piece, for a question of `window` tokens; in chunks it is read once, after all of them",
+    "long inputs up to 93x smaller with their meaning kept, without fine-tuning",
+)
+def finch(size: Size, *, window: int = 32) -> Axes:
+    """FINCH: attention from the question, a prompt's last `window` tokens, times how many tokens each of them sees.
+
+    Positions within the cache; what is generated is kept on top.
+    """
+    return dict(score=EvenMass(queries=window), budget=size, tiers=RELATIVE, recent=window, append=1.0)
+
+
+@row(
+    "2502.03805",
+    "as snapkv, which it wraps here; a pool of heads (pooled) ranks all of them so, not each by its part",
+    "more than half of the loss of SnapKV and others gone on 29 sets (no figure of memory in the abstract)",
+)
+def criticalkv(size: Size, *, window: int = 32, pool: int = 5, share: float = 0.5, epsilon: float = 1e-4) -> Axes:
+    """CriticalKV: half of the budget by SnapKV's score, the rest by it times what a value adds to the layer's output.
+
+    epsilon: added to the mean attention, so that a large value counts though nobody looked.
+    """
+    if not 0 <= share <= 1 or epsilon < 0:
+        raise ValueError(f"criticalkv: share={share}, epsilon={epsilon}: a part of the budget, from 0 to 1; 0 or more")
+    seen = Pool(score=WindowMass(queries=window), width=pool)
+    score = Critical(score=seen, share=float(share), epsilon=float(epsilon) * window)  # the score is a sum of so many
+    return dict(score=score, budget=size, recent=window)
 
 
 @row(
@@ -226,6 +264,31 @@ def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int 
         append=float(share),
         recent=window,
         block=period,
+    )
+
+
+@row(
+    "2505.24133",
+    "exact for its code but for keys like no other, which spare the first there; the prompt is cut too",
+    "nearly the full cache's accuracy with 10% of it, 105% with 16%; 90% less memory, 6.6x the throughput",
+)
+def rkv(
+    size: Size, *, weight: float = 0.07, window: int = 8, pool: int = 7, threshold: float = 0.5, block: int = 128
+) -> Axes:
+    """R-KV: attention from the last `window`, `weight` of the score, and the rest of it for keys unlike the others.
+
+    For long chains of thought, which repeat themselves.
+    """
+    if not 0 <= weight <= 1:
+        raise ValueError(f"rkv: weight={weight}: of attention beside redundancy, from 0 to 1")
+    attention = Pool(score=PeakMass(queries=window), width=pool, kind="max")
+    return dict(
+        score=Plus(
+            scores=(attention, Redundancy(threshold=float(threshold))), weights=(float(weight), 1 - float(weight))
+        ),
+        budget=size,
+        recent=window,
+        block=at_most(block, size.tokens, 1),
     )
 
 

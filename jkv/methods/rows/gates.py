@@ -6,11 +6,12 @@ from jkv.io import learned
 from jkv.methods.budgets import Size, at_most
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.config import RELATIVE
-from jkv.methods.divisions import Weighted, Won
+from jkv.methods.divisions import Split, Weighted, Won
 from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
+from jkv.methods.scores.published import Repeated, Whole, read_heads
 
 
 @row(
@@ -124,3 +125,50 @@ def attentiongate(
         raise ValueError(f"attentiongate: threshold={threshold}: of the chance that a token stays, from 0 to below 1")
     score = learned.trained(gate, gated.Gated(threshold=float(threshold)))
     return dict(score=score, budget=size, recent=0, pooled=0.0)
+
+
+@row(
+    "2601.07891",
+    "exact scores of the authors' weights; a budget in place of their threshold, of a prompt that is whole until then",
+    "2x to 4x smaller at the accuracy of the full cache, Qwen3-8B, Llama-3.1-8B and Qwen3-32B",
+)
+def kvzap(size: Size, *, window: int = 128, step: int | None = None, gate: str | None = None) -> Axes:
+    """KVzap: a small model foresees KVzip's scores when a token is made; tokens of all layers and heads compete.
+
+    gate: a folder as the authors publish it, of one layer or two; the newest `window` stay; slots come in steps of
+    `step` tokens (None: a quarter of the budget).
+    """
+    window = at_most(window, size.tokens, 4)
+    if window < 0 or (step is not None and step < 1):
+        raise ValueError(f"kvzap: window={window}, step={step}: newest tokens, 0 or more, and slots, 1 or more")
+    score = Repeated() if gate is None else Repeated().of(gate)
+    return dict(
+        score=Protect(score=score, newest=window),
+        budget=Won(size=size.above("kvzap", window, "its newest tokens"), window=0, step=step),
+        prefill=Deferred(),
+        pooled=0.0,
+        recent=0,
+    )
+
+
+@row(
+    "2410.10819",
+    "exact for the authors' heads; lagged by block - 1",
+    "up to 2.55x less memory, decoding up to 2.18x as fast (MHA), or 1.67x and 1.50x (GQA), with hardly a loss",
+)
+def duoattention(
+    *, share: float = 0.5, sinks: int | None = None, local: int | None = None, heads: str | None = None
+) -> Axes:
+    """DuoAttention: retrieval heads keep all, a `share` of all heads only the first `sinks` and the newest `local`.
+
+    heads: a folder of the authors' attn_patterns, which says how much each head needs, and its sinks and newest tokens.
+    """
+    if not 0 <= share <= 1 or (sinks or 0) < 0 or (local is not None and local < 1):
+        raise ValueError(
+            f"duoattention: share={share}, sinks={sinks}, local={local}: a fraction of the heads from 0 to 1, 0 tokens "
+            "or more, and 1 or more"
+        )
+    score, whole, first, newest = (Whole(), None, 64, 256) if heads is None else read_heads(heads, float(share))
+    first, newest = first if sinks is None else sinks, newest if local is None else local
+    budget = Split(local=newest, share=0.0, first=first, induction=0.0, echo=0.0, whole=whole)
+    return dict(score=Protect(score=score, sinks=first), budget=budget, pooled=0.0)

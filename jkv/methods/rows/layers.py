@@ -5,6 +5,7 @@ from __future__ import annotations
 from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.divisions import Above, Proportional, Pyramid, Split, Weighted
+from jkv.methods.laziness import Lazy
 from jkv.methods.prefills import Deferred
 from jkv.methods.residuals import MeanToken, MeanValue
 from jkv.methods.scores.assisted import Assisted
@@ -12,8 +13,8 @@ from jkv.methods.scores.attention import WindowMass
 from jkv.methods.scores.dispersion import Dispersed
 from jkv.methods.scores.heads import CHOICE, Keepers, Retrievers
 from jkv.methods.scores.hybrid import ByPhase
-from jkv.methods.scores.position import Pool, Protect
-from jkv.methods.scores.wrappers import AcrossHeads, Groups, Units
+from jkv.methods.scores.position import Newest, Pool, Protect
+from jkv.methods.scores.wrappers import AcrossHeads, Anchored, Groups, Units
 
 
 @row("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")
@@ -67,6 +68,19 @@ def windowkv(size: Size, *, window: int = 32, unit: int = 8, group: int = 8, bet
         budget=Pyramid(size=size, window=window, beta=beta, group=group),
         recent=window,
     )
+
+
+@row(
+    "2502.00299",
+    "as snapkv; the chunk at the border of the budget is cut, not dropped",
+    "up to 8.7% more precise than token by token at the same compression; 26.5% more throughput with reuse",
+)
+def chunkkv(size: Size, *, window: int = 32, unit: int = 10, reuse: int = 1) -> Axes:
+    """ChunkKV: whole chunks of `unit` tokens by their mean attention, one choice for all heads and `reuse` layers."""
+    if min(unit, reuse) < 1:
+        raise ValueError(f"chunkkv: unit={unit}, reuse={reuse}: tokens, and layers that share a choice; 1 or more")
+    chunks = AcrossHeads(score=Units(score=WindowMass(queries=window), width=unit))
+    return dict(score=Groups(score=chunks, width=reuse), budget=size, recent=window)
 
 
 @row(
@@ -148,6 +162,29 @@ def razorattention(
     if heads is not None:
         score, size = score.of(heads), size.from_folder(heads)
     return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, merge=MeanToken())
+
+
+@row(
+    "2410.13846",
+    "lazy layers as in the paper, found once, when the prompt has been read whole; lagged by block - 1",
+    "5x smaller for 1.2% less on average of three models, with 4 bits",
+)
+def simlayerkv(*, threshold: float = 0.9, local: int = 1024, sinks: int = 4, queries: int = 1) -> Axes:
+    """SimLayerKV: lazy layers keep their first `sinks` and newest `local` tokens, the others every token.
+
+    A layer is lazy if its last `queries` give these tokens more than `threshold` of their attention.
+    """
+    if not 0 < threshold <= 1 or min(local, queries) < 1 or sinks < 0:
+        raise ValueError(
+            f"simlayerkv: threshold={threshold}, local={local}, queries={queries}, sinks={sinks}: a share of attention "
+            "above 0 and at most 1, 1 or more, 1 or more, and 0 or more"
+        )
+    ends = Protect(score=Newest(), sinks=sinks)
+    return dict(
+        score=Anchored(score=ends, queries=queries, sinks=sinks, local=local),
+        budget=Lazy(tokens=sinks + local, threshold=float(threshold)),
+        prefill=Deferred(),
+    )
 
 
 @row(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from jkv.core.evidence import QUERIES
+from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, row
+from jkv.methods.rows.eviction import snapkv
 from jkv.methods.selectors import forecast
 from jkv.methods.selectors.forecast import LEAST_ROWS
 from jkv.methods.selectors.heavy import Heavy
@@ -21,6 +23,22 @@ def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
     It keeps every token and an index: it saves reads, not memory.
     """
     return dict(select=PageBound(unit=page, pages=pages, first=dense_layers))
+
+
+@row(
+    "2502.14051",
+    "reconstruction: `snapkv | quest`; pages are picked by all channels, the paper picks channels too; one size a row",
+    "up to 400x compression, 3.7x the speed and 32.6% less peak memory in decoding, with hardly a loss",
+)
+def rocketkv(
+    size: Size, *, window: int = 32, pool: int = 63, pages: int = 64, page: int = 4, dense_layers: int = 0
+) -> Axes:
+    """RocketKV: SnapKV with a wide maximum evicts once, then a step reads the `pages` of the highest bound of the rest.
+
+    Generated tokens are kept on top of the budget.
+    """
+    coarse = snapkv(size, window=window, pool=pool, kind="max")
+    return coarse | quest(pages=pages, page=page, dense_layers=dense_layers) | dict(append=1.0)
 
 
 @row(

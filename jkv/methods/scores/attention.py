@@ -60,6 +60,31 @@ class WindowMass(Score):
 
 
 @part
+class EvenMass(Score):
+    """Attention from the last `queries` queries as if each saw equally much: s_j = sum_i n_i p[i,j], mean over G.
+
+    n_i is the number of tokens that query i sees, so that later ones, which share theirs among more, count as much.
+    Source: FINCH (2408.00167).
+    """
+
+    queries: int = 32
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        asked, window = ev.kept.newest(self.queries), ev.plan.window
+
+        def seen(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            return jnp.broadcast_to(visible(q_pos, pos, window)[:, :, None], p.shape).astype(jnp.float32).sum(-1)
+
+        count = jnp.maximum(ev.over_keys(seen, asked), 1)
+        return mass(ev, replace(asked, lse=asked.lse - jnp.log(count)), "mean")
+
+
+@part
 class Accumulated(Score):
     """All attention received since birth: acc_j <- decay acc_j + sum over G of p[i,j], query by query, in float32.
 

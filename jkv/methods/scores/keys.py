@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
+
+if TYPE_CHECKING:
+    from jkv.models.rope import Rope
 
 
 def norms(x: Array) -> Array:
@@ -77,7 +83,7 @@ class Expected(Score):
         # k' R S R' k = |A' R' k|^2 with S = A A': rotate the D columns of A as if they were queries
         values, vectors = jnp.linalg.eigh(cov)
         root = jnp.swapaxes(vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :], -1, -2)
-        turn = self._mean_rotation(ev)
+        turn = turning(ev.rope, ev.seen[:, None] + jnp.arange(self.future)[None])
         ask = jnp.concatenate([turn(mu[..., None, :]), turn(root)], -2).reshape(b, h, g * (1 + d), d)
         dots = ev.dot(ask).reshape(b, h, g, 1 + d, -1)
         scale = float(ev.scale)  # without its cap, if it has one: the mean of exp of capped logits has no closed form
@@ -88,14 +94,14 @@ class Expected(Score):
         p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-37)
         return p.mean(2) * ev.columns["v_norm"]
 
-    def _mean_rotation(self, ev: Evidence):
-        """x f32[B,H,G,N,D] -> the mean of its rotations to the next `future` positions."""
-        ahead = ev.seen[:, None] + jnp.arange(self.future)[None]
-        cos, sin = (t.mean(1)[:, None, None, None] for t in ev.rope.tables(ahead))
-        half = len(ev.rope.inv_freq)
 
-        def turn(x: Array) -> Array:
-            a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+def turning(rope: Rope, pos: Array) -> Callable[[Array], Array]:
+    """A function of x f32[B,H,G,N,D]: the mean of its rotations to positions i32[B,n]."""
+    cos, sin = (t.mean(1)[:, None, None, None] for t in rope.tables(pos))
+    half = len(rope.inv_freq)
 
-        return turn
+    def turn(x: Array) -> Array:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    return turn

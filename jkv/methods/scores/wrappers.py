@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,7 +14,7 @@ from jkv.arrays.tree import part
 from jkv.methods.scores.ladder import aged
 from jkv.methods.scores.mixed import segments, unsorted
 from jkv.methods.scores.position import Wrapper, across
-from jkv.protocols import Evidence, Needs, Score
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -60,6 +61,82 @@ class Reaching(Wrapper):
         total = jnp.cumsum(best, -1)
         before = jnp.concatenate([jnp.zeros_like(total[:, :1]), total[:, :-1]], -1)
         return (before < self.share * total[:, -1:]).sum(-1).astype(jnp.float32)
+
+
+@part
+class Anchored(Wrapper):
+    """The score; a layer says what share of its last `queries` queries' attention goes to its ends, over all heads.
+
+    The ends are the first `sinks` and the newest `local` tokens. Source: SimLayerKV (2410.13846).
+    """
+
+    queries: int = 1
+    sinks: int = 4
+    local: int = 1024
+
+    @property
+    def needs(self) -> Needs:
+        return self.score.needs | Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        return self.score.rank(ev)
+
+    def statistic(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        asked, first = ev.kept.newest(self.queries), (ev.seen - self.local)[:, None, None]
+
+        def ends(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            return jnp.where(((pos < self.sinks) | (pos >= first))[:, :, None, None], p, 0).sum(-1)
+
+        share = ev.over_keys(ends, asked).mean((1, 2))
+        return share.sum(1) / jnp.maximum((asked.pos >= 0).sum(1), 1).astype(jnp.float32)
+
+
+@part
+class Critical(Wrapper):
+    """The best `share` of what is kept by the score; of the others, those that move the layer's output most.
+
+    The others' rank is (s_j + `epsilon`) mean over G of |W_h v_j|_1, W_h the columns of the layer's output matrix for
+    query head h. The share is of all that is kept, the recent window included. Source: CriticalKV (2502.03805), as its
+    authors gave it to the field's reference library.
+    """
+
+    share: float = 0.5
+    epsilon: float = 1e-4
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        if model.latent:
+            raise ValueError(
+                f"criticalkv: values of this {model.family} model are latents, and what they add to the output is not "
+                "one product; take the score alone, such as snapkv"
+            )
+        return replace(self, score=self.score.for_layer(model, layer))
+
+    def birth(self, new: Born) -> Columns:
+        b, h, t, d = new.v.shape
+        out = new.out.astype(jnp.float32).reshape(new.out.shape[0], h, -1, d)
+
+        def head(x: tuple[Array, Array]) -> Array:  # one at a time: all are as many numbers as their outputs
+            v, w = x
+            moved = [jnp.abs(jnp.einsum("btd,ed->bte", v, w[:, g])).sum(-1) for g in range(w.shape[1])]
+            return jnp.stack(moved).mean(0)
+
+        sizes = jax.lax.map(head, (new.v.astype(jnp.float32).swapaxes(0, 1), out.swapaxes(0, 1)))
+        return self.score.birth(new) | {"moves": sizes.swapaxes(0, 1)}
+
+    def observe(self, ev: Evidence) -> Columns:
+        return ev.columns | self.score.observe(ev)
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        moves = ev.columns["moves"] if rank.shape[1] > 1 else across(ev.columns["moves"])
+        goes = (ev.may_go & ev.live)[:, : rank.shape[1]] & jnp.isfinite(rank)
+        order = jnp.argsort(jnp.where(goes, -rank, jnp.inf), axis=-1, stable=True)
+        place = jnp.argsort(order, axis=-1)
+        whole = (ev.limit + ev.plan.recent).astype(jnp.float32)
+        first = jnp.floor(self.share * whole).astype(jnp.int32) - ev.plan.recent
+        others = (rank + self.epsilon) * moves
+        return jnp.where(goes, jnp.where(place < first[:, None, None], jnp.inf, others), rank)
 
 
 @part

@@ -1,0 +1,93 @@
+"""Keys of fewer channels: those that queries ask for least are not kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+from typing import TYPE_CHECKING, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.tree import leaf, part
+from jkv.io import learned
+from jkv.methods.codecs.dense import Dense
+from jkv.methods.codecs.turned import Turned
+from jkv.methods.scores.queried import METHOD, Typical, given, weight
+from jkv.protocols import Codec
+
+if TYPE_CHECKING:
+    from jkv.models import Params
+
+
+@part
+class Thinned(Turned):
+    """y = the K = D - floor(share D) channels of each head with the largest E q_d^2 E k_d^2; x ~ y there, else 0.
+
+    Queries are asked in the same channels, so K numbers of a key are stored and read. index i32[L,H,K], in order; it is
+    made of rotated queries and keys that were measured. Source: ThinK (2407.21018), which takes them of a prompt's keys
+    and of its last queries.
+    """
+
+    inner: Codec = leaf(default=Dense())
+    share: float = 0.4
+    dim: int = 0
+    index: Array | None = leaf(default=None)
+    models: tuple[str, ...] = ()
+
+    @property
+    def by_head(self) -> bool:
+        return True
+
+    @property
+    def label(self) -> str:
+        return f"{1 - self.share:.0%} of the channels"
+
+    def kept(self, dim: int) -> int:
+        """Channels.
+
+        >>> Thinned(share=0.4).kept(64)
+        39
+        """
+        return dim - floor(Fraction(self.share).limit_denominator(1000) * dim)
+
+    def check(self, dim: int) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"think: share={self.share}: the part of the key channels that is dropped, 0 to below 1")
+        if self.index is not None and self.dim != dim:
+            raise ValueError(f"think: its channels are some of {self.dim}, not of head_dim={dim}")
+        self.inner.check(self.kept(dim))
+
+    def rate(self, dim: int) -> float:
+        return round(self.inner.rate(self.kept(dim)) * self.kept(dim) / dim, 4)
+
+    def of(self, folder: str) -> Self:
+        """This codec with the channels that a folder of `jkv calibrate queries` ranks highest."""
+        typical, models = Typical.read(folder)
+        size = weight(typical)
+        best = np.sort(np.argsort(-size, -1, kind="stable")[..., : self.kept(size.shape[-1])], -1)
+        return replace(self, index=jnp.asarray(best, jnp.int32), dim=size.shape[-1], models=models)
+
+    def bound(self, params: Params) -> Self:
+        if self.index is None:
+            return learned.shipped(METHOD, params, given, self, how="calibrate")
+        learned.check(self.models, params)
+        return self
+
+    @property
+    def channels(self) -> Array:
+        """Those of a head; ValueError with the command that finds them, where there are none."""
+        if self.index is None:
+            raise ValueError(
+                "this codec knows no channels yet: give queries='FOLDER', as `jkv calibrate queries` writes it, or "
+                "bind the config (CacheConfig.bound)"
+            )
+        return self.index
+
+    def into(self, x: Array) -> Array:
+        return x[:, self.channels]
+
+    def back(self, y: Array) -> Array:
+        return jnp.zeros((y.shape[0], self.dim), y.dtype).at[:, self.channels].set(y)

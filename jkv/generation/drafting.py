@@ -17,8 +17,8 @@ from jkv.core.cache import Decoding
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_block
 from jkv.core.sampling import Sampling, sample
-from jkv.core.verify import Draft, verify
 from jkv.generation.drafters import Drafter, Guess
+from jkv.generation.verify import Draft, verify
 from jkv.models import Params
 
 NODES = 8  # tokens of a pass, the root among them

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.core import loop, sampling, verify
-from jkv.core.verify import Draft
-from jkv.generation import drafters
+from jkv.core import loop, sampling
+from jkv.generation import drafters, verify
+from jkv.generation.verify import Draft
 from support import rig
 from support.rig import PARAMS, PROMPT, STEPS
 

@@ -145,7 +145,11 @@ def codecs() -> list[str]:
 
 def beside() -> list[str]:
     """jkv beside transformers."""
-    what = {"decode": "decode, ms/token after {:,} tokens", "prefill": "prefill, ms for {:,} tokens"}
+    what = {
+        "decode": "decode, ms/token after {:,} tokens",
+        "prefill": "prefill, ms for {:,} tokens",
+        "prefill in bfloat16": "the same with bfloat16 products in jkv",
+    }
     return [
         line(
             what[r["what"]].format(r["tokens"]),

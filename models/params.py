@@ -15,9 +15,9 @@ from jax import Array
 from jkv.arrays.tree import host, static, value
 from jkv.host import forked
 
-from .coding import EACH, coded, like, stacked
+from .coding import EACH, MATRICES, coded, like, stacked
 from .config import Mixers, ModelConfig
-from .weights import Coded, Joined
+from .weights import Coded, Joined, rounded
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
 Blocks = Mapping[str, Callable[[], Coded]]
@@ -73,6 +73,7 @@ class Params:
     """A model: embed [V,E], one dict of arrays a layer, norm [E], head [V,E] (None: embed is used), and its config.
 
     The tokenizer stays on the host: programs do not take it, so models that differ in it share them.
+    prefill_dtype: the float type that a prompt's products are made in, or None: that of the weights; see `reading`.
 
     Matrices are stored [out, in]. Products of one input share an array, so that a decode step reads few, long ones:
     `qkv` [H, G + 2, D, E], of each kv head its queries, its key and its value, and `gate_up` [H, 2, F / H, E], so that
@@ -92,6 +93,7 @@ class Params:
     head: Array | None
     config: ModelConfig = static()
     tokenizer: Any = host(default=None)
+    prefill_dtype: Any = static(default=None)
 
     def block(self, i: int) -> "Params":
         """A model that is block i alone: blocks that are alike differ in their arrays only, so programs serve them all.
@@ -108,6 +110,23 @@ class Params:
     def ends(self) -> "Params":
         """The model without blocks: it turns tokens into the first one's input, and the last one's into logits."""
         return replace(self, layers=())
+
+    @property
+    def reading(self) -> "Params":
+        """The model as its blocks read a prompt: matrices are multiplied in `prefill_dtype`, if there is one.
+
+        y = sum_e round(w[o, e]) round(x[e]), summed in the type of x, which keeps it between two products. A rounded
+        matrix lives as long as its product: no second copy of the weights.
+
+        >>> from jkv import models
+        >>> p = replace(models.random(models.TINY), prefill_dtype=jnp.dtype("bfloat16"))
+        >>> type(p.block(0).reading.layers[0]["qkv"]).__name__
+        'Rounded'
+        """
+        if self.prefill_dtype is None:
+            return self
+        change = lambda name, w: rounded(w, self.prefill_dtype) if name.removeprefix(EACH) in MATRICES else w  # noqa: E731
+        return replace(self, layers=tuple({name: change(name, w) for name, w in x.items()} for x in self.layers))
 
     def first(self, layers: int) -> "Params":
         """The model cut in front of a layer, so that `layers` attend: a draft, and its programs compile sooner.

@@ -15,6 +15,7 @@ from jkv.arrays.tree import static, value
 TILE = 1 << 18  # weights that a CPU decodes at a time: 1 MB of floats, which its cache holds
 LARGE = 1 << 22  # weights that an accelerator decodes at a time
 ROWS = 256  # rows of a product that an accelerator computes as fast as it reads the weights, at most
+AT_ONCE = 1 << 22  # weights whose codes a CPU adds up at a time for one row
 TERMS = 64  # stretches of inputs that one fused loop of a CPU adds up
 STRETCH, LEAST = 32, 8  # inputs of such a stretch, at most; of fewer the loops are slow
 
@@ -109,6 +110,26 @@ class Joined:
     parts: tuple[Coded, ...]
 
 
+@value
+class Rounded:
+    """A matrix that is multiplied in another float type, `inner`: it is rounded where it meets what it multiplies."""
+
+    matrix: Array
+    inner: Any = static()
+
+
+@singledispatch
+def rounded(w: Any, inner: Any) -> Any:
+    """The matrix w [*out, in] as one that is multiplied in the float type `inner`; codes are as they were."""
+    return Rounded(matrix=w, inner=inner)
+
+
+@rounded.register(Coded)
+@rounded.register(Joined)
+def _(w: Any, inner: Any) -> Any:
+    return w
+
+
 def forms(tree: Any) -> str:
     """What the matrices of a model are kept as.
 
@@ -190,6 +211,19 @@ def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
 
 
 @product.register
+def _(w: Rounded, x: Array, dtype: Any) -> Array:
+    matrix = jnp.where(_never(x), jnp.zeros((), w.matrix.dtype), w.matrix)
+    return product(matrix.astype(w.inner), x.astype(w.inner), dtype)
+
+
+def _never(x: Array) -> Array:
+    """False, once x is there. What does not depend on it XLA does before the first product, in front of the decode loop
+    too: there would be a second copy of all matrices."""
+    first = x.reshape(-1)[0]
+    return (first < 0) & (first > 0)
+
+
+@product.register
 def _(w: Joined, x: Array, dtype: Any) -> Array:
     return jnp.concatenate([product(part, x, dtype) for part in w.parts], x.ndim)
 
@@ -205,7 +239,9 @@ def _coded(w: Coded, x: Array, dtype: Any) -> Array:
     """x [n, in] with w [out, in] -> [n, out]."""
     # one row on a CPU is bound by memory, several by the product
     summed = len(x) == 1 and _stretch(w) >= LEAST and _pieces(w) == 1
-    cpu = _summed if summed else partial(_tiled, tile=TILE, times=_of_floats)
+    # in two tiles or more: what does not depend on a loop's turn XLA takes out of the decode loop, for all matrices
+    tile = AT_ONCE if summed else min(TILE, -(-w.shape[0] // 2) * w.shape[1])
+    cpu = partial(_tiled, tile=tile, times=_summed if summed else _of_floats)
     return jax.lax.platform_dependent(w, x, cpu=partial(cpu, dtype=dtype), default=partial(_fused, dtype=dtype))
 
 
@@ -301,13 +337,14 @@ def _tiled(w: Coded, x: Array, dtype: Any, tile: int, times: Callable[[Coded, Ar
     return jax.lax.fori_loop(0, -(-own // at_once), one, y).reshape(len(x), out)
 
 
-def _summed(w: Coded, x: Array, dtype: Any) -> Array:
+def _summed(w: Coded, x: Array) -> Array:
     """One row: y = sum over stretches of inputs of step * code * x, each n numbers an output, and then their sum.
 
     A CPU's loops are fast along an array of which every element is a result; XLA sums along the last axis one by one,
     and writes floats for a product. So n sums an output are made of slices of the codes, which are read once.
     """
     out, width = w.shape
+    first = _never(x).astype(jnp.int32)  # 0
     each, step, x = w.step.values.shape[-1] > 1, w.step.wide(), x[0].astype(jnp.float32)
     n = _stretch(w)
     unit = max(n, w.span, 128 if w.high is not None else 0, w.group if each else 0)
@@ -315,21 +352,21 @@ def _summed(w: Coded, x: Array, dtype: Any) -> Array:
     pieces = next(p for p in range(1, units + 1) if units % p == 0 and (width // p <= TERMS * n or p == units))
     length = width // pieces
 
-    def piece(i: Array | int, y: Array) -> Array:
-        part, own = _columns(w, i, length), jax.lax.dynamic_slice_in_dim(x, i * length, length)
+    def piece(i: Array, y: Array) -> Array:
+        own = jax.lax.dynamic_slice_in_dim(x, i * length, length)
         groups = length // w.group
         steps = jax.lax.dynamic_slice_in_dim(step, i * groups, groups, 1) if each else None
-        return y + _stretches(part, own, steps, n)
+        return y + _stretches(w, i, own, steps, n)
 
-    zeros = jnp.zeros((out, n), jnp.float32)
-    y = piece(0, zeros) if pieces == 1 else jax.lax.fori_loop(0, pieces, piece, zeros)
+    y = jnp.zeros((out, n), jnp.float32)
+    y = piece(first, y) if pieces == 1 else jax.lax.fori_loop(0, pieces, piece, y)
     y = y @ jnp.ones(n, jnp.float32)
     if not each:
         y = y * step[:, 0]
     if w.low is not None or w.zero:
         low = -w.zero * step if w.low is None else w.low.wide()
         y = y + low @ x.reshape(low.shape[1], -1).sum(1)
-    return y.astype(dtype)[None]
+    return y[None]
 
 
 def _stretch(w: Coded) -> int:
@@ -337,30 +374,24 @@ def _stretch(w: Coded) -> int:
     return gcd(w.group, w.span // 2 or w.shape[1], STRETCH)
 
 
-def _columns(w: Coded, i: Array | int, length: int) -> Coded:
-    """The i-th `length` inputs of a matrix, without their steps."""
+def _stretches(w: Coded, i: Array, x: Array, step: Array | None, n: int) -> Array:
+    """f32[out, n]: the sum over stretches of n inputs of code * x, times the step of each, without the zero; of the
+    i-th inputs x [m] and their steps."""
+    sums, half = [jnp.float32(0), jnp.float32(0)], w.span // 2  # two, as one sum waits for itself
 
-    def cut(a: Array) -> Array:
-        own = a.shape[1] * length // w.shape[1]
-        return jax.lax.dynamic_slice_in_dim(a, i * own, own, 1)
+    def bits(codes: Array, at: int, shift: int, most: int) -> Array:
+        own = codes.shape[1] * len(x) // w.shape[1]
+        part = jax.lax.dynamic_slice_in_dim(codes, i * own + at, n, 1)
+        return (part >> jnp.uint8(shift)) & jnp.uint8(most)
 
-    high = None if w.high is None else cut(w.high)
-    return Coded(codes=cut(w.codes), high=high, step=w.step, span=w.span, zero=w.zero, kind=w.kind)
-
-
-def _stretches(w: Coded, x: Array, step: Array | None, n: int) -> Array:
-    """f32[out, n]: the sum over stretches of n inputs of code * x, times the step of each, without the zero."""
-    total, half = jnp.float32(0), w.span // 2
-    for a in range(0, w.shape[1], n):
+    for a in range(0, len(x), n):
         if half:
-            at = a // w.span * half + a % half
-            code = (w.codes[:, at : at + n] >> jnp.uint8(a % w.span // half * 4)) & jnp.uint8(15)
+            code = bits(w.codes, a // w.span * half + a % half, a % w.span // half * 4, 15)
         else:
-            code = w.codes[:, a : a + n]
+            code = jax.lax.dynamic_slice_in_dim(w.codes, i * len(x) + a, n, 1)
         if w.high is not None:
-            at = a // 128 * 32 + a % 32
-            code = code | (((w.high[:, at : at + n] >> jnp.uint8(a % 128 // 32 * 2)) & jnp.uint8(3)) << jnp.uint8(4))
+            code = code | (bits(w.high, a // 128 * 32 + a % 32, a % 128 // 32 * 2, 3) << jnp.uint8(4))
         term = code.astype(jnp.float32) * x[None, a : a + n]
-        g = a * (0 if step is None else step.shape[1]) // w.shape[1]
-        total = total + (term if step is None else term * step[:, g : g + 1])
-    return total
+        g = a * (0 if step is None else step.shape[1]) // len(x)
+        sums[a // n % 2] += term if step is None else term * step[:, g : g + 1]
+    return sums[0] + sums[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,8 @@ from jkv.bench.results import SEED
 from jkv.bench.speed import number
 from jkv.io.source import Source
 from jkv.models import ModelConfig, Params, build
+
+NARROW = "prefill in bfloat16"  # jkv's products, beside the same prompt in float32
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,27 @@ def rows(
     """Every line of the comparison, as soon as it is measured, and the best rates of the hardware so far."""
     params = build(source.config, source.tensors, jnp.float32)
     engines = Jkv(params), Transformers(source, threads)
+    narrow = Jkv(replace(params, prefill_dtype=jnp.dtype("bfloat16"))), engines[1]
     difference = apart(*engines)
-    rng, best = np.random.default_rng(SEED), (0.0, 0.0)
-    for kind, tokens in [("decode", n) for n in lengths] + [("prefill", n) for n in prompts]:
+    rng, reads, computes = np.random.default_rng(SEED), 0.0, {NARROW: 0.0, "prefill": 0.0}
+    prompted = [(kind, n) for n in prompts for kind in ("prefill", NARROW)]
+    for kind, tokens in [("decode", n) for n in lengths] + prompted:
         ids = rng.integers(0, params.config.vocab, (1, tokens))
-        trials = [e.decode(ids, steps) if kind == "decode" else e.prefill(ids) for e in engines]
-        a, b = turns(trials, rounds)
-        best = max(best[0], read_rate()), max(best[1], arithmetic())
-        read, compute = best
-        floor = step_bytes(params, tokens) / read if kind == "decode" else prompt_operations(params, tokens) / compute
+        both = narrow if kind == NARROW else engines
+        a, b = turns([e.decode(ids, steps) if kind == "decode" else e.prefill(ids) for e in both], rounds)
+        reads = max(reads, read_rate())
+        for x, dtype in ((NARROW, jnp.bfloat16), ("prefill", jnp.float32)):
+            computes[x] = max(computes[x], arithmetic(dtype))
+        rates = {
+            "logits_apart": difference,
+            "read_bytes_per_s": reads,
+            "operations_per_s": computes.get(kind, computes["prefill"]),
+        }
+        if kind == "decode":
+            floor = step_bytes(params, tokens) / reads
+        else:
+            floor = prompt_operations(params, tokens) / computes[kind]
         line = Line(kind, tokens, median(a), median(b), min(a), min(b), floor * 1e3)
-        rates = {"logits_apart": difference, "read_bytes_per_s": read, "operations_per_s": compute}
         yield asdict(line) | {"ratio": line.ratio} | rates
 
 

@@ -22,7 +22,7 @@ from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import train as training_cli
-from jkv.cli.options import MODEL, Drawing, Dtype, Mesh, Model, Weights, flat
+from jkv.cli.options import MODEL, Drawing, Dtype, Mesh, Model, PrefillDtype, Weights, flat
 from jkv.host import console
 from jkv.host.console import status
 
@@ -132,14 +132,21 @@ def read_prompt(text: str | None, file: str | None) -> str:
 
 
 def _open(
-    model: str, cache: str, dtype: str | None, text: str, chat: bool | None, mesh: str | None, weights: str | None
+    model: str,
+    cache: str,
+    dtype: str | None,
+    text: str,
+    chat: bool | None,
+    mesh: str | None,
+    weights: str | None,
+    prefill_dtype: str | None,
 ) -> tuple[Params, Any]:
     """The model, and the text as its prompt. What is wrong with the cache is said before anything is loaded."""
     from jkv.io import load as loading
     from jkv.methods import parse
 
     parse(cache)
-    params = loading.load(model, dtype, mesh, weights)
+    params = loading.load(model, dtype, mesh, weights, prefill_dtype)
     known = params.tokenizer is not None and params.tokenizer.template is not None
     if chat or (chat is None and known):
         if params.tokenizer is None:
@@ -178,12 +185,13 @@ def generate(
     file: File = None,
     dtype: Dtype = None,
     weights: Weights = None,
+    prefill_dtype: PrefillDtype = None,
     mesh: Mesh = None,
     as_json: Json = False,
 ) -> None:
     """Generate text to stdout as it comes, then the cache's receipt to stderr."""
     text = read_prompt(prompt, file)
-    params, asked = _open(model, cache, dtype, text, chat, mesh, weights)
+    params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
     options: dict[str, Any] = dict(
         **vars(drawing),
         max_new_tokens=max_new_tokens,
@@ -282,6 +290,7 @@ def inspect(
     chat: Chat = None,
     dtype: Dtype = None,
     weights: Weights = None,
+    prefill_dtype: PrefillDtype = None,
     mesh: Mesh = None,
     as_json: Json = False,
 ) -> None:
@@ -291,7 +300,7 @@ def inspect(
     if plot is not None:
         inspecting.check_path(plot)
     text = read_prompt(prompt, file)
-    params, asked = _open(model, cache, dtype, text, chat, mesh, weights)
+    params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
     import jkv
 
     with status("compiling and reading the prompt"):

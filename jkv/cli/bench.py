@@ -290,7 +290,10 @@ def compare(
     steps: Annotated[int, typer.Option(min=1, help="Tokens of a round of decoding.")] = 32,
     rounds: Rounds = 5,
 ) -> None:
-    """The full cache beside transformers on the same float32 weights, in turns, and the floor of this machine."""
+    """The full cache beside transformers on the same float32 weights, in turns, and the floor of this machine.
+
+    Prompts with products in float32, as transformers has them, and in bfloat16 (--prefill-dtype).
+    """
     cores, _ = start((), machine, vs="transformers")
     from jkv import models
     from jkv.bench import compare as comparing
@@ -302,7 +305,7 @@ def compare(
     found = partial(comparing.rows, source, lengths, prompts, steps, rounds, cores)
     says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
     about = results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
-    measure(len(lengths) + len(prompts), found, says, comparing.table, about, machine.out)
+    measure(len(lengths) + 2 * len(prompts), found, says, comparing.table, about, machine.out)
 
 
 @app.command()

@@ -27,6 +27,10 @@ Weights = Annotated[
     str | None,
     typer.Option(help="What matrices are kept as: int8, int4, or file (a .gguf file's own blocks). Default: --dtype."),
 ]
+PrefillDtype = Annotated[
+    str | None,
+    typer.Option(help="Type that a prompt's products are made in: bfloat16 is faster on many CPUs. Default: --dtype."),
+]
 Mesh = Annotated[
     str | None, typer.Option(help="Devices that share the weights, such as data=2,model=4. Default: one device.")
 ]

@@ -81,7 +81,8 @@ def attended(
         until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
         mask = causal(q_pos, plan.window, until)
         seen = as_stored(window, plan, rope) if plan.coded and (fresh or not plan.taught) else window
-        part = attend_window(q, seen.k, seen.v, mask, window.pos, model.scale, plan.kernels)
+        asks, k, v = (y.astype(one.prefill_dtype or dtype) for y in (q, seen.k, seen.v))
+        part = attend_window(asks, k, v, mask, window.pos, model.scale, plan.kernels)
         if not fresh:
             past = [
                 attend_tier(q, replace(mask, until=None), t, replace(c, select=None), rope, model.scale)
@@ -92,7 +93,7 @@ def attended(
         queries = Queries(q=q, pos=q_pos, lse=part.lse)
         return part.finish(), (window, *observation_of(layer, plan, queries, steps, placed))
 
-    x, made = block(one, 0, x, pos, run, none)
+    x, made = block(one.reading, 0, x, pos, run, none)
     return x, *made
 
 
@@ -131,7 +132,7 @@ def flushed(
 @program(arguments=(None, ANY, None, None), results=(None, ANY), donate_argnames=("state",))
 def mixed(one: Params, state: State, x: Array, pos: Array) -> tuple[Array, State]:
     """The output of a block that recurs for x [B,T,E] at pos i32[B,T], and its state after them."""
-    return block(one, 0, x, pos, none, reading(one.config, state, pos))
+    return block(one.reading, 0, x, pos, none, reading(one.config, state, pos))
 
 
 def reading(model: ModelConfig, state: State, pos: Array) -> Mix:

@@ -245,6 +245,8 @@ class Generation:
             self.cache, logits, self.prefill_cost = prefilled(params, config, self.rows, self.room, chunk, begin)
         self.params = replace(params, config=self.cache.model)
         self.draft, self.drafting = asked.draft, None
+        if params.prefill_dtype is not None:
+            self.exactness += f"; the prompt's products in {params.prefill_dtype}"
         self.predicted = self.cache.nbytes
         self.state = self._start(
             jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
@@ -378,7 +380,8 @@ class Generation:
             return None, None
         # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
         forced = jnp.asarray(self.state.out)
-        cache, logits, _ = prefilled(self.params, composition(None), self.rows, self.room, 0)
+        exact = replace(self.params, prefill_dtype=None)
+        cache, logits, _ = prefilled(exact, composition(None), self.rows, self.room, 0)
         state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.maximum(forced, 0), traced=True)
         cost, n = Cost(over=over(self.params)), self.new
         full = cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(n)).trace

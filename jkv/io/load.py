@@ -42,10 +42,10 @@ def dtype_of(dtype: str | None) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise ValueError for a type that weights cannot have."""
+def check_dtype(dtype: str, name: str = "dtype") -> None:
+    """Raise ValueError for a type that weights, or their products, cannot have."""
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
 def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
@@ -65,7 +65,11 @@ def _blocks(what: str | Path, source: Source) -> Mapping[str, Callable[[Any], Co
 
 
 def load(
-    what: str | Path, dtype: str | None = None, mesh: str | Mesh | None = None, weights: str | None = None
+    what: str | Path,
+    dtype: str | None = None,
+    mesh: str | Mesh | None = None,
+    weights: str | None = None,
+    prefill_dtype: str | None = None,
 ) -> Params:
     """The model `what` names, its weights as `dtype` and its tokenizer with it.
 
@@ -73,7 +77,9 @@ def load(
     weights: what its matrices are kept as in memory: "int8" (one step an output), "int4" (a step and a low for 32
     inputs), "file" (the blocks of a .gguf file, exactly as they are there), or None: all in `dtype`, which is that of
     everything else. mesh: devices that share the weights, such as "data=4,model=2"; each gets its part from the host,
-    and no more.
+    and no more. prefill_dtype: what the products of a prompt are made in, None: `dtype`. "bfloat16" is faster on CPUs
+    that have instructions for it; it rounds weights and activations to 8 bits where they are multiplied. Sums, what is
+    kept and every generated token stay in `dtype`.
 
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
     "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION", of its .gguf files one
@@ -85,6 +91,8 @@ def load(
     """
     dtype = dtype_of(dtype)
     check_weights(weights)
+    if prefill_dtype is not None:
+        check_dtype(prefill_dtype, "prefill_dtype")
     import jax.numpy as jnp
 
     from jkv.core import sharding
@@ -101,7 +109,8 @@ def load(
         blocks = {name: partial(read, jnp.dtype(dtype)) for name, read in _blocks(what, source).items()}
     form = None if weights == "file" else weights
     params = build(source.config, source.tensors, jnp.dtype(dtype), put, form, blocks)
-    return dataclasses.replace(params, tokenizer=source.tokenizer)
+    inner = None if prefill_dtype is None else jnp.dtype(prefill_dtype)
+    return dataclasses.replace(params, tokenizer=source.tokenizer, prefill_dtype=inner)
 
 
 def _note_slow(dtype: str) -> None:

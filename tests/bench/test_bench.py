@@ -594,13 +594,13 @@ def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
     from jkv.io import load
 
     for name in ("read_rate", "arithmetic"):
-        monkeypatch.setattr(compare, name, lambda: 1e9)
+        monkeypatch.setattr(compare, name, lambda *_: 1e9)
     monkeypatch.setattr(load, "read", lambda name: shapes.noise(models.TINY, 4, 1))
     args = ("--context", 40, "--prompt", 30, "--steps", 4, "--rounds", 1, "--json", tmp_path / "c.json")
     result = call("bench", "compare", *args)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert [(r["what"], r["tokens"]) for r in rows] == [("decode", 40), ("prefill", 30)]
+    assert [(r["what"], r["tokens"]) for r in rows] == [("decode", 40), ("prefill", 30), (compare.NARROW, 30)]
     assert all(r["ratio"] == r["jkv"] / r["other"] and r["logits_apart"] < 1e-4 for r in rows)
     assert rows[0]["floor"] == pytest.approx(compare.step_bytes(models.random(models.TINY), 40) / 1e6)
 

@@ -39,14 +39,11 @@ def blocked(pos: Array, width: int, first: int) -> tuple[Array, Array, Array]:
 
 
 def told(ev: Evidence, name: str, x: Array, known: Array, place: Array) -> Columns:
-    """The columns, and in `name` of window entries what f32[B,H,m] at their place says, where that is known bool[B,m].
-
-    What a token was told once (0 or more) is never changed.
-    """
+    """The columns; `name` of window entries is what x f32[B,H,m] says at their place, where that is known bool[B,m]."""
     old, m = ev.columns[name], x.shape[2]
     at = jnp.clip(place, 0, m - 1)
-    mine = ((place >= 0) & (place < m) & take_along(known, at, 1))[:, None] & (old[:, :, ev.slots :] < 0)
-    window = jnp.where(mine, take(x, at[:, None]), old[:, :, ev.slots :])
+    mine = (place >= 0) & (place < m) & take_along(known, at, 1)
+    window = jnp.where(mine[:, None], take(x, at[:, None]), old[:, :, ev.slots :])
     return {**ev.columns, name: jnp.concatenate([old[:, :, : ev.slots], window], -1)}
 
 

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-all lint docs bench notebooks notebooks-refresh clean
+.PHONY: demo test test-all lint docs bench notebooks notebooks-colab notebooks-refresh clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "jkv needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
@@ -44,6 +44,10 @@ bench: .venv/installed  ## beside transformers on the same weights
 notebooks: .venv/installed  ## every notebook runs, with less work in each cell
 	$(BIN)/pip install -q -e '.[notebooks]'
 	$(BIN)/python notebooks/run.py
+
+notebooks-colab: .venv/installed  ## the same as Colab would: from a new wheel, in an environment without jkv
+	$(BIN)/pip install -q -e '.[notebooks]'
+	$(BIN)/python notebooks/run.py --colab
 
 notebooks-refresh: .venv/installed  ## every notebook in full; what it shows is written into it
 	$(BIN)/pip install -q -e '.[notebooks]'

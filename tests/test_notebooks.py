@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,23 @@ def test_a_notebook_was_run_in_order_and_tells_of_no_machine(path: Path):
     assert not [x for x in outputs if x["output_type"] == "error" or x.get("name") == "stderr"]
     assert any("image/png" in x.get("data", {}) for x in outputs)
     assert not re.search(r"/(home|root|tmp|Users|usr|opt|content)/|site-packages|[A-Z]:\\\\", json.dumps(outputs))
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_a_notebook_begins_as_colab_needs_it(path: Path):
+    """A badge, a form whose revision is this version, a model that can be chosen; and never another project's jkv."""
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    source = ["".join(x["source"]) for x in cells]
+    first, second = source[0], source[1]
+    assert first.startswith(
+        "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab."
+    )
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    forms = dict(re.findall(r'(?m)^([A-Z]+) = (".*")  # @param [{\[]', "\n".join(source)))
+    assert forms["SOURCE"] == '""' and forms["REVISION"] == f'"v{version}"' and forms["MODEL"] == '"smollm2-135m"'
+    assert "jkv.load(MODEL)" in "\n".join(source) and second.startswith("# @title")
+    pips = re.findall(r"(?m)^ *%pip install .*", "\n".join(source))
+    assert len(pips) == 1 and re.search(r'-q "jkv-cache\[\w+\] @ \{FROM\}" "\{JAX\}"$', pips[0])
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jkv.batch import MOST_NEW
+from jkv.batch.forms import PLAIN, Form, form_of
 from jkv.core import sampling
 from jkv.generation.prompts import check_length, encode_row
 from jkv.io.remote import read_bytes
@@ -57,12 +58,13 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One row: the line of the input that it came from (the first is 1), its id, and prompt tokens i32[n]."""
+    """One row: the line of the input that it came from (the first is 1), its id, prompt tokens i32[n], and its form."""
 
     line: int
     id: Any
     tokens: np.ndarray
     settings: Settings
+    form: Form = PLAIN
 
     @property
     def seed(self) -> int:
@@ -76,22 +78,24 @@ class Request:
     def key(self) -> str:
         """What its answer depends on, and its id: two rows of one key have one answer, on whatever line they stand."""
         settings = asdict(self.settings) | {"seed": self.seed if self.settings.temperature else None}
-        return _digest(json.dumps([self.id, settings]).encode() + self.tokens.tobytes())
+        return _digest(json.dumps([self.id, settings, *self.form.mark]).encode() + self.tokens.tobytes())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A row that cannot be run, why, and what it is known by in the output."""
+    """A row that cannot be run, why, and what it is known by in the output; status as in HTTP: whose fault it is."""
 
     line: int
     id: Any
     error: str
     key: str
+    form: Form = PLAIN
+    status: int = 400
 
 
 def failed(request: Request, error: str) -> Refused:
     """A row that could be read, and not be answered."""
-    return Refused(line=request.line, id=request.id, error=error, key=request.key)
+    return Refused(line=request.line, id=request.id, error=error, key=request.key, form=request.form, status=500)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,17 +152,18 @@ def read(
     out: Request | Refused
     limit = limits(params, config, most_new)
     for line, raw in numbered:
-        name = None
+        form, name = PLAIN, None
         try:
             row = _parsed(raw)
-            name = row.get("id")
+            form = form_of(row)
+            name = form.name(row)
             if name is not None and (first := ids.setdefault(json.dumps(name), line)) != line:
                 raise ValueError(f"id {name!r} is that of line {first} too: give each row its own, or none")
-            out = request(line, row, params, config, defaults, limit)
+            out = replace(request(line, form.own(row), params, config, defaults, limit), form=form)
         except BaseException as error:
             if not survivable(error):
                 raise
-            out = Refused(line=line, id=name, error=said(error), key=_digest(raw))
+            out = Refused(line=line, id=name, error=said(error), key=_digest(raw), form=form)
         yield out
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jkv.batch import fit
 from jkv.batch.arrange import Bucket, arrange, shape
 from jkv.batch.folder import note
+from jkv.batch.forms import Answered
 from jkv.batch.job import Job, Tell, made
 from jkv.batch.output import Rows, output
 from jkv.batch.report import Report
@@ -170,13 +171,13 @@ class Work:
 
 
 def _row(x: Answer | Refused) -> dict[str, Any]:
-    """A line of the output."""
+    """A line of the output: what its form says, and what a run that goes on needs."""
     if isinstance(x, Refused):
-        return {"line": x.line, "id": x.id, "key": x.key, "error": x.error}
-    request = x.request
-    text = {} if x.text is None else {"text": x.text}
-    about = {"prompt_tokens": len(request.tokens), "end": x.end, "key": request.key}
-    return {"line": request.line, "id": request.id, **text, "tokens": x.tokens, **about}
+        return {"line": x.line, **x.form.refusal(x.id, x.key, x.error, x.status), "key": x.key}
+    request, read_ = x.request, len(x.request.tokens)
+    about = Answered(id=request.id, key=request.key, text=x.text, prompt_tokens=read_, tokens=len(x.tokens), end=x.end)
+    shown = request.form.answer(about)
+    return {"line": request.line, **shown, "tokens": x.tokens, "prompt_tokens": read_, "key": request.key}
 
 
 def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:

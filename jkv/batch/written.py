@@ -27,7 +27,7 @@ class Written:
 
 def tally(row: Mapping[str, Any]) -> tuple[int, Counts]:
     """A row's line, and what counts of it."""
-    return row["line"], None if "error" in row else (row["prompt_tokens"], len(row["tokens"]))
+    return row["line"], None if row.get("error") is not None else (row["prompt_tokens"], len(row["tokens"]))
 
 
 def dumped(row: Mapping[str, Any]) -> bytes:

@@ -52,6 +52,8 @@ def batch(
 ) -> None:
     """Answer every row of a file once; a run that was killed, or had no room left, goes on where it was.
 
+    Lines of OpenAI's batch API (custom_id, method, url, body) are read too, and answered in kind.
+
     A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens and stop. The
     rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
 

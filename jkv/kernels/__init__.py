@@ -50,6 +50,19 @@ def native() -> str:
     return "gpu" if hopper else "xla"  # Mosaic GPU's wgmma is Hopper's
 
 
+def foreign() -> str:
+    """Why a GPU that is no Hopper runs on xla; "" for every other device, which has kernels or is a CPU.
+
+    >>> foreign()
+    ''
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu" or native() != "xla":
+        return ""
+    capability = getattr(device, "compute_capability", "unknown")
+    return f"attention runs on xla: the GPU kernels are for Hopper (9.0), and {device.device_kind} has {capability}"
+
+
 def wanted(kernels: str) -> str:
     """The kind that is asked for, "auto" made out."""
     return native() if kernels == "auto" else kernels
@@ -84,7 +97,9 @@ def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | N
     """
     name = wanted(kernels)
     if name == "xla":
-        return Choice(name)
+        if why := foreign() if kernels == "auto" else "":
+            _say(why)
+        return Choice(name, why)
     if kernels != "auto":
         if (why := refusal(implementation(operation, name))) is None:
             return Choice(name)

@@ -184,6 +184,29 @@ def test_killed_at_every_change_of_what_is_written_anew(store: Path):
     complete(0)
 
 
+def test_killed_while_lines_move(store: Path):
+    """An answer goes from line 3 to 5: the object that says so makes the older ones void, deleted or not."""
+    asked = {1: "k1", 3: "new", 5: "k3"}
+    at, kills, over = 1.0, 0, False
+    while not over:
+        for p in store.iterdir():
+            p.unlink()
+        put("0000.000000.aa", row(1))
+        put("0000.000001.aa", row(3))
+        Store.changes, Store.dies_at, at = 0, at, at + 0.5
+        try:
+            Parts(OUT, asked).close()
+            over = True
+        except Killed:
+            Store.dead, kills = False, kills + 1
+        Store.dies_at = None
+        again = Parts(OUT, asked)
+        assert again.done == {1: (3, 2), 5: (3, 2)}
+        again.close()
+        assert written() == [row(1), row(5, "k3")]
+    assert kills == 2 * 5  # the owner, the object, two that go, the owner that goes
+
+
 def test_killed_twenty_times_in_a_row():
     """Every run writes one object, or two, before it is killed."""
     kills = 0
@@ -318,12 +341,15 @@ def test_a_bucket_that_vanishes_stops_the_job_and_is_gone_on_with(store: Path, h
     assert written() == [row(1), row(2), row(3)]
 
 
-def test_an_upload_that_fails_once_loses_nothing(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("done", [True, False])
+def test_an_upload_that_fails_once_loses_nothing(monkeypatch: pytest.MonkeyPatch, done: bool):
+    """Whether it was written and nobody was told, or it was not."""
     held, upload = Parts(OUT, wanted(1)), Store.put_object
 
     def late(self: Store, key: str, data: bytes) -> None:
-        upload(self, key, data)
-        raise HttpError("timed out")  # it was written, and nobody was told
+        if done:
+            upload(self, key, data)
+        raise HttpError("timed out")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="timed out"):
         patch.setattr(Store, "put_object", late)

@@ -86,6 +86,20 @@ def test_what_cannot_be_imported_runs_on_xla_and_the_receipt_says_why(monkeypatc
         made("int8", "gpu")
 
 
+def test_a_gpu_that_is_no_hopper_runs_on_xla_and_the_receipt_says_why(monkeypatch):
+    """A T4 of Colab; what asks for xla is told nothing."""
+    turing = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
+    monkeypatch.setattr(kernels, "native", kernels.native.__wrapped__)
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *a: [turing])
+    assert kernels.native() == "xla"
+    off = kernels_off(empty("int8", "auto"))
+    assert off == "attention runs on xla: the GPU kernels are for Hopper (9.0), and Tesla T4 has 7.5"
+    assert kernels_off(empty("int8", "xla")) == ""
+    monkeypatch.setattr(jax, "devices", lambda *a: devices)
+    assert kernels_off(empty("int8", "auto")) == ""
+
+
 def test_versions_of_jax_without_golden_rows_run_on_xla(monkeypatch):
     """Which they are: those whose compiled loops every row of the operation is known for."""
     golden = json.loads((Path(__file__).parent / "golden_gpu.json").read_text())

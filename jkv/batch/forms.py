@@ -1,0 +1,202 @@
+"""Forms of the lines of a job: jkv's own, and requests of OpenAI's batch API. Each is read, and answered in kind."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LINE = ("custom_id", "method", "url", "body")
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")  # of one name in both
+NOTHING = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+LENGTHS = ("max_tokens", "max_completion_tokens")
+# What is taken with the value that changes nothing, or null.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "stream_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """What an answer says, whatever its form; text None: the model has no tokenizer."""
+
+    id: Any
+    key: str
+    text: str | None
+    prompt_tokens: int
+    tokens: int
+    end: str
+
+
+class Form(Protocol):
+    """The words of a line and of its answer.
+
+    mark: what an answer depends on beside its request; name: the row's id; own: the row in jkv's words, ValueError if
+    it has none; answer, refusal: the fields of an output line; status: 400 for a bad request, 500 for one that failed.
+    """
+
+    @property
+    def mark(self) -> tuple[str, ...]: ...
+
+    def name(self, row: Mapping[str, Any]) -> Any: ...
+
+    def own(self, row: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+    def answer(self, x: Answered) -> dict[str, Any]: ...
+
+    def refusal(self, name: Any, key: str, error: str, status: int) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """jkv's own lines."""
+
+    mark: tuple[str, ...] = ()
+
+    def name(self, row: Mapping[str, Any]) -> Any:
+        return row.get("id")
+
+    def own(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return row
+
+    def answer(self, x: Answered) -> dict[str, Any]:
+        return {"id": x.id, **({} if x.text is None else {"text": x.text}), "end": x.end}
+
+    def refusal(self, name: Any, key: str, error: str, status: int) -> dict[str, Any]:
+        return {"id": name, "error": error}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of OpenAI's batch API; the model is the job's, and an answer repeats the name that was asked for.
+
+    A failure has both a response with its status, as HTTP would, and an error.
+    """
+
+    url: str
+    model: str | None
+
+    @property
+    def mark(self) -> tuple[str, ...]:
+        return self.url, str(self.model)
+
+    def name(self, row: Mapping[str, Any]) -> Any:
+        return x if isinstance(x := row.get("custom_id"), str) else None
+
+    def own(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        _known("the line", row, LINE)
+        body = row.get("body")
+        if not isinstance(row.get("custom_id"), str):
+            raise ValueError("custom_id is a text of its own for each line")
+        if row.get("method") != "POST" or row.get("url") not in (CHAT, TEXT):
+            raise ValueError(f"{row.get('method')} {row.get('url')}: POST {CHAT} and POST {TEXT} are answered")
+        if not isinstance(body, dict):
+            raise ValueError("body is an object, with model and messages or prompt")
+        prompt = "messages" if self.url == CHAT else "prompt"
+        _known("body", body, (prompt, *SETTINGS, *NOTHING, *LENGTHS, *ONLY))
+        for name, allowed in ONLY.items():
+            if (x := body.get(name)) is not None and not any(x == y and type(x) is type(y) for y in allowed):
+                raise ValueError(f"{name}={x!r}: {' or '.join(map(repr, allowed)) or 'null'} only, or left out")
+        if body.get(prompt) is None:
+            raise ValueError(f"body has no {prompt}")
+        asked = _messages(body[prompt]) if self.url == CHAT else _prompt(body[prompt])
+        lengths = {body[name] for name in LENGTHS if isinstance(body.get(name), int)}
+        if len(lengths) > 1:
+            raise ValueError(f"{' and '.join(LENGTHS)} differ: give one")
+        most = next((body[name] for name in LENGTHS if body.get(name) is not None), None)
+        settings = {name: body[name] for name in SETTINGS if body.get(name) is not None}
+        return {"id": row["custom_id"], **asked, **settings, **({} if most is None else {"max_new_tokens": most})}
+
+    def answer(self, x: Answered) -> dict[str, Any]:
+        about = {"index": 0, "logprobs": None, "finish_reason": x.end}
+        chat = self.url == CHAT
+        said = {"message": {"role": "assistant", "content": x.text}} if chat else {"text": x.text}
+        body = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{x.key}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [said | about],
+            "usage": {
+                "prompt_tokens": x.prompt_tokens,
+                "completion_tokens": x.tokens,
+                "total_tokens": x.prompt_tokens + x.tokens,
+            },
+        }
+        return self._line(x.id, x.key, 200, body, None)
+
+    def refusal(self, name: Any, key: str, error: str, status: int) -> dict[str, Any]:
+        kind = "invalid_request_error" if status == 400 else "server_error"
+        body = {"error": {"message": error, "type": kind, "param": None, "code": None}}
+        return self._line(name, key, status, body, {"code": kind, "message": error})
+
+    def _line(self, name: Any, key: str, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
+        response = {"status_code": status, "request_id": f"req_{key}", "body": body}
+        return {"id": f"batch_req_{key}", "custom_id": name, "response": response, "error": error}
+
+
+PLAIN = Plain()
+
+
+def form_of(row: Mapping[str, Any]) -> Form:
+    """The form that a row is in.
+
+    >>> form_of({"prompt": "Tides"}), form_of({"custom_id": "a", "url": "/v1/completions", "body": {"model": "m"}})
+    (Plain(mark=()), Call(url='/v1/completions', model='m'))
+    """
+    if not any(name in row for name in LINE):
+        return PLAIN
+    body = row.get("body")
+    model = body.get("model") if isinstance(body, dict) else None
+    return Call(str(row.get("url")), model if isinstance(model, str) else None)
+
+
+def _known(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises ValueError for a field that says what nobody here does."""
+    for name in row:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "it is not supported; leave it out"
+            raise ValueError(f"{where} has the field {name!r}: {hint}")
+
+
+def _messages(x: Any) -> dict[str, Any]:
+    """Messages whose contents are texts; the texts of a content in parts are joined by newlines."""
+    if not isinstance(x, list) or not all(isinstance(m, dict) for m in x):
+        raise ValueError('messages must be a list of {"role", "content"}')
+    return {"messages": [m | {"content": _text(m.get("content"))} for m in x]}
+
+
+def _text(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('parts of a content are {"type": "text", "text": ...}: this model reads nothing else')
+    return "\n".join(part["text"] for part in content)
+
+
+def _prompt(x: Any) -> dict[str, Any]:
+    """One text, or one list of token ids."""
+    if isinstance(x, list) and len(x) == 1 and isinstance(x[0], str | list):
+        x = x[0]
+    if isinstance(x, list) and any(isinstance(y, str | list) for y in x):
+        raise ValueError(f"prompt has {len(x)} prompts: give each a line of its own")
+    return {"tokens": x} if isinstance(x, list) else {"prompt": x}

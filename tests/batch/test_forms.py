@@ -1,0 +1,179 @@
+"""Lines of OpenAI's batch API: what they ask for is what jkv's own lines ask for, and they are answered in kind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jkv
+from jkv import methods
+from jkv.batch.forms import CHAT, PLAIN, TEXT, Answered, Call
+from jkv.batch.job import Job
+from jkv.batch.requests import Refused, Request, Settings, failed, read
+from jkv.batch.work import run
+from jkv.batch.written import parsed
+from jkv.io import load as loading
+from support import ggufs
+
+DEFAULTS = Settings(temperature=0.5, max_new_tokens=10)
+USAGE = {"model": "m", "temperature": 0.25, "top_p": 0.5, "seed": 3, "stop": ["a"], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory: pytest.TempPathFactory) -> jkv.models.Params:
+    """A model with a tokenizer and a chat template."""
+    return loading.load(ggufs.tiny(tmp_path_factory.mktemp("model") / "m.gguf"), "float32")
+
+
+def line(body: Any, url: str = CHAT, name: Any = "a", **more: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": body} | more
+
+
+def rows(params: Any, *raw: Any) -> list[Request | Refused]:
+    numbered = [(i, x if isinstance(x, bytes) else json.dumps(x).encode()) for i, x in enumerate(raw, 1)]
+    return list(read(numbered, params, methods.parse("full"), DEFAULTS))
+
+
+CHATS = [
+    ({"messages": [{"role": "user", "content": "hello"}]}, {"messages": [{"role": "user", "content": "hello"}]}),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]}]},
+        {"messages": [{"role": "user", "content": "he\nllo"}]},
+    ),
+]
+TEXTS = [
+    ({"prompt": "hello"}, {"prompt": "hello"}),
+    ({"prompt": ["hello"]}, {"prompt": "hello"}),
+    ({"prompt": [1, 2]}, {"tokens": [1, 2]}),
+    ({"prompt": [[1, 2]]}, {"tokens": [1, 2]}),
+]
+OWN = dict(temperature=0.25, top_p=0.5, seed=3, stop=["a"], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "own"), [*((CHAT, *x) for x in CHATS), *((TEXT, *x) for x in TEXTS)], ids=lambda x: str(x)[:40]
+)
+def test_a_line_asks_what_a_row_of_jkv_asks(params: Any, url: str, body: Any, own: Any):
+    neutral = {"n": 1, "stream": False, "logprobs": None, "user": "u", "presence_penalty": 0}
+    asked, plain, bare = rows(
+        params,
+        line(USAGE | body | neutral, url),
+        own | OWN | {"id": "b"},
+        line({"model": "m"} | body, url, name="c"),
+    )
+    assert isinstance(asked, Request) and isinstance(plain, Request) and isinstance(bare, Request), (asked, plain, bare)
+    assert asked.tokens.tolist() == plain.tokens.tolist() and asked.settings == plain.settings
+    assert (asked.id, asked.form, plain.form, bare.settings) == ("a", Call(url, "m"), PLAIN, DEFAULTS)
+    keys = {x.key for x in (asked, replace(asked, form=Call(url, "other")), replace(asked, form=PLAIN))}
+    assert len(keys) == 3  # each is answered otherwise
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+REFUSED: list[tuple[Any, str]] = [
+    (line({"messages": HELLO}, "/v1/embeddings"), "POST /v1/embeddings: POST /v1/chat/completions and POST"),
+    (line({"messages": HELLO}, method="GET"), "GET /v1/chat/completions: POST"),
+    (line({"messages": HELLO}, name=None), "custom_id is a text"),
+    (line({"messages": HELLO}, name=7), "custom_id is a text"),
+    (line([]), "body is an object"),
+    ({"custom_id": "a", "prompt": "hello"}, "the line has the field 'prompt'"),
+    ({"body": {}}, "custom_id is a text"),
+    (line({}), "body has no messages"),
+    (line({"messages": None}), "body has no messages"),
+    (line({"prompt": "hello"}), "body has the field 'prompt'"),
+    (line({"messages": HELLO}, TEXT), "body has the field 'messages'"),
+    (line({"messages": "hello"}), "messages must be a list"),
+    (line({"messages": []}), "the prompt is empty"),
+    (line({"messages": [{"role": "user", "content": None}]}), "messages must be a list"),
+    (line({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "reads nothing else"),
+    (line({"messages": HELLO, "n": 2}), "n=2: 1 only, or left out"),
+    (line({"messages": HELLO, "n": True}), "n=True: 1 only"),
+    (line({"messages": HELLO, "stream": True}), "stream=True: False only"),
+    (line({"messages": HELLO, "tools": [{}]}), "tools=[{}]: [] only"),
+    (line({"messages": HELLO, "logprobs": True}), "logprobs=True"),
+    (line({"messages": HELLO, "temprature": 1}), "'temprature': did you mean 'temperature'?"),
+    (line({"messages": HELLO, "audio": 1}), "'audio': it is not supported"),
+    (line({"messages": HELLO, "temperature": -1}), "temperature=-1.0: give 0"),
+    (line({"messages": HELLO, "max_tokens": 0}), "ask for at least one"),
+    (line({"messages": HELLO, "max_tokens": "4"}), "max_new_tokens='4'"),
+    (line({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}), "differ: give one"),
+    (line({"prompt": ["a", "b"]}, TEXT), "prompt has 2 prompts: give each a line of its own"),
+    (line({"prompt": {}}, TEXT), "prompt must be a text"),
+    (line({"prompt": [999]}, TEXT), "the model knows"),
+]
+
+
+@pytest.mark.parametrize(("raw", "says"), REFUSED, ids=[says[:40] for _, says in REFUSED])
+def test_a_bad_line_is_answered_in_kind_and_the_others_go_on(params: Any, raw: Any, says: str):
+    before, bad, after = rows(params, {"tokens": [1]}, raw, line({"messages": HELLO}, name="z"))
+    assert isinstance(before, Request) and isinstance(after, Request)
+    assert isinstance(bad, Refused) and says in bad.error
+    name = raw.get("custom_id") if isinstance(raw.get("custom_id"), str) else None
+    told = bad.form.refusal(bad.id, bad.key, bad.error, bad.status)
+    assert told["custom_id"] == name and told["id"] == f"batch_req_{bad.key}"
+    assert told["response"]["status_code"] == 400 and told["response"]["body"]["error"]["message"] == bad.error
+    assert told["error"] == {"code": "invalid_request_error", "message": bad.error}
+
+
+def test_what_failed_while_it_ran_is_no_bad_request(params: Any):
+    (asked,) = rows(params, line({"messages": HELLO}))
+    assert isinstance(asked, Request)
+    lost = failed(asked, "out of memory")
+    told = lost.form.refusal(lost.id, lost.key, lost.error, lost.status)
+    assert told["response"]["status_code"] == 500 and told["error"]["code"] == "server_error"
+
+
+def test_custom_ids_are_one_lines_alone(params: Any):
+    first, second, third = rows(
+        params, line({"messages": HELLO}), line({"messages": HELLO}), {"id": "a", "tokens": [1]}
+    )
+    assert isinstance(first, Request) and isinstance(second, Refused) and isinstance(third, Refused)
+    assert "that of line 1 too" in second.error and second.form == first.form and third.form == PLAIN
+
+
+def test_an_answer_has_what_the_api_says():
+    """The fields of the published schemas, and no others."""
+    about = Answered(id="a", key="k", text="yes", prompt_tokens=3, tokens=2, end="stop")
+    chat, text = (Call(url, "m").answer(about) for url in (CHAT, TEXT))
+    for told in (chat, text):
+        assert told.keys() == {"id", "custom_id", "response", "error"} and told["error"] is None
+        assert told["response"].keys() == {"status_code", "request_id", "body"}
+        body = told["response"]["body"]
+        assert body.keys() == {"id", "object", "created", "model", "choices", "usage"}
+        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert chat["response"]["body"]["choices"] == [
+        {"index": 0, "message": {"role": "assistant", "content": "yes"}, "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert text["response"]["body"]["choices"] == [
+        {"index": 0, "text": "yes", "logprobs": None, "finish_reason": "stop"}
+    ]
+
+
+def test_a_job_of_both_forms_is_answered_once(tmp_path: Path):
+    """What is asked in either form gets the same tokens, and a second run finds both answered."""
+    params = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
+    asked = [
+        {"tokens": [1, 2, 3], "max_new_tokens": 5},
+        line({"model": "m", "prompt": [1, 2, 3], "max_tokens": 5}, TEXT),
+        line({"model": "m", "messages": HELLO}, name="b"),  # the model has no tokenizer
+    ]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps(x) + "\n" for x in asked))
+    job = Job(source=source, out=out, params=params, config=methods.parse("full"), batch=2)
+    for new in (10, 0):
+        report = run(job, lambda: False, lambda *_: None)
+        assert (report.done, report.failed, report.tokens_new) == (2, 1, 10)
+        assert report.tokens_per_s == 0 if not new else report.tokens_per_s > 0
+    raw = (out / "rows-00000-of-00001.jsonl").read_bytes().splitlines()
+    told = {x["line"]: x for x in map(json.loads, raw)}
+    assert len(raw) == len(told) == 3 and all(parsed(x) for x in raw)
+    assert told[1]["tokens"] == told[2]["tokens"] and told[1].keys() == {
+        "line", "id", "end", "tokens", "prompt_tokens", "key",
+    }  # fmt: skip
+    body = told[2]["response"]["body"]
+    assert body["usage"]["completion_tokens"] == 5 and body["choices"][0]["finish_reason"] == "length"
+    assert told[3]["response"]["status_code"] == 400 and "without a tokenizer" in told[3]["error"]["message"]

@@ -80,6 +80,16 @@ def test_what_a_token_was_told_does_not_depend_on_when():
     np.testing.assert_array_equal(told[use], np.take_along_axis(whole, pos, 2)[use])
 
 
+def test_what_a_token_was_told_stays_when_the_rest_of_its_block_has_left():
+    scene = Scene("lagkv(budget=20, lag=4, sinks=3)")
+    ev, old = scene.ev, scene.ev.window
+    first = scene.plan.score.observe(ev)["place"][:, :, 5:]
+    window = replace(old, k=old.k[:, :, 5:], v=old.v[:, :, 5:], pos=old.pos[:, 5:])
+    ev = replace(ev, pos=ev.pos[:, :, 5:], may_go=ev.may_go[:, :, 5:], window=window, columns={"place": first})
+    assert (first[:, :, :2] >= 0).all()  # the last two of a block of four
+    np.testing.assert_array_equal(scene.plan.score.observe(ev)["place"], first)
+
+
 @pytest.mark.parametrize(
     "text, least", [("lagkv(budget=48, lag=8, recent=14)", 15), ("curdkv(budget=48, recent=8)", 15)]
 )

@@ -92,7 +92,7 @@ def cache_bytes(cache: Cache) -> int:
     """Bytes of a cache that a decode step reads: states, windows and tiers; with a selector, its index and picks."""
     m, total = cache.model, tree_bytes(cache.states)
     q = jax.ShapeDtypeStruct((cache.rows, m.heads, m.groups, 1, m.head_dim), jnp.float32)
-    for plan, layer in zip(cache.plan, cache.layers, strict=True):
+    for plan, layer in zip(cache.plan, cache.read, strict=True):
         total += tree_bytes((layer.recent.k, layer.recent.v, layer.recent.pos))
         for config, tier in zip(plan.tiers, layer.tiers, strict=True):
             read: Any = (tier.k, tier.v, tier.pos, tier.at, tier.head)

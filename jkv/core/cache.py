@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +15,7 @@ from jkv.kernels import CONTEXT, HEADS
 from jkv.protocols import Code, Codec, Columns, Counts, Needs, Queries, Window
 
 if TYPE_CHECKING:
-    from jkv.core.layer import LayerConfig
+    from jkv.core.layer import LayerConfig, LayerView, TierView
     from jkv.models import ModelConfig
     from jkv.models.ssd import State
 
@@ -138,6 +139,11 @@ class Cache:
     def room(self) -> int:
         """Entries of a recent window."""
         return self.layers[0].recent.pos.shape[1] if self.layers else self.states[0].dt.shape[1]
+
+    @property
+    def read(self) -> tuple[LayerCache, ...]:
+        """The layers as attention reads them: each with the codes that another holds for it."""
+        return tuple(lent(x, self.layers[:i], self.plan[i]) for i, x in enumerate(self.layers))
 
     @property
     def bare(self) -> Cache:
@@ -268,6 +274,23 @@ class Decoding:
             trace=jnp.zeros((b, new, vocab), jnp.float32) if traced else None,
             forced=forced,
         )
+
+
+def lent(layer: LayerCache, below: Sequence[LayerCache], plan: LayerView) -> LayerCache:
+    """The layer with the codes that one of those below holds for it, as attention reads it."""
+
+    def whole(i: int, tier: Tier, config: TierView) -> Tier:
+        if not config.lender:
+            return tier
+        source = below[-config.lender].tiers[i]
+        k, v = (x if codec.layers > 1 else own for x, own, codec in _sides(source, tier, config))
+        return replace(tier, k=k, v=v)
+
+    return replace(layer, tiers=tuple(map(whole, range(len(layer.tiers)), layer.tiers, plan.tiers)))
+
+
+def _sides(source: Tier, tier: Tier, config: TierView) -> tuple[tuple[Code, Code, Codec], ...]:
+    return (source.k, tier.k, config.k), (source.v, tier.v, config.v)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -45,6 +45,12 @@ def fit(codec: Codec, x: Array, live: Array) -> Codec | None:
     return _mapped(lambda codec, x, live: codec.fit(x, live), codec, x, live)
 
 
+def taught(codec: Codec, layers: int, i: int, x: Array, live: Array) -> tuple[Codec | None, Codec | None]:
+    """`fit` of the heads of some layers, x f[B,layers*H,n,D]: what encodes them, and what the i-th layer reads."""
+    found = fit(codec.of_layers(layers), x, live)
+    return found, found and found.in_layer(i, layers)
+
+
 def side_by_side(x: Array, g: int) -> Array:
     """[B,H,n,D] -> [B,H/g,n,gD]: the channels of g heads at a time.
 

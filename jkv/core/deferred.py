@@ -11,7 +11,7 @@ from jax import Array
 from jkv.arrays.partial import with_sinks
 from jkv.core.attend import attend_window
 from jkv.core.blocks import as_window, embedded, mixed, none
-from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries
+from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries, Window
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.evidence import evidence
 from jkv.core.flush import flush, ranked
@@ -71,24 +71,30 @@ def compress(empty: Cache, whole: Cache, run: Run = call) -> Cache:
     """An empty cache after one flush of all that another, made by `CacheConfig.uncompressed`, holds in its windows."""
     layers: tuple[LayerCache, ...] = ()
     for i, (a, b, plan) in enumerate(zip(empty.layers, whole.layers, empty.plan, strict=True)):
-        lower, model = plan.lower(layers), empty.model.attending(i)
-        layers += (run(compressed, replace(a, queries=None), b, plan, whole.counts, lower, model=model),)
+        lower, model, group = plan.lower(layers), empty.model.attending(i), ()
+        if plan.together > 1:
+            first = i - plan.tiers[0].lender
+            group = tuple(x.recent for x in whole.layers[first : first + plan.together])
+        layers += (run(compressed, replace(a, queries=None), b, plan, whole.counts, lower, group, model=model),)
     fill = jnp.int32(empty.stay)
     return replace(empty, layers=layers, states=whole.states, counts=whole.counts, fill=fill)
 
 
-@program(arguments=(ANY, ANY, None, None, ANY), results=ANY, static_argnames=("model",), donate_argnames=("layer",))
+@program(
+    arguments=(ANY, ANY, None, None, ANY, ANY), results=ANY, static_argnames=("model",), donate_argnames=("layer",)
+)
 def compressed(
     layer: LayerCache,
     whole: LayerCache,
     plan: LayerConfig,
     counts: Counts,
     lower: LayerCache | None,
+    group: tuple[Window, ...],
     model: ModelConfig,
 ) -> LayerCache:
-    """An empty layer after one flush of all that another holds in its window."""
+    """An empty layer after one flush of all that another holds in its window; group: as `flush` takes it."""
     layer, observation = replace(layer, queries=whole.queries), Observation.of(whole.queries, plan.needs)
-    return flush(layer, whole.recent, observation, counts, plan, model, True, lower)
+    return flush(layer, whole.recent, observation, counts, plan, model, True, lower, group)
 
 
 @flow(arguments=(ANY,), results=None, static_argnames=("ranks",))

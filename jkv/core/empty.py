@@ -14,16 +14,21 @@ from jkv.models import ModelConfig
 from jkv.protocols import Code, Codec
 
 
-def empty_code(codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
+def empty_code(codec: Codec, lender: int, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
+    """Code of dead slots; of no arrays where a layer that many below has it."""
+    if lender and codec.layers > 1:
+        return Code(slots=())
     form = jax.eval_shape(codes.encode, codec, jax.ShapeDtypeStruct((rows, heads, slots, dim), dtype))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
 
 
-def empty_taught(codec: Codec, rows: int, heads: int, dim: int, dtype: Any) -> Codec | None:
+def empty_taught(codec: Codec, tier: TierConfig, rows: int, heads: int, dim: int, dtype: Any) -> Codec | None:
     """The codec with the arrays of rows that have taught it nothing, or None: it learns nothing."""
-    n = rows, heads, codec.grain
+    layers = tier.together if codec.layers > 1 else 1
+    n = rows, layers * heads, codec.grain
     x, live = jax.ShapeDtypeStruct((*n, dim), dtype), jax.ShapeDtypeStruct(n, bool)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(codes.fit, codec, x, live))
+    found = jax.eval_shape(lambda x, live: codes.taught(codec, layers, tier.lender, x, live)[1], x, live)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
@@ -35,10 +40,13 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         unit = jax.eval_shape(tier.select.summarize, jax.ShapeDtypeStruct((tier.select.unit, dim), jnp.float32))
         shape = (rows, heads, c // tier.select.unit)
         summary = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), unit)
-    k, v = empty_taught(tier.k, rows, heads, dim, dtype), empty_taught(tier.v, rows, heads, model.value_dim, dtype)
+    k, v = (
+        empty_taught(tier.k, tier, rows, heads, dim, dtype),
+        empty_taught(tier.v, tier, rows, heads, model.value_dim, dtype),
+    )
     return Tier(
-        k=empty_code(k or tier.k, rows, heads, c, dim, dtype),
-        v=empty_code(v or tier.v, rows, heads, c, model.value_dim, dtype),
+        k=empty_code(k or tier.k, tier.lender, rows, heads, c, dim, dtype),
+        v=empty_code(v or tier.v, tier.lender, rows, heads, c, model.value_dim, dtype),
         pos=jnp.full((rows, hs, c), -1, jnp.int32),
         columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
         at=jnp.zeros((rows, hs, c), jnp.int32) if tier.rope == "rank" else None,

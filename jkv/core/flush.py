@@ -27,7 +27,7 @@ from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.merge import Newcomers, evicted, merged, remembered
 from jkv.core.pool import compete, together
 from jkv.core.tiers import acting, after, decoded_keys, write
-from jkv.protocols import Columns
+from jkv.protocols import Code, Codec, Columns
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -46,11 +46,13 @@ def flush(
     model: ModelConfig,
     fresh: bool = False,
     lower: LayerCache | None = None,
+    group: tuple[Window, ...] = (),
 ) -> LayerCache:
     """The layer after its window has flushed.
 
     window: W entries, oldest first; counts: of all tokens; model: of this layer alone; fresh: the tiers are known to
-    be empty; lower: the lower layer that the score reads, which has flushed.
+    be empty; lower: the lower layer that the score reads, which has flushed; group: the windows of the layers that are
+    coded together, its own among them, at the first flush.
     """
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
@@ -71,7 +73,8 @@ def flush(
     tiers, residual = layer.tiers, layer.residual
     if tiers and most:
         first = None if plan.size.first is None else layer.share
-        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0])
+        both = tuple((w.k[:, :, :most], w.v[:, :, :most]) for w in (x.ordered(order) for x in group))
+        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0], both)
     tiers = acting(tiers, live - leaving, counts.seen)
     if watch is not None:
         tiers = watched(tiers, ev, watch, plan)
@@ -143,8 +146,9 @@ def _cascade(
     first: Array | None,
     plan: LayerConfig,
     rope: Rope,
+    group: tuple[tuple[Array, Array], ...],
 ) -> tuple[tuple[Tier, ...], Any]:
-    """first i32[B]: slots of the first tier in use, or None: as its config says."""
+    """first i32[B]: slots of the first tier in use, or None: as its config says; group: as `_admit` takes it."""
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else ranked(ev, plan)
@@ -166,8 +170,7 @@ def _cascade(
     for tier, config in zip(tiers, plan.tiers, strict=True):
         c = config.capacity
         if config.taught and not fresh:  # it holds what taught it, for good
-            out, start = [*out, remembered(tier, ev.columns, start)], start + c
-            stages.append(None)
+            out, stages, start = [*out, remembered(tier, ev.columns, start)], [*stages, None], start + c
             continue
         of_slots = jnp.full((rank.shape[0], heads, c), -jnp.inf)
         if not fresh:
@@ -179,7 +182,10 @@ def _cascade(
         slot, token = _contest(of_slots, tier.pos, new, limit, config)
         taken, out = new, [*out, tier]
         if config is not plan.tiers[-1] or (plan.merge and not simple):
-            new = _losers(tier, new, slot, token, of_slots, start, config, rope)
+            if fresh:
+                new = replace(new, pos=put(new.pos, token, jnp.full(token.shape, -1)))
+            else:
+                new = _losers(tier, new, slot, token, of_slots, start, config, rope)
             slot = after(slot, (new.k, new.v), config.capacity)
         stages.append((taken, slot, token))
         start, left = start + c, left - limit
@@ -190,7 +196,7 @@ def _cascade(
             out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], lost, plan)
             stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
     both = zip(out, stages, plan.tiers, strict=True)
-    return tuple(x if stage is None else _admit(x, *stage, config, rope) for x, stage, config in both), residual
+    return tuple(x if stage is None else _admit(x, *stage, config, rope, group) for x, stage, config in both), residual
 
 
 def _pooled(
@@ -276,8 +282,19 @@ def _contest(
     return slot, token
 
 
-def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierConfig, rope: Rope) -> Tier:
-    """Encode the admitted tokens, once, and write them in place; codecs that learn are taught by them before."""
+def _admit(
+    tier: Tier,
+    new: Newcomers,
+    slot: Array,
+    token: Array,
+    config: TierConfig,
+    rope: Rope,
+    group: tuple[tuple[Array, Array], ...] = (),
+) -> Tier:
+    """Encode the admitted tokens, once, and write them in place; codecs that learn are taught by them before.
+
+    group: keys and values of the newcomers [B,H,n,D] in the layers that are coded together.
+    """
     u = config.unit
     place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
     pos = take(new.pos, token)
@@ -298,22 +315,35 @@ def _admit(tier: Tier, new: Newcomers, slot: Array, token: Array, config: TierCo
         made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
         at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
+    if group and config.k.layers > 1:
+        k = jnp.concatenate([take(x, token) for x, _ in group], 1)
+    if group and config.v.layers > 1:
+        v = jnp.concatenate([take(x, token) for _, x in group], 1)
     if config.pre_rope:
         k = rope.rotate(k, pos, inverse=True)
-    if config.taught:
-        enters = place < config.capacity
-        tier = replace(tier, taught=(codes.fit(config.k, k, enters), codes.fit(config.v, v, enters)))
-    config = config.of(tier)
+    taught, (k, v) = _encoded(config, k, v, place < config.capacity)
     return Tier(
-        k=stored(tier.k, codes.encode(config.k, k), config.capacity),
-        v=stored(tier.v, codes.encode(config.v, v), config.capacity),
+        k=tier.k if k is None else stored(tier.k, k, config.capacity),
+        v=tier.v if v is None else stored(tier.v, v, config.capacity),
         pos=put(tier.pos, place, pos),
         columns={name: put(x, place, take(new.columns[name], token)) for name, x in tier.columns.items()},
         at=tier.at,
         head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
         summary=summary,
-        taught=tier.taught,
+        taught=taught,
     )
+
+
+def _encoded(config: TierConfig, k: Array, v: Array, live: Array) -> tuple[Any, list[Code | None]]:
+    """Codecs of keys and of values that those which are live bool[B,Hs,n] taught, and codes; None: another layer's."""
+    taught: list[Codec | None] = []
+    out: list[Code | None] = []
+    for codec, x in ((config.k, k), (config.v, v)):
+        every, own = codes.taught(codec, config.together if codec.layers > 1 else 1, config.lender, x, live)
+        taught.append(own)
+        lends = config.lender == 0 or codec.layers == 1
+        out.append(codes.encode(every or codec, x) if lends else None)
+    return tuple(taught), out
 
 
 def _losers(

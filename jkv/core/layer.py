@@ -44,7 +44,8 @@ class Pruning:
 class TierView:
     """A tier as attention reads it: codecs of keys and values, the selector of its units, and the kernels allowed.
 
-    rope: as in TierSpec; keys that are rotated when they are read are stored before the rotation (`pre_rope`).
+    rope: as in TierSpec; keys that are rotated when they are read are stored before the rotation (`pre_rope`). lender:
+    how many layers below the one is whose codes it reads, 0: it has its own.
     """
 
     k: Codec = leaf()
@@ -53,6 +54,7 @@ class TierView:
     select: Selector | None = leaf()
     unit: int
     kernels: str
+    lender: int
 
     @property
     def pre_rope(self) -> bool:
@@ -80,12 +82,16 @@ class TierView:
 
 @part
 class TierConfig(TierView):
-    """A tier of one layer: also its slots, how many may be in use, its share of what is stored, whether it evicts."""
+    """A tier of one layer: also its slots, how many may be in use, its share of what is stored, whether it evicts.
+
+    together: layers that are coded together, this one being the `lender`-th of them.
+    """
 
     capacity: int
     most: int
     share: float | None
     evicts: bool
+    together: int
 
     @property
     def view(self) -> TierView:
@@ -167,6 +173,11 @@ class LayerConfig(LayerView):
             needs=Needs(queries=self.needs.queries, new=self.needs.new, prompt=self.needs.prompt),
             tiers=tuple(tier.view for tier in self.tiers),
         )
+
+    @property
+    def together(self) -> int:
+        """Layers that are coded together, this one among them."""
+        return max((tier.together for tier in self.tiers), default=1)
 
     def lower(self, layers: tuple[T, ...]) -> T | None:
         """Of the layers below, the one whose cache the score reads."""

@@ -23,7 +23,7 @@ from jkv.core.blocks import (
     settled,
     taken,
 )
-from jkv.core.cache import Cache, Decoding, LayerCache
+from jkv.core.cache import Cache, Decoding, LayerCache, lent
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.sampling import Sampling, sample
@@ -119,7 +119,7 @@ def _absorbed(
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
         how: dict[str, Any] = {"fresh": fresh, "rows": rows, "placed": placed}
-        x, window, observation, queries = run(attended, one, layer, plan.view, x, pos, steps, **how)
+        x, window, observation, queries = run(attended, one, lent(layer, layers, plan), plan.view, x, pos, steps, **how)
         lower = plan.lower(layers)
         layer, on = run(
             flushed,
@@ -178,7 +178,7 @@ def _advance(
     for i in range(model.depth):
         if model.attends(i):
             a = len(layers)
-            layer = moving.layers[a].into(cache.layers[a])
+            layer = moving.layers[a].into(lent(cache.layers[a], cache.layers[:a], plan[a]))
             x, moved = attending(params.block(i), layer, plan[a], x, pos, moving.fill)
             layers += (moved,)
         else:

@@ -37,7 +37,7 @@ class Stored:
 def stored(cache: Cache) -> list[Stored]:
     """Every layer of a cache by position; S is the longest text that it was made for."""
     out = []
-    for plan, layer, rope in zip(cache.plan, cache.layers, cache.model.ropes, strict=True):
+    for plan, layer, rope in zip(cache.plan, cache.read, cache.model.ropes, strict=True):
         b, h = layer.recent.k.shape[:2]
         k, v = (jnp.zeros((b, h, plan.longest + 1, x.shape[3])) for x in (layer.recent.k, layer.recent.v))
         here = jnp.zeros((b, h, plan.longest + 1), bool)

@@ -163,6 +163,12 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
             raise ValueError(
                 f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
             )
+    later = int((cache.seen - cache.prompt).max()) + max(map(len, rows)) + new
+    if later > cache.new and any(plan.taught for plan in cache.plan):
+        raise ValueError(
+            f"the cache has room for {cache.new} tokens after the prompt that taught it, and would hold {later}: "
+            "prefill with a larger room="
+        )
     _check_on_top(cache, rows, new)
     cost, model = Cost(over=sharding.over(params)), cache.model
     unlimited = any(plan.budget.bounded and any(t.rope == "rank" for t in plan.tiers) for plan in cache.plan)

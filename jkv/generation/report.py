@@ -171,7 +171,7 @@ def _readers(cache: Cache) -> list[Choice]:
     groups, dim = cache.model.groups, cache.model.head_dim
     return [
         reader_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
-        for layer, plan in zip(cache.layers, cache.plan, strict=True)
+        for layer, plan in zip(cache.read, cache.plan, strict=True)
         for tier, config in zip(layer.tiers, plan.tiers, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
 from jkv.core.attend import attend
 from jkv.core.blocks import as_window, none, with_residual
-from jkv.core.cache import Decoding, LayerCache, Queries, Tier, Window
+from jkv.core.cache import Decoding, LayerCache, Queries, Tier, Window, lent
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.layer import LayerView, TierView
 from jkv.core.loop import Views, going, settle, views
@@ -112,7 +112,7 @@ def verified(
     x = family(cache.model).embed(ends, jnp.maximum(draft.ids, 0))
     made: tuple[tuple[Window, Queries | None], ...] = ()
     for i in range(cache.model.depth):
-        x, new = drafted(params.block(i), cache.layers[i], plan[i], x, pos, sees)
+        x, new = drafted(params.block(i), lent(cache.layers[i], cache.layers[:i], plan[i]), plan[i], x, pos, sees)
         made += (new,)
     logits = family(cache.model).head(ends, x)
     most = jnp.minimum(cache.room - cache.fill, stop - state.count)

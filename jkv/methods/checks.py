@@ -48,6 +48,24 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     learned = config.score, config.merge, config.codec, config.tiers
     if any(x.shape[0] != model.layers for x in jax.tree.leaves(learned)):
         raise ValueError(f"{config}: its weights were trained for another number of layers than {model.layers}")
+    _check_codecs(config, model)
+    if config.relative and config.select:
+        raise ValueError(
+            f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
+            "written; leave out the selector, or use true positions (streaming(relative=False))"
+        )
+    if config.devices > 1 and config.select and config.select.watches:
+        raise ValueError(
+            f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
+            "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
+        )
+    _check_taught(config, model, chunk)
+    _check_residual(config, model)
+    _check_merge(config)
+    _check_budget(config, model)
+
+
+def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
     chosen = jax.tree.structure(config.codec) != jax.tree.structure(CacheConfig().codec)
     if chosen and all(tier.k and tier.v for tier in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
@@ -70,20 +88,6 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
                 f"{config}: logits of this {model.family} model saturate, so what its keys have in common cannot be "
                 "taken off them; use the codec without a center"
             )
-    if config.relative and config.select:
-        raise ValueError(
-            f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
-            "written; leave out the selector, or use true positions (streaming(relative=False))"
-        )
-    if config.devices > 1 and config.select and config.select.watches:
-        raise ValueError(
-            f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
-            "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
-        )
-    _check_taught(config, model, chunk)
-    _check_residual(config, model)
-    _check_merge(config)
-    _check_budget(config, model)
 
 
 def _heads(config: CacheConfig, model: ModelConfig) -> set[int]:
@@ -114,11 +118,17 @@ def _check_taught(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
             f"{config}: a codec learns of the whole prompt when that is first encoded, which chunk={chunk} does not "
             "keep; prefill in one piece (chunk=0)"
         )
+    group = max(codec.layers for codec in config.codecs(config.tiers[0]))
+    if group > 1 and not config.prefill.defers:
+        raise ValueError(f"{config}: {group} layers are coded together, once all of them are there: take Deferred")
+    if group > 1 and len(set(model.ropes)) > 1:
+        raise ValueError(f"{config}: {group} layers are coded together, and those of this model turn keys differently")
     behind = [codec.taught for tier in config.tiers[1:] for codec in config.codecs(tier)]
     others = {
         "a budget, as it holds its whole prompt": config.budget.bounded or config.budget.statistic is not None,
         "a merge": config.merge is not None,
         "layers that see a window of the newest tokens": any(model.windows),
+        "the selection of pages, as all layers of a code read it": group > 1 and config.select is not None,
         "one tier alone, as what follows the prompt needs another": not behind or any(behind),
     }
     alone(config, "a codec that learns of each prompt does", others)

@@ -241,6 +241,7 @@ def _tier(
     slots = size * (1 if config.pooled is None else model.heads)
     k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(spec))
     k, v = k.for_layer(model, i), v.for_layer(model, i)
+    group = max(k.layers, v.layers)
     alike = not jax.tree.leaves((k, v)) and jax.tree.structure(k) == jax.tree.structure(v)
     if model.latent and alike and (config.merge is None or config.merge.changes == "none"):
         v = Within(keys=k, first=model.head_dim - model.value_dim)
@@ -254,6 +255,8 @@ def _tier(
         select=jax.tree.map(jnp.copy, select),
         unit=config.unit,
         evicts=evicts,
+        lender=i % group,
+        together=min(group, model.layers - i // group * group),
         kernels=kernels.plain(config.kernels, model.capped),
     )
 

@@ -64,6 +64,7 @@ class Codec:
     taught: bool = False  # its arrays are made of each prompt, when it is first encoded (`fit`)
     by_head: bool = False  # its arrays are of each kv head, once it is bound
     heads: int = 1  # kv heads that are coded together, a divisor of H; 0: all of them
+    layers: int = 1  # layers that are coded together; the upper ones of them have no codes of their own
     grain: int = 1  # tokens that are coded, moved and dropped together
     within: bool = False  # its code is that of the keys: it is for values that are a part of them
     exact: bool = False  # codes are the numbers themselves: read without a decoded copy, and a merge may change them
@@ -86,6 +87,14 @@ class Codec:
 
     def fit(self, x: Array, live: Array) -> Codec:
         """This codec with arrays, whose shapes do not depend on n, made of those of x f[n,D] with live bool[n]."""
+        return self
+
+    def of_layers(self, n: int) -> Codec:
+        """This codec for the heads of n layers side by side, as they are encoded."""
+        return self
+
+    def in_layer(self, i: int, n: int) -> Codec:
+        """The codec for the heads of the i-th of these n layers, which reads the codes of all."""
         return self
 
     def encode(self, x: Array) -> Code:

@@ -23,20 +23,23 @@ from jkv.core import loop, sampling, sharding
 from jkv.core.cache import Cache
 from jkv.core.compiled import Cost, compiled
 from jkv.generation import sizes
-from jkv.methods.config import CacheConfig
+from jkv.methods.codecs import Affine, LowRank
+from jkv.methods.config import CacheConfig, TierSpec
 from jkv.plan.collectives import collectives
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.codebook import Codebook  # noqa: E402
 
 # two tiers, one of a fixed size, keys by channel and turned at read; a pool, that the heads' devices divide too; pages;
-# survivors that take shares of the evicted where they lie; codecs with arrays of heads, and of all of them
+# survivors that take shares of the evicted where they lie; codecs with arrays of heads, and of all of them; one code of
+# all heads, and arrays of each row
 CACHES = (
     "streaming(budget=48) | kivi(group=8, recent=8)",
     "adakv(budget=80, window=8) | int4",
     "quest(page=8, pages=3, dense_layers=0) | int8",
     "kvmerger(budget=56)",
     "codebooks",
+    "together",
 )
 PARAMS = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
 # a block that attends behind one that recurs
@@ -47,6 +50,14 @@ HYBRID = jkv.models.random(
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 100, (4, 96)).astype(np.int32)
 BOOKS = tuple(Codebook(table=jnp.asarray(RNG.normal(size=(1, heads, 8)), jnp.float32)) for heads in (2, 1))
+TOGETHER = LowRank(
+    inner=Affine(bits=8), share=0.5, basis=jnp.asarray(np.linalg.qr(RNG.normal(size=(1, 1, 16, 16)))[0][..., :8]),
+    size=jnp.asarray(RNG.uniform(0.5, 2, (1, 1, 8))),
+)  # fmt: skip
+OWN = {
+    "codebooks": CacheConfig(codec=BOOKS),  # type: ignore[arg-type]
+    "together": CacheConfig(tiers=(TierSpec(k=TOGETHER, v=TOGETHER, rope="read"),)),
+}
 
 
 def rows_that_come_and_go() -> dict[str, Any]:
@@ -87,7 +98,7 @@ def divided(x: jax.Array) -> int:
 
 def forced(cache: str, over: sharding.MeshPlan | None) -> tuple[loop.Decoding, str]:
     """The state after TOKENS, which all go through decode steps and their flushes, and the text of the program."""
-    config = CacheConfig(codec=BOOKS) if cache == "codebooks" else methods.parse(cache)  # type: ignore[arg-type]
+    config = OWN[cache] if cache in OWN else methods.parse(cache)
     (n, steps), model, params = TOKENS.shape, PARAMS.config, PARAMS
     if over is not None:
         config, params = config.over(over), jax.device_put(params, over.shardings(params))

@@ -168,7 +168,7 @@ def test_a_mesh_gives_the_rows_of_one_device(eight: list[Any]):
 
 def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
     """Of every kind of tier; and each has an eighth of the codes, by rows, heads and slots."""
-    assert len(eight) == 2 + 5
+    assert len(eight) == 2 + 6
     for found in eight[2:]:
         assert found["same"] == 1 and found["apart"] < 1e-4, found["cache"]
         assert set(found["codes"]) == {8}, found["cache"]

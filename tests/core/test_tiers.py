@@ -89,7 +89,7 @@ def picked_from() -> tuple[list[tuple[Kind, list[TierConfig]]], list[tuple[Cache
 
 def tier_of(kind: Kind, unit: int, select: Selector | None) -> TierConfig:
     k, v, rope = kind
-    sized = dict(capacity=unit, most=unit, share=None, unit=unit, evicts=True, kernels="xla")
+    sized = dict(capacity=unit, most=unit, share=None, unit=unit, evicts=True, kernels="xla", lender=0, together=1)
     return TierConfig(k=k, v=v, rope=rope, select=select, **sized)  # type: ignore[arg-type]
 
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jkv
 from jkv import models
 from jkv.core import codes, loop
+from jkv.core.cache import Cache
 from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.codecs import Affine, Dense, LowRank, OfPrompt, Stretches
@@ -206,6 +208,16 @@ def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught():
             assert ((second >= first) | (second < 0)).all() and (second >= 0).sum() >= 2 * 30
 
 
+def test_what_has_no_room_behind_a_prompt_is_refused():
+    """It has slots of its own, and would push out its older tokens."""
+    rows = [[t % 90 for t in range(3, 63)], [t % 90 for t in range(5, 78)]]
+    cache, _ = jkv.prefill(PARAMS, "svdq(values=4)", rows, room=20)
+    cache, _ = jkv.extend(PARAMS, cache, [[1, 2, 3, 4]] * 2)
+    np.testing.assert_array_equal(cache.kept()[:, :, 0], np.tile([64, 77], (L, 1)))
+    with pytest.raises(ValueError, match="room for 20 tokens after the prompt.*hold 21.*larger room="):
+        jkv.extend(PARAMS, cache, [[1] * 17] * 2)
+
+
 def test_each_row_has_the_basis_of_its_own_prompt():
     tier = rig.prompted("shadowkv(rank=8, pages=3, values=4)").layers[0].tiers[0]
     k = tier.taught[0]
@@ -263,3 +275,61 @@ def test_rows_keep_what_their_prompts_taught_when_they_are_picked():
     token = jnp.asarray([3, 5])
     got, want = loop.step(PARAMS, turned, token)[1], loop.step(PARAMS, cache, token[::-1])[1]
     np.testing.assert_allclose(got, want[::-1], atol=1e-5, rtol=0)
+
+
+# --------------------------------------------------------------------------------------------------- layers together
+
+
+def prompted(text: str) -> Cache:
+    return rig.shared(text).caches[0]
+
+
+def exact(width: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a group of both layers keeps of the un-rotated keys of row 0, and what they are, f64[n,LHD]."""
+    cache = prompted(f"xkv(layers={L}, keys={width / (L * H * D)}, values=1)")
+    n = rig.LENGTHS[0] - cache.plan[0].recent
+    taps = rig.dense_prompt(jnp.asarray(rig.PROMPT))[1]
+    plain = []
+    for layer, (_, k, _, _) in enumerate(taps):
+        x, at = np.asarray(k)[:1, :, :n], jnp.arange(n)[None, None]
+        plain.append(side_by_side(np.asarray(MODEL.ropes[layer].rotate(jnp.asarray(x), at, inverse=True))))
+    got = []
+    for layer, plan in zip(cache.read, cache.plan, strict=True):
+        tier, config = layer.tiers[0], plan.tiers[0].of(layer.tiers[0])
+        order = np.argsort(np.where(np.asarray(tier.pos[0, 0]) < 0, 999, tier.pos[0, 0]))[:n]
+        got.append(side_by_side(np.asarray(codes.decode(config.k, tier.k))[:1, :, order]))
+    return np.concatenate(got, 1).astype(float), np.concatenate(plain, 1).astype(float)
+
+
+def test_a_group_of_layers_loses_what_its_smallest_singular_values_hold():
+    for width in (8, 24):
+        got, plain = exact(width)
+        lost = np.linalg.svd(plain, compute_uv=False)[width:]
+        np.testing.assert_allclose(np.square(got - plain).sum(), np.square(lost).sum(), rtol=1e-3)
+
+
+def test_layers_with_all_directions_are_the_full_cache():
+    text = f"xkv(keys=1, values=1, layers={L})"
+    for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
+
+
+def test_one_layer_holds_the_codes_that_all_of_its_group_read():
+    cache = prompted("xkv(layers=2)")
+    first, second = (layer.tiers[0] for layer in cache.layers)
+    assert not jax.tree.leaves((second.k, second.v)) and jax.tree.leaves(first.k)
+    np.testing.assert_array_equal(cache.read[1].tiers[0].k.slots, first.k.slots)
+    np.testing.assert_array_equal(first.pos, second.pos)
+    dead = loop.replace(first, k=jax.tree.map(jnp.zeros_like, first.k))
+    layers = loop.replace(cache.layers[0], tiers=(dead, *cache.layers[0].tiers[1:])), cache.layers[1]
+    bad = loop.replace(cache, layers=layers)
+    assert not np.asarray(bad.read[1].tiers[0].k.slots).any()
+
+
+@pytest.mark.parametrize(("text", "chunk"), [("xkv", 32), ("xkv | tova(budget=40)", 0), ("xkv | quest", 0)])
+def test_what_does_not_go_with_layers_together_is_refused(text: str, chunk: int):
+    with pytest.raises(ValueError, match="one piece|not go with"):
+        check(parse(text), MODEL, chunk)
+    alone = loop.replace(parse("xkv"), prefill=parse("full").prefill)
+    with pytest.raises(ValueError, match="take Deferred"):
+        check(alone, MODEL)

@@ -241,6 +241,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "cskv": (Case(f"cskv(values=0.75, bits=4, group=16, moments={MOMENTS!r})", slot=CODED_LATENT),),
     "svdq": (Case("svdq(values=4)", slot=SPECTRUM, later=DENSE, taught=32 * 32 + 3 * 32),),
     "shadowkv": (Case("shadowkv(rank=8, pages={p}, values=4)", slot=SHADOW, later=DENSE, taught=32 * 8, index=D),),
+    "xkv": (Case("xkv(layers=2)", slot=Slot(k=8.0, v=16.0, lossy=True), later=DENSE, taught=32 * (8 + 16)),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
         Case("adakv(budget={b}, window=8)"),
@@ -489,7 +490,9 @@ def turned(tier: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.nd
 
 
 def as_stored(codec: Any, code: Any, pos: jax.Array, x: np.ndarray, pick: np.ndarray) -> np.ndarray:
-    """x by position, and where `pick` what a tier has of it."""
+    """x by position, and where `pick` what a tier has of it; one layer alone does not make a code of several."""
+    if codec.layers > 1:
+        return np.where(pick, np.asarray(stored(codec, code, pos)), x)
     mine = np.asarray(round_trip(codec, jnp.asarray(x), codec.grain))
     return coded_as(x, mine, np.asarray(stored(codec, code, pos)), pick, codec.grain)
 
@@ -530,7 +533,7 @@ class Replay:
         for i in range(L):
             coded, exact = held(after, i)
             k, v, rope = self.k[i], self.v[i], self.params.config.ropes[i]
-            for tier, held_by in zip(self.plan[i].tiers, after.layers[i].tiers, strict=True):
+            for tier, held_by in zip(self.plan[i].tiers, after.read[i].tiers, strict=True):
                 tier, at = tier.of(held_by), held_by.seen_by(H)
                 pick = placed(at)[..., None]
                 k = as_stored(tier.k, held_by.k, at, turned(tier, k, rope, inverse=True), pick)

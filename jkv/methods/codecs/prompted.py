@@ -85,16 +85,19 @@ class Stretches(Codec):
 
 @part
 class OfPrompt(Projected):
-    """x ~ mean + U y, U the `width` first principal directions of a prompt, of `heads` kv heads side by side.
+    """x ~ mean + U y, U the first principal directions of a prompt, of `heads` kv heads of `layers` layers together.
 
-    U' sum (x - mean)(x - mean)' U is diagonal and descending. width: W, or 0: all of the gD channels; centered: about
-    the prompt's mean, else about 0. Each row has its own U f[gD,W] and mean, for the tokens that its prompt brought.
+    U' sum (x - mean)(x - mean)' U is diagonal and descending. width: directions W, or 0: a `share` of the channels;
+    centered: about the prompt's mean, else about 0. Each row has its own U f[gD,W] and mean, for the tokens that its
+    prompt brought; of several layers y is one code, and U in each has the rows of its own heads.
     """
 
     taught = True
 
     width: int = 0
+    share: float = 1.0
     heads: int = 0
+    layers: int = 1
     centered: bool = True
 
     @property
@@ -102,11 +105,14 @@ class OfPrompt(Projected):
         return f"{self.inner.label}, of the prompt"
 
     def kept(self, dim: int) -> int:
-        return min(self.width, dim) if self.width else dim
+        return min(self.width, dim) if self.width else lowrank.rank(self.share, dim)
 
     def check(self, dim: int) -> None:
-        if self.width < 0:
-            raise ValueError(f"principal directions of a prompt: {self.width}; 1 or more, or 0 for all of {dim}")
+        if self.width < 0 or not 0 < self.share <= 1 or self.layers < 1:
+            raise ValueError(
+                f"principal directions of a prompt: {self.width or self.share} of the channels of {self.layers} "
+                "layers; 1 or more, or a share above 0 and at most 1"
+            )
         self.inner.check(self.kept(dim))
 
     def rate(self, dim: int) -> float:
@@ -122,6 +128,15 @@ class OfPrompt(Projected):
         basis = jnp.linalg.eigh(gram)[1][:, ::-1][:, : self.kept(x.shape[1])]
         own = replace(self, basis=basis, mean=mean)
         return replace(own, inner=self.inner.fit(own.coordinates(x), live))
+
+    def of_layers(self, n: int) -> Self:
+        return replace(self, heads=self.heads * n)
+
+    def in_layer(self, i: int, n: int) -> Self:
+        dim = there(self.basis).shape[-2] // n
+        basis = there(self.basis)[..., i * dim : (i + 1) * dim, :]
+        mean = None if self.mean is None else self.mean[..., i * dim : (i + 1) * dim]
+        return replace(self, heads=self.heads // n, basis=basis, mean=mean)
 
     def for_layer(self, model: ModelConfig, layer: int) -> Self:
         return replace(self, heads=lowrank.together(self.heads, model.heads))

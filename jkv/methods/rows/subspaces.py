@@ -9,6 +9,7 @@ from jkv.methods.codecs import Affine, Dense, LowRank, OfPrompt, Stretches
 from jkv.methods.codecs.moments import Side, made
 from jkv.methods.codecs.turned import Rotated
 from jkv.methods.config import TierSpec
+from jkv.methods.prefills import Deferred
 from jkv.methods.selectors.landmark import Landmark
 from jkv.protocols import Codec
 
@@ -91,3 +92,21 @@ def shadowkv(*, rank: int = 160, pages: int = 256, page: int = 8, values: int = 
     """
     codec = OfPrompt(inner=Dense(), width=rank, centered=False)
     return after_prompt(codec, values, "read") | dict(select=Landmark(unit=page, pages=pages), recent=recent)
+
+
+@row(
+    "2503.18893",
+    "approximation: low rank, by the Gram matrix; prompts attend to themselves exactly, as in the released code",
+    "up to 6.8x smaller than other methods across layers with 2.7% more accuracy, Llama-3.1-8B and Qwen2.5",
+)
+def xkv(*, keys: float = 0.125, values: float = 0.1875, layers: int = 4) -> Axes:
+    """xKV: a prompt's un-rotated keys, and values, of `layers` layers as one latent each, in subspaces of its own.
+
+    keys, values: shares of the channels of all heads of these layers. Each layer reads the latents of all, so it saves
+    memory, not reads. The prompt is held whole once. What follows it stays as it is.
+    """
+    if layers < 1:
+        raise ValueError(f"xkv: layers={layers}: that are coded together, 1 or more")
+    k, v = (OfPrompt(inner=Dense(), share=float(x), layers=layers, centered=False) for x in (keys, values))
+    tiers = TierSpec(k=k, v=v, rope="read"), TierSpec(k=Dense(), v=Dense())
+    return dict(tiers=tiers, prefill=Deferred())

@@ -137,8 +137,8 @@ def build(
 ) -> Params:
     """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
 
-    Each thunk is called once and its array dropped, once `put` has it where it belongs. form: int8 or int4, what
-    matrices are kept as; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
+    Of what a thunk gives, rows are read when `put` needs them where they belong. form: int8 or int4, what matrices are
+    kept as; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
     unused tensors, wrong shapes, NaNs.
 
     >>> build(TINY, {}, jnp.float32)
@@ -165,13 +165,15 @@ def random(
     return params.assemble(c, table, params.seeded(c, table, seed), dtype, form=form)
 
 
-def abstract(config: ModelConfig, dtype: Any = jnp.float32, form: str | None = None) -> Params:
-    """Params of shapes alone, for compiling without weights.
+def abstract(
+    config: ModelConfig, dtype: Any = jnp.float32, form: str | None = None, blocks: Blocks = MappingProxyType({})
+) -> Params:
+    """Params of shapes alone, for compiling without weights; form, blocks: as for `build`.
 
     >>> abstract(read_config(TINY)).embed
     ShapeDtypeStruct(shape=(100, 32), dtype=float32)
     """
-    return params.abstract(config, FAMILIES[config.family].TENSORS, dtype, form)
+    return params.abstract(config, FAMILIES[config.family].TENSORS, dtype, form, blocks)
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend, mix: Mix) -> tuple[Array, Any]:

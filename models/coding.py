@@ -1,6 +1,7 @@
 """Matrices into codes, on the host: one scale for each output in 8 bits, a step and a low for 32 inputs in 4 bits."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -9,10 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .weights import Coded, Joined, Steps
+from .weights import Coded, Steps
 
 GROUP = 32  # inputs that share a step in 4 bits
-PIECE = 1 << 22  # weights that are coded at a time
 EACH = "each_"  # before the fields that have an array of every expert: [N,...]
 # fields that go through `linear` or `rows`
 MATRICES = ("embed", "head", "qkv", "o", "gate_up", "down", "mix", "q", "q_a", "q_b", "kv")
@@ -47,36 +47,17 @@ def int4(w: np.ndarray, kind: np.dtype) -> Coded:
 FORMATS: Mapping[str, Callable[[np.ndarray, np.dtype], Coded]] = {"int8": int8, "int4": int4}
 
 
-def coded(put: Callable[..., Any], form: str | None) -> Callable[[str, Any, Any], Any]:
-    """`put` for fields of floats, of which the matrices are coded on the way; form None: no matrix is."""
-
-    def change(field: str, x: Any, dtype: Any) -> Any:
-        if form is None or field.removeprefix(EACH) not in MATRICES:
-            return put(field, x, dtype)
-        return jax.tree.map(lambda a: put(field, a, a.dtype), _piecewise(FORMATS[form], x[:], jnp.dtype(dtype)))
-
-    return change
-
-
-def _piecewise(encode: Callable[[np.ndarray, np.dtype], Coded], x: np.ndarray, kind: np.dtype) -> Coded:
-    """A matrix coded some outputs at a time: the floats that this takes are few."""
-    flat = x.reshape(-1, x.shape[-1])
-    at = max(1, PIECE // flat.shape[1])
-    parts = [encode(flat[i : i + at], kind) for i in range(0, len(flat), at)]
-    return jax.tree.map(lambda *a: np.concatenate(a).reshape(*x.shape[:-1], -1), *parts)
+def encoder(field: str, form: str | None, dtype: Any) -> Callable[[np.ndarray], Coded] | None:
+    """What makes codes of rows of a field; None: it stays in floats."""
+    if form is None or field.removeprefix(EACH) not in MATRICES:
+        return None
+    return partial(FORMATS[form], kind=jnp.dtype(dtype))
 
 
 def like(field: str, shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
-    """The shapes of what `coded` makes."""
-    if form is None or field.removeprefix(EACH) not in MATRICES:
+    """The shapes of a field's array in a form."""
+    encode = encoder(field, form, dtype)
+    if encode is None:
         return jax.ShapeDtypeStruct(shape, dtype)
-    one = FORMATS[form](np.zeros((1, shape[-1]), np.float32), jnp.dtype(dtype))
+    one = encode(np.zeros((1, shape[-1]), np.float32))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*shape[:-1], a.shape[-1]), a.dtype), one)
-
-
-def stacked(parts: list[Coded], n: int, _: int, size: int) -> Coded | Joined:
-    """The stack [n, parts, size, in] of matrices, each of which is cut into n pieces; see `params.together`."""
-    shaped = [jax.tree.map(lambda a: a.reshape(n, -1, size, a.shape[-1]), w) for w in parts]
-    if len({jax.tree.structure(w) for w in shaped}) > 1:
-        return Joined(parts=tuple(shaped))
-    return jax.tree.map(lambda *a: np.concatenate(a, 1), *shaped)

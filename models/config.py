@@ -235,11 +235,7 @@ def read(
     dim = f.number("head_dim", head_dim or width // count, most=HEAD_DIM)
     if dim % 2:
         raise f.refuse("head_dim", dim, "rotary embedding turns pairs of channels, so it must be even")
-    for name in ("mlp_bias", "rope_interleaved", "use_mrope"):
-        f.only(name, False, way_out="only false is implemented")
-    f.only("attention_bias", *bias, way_out=f"only {bias[0]!r} is implemented (biases on q, k, v exist in qwen2)")
-    f.only("partial_rotary_factor", 1, way_out="only 1.0 is implemented: all channels of a head turn")
-    f.only("quantization_config", way_out="load the unquantized checkpoint, or a GGUF file of the same model")
+    _common(f, bias)
     name = f.take(act, "gelu_pytorch_tanh" if act == "hidden_activation" else "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise f.refuse(act, name, f"use one of {sorted(ACTIVATIONS)}")
@@ -265,6 +261,15 @@ def read(
     )
     f.done()
     return out
+
+
+def _common(f: Fields, bias: tuple[Any, ...]) -> None:
+    """Raise ValueError for a field of which all families implement the same."""
+    for name in ("mlp_bias", "rope_interleaved", "use_mrope"):
+        f.only(name, False, way_out="only false is implemented")
+    f.only("attention_bias", *bias, way_out=f"only {bias[0]!r} is implemented (biases on q, k, v exist in qwen2)")
+    f.only("partial_rotary_factor", 1, way_out="only 1.0 is implemented: all channels of a head turn")
+    f.only("quantization_config", way_out="load the unquantized checkpoint, or a GGUF file of the same model")
 
 
 def ends(f: Fields) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """GPT-OSS: experts with biases, sinks in the softmax of every head, and a window in every other layer."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -34,10 +35,26 @@ def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.ldexp(FP4[codes], scales[..., None].astype(np.int32) - 127).reshape(len(blocks), -1)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A matrix in MXFP4, `mxfp4` of the rows that are asked for."""
+
+    blocks: np.ndarray
+    scales: np.ndarray
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.blocks), 32 * self.blocks.shape[1]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return mxfp4(self.blocks[rows], self.scales[rows])
+
+
 def each(c: ModelConfig, tensors: Tensors) -> Tensors:
     """The tensors of every expert, where checkpoints have one of all: floats [N, in, out], or MXFP4 [N, out, ...].
 
-    Rows of gate and up take turns there. What one expert is read from is kept until the next matrix is asked for.
+    Rows of gate and up take turns there.
     """
     e = c.experts
     assert e is not None
@@ -57,10 +74,9 @@ def each(c: ModelConfig, tensors: Tensors) -> Tensors:
             return (take(name, wide, rows).swapaxes(1, 2),)
         return take(name + "_blocks", rows, wide // 32, 16), take(name + "_scales", rows, wide // 32)
 
-    @lru_cache(maxsize=1)
-    def matrix(name: str, n: int) -> np.ndarray:
-        first, *scales = (x[n] for x in whole(name))
-        return mxfp4(first, *scales) if scales else first
+    def matrix(name: str, n: int, rows: slice) -> Any:
+        first, *scales = (x[n, rows] for x in whole(name))
+        return Packed(first, *scales) if scales else first
 
     @lru_cache(maxsize=1)
     def bias(name: str) -> np.ndarray:
@@ -75,7 +91,7 @@ def each(c: ModelConfig, tensors: Tensors) -> Tensors:
                 for i, part in enumerate(parts):
                     rows = slice(i, None, len(parts))
                     if found[0] or all(found[1:]):
-                        out[f"{at}{n}.{part}.weight"] = lambda w=whose, n=n, rows=rows: matrix(w, n)[rows]
+                        out[f"{at}{n}.{part}.weight"] = lambda w=whose, n=n, rows=rows: matrix(w, n, rows)
                     if biased:
                         out[f"{at}{n}.{part}.bias"] = lambda w=whose + "_bias", n=n, rows=rows: bias(w)[n, rows]
     return out

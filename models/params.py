@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from math import gcd
 from types import MappingProxyType
 from typing import Any
@@ -15,13 +16,14 @@ from jax import Array
 from jkv.arrays.tree import host, static, value
 from jkv.host import forked
 
-from .coding import EACH, MATRICES, coded, like, stacked
+from .coding import EACH, MATRICES, encoder, like
 from .config import Mixers, ModelConfig
+from .stacks import Held, Rows, Stack
 from .weights import Coded, Joined, rounded
 
-Tensors = Mapping[str, Callable[[], np.ndarray]]
-Blocks = Mapping[str, Callable[[], Coded]]
-Put = Callable[[str, Any, Any], Array]  # name of a field, its values (an array or a Stack) and type -> where it belongs
+Tensors = Mapping[str, Callable[[], Any]]  # thunks of arrays, or of a `stacks.Matrix` with their `dtype`
+Blocks = Mapping[str, Callable[[], Any]]  # thunks of a `stacks.Matrix` whose rows are `Coded`
+Put = Callable[[str, Any, Any], Array]  # name of a field, its values (a Stack or Held) and type -> where it belongs
 EXACT = ("a_log", "dt_bias", "skip", "router_bias", "router_shift")  # fields of mixers and routers
 
 
@@ -198,42 +200,9 @@ def _spare(name: str, c: ModelConfig, table: Names) -> bool:
     return unread or (c.tied and name == table.head)
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Arrays one after the other along axis 1 (or a single one), of which what is asked for is read, and checked then.
-
-    >>> x = Stack(("a", "b"), [np.zeros((2, 1, 3)), np.ones((2, 2, 3))], lambda name, part: None)
-    >>> x.shape, x[1:].tolist()
-    ((2, 3, 3), [[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]])
-    """
-
-    names: tuple[str, ...]
-    parts: list[np.ndarray]
-    check: Callable[[str, np.ndarray], None]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first, *others = (x.shape for x in self.parts)
-        return first if not others else (first[0], sum(x[1] for x in (first, *others)), *first[2:])
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        index = index if isinstance(index, tuple) else (index,)
-        if len(self.parts) == 1:
-            return self._read(0, index)
-        whole = index[:1], index[2:]
-        found = np.concatenate([self._read(k, (*whole[0], slice(None), *whole[1])) for k in range(len(self.parts))], 1)
-        return found[(slice(None), *index[1:2])]
-
-    def _read(self, k: int, index: tuple[Any, ...]) -> np.ndarray:
-        part = self.parts[k][index]
-        self.check(self.names[k], part)
-        return part
-
-
 def copied(_: str, x: Any, dtype: Any) -> Array:
     """The values on the default device."""
-    # a copy: jax would share the memory of an aligned numpy array, which may be a file or change later
-    return jnp.array(x[:], dtype=dtype)
+    return jnp.asarray(x.read((), dtype))
 
 
 def assemble(
@@ -245,7 +214,7 @@ def assemble(
     form: str | None = None,
     blocks: Blocks = MappingProxyType({}),
 ) -> Params:
-    """Params of named tensors. Each thunk is called once and dropped, so about one copy is in memory.
+    """Params of named tensors, of which rows are read when an array is made of them: the host has one array at a time.
 
     put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`. form: what matrices
     are kept as, of `coding.FORMATS`; blocks: thunks of those that are kept as they are in a file.
@@ -258,86 +227,96 @@ def assemble(
     wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, c, table)])
     if wrong:
         raise ValueError(f"the checkpoint does not fit the config of this {c.family} model: " + "; ".join(wrong))
-
-    def get(name: str) -> np.ndarray:
-        got = np.asarray(tensors[name]())
-        if got.shape != wanted[name]:
-            wrong.append(f"{name} has shape {got.shape}, the config needs {wanted[name]}")
-        elif got.dtype == np.uint8:
-            wrong.append(f"{name} holds bytes, and the config names no format of them")
-        return got
-
-    def finite(name: str, part: np.ndarray) -> None:
-        if not bool(np.isfinite(part).all()):
-            wrong.append(f"{name} holds NaN or infinity")
-
-    def apart(name: str, x: np.ndarray) -> list[np.ndarray]:
-        rows = table.rows(c, name, len(x))
-        return np.split(x, np.cumsum(rows)[:-1]) if len(rows) > 1 else [x]
-
-    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Array | Coded | Joined | None:
-        if all(name in blocks for name in names):
-            return keep(field, names)
-        before, parts = len(wrong), [get(name) for name in names]
-        if len(wrong) > before:  # nothing to build any more: go on only to name every bad tensor
-            return None
-        parts = {(name, k): part for name, x in zip(names, parts, strict=True) for k, part in enumerate(apart(name, x))}
-        return coded(put, form)(
-            field, arranged(c, field, [name for name, _ in parts], [*parts.values()], finite), dtype
-        )
-
-    def keep(field: str, names: tuple[str, ...]) -> Coded | Joined | None:
-        before, parts = len(wrong), [blocks[name]() for name in names]
-        for name, x in zip(names, parts, strict=True):
-            if x.shape != wanted[name]:
-                wrong.append(f"{name} has shape {x.shape}, the config needs {wanted[name]}")
-            elif not x.finite:
-                wrong.append(f"{name} holds NaN or infinity")
-        if len(wrong) > before:
-            return None
-        found = stacked(parts, *together([len(x.codes) for x in parts], c.heads)) if len(parts) > 1 else parts[0]
-        return jax.tree.map(lambda x: put(field, x, x.dtype), found)
-
-    made = _stacked(c, table, stack, dtype)
-    if wrong:
+    checkpoint = Checkpoint(c, table, wanted, tensors, blocks, put, form)
+    made = _stacked(c, table, checkpoint.array, dtype)
+    if wrong := checkpoint.wrong:
         raise ValueError("the checkpoint cannot be used: " + "; ".join(wrong[:8]) + _more(wrong, 8))
     return made
 
 
-def abstract(c: ModelConfig, table: Names, dtype: Any, form: str | None = None) -> Params:
-    """Params of shapes alone, for compiling without weights; form: what matrices are kept as."""
-    known = names(c, table)
+@dataclass(frozen=True)
+class Checkpoint:
+    """Named tensors on their way into arrays; wrong: what was found of them."""
 
-    def stack(field: str, names: tuple[str, ...], dtype: Any) -> Any:
-        parts = [(n, *known[name][1:]) for name in names for n in table.rows(c, name, known[name][0])]
-        return like(field, joined(c, field, parts), dtype, form)
+    config: ModelConfig
+    table: Names
+    wanted: Mapping[str, tuple[int, ...]]
+    tensors: Tensors
+    blocks: Blocks
+    put: Put
+    form: str | None
+    wrong: list[str] = field(default_factory=list)
 
-    return _stacked(c, table, stack, dtype)
+    def array(self, field: str, names: tuple[str, ...], dtype: Any) -> Array | Coded | Joined | None:
+        """What the tensors of a field are kept as; None: what is wrong with them is noted, and the others are read."""
+        kept = all(name in self.blocks for name in names)
+        before, parts = len(self.wrong), [self._found(name, kept) for name in names]
+        if len(self.wrong) > before:
+            return None
+        x = stacked(self.config, self.table, field, names, parts, self._finite_codes if kept else self._finite)
+        if kept:
+            found = [own.mapped() for own in x.apart()]
+            return self._put(field, found[0] if len(found) == 1 else Joined(parts=tuple(found)))
+        encode = encoder(field, self.form, dtype)
+        return self.put(field, x, dtype) if encode is None else self._put(field, x.mapped(encode))
+
+    def _put(self, field: str, found: Any) -> Any:
+        return jax.tree.map(lambda x: self.put(field, Held(x), x.dtype), found)
+
+    def _found(self, name: str, kept: bool) -> Any:
+        got = self.blocks[name]() if kept else self.tensors[name]()
+        if got.shape != self.wanted[name]:
+            self._note(f"{name} has shape {got.shape}, the config needs {self.wanted[name]}")
+        elif not kept and got.dtype == np.uint8:
+            self._note(f"{name} holds bytes, and the config names no format of them")
+        return got
+
+    def _finite(self, name: str, rows: np.ndarray) -> None:
+        if not bool(np.isfinite(rows).all()):
+            self._note(f"{name} holds NaN or infinity")
+
+    def _finite_codes(self, name: str, rows: Coded) -> None:
+        if not rows.finite:
+            self._note(f"{name} holds NaN or infinity")
+
+    def _note(self, text: str) -> None:
+        if text not in self.wrong:
+            self.wrong.append(text)
 
 
-def arranged(
-    c: ModelConfig, field: str, names: list[str], parts: list[np.ndarray], check: Callable[[str, np.ndarray], None]
+def stacked(
+    c: ModelConfig,
+    table: Names,
+    field: str,
+    names: Sequence[str],
+    parts: Sequence[Any],
+    check: Callable[[str, Any], None] = lambda name, rows: None,
 ) -> Stack:
     """The array that the tensors of a field share, as `together` says; of every expert's an axis more."""
-    count = c.experts.count if c.experts and field.startswith(EACH) else 1
-    each = len(parts) // count
-    if each > 1:
-        n, _, size = together([len(x) for x in parts[:each]], c.heads)
-        parts = [x.reshape(n, -1, size, *x.shape[1:]) for x in parts]
-    if not field.startswith(EACH):
-        return Stack(tuple(names), parts, check)
-    for name, x in zip(names, parts, strict=True):
-        check(name, x)
-    own = [np.concatenate(parts[at : at + each], 1) if each > 1 else parts[at] for at in range(0, len(parts), each)]
-    return Stack((field,), [np.stack(own)], check)
-
-
-def joined(c: ModelConfig, field: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of the array that a field's tensors share, as `together` says; of every expert's an axis more."""
     count = c.experts.count if c.experts and field.startswith(EACH) else None
-    rows = [shape[0] for shape in shapes[: len(shapes) // (count or 1)]]
-    one = (*(together(rows, c.heads) if len(rows) > 1 else rows), *shapes[0][1:])
-    return one if count is None else (count, *one)
+    own: list[tuple[str, Any]] = []
+    for name, x in zip(names, parts, strict=True):
+        ends = list(accumulate(table.rows(c, name, x.shape[0]), initial=0))
+        own += [(name, x)] if len(ends) == 2 else [(name, Rows(x, a, b)) for a, b in pairwise(ends)]
+    each = len(own) // (count or 1)
+    n, _, size = together([x.shape[0] for _, x in own[:each]], c.heads) if each > 1 else (0, 0, 1)
+    return Stack([name for name, _ in own], [x for _, x in own], n, size, count, check)
+
+
+def abstract(
+    c: ModelConfig, table: Names, dtype: Any, form: str | None = None, blocks: Blocks = MappingProxyType({})
+) -> Params:
+    """Params of shapes alone, for compiling without weights; form, blocks: as for `assemble`."""
+    known = names(c, table)
+
+    def array(field: str, names: tuple[str, ...], dtype: Any) -> Any:
+        if all(name in blocks for name in names):
+            found = [x.like() for x in stacked(c, table, field, names, [blocks[name]() for name in names]).apart()]
+            return found[0] if len(found) == 1 else Joined(parts=tuple(found))
+        parts = [jax.ShapeDtypeStruct(known[name], dtype) for name in names]
+        return like(field, stacked(c, table, field, names, parts).shape, dtype, form)
+
+    return _stacked(c, table, array, dtype)
 
 
 def together(rows: list[int], heads: int) -> tuple[int, int, int]:

@@ -18,7 +18,6 @@ from jkv.core.compiled import Cost, compiled, peak_bytes
 from jkv.core.loop import absorb_own, run_block, run_blocks
 from jkv.core.sharding import MeshPlan
 from jkv.generation.prompts import stop_ids_of
-from jkv.host import memory
 from jkv.models import Params
 from jkv.plan.programs import bytes_of, search
 
@@ -39,15 +38,6 @@ def several(rows: int, unit: int) -> int:
 def whole(rows: int, unit: int) -> int:
     """Rounded up to whole units."""
     return -(-rows // unit) * unit
-
-
-def spare(over: MeshPlan | None) -> int:
-    """Bytes free on each device of this process; on a CPU, four fifths of the free memory for all of them together."""
-    own = jax.local_devices()
-    devices = own[:1] if over is None else [d for d in over.mesh.devices.flat if d in own]
-    if all(d.memory_stats() for d in devices):
-        return min(map(memory.free, devices))
-    return memory.available() * 4 // 5 // len(devices)
 
 
 def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:

@@ -23,6 +23,7 @@ from jkv.batch.requests import Refused, Request, checked, failed, limits, lines,
 from jkv.batch.running import Answer, Running
 from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.core.compiled import Cost, use_disk_cache
+from jkv.generation.chunks import spare
 from jkv.methods.checks import check, check_prefill
 
 
@@ -131,7 +132,7 @@ class Work:
     def largest(self, bucket: Bucket) -> int:
         """Rows at once that fit in the bucket, the longest one that can run at all."""
         job, most = self.job, max(len(b.rows) for b in self.buckets)
-        free = fit.spare(job.over)
+        free = spare(job.over)
         if spans(job.over):  # all try the same
             free = int(gathered(np.array([free], np.int64)).min())
         shapes = partial(job.shapes, bucket, self.requests)

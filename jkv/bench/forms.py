@@ -45,7 +45,7 @@ def rows(load: Load, forms: Sequence[str | None], texts: np.ndarray, prefix: int
 def followed(params: Params, text: np.ndarray, prefix: int) -> tuple[float, Follow]:
     """Seconds of the prefix of one text, and what goes through the rest."""
     rest = text.shape[1] - prefix
-    cache, logits, cost = prefilled(params, as_config(None), text[:, :prefix].tolist(), rest, None)
+    cache, logits, cost, _ = prefilled(params, as_config(None), text[:, :prefix].tolist(), rest, 0)
     return cost.running, Follow(params, cache, logits, text[:, prefix:])
 
 

@@ -22,7 +22,7 @@ from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import train as training_cli
-from jkv.cli.options import MODEL, Drawing, Dtype, Mesh, Model, PrefillDtype, Weights, flat
+from jkv.cli.options import MODEL, Chunk, Drawing, Dtype, Mesh, Model, PrefillDtype, Weights, flat
 from jkv.host import console
 from jkv.host.console import status
 
@@ -105,7 +105,6 @@ app.command()(batch_cli.batch)
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
 File = Annotated[str | None, typer.Option(metavar="PATH", help="Text file with the prompt; - is stdin.")]
 Chat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")]
-Chunk = Annotated[int | None, typer.Option(help="Prompt tokens prefilled at a time, to save memory; 0: all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -176,7 +175,8 @@ def generate(
     cache: Cached = CACHE,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     drawing: Drawing = Drawing(),
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling; of further answers the numbers after it.")] = 0,
+    n: Annotated[int, typer.Option("-n", min=1, help="Answers to the prompt, which is read once.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     chunk: Chunk = None,
     draft: Annotated[str | None, typer.Option(help="Guess tokens and verify several a pass: suffix, recycle.")] = None,
@@ -199,6 +199,7 @@ def generate(
         stop=tuple(stop or ()),
         chunk=chunk,
         compare=compare,
+        n=n,
         draft=draft,
     )
     import jkv
@@ -208,7 +209,11 @@ def generate(
         report = asdict(out.report) | {"ratio": out.report.ratio}
         print(json.dumps({"text": out.text, "tokens": out.tokens, "report": report}))
         return
-    out = show(jkv.stream(params, cache, asked, **options))
+    if n == 1:
+        out = show(jkv.stream(params, cache, asked, **options))
+    else:
+        out = jkv.generate(params, cache, asked, **options)
+        print("\n\n".join(f"[{i}] {text}" for i, text in enumerate(out.text)))
     print(f"\n{out.report}", file=sys.stderr)
 
 

@@ -34,6 +34,12 @@ PrefillDtype = Annotated[
 Mesh = Annotated[
     str | None, typer.Option(help="Devices that share the weights, such as data=2,model=4. Default: one device.")
 ]
+Chunk = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Prompt tokens prefilled at a time; 0: all. Default: all, or as many as memory has room for."
+    ),
+]
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:

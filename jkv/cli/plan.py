@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jkv.cli.options import Chunk, Weights
 from jkv.host import console
 
 if TYPE_CHECKING:
     from jkv.plan.programs import Program
     from jkv.plan.target import Target
 
-NUMBERS = ("what", "weights", "kernels", "temporary", "peak", "flops", "moved", "cycles", "refused", "compile_s")
+NUMBERS = (
+    "what",
+    "weights",
+    "kernels",
+    "temporary",
+    "peak",
+    "flops",
+    "moved",
+    "cycles",
+    "refused",
+    "compile_s",
+    "reading",
+)
 
 
 def plan(
@@ -25,9 +38,9 @@ def plan(
     context: Annotated[int, typer.Option(min=2, help="Tokens of a row, answer included.")] = 8192,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
     cache: Annotated[list[str] | None, typer.Option(help="A composition; repeatable. Default: full.")] = None,
-    chunk: Annotated[int, typer.Option(min=0, help="Prompt tokens prefilled at a time; 0: the whole prompt.")] = 0,
+    chunk: Chunk = None,
     dtype: Annotated[str, typer.Option(help="Type of weights and exact tokens.")] = "bfloat16",
-    weights: Annotated[str | None, typer.Option(help="How matrices are kept: int8, int4. Default: --dtype.")] = None,
+    weights: Weights = None,
     mesh: Annotated[
         str | None, typer.Option(help="Such as data=2,model=4,context=2. Default: model as large as kv heads allow.")
     ] = None,
@@ -46,24 +59,18 @@ def plan(
 ) -> None:
     """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, and an accelerator that is here stays free
-    import jax.numpy as jnp
-
-    from jkv import methods, models
+    from jkv import methods
     from jkv.bench import results
-    from jkv.bench.shapes import config_of
-    from jkv.io.load import check_dtype, check_weights
-    from jkv.models.coding import FORMATS
     from jkv.plan.programs import TRIES, Job, gib, programs
     from jkv.plan.programs import largest as search
     from jkv.plan.target import target
 
-    check_dtype(dtype)
-    check_weights(weights, FORMATS)
+    subject = _subject(model, dtype, weights)
     results.check_path(out)
     configs = [methods.parse(x) for x in cache or ["full"]]
-    shape = models.read_config(config_of(model))
-    if context > shape.context:
-        raise ValueError(f"--context {context}: the context of {model} is {shape.context}; give less")
+    longest = subject["model"].context
+    if context > longest:
+        raise ValueError(f"--context {context}: the context of {model} is {longest}; give less")
     machine = target(topology)
     sizes = dict(batch=batch, context=context, chunk=chunk)
     about = results.meta(model, 1, topology=topology, dtype=dtype, **sizes)
@@ -71,7 +78,7 @@ def plan(
     rows = []
     with console.progress(len(configs) * (TRIES if largest else 2)) as say:
         for config in configs:
-            job = Job(model=shape, config=config, dtype=jnp.dtype(dtype), form=weights, mesh=mesh, **sizes)
+            job = Job(config=config, mesh=mesh, **subject, **sizes)
             if largest:
                 print(f"{config}: largest batch {search(job, machine, say)}")
                 continue
@@ -82,6 +89,23 @@ def plan(
                 results.save(out, about, numbers)
     if rows:
         _show(rows, machine, costs, collectives)
+
+
+def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
+    """What a job is told of the weights: their model, type and form, and what they are in a file."""
+    import jax.numpy as jnp
+
+    from jkv import models
+    from jkv.bench.shapes import SHAPES
+    from jkv.io.load import blocks_of, check_dtype, check_weights, read
+    from jkv.io.source import Source
+
+    check_dtype(dtype)
+    check_weights(weights)
+    source = Source(SHAPES[model], {}) if model in SHAPES else read(model)
+    blocks = blocks_of(model, source, dtype) if weights == "file" else {}
+    form = None if weights == "file" else weights
+    return dict(model=models.read_config(source.config), dtype=jnp.dtype(dtype), form=form, blocks=blocks)
 
 
 def _show(rows: list[tuple[str, Program]], machine: Target, costs: bool, collectives: bool) -> None:
@@ -95,5 +119,7 @@ def _show(rows: list[tuple[str, Program]], machine: Target, costs: bool, collect
     if collectives:
         console.show(messages([(name, p.what, p.collectives) for name, p in rows]))
     for name, program in rows:
+        if program.reading:
+            print(f"{name}, {program.what}: {program.reading}")
         if program.refused:
             print(f"{name}, {program.what}: {program.refused}")

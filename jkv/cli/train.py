@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jkv.cli.options import MODEL, Floats, Model, flat
+from jkv.cli.options import MODEL, Floats, Model, Weights, flat
 from jkv.host.extras import install
 
 train = typer.Typer(
@@ -201,6 +201,7 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         length: Annotated[int, typer.Option(help="Tokens of a text.")] = long,
         seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
         dtype: Floats = "float32",
+        weights: Weights = None,
     ) -> None:
         from jkv.host import console
         from jkv.io import learned
@@ -209,7 +210,7 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
 
         if (out / learned.CARD).exists():
             raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
-        params = load(model, dtype)
+        params = load(model, dtype, None, weights)
         layers = params.config.layers
         steps = {"compresskv": 2 * texts, "moments": layers, "queries": layers}.get(name, texts)
         with console.progress(steps) as say:

@@ -142,12 +142,20 @@ def over(params: Params) -> MeshPlan | None:
     return MeshPlan(where.mesh) if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else None
 
 
-def placing(over: Mesh) -> Callable[[str, np.ndarray, Any], jax.Array]:
+def placing(over: Mesh) -> Callable[[str, Any, Any], jax.Array]:
     """How `models.build` gets an array of a field from the host to its shards: no device has more than its own."""
 
     def put(field: str, x: Any, dtype: Any) -> jax.Array:
         where = NamedSharding(over, _of_weight(field, x.shape, over))
-        return jax.make_array_from_callback(x.shape, where, lambda index: np.array(x[index], dtype), dtype=dtype)
+        parts: dict[Any, np.ndarray] = {}  # devices that have the same share one array of the host
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            key = tuple((s.start, s.stop) for s in index)
+            if key not in parts:
+                parts[key] = x.read(index, dtype)
+            return parts[key]
+
+        return jax.make_array_from_callback(x.shape, where, part, dtype=dtype)
 
     return put
 

@@ -163,7 +163,7 @@ class Prefills:
         taken = sum(tree_bytes((x.x, x.lse)) for x in self.passes.values())
         fits = key in self.passes or taken + size(params, len(ids), length) <= self.limit
         kind = partial(Known, known=known if fits else None)
-        return prefilled(params, config, ids.tolist(), room, None, kind=kind)[:2]
+        return prefilled(params, config, ids.tolist(), room, config.chunk or 0, kind=kind)[:2]
 
 
 def size(params: Params, rows: int, length: int) -> int:

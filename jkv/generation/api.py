@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ from jkv.core.compiled import Cost
 from jkv.core.loop import borders, run_block, run_blocks
 from jkv.core.positions import bucket
 from jkv.core.sharding import over
-from jkv.generation.asked import Asked, Until, asked, composition, model
+from jkv.generation.asked import Asked, Until, asked, composition, fit, model
+from jkv.generation.chunks import Chunks
 from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
 from jkv.generation.prefill import extended, prefilled
-from jkv.generation.prompts import Prompt, check_length, encode, stop_ids_of
+from jkv.generation.prompts import Prompt, encode, stop_ids_of
 from jkv.generation.report import (
     Report,
     check_compressed,
@@ -36,6 +38,7 @@ from jkv.generation.report import (
     roomy_bytes,
     tier_bits,
 )
+from jkv.generation.steps import forks
 from jkv.host.arguments import count, short
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -66,8 +69,8 @@ def prefill(
     """The cache after a prompt, and the logits f32[B,V] of what comes next.
 
     room: tokens that may be added later (default: 256, or what the model's context leaves of them); chunk: prompt
-    tokens at a time, so that memory is the budget and a chunk whatever the prompt's length. Raises ValueError for what
-    cannot work, with the way out.
+    tokens at a time, so that memory is the budget and a chunk whatever the prompt's length; 0: all; None: all, or in
+    pieces that memory has room for, which stderr then says. Raises ValueError for what cannot work, with the way out.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -83,7 +86,9 @@ def prefill(
     if room is None:
         left = params.config.context - max(map(len, rows))
         room = ROOM if plan.unlimited else max(0, min(ROOM, left))
-    cache, logits, _ = prefilled(params, plan, rows, room, chunk)
+    cache, logits, _, chunks = prefilled(params, plan, rows, room, chunk)
+    if chunks.size and chunks.open:
+        print(f"note: the prompt is read {chunks.why}", file=sys.stderr, flush=True)
     return cache, logits
 
 
@@ -116,6 +121,7 @@ def generate(
     stop: Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
     chunk: int | None = None,
+    n: int = 1,
     compare: bool = False,
     until: Until | None = None,
     draft: str | Params | Drafter | None = None,
@@ -125,7 +131,8 @@ def generate(
     cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to go
     on from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
     depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. stop: texts that
-    end a row (left out of it); stop_ids: tokens that do (default: the model's). compare: also run the full cache on
+    end a row (left out of it); stop_ids: tokens that do (default: the model's). chunk: as for `prefill`. n: answers to
+    each prompt, in rows next to each other: it is read once, and its cache forked. compare: also run the full cache on
     the generated tokens and report KL and first divergence. until(cache, logits f32[B,V], tokens): asked after every
     block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it. draft:
     "suffix", "recycle", a smaller model or a Drafter: guesses, several of them verified in a pass, with the tokens of
@@ -150,6 +157,7 @@ def generate(
         stop=stop,
         stop_ids=stop_ids,
         chunk=chunk,
+        n=n,
         compare=compare,
         until=until,
         draft=draft,
@@ -169,8 +177,8 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
     """
     given = asked(params, cache, **options)
     rows, single = encode(params, prompt)
-    _fit(params, given, rows)
-    if len(rows) != 1 or params.tokenizer is None:
+    fit(params, given, rows)
+    if len(rows) * given.n != 1 or params.tokenizer is None:
         raise ValueError("stream takes one prompt and a model with a tokenizer; use generate for several rows or ids")
     return _pieces(params, given, rows, single)
 
@@ -209,40 +217,35 @@ def _tokens(out: Array) -> list[list[int]]:
     return [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
 
 
-def _fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
-    """Raise ValueError for options that are not those of these rows, or rows that are too long with what is asked."""
-    draw.check(len(rows), **asked.draws)
-    if asked.seeds.ndim and len(asked.seeds) != len(rows):
-        raise ValueError(
-            f"seed has {len(asked.seeds)} numbers for {len(rows)} rows: give one a row, or a single number"
-        )
-    if isinstance(asked.cache, CacheConfig):
-        check_length(asked.cache, params.config, max(map(len, rows)), asked.new)
-
-
 class Generation:
     """One generation: prefill at construction, then blocks, then the result."""
 
     def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:
-        self.rows, self.single, b = rows, single, len(rows)
-        _fit(params, asked, rows)
+        fit(params, asked, rows)
+        self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
+        self.rows = [row for row in rows for _ in range(asked.n)]
+        b = len(self.rows)
         seeds = asked.seeds if asked.seeds.ndim else (asked.seeds + np.arange(b)) % (1 << 32)
         ids = stop_ids_of(params) if asked.stop_ids is None else asked.stop_ids
         self.sampling = draw.make(b, params.config.vocab, seeds=seeds.tolist(), stop_ids=ids, **asked.draws)
         penalized = bool((self.sampling.penalty != 1).any())
-        new, cache, chunk, compare = asked.new, asked.cache, asked.chunk, asked.compare
-        self.stop, self.until, self.new, self.chunk, self.given = asked.stop, asked.until, new, chunk, cache
+        new, cache, compare = asked.new, asked.cache, asked.compare
+        self.stop, self.until, self.new, self.given = asked.stop, asked.until, new, cache
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
-            self.cache, logits, self.prefill_cost = extended(params, cache, self.rows, new)
+            self.cache, logits, self.prefill_cost = extended(params, cache, rows, new)
+            self.chunks = Chunks(size=0, why="whole, after the cache given")
         else:
             config = cache
             self.name, self.bounded, self.exactness = str(config), config.budget.bounded, config.exactness
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
             begin = partial(self._begin, penalized=penalized, compare=compare)
-            self.cache, logits, self.prefill_cost = prefilled(params, config, self.rows, self.room, chunk, begin)
+            read = prefilled(params, config, rows, self.room, asked.chunk, begin, forks=self.n)
+            self.cache, logits, self.prefill_cost, self.chunks = read
+        if self.n > 1:
+            self.cache, logits = self.prefill_cost.run(forks, self.cache, logits, n=self.n)
         self.params = replace(params, config=self.cache.model)
         self.draft, self.drafting = asked.draft, None
         if params.prefill_dtype is not None:
@@ -256,6 +259,8 @@ class Generation:
     def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
         """What decodes begins to compile while the prompt is read: steps, then a flush if they come that far."""
         logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
+        if self.n > 1:
+            cache, logits = jax.eval_shape(partial(forks, n=self.n), cache, logits)
         state = self._start(cache, logits, penalized, compare)
         for full in (False, True)[: 1 + (self.new > cache.room - cache.stay)]:
             Cost().ahead(run_block, params, state, self.sampling, jnp.int32(self.new), full=full)
@@ -329,7 +334,7 @@ class Generation:
         state, tokens = self.state, _tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
         kl, divergence = self._fidelity()
-        prompt, new = sum(map(len, self.rows)), sum(map(len, tokens))
+        prompt, new = (sum(map(len, x)) for x in (self.prompts, tokens))
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
         if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
             longest = bucket(max(map(len, self.rows))) + self.room
@@ -337,7 +342,7 @@ class Generation:
             config=self.name,
             exactness=self.exactness,
             rows=len(self.rows),
-            tokens_prompt=prompt,
+            tokens_prompt=prompt * self.n,
             tokens_new=new,
             tokens_kept=kept_tokens(state.cache),
             dtype=str(state.cache.dtype),
@@ -348,6 +353,8 @@ class Generation:
             bytes_states=tree_bytes(state.cache.states),
             bytes_predicted=self.predicted,
             bytes_temporary=self.cost.temporary,
+            chunk=self.chunks.size,
+            reading=self.chunks.why,
             bytes_peak_prefill=self.prefill_cost.peak,
             bytes_peak_decode=self.cost.peak,
             bytes_weights=tree_bytes(self.params),
@@ -381,7 +388,8 @@ class Generation:
         # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
         forced = jnp.asarray(self.state.out)
         exact = replace(self.params, prefill_dtype=None)
-        cache, logits, _ = prefilled(exact, composition(None), self.rows, self.room, 0)
+        cache, logits, *_ = prefilled(exact, composition(None), self.prompts, self.room, None)
+        cache, logits = forks(cache, logits, self.n)
         state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.maximum(forced, 0), traced=True)
         cost, n = Cost(over=over(self.params)), self.new
         full = cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(n)).trace

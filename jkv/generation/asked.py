@@ -10,8 +10,10 @@ import numpy as np
 from jax import Array
 
 from jkv import methods
+from jkv.core import sampling
 from jkv.core.cache import Cache
 from jkv.generation.drafters import Drafter, check, drafter
+from jkv.generation.prompts import check_length
 from jkv.host import forked
 from jkv.host.arguments import count, numbers, short
 from jkv.methods.config import CacheConfig
@@ -22,7 +24,7 @@ Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options of one generation. draws: of `sampling.make`; seeds: one, or one a row."""
+    """The options of one generation. draws: of `sampling.make`; seeds: one, or one a row; n: rows a prompt."""
 
     cache: CacheConfig | Cache
     new: int
@@ -31,6 +33,7 @@ class Asked:
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...] | None
     chunk: int | None
+    n: int
     compare: bool
     until: Until | None
     draft: Drafter | None
@@ -45,6 +48,7 @@ def asked(
     stop: Any = (),
     stop_ids: Any = None,
     chunk: Any = None,
+    n: Any = 1,
     compare: Any = False,
     until: Any = None,
     draft: Any = None,
@@ -78,10 +82,23 @@ def asked(
         stop=texts(stop, params),
         stop_ids=None if ends is None else tuple(ends.reshape(-1).tolist()),
         chunk=None if chunk is None else count("chunk", chunk, "0 (all at once) or more"),
+        n=count("n", n, "1 answer a prompt, or more", 1),
         compare=bool(compare),
         until=cast(Any, until),
         draft=None if draft is None else drafter(draft, params),
     )
+
+
+def fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
+    """Raise ValueError for options that are not those of these rows, or rows that are too long with what is asked."""
+    b = len(rows) * asked.n
+    heat, *_ = sampling.check(b, **asked.draws)
+    if asked.n > 1 and not heat.all():
+        raise ValueError(f"n={asked.n}: answers that are not drawn are all alike; give a temperature above 0, or n=1")
+    if asked.seeds.ndim and len(asked.seeds) != b:
+        raise ValueError(f"seed has {len(asked.seeds)} numbers for {b} rows: give one a row, or a single number")
+    if isinstance(asked.cache, CacheConfig):
+        check_length(asked.cache, params.config, max(map(len, rows)), asked.new)
 
 
 def model(params: Any) -> None:

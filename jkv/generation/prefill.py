@@ -18,9 +18,10 @@ from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.deferred import compress, probe, statistics
 from jkv.core.loop import absorb, absorb_own
 from jkv.core.positions import bucket, pad
+from jkv.generation.chunks import Chunks, chosen, spare
 from jkv.generation.draft import greedy
 from jkv.generation.prompts import check_length, check_total, reaching
-from jkv.generation.sizes import empty, sized
+from jkv.generation.sizes import empty, shaped, sized
 from jkv.generation.steps import check_there
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
@@ -32,8 +33,9 @@ from jkv.protocols import Probe
 class Prompts:
     """The prompts of one call, and the programs that read them into caches; a `protocols.Reading`.
 
-    room: tokens after them; chunk: tokens read at a time, 0: all; length: of the padded rows, None: as short as there
-    are programs; then(params, cache): told what comes out, before it does, where its shapes are known.
+    room: tokens after them; chunk: tokens read at a time, 0: all; forks: rows that each is to become, whose caches
+    share a budget in bytes; length: of the padded rows, None: as short as there are programs; then(params, cache): told
+    what comes out, before it does, where its shapes are known.
     """
 
     params: Params
@@ -42,6 +44,7 @@ class Prompts:
     room: int
     cost: Cost
     chunk: int = 0
+    forks: int = 1
     length: int | None = None
     then: Callable[[Params, Cache], None] | None = None
 
@@ -67,6 +70,12 @@ class Prompts:
             return self.params
         return replace(self.params, config=reaching(self.params.config, self.longest + self.room))
 
+    def chunks(self) -> Chunks:
+        """How there is room to read them."""
+        dtype, over = self.params.embed.dtype, self.cost.over
+        copies = jax.default_backend() == "cpu" and dtype.itemsize < 4
+        return chosen(self.config, self.blank(shaped, dtype), self.longest, spare(over), over, copies)
+
     def of(self, rows: list[list[int]]) -> Prompts:
         return replace(self, rows=rows)
 
@@ -74,13 +83,21 @@ class Prompts:
         return replace(self, params=params, config=config, length=None, then=None)
 
     def empty(self) -> Cache:
-        params, length = self.reaching, self.padded + self.room
-        cache = self.made(partial(empty, self.config, params.config, len(self.rows), length, self.room))
+        params = self.reaching
+        cache = self.made(partial(self.blank, empty))
         if self.then and self.config.budget.statistic is None and len(params.embed.sharding.device_set) == 1:
             if self.whole and not self.config.prefill.defers:  # the first token waits for these programs alone
                 self.cost.ahead(absorb_own, params, cache, pad(self.rows, self.padded), fresh=True)
             self.then(params, cache)
         return cache
+
+    def blank(self, make: Callable[..., Cache], dtype: Any) -> Cache:
+        """make(...), `empty` or its shapes, for these prompts."""
+        model, b, length = self.reaching.config, len(self.rows), self.padded + self.room
+        sizes = None
+        if self.forks > 1:
+            sizes = sized(self.config, model, b * self.forks, length, self.room, dtype)
+        return make(self.config, model, b, length, self.room, dtype, sizes)
 
     def absorb(self) -> tuple[Cache, Array]:
         params, cache, ids = self.reaching, self.empty(), pad(self.rows, self.padded)
@@ -119,9 +136,10 @@ class Prompts:
 
     def divided(self, cache: Cache, dense: Cache) -> Cache:
         """An empty cache as another, of the sizes that a statistic of its layers gives; with the shares of each row."""
-        shape = cache.model, len(self.rows), cache.plan[0].longest, cache.new, dense.dtype
-        sizes = sized(self.config, *shape, [len(row) for row in self.rows], self.statistic(dense))
-        made = self.made(lambda _: empty(self.config, *shape, sizes))
+        b, rest = len(self.rows), (cache.plan[0].longest, cache.new, dense.dtype)
+        lengths, found = [len(row) for row in self.rows], self.statistic(dense)
+        sizes = sized(self.config, cache.model, b * self.forks, *rest, lengths, found)
+        made = self.made(lambda _: empty(self.config, cache.model, b, *rest, sizes))
         layers = zip(made.layers, jnp.asarray(sizes.rows, jnp.int32), strict=True)
         return replace(made, layers=tuple(replace(x, share=y) for x, y in layers))
 
@@ -134,10 +152,13 @@ def prefilled(
     chunk: int | None,
     then: Callable[[Params, Cache], None] | None = None,
     kind: Callable[..., Prompts] = Prompts,
-) -> tuple[Cache, Array, Cost]:
-    """The cache after prompts, the logits of what comes next, and what it cost; ValueError for what cannot work.
+    forks: int = 1,
+) -> tuple[Cache, Array, Cost, Chunks]:
+    """The cache after prompts, the logits of what comes next, what it cost, and how they were read; ValueError for what
+    cannot work.
 
-    then: as in `Prompts`; kind: makes them.
+    chunk: tokens read at a time, 0: all, None: as the config says, or as memory has room. then, forks: as in `Prompts`;
+    kind: makes them.
     """
     use_disk_cache()
     over = sharding.over(params)
@@ -145,11 +166,19 @@ def prefilled(
     if over is not None:
         config = config.over(over)
         over.check(len(rows))
-    chunk = config.chunk if chunk is None else chunk
-    check(config, params.config, chunk)
+    asked = config.chunk if chunk is None else chunk
+    check(config, params.config, asked or 0)
     check_length(config, params.config, max(map(len, rows)), room)
-    prompts = kind(params=params, config=config, rows=rows, room=room, cost=cost, chunk=chunk, then=then)
-    return *config.prefill(prompts), cost
+    prompts = kind(params=params, config=config, rows=rows, room=room, cost=cost, then=then, forks=forks)
+    chunks = prompts.chunks() if asked is None else Chunks.asked(asked, prompts.longest)
+    while True:
+        try:
+            return *config.prefill(replace(prompts, chunk=chunks.size)), cost, chunks
+        except jax.errors.JaxRuntimeError as error:
+            fewer = chunks.fewer(prompts.longest) if "RESOURCE_EXHAUSTED" in str(error) else None
+            if fewer is None:
+                raise
+            chunks = fewer
 
 
 def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tuple[Cache, Array, Cost]:

@@ -28,12 +28,13 @@ class Report:
     `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
     changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
     decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them;
-    `bytes_weights` of the model, and what its matrices are kept as. tokens_kept: per layer and head, mean over rows.
-    bits: of a number of the keys and of the values in tiers, metadata included (0: there are no tiers). kernels_off:
-    why kernels of the platform do not run. kl: mean KL(full || compressed) in nats over the generated tokens;
-    divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None if not
-    asked for. passes: of the model over the cache; drafted: tokens of a row that were verified beside each next one,
-    drafted_taken: those of them that came; None without drafts.
+    `bytes_weights` of the model, and what its matrices are kept as. chunk: prompt tokens read at a time (0: all), and
+    reading: why so many. tokens_kept: per layer and head, mean over rows. bits: of a number of the keys and of the
+    values in tiers, metadata included (0: there are no tiers). kernels_off: why kernels of the platform do not run. kl:
+    mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
+    cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
+    drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came; None
+    without drafts.
     """
 
     config: str
@@ -50,6 +51,8 @@ class Report:
     bytes_states: int
     bytes_predicted: int
     bytes_temporary: int
+    chunk: int
+    reading: str
     bytes_peak_prefill: int
     bytes_peak_decode: int
     bytes_weights: int
@@ -98,6 +101,8 @@ class Report:
             f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
             f"while decoding, beside the weights ({self.bytes_weights:,}, {self.weights})",
         ]
+        if self.chunk:
+            lines.append(f"prompt       {self.reading}")
         if self.kernels_off:
             lines.append(f"kernels off  {self.kernels_off}")
         if self.bytes_states:

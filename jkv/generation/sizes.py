@@ -32,18 +32,31 @@ def empty(
 
     sizes: what its layers get of the budget, or None: what they get of it whatever the prompt.
     """
-    plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
-    layers = jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), layers)
-    return Cache(
-        layers=layers,
-        states=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), states),
-        counts=Counts(**{name: jnp.zeros(rows, jnp.int32) for name in ("seen", "prompt", "later")}),
-        fill=jnp.int32(plan[0].stay if plan else 0),
-        plan=plan,
-        model=model,
-        name=config.name,
-        new=new,
+    cache = shaped(config, model, rows, longest, new, dtype, sizes)
+    return replace(
+        cache,
+        layers=jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), cache.layers),
+        states=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache.states),
+        counts=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache.counts),
+        fill=jnp.int32(cache.stay),
     )
+
+
+def shaped(
+    config: CacheConfig,
+    model: ModelConfig,
+    rows: int,
+    longest: int,
+    new: int,
+    dtype: Any,
+    sizes: Sizes | None = None,
+) -> Cache:
+    """The shapes of `empty`."""
+    plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
+    number: Any = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    counts = Counts(seen=number((rows,)), prompt=number((rows,)), later=number((rows,)))
+    about = dict(plan=plan, model=model, name=config.name, new=new)
+    return Cache(layers=layers, states=states, counts=counts, fill=number(()), **about)
 
 
 def sized(

@@ -1,4 +1,4 @@
-"""One token at a time: `step` takes the given cache's memory, `branch` leaves it as it was."""
+"""One token at a time: `step` takes the given cache's memory, `branch` leaves it as it was; and `forks` of a cache."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
 from jkv import kernels
 from jkv.core import loop
 from jkv.core.cache import Cache
-from jkv.core.compiled import compiled
+from jkv.core.compiled import ANY, Run, call, compiled, flow
 from jkv.models import Params
 
 
@@ -48,6 +49,16 @@ def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """
     check_there(cache)
     return _run(loop.step, params, cache, token)
+
+
+@flow(arguments=(ANY, None), results=(ANY, None), static_argnames=("n",))
+def forks(cache: Cache, logits: Array, n: int = 1, run: Run = call) -> tuple[Cache, Array]:
+    """`Cache.fork` and the logits f32[B n,V] of its rows, of logits f32[B,V]; layer by layer."""
+    index = jnp.asarray(np.repeat(np.arange(cache.rows), n), jnp.int32)
+    layers = tuple(run(loop.picked, x, index) for x in cache.layers)
+    states = tuple(run(loop.picked, x, index) for x in cache.states)
+    counts, logits = run(loop.picked, (cache.counts, logits), index)
+    return replace(cache, layers=layers, states=states, counts=counts), logits
 
 
 def check_there(cache: Cache) -> None:

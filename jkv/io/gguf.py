@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -56,7 +55,11 @@ class File:
 
     def array(self, name: str) -> np.ndarray:
         """Tensor `name`, dequantised to float32 unless it is stored as float16 or bfloat16."""
-        return dequantize(self.tensors[name], self.data)
+        return self.rows(name)[:]
+
+    def rows(self, name: str, **how: Any) -> Rows:
+        """Its rows; how: as `Rows` takes it."""
+        return Rows(self.tensors[name], self.data, **how)
 
 
 class _Cursor:
@@ -206,22 +209,61 @@ def _place(cursor: _Cursor, infos: list[Tensor], base: int, align: int) -> dict[
     return tensors
 
 
-def dequantize(tensor: Tensor, data: mmap.mmap | bytes) -> np.ndarray:
-    """The values of `tensor` out of the file's bytes: float16 and bfloat16 as they are, all else as float32."""
+@dataclass(frozen=True)
+class Rows:
+    """A tensor of a file: of its rows those are decoded that are asked for, to float32 but from float16 and bfloat16.
+
+    order i[rows]: where each row lies in the file, or None: in its place; less: what the file has added to each number.
+    """
+
+    tensor: Tensor
+    data: mmap.mmap | bytes
+    order: np.ndarray | None = None
+    less: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> Any:
+        return np.dtype(np.float32) if self.less else np.dtype(_plain().get(self.tensor.type, np.float32))
+
+    def raw(self, rows: slice) -> np.ndarray:
+        """u8[rows, bytes of one] of a tensor of several axes."""
+        return self._chosen(self._bytes().reshape(self.shape[0], -1), rows)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        if len(self.shape) == 1:  # blocks of it may hold several rows, which are its numbers
+            x = self._chosen(dequantize(self.tensor.type, self._bytes()[None], self.shape)[0], rows)
+        else:
+            x = dequantize(self.tensor.type, self.raw(rows), self.shape[1:])
+        return x.astype(np.float32) - np.float32(self.less) if self.less else x
+
+    def _bytes(self) -> np.ndarray:
+        return np.frombuffer(self.data, np.uint8, self.tensor.nbytes, self.tensor.offset)
+
+    def _chosen(self, x: np.ndarray, rows: slice) -> np.ndarray:
+        return x[rows] if self.order is None else x[self.order[rows]]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+
+def _plain() -> dict[str, Any]:
+    """Types whose numbers need no decoding."""
     import ml_dtypes
+
+    return {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+def dequantize(kind: str, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The values [rows, *shape] of rows u8[rows, bytes] of a type."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize as unpack
 
-    raw = np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
-    plain: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-    if tensor.type in plain:
-        return raw.view(plain[tensor.type]).reshape(tensor.shape)
-    rows = raw.reshape(*tensor.shape[:-1], -1)
+    if plain := _plain().get(kind):
+        return np.ascontiguousarray(raw).view(plain).reshape(-1, *shape)
     # Scales in a hostile or broken file can be infinite: the values then are too, which is no error here.
     with np.errstate(all="ignore"):
-        return unpack(rows, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
-
-
-def thunk(file: File, name: str, change: Callable[[np.ndarray], np.ndarray] | None = None) -> Callable[[], np.ndarray]:
-    """A function that reads tensor `name` when called, passed through `change` if there is one."""
-    return lambda: file.array(name) if change is None else change(file.array(name))
+        return unpack(raw.reshape(len(raw), *shape[:-1], -1), GGMLQuantizationType[kind]).reshape(-1, *shape)

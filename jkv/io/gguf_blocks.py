@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jkv.io.gguf import Tensor
+from jkv.io.gguf import Rows
 from jkv.models.weights import Coded, Steps
 
 
-def coded(tensor: Tensor, data: mmap.mmap | bytes, kind: Any) -> Coded:
-    """A tensor of one of `KEPT` without a change of any weight; kind: the float type that it stands for."""
-    raw = np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
-    size, read = KEPT[tensor.type]
-    found = read(raw.reshape(*tensor.shape[:-1], -1, size))
-    return replace(found, kind=kind, form=tensor.type)
+@dataclass(frozen=True)
+class Blocks:
+    """The rows of a tensor of one of `KEPT` without a change of any weight; kind: the float type that it stands for."""
+
+    rows: Rows
+    kind: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    def __getitem__(self, rows: slice) -> Coded:
+        size, read = KEPT[self.rows.tensor.type]
+        raw = self.rows.raw(rows)
+        found = read(raw.reshape(len(raw), *self.shape[1:-1], -1, size))
+        return replace(found, kind=self.kind, form=self.rows.tensor.type)
 
 
 def _half(x: np.ndarray) -> Any:

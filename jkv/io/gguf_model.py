@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jkv.io.errors import FormatError
-from jkv.io.gguf import File, open_file, thunk
+from jkv.io.gguf import File, Rows, open_file
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.source import Source
 
-if TYPE_CHECKING:
-    from jkv.models.weights import Coded
-
-Change = Callable[[np.ndarray], np.ndarray]
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 _MODEL_TYPES |= {"granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2"}
 _GEMMA = ("gemma2", "gemma3")
@@ -66,28 +62,24 @@ def read_gguf(path: str | Path) -> Source:
         known = ", ".join(_MODEL_TYPES)
         raise FormatError(path, f"its architecture is {arch!r}", f"use a model of one of these: {known}")
     config = _config(file, arch)
-    from jkv.io.gguf_blocks import KEPT
+    from jkv.io.gguf_blocks import Blocks
 
     names = _names(file, arch, config)
-    tensors = {target: thunk(file, name, change) for target, (name, change) in names.items()}
-    kinds = {target: file.tensors[name].type for target, (name, _) in names.items()}
-    kept = {x: _block(file, *names[x]) for x, kind in kinds.items() if kind in KEPT}
+    tensors = {target: partial(_given, rows) for target, rows in names.items()}
+    kinds = {target: rows.tensor.type for target, rows in names.items()}
+    kept = {target: partial(Blocks, rows) for target, rows in names.items() if _codes(rows)}
     tokenizer = build_tokenizer(file)
     return replace(Source.of(config, tensors, tokenizer), blocks=kept, kinds=kinds)
 
 
-def _block(file: File, name: str, change: Change | None) -> Callable[[Any], Coded]:
-    """A function that reads a tensor as it is coded, for the float type that it stands for."""
+def _codes(rows: Rows) -> bool:
+    from jkv.io.gguf_blocks import KEPT
 
-    def read(kind: Any) -> Coded:
-        import jax
+    return rows.tensor.type in KEPT and len(rows.shape) > 1
 
-        from jkv.io import gguf_blocks
 
-        found = gguf_blocks.coded(file.tensors[name], file.data, kind)
-        return found if change is None else jax.tree.map(change, found)
-
-    return read
+def _given(rows: Rows) -> Rows:
+    return rows
 
 
 def _config(file: File, arch: str) -> dict[str, Any]:
@@ -186,14 +178,14 @@ def _llama3_scaling(file: File, config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
-def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str, Change | None]]:
-    """The tensors by Hugging Face name: their names in the file, and what undoes the converter's change of each.
+def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, Rows]:
+    """The tensors by Hugging Face name, what the converter did to each undone.
 
     A tensor without one means a variant that would be run wrongly.
     """
     block = _GEMMA_BLOCK if arch in (*_GEMMA, "olmo2") else _BLOCK
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    found: dict[str, tuple[str, Change | None]] = {}
+    found: dict[str, Rows] = {}
     for name, tensor in file.tensors.items():
         if _IGNORED.fullmatch(name):
             continue
@@ -204,28 +196,18 @@ def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, tuple[str
             raise FormatError(
                 file.path, f"tensor {name!r} is unknown for {arch}", "use another conversion of this model"
             )
-        change = None
+        how: dict[str, Any] = {}
         if arch in _TURNED and part in heads:
-            change = _unpermute(file.path, name, tensor.shape, heads[part])
+            how = {"order": _unpermuted(file.path, name, tensor.shape[0], heads[part])}
         elif arch in _GEMMA and part.endswith("norm"):
-            change = _minus_one
+            how = {"less": 1.0}  # Gemma stores its norm weights less one; the converter added it
         prefix = "" if layer is None else f"model.layers.{int(layer)}."
-        found[f"{prefix}{target}.{kind}"] = name, change
+        found[f"{prefix}{target}.{kind}"] = file.rows(name, **how)
     return found
 
 
-def _minus_one(weight: np.ndarray) -> np.ndarray:
-    """Gemma stores its norm weights less one; the converter added it."""
-    return weight.astype(np.float32) - 1
-
-
-def _unpermute(path: Path, name: str, shape: tuple[int, ...], heads: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Undoes the converter's row order for Llama: it interleaves the two rotary halves of each head."""
-    if shape[0] % (2 * heads):
-        raise FormatError(path, f"tensor {name!r} has {shape[0]} rows, which {heads} heads cannot share", _AGAIN)
-
-    def change(weight: np.ndarray) -> np.ndarray:
-        pairs = weight.reshape(heads, shape[0] // heads // 2, 2, *weight.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
-
-    return change
+def _unpermuted(path: Path, name: str, rows: int, heads: int) -> np.ndarray:
+    """Where each row lies after the converter's order for Llama: it interleaves the two rotary halves of each head."""
+    if rows % (2 * heads):
+        raise FormatError(path, f"tensor {name!r} has {rows} rows, which {heads} heads cannot share", _AGAIN)
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jkv.models import Params
-    from jkv.models.weights import Coded
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = ("int8", "int4", "file")
@@ -54,14 +53,19 @@ def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
         raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(known)}, or left out: floats")
 
 
-def _blocks(what: str | Path, source: Source) -> Mapping[str, Callable[[Any], Coded]]:
-    """What a file has in codes. Raises ValueError for codes that memory has no form for, and where there are none."""
+def blocks_of(what: str | Path, source: Source, dtype: str) -> Mapping[str, Callable[[], Any]]:
+    """What a file has in codes, for weights that stand for `dtype`, as `models.build` takes it.
+
+    Raises ValueError for codes that memory has no form for, and where there are none.
+    """
+    import jax.numpy as jnp
+
     for name, kind in source.kinds.items():
         if name not in source.blocks and kind.startswith("Q"):
             raise ValueError(f"weights='file': tensor {name} has type {kind}, which memory has no form for; use int8")
     if not source.blocks:
         raise ValueError(f"weights='file' keeps the blocks of a .gguf file, and {what} has none: use int8 or int4")
-    return source.blocks
+    return {name: partial(read, jnp.dtype(dtype)) for name, read in source.blocks.items()}
 
 
 def load(
@@ -104,9 +108,7 @@ def load(
     if mesh is not None:
         over = sharding.here(mesh, read_config(source.config)) if isinstance(mesh, str) else mesh
         put = sharding.placing(over)
-    blocks = {}
-    if weights == "file":
-        blocks = {name: partial(read, jnp.dtype(dtype)) for name, read in _blocks(what, source).items()}
+    blocks = blocks_of(what, source, dtype) if weights == "file" else {}
     form = None if weights == "file" else weights
     params = build(source.config, source.tensors, jnp.dtype(dtype), put, form, blocks)
     inner = None if prefill_dtype is None else jnp.dtype(prefill_dtype)

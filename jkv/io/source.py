@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jkv.io.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from jkv.models.weights import Coded
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Source:
     tensors: Mapping[str, Callable[[], np.ndarray]]
     tokenizer: Tokenizer | None = None
     commit: str | None = None
-    blocks: Mapping[str, Callable[[Any], Coded]] = field(default_factory=dict)
+    blocks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

@@ -45,6 +45,24 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
+    _check_codecs(config, model)
+    if config.relative and config.select:
+        raise ValueError(
+            f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
+            "written; leave out the selector, or use true positions (streaming(relative=False))"
+        )
+    if config.devices > 1 and config.select and config.select.watches:
+        raise ValueError(
+            f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
+            "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
+        )
+    _check_taught(config, model, chunk)
+    _check_residual(config, model)
+    _check_merge(config)
+    _check_budget(config, model)
+
+
+def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
     learned = config.score, config.merge, config.codec, config.tiers
     if any(x.shape[0] != model.layers for x in jax.tree.leaves(learned)):
         raise ValueError(f"{config}: its weights were trained for another number of layers than {model.layers}")

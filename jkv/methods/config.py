@@ -61,9 +61,9 @@ class CacheConfig:
     score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
     pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
     every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
-    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all); prefill: how a
-    prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text
-    it was made from.
+    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all), or None: as many as
+    memory has room for, all if it can; prefill: how a prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices:
+    that divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -75,7 +75,7 @@ class CacheConfig:
     select: Selector | None = leaf(default=None)
     recent: int = 16
     block: int = 16
-    chunk: int = 0
+    chunk: int | None = None
     prefill: Prefill = Prefill()
     kernels: str = "auto"
     devices: int = 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, prod
 from typing import Any
@@ -17,6 +17,7 @@ from rich.table import Table
 from jkv import models
 from jkv.core import loop, sampling, sharding
 from jkv.generation import sizes
+from jkv.generation.chunks import Chunks, chosen, gib, spare
 from jkv.generation.report import kernels_of, prefill_kernel_of
 from jkv.methods import checks
 from jkv.methods.config import CacheConfig
@@ -31,20 +32,27 @@ TRIES = 6  # compilations in search of the largest batch
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, a cache and `batch` rows of at most `context` tokens; `chunk` prompt tokens at a time (0: all).
+    """A model, a cache and `batch` rows of at most `context` tokens.
 
-    mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the rows;
-    form: int8 or int4, what matrices are kept as, or None: in dtype.
+    chunk: prompt tokens at a time, 0: all, or None: all where the target has room, or in the largest chunks for which
+    it has. mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the
+    rows. form: int8 or int4, what matrices are kept as, or None: in dtype; blocks: those that are kept as in a file.
     """
 
     model: ModelConfig
     config: CacheConfig
     batch: int
     context: int
-    chunk: int
+    chunk: int | None
     dtype: Any
     mesh: str | None = None
     form: str | None = None
+    blocks: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+    @property
+    def params(self) -> models.Params:
+        """The weights' shapes."""
+        return models.abstract(self.model, self.dtype, self.form, self.blocks)
 
     def over(self, target: Target) -> sharding.MeshPlan:
         """The mesh of the target's devices; ValueError if they cannot share the job so."""
@@ -59,7 +67,7 @@ class Program:
 
     weights and cache follow from shapes and shardings; temporary, peak, collectives, the text, flops, bytes moved and
     cycles are the compiler's: of a loop whose length it does not know, those of one turn. The cycles are those of a
-    step, or of a program without steps; Pallas kernels are not in them.
+    step, or of a program without steps; Pallas kernels are not in them. reading: of a prompt, why so many tokens.
     """
 
     what: str
@@ -75,6 +83,7 @@ class Program:
     refused: str | None = None
     collectives: tuple[Collective, ...] = ()
     text: str = ""
+    reading: str = ""
 
     def fits(self, target: Target) -> bool:
         return self.refused is None and (target.memory is None or self.peak <= target.memory)
@@ -83,10 +92,30 @@ class Program:
 def programs(job: Job, target: Target) -> Iterator[Program]:
     """Prefill, then decode, for the target. ValueError for what cannot work, before anything is compiled."""
     shapes, new = _shapes(job, target)
-    prompt = job.chunk or job.context - new
-    ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
-    yield _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own.whole, shapes, ids, fresh=not job.chunk)
+    longest = job.context - new
+    yield _prefill(job, target, shapes, longest, _chunks(job, target, shapes, longest))
     yield decode(job, target)
+
+
+def _prefill(job: Job, target: Target, shapes: Any, longest: int, chunks: Chunks, tries: int = TRIES) -> Program:
+    """The prefill of prompts of `longest` tokens, in smaller chunks than those where they turn out not to fit."""
+    prompt, fresh = chunks.size or longest, not chunks.size
+    ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
+    found = _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own.whole, shapes, ids, fresh=fresh)
+    fewer, hopeless = chunks.fewer(longest), found.weights + found.cache > (target.memory or inf)
+    if found.fits(target) or fewer is None or hopeless or tries == 1:
+        return replace(found, reading=chunks.why)
+    return _prefill(job, target, shapes, longest, fewer, tries - 1)
+
+
+def _chunks(job: Job, target: Target, shapes: Any, longest: int) -> Chunks:
+    """How the target reads prompts of `longest` tokens, by an estimate."""
+    asked, over = job.config.chunk if job.chunk is None else job.chunk, job.over(target)
+    if asked is not None:
+        return Chunks.asked(asked, longest)
+    memory = spare(None) if target.memory is None else target.memory
+    copies = target.name == "cpu" and jnp.dtype(job.dtype).itemsize < 4
+    return chosen(job.config, shapes, longest, memory - over.bytes(job.params), over, copies)
 
 
 def decode(job: Job, target: Target) -> Program:
@@ -139,7 +168,7 @@ def search(share: Callable[[int], float], unit: int, most: int | None = None) ->
 def _shapes(job: Job, target: Target) -> tuple[Any, int]:
     """The shapes of the cache for the target's kernels (xla where it has none), and the new tokens it has room for."""
     divided = job.config.over(job.over(target))
-    checks.check(divided, job.model, job.chunk)
+    checks.check(divided, job.model, job.chunk or job.config.chunk or 0)
     checks.check_prefill(divided, "jkv plan")
     new = min(NEW, job.context // 2)
 
@@ -158,7 +187,7 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
 
 def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, **static: Any) -> Program:
     """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
-    over, params = job.over(target), models.abstract(job.model, job.dtype, job.form)
+    over, params = job.over(target), job.params
     cache = carried.cache if isinstance(carried, loop.Decoding) else carried
     out = Program(
         what=what,
@@ -240,11 +269,3 @@ def costs(found: Sequence[tuple[str, Program]], target: Target) -> Table:
             gflop, moved = f"{p.flops / 1e9:,.2f}", f"{p.moved / 2**20:,.1f}"
             out.add_row(cache, p.what, gflop, took[0], moved, took[1], least, *own)
     return out
-
-
-def gib(x: float) -> str:
-    """
-    >>> gib(3 << 29)
-    '1.50'
-    """
-    return f"{x / 2**30:,.2f}"

@@ -61,8 +61,16 @@ def test_options_reach_the_runtime(tiny, monkeypatch):
     assert result.exit_code == 0 and result.stdout == "a\n" and "receipt" in result.stderr
     assert seen == dict(
         cache=CACHE, prompt="hi", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1,
-        repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True,
+        repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True, n=1, draft=None,
     )  # fmt: skip
+
+
+def test_several_answers_are_printed_one_after_the_other(tiny):
+    result = generate(TEXT, "-n", 2, "--temperature", 1, "--seed", 3)
+    assert result.exit_code == 0, result.output
+    asked = [{"role": "user", "content": TEXT}]
+    first, second = jkv.generate(PARAMS, CACHE, asked, max_new_tokens=4, n=2, temperature=1.0, seed=3).text
+    assert result.stdout == f"[0] {first}\n\n[1] {second}\n" and "x smaller" in result.stderr
 
 
 def test_a_prompt_from_a_file_and_from_stdin(tiny, tmp_path):

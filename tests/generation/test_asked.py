@@ -76,6 +76,8 @@ WRONG = {
     "stop": [None, 5, b"END", "", ("",), ["a", ""], [1], [None], (x for x in "ab"), {"a": 1}],
     "stop_ids": [x for x in NO_COUNT if x is not None] + [[100], [10**9], [-2], [[1]], "ab", (x for x in IDS)],
     "chunk": [x for x in NO_COUNT if x is not None] + [[1]],
+    "n": [*NO_COUNT, 0, [2]],
+    "draft": [5, "prefix", ["suffix"]],
     "compare": [None, 1, "yes", [True]],
     "until": [5, "f", [None]],
     "room": [x for x in NO_COUNT if x is not None] + [[1]],

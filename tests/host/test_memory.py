@@ -6,7 +6,7 @@ import jax
 import psutil
 import pytest
 
-from jkv.batch import fit
+from jkv.generation import chunks
 from jkv.host import memory
 
 GB = 10**9
@@ -62,6 +62,6 @@ def test_a_group_without_a_limit(groups):
 
 def test_those_who_ask_get_the_same(groups):
     groups("0::/\n", "", 8 * GB, 3 * GB, 0)
-    assert fit.spare(None) == 4 * GB and memory.free(jax.devices()[0]) == 5 * GB
+    assert chunks.spare(None) == 4 * GB and memory.free(jax.devices()[0]) == 5 * GB
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80, "bytes_in_use": 30})
     assert memory.free(device) == 50

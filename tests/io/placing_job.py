@@ -6,11 +6,13 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python placing_job.py; prints
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import jax
 import numpy as np
 from typer.testing import CliRunner
@@ -22,11 +24,15 @@ from jkv.cli import batch as cli
 from jkv.cli.app import app
 from jkv.core import sharding
 from jkv.io import load
+from jkv.io.gguf_model import read_gguf
 from jkv.io.identity import fingerprint
 from jkv.methods import parse
 from jkv.plan import programs
 from jkv.plan.target import Target
 from jkv.training import methods
+
+sys.path.append(str(Path(__file__).parents[1]))
+from support import ggufs  # noqa: E402
 
 BASE = dict(vocab_size=512, hidden_size=64, intermediate_size=256, num_attention_heads=16, num_key_value_heads=8)
 BASE |= dict(max_position_embeddings=512, num_hidden_layers=4)
@@ -160,8 +166,31 @@ def at_the_training() -> dict[str, Any]:
     return found or {"failed": done.output}
 
 
+def evaluated() -> dict[str, Any]:
+    """What `jkv eval ppl --mesh` says beside what it says of one device."""
+    said = []
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(tokens := Path(folder) / "tokens.npz", np.random.default_rng(0).integers(0, 512, (2, 96)))
+        caches = ["--cache", "full", "--cache", "snapkv(budget=40, window=8) | int8"]
+        for i, mesh in enumerate([(), ("--mesh", "data=2,model=4")]):
+            out = Path(folder) / f"{i}.json"
+            asked = ["--tokens", tokens, "--prefix", 64, "--continue", 32, "--batch", 2, *caches, *mesh, "--json", out]
+            done = CliRunner().invoke(app, ["eval", "ppl", "--model", "llama", *map(str, asked)])
+            if done.exit_code:
+                return {"failed": done.output}
+            said.append([(row["ppl"], row["kept"], row["bytes"]) for row in json.loads(out.read_text())["rows"]])
+    return {"over": True, "most": 0, "share": 0, "said": said}
+
+
+def file(folder: str) -> Path:
+    """A GGUF file in Q8_0."""
+    kinds = {name: gguf.GGMLQuantizationType.Q8_0 for name, x in ggufs.weights().items() if x.ndim == 2}
+    return ggufs.tiny(Path(folder) / "m.gguf", kinds=kinds)
+
+
 if __name__ == "__main__":
-    load.read = lambda what: noise(MODELS[str(what)], 4, 1)
+    source = read_gguf(file(tempfile.mkdtemp()))
+    load.read = lambda what: source if what == "gguf" else noise(MODELS[str(what)], 4, 1)
     jax.numpy.array, jax.numpy.asarray = watched(jax.numpy.array), watched(jax.numpy.asarray)
     jax.device_put = watched(jax.device_put)
     jax.make_array_from_callback = watched(jax.make_array_from_callback)
@@ -172,7 +201,11 @@ if __name__ == "__main__":
     for weights in ("int8", "int4"):
         for mesh in MESHES:
             print(json.dumps({"case": [mesh, weights], **loaded("llama", "bfloat16", mesh, weights)}), flush=True)
+    for weights in (None, "int8", "int4", "file"):
+        case = ["gguf", weights]
+        print(json.dumps({"case": case, **loaded("gguf", "float32", "data=4,model=2", weights)}), flush=True)
     for weights in (None, "int8"):
         print(json.dumps({"case": ["jkv.generate", weights], **generated(weights)}), flush=True)
     print(json.dumps({"case": ["jkv batch"], **at_the_job()}), flush=True)
     print(json.dumps({"case": ["jkv train"], **at_the_training()}), flush=True)
+    print(json.dumps({"case": ["jkv eval"], **evaluated()}), flush=True)

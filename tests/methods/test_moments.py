@@ -148,11 +148,12 @@ def test_what_is_not_moments_is_refused(tmp_path):
 
 def test_what_is_measured_is_used(tmp_path, monkeypatch):
     speaking = replace(commands.PARAMS, config=replace(commands.PARAMS.config, context=64))
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": speaking)
+    codes = replace(models.random(speaking.config, form="int8"), tokenizer=speaking.tokenizer)
+    monkeypatch.setattr(loading, "load", lambda what, dtype, mesh, weights: {"int8": codes, None: speaking}[weights])
     folder = tmp_path / "found"
-    result = commands.call("calibrate", "moments", "--out", folder, "--texts", 2, "--length", 40)
+    result = commands.call("calibrate", "moments", "--out", folder, "--texts", 2, "--length", 40, "--weights", "int8")
     assert result.exit_code == 0, result.output
-    config = parse(f"ksort(block=8, moments={str(folder)!r})").bound(speaking)
+    config = parse(f"ksort(block=8, moments={str(folder)!r})").bound(codes)
     assert {x.shape for x in jax.tree.leaves(config)} == {(2, 2, 8)}
     commands.refused(commands.call("calibrate", "moments", "--out", folder), "holds a card.json already")
     commands.refused(

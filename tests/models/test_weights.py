@@ -14,7 +14,7 @@ from jkv.core import loop, sampling
 from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 from jkv.io import gguf_blocks, load
-from jkv.io.gguf import Tensor
+from jkv.io.gguf import Rows, Tensor
 from jkv.io.gguf_model import read_gguf
 from jkv.io.identity import fingerprint
 from jkv.io.load import FORMS
@@ -34,8 +34,8 @@ def blocks(form: str) -> tuple[weights.Coded, np.ndarray]:
     raw = rng.integers(0, 256, (OUT, IN // many, size), dtype=np.uint8)
     for at in HALVES[form]:
         raw[..., at : at + 2] = rng.normal(0, 1, (OUT, IN // many, 1)).astype(np.float16).view(np.uint8)
-    found = gguf_blocks.coded(Tensor("w", form, (OUT, IN), 0, raw.size), raw.tobytes(), KIND)
-    return found, gguf.quants.dequantize(raw.reshape(OUT, -1), kind)
+    found = gguf_blocks.Blocks(Rows(Tensor("w", form, (OUT, IN), 0, raw.size), raw.tobytes()), KIND)
+    return found[:], gguf.quants.dequantize(raw.reshape(OUT, -1), kind)
 
 
 def made(form: str) -> tuple[weights.Coded, np.ndarray]:
@@ -214,11 +214,13 @@ def test_blocks_with_nan_are_refused(tmp_path):
     source = read_gguf(coded_file(tmp_path, "Q8_0"))
     name = "model.layers.0.mlp.down_proj.weight"
 
-    def broken(kind):
-        found = source.blocks[name](kind)
-        found.step.values[0, 0] = np.nan
-        return found
+    class Broken(gguf_blocks.Blocks):
+        def __getitem__(self, rows):
+            found = super().__getitem__(rows)
+            found.step.values[0, 0] = np.nan
+            return found
 
-    read = {n: (lambda f=f: f(KIND)) for n, f in {**source.blocks, name: broken}.items()}
+    broken = partial(Broken, source.blocks[name](KIND).rows)
+    read = {n: partial(f, KIND) for n, f in {**source.blocks, name: broken}.items()}
     with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
         models.build(source.config, source.tensors, KIND, blocks=read)

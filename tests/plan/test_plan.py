@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +19,11 @@ from jkv.cli import app as cli
 from jkv.core import sharding
 from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
+from jkv.io.load import load
 from jkv.plan import hlo
 from jkv.plan import programs as plan
 from jkv.plan.target import Target, target
+from support import ggufs
 
 MODEL = models.random(models.TINY).config
 JOB = plan.Job(
@@ -158,3 +161,33 @@ ENTRY %main () -> f32[8] {
 
 def test_the_cycles_of_a_schedule_are_counted_where_they_are_spent():
     assert hlo.cycles(LOOPS) == {"once": 2000, "step": 1707}
+
+
+@pytest.mark.parametrize("text", ["int8", "h2o(budget=40)"])
+def test_a_prompt_is_planned_in_the_largest_chunks_that_fit(text: str):
+    """Whole if that fits; a method that needs it whole is planned so; what the compiler refuses is planned smaller."""
+    job = replace(JOB, config=methods.parse(text), context=512, chunk=None)
+    whole, _ = plan.programs(job, target("cpu"))
+    assert whole.what == "prefill, 256 tokens" and whole.reading.startswith("whole")
+    machine = replace(target("cpu"), memory=whole.peak * 3 // 4)
+    less, decode = plan.programs(job, machine)
+    if text != "int8":
+        assert less.what == whole.what and not less.fits(machine) and "this method needs it" in less.reading
+        return
+    size = int(less.what.split()[1])
+    assert less.fits(machine) and size in (32, 64, 128) and less.reading.startswith(f"{size} tokens at a time: ")
+    asked, _ = plan.programs(replace(job, chunk=0), machine)
+    assert asked.what == whole.what and not asked.fits(machine)
+
+
+def test_a_file_is_planned_with_the_blocks_that_it_has(tmp_path):
+    kinds = {name: gguf.GGMLQuantizationType.Q8_0 for name, x in ggufs.weights().items() if x.ndim == 2}
+    path, out = ggufs.tiny(tmp_path / "m.gguf", kinds=kinds), tmp_path / "out.json"
+    asked = ["plan", "--model", path, "--topology", "cpu", "--context", 64, "--weights", "file", "--json", out]
+    done = CliRunner().invoke(cli.app, [*map(str, asked)])
+    assert done.exit_code == 0, done.output
+    weights = tree_bytes(load(path, "bfloat16", weights="file"))
+    assert {row["weights"] for row in json.loads(out.read_text())["rows"]} == {weights}
+    assert "prefill, 32 tokens: whole: about 0.00 GiB" in done.output
+    done = CliRunner().invoke(cli.app, ["plan", "--model", "llama-3.1-8b", "--topology", "cpu", "--weights", "file"])
+    assert done.exit_code == 1 and "keeps the blocks of a .gguf file, and llama-3.1-8b has none" in done.output

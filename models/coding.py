@@ -1,7 +1,6 @@
 """Matrices into codes, on the host: one scale for each output in 8 bits, a step and a low for 32 inputs in 4 bits."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -51,7 +50,8 @@ def encoder(field: str, form: str | None, dtype: Any) -> Callable[[np.ndarray], 
     """What makes codes of rows of a field; None: it stays in floats."""
     if form is None or field.removeprefix(EACH) not in MATRICES:
         return None
-    return partial(FORMATS[form], kind=jnp.dtype(dtype))
+    kind, encode = jnp.dtype(dtype), FORMATS[form]
+    return lambda rows: encode(rows, kind)
 
 
 def like(field: str, shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:

@@ -88,7 +88,7 @@ def _pair(
     results = turns([lambda: run(None, text), drafted], rounds)
     plain, ms = (1e3 / np.median([x.report.decode_tokens_per_s for x in some]) for some in results)
     (a, *_), (b, *_) = results
-    return float(plain), float(ms), b.report.tokens_new / b.report.passes, a.tokens == b.tokens
+    return float(plain), float(ms), b.report.tokens_new / (b.report.passes or 1), a.tokens == b.tokens
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:

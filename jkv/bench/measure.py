@@ -95,7 +95,7 @@ def cache_bytes(cache: Cache) -> int:
     for plan, layer in zip(cache.plan, cache.read, strict=True):
         total += tree_bytes((layer.recent.k, layer.recent.v, layer.recent.pos))
         for config, tier in zip(plan.tiers, layer.tiers, strict=True):
-            read: Any = (tier.k, tier.v, tier.pos, tier.at, tier.head)
+            read: Any = (tier.k, tier.v, tier.pos, tier.at, tier.head, tier.taught)
             if config.select is not None:
                 total += tree_bytes((tier.pos, tier.summary))
                 copy = jax.eval_shape(lambda q, t, c=config: gathered(picked(q, t, c), t, t.pos, c)[0], q, tier)

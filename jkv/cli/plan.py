@@ -72,7 +72,7 @@ def plan(
     if context > longest:
         raise ValueError(f"--context {context}: the context of {model} is {longest}; give less")
     machine = target(topology)
-    sizes = dict(batch=batch, context=context, chunk=chunk)
+    sizes: dict[str, Any] = dict(batch=batch, context=context, chunk=chunk)
     about = results.meta(model, 1, topology=topology, dtype=dtype, **sizes)
     about |= {} if weights is None else {"weights": weights}
     rows = []

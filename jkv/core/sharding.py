@@ -149,7 +149,7 @@ def placing(over: Mesh) -> Callable[[str, Any, Any], jax.Array]:
         where = NamedSharding(over, _of_weight(field, x.shape, over))
         parts: dict[Any, np.ndarray] = {}  # devices that have the same share one array of the host
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             key = tuple((s.start, s.stop) for s in index)
             if key not in parts:
                 parts[key] = x.read(index, dtype)

@@ -99,7 +99,8 @@ def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.C
 def reader_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.Choice:
     """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
     config = config.of(tier)
-    q = jax.ShapeDtypeStruct((*jax.tree.leaves(tier.k)[0].shape[:2], queries, 1, dim), jnp.float32)
+    rows, own = jax.tree.leaves(tier.k)[0].shape[:2]
+    q = jax.ShapeDtypeStruct((rows, own * config.k.heads, queries, 1, dim), jnp.float32)
     asks = jax.eval_shape(lambda q: codes.query(config.k, q[:, :, :, 0])[0], q).shape[-1]
     choice = kernel_of(tier, config, asks, queries)
     if choice.name != "xla" or config.select is None:
@@ -251,6 +252,7 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
 
     def gather(x: Array) -> Array:
         grain = tier.pos.shape[2] // x.shape[2]
+        x = jnp.repeat(x, h // x.shape[1], 1) if 1 < x.shape[1] < h else x  # of several heads: each its own copy
         return take(x, per(index[:, :, :: gcd(u, grain)], grain))
 
     pos = take(tier.pos, index)

@@ -314,7 +314,7 @@ class Generation:
         for tokens in run.run(self.new):
             self.state = run.state
             yield tokens
-            if self.stop or self.until:
+            if (self.stop or self.until) and int(self.state.cache.fill) >= self.state.cache.room:  # where a block ends
                 self._end_rows(tokens)
                 run.state = self.state
         self.cost.running = time.perf_counter() - start - self.cost.compiling

@@ -90,9 +90,11 @@ class Suffix:
     def __post_init__(self) -> None:
         if not 0 < self.p_min <= 1:
             raise ValueError(f"suffix: p_min={self.p_min}; give a probability above 0, at most 1")
-        for name, least in (("alpha", 0), ("beta", 0), ("depth", 1), ("limit", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"suffix: {name}={getattr(self, name)}; give {least} or more")
+        for name, least, kind in (("alpha", 0, float), ("beta", 0, float), ("depth", 1, int), ("limit", 0, int)):
+            x = getattr(self, name)
+            if not isinstance(x, int | kind) or not least <= x < float("inf"):
+                number = "a whole number" if kind is int else "a number"
+                raise ValueError(f"suffix: {name}={x!r}; give {number}, {least} or more")
 
     def begin(self, rows: list[list[int]], new: int) -> None:
         self.starts = [len(row) for row in rows]
@@ -218,7 +220,7 @@ class Smaller:
 
     Before each pass it reads the tokens that are new to it, PIECE at a time, and decodes from a copy of its cache, so
     what is not taken leaves no trace. Speculative decoding (2211.17192) with guesses that are points: a token is taken
-    with the probability that the larger model gives it. Raises ValueError for a model with blocks that recur.
+    with the probability that the larger model gives it.
     """
 
     params: Params

@@ -92,6 +92,12 @@ class Drafting:
         """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
         self.drafter.begin(self.rows, new)
         tokens: list[list[int]] = [[] for _ in self.rows]
+        try:
+            yield from self._rounds(new, tokens)
+        finally:  # also where the reader stops
+            self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
+
+    def _rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
         count = 0
         while count < new and bool(self.state.alive.any()):
             token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)
@@ -104,7 +110,6 @@ class Drafting:
             for row, more in zip(tokens, self.state.out[:, before:count].tolist(), strict=True):
                 row.extend(t for t in more if t >= 0)
             yield tokens
-        self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
 
     def _advance(self, texts: list[list[int]], count: int, new: int) -> None:
         """One pass if guesses are worth it for all rows that go on, which advance together; else one step."""

@@ -150,7 +150,8 @@ def tier_bits(cache: Cache) -> tuple[float, float]:
     """Bits of a number of the keys, and of the values, that lie in tiers, metadata included; 0 where there is none."""
     tiers, m = [tier for layer in cache.layers for tier in layer.tiers], cache.model
     slots = sum(tier.pos.shape[2] * (1 if tier.head is not None else m.heads) for tier in tiers) * cache.rows
-    sides = ([tier.k for tier in tiers], m.head_dim), ([tier.v for tier in tiers], m.value_dim)
+    held = [((tier.k, tier.taught[0]), (tier.v, tier.taught[1])) for tier in tiers]
+    sides = ([k for k, _ in held], m.head_dim), ([v for _, v in held], m.value_dim)
     k, v = (round(8 * tree_bytes(codes) / max(slots * dim, 1), 4) for codes, dim in sides)
     return k, v
 

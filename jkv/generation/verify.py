@@ -40,23 +40,20 @@ class Draft:
 
 @value
 class Walk:
-    """The path through a draft: node i32[B] it has come to, path i32[B,N] of nodes, n i32[B] of them, the row's tokens
-    used, and the token i32[B] drawn after the last node; on bool[B]: it may go on."""
+    """The path through a draft: node i32[B] it has come to, path i32[B,N] of nodes, n i32[B] of them, and the tokens
+    that the row has used; on bool[B]: it may go on."""
 
     node: Array
     path: Array
     n: Array
     used: Array | None
-    token: Array
     on: Array
 
 
 @value
 class Verdict:
-    """Of a pass: the next token i32[B] of each row, the nodes' tokens i32[B,N], -1 none, and the likeliest after each,
-    i32[B,N,top], or None."""
+    """Of a pass: the nodes' tokens i32[B,N], -1 none, and the likeliest after each, i32[B,N,top], or None."""
 
-    token: Array
     ids: Array
     top: Array | None
 
@@ -118,9 +115,9 @@ def verified(
     most = jnp.minimum(cache.room - cache.fill, stop - state.count)
     walk = walked(logits, draft, sampling, cache.seen, state.used, most)
     n = jnp.where(state.alive, walk.n, most).min()
-    state, token = _committed(state, plan, made, logits, draft, walk.path, n, sampling)
+    state = _committed(state, plan, made, logits, draft, walk.path, n, sampling)
     ids = jnp.where(live, draft.ids, -1)
-    return state, Verdict(token=token, ids=ids, top=jax.lax.top_k(logits, top)[1] if top else None)
+    return state, Verdict(ids=ids, top=jax.lax.top_k(logits, top)[1] if top else None)
 
 
 def ancestors(parent: Array) -> Array:
@@ -179,7 +176,7 @@ def walked(logits: Array, draft: Draft, sampling: Sampling, seen: Array, used: A
     rows, (b, n) = jnp.arange(draft.ids.shape[0]), draft.ids.shape
 
     def draw(walk: Walk) -> Walk:
-        """The token drawn after the node, and the walk at its child that has it."""
+        """The walk at the child of its node that has the token drawn there."""
         own = draft.ids[rows, walk.node]
         used = walk.used if walk.used is None else walk.used.at[rows, own].max(walk.on)
         token = sample(logits[rows, walk.node], sampling, seen + walk.n, used)
@@ -188,11 +185,10 @@ def walked(logits: Array, draft: Draft, sampling: Sampling, seen: Array, used: A
         on = walk.on & child.any(-1) & ~ended & (walk.n < most)
         node = jnp.where(on, jnp.argmax(child, -1), walk.node)
         path = walk.path.at[rows, jnp.where(on, walk.n, n)].set(node, mode="drop")
-        token = jnp.where(walk.on, token, walk.token)
-        return Walk(node=node, path=path, n=walk.n + on.astype(jnp.int32), used=used, token=token, on=on)
+        return Walk(node=node, path=path, n=walk.n + on.astype(jnp.int32), used=used, on=on)
 
     zero = jnp.zeros(b, jnp.int32)
-    start = Walk(node=zero, path=jnp.zeros((b, n), jnp.int32), n=zero + 1, used=used, token=zero, on=zero == 0)
+    start = Walk(node=zero, path=jnp.zeros((b, n), jnp.int32), n=zero + 1, used=used, on=zero == 0)
     return jax.lax.while_loop(lambda walk: walk.on.any(), draw, start)
 
 
@@ -205,8 +201,8 @@ def _committed(
     path: Array,
     n: Array,
     sampling: Sampling,
-) -> tuple[Decoding, Array]:
-    """The state after the first n i32[] nodes of each row's path i32[B,N], and the next token of each row."""
+) -> Decoding:
+    """The state after the first n i32[] nodes of each row's path i32[B,N]."""
     cache, (b, most) = state.cache, path.shape
     turn = jnp.arange(most)
     taken, alive = turn < n, state.alive
@@ -227,7 +223,7 @@ def _committed(
     ended = ((ids[:, :, None] == sampling.stop_ids[None, None]) & taken[None, :, None]).any((1, 2))
     seen = cache.seen + alive.astype(jnp.int32) * n
     cache = replace(cache, layers=layers, counts=replace(cache.counts, seen=seen), fill=cache.fill + n)
-    state = replace(
+    return replace(
         state,
         cache=cache,
         logits=last,
@@ -237,7 +233,6 @@ def _committed(
         count=state.count + n,
         trace=trace,
     )
-    return state, sample(last, sampling, seen, used)
 
 
 def _held(

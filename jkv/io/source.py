@@ -21,7 +21,7 @@ class Source:
     """
 
     config: dict[str, Any]
-    tensors: Mapping[str, Callable[[], np.ndarray]]
+    tensors: Mapping[str, Callable[[], Any]]
     tokenizer: Tokenizer | None = None
     commit: str | None = None
     blocks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Source:
     def of(
         cls,
         config: dict[str, Any],
-        tensors: Mapping[str, Callable[[], np.ndarray]],
+        tensors: Mapping[str, Callable[[], Any]],
         tokenizer: Tokenizer | None,
     ) -> Source:
         """A Source whose config names the begin and end ids that the tokenizer knows, if there is one.

@@ -62,6 +62,8 @@ class Row:
 
     def __call__(self, **arguments: Any) -> Axes:
         """What these arguments fill; TypeError for one that is not its own, ValueError for a value that cannot be."""
+        for name, value in arguments.items():
+            self._check(name, value)
         if not self.sized:
             return self.make(**arguments)
         given = {name: arguments.pop(name, None) for name in SIZES}
@@ -69,6 +71,18 @@ class Row:
         default = self._own["size"]
         plain = default is not ... and all(x is None for x in given.values())
         return self.make(default if plain else size(**given), **arguments)
+
+    def _check(self, name: str, value: Any) -> None:
+        """Raise ValueError for a value that no argument of this type can have: whole numbers are not negative."""
+        parameter = self._signature.parameters.get(name)
+        kind = parameter.annotation if parameter else ""
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if kind in ("int", "int | None") and value is not None and (not whole or value < (name in POSITIVE)):
+            raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {int(name in POSITIVE)} or more")
+        if kind == "float" and not (whole or isinstance(value, float)):
+            raise ValueError(f"{self.name}: {name}={value!r}: a number")
+        if kind.startswith("tuple[") and not isinstance(value, tuple | list):
+            raise ValueError(f"{self.name}: {name}={value!r}: several, as ({value!r}, {value!r})")
 
     @property
     def filled(self) -> Axes:
@@ -131,6 +145,7 @@ AXES = (
 AROUND = {"append": ("budget", beyond), "compression": ("prefill", compressed)}
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "kernels")  # that every method takes
+POSITIVE = ("page", "pages", "window", "bits")  # arguments that are never 0
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
 CATALOGUE: dict[str, Row] = {}
 

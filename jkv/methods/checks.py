@@ -66,24 +66,6 @@ def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
     learned = config.score, config.merge, config.codec, config.tiers
     if any(x.shape[0] != model.layers for x in jax.tree.leaves(learned)):
         raise ValueError(f"{config}: its weights were trained for another number of layers than {model.layers}")
-    _check_codecs(config, model)
-    if config.relative and config.select:
-        raise ValueError(
-            f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
-            "written; leave out the selector, or use true positions (streaming(relative=False))"
-        )
-    if config.devices > 1 and config.select and config.select.watches:
-        raise ValueError(
-            f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
-            "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
-        )
-    _check_taught(config, model, chunk)
-    _check_residual(config, model)
-    _check_merge(config)
-    _check_budget(config, model)
-
-
-def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
     chosen = jax.tree.structure(config.codec) != jax.tree.structure(CacheConfig().codec)
     if chosen and all(tier.k and tier.v for tier in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")

@@ -23,10 +23,16 @@ STEP = 8  # ranks come in multiples of it, as packed bytes and Hadamard matrices
 def together(heads: int, all_heads: int) -> int:
     """Kv heads that are coded together: so many, or all where there are fewer, or for 0.
 
+    Raises ValueError for a number that does not divide them.
+
     >>> together(4, 8), together(4, 3), together(0, 8)
     (4, 3, 8)
     """
-    return all_heads if heads == 0 else min(heads, all_heads)
+    g = all_heads if heads == 0 else min(heads, all_heads)
+    if g < 1 or all_heads % g:
+        fit = [n for n in range(1, all_heads + 1) if all_heads % n == 0]
+        raise ValueError(f"heads={heads} at a time do not divide {all_heads} kv heads; take one of {fit}")
+    return g
 
 
 def rank(share: float, dim: int) -> int:

@@ -110,6 +110,8 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "qfilters": {"queries": rig.QUERIES},
     "triattention": {"queries": rig.QUERIES},
     "think": {"queries": rig.QUERIES},
+    "kvtc": {"sensitivity": rig.SENSITIVITY},
+    "kvquant": {"sensitivity": rig.SENSITIVITY},
     "kvzap": {"gate": rig.ZAP},
     "duoattention": {"heads": rig.DUO},
 }

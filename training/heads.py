@@ -90,7 +90,7 @@ def _through(params: Params, x: Array, pos: Array, kind: int, read: Callable[...
     return family(c).layer(params, 0, x, pos, attend)
 
 
-def _paid(params: Params, q: Array, k: Array, q_pos: Array, pos: Array, kind: int) -> Array:
+def paid(params: Params, q: Array, k: Array, q_pos: Array, pos: Array, kind: int) -> Array:
     """p f32[1,H,G,n,T] of rotated queries [1,H,G,n,D] at i32[1,n]."""
     see = visible(q_pos, pos[:, None], params.config.windows[kind])[:, :, None]
     logits, sinks = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * params.config.scale, params.layers[0].get("sinks")
@@ -103,7 +103,7 @@ def looks(params: Params, x: Array, one: Needle, kind: int) -> tuple[Array, Arra
     pos, n = one.pos, one.answer.shape[0]
 
     def read(q: Array, k: Array, v: Array) -> Array:
-        p = _paid(params, q[:, :, :, -n:], k, pos[:, -n:], pos, kind)
+        p = paid(params, q[:, :, :, -n:], k, pos[:, -n:], pos, kind)
         inside = (pos >= one.first) & (pos < one.last)
         return jnp.where(inside[:, None, None, None], p, 0).sum(-1)[0]
 
@@ -122,13 +122,13 @@ def misses(params: Params, x: Array, one: Needle, chosen: Array, kind: int) -> t
     def read(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         start = pos.shape[1] - 1 - pos[0, -1] + one.end - WINDOW
         late, at = (jax.lax.dynamic_slice_in_dim(y, start, WINDOW, axis) for y, axis in ((q, 3), (pos, 1)))
-        mass = (_paid(params, late, k, at, pos, kind) * chosen[None, :, :, None, None]).sum((1, 2, 3))
+        mass = (paid(params, late, k, at, pos, kind) * chosen[None, :, :, None, None]).sum((1, 2, 3))
         old = (pos >= 0) & (pos < one.end - WINDOW)
         padded = jnp.pad(jnp.where(old, mass, 0), ((0, 0), (2, 2)))
         pooled = jnp.stack([padded[:, i : i + pos.shape[1]] for i in range(5)]).sum(0)
         best = jax.lax.top_k(jnp.where(old, pooled, -jnp.inf), KEPT - WINDOW)[1]
         held = (pos >= one.end - WINDOW).at[0, best[0]].set(True)
-        p = _paid(params, q[:, :, :, -n:], k, pos[:, -n:], pos, kind)
+        p = paid(params, q[:, :, :, -n:], k, pos[:, -n:], pos, kind)
         cut = jnp.where(held[:, None, None, None], p, 0)
         cut = cut / jnp.maximum(cut.sum(-1, keepdims=True), 1e-30)
         full, less = (jnp.einsum("bhgts,bhsd->bhgtd", w, v) for w in (p, cut))
@@ -199,7 +199,7 @@ def repeats(params: Params, x: Array, pos: Array, kind: int, size: int) -> tuple
     def read(q: Array, k: Array, v: Array) -> Array:
         def row(at: tuple[Array, Array]) -> Array:
             asked, i = at
-            p = _paid(params, asked[None, :, :, None], k, i[None, None], pos, kind)[0, :, :, 0]
+            p = paid(params, asked[None, :, :, None], k, i[None, None], pos, kind)[0, :, :, 0]
             gap = i - pos[0]
             copies, after = (gap > 0) & (pos[0] > 0) & (gap % size == 0), (pos[0] > 1) & ((gap + 1) % size == 0)
             return jnp.stack([jnp.where(x, p, 0).sum(-1) for x in (copies, after)])

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits that are packed by themselves, the lower ones first
+
 
 def together(bits: int) -> int:
     """Channels that whole bytes hold: D must be a multiple.
 
-    >>> [together(bits) for bits in (1, 2, 3, 4, 8)]
-    [8, 4, 8, 2, 1]
+    >>> [together(bits) for bits in (1, 2, 3, 4, 5, 6, 8)]
+    [8, 4, 8, 2, 8, 4, 1]
     """
     return 8 // gcd(bits, 8)
 
@@ -23,10 +25,11 @@ def pack(codes: Array, bits: int) -> Array:
     """uint8[..., D] below 2**bits -> uint8[..., D * bits / 8]; channel j lies at byte j % (D * bits / 8).
 
     Channels of one byte are D * bits / 8 apart, so that they come apart as stretches: no interleaving. Of 3 bits the
-    lower two are packed first, then the third.
+    lower two are packed first, then the third; of 5 and 6 the lower four.
     """
-    if bits == 3:
-        return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
+    if bits in PLANES:
+        low, high = PLANES[bits]
+        return jnp.concatenate([pack(codes & (2**low - 1), low), pack(codes >> low, high)], -1)
     parts = jnp.split(codes, 8 // bits, axis=-1)
     out = parts[0]
     for i, x in enumerate(parts[1:], 1):
@@ -44,10 +47,11 @@ def fields(packed: Array, bits: int) -> list[Array]:
 
     Rounding what is moved to the middle between two integers is `floor`, in code that LLVM makes of whole vectors.
     """
-    if bits == 3:
-        low, high = jnp.split(packed, [packed.shape[-1] // 3 * 2], -1)
-        halves = [half for x in fields(low, 2) for half in jnp.split(x, 2, -1)]
-        return [x + 4 * y for x, y in zip(halves, fields(high, 1), strict=True)]
+    if bits in PLANES:
+        own, more = PLANES[bits]
+        low, high = jnp.split(packed, [packed.shape[-1] // bits * own], -1)
+        stretches = [x for y in fields(low, own) for x in jnp.split(y, own // more, -1)]
+        return [x + 2.0**own * y for x, y in zip(stretches, fields(high, more), strict=True)]
     rest, out = packed.astype(jnp.float32), []
     for _ in range(8 // bits - 1):
         above = jnp.round(rest * 2.0**-bits - (0.5 - 2.0 ** -(bits + 1)))

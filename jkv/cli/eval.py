@@ -22,6 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fid
 Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
 ENDLESS = "streaming(budget=512)"
 Frozen = Annotated[bool, typer.Option("--frozen", help="Compress the prefix only, nothing after it.")]
+Layers = Annotated[bool, typer.Option("--layers", help="Also compress one layer at a time.")]
 Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
 Names = Annotated[list[str] | None, typer.Option("--tasks", help="A task; repeatable. Default: all.")]
 Seen = Annotated[str, typer.Option("--question", help="seen: compressed with the question; unseen: before it; both.")]
@@ -68,6 +69,13 @@ def _show(found: Results) -> None:
         print(f"written: {found.path}", file=sys.stderr)
 
 
+def _spare(found: Results) -> None:
+    """Which layers to spare, of what was measured layer by layer."""
+    for row in found.rows:
+        if "spare" in row:
+            print(f"{row['cache']}: spare layers {row['spare'] or 'none'}")
+
+
 def _draw(found: list[tuple[str, Any, list[Any]]], folder: Path) -> None:
     from jkv.eval import report
     from jkv.eval.points import points
@@ -96,7 +104,7 @@ def fidelity(
     text: Text = Text(prefix=1024, rest=128),
     catalogue: Catalogue = False,
     frozen: Frozen = False,
-    layers: Annotated[bool, typer.Option("--layers", help="Also compress one layer at a time.")] = False,
+    layers: Layers = False,
 ) -> None:
     """KL to the full cache, top-1 agreement, first divergence, attention kept; which layers to spare."""
     from jkv.eval import experiments
@@ -106,24 +114,23 @@ def fidelity(
     with console.progress(len(s.caches)) as say:
         found = experiments.fidelity(s, ids, source, text.prefix, frozen, layers, say)
     _show(found)
-    for row in found.rows:
-        if "spare" in row:
-            print(f"{row['cache']}: spare layers {row['spare'] or 'none'}")
+    _spare(found)
 
 
 @app.command()
 @flat
-def codecs(o: Compared, text: Text = Text(prefix=128, rest=896)) -> None:
+def codecs(o: Compared, text: Text = Text(prefix=128, rest=896), layers: Layers = False) -> None:
     """What codecs cost, a forward pass each: every token attends to keys and values as they are stored."""
     from jkv.eval import experiments
 
     s = _setting(o, o.cache, text.prefix)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
-        found = experiments.codecs(s, ids, source, text.prefix, say)
+        found = experiments.codecs(s, ids, source, text.prefix, layers, say)
     for row in found.rows:
         k, v = row["bits"]
         print(f"{row['cache']}: {k:.3g} and {v:.3g} bits, KL {row['kl']:.4g}, perplexity {row['ppl']:.3f}")
+    _spare(found)
 
 
 @app.command()

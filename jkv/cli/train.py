@@ -206,17 +206,24 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         from jkv.host import console
         from jkv.io import learned
         from jkv.io.load import load
-        from jkv.training import heads, moments, queries
+        from jkv.training import heads, moments, queries, sensitivity
 
         if (out / learned.CARD).exists():
             raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
         params = load(model, dtype, None, weights)
         layers = params.config.layers
-        steps = {"compresskv": 2 * texts, "moments": layers, "queries": layers}.get(name, texts)
-        with console.progress(steps) as say:
-            arrays, told = (heads.METHODS | moments.METHODS | queries.METHODS)[name](params, texts, length, seed, say)
+        steps = {
+            "compresskv": 2 * texts,
+            "moments": layers,
+            "queries": layers,
+            "sensitivity": layers + sensitivity.BACK,
+        }
+        methods = heads.METHODS | moments.METHODS | queries.METHODS | sensitivity.METHODS
+        wide = {"moments": moments.wide, "sensitivity": sensitivity.wide}.get(name, lambda _: name == "queries")
+        with console.progress(steps.get(name, texts)) as say:
+            arrays, told = methods[name](params, texts, length, seed, say)
         card = dict(method=name, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed)
-        learned.write(out, arrays, card | told, lambda array: name == "queries" or moments.wide(array))
+        learned.write(out, arrays, card | told, wide)
         print(f"found: {out}")
 
     calibrate.command(name, help=about)(command)
@@ -227,4 +234,5 @@ for method in METHODS:
 _calibrated("compresskv", "Which heads of a layer find what was asked for.", 24, 1024)
 _calibrated("moments", "Means, extremes and correlations of keys and values, for codecs.", 8, 1024)
 _calibrated("queries", "Means and directions of queries, for scores and codecs.", 8, 1024)
+_calibrated("sensitivity", "Means, correlations and levels of keys and values, by what depends on them.", 8, 1024)
 _calibrated("razorattention", "Which heads copy, so that they need all tokens.", 4, 1601)

@@ -21,14 +21,15 @@ def as_stored(window: Window, plan: LayerView, rope: Rope) -> Window:
     """
     if not plan.tiers:
         return window
-    tier, total = plan.tiers[0], window.pos.shape[1]
+    first = plan.sinks > 0 and len(plan.tiers) > 1  # the first tier is that of first tokens, exact
+    tier, total = plan.tiers[int(first)], window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
     most = max(total - plan.recent, 0) // plan.unit * plan.unit
     live = (window.pos >= 0).sum(1)
     leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
-    leaves = (jnp.arange(most)[None] < leaving[:, None])[:, None, :, None]
     packed = replace(window, columns={}).ordered(order)
     k, v, pos = packed.k[:, :, :most], packed.v[:, :, :most], packed.pos[:, None, :most]
+    leaves = (jnp.arange(most)[None] < leaving[:, None])[:, None, :, None] & (pos >= plan.sinks)[..., None]
     found = rope.rotate(k, pos, inverse=True) if tier.pre_rope else k
     own = codes.fit(tier.k, found, leaves[..., 0]), codes.fit(tier.v, v, leaves[..., 0])
     tier = replace(tier, k=own[0] or tier.k, v=own[1] or tier.v)

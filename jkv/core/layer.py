@@ -109,8 +109,8 @@ class LayerView:
 
     A flush depends on all of LayerConfig. score: for the columns of new tokens, `Unmarked` if they have none.
     stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
-    columns: the names of what the score remembers of a token; expires: its tokens may (`Score.expires`). coded: as of a
-    `Prefill`.
+    columns: the names of what the score remembers of a token; expires: its tokens may (`Score.expires`). sinks: slots
+    of the first tiers, which hold the first tokens of a text. coded: as of a `Prefill`.
     """
 
     score: Score = leaf()
@@ -119,6 +119,7 @@ class LayerView:
     expires: bool
     tiers: tuple[TierView, ...] = leaf()
     merge: Merge | None = leaf()
+    sinks: int
     recent: int
     block: int
     unit: int

@@ -16,6 +16,7 @@ from jkv.core.cache import Cache
 from jkv.core.compiled import ANY, Cost, Run, call, flow, program
 from jkv.core.loop import copied
 from jkv.core.positions import pad
+from jkv.eval.attention import to_spare
 from jkv.generation.report import divergence, tier_bits
 from jkv.generation.sizes import empty
 from jkv.methods import as_config
@@ -69,6 +70,12 @@ class Codecs:
         config = config.bound(self.params)
         cache = empty(config, self.params.config, 1, len(row), 0, self.params.embed.dtype)
         return Cost().run(read, self.params, cache, pad([row.tolist()], len(row))), cache
+
+    def by_layer(self, config: CacheConfig) -> dict[str, Any]:
+        """KL if one layer alone is coded, the others exact; and `spare`, the layers that cost most."""
+        every = range(self.params.config.layers)
+        costs = [self(replace(config, exact_layers=tuple(j for j in every if j != i)))["kl"] for i in every]
+        return {"by_layer": costs, "spare": to_spare(costs)}
 
     def __call__(self, config: CacheConfig) -> dict[str, Any]:
         """KL and agreement with the full cache, and perplexity, by text too; bits of a number of keys and of values."""

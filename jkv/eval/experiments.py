@@ -180,14 +180,19 @@ def fidelity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool
     return found
 
 
-def codecs(s: Setting, ids: np.ndarray, source: str, prefix: int, say: Say) -> Results:
+def codecs(s: Setting, ids: np.ndarray, source: str, prefix: int, layers: bool, say: Say) -> Results:
     """One row a cache: what its codec costs texts that attend to nothing but codes; see `eval.codecs`."""
-    how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids)}
+    how = {
+        "prefix": prefix,
+        "continue": ids.shape[1] - prefix,
+        "samples": len(ids),
+        **({"layers": True} if layers else {}),
+    }
     found = s.results("codecs", [ids.tobytes()], source=source, **how)
     key = {"task": f"codecs/{source}"}
     if not all(found.find(cache=cache, **key) for cache in s.caches):
         beside = Codecs(s.params, ids, prefix)
-        s.each(found, say, [key], lambda config, _: beside(config))
+        s.each(found, say, [key], lambda config, _: beside(config) | (beside.by_layer(config) if layers else {}))
     return found
 
 

@@ -16,7 +16,7 @@ from jkv.arrays.tree import leaf, part
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.methods.budgets import All, Tokens
 from jkv.methods.codecs import Dense, Within
-from jkv.methods.scores.position import Newest
+from jkv.methods.scores.position import Newest, Protect
 from jkv.protocols import (
     PROBED,
     Born,
@@ -41,13 +41,15 @@ class TierSpec:
     """One tier of every layer, first choice first.
 
     k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
-    None: the rest. rope: keys are stored as they are rotated in the window ("write"), or before the rotation and
-    rotated when they are read, by their position ("read") or by their rank among the kept ("rank").
+    None: the rest. first: it holds the first tokens of a text, whatever the score; its size is an int. rope: keys are
+    stored as they are rotated in the window ("write"), or before the rotation and rotated when they are read, by their
+    position ("read") or by their rank among the kept ("rank").
     """
 
     k: Codec | None = leaf(default=None)
     v: Codec | None = leaf(default=None)
     size: int | float | None = None
+    first: bool = False
     rope: Literal["write", "read", "rank"] = "write"
 
 
@@ -58,16 +60,18 @@ RELATIVE = (TierSpec(rope="rank"),)  # keys act at their rank among the kept
 class CacheConfig:
     """The eight axes of a compressed cache; `jkv.methods.parse` makes one from text.
 
-    score: who is important; codec: how keys and values are kept; tiers: in how many parts; budget: how many tokens;
-    pooled: the kv heads of a layer compete for one pool of slots, each sure of this share of an equal part, or None:
-    every head has its own; merge: what the evicted leave; select: what a step reads; recent: newest tokens, always
-    exact; block: a flush every so many steps; chunk: prompt tokens prefilled at a time (0: all), or None: as many as
-    memory has room for, all if it can; prefill: how a prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices:
-    that divide the slots of each tier; name: the text it was made from.
+    score: who is important; codec: how keys and values are kept; exact_layers: numbers of the layers that keep them as
+    floats, whatever the codec; tiers: in how many parts; budget: how many tokens; pooled: the kv heads of a layer
+    compete for one pool of slots, each sure of this share of an equal part, or None: every head has its own; merge:
+    what the evicted leave; select: what a step reads; recent: newest tokens, always exact; block: a flush every so many
+    steps; chunk: prompt tokens prefilled at a time (0: all), or None: as many as memory has room for, all if it can;
+    prefill: how a prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of each tier;
+    name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
     codec: tuple[Codec, Codec] = leaf(default=(Dense(), Dense()))
+    exact_layers: tuple[int, ...] = ()
     tiers: tuple[TierSpec, ...] = leaf(default=(TierSpec(),))
     budget: Budget = All()
     pooled: float | None = None
@@ -206,7 +210,9 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
     slots = _slots(specs, total, unit)
     score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
+    sinks = sum(n for spec, n in zip(specs, slots, strict=True) if spec.first)
     score = score.for_layer(model, i)
+    score = Protect(score=score, sinks=sinks) if sinks else score
     columns, expires = _born(score, model)
     if config.prefill.probe is None and any(name.rpartition(".")[2] == PROBED for name in columns):
         raise ValueError(f"{config}: its score reads what a probe finds out, and its prefill has none: take Deferred")
@@ -223,6 +229,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         size=size,
         pooled=config.pooled,
         merge=merge,
+        sinks=sinks,
         recent=config.recent,
         block=block,
         unit=unit,
@@ -239,7 +246,8 @@ def _tier(
 ) -> TierConfig:
     """A tier of layer i. Its arrays are copies of its own: a program that takes a cache over takes its plan along."""
     slots = size * (1 if config.pooled is None else model.heads)
-    k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), config.codecs(spec))
+    own = (Dense(), Dense()) if i in config.exact_layers else config.codecs(spec)
+    k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), own)
     k, v = k.for_layer(model, i), v.for_layer(model, i)
     group = max(k.layers, v.layers)
     alike = not jax.tree.leaves((k, v)) and jax.tree.structure(k) == jax.tree.structure(v)

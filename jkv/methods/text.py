@@ -72,9 +72,10 @@ def read_call(stage: str, text: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
         raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)")
     try:
-        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except ValueError:
         raise ValueError(f"arguments in {stage!r} must be plain numbers, strings or True/False") from None
+    return call.func.id, {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
 
 
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:

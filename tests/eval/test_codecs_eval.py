@@ -60,6 +60,16 @@ def test_the_full_cache_costs_nothing():
     assert got["kl"] < 1e-6 and got["agree"] == 1 and got["bits"] == [32.0, 32.0]
 
 
+def test_layers_are_coded_one_by_one():
+    """What is said of a layer is what it costs if all others are spared; together they cost about as much as all."""
+    beside = Codecs(PARAMS, IDS[:1], PREFIX)
+    found = beside.by_layer(parse("int4"))
+    for i, kl in enumerate(found["by_layer"]):
+        others = [j for j in range(PARAMS.config.layers) if j != i]
+        assert kl == beside(parse(f"int4(exact_layers={others})"))["kl"] > 0
+    assert sum(found["by_layer"]) == pytest.approx(beside(parse("int4"))["kl"], rel=0.5)
+
+
 def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     tokens, out = tmp_path / "tokens.npz", tmp_path / "found.json"
@@ -70,5 +80,9 @@ def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):
         assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
     assert [r["cache"] for r in rows] == ["fp8", "int8"] and f"8 and 8 bits, KL {rows[0]['kl']:.4g}" in done.output
+    out.unlink()
+    done = CliRunner().invoke(app, [*map(str, args), "int8", "--layers"])
+    assert done.exit_code == 0 and "int8: spare layers" in done.output, done.output
+    out.unlink()
     done = CliRunner().invoke(app, [*map(str, args), "mikv"])
     assert done.exit_code == 1 and "several tiers" in done.output

@@ -28,8 +28,8 @@ CODECS = [
     Gear(inner=Affine(bits=2, axis="channel", group=8), group=8, outliers=0.3),
     Gear(inner=Affine(bits=2), group=16, rank=1, outliers=0.3),
     Gear(inner=Affine(bits=4), group=4, rank=0),
-    Nsn(bits=1, window=8),
-    Nsn(bits=2, window=16),
+    Nsn(bits=1, group=8),
+    Nsn(bits=2, group=16),
     Mixed(group=8),
     Ternary(group=8),
 ]

@@ -149,7 +149,7 @@ def reference(x: np.ndarray, codec: Nsn) -> tuple[np.ndarray, np.ndarray]:
     while len(h) < d:
         h = np.kron([[1, 1], [1, -1]], h)
     h, entries, out, means = h / np.sqrt(d), codebook(codec.bits == 1).astype(np.float64), [], []
-    for y in x.astype(np.float64).reshape(-1, codec.window, d):
+    for y in x.astype(np.float64).reshape(-1, codec.group, d):
         s1 = again(codec.scales, np.linalg.norm(y, axis=1, keepdims=True) / np.sqrt(d))
         o = again(codec.means, (y / s1).mean(0, keepdims=True))
         z = y / s1 - o
@@ -169,7 +169,7 @@ def reference(x: np.ndarray, codec: Nsn) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(("bits", "scalar"), [(1, 0.3634), (2, 0.1175)])
 def test_codes_are_those_of_normalise_shift_normalise(bits: int, scalar: float):
     x = (draw(0, 64, 64) + 2 * draw(1, 1, 64)) * np.exp(draw(2, 64, 1) / 2)
-    codec = Nsn(bits=bits, window=32)
+    codec = Nsn(bits=bits, group=32)
     got, (want, means) = again(codec, x), reference(x, codec)
     apart = np.linalg.norm(got - want, axis=1) / np.linalg.norm(x, axis=1)
     assert np.mean(apart < 2**-10) > 0.95  # of a float16; others have a number in the middle of two entries
@@ -178,7 +178,7 @@ def test_codes_are_those_of_normalise_shift_normalise(bits: int, scalar: float):
 
 
 def test_a_token_is_right_along_itself():
-    x, codec = draw(0, 32, 32), Nsn(bits=1, window=32)
+    x, codec = draw(0, 32, 32), Nsn(bits=1, group=32)
     code = codec.encode(jnp.asarray(x))
     s1, scale, y, o = (np.asarray(a, np.float64) for a in codec._read(code))
     own, found = x / s1 - o, scale / s1 * (y @ np.asarray(hadamard(32)))
@@ -186,7 +186,7 @@ def test_a_token_is_right_along_itself():
 
 
 def test_zeros_stay_zeros():
-    np.testing.assert_array_equal(again(Nsn(window=8), np.zeros((8, 16), np.float32)), 0)
+    np.testing.assert_array_equal(again(Nsn(group=8), np.zeros((8, 16), np.float32)), 0)
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_values_have_three_levels():
         (Gear(inner=Affine(), group=512), 64, "a byte"),
         (Nsn(bits=3), 64, "1 and of 2 bits"),
         (Nsn(), 96, "power of two"),
-        (Nsn(window=0), 64, "tokens that share"),
+        (Nsn(group=0), 64, "tokens that share"),
         (Mixed(hard=1.0), 64, "take 8, 16"),
         (Mixed(hard=0.3), 64, "take 8, 16"),
         (Mixed(), 20, "no multiple of the 8"),

@@ -43,6 +43,7 @@ from support.tiny import (  # noqa: F401
     PARAMS,
     PREDICTOR,
     QUERIES,
+    SENSITIVITY,
     SUNK,
     SWITCH,
     UNTURNED,
@@ -90,6 +91,8 @@ SPECTRUM = Slot(k=4 * (8 + 4 + 4 + 2 + 2) / 8 / 2, v=D / 2 + 4, lossy=True)  # 5
 SHADOW = Slot(k=4.0 * 8 / 2, v=D / 2 + 4, lossy=True)
 FEWER = Slot(k=4.0 * 8, v=4.0 * 4, lossy=True)
 THIN = Slot(k=4.0 * 8, lossy=True)
+ALLOTTED = Slot(k=D / 4 + 2, v=D / 4 + 2, lossy=True)  # 2 bits on average, and the size of a token
+NONUNIFORM = Slot(k=3 * D / 8 + 2 * 3, v=3 * D / 8 + 4 + 2 * 3, lossy=True)  # two outliers; the ends of a token
 KIVI = Slot(k=D / 4 + 4 * D / 16, v=D / 4 + 4, lossy=True)  # 16 tokens share a scale and a low per channel
 POLAR = Slot(k=D / 2 + 4 * D / 16, v=D / 2 + 4, lossy=True)  # a byte a pair of channels; 4 numbers for 16 tokens
 GEAR = Slot(  # like kivi; a token's number; 2 outliers of a channel, or of a token; the two factors of rank 2
@@ -242,6 +245,8 @@ OWN: dict[str, tuple[Case, ...]] = {
     "svdq": (Case("svdq(values=4)", slot=SPECTRUM, later=DENSE, taught=32 * 32 + 3 * 32),),
     "shadowkv": (Case("shadowkv(rank=8, pages={p}, values=4)", slot=SHADOW, later=DENSE, taught=32 * 8, index=D),),
     "xkv": (Case("xkv(layers=2)", slot=Slot(k=8.0, v=16.0, lossy=True), later=DENSE, taught=32 * (8 + 16)),),
+    "kvtc": (Case(f"kvtc(sinks=0, sensitivity={SENSITIVITY!r})", slot=ALLOTTED),),
+    "kvquant": (Case(f"kvquant(sinks=0, sensitivity={SENSITIVITY!r})", slot=NONUNIFORM),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
         Case("adakv(budget={b}, window=8)"),

@@ -183,8 +183,24 @@ def duo(folder: str) -> str:
     return folder
 
 
+def sensitivity(folder: str) -> str:
+    """A folder with what the tiny model depends on, as if it were of some texts: random, as it could be."""
+    rng, made = np.random.default_rng(23), {}
+    for side in ("plain", "values"):
+        x = rng.normal(0, 1, (L, H, 40, D)) @ rng.normal(0, 0.3, (L, H, D, D))
+        alike = np.stack([[np.corrcoef(head.T) for head in layer] for layer in x])[..., *np.triu_indices(D)]
+        made |= {f"{side}_mean": x.mean(2), f"{side}_deviation": x.std(2), f"{side}_alike": alike}
+        made |= {f"{side}_table{bits}": np.sort(rng.uniform(-1, 1, (L, 2**bits))) for bits in (2, 3, 4)}
+        if side == "plain":
+            made |= dict(zip(("plain_low", "plain_high"), np.percentile(x, (0.5, 99.5), axis=2), strict=True))
+    wide = lambda name: "alike" not in name  # noqa: E731
+    io.write(folder, made, {"method": "sensitivity", "model": io.identities(PARAMS)}, wide)
+    return folder
+
+
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
 GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS, MOMENTS, QUERIES, ZAP, DUO = (
     make(f"{FOLDER.name}/{make.__name__}")
     for make in (gate, deep, estimates, mixtures, switch, look, predictor, finders, keepers, moments, queries, zap, duo)
 )
+SENSITIVITY = sensitivity(f"{FOLDER.name}/sensitivity")

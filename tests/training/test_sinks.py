@@ -21,7 +21,7 @@ def test_what_a_head_pays_is_what_its_sink_leaves():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 100, (1, 20)))
     q, k, _, want = dense_prompt(ids, SUNK)[1][0]
     pos, one = jnp.arange(20)[None], SUNK.block(0)
-    np.testing.assert_allclose(heads._paid(one, q, k, pos, pos, 0), want, atol=1e-6)
+    np.testing.assert_allclose(heads.paid(one, q, k, pos, pos, 0), want, atol=1e-6)
     assert want.sum(-1).max() < 1 - 1e-4
     x, _ = heads._through(one, family(SUNK.config).embed(SUNK, ids), pos, 0, lambda *_: None)
     assert np.isfinite(x).all()

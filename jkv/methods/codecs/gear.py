@@ -11,11 +11,12 @@ from jax import Array
 from jkv.arrays.bits import bits_of, floats
 from jkv.arrays.tree import part
 from jkv.methods.codecs.affine import Affine
-from jkv.protocols import Code, Codec
+from jkv.methods.codecs.grouped import Grouped
+from jkv.protocols import Code
 
 
 @part
-class Gear(Codec):
+class Gear(Grouped):
     """x ~ y + q p: y is `inner` with outliers put back, q p of `rank` is the best that power iteration finds of x - y.
 
     Of `group` tokens, coded, moved and dropped together (grain = group): q [group,r] orthonormal, p [r,D]. Outliers:
@@ -29,10 +30,6 @@ class Gear(Codec):
     rank: int = 2
     outliers: float = 0.02
     rounds: int = 3
-
-    @property
-    def grain(self) -> int:  # a constant of most codecs
-        return self.group
 
     @property
     def label(self) -> str:
@@ -52,8 +49,9 @@ class Gear(Codec):
         return max(floor(self.outliers / 2 * n), 1) if self.outliers else 0
 
     def check(self, dim: int) -> None:
+        super().check(dim)
         self.inner.check(dim)
-        if self.group < 1 or (self.channels and self.group != self.inner.group):
+        if self.channels and self.group != self.inner.group:
             raise ValueError(f"gear codec: group={self.group}, and scales of {self.inner.group} tokens: take as many")
         if not 0 <= self.rank <= min(self.group, dim):
             raise ValueError(f"gear codec: rank={self.rank}: from 0 to the {min(self.group, dim)} of a full rank")

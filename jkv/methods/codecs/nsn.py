@@ -11,45 +11,41 @@ from jkv.arrays.bits import bits_of, floats
 from jkv.arrays.tree import part
 from jkv.methods.codecs.affine import Affine
 from jkv.methods.codecs.codebook import WIDTH, codebook
-from jkv.protocols import Code, Codec
+from jkv.methods.codecs.grouped import Grouped
+from jkv.protocols import Code
 
 DTYPE = "float16"  # of the second scale
 
 
 @part
-class Nsn(Codec):
-    """x = s1 (s2 z + o): s1 = |x| / sqrt(D), o the mean of x / s1 over `window` tokens, |z| = sqrt(D); y = z H.
+class Nsn(Grouped):
+    """x = s1 (s2 z + o): s1 = |x| / sqrt(D), o the mean of x / s1 over `group` tokens, |z| = sqrt(D); y = z H.
 
     H is the Hadamard matrix / sqrt(D). Eight channels of y are the nearest of 256 entries (bits=1), or of |y| and the
     eight signs (bits=2): y'. s2 is kept times (y . y) / (y . y'), so that x' is right along y. s1 in 8 bits, o in 4
-    with a scale for 32 channels; tokens of a window are coded, moved and dropped together (grain = window). The
+    with a scale for 32 channels; tokens of a group are coded, moved and dropped together (grain = group). The
     codebooks are k-means of N(0, I) (`codebook`). Source: NSNQuant (2505.18231), which keeps s1 in 4 bits, and rotates
     z of keys before it is coded: here keys are coded before the rotation, o and z alike.
     """
 
     bits: int = 2
-    window: int = 64
-
-    @property
-    def grain(self) -> int:  # a constant of most codecs
-        return self.window
+    group: int = 64
 
     @property
     def label(self) -> str:
         return f"{self.bits} bits by codebook"
 
     def check(self, dim: int) -> None:
+        super().check(dim)
         if self.bits not in (1, 2):
             raise ValueError(f"nsn codec: bits={self.bits}; it has codebooks of 1 and of 2 bits a number")
-        if self.window < 1:
-            raise ValueError(f"nsn codec: window={self.window}; tokens that share a mean, such as window=64")
         if dim % WIDTH or dim & (dim - 1):
             raise ValueError(f"nsn codec: head_dim={dim} is no power of two from 8 on, as its Hadamard matrix needs")
 
     @property
     def scales(self) -> Affine:
         """How s1 is kept."""
-        return Affine(bits=8, axis="channel", group=self.window)
+        return Affine(bits=8, axis="channel", group=self.group)
 
     @property
     def means(self) -> Affine:
@@ -60,18 +56,18 @@ class Nsn(Codec):
         n, d = x.shape
         x = x.astype(jnp.float32)
         s1 = self.scales.encode(jnp.sqrt((x * x).mean(1, keepdims=True)))
-        y = over(x, self.scales.decode(s1)).reshape(-1, self.window, d)
+        y = over(x, self.scales.decode(s1)).reshape(-1, self.group, d)
         o = self.means.encode(y.mean(1))
         y = (y - self.means.decode(o)[:, None]).reshape(n, d)
         s2 = jnp.sqrt((y * y).mean(1, keepdims=True))
         y = over(y, s2) @ hadamard(d)
-        index, signs = jax.lax.map(self._nearest, y.reshape(-1, self.window, d // WIDTH, WIDTH))
+        index, signs = jax.lax.map(self._nearest, y.reshape(-1, self.group, d // WIDTH, WIDTH))
         code = index.reshape(n, -1), *(a.reshape(n, -1) for a in signs)
         s2 = s2 * over((y * y).sum(1, keepdims=True), (y * self._entries(*code)).sum(1, keepdims=True))
         return Code(slots=(code, bits_of(s2.astype(DTYPE)), s1.slots), grains=(o.slots, s1.grains))
 
     def _nearest(self, y: Array) -> tuple[Array, tuple[Array, ...]]:
-        """Entries uint8[n,D/8] for y [n,D/8,8] of one window, whose distances to all exist at once; and signs."""
+        """Entries uint8[n,D/8] for y [n,D/8,8] of one group, whose distances to all exist at once; and signs."""
         entries = jnp.asarray(codebook(self.bits == 1))
         z = y if self.bits == 1 else jnp.abs(y)
         index = (z @ entries.T - (entries * entries).sum(1)[None, None] / 2).argmax(-1).astype(jnp.uint8)
@@ -89,7 +85,7 @@ class Nsn(Codec):
         return y.reshape(index.shape[0], -1)
 
     def _read(self, code: Code) -> tuple[Array, Array, Array, Array]:
-        """s1 [n,1], s1 s2 [n,1], y' [n,D] and o [n / window,D]."""
+        """s1 [n,1], s1 s2 [n,1], y' [n,D] and o [n / group,D]."""
         entry, s2, s1 = code.slots
         o, scales = code.grains
         s1 = self.scales.decode(Code(slots=s1, grains=scales))

@@ -7,13 +7,14 @@ from jax import Array
 
 from jkv.arrays.bits import at_most, bits_of, fields, floats, pack
 from jkv.arrays.tree import part
-from jkv.protocols import Code, Codec
+from jkv.methods.codecs.grouped import Grouped
+from jkv.protocols import Code
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code that share bytes with others
 
 
 @part
-class Polar(Codec):
+class Polar(Grouped):
     """(x[j], x[j + D/2]) = rho (cos phi, sin phi): rho in `radius` bits, phi in `angle` bits, per pair of channels.
 
     code = floor((y - low) / step), step = (max - low) / 2**bits, and y ~ low + (code + 1/2) step: off by step / 2 at
@@ -28,18 +29,13 @@ class Polar(Codec):
     scale_dtype: str = "bfloat16"
 
     @property
-    def grain(self) -> int:  # a constant of most codecs
-        return self.group
-
-    @property
     def label(self) -> str:
         return f"polar {self.radius}+{self.angle} bits"
 
     def check(self, dim: int) -> None:
+        super().check(dim)
         if not {self.radius, self.angle} <= {*PLANES}:
             raise ValueError(f"polar codec: radius={self.radius}, angle={self.angle}; bits of a code are 1, 2, 3 or 4")
-        if self.group < 1:
-            raise ValueError(f"polar codec: group={self.group}; tokens that share a range, such as group=128")
         least = 2 * 8 // min(*PLANES[self.radius], *PLANES[self.angle])
         if dim % least:
             raise ValueError(f"polar codec: head_dim={dim} is no multiple of {least}; take codes of more bits")

@@ -8,11 +8,12 @@ from jax import Array
 from jkv.arrays.bits import bits_of, floats
 from jkv.arrays.tree import part
 from jkv.methods.codecs.affine import Affine
-from jkv.protocols import Code, Codec
+from jkv.methods.codecs.grouped import Grouped
+from jkv.protocols import Code
 
 
 @part
-class Separable(Codec):
+class Separable(Grouped):
     """x[t,j] = c[j] * y[t,j], c[j] = sqrt(max over t of |x[t,j]|); y in integers, one step and low a token.
 
     c is of `group` tokens that are coded, moved and dropped together (grain = group), so that tokens of one head need
@@ -24,10 +25,6 @@ class Separable(Codec):
     scale_dtype: str = "bfloat16"
 
     @property
-    def grain(self) -> int:  # a constant of most codecs
-        return self.group
-
-    @property
     def inner(self) -> Affine:
         return Affine(bits=self.bits, scale_dtype=self.scale_dtype)
 
@@ -36,8 +33,7 @@ class Separable(Codec):
         return self.inner.label
 
     def check(self, dim: int) -> None:
-        if self.group < 1:
-            raise ValueError(f"separable codec: group={self.group}; a channel scale needs 1 token or more")
+        super().check(dim)
         self.inner.check(dim)
 
     def encode(self, x: Array) -> Code:

@@ -13,13 +13,14 @@ from jkv.arrays.bits import bits_of, fields, floats, pack
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import part
 from jkv.methods.codecs.affine import Affine
-from jkv.protocols import Code, Codec
+from jkv.methods.codecs.grouped import Grouped
+from jkv.protocols import Code
 
 TRITS = 5  # in a byte: 3**5 = 243
 
 
 @part
-class Mixed(Codec):
+class Mixed(Grouped):
     """The floor(hard * D) channels whose range is largest in 2 bits, the others, as their Fourier transform, in 1.
 
     hard: integers with a scale for `group` tokens of a channel. easy: z = x F, F the orthonormal real transform of
@@ -29,12 +30,7 @@ class Mixed(Codec):
     """
 
     hard: float = 0.5
-    group: int = 32
     scale_dtype: str = "bfloat16"
-
-    @property
-    def grain(self) -> int:  # a constant of most codecs
-        return self.group
 
     @property
     def label(self) -> str:
@@ -50,8 +46,7 @@ class Mixed(Codec):
         return floor(self.hard * dim)
 
     def check(self, dim: int) -> None:
-        if self.group < 1:
-            raise ValueError(f"mixed codec: group={self.group}; tokens that share a scale, such as group=32")
+        super().check(dim)
         if dim % 8:
             raise ValueError(f"mixed codec: head_dim={dim} is no multiple of the 8 channels of a byte")
         few = self.chosen(dim)
@@ -99,26 +94,17 @@ class Mixed(Codec):
 
 
 @part
-class Ternary(Codec):
+class Ternary(Grouped):
     """x ~ m t, m = mean of |x| over `group` tokens of a channel, t = sign(x) where |x| > m / 2, and 0 elsewhere.
 
     Five t a byte. Tokens of a group are coded, moved and dropped together (grain = group). Source: VidKV (2503.16257).
     """
 
-    group: int = 32
     scale_dtype: str = "bfloat16"
-
-    @property
-    def grain(self) -> int:  # a constant of most codecs
-        return self.group
 
     @property
     def label(self) -> str:
         return "3 levels per channel"
-
-    def check(self, dim: int) -> None:
-        if self.group < 1:
-            raise ValueError(f"ternary codec: group={self.group}; tokens that share a scale, such as group=32")
 
     def encode(self, x: Array) -> Code:
         n, d = x.shape

@@ -47,7 +47,7 @@ def gear(*, bits: int = 2, group: int = 64, rank: int = 2, outliers: float = 0.0
 )
 def nsnquant(*, bits: int = 2, window: int = 64, recent: int = 0) -> Axes:
     """NSNQuant: vectors of unit scale and no mean, turned by a Hadamard matrix, in codebooks that fit every model."""
-    codec = Nsn(bits=bits, window=window)
+    codec = Nsn(bits=bits, group=window)
     return dict(codec=(codec, codec), tiers=(TierSpec(rope="read"),), recent=recent, block=window)
 
 

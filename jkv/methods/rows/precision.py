@@ -50,7 +50,10 @@ def int8(*, rotate: bool = False) -> Axes:
 
 @row("-", "approximation: 4-bit integers; the tail is exact")
 def int4(*, group: int = 32, rotate: bool = False) -> Axes:
-    """Four bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`."""
+    """Four bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`.
+
+    Mixed they are nearer to the full cache in the same bits; plain is what has been measured by this name.
+    """
     codec = turned(Affine(bits=4, group=group), rotate)
     return dict(codec=(codec, codec))
 

@@ -167,7 +167,7 @@ def test_pads_change_nothing(case: Case):
 @pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
     caches = rig.shared(case.tight, case.model).caches
-    programs = (loop.embedded, loop.attended, loop.mixed, loop.flushed, loop.said, loop.settled, loop.steps)
+    programs = (loop.embedded, loop.attended, loop.mixed, loop.flushed, loop.said, loop.flushed_due, loop.steps)
     kinds = {(jax.tree.structure(c), *map(jax.typeof, jax.tree.leaves(c))) for c in caches}
     assert len(kinds) == 1
     before = [f._cache_size() for f in programs]
@@ -184,7 +184,7 @@ def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(case: Case)
         start = rig.shared(case.tight, case.model)
         state = decoding(start.caches[0], start.logits[0])
         state = loop.run_blocks(case.params, state, greedy(), jnp.int32(STEPS))
-        sizes.append([f._cache_size() for f in (loop.steps, loop.settled, loop.entering)])
+        sizes.append([f._cache_size() for f in (loop.steps, loop.flushed_due, loop.entering)])
     assert sizes[0] == sizes[1]
     again = rig.run(case.tight, forced=np.asarray(state.out), params=case.params)
     np.testing.assert_array_equal(np.stack(again.logits[:-1]).argmax(-1).T, state.out)
@@ -291,7 +291,7 @@ def chunked(text: str, size: int):
     """Prompt 0 in chunks; the cache and the logits of its last token."""
     cache, ids = rig.empty(text), jnp.asarray(PROMPT)[:1].repeat(2, 0)
     for start in range(0, ids.shape[1], size):
-        cache, logits = loop.absorb(PARAMS, cache, ids[:, start : start + size])
+        cache, logits = loop.prefill(PARAMS, cache, ids[:, start : start + size])
     return cache, logits
 
 
@@ -335,7 +335,7 @@ def test_a_cache_is_a_value(case: Case):
         for i in range(20, 40):
             cache, logits = loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
         np.testing.assert_array_equal(logits, whole.logits[40])
-    loop.absorb(PARAMS, start, jnp.asarray(FORCED[:, :30]))
+    loop.prefill(PARAMS, start, jnp.asarray(FORCED[:, :30]))
     assert all(np.array_equal(a, b) for a, b in zip(frozen, jax.tree.leaves(start), strict=True))
     forked = start.fork(2)
     for rows in ([0, 2], [1, 3]):  # each a copy of either row: what the program of two rows goes on from

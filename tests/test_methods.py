@@ -16,7 +16,7 @@ from jkv.core.deferred import compress, probe, statistics
 from jkv.core.empty import empty_layer
 from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
-from jkv.core.loop import absorb_own
+from jkv.core.loop import prefill_own
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import empty
 from jkv.methods import CATALOGUE, pairs, parse
@@ -126,7 +126,7 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
     length, model = 10 * QUERIES, replace(reaching(MODEL, 20 * QUERIES), context=20 * QUERIES)
     params = replace(rig.PARAMS, config=model)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    once = partial(absorb_own, fresh=True)
+    once = partial(prefill_own, fresh=True)
     held = partial(empty, model=model, rows=1, longest=length + 40, new=40, dtype=jnp.float32)
     if not config.prefill.defers:
         cache, _ = jax.eval_shape(once, params, held(config), ids)
@@ -142,7 +142,7 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
             held = partial(held, sizes=Sizes(layers=(LayerSize(tokens=512, first=(0, 0)),) * L))
         cache = jax.eval_shape(compress, held(config), full)
     if config.splits:
-        cache, _ = jax.eval_shape(absorb_own, params, cache, ids)
+        cache, _ = jax.eval_shape(prefill_own, params, cache, ids)
     assert jax.tree.structure(cache) == jax.tree.structure(held(config))
 
 

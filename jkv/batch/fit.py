@@ -15,7 +15,7 @@ from jkv.batch.requests import Settings
 from jkv.batch.running import Shapes
 from jkv.core.cache import tree_bytes
 from jkv.core.compiled import Cost, compiled, peak_bytes
-from jkv.core.loop import absorb_own, run_block, run_blocks
+from jkv.core.loop import prefill_own, run_block, run_blocks
 from jkv.core.sharding import MeshPlan
 from jkv.generation.prompts import stop_ids_of
 from jkv.models import Params
@@ -50,11 +50,11 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
     if over is None:
         block, prefill = Cost(runs=False), Cost(runs=False)
         block.begin(run_block, params, state, draws, shape(()))
-        prefill.begin(absorb_own, params, blank, ids, fresh=True)
+        prefill.begin(prefill_own, params, blank, ids, fresh=True)
         held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
         return max(block.peak, held + prefill.peak)
     block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
-    prefill, _ = compiled(absorb_own.whole, params, blank, ids, over=over, fresh=True)
+    prefill, _ = compiled(prefill_own.whole, params, blank, ids, over=over, fresh=True)
 
     def here(tree: Any) -> int:
         return bytes_of(tree, over.shardings(tree))

@@ -16,7 +16,7 @@ from jkv.batch.requests import DRAWS, Refused, Request, Settings, failed, said, 
 from jkv.core import sampling
 from jkv.core.cache import Cache, Decoding, tree_bytes
 from jkv.core.compiled import Cost
-from jkv.core.loop import absorb_after, absorb_own, admit, run_blocks
+from jkv.core.loop import admit, prefill_after, prefill_own, run_blocks
 from jkv.core.positions import pad
 from jkv.generation.api import cut
 from jkv.generation.prompts import stop_ids_of
@@ -122,13 +122,13 @@ class Running:
         self.entering = wave.rows
         if wave.heads:
             ids = _padded(wave.heads, several, shapes.bucket.first)
-            self.heads, _ = self.cost.run(absorb_own, self.params, self.empty_heads(), ids, fresh=True)
+            self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
         cache, ids = self.empty_rows(), _padded(wave.tails, several, wave.length)
         if wave.at:
             index = jnp.asarray([*wave.at, *[0] * (several - len(wave.at))], jnp.int32)
-            cache, logits = self.cost.run(absorb_after, self.params, cache, self.heads, index, ids)
+            cache, logits = self.cost.run(prefill_after, self.params, cache, self.heads, index, ids)
         else:
-            cache, logits = self.cost.run(absorb_own, self.params, cache, ids, fresh=True)
+            cache, logits = self.cost.run(prefill_own, self.params, cache, ids, fresh=True)
         ran = sum(map(len, (*wave.heads, *wave.tails)))
         self.prefilled += ran
         self.saved += sum(len(r.tokens) for r in wave.rows) - ran

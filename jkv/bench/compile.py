@@ -86,7 +86,7 @@ def as_one(params: Params, spec: str, ids: np.ndarray) -> tuple[float, ...]:
     state = loop.Decoding.start(cache, jnp.zeros((1, params.config.vocab), jnp.float32), new)
     args = engine.params, state, engine.sampling, jnp.int32(new)
     begun = ahead(loop.run_blocks.whole, *args)
-    read = partial(compiled, loop.absorb_own.whole, engine.params, cache, jnp.asarray(ids, jnp.int32))
+    read = partial(compiled, loop.prefill_own.whole, engine.params, cache, jnp.asarray(ids, jnp.int32))
     cache, logits = read(fresh=True)[0](engine.params, cache, jnp.asarray(ids, jnp.int32))
     state = replace(state, cache=cache, logits=logits)
     logits.argmax(-1).tolist()

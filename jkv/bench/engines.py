@@ -44,12 +44,12 @@ class Jkv:
 
     def prefill(self, ids: np.ndarray) -> Trial:
         cache, x = self.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
-        return lambda: clock(lambda: loop.absorb(self.params, cache, x, fresh=True))
+        return lambda: clock(lambda: loop.prefill(self.params, cache, x, fresh=True))
 
     def decoding(self, ids: np.ndarray, new: int) -> loop.Decoding:
         """The state after the prompt, with room for `new` tokens."""
         cache = self.empty(ids.shape[1] + new, new)
-        cache, logits = loop.absorb(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)
+        cache, logits = loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)
         return loop.Decoding.start(cache, logits, new)
 
     def full_window(self, ids: np.ndarray, steps: int) -> tuple[loop.Decoding, Compiled, float]:
@@ -197,7 +197,7 @@ def apart(engine: Jkv, peer: Transformers) -> float:
     """The largest difference of the logits of one prompt; ValueError if that is too much for the same model."""
     ids = np.random.default_rng(1).integers(0, engine.params.config.vocab, (engine.rows, 16))
     cache = engine.empty(32, 16)
-    ours = np.asarray(loop.absorb(engine.params, cache, jnp.asarray(ids, jnp.int32), True)[1], np.float32)
+    ours = np.asarray(loop.prefill(engine.params, cache, jnp.asarray(ids, jnp.int32), True)[1], np.float32)
     theirs = peer.absorb(ids, peer.cache())[:, -1].float().numpy()
     found = float(abs(ours - theirs).max())
     # the 16-bit types round every layer: their limit is a share of the largest logit

@@ -31,10 +31,10 @@ What = Literal["decode", "prefill", "flush"]
 TIMED = {
     "decode": "a token at a time, as generate runs it (run_blocks), from a full recent window: p99 shows the flush",
     "prefill": "the whole prompt in one piece",
-    "flush": "one flush of all layers (settle on a full recent window); it comes once every block tokens",
+    "flush": "one flush of all layers (flush_due on a full recent window); it comes once every block tokens",
 }
 
-settle = jax.jit(loop.settle, donate_argnums=0)
+flush_due = jax.jit(loop.flush_due, donate_argnums=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
     """Milliseconds of the prompt; the cache has room for a block more."""
     checks.check_prefill(engine.config, "jkv bench prefill")
     cache, x = engine.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
-    program, seconds = compiled(loop.absorb.whole, engine.params, cache, x, fresh=True)
+    program, seconds = compiled(loop.prefill.whole, engine.params, cache, x, fresh=True)
     trial = lambda: [clock(lambda: program(engine.params, cache, x))]  # noqa: E731
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
 
@@ -75,7 +75,7 @@ def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
 def flush(engine: Jkv, ids: np.ndarray) -> Ready:
     """Milliseconds of the flush that comes after as many tokens as `ids` has."""
     cache = engine.full_window(ids, 0)[0].cache
-    program, seconds = compiled(settle, cache)
+    program, seconds = compiled(flush_due, cache)
 
     def trial() -> list[float]:
         own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))  # the flush consumes it

@@ -183,7 +183,7 @@ def observation_of(
 @value
 class LayerCarry:
     """The part of a layer that a step changes: recent window, kept queries and, of tiers (otherwise constants of the
-    loop), the summaries of selectors that watch (None where there is none)."""
+    loop), the summaries of stateful selectors (None where there is none)."""
 
     recent: Window
     queries: Queries | None
@@ -191,7 +191,7 @@ class LayerCarry:
 
     @classmethod
     def of(cls, layer: LayerCache, plan: LayerView) -> LayerCarry:
-        summaries = tuple(t.summary if c.watches else None for t, c in zip(layer.tiers, plan.tiers, strict=True))
+        summaries = tuple(t.summary if c.stateful else None for t, c in zip(layer.tiers, plan.tiers, strict=True))
         return cls(recent=layer.recent, queries=layer.queries, summaries=summaries)
 
     def into(self, layer: LayerCache) -> LayerCache:
@@ -222,7 +222,7 @@ def attending(
             parts.append(attend_tier(q, mask, tier, config, rope, model.scale))
         part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         summaries = tuple(
-            observed(q, mask, part.lse, t, c, rope, model.scale) if c.watches else None
+            observed(q, mask, part.lse, t, c, rope, model.scale) if c.stateful else None
             for t, c in zip(layer.tiers, plan.tiers, strict=True)
         )
         queries = layer.queries
@@ -247,7 +247,7 @@ def mixing(one: Params, state: State, x: Array, pos: Array, alive: Array) -> tup
 
 
 @program(arguments=(ANY, None, None, None, ANY), results=ANY, static_argnames=("model",), donate_argnames=("layer",))
-def settled(
+def flushed_due(
     layer: LayerCache,
     due: Array,
     plan: LayerConfig,

@@ -200,7 +200,7 @@ class Cache:
 
         Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it.
         """
-        if any(tier.watches for layer in self.plan for tier in layer.tiers):
+        if any(tier.stateful for layer in self.plan for tier in layer.tiers):
             raise ValueError(
                 f"rollback({n}): {self.name} remembers what each step attended to, also those to be taken back; "
                 "a cache is a value, so keep the older one and go on from it"

@@ -331,9 +331,9 @@ def _over_queries(one: Callable[[Array, Array, Array], Any], queries: Queries, j
 
 
 def watching(ev: Evidence, kept: Queries | None, plan: LayerConfig) -> Queries | None:
-    """The kept queries that the tiers' selector watches, if it does."""
+    """The kept queries that the tiers' selector remembers, if it is stateful."""
     select = plan.tiers[0].select if plan.tiers else None
-    if select is None or not select.watches:
+    if select is None or not select.stateful:
         return None
     assert kept is not None
     kept = kept.newest(select.needs.queries).packed()

@@ -75,9 +75,9 @@ class TierView:
         return tier.k if self.v.within else tier.v
 
     @property
-    def watches(self) -> bool:
+    def stateful(self) -> bool:
         """Whether its selector is told what every step attended to."""
-        return self.select is not None and self.select.watches
+        return self.select is not None and self.select.stateful
 
 
 @part

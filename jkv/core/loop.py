@@ -17,10 +17,10 @@ from jkv.core.blocks import (
     embedded,
     entering,
     flushed,
+    flushed_due,
     mixed,
     mixing,
     said,
-    settled,
     taken,
 )
 from jkv.core.cache import Cache, Decoding, LayerCache, lent
@@ -32,7 +32,7 @@ from jkv.models.ssd import State
 
 
 @flow(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"))
-def absorb(
+def prefill(
     params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False, run: Run = call
 ) -> tuple[Cache, Array]:
     """The cache after tokens i32[B,T] (right-aligned, -1 is padding), and the logits f32[B,V] of the newest.
@@ -42,24 +42,24 @@ def absorb(
     """
     layers = tuple(run(copied, x) for x in cache.layers)
     states = tuple(run(copied, x) for x in cache.states)
-    return absorb_own(params, replace(cache, layers=layers, states=states), ids, fresh, later, run)
+    return prefill_own(params, replace(cache, layers=layers, states=states), ids, fresh, later, run)
 
 
 @flow(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"), donate_argnames=("cache",))
-def absorb_own(
+def prefill_own(
     params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`absorb` for a cache that nobody needs any more: the new one takes its memory, layer by layer."""
+    """`prefill` for a cache that nobody needs any more: the new one takes its memory, layer by layer."""
     if not fresh:
         cache = replace(cache, states=entered(params, cache.states, jnp.bool_(True), run))
-    return _absorbed(run, params, cache, ids, fresh, begun=not fresh, later=later)
+    return _prefilled(run, params, cache, ids, fresh, begun=not fresh, later=later)
 
 
 @flow(arguments=(None, ANY, ANY, None, None), results=(ANY, None))
-def absorb_after(
+def prefill_after(
     params: Params, empty: Cache, firsts: Cache, index: Array, ids: Array, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`absorb` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncompressed`.
+    """`prefill` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncompressed`.
 
     The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
     """
@@ -69,14 +69,14 @@ def absorb_after(
     )
     states = tuple(run(picked, x, index) for x in firsts.states)
     begun = replace(empty, layers=layers, states=states, counts=run(picked, firsts.counts, index))
-    return _absorbed(run, params, begun, ids, fresh=True, begun=True)
+    return _prefilled(run, params, begun, ids, fresh=True, begun=True)
 
 
 @flow(arguments=(None, ANY, None, None), results=(ANY, None), static_argnames=("later",))
-def absorb_at(
+def prefill_at(
     params: Params, cache: Cache, ids: Array, pos: Array, later: bool = False, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`absorb` of tokens at positions that the caller gives, i32[B,T], rising in each row, -1 for padding.
+    """`prefill` of tokens at positions that the caller gives, i32[B,T], rising in each row, -1 for padding.
 
     A token sees what stands before it, in tiers and windows, and in the recent window it takes the place of the one at
     its position. What has been read is not read again: a token that comes to stand before others changes them only if
@@ -85,10 +85,10 @@ def absorb_at(
     if cache.states:
         raise ValueError("blocks that recur read tokens in order: positions cannot be given")
     layers = tuple(run(copied, x) for x in cache.layers)
-    return _absorbed(run, params, replace(cache, layers=layers), ids, False, True, later, pos)
+    return _prefilled(run, params, replace(cache, layers=layers), ids, False, True, later, pos)
 
 
-def _absorbed(
+def _prefilled(
     run: Run,
     params: Params,
     cache: Cache,
@@ -200,12 +200,13 @@ def _join_cache(cache: Cache, moving: StepCarry) -> Cache:
 
 
 @flow(arguments=(ANY,), results=ANY, donate_argnames=("cache",))
-def settle(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
+def flush_due(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
     """Flush if it is due, or if the recent windows are full; otherwise nothing changes."""
     due, fill = run(ripe, cache.fill, due, stay=cache.stay, room=cache.room)
     layers: tuple[LayerCache, ...] = ()
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
-        layers += (run(settled, layer, due, plan, cache.counts, plan.lower(layers), model=cache.model.attending(i)),)
+        lower, model = plan.lower(layers), cache.model.attending(i)
+        layers += (run(flushed_due, layer, due, plan, cache.counts, lower, model=model),)
     return replace(cache, layers=layers, fill=fill)
 
 
@@ -239,7 +240,7 @@ def run_block(
     cache = state.cache
     more = run(going, state.count, state.alive, stop)
     if full:
-        cache = settle(cache, more, run)
+        cache = flush_due(cache, more, run)
     cache = replace(cache, states=entered(params, cache.states, more, run))
     state = run(steps, params, views(cache), replace(state, cache=cache.bare), sampling, stop)
     return replace(state, cache=cache.dressed(state.cache))
@@ -314,7 +315,7 @@ def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots
 
     Its own rows have finished a block, or none of them is alive. logits f32[n,V], used bool[n,V] of the new rows.
     """
-    return run(seated, replace(state, cache=settle(state.cache, run=run)), rows, logits, used, slots)
+    return run(seated, replace(state, cache=flush_due(state.cache, run=run)), rows, logits, used, slots)
 
 
 @program(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
@@ -331,7 +332,7 @@ def seated(state: Decoding, rows: Cache, logits: Array, used: Array | None, slot
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
     due, plan = cache.fill >= cache.room, views(cache)
-    cache = settle(cache)
+    cache = flush_due(cache)
     cache = replace(cache, states=entered(params, cache.states, due))
     moving, logits = _advance(params, plan, cache, _split(cache, plan), jnp.maximum(token, 0), token >= 0)
     return _join_cache(cache, moving), logits

@@ -268,7 +268,7 @@ def newest(tier: Tier, unit: int, heads: int) -> Array:
 
 
 def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierView, rope: Rope, scale: Scale) -> Any:
-    """The summary of a selector that watches, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
+    """The summary of a stateful selector, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
 
     The logits of the few keys that were read are computed once more: no kernel has to give them away.
     """

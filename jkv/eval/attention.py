@@ -16,7 +16,7 @@ from jkv.arrays.tree import value
 from jkv.core import codes
 from jkv.core.attend import attend, attend_window
 from jkv.core.cache import Cache
-from jkv.core.loop import settle, step
+from jkv.core.loop import flush_due, step
 from jkv.core.mask import causal, visible
 from jkv.core.tiers import decoded_keys, gathered, picked
 from jkv.generation.report import divergence
@@ -180,7 +180,7 @@ def recovered(params: Params, cache: Cache, ids: np.ndarray) -> tuple[np.ndarray
     queries, paid = asked(params, tokens, jnp.arange(first, ids.shape[1]))
     shares, counts = [], []
     for i in range(ids.shape[1] - first):
-        cache = settled(cache)
+        cache = flushed_due(cache)
         share, count = found(cache, queries, paid, jnp.int32(i))
         shares.append(np.asarray(share))
         counts.append(float(count.mean()))
@@ -188,7 +188,7 @@ def recovered(params: Params, cache: Cache, ids: np.ndarray) -> tuple[np.ndarray
     return np.stack(shares, 1), float(np.mean(counts))
 
 
-settled = jax.jit(settle)
+flushed_due = jax.jit(flush_due)
 
 
 def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:

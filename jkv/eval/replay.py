@@ -83,7 +83,7 @@ def attending(one: Params, x: Array, pos: Array, kind: str) -> tuple[Array, Arra
 
 @flow(arguments=(None, ANY, None), results=ANY, donate_argnames=("cache",))
 def replayed(params: Params, cache: Cache, known: Pass, run: Run = call) -> Cache:
-    """An empty cache after the prompts of a forward pass: `absorb` without its attention and its MLPs."""
+    """An empty cache after the prompts of a forward pass: `prefill` without its attention and its MLPs."""
     counts = cache.counts.given((known.pos >= 0).sum(1).astype(jnp.int32), False)
     layers: tuple[LayerCache, ...] = ()
     blocks = (params.block(i) for i in range(cache.model.depth) if cache.model.attends(i))
@@ -124,8 +124,8 @@ class Known(Prompts):
     def draft(self, params: Params, config: CacheConfig) -> Prompts:
         return replace(self, params=params, config=config, length=None, then=None, known=None)
 
-    def absorb(self) -> tuple[Cache, Array]:
-        return self._replayed(self.empty()) or super().absorb()
+    def prefill(self) -> tuple[Cache, Array]:
+        return self._replayed(self.empty()) or super().prefill()
 
     def dense(self) -> tuple[Cache, Array]:
         return self._replayed(self.uncompressed()) or super().dense()

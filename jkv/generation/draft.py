@@ -7,7 +7,7 @@ import numpy as np
 
 from jkv.core import sampling as draw
 from jkv.core.cache import Decoding
-from jkv.core.loop import absorb_own, run_blocks
+from jkv.core.loop import prefill_own, run_blocks
 from jkv.core.positions import bucket, pad
 from jkv.generation.sizes import empty
 from jkv.methods.config import CacheConfig
@@ -18,7 +18,7 @@ def greedy(params: Params, rows: list[list[int]], new: int) -> list[list[int]]:
     """The `new` most likely tokens after each of the rows, one by one, through the full cache."""
     b, length, model = len(rows), bucket(max(map(len, rows))), params.config
     cache = empty(CacheConfig(), model, b, length + new, new, params.embed.dtype)
-    cache, logits = absorb_own(params, cache, pad(rows, length), fresh=True)
+    cache, logits = prefill_own(params, cache, pad(rows, length), fresh=True)
     sampling = draw.make(b, model.vocab, seeds=[0] * b, stop_ids=())
     state = run_blocks(params, Decoding.start(cache, logits, new), sampling, jnp.int32(new))
     return np.asarray(state.out).tolist()

@@ -15,7 +15,7 @@ import numpy as np
 
 from jkv.core import sampling
 from jkv.core.cache import Cache, Decoding
-from jkv.core.loop import absorb_own, run_blocks
+from jkv.core.loop import prefill_own, run_blocks
 from jkv.core.positions import bucket, pad
 from jkv.core.sharding import over
 from jkv.generation.sizes import empty
@@ -234,7 +234,9 @@ class Smaller:
         if length + new > model.context:
             raise ValueError(f"draft=: {length + new} tokens, and the smaller model's context is {model.context}")
         self.cache = empty(CacheConfig(), model, len(rows), longest, new + PIECE, self.params.embed.dtype)
-        self.cache, _ = absorb_own(self.params, self.cache, pad([row[:-1] for row in rows], bucket(length)), fresh=True)
+        self.cache, _ = prefill_own(
+            self.params, self.cache, pad([row[:-1] for row in rows], bucket(length)), fresh=True
+        )
         self.read = [len(row) - 1 for row in rows]
 
     def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
@@ -242,7 +244,7 @@ class Smaller:
         logits = None
         while any(n < len(row) for n, row in zip(self.read, rows, strict=True)):
             piece = [row[n : n + PIECE] for n, row in zip(self.read, rows, strict=True)]
-            self.cache, logits = absorb_own(self.params, self.cache, pad(piece, PIECE))
+            self.cache, logits = prefill_own(self.params, self.cache, pad(piece, PIECE))
             self.read = [n + len(x) for n, x in zip(self.read, piece, strict=True)]
         assert logits is not None  # the root is new
         draws = sampling.make(len(rows), logits.shape[1], seeds=[0] * len(rows), stop_ids=())
@@ -299,7 +301,7 @@ def check(params: Params, cache: CacheConfig | Cache) -> None:
             "those to be refused; leave draft= out"
         )
     selectors = [cache.select] if isinstance(cache, CacheConfig) else [t.select for x in cache.plan for t in x.tiers]
-    if any(select is not None and select.watches for select in selectors):
+    if any(select is not None and select.stateful for select in selectors):
         raise ValueError(
             f"draft= cannot go with {cache.name}: its selector remembers what each step attended to, also those of "
             "tokens to be refused; leave draft= out, or take a selector that does not, such as quest"

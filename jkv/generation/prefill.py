@@ -16,7 +16,7 @@ from jkv.core import sharding
 from jkv.core.cache import Cache, Counts
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.deferred import compress, probe, statistics
-from jkv.core.loop import absorb, absorb_own
+from jkv.core.loop import prefill, prefill_own
 from jkv.core.positions import bucket, pad
 from jkv.generation.chunks import Chunks, chosen, spare
 from jkv.generation.draft import greedy
@@ -87,7 +87,7 @@ class Prompts:
         cache = self.made(partial(self.blank, empty))
         if self.then and self.config.budget.statistic is None and len(params.embed.sharding.device_set) == 1:
             if self.whole and not self.config.prefill.defers:  # the first token waits for these programs alone
-                self.cost.ahead(absorb_own, params, cache, pad(self.rows, self.padded), fresh=True)
+                self.cost.ahead(prefill_own, params, cache, pad(self.rows, self.padded), fresh=True)
             self.then(params, cache)
         return cache
 
@@ -99,13 +99,13 @@ class Prompts:
             sizes = sized(self.config, model, b * self.forks, length, self.room, dtype)
         return make(self.config, model, b, length, self.room, dtype, sizes)
 
-    def absorb(self) -> tuple[Cache, Array]:
+    def prefill(self) -> tuple[Cache, Array]:
         params, cache, ids = self.reaching, self.empty(), pad(self.rows, self.padded)
         if self.whole:
-            return self.cost.run(absorb_own, params, cache, ids, fresh=True)
+            return self.cost.run(prefill_own, params, cache, ids, fresh=True)
         logits = None
         for i in range(0, self.padded, self.chunk):
-            cache, logits = self.cost.run(absorb_own, params, cache, ids[:, i : i + self.chunk])
+            cache, logits = self.cost.run(prefill_own, params, cache, ids[:, i : i + self.chunk])
         assert logits is not None
         return cache, logits
 
@@ -120,7 +120,7 @@ class Prompts:
         return own() if over is None else jax.jit(own, out_shardings=over.shardings(jax.eval_shape(own)))()
 
     def dense(self) -> tuple[Cache, Array]:
-        return self.cost.run(absorb_own, self.reaching, self.uncompressed(), pad(self.rows, self.padded), fresh=True)
+        return self.cost.run(prefill_own, self.reaching, self.uncompressed(), pad(self.rows, self.padded), fresh=True)
 
     def probe(self, dense: Cache, probe_: Probe) -> Cache:
         for text in probe_.texts(self.reaching, self.rows, greedy):
@@ -205,7 +205,7 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
     if unlimited:
         cache = replace(cache, model=reaching(model, bucket(longest)))
     params = replace(params, config=cache.model)
-    cache, logits = cost.run(absorb, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
+    cache, logits = cost.run(prefill, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
     return cache, logits, cost
 
 

@@ -17,7 +17,7 @@ from jkv.core.blocks import as_window, none, with_residual
 from jkv.core.cache import Decoding, LayerCache, Queries, Tier, Window, lent
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.layer import LayerView, TierView
-from jkv.core.loop import Views, going, settle, views
+from jkv.core.loop import Views, flush_due, going, views
 from jkv.core.mask import causal
 from jkv.core.sampling import Sampling, sample
 from jkv.core.tiers import attend_tier
@@ -80,11 +80,11 @@ def verify(
     tokens of plain decoding. Rows advance together, by the fewest tokens that one of those alive takes. A token is
     drawn with the noise of its row and position, so it is the token of plain decoding whatever was drafted. full:
     as of `run_block`; top: of the likeliest tokens after each node, how many are told. Blocks that recur and
-    selectors that watch would take in refused tokens too.
+    stateful selectors would take in refused tokens too.
     """
     cache = state.cache
     if full:
-        cache = settle(cache, run(going, state.count, state.alive, stop), run)
+        cache = flush_due(cache, run(going, state.count, state.alive, stop), run)
     state = replace(state, cache=cache.bare)
     state, found = run(verified, params, views(cache), state, sampling, draft, stop, top=top)
     return replace(state, cache=cache.dressed(state.cache)), found

@@ -54,7 +54,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
             "written; leave out the selector, or use true positions (streaming(relative=False))"
         )
-    if config.devices > 1 and config.select and config.select.watches:
+    if config.devices > 1 and config.select and config.select.stateful:
         raise ValueError(
             f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
             "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"

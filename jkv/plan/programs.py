@@ -101,7 +101,7 @@ def _prefill(job: Job, target: Target, shapes: Any, longest: int, chunks: Chunks
     """The prefill of prompts of `longest` tokens, in smaller chunks than those where they turn out not to fit."""
     prompt, fresh = chunks.size or longest, not chunks.size
     ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
-    found = _compile(job, target, f"prefill, {prompt:,} tokens", loop.absorb_own.whole, shapes, ids, fresh=fresh)
+    found = _compile(job, target, f"prefill, {prompt:,} tokens", loop.prefill_own.whole, shapes, ids, fresh=fresh)
     fewer, hopeless = chunks.fewer(longest), found.weights + found.cache > (target.memory or inf)
     if found.fits(target) or fewer is None or hopeless or tries == 1:
         return replace(found, reading=chunks.why)

@@ -70,7 +70,7 @@ class Reading(Protocol):
         """An empty cache of the config."""
         ...
 
-    def absorb(self) -> tuple[Any, Array]:
+    def prefill(self) -> tuple[Any, Array]:
         """Cache and logits; every layer compresses as soon as it has attended, after each chunk."""
         ...
 
@@ -111,4 +111,4 @@ class Prefill:
 
     def __call__(self, reading: Reading) -> tuple[Any, Array]:
         """The cache after the prompts, and the logits of what comes next."""
-        return reading.absorb()
+        return reading.prefill()

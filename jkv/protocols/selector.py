@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 class Selector:
     """What a step reads of a tier, in units of `unit` slots that enter and leave the tier together.
 
-    Its arrays, if it has any, serve all layers. A selector that `watches` is told what attention found, after every
+    Its arrays, if it has any, serve all layers. A `stateful` selector is told what attention found, after every
     step and every flush, and picks by what it remembers of each unit.
     """
 
     unit: int = 1
     needs: Needs = Needs()
-    watches: bool = False
+    stateful: bool = False
 
     def bound(self, params: Params) -> Selector:
         """This selector with the weights that were trained for the model; ValueError if there are none."""

@@ -257,7 +257,7 @@ def test_a_greedy_row_beside_others_takes_the_best_token():
 def test_a_prompt_in_two_pieces_is_the_prompt():
     """Nothing is evicted or coded before both are there, so the cache is that of the prompt in one piece."""
     text = f"streaming(budget=48) | {rig.KIVI_TEXT}"
-    whole = loop.absorb(rig.PARAMS, rig.empty(text), jnp.asarray(PROMPT), fresh=True)
+    whole = loop.prefill(rig.PARAMS, rig.empty(text), jnp.asarray(PROMPT), fresh=True)
     config = methods.parse(text)
     first = sizes.empty(config.uncompressed(64), rig.MODEL, 3, 64, 0, jnp.float32)
     ids = np.full((3, 64), -1, np.int32)
@@ -265,10 +265,10 @@ def test_a_prompt_in_two_pieces_is_the_prompt():
     for row, n in enumerate(cut):
         tokens = PROMPT[row][PROMPT[row] >= 0]
         ids[2 - row, 64 - n :] = tokens[:n]
-    heads, _ = loop.absorb(rig.PARAMS, first, jnp.asarray(ids), fresh=True)
+    heads, _ = loop.prefill(rig.PARAMS, first, jnp.asarray(ids), fresh=True)
     left = np.array(rig.LENGTHS) - np.array(cut)
     tails = np.where(np.arange(90)[None] < 90 - left[:, None], -1, PROMPT)
-    cache, logits = loop.absorb_after(rig.PARAMS, rig.empty(text), heads, jnp.array([2, 1]), jnp.asarray(tails))
+    cache, logits = loop.prefill_after(rig.PARAMS, rig.empty(text), heads, jnp.array([2, 1]), jnp.asarray(tails))
     np.testing.assert_allclose(logits, whole[1], atol=1e-4, rtol=0)
     assert (cache.seen == whole[0].seen).all() and int(cache.fill) == int(whole[0].fill)
     for layer in range(rig.L):

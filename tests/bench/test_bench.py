@@ -118,7 +118,7 @@ def test_a_round_of_decoding_starts_before_a_flush(params):
     times = ready.trial()
     assert len(times) == 16 and min(times) > 0 and ready.seconds == 0  # the same program
     assert ready.trial() and ready.cache.seen.tolist() == [100, 100]
-    flushed = speed.settle(ready.cache)
+    flushed = speed.flush_due(ready.cache)
     assert int(flushed.fill) == flushed.plan[0].stay
 
 

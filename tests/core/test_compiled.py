@@ -76,7 +76,7 @@ def prefill_temporaries(text: str, tokens: int) -> int:
     params = models.random(WIDE)
     empty = sizes.empty(methods.parse(text), params.config, 1, 6016, 16, jnp.float32)
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    program = loop.absorb.whole.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile(AS_USERS)
+    program = loop.prefill.whole.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile(AS_USERS)
     return program.memory_analysis().temp_size_in_bytes
 
 

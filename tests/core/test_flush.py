@@ -59,7 +59,7 @@ class Late(Score):
 def test_among_equals_the_older_stays():
     config = CacheConfig(score=Late(), budget=Tokens(tokens=48))
     cache = sizes.empty(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
-    cache, _ = loop.absorb(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
+    cache, _ = loop.prefill(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
     coded = [rig.held(cache, 0)[0][0, 0]]
     for i in range(33):
         cache, _ = loop.step(rig.PARAMS, cache, jnp.asarray(rig.FORCED[:, i]))

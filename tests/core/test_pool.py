@@ -74,7 +74,7 @@ def test_equal_heads_share_equally_and_the_protected_stay():
 
 def test_a_floor_of_one_is_snapkv_and_a_lower_one_is_not():
     texts = "snapkv(budget=48, window=8, pool=7, kind='max')", "adakv(budget=48, window=8, floor=1.0)"
-    plain, floored = (loop.absorb(rig.PARAMS, rig.empty(x), jnp.asarray(PROMPT), fresh=True)[0] for x in texts)
+    plain, floored = (loop.prefill(rig.PARAMS, rig.empty(x), jnp.asarray(PROMPT), fresh=True)[0] for x in texts)
     free = rig.shared("adakv(budget=48, window=8)").caches[0]
     for layer in range(L):
         np.testing.assert_array_equal(rig.held(floored, layer), rig.held(plain, layer))

@@ -39,12 +39,12 @@ def empty(text: str, params: Params) -> Cache:
 
 def read(cache: Cache, params: Params, *pieces: tuple[jax.Array, jax.Array]) -> Cache:
     for ids, pos in pieces:
-        cache, _ = loop.absorb_at(params, cache, ids, pos)
+        cache, _ = loop.prefill_at(params, cache, ids, pos)
     return cache
 
 
 def at_once(cache: Cache, params: Params) -> Cache:
-    return loop.absorb(params, cache, pad(ROWS, max(LENGTHS)), fresh=True)[0]
+    return loop.prefill(params, cache, pad(ROWS, max(LENGTHS)), fresh=True)[0]
 
 
 def by_position(cache: Cache) -> list[np.ndarray]:
@@ -122,4 +122,4 @@ def test_rows_among_many_keys_see_those_before_them():
 def test_blocks_that_recur_read_in_order():
     cache = sizes.empty(parse("full"), HYBRID.config, 2, rig.LONGEST, 0, jnp.float32)
     with pytest.raises(ValueError, match="read tokens in order"):
-        loop.absorb_at(HYBRID, cache, *FIRST)
+        loop.prefill_at(HYBRID, cache, *FIRST)

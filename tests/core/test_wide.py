@@ -131,7 +131,7 @@ def test_a_step_is_attention_over_what_is_held(config: CacheConfig, made: Callab
     params = made(2 if "lacache" in config.name else 1)  # whose layers differ
     model = params.config
     cache = replace(sizes.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
-    cache, _ = loop.absorb(params, cache, jnp.asarray(PROMPT), fresh=True)
+    cache, _ = loop.prefill(params, cache, jnp.asarray(PROMPT), fresh=True)
     for token in FORCED[:, :20].T:
         cache, got = loop.step(params, cache, jnp.asarray(token))
     while cache.fill >= cache.room:
@@ -148,7 +148,7 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
         config, out = parse(text), []
         for params in (PARAMS, wide(32)):
             cache = replace(sizes.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
-            cache, logits = loop.absorb(params, cache, jnp.asarray(PROMPT), fresh=True)
+            cache, logits = loop.prefill(params, cache, jnp.asarray(PROMPT), fresh=True)
             for token in FORCED[:, :20].T:
                 cache, logits = loop.step(params, cache, jnp.asarray(token))
             out.append(logits)
@@ -157,7 +157,7 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
 
 def test_a_full_cache_of_latents_gives_the_models_logits():
     cache = replace(sizes.empty(parse("full"), LATENT.config, 2, 142, 52, jnp.float32), name="")
-    cache, logits = loop.absorb(LATENT, cache, jnp.asarray(PROMPT), fresh=True)
+    cache, logits = loop.prefill(LATENT, cache, jnp.asarray(PROMPT), fresh=True)
     out = [logits]
     for token in FORCED[:, :20].T:
         cache, logits = loop.step(LATENT, cache, jnp.asarray(token))
@@ -172,7 +172,7 @@ def taken(params: Params, config: CacheConfig):
     """Traced, not run: all shapes of a prompt, of a flush and of a step fit together."""
     cache = sizes.empty(config, params.config, 2, 142, 52, jnp.float32)
     ids = jax.ShapeDtypeStruct(PROMPT.shape, jnp.int32)
-    cache, _ = jax.eval_shape(partial(loop.absorb, fresh=True), params, cache, ids)
+    cache, _ = jax.eval_shape(partial(loop.prefill, fresh=True), params, cache, ids)
     after, logits = jax.eval_shape(loop.step, params, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache) and logits.shape == (2, params.config.vocab)
 

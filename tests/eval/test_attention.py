@@ -17,7 +17,7 @@ IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])
 def test_what_quest_reads_of_the_first_layer_is_what_its_bounds_promise():
     config = methods.parse(f"quest(pages=3, page={PAGE}, dense_layers=0)")
     cache = empty(config, MODEL, 2, LENGTHS[1], N, jnp.float32)
-    cache, _ = loop.absorb(PARAMS, cache, jnp.asarray(IDS[:, :PREFIX]), fresh=True)
+    cache, _ = loop.prefill(PARAMS, cache, jnp.asarray(IDS[:, :PREFIX]), fresh=True)
     shares, count = attention.recovered(PARAMS, cache, IDS)
     assert shares.shape == (MODEL.layers, N, 2, H)
     q, k, _, p = (np.asarray(x, np.float64) for x in rig.dense_prompt(jnp.asarray(IDS))[1][0])

@@ -77,7 +77,7 @@ def test_an_endless_text_beside_the_last_of_it(tmp_path):
     lost = []
     for token in ids[1184:]:
         lost.append(-jax.nn.log_softmax(logits[0])[token])
-        held, logits = jkv.step(PARAMS, loop.settle(held), jnp.asarray([token]))
+        held, logits = jkv.step(PARAMS, loop.flush_due(held), jnp.asarray([token]))
     np.testing.assert_allclose(rows[2]["ppl"], np.exp(np.mean(lost)), rtol=1e-4)
     assert run(*given, "--cache", cache, "--json", out).exit_code == 0 and json.loads(out.read_text())["rows"] == rows
     assert "give a cache such as" in run(*given, "--cache", OWN, code=1).stderr

@@ -95,7 +95,7 @@ def refused(name, call, *args, **options):
 @pytest.mark.parametrize("name", [*OPTIONS, "params", "cache", "prompt"])
 def test_what_an_argument_cannot_be_is_refused_by_its_name(call, name, monkeypatch):
     """Before anything is read: no model runs."""
-    monkeypatch.setattr("jkv.core.loop.absorb_own", None)
+    monkeypatch.setattr("jkv.core.loop.prefill_own", None)
     for x in WRONG[name]:
         given = {"params": PARAMS, "cache": "full", "prompt": IDS} | {name: x}
         refused(name, call, given.pop("params"), given.pop("cache"), given.pop("prompt"), **given)

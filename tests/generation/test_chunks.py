@@ -13,7 +13,7 @@ import jkv
 from jkv import methods, models
 from jkv.core.cache import tree_bytes
 from jkv.core.compiled import Cost
-from jkv.core.loop import absorb_own
+from jkv.core.loop import prefill_own
 from jkv.generation import chunks, prefill, sizes
 
 PARAMS = models.random(models.TINY)
@@ -32,7 +32,7 @@ def compared(model: dict[str, Any], cache: str, tokens: int, chunk: int, dtype: 
     c, config = models.read_config(model), methods.parse(cache)
     blank = sizes.shaped(config, c, 2, tokens + 64, 64, dtype)
     cost, ids = Cost(runs=False), jax.ShapeDtypeStruct((2, chunk or tokens), jnp.int32)
-    cost.begin(absorb_own, models.abstract(c, dtype), blank, ids, fresh=not chunk)
+    cost.begin(prefill_own, models.abstract(c, dtype), blank, ids, fresh=not chunk)
     copies = dtype == jnp.bfloat16
     return chunks.needed(blank, chunk or tokens, fresh=not chunk, over=None, copies=copies) / cost.peak
 
@@ -92,15 +92,15 @@ def test_a_method_that_needs_the_whole_prompt_gets_it_and_says_so(monkeypatch):
 
 
 def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypatch):
-    sizes_tried, real = [], prefill.Prompts.absorb
+    sizes_tried, real = [], prefill.Prompts.prefill
 
-    def absorb(self):
+    def mine(self):
         sizes_tried.append(self.chunk)
         if not 0 < self.chunk < 256:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB")
         return real(self)
 
-    monkeypatch.setattr(prefill.Prompts, "absorb", absorb)
+    monkeypatch.setattr(prefill.Prompts, "prefill", mine)
     report = jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4).report
     assert sizes_tried == [0, 256, 128] and report.chunk == 128 and report.reading.endswith("found no room for 256")
     with pytest.raises(jax.errors.JaxRuntimeError, match="9 GB"):
@@ -108,10 +108,10 @@ def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypat
 
 
 def test_another_error_is_raised_as_it_is(monkeypatch):
-    def absorb(self):
+    def mine(self):
         raise jax.errors.JaxRuntimeError("lost")
 
-    monkeypatch.setattr(prefill.Prompts, "absorb", absorb)
+    monkeypatch.setattr(prefill.Prompts, "prefill", mine)
     with pytest.raises(jax.errors.JaxRuntimeError, match="lost"):
         jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4)
 

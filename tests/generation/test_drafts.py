@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused_by_name():
             jkv.generate(PARAMS, None, TEXT, draft=draft)
     with pytest.raises(TypeError, match="draft is 7: give 'suffix'"):
         jkv.generate(PARAMS, None, TEXT, draft=7)
-    with pytest.raises(ValueError, match="blocks that recur"):
+    with pytest.raises(ValueError, match="blocks all attend"):
         jkv.generate(MODELS["bamba"], None, TEXT, draft="suffix")
     with pytest.raises(ValueError, match="selector remembers"):
         jkv.generate(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT, draft="suffix")

@@ -43,7 +43,7 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
     share = config.budget.share if isinstance(config.budget, Beyond) else 0
     question = QUESTION[:, -8:] if 0 < share < 1 else QUESTION  # room for a share of what may come
     later = (question >= 0).sum(1).tolist()
-    after, logits = loop.absorb(params, before, jnp.asarray(question), later=True)
+    after, logits = loop.prefill(params, before, jnp.asarray(question), later=True)
     assert np.isfinite(np.asarray(logits)).all()
     start = before.seen.tolist() if config.prefill.skips else LENGTHS
     assert after.prompt.tolist() == list(start) and after.counts.later.tolist() == later

@@ -269,7 +269,7 @@ def made(monkeypatch):
     return made
 
 
-READS, DECODES = {"embedded", "attended", "flushed", "said"}, {"going", "steps", "ripe", "settled"}
+READS, DECODES = {"embedded", "attended", "flushed", "said"}, {"going", "steps", "ripe", "flushed_due"}
 
 
 @pytest.mark.parametrize(("spec", "beside"), [("h2o(budget=48)", READS | DECODES), ("cake(budget=48)", set())])
@@ -277,7 +277,9 @@ def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, 
     """Once, and where the cache's sizes are known before the prompt is read."""
     options: dict = dict(max_new_tokens=24, stop_ids=(), repetition_penalty=1.1)
     report = jkv.generate(params, spec, PROMPTS[0], **options).report
-    assert {name for name, main in made if not main} == beside and {"steps", "settled"} <= {name for name, _ in made}
+    assert {name for name, main in made if not main} == beside and {"steps", "flushed_due"} <= {
+        name for name, _ in made
+    }
     assert report.compile_s > 0
     before = len(made)
     again = jkv.generate(params, spec, PROMPTS[0], **options).report
@@ -287,7 +289,7 @@ def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, 
 @pytest.mark.parametrize("spec", ["h2o(budget=48) | int4", "dapq(budget=48)", "full"])
 def test_a_kind_of_layer_is_compiled_once(made, spec):
     """A model of twice as many takes the programs of the first, but for its ends and for the one of steps."""
-    for layers, names in ((3, {"attended", "steps", "settled"}), (6, {"embedded", "said", "steps"})):
+    for layers, names in ((3, {"attended", "steps", "flushed_due"}), (6, {"embedded", "said", "steps"})):
         made.clear()
         params = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=layers))
         jkv.generate(params, spec, PROMPTS[0], max_new_tokens=24, stop_ids=())
@@ -328,7 +330,7 @@ def test_where_kernels_are_native_a_prompt_and_what_follows_are_a_program_each(p
     made.clear()
     monkeypatch.setattr(compiled.kernels, "native", lambda: "gpu")
     assert jkv.generate(params, "h2o(budget=48) | int4", PROMPTS[0], **options).tokens == want
-    assert sorted(made) == [("_run_blocks", False), ("absorb_own", False)]
+    assert sorted(made) == [("_run_blocks", False), ("prefill_own", False)]
 
 
 def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypatch):

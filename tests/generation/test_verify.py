@@ -103,8 +103,8 @@ def test_passes_give_the_tokens_of_steps(case: rig.Case, kind: str):
 @pytest.mark.parametrize("case", [c for c in [*rig.ALL, *rig.OTHERS] if c not in FEW], ids=str)
 def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case, kind: str):
     state = begun(case.tight, kind, case.params)
-    watches = any(tier.watches for layer in state.cache.plan for tier in layer.tiers)
-    if state.cache.states or watches:
+    stateful = any(tier.stateful for layer in state.cache.plan for tier in layer.tiers)
+    if state.cache.states or stateful:
         with pytest.raises(ValueError, match="draft= .*leave draft= out"):
             drafters.check(case.params, state.cache)
         return

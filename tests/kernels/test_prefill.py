@@ -59,7 +59,7 @@ def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str)
     cache = sizes.empty(config, params.config, 1, 80, 0, jnp.float32)
     ids, span = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
     probe = partial(deferred.probe, by=config.prefill.probe)
-    for calls, function, *more in ((1, partial(loop.absorb, fresh=True)), (1, probe, span)):
+    for calls, function, *more in ((1, partial(loop.prefill, fresh=True)), (1, probe, span)):
         traced = str(jax.make_jaxpr(function)(params, cache, ids, *more))
         assert traced.count("name=prefill_attention") == (calls if kind == "tpu" else 0)
 

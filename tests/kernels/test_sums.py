@@ -84,7 +84,7 @@ def test_prompts_are_summed_by_the_kernel_that_is_asked_for(kind: str, tokens: i
     config = replace(methods.parse("h2o(budget=32)"), kernels=kind)
     cache = sizes.empty(config, params.config, 1, tokens, 0, jnp.float32)
     ids = jnp.ones((1, tokens), jnp.int32)
-    traced = str(jax.make_jaxpr(partial(loop.absorb, fresh=True))(params, cache, ids))
+    traced = str(jax.make_jaxpr(partial(loop.prefill, fresh=True))(params, cache, ids))
     assert traced.count("name=column_sums") in ({calls, calls // 2} if calls else {0})  # layers may share a flush
 
 
@@ -106,7 +106,7 @@ def test_the_door_asks_the_kernel_for_the_same(small, more, kind, monkeypatch):
         monkeypatch.setattr(kernels, "native", lambda kernel=kernel: kernel)
         cache = sizes.empty(methods.parse("h2o(budget=32)"), params.config, 2, 150, 0, dtype)
         with pltpu.force_tpu_interpret_mode() if kernel == "tpu" else nullcontext():
-            cache, _ = loop.absorb(params, cache, ids, fresh=True)
+            cache, _ = loop.prefill(params, cache, ids, fresh=True)
         tier = cache.layers[0].tiers[0]
         order = jnp.argsort(tier.pos, axis=-1)[..., -16:]  # a kernel's tier has more slots, which are dead
         found.append([np.asarray(jnp.take_along_axis(x, order, -1)) for x in (tier.pos, tier.columns["mass"])])

@@ -249,7 +249,7 @@ def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str, atol: flo
     def logits(kind: str) -> np.ndarray:
         config = replace(methods.parse(text), kernels=kind)
         empty = sizes.empty(config, params.config, 2, 120, new, jnp.float32)
-        cache, first = loop.absorb(params, empty, ids, fresh=True)
+        cache, first = loop.prefill(params, empty, ids, fresh=True)
         if kind == "tpu":
             assert {tier.capacity % 128 for tier in cache.plan[0].tiers} == {0}
         state = loop.Decoding.start(cache, first, new, forced=jnp.asarray(forced), traced=True)

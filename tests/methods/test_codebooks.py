@@ -79,12 +79,14 @@ def test_layers_share_their_programs_whatever_their_tables_are():
         before = set(compiled.PROGRAMS)
         answered(config)
         made = Counter(key[0].__name__ for key in compiled.PROGRAMS if key not in before)
-        return {name: made[name] for name in ("attended", "flushed", "settled", "steps")}
+        return {name: made[name] for name in ("attended", "flushed", "flushed_due", "steps")}
 
     config = replace(OWN, codec=(tables(H, 2), tables(1, 3)), block=24)
-    assert programs(config) == dict(attended=2, flushed=1, settled=1, steps=1)  # a prompt's last layer has one query
+    assert programs(config) == dict(
+        attended=2, flushed=1, flushed_due=1, steps=1
+    )  # a prompt's last layer has one query
     again = replace(config, codec=(tables(H, 4), tables(1, 5)))
-    assert programs(again) == dict(attended=0, flushed=0, settled=0, steps=0), "tables are arguments"
+    assert programs(again) == dict(attended=0, flushed=0, flushed_due=0, steps=0), "tables are arguments"
 
 
 @configs

@@ -125,7 +125,7 @@ def test_scores_see_what_decodes():
     """An eviction by attention to coded tokens keeps the tokens that it keeps of the decoded."""
     config = PLACES["scores that read tiers"]
     cache = prompted(config)
-    after = [loop.absorb(PARAMS, x, jnp.asarray([[3] * 12, [5] * 12]))[0] for x in (cache, decoded(cache))]
+    after = [loop.prefill(PARAMS, x, jnp.asarray([[3] * 12, [5] * 12]))[0] for x in (cache, decoded(cache))]
     for a, b in zip(after[0].layers, after[1].layers, strict=True):
         np.testing.assert_array_equal(np.sort(a.tiers[0].pos, -1), np.sort(b.tiers[0].pos, -1))
 

@@ -212,7 +212,7 @@ def turns(text: str, *lengths: int):
     cache, at, given = rig.empty(text, longest=sum(lengths), new=sum(lengths[1::2])), 0, []
     for i, n in enumerate(lengths):
         if i % 2 == 0:
-            cache, _ = loop.absorb(PARAMS, cache, ids[:, at : at + n], fresh=i == 0)
+            cache, _ = loop.prefill(PARAMS, cache, ids[:, at : at + n], fresh=i == 0)
             given += range(at, at + n)
         else:
             for j in range(at, at + n):

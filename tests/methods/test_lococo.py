@@ -35,7 +35,7 @@ def stored(cache, head: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
 def read(text: str, pieces: list[int], steps: int = 0):
     cache, start = rig.empty(text, rows=1, longest=150, new=16), 0
     for end in pieces:
-        cache, _ = loop.absorb(PARAMS, cache, jnp.asarray(IDS[:, start:end]))
+        cache, _ = loop.prefill(PARAMS, cache, jnp.asarray(IDS[:, start:end]))
         start = end
     for t in range(start, start + steps):
         cache, _ = loop.step(PARAMS, cache, jnp.asarray(IDS[:, t]))

@@ -26,7 +26,7 @@ def found(text: str) -> list[np.ndarray]:
     """f64[B,H,T] of each layer: what the probes of a score learn about each position of ROWS."""
     config = parse(text)
     cache = sizes.empty(config.uncompressed(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
-    cache, _ = loop.absorb(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
+    cache, _ = loop.prefill(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
     assert config.prefill.probe is not None
     for part in config.prefill.probe.texts(PARAMS, ROWS, greedy):
         cache = deferred.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.span), config.prefill.probe)

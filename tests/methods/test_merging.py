@@ -98,7 +98,7 @@ def test_every_token_of_a_ragged_batch_is_kept(group: int, block: int, share: fl
     for row, n in enumerate(lengths):
         ids[row, ids.shape[1] - n :] = PROMPT[0, :n]
     cache = rig.empty(text, longest=max(lengths) + 72 - max(lengths) % 2, new=72)
-    cache, _ = loop.absorb(PARAMS, cache, jnp.asarray(ids), fresh=True)
+    cache, _ = loop.prefill(PARAMS, cache, jnp.asarray(ids), fresh=True)
     for i in range(72 - max(lengths) % 2):
         seen = np.broadcast_to(np.asarray(cache.seen)[None, :, None], (L, 2, H))
         np.testing.assert_array_equal(np.asarray(cache.kept()), seen)

@@ -77,14 +77,14 @@ def test_a_forecast_that_slides_is_the_whole_network_on_what_is_in_use(stepped, 
 
 
 @cache
-def settled(i: int):
+def flushed_due(i: int):
     """The cache that step i reads: after the flush, if one is due."""
-    return jax.jit(loop.settle)(rig.shared(CASE.tight).caches[i])
+    return jax.jit(loop.flush_due)(rig.shared(CASE.tight).caches[i])
 
 
 def watched(i: int, layer: int):
     """history f[B,H,units,N], ahead f[B,H,units] and live bool[B,units] of step i."""
-    tier = settled(i).layers[layer].tiers[0]
+    tier = flushed_due(i).layers[layer].tiers[0]
     live = (np.asarray(tier.pos)[:, 0].reshape(2, -1, PAGE) >= 0).any(-1)
     return np.asarray(tier.summary.history), np.asarray(tier.summary.ahead), live
 

@@ -58,7 +58,7 @@ CONFIG = replace(parse("knorm(budget=48)"), merge=Linear(), name="")
 
 def begun(config: CacheConfig, params=PARAMS):
     state = sizes.empty(config, MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
-    return loop.absorb(params, state, jnp.asarray(PROMPT), fresh=True)
+    return loop.prefill(params, state, jnp.asarray(PROMPT), fresh=True)
 
 
 def test_a_linear_remainder_is_a_state_like_any_other():

@@ -177,14 +177,14 @@ def test_every_query_is_new_once_and_the_newest_are_kept_in_order(kept: int, blo
     config = CacheConfig(score=Record(kept=kept), block=block, recent=4)
     cache = sizes.empty(config, MODEL, 2, 140, 40, jnp.float32)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, MODEL.vocab, (2, 140)))
-    cache, _ = loop.absorb(PARAMS, cache, ids[:, :40], fresh=True)
+    cache, _ = loop.prefill(PARAMS, cache, ids[:, :40], fresh=True)
     at = 40
     for steps, more in ((11, 3), (19, 25), (6, 0)):
         for _ in range(steps):
             cache, _ = loop.step(PARAMS, cache, ids[:, at])
             at += 1
         if more:
-            cache, _ = loop.absorb(PARAMS, cache, ids[:, at : at + more])
+            cache, _ = loop.prefill(PARAMS, cache, ids[:, at : at + more])
             at += more
     for layer in cache.layers:
         assert layer.queries is not None and layer.queries.pos.shape[1] == max(kept, block)

@@ -186,7 +186,7 @@ MOVING["separable"] = replace(parse("lacache(budget=48)"), codec=(Separable(bits
 
 @pytest.mark.parametrize("config", MOVING.values(), ids=list(MOVING))
 def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
-    cache, _ = loop.absorb(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
+    cache, _ = loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
     for token in FORCED[:, :34].T:
         cache, _ = loop.step(PARAMS, cache, jnp.asarray(token))
 
@@ -228,7 +228,7 @@ def test_the_same_prefix_has_the_same_codes():
     short = np.full_like(PROMPT, -1)
     short[0, -61:] = PROMPT[0, :61]
     short[1, -61:] = PROMPT[1, SHIFT[1] : SHIFT[1] + 61]
-    part, _ = loop.absorb(PARAMS, rig.empty(rig.KIVI_TEXT), jnp.asarray(short), fresh=True)
+    part, _ = loop.prefill(PARAMS, rig.empty(rig.KIVI_TEXT), jnp.asarray(short), fresh=True)
     for a, b in zip(whole.layers, part.layers, strict=True):
         np.testing.assert_array_equal(a.tiers[0].pos[:, :, :48], np.tile(np.arange(48), (2, 1, 1)))
         np.testing.assert_array_equal(b.tiers[0].pos[:, :, :48], np.tile(np.arange(48), (2, 1, 1)))

@@ -195,7 +195,7 @@ def test_a_step_of_a_stretch_is_that_of_its_channel_and_its_bits():
 def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught():
     text = "svdq(values=4)"
     before = rig.prompted(text)
-    later = loop.absorb(PARAMS, before, jnp.asarray(rig.FORCED[:, :40]), later=True)[0]
+    later = loop.prefill(PARAMS, before, jnp.asarray(rig.FORCED[:, :40]), later=True)[0]
     run = rig.shared(text)
     for after in (later, run.caches[-1]):
         for a, b, number in zip(before.layers, after.layers, before.plan, strict=True):

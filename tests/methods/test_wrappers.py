@@ -342,7 +342,7 @@ def test_a_probe_fills_the_column_of_whatever_reads_it():
     score = MADE["Plus-1"](MADE["ByPhase-1"](MADE["Counted"](Probed())))
     config = CacheConfig(score=score, budget=Tokens(tokens=24), prefill=Deferred(probe=Pseudo()))
     cache, rows = sizes.empty(config.uncompressed(40), MODEL, 1, 40, 0, jnp.float32), jnp.asarray(rig.PROMPT[:1, -40:])
-    cache, _ = loop.absorb(rig.PARAMS, cache, rows, fresh=True)
+    cache, _ = loop.prefill(rig.PARAMS, cache, rows, fresh=True)
     cache = deferred.probe(rig.PARAMS, cache, rows[:, :8], jnp.asarray([[0, 40]]), config.prefill.probe)
     for layer in cache.layers:
         looked, live = np.asarray(layer.recent.columns[f"1.1.{PROBED}"])[0], np.asarray(layer.recent.pos)[0] >= 0

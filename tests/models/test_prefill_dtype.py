@@ -73,7 +73,7 @@ def products(jaxpr: Any) -> list[str]:
 def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
     p = replace(models.random(models.TINY), prefill_dtype=BF16)
     empty = sizes.empty(methods.parse("full"), p.config, 1, 600, 16, jnp.float32)
-    reads = jax.make_jaxpr(lambda ids: loop.absorb.whole(p, empty, ids, fresh=True))(jnp.ones((1, 512), jnp.int32))
+    reads = jax.make_jaxpr(lambda ids: loop.prefill.whole(p, empty, ids, fresh=True))(jnp.ones((1, 512), jnp.int32))
     kinds = products(reads.jaxpr)
     head = products(jax.make_jaxpr(lambda x: said(p.ends, x))(jnp.ones((1, 1, 32))).jaxpr)
     assert kinds.count("float32") == len(head) == head.count("float32")
@@ -88,7 +88,7 @@ def test_no_second_copy_of_the_weights():
     empty = sizes.empty(methods.parse("full"), p.config, 1, 48, 16, jnp.float32)
     ids = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     made = [
-        loop.absorb.whole.lower(replace(p, prefill_dtype=x), empty, ids, fresh=True).compile().memory_analysis()
+        loop.prefill.whole.lower(replace(p, prefill_dtype=x), empty, ids, fresh=True).compile().memory_analysis()
         for x in (None, BF16)
     ]
     more = made[1].temp_size_in_bytes - made[0].temp_size_in_bytes

@@ -383,8 +383,8 @@ class Given(Prompts):
     def empty(self) -> Cache:
         return made(self.config, len(self.rows), params=self.params)
 
-    def absorb(self) -> tuple[Cache, jax.Array]:
-        return loop.absorb(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
+    def prefill(self) -> tuple[Cache, jax.Array]:
+        return loop.prefill(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
 
 
 def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:

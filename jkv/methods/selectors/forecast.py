@@ -136,7 +136,7 @@ class Forecast(Upper):
     net: Predictor | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    watches = True
+    stateful = True
 
     @property
     def needs(self) -> Needs:

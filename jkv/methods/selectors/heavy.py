@@ -22,7 +22,7 @@ class Heavy(Selector):
     pages: int = 128
     queries: int = 64
 
-    watches = True
+    stateful = True
 
     @property
     def needs(self) -> Needs:

@@ -17,6 +17,7 @@ from jkv.core.empty import empty_layer
 from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
 from jkv.core.loop import prefill_own
+from jkv.generation import report
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import empty
 from jkv.methods import CATALOGUE, pairs, parse
@@ -182,6 +183,30 @@ def test_what_goes_together_answers(text):
     assert out.report.config == text and len(out.tokens) == 40
     assert out.report.bytes_kept == out.report.bytes_predicted
     assert 0 < out.report.kl < 2  # of a model whose logits are far from even
+
+
+def test_receipts_say_what_reads_every_composition():
+    for case in [*rig.ALL, *rig.OTHERS]:
+        cache = rig.empty(case.tight, params=case.params)
+        assert report.kernels_of(cache) == "xla" and report.kernels_off(cache) == "", case
+        assert all(bits >= 0 for bits in report.tier_bits(cache)), case
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("snapkv(budget=32, window=0)", "snapkv: window=0: a whole number, 1 or more"),
+        ("quest(page=0)", "quest: page=0: a whole number, 1 or more"),
+        ("quest(pages=2.5)", "quest: pages=2.5: a whole number, 1 or more"),
+        ("svdq(heads=-1)", "svdq: heads=-1: a whole number, 0 or more"),
+        ("svdq(bits=4)", r"svdq: bits=4: several, as \(4, 4\)"),
+        ("random(budget=32, seed='a')", "random: seed='a': a whole number, 0 or more"),
+        ("h2o(budget=32, newest='half')", "h2o: newest='half': a number"),
+    ],
+)
+def test_a_value_that_an_argument_cannot_have_is_refused_by_name(text, why):
+    with pytest.raises(ValueError, match=why):
+        check(parse(text), MODEL)
 
 
 def test_what_does_not_go_together_says_why():

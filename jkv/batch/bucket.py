@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jkv.batch.folder import agree, headless, manifest, note
+from jkv.batch.folder import agree, foreign, headless, manifest, note
 from jkv.batch.written import Written, answered, dumped, relined, scan, tally
 from jkv.io.errors import FormatError
 from jkv.io.remote import names, reaching, read_bytes
@@ -30,6 +30,8 @@ def claim(out: epath.Path, about: Mapping[str, Any], made: Mapping[str, Any]) ->
     """`folder.claim` without a lock: of two jobs that begin at once the later one has the place, and the rows of the
     other one meet `Parts`'s owner."""
     path, new, found = out / "manifest.json", manifest(about, made), names(out)
+    if any(re.fullmatch(r"rows-.*\.jsonl", x) and not _PART.fullmatch(x) for x in found):
+        raise foreign(out, "a local folder")
     if path.name not in found:
         if any(map(_PART.fullmatch, found)):
             raise headless(out)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from jkv.io.errors import FormatError
 if TYPE_CHECKING:
     from jkv.io.remote import Place
 
+_ROWS = re.compile(r"rows-\d+-of-\d+\.jsonl")
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
 
 
@@ -44,7 +46,10 @@ def claim(out: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     """
     path, new = out / "manifest.json", manifest(about, made)
     out.mkdir(parents=True, exist_ok=True)
-    begun = any(out.glob("rows-*.jsonl"))  # asked first: another process may begin now
+    found = [x.name for x in out.glob("rows-*.jsonl")]  # asked first: another process may begin now
+    if not all(map(_ROWS.fullmatch, found)):
+        raise foreign(out, "an object store")
+    begun = bool(found)
     if not path.exists():
         if begun:
             raise headless(out)
@@ -62,6 +67,10 @@ def manifest(about: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any
 
 def headless(out: Place) -> FormatError:
     return FormatError(out, "it holds rows and no manifest.json", "give another folder")
+
+
+def foreign(out: Place, where: str) -> FormatError:
+    return FormatError(out, f"its rows were written to {where}, in other files", "go on there, or give another place")
 
 
 def agree(out: Place, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from etils import epath
 
-from jkv.batch import bucket
+from jkv.batch import bucket, folder
 from jkv.batch.bucket import Parts, claim
 from jkv.batch.output import Bucket, Folder, output
 from jkv.batch.written import dumped
@@ -356,3 +356,14 @@ def test_an_upload_that_fails_once_loses_nothing(monkeypatch: pytest.MonkeyPatch
         held.add([row(1)])
     held.close()
     assert written() == [row(1)]
+
+
+def test_rows_of_a_folder_are_not_answered_anew_in_a_store_nor_the_other_way_round(tmp_path):
+    claim(OUT, ABOUT, MADE)
+    (OUT / "rows-00000-of-00001.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match="its rows were written to a local folder"):
+        claim(OUT, ABOUT, MADE)
+    folder.claim(tmp_path, ABOUT, MADE)
+    (tmp_path / "rows-00000-of-00001.0000.000000.abc.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match="its rows were written to an object store"):
+        folder.claim(tmp_path, ABOUT, MADE)

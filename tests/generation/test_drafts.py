@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jkv.core import sharding
 from jkv.generation.drafters import Guess, Recycling, Suffix, drafter, template
 from jkv.generation.drafting import NODES, Pace, drafts
 from jkv.models import TINY, random
+from support import commands
 from support.rig import MODELS, PARAMS
 
 A, B, C = 1, 2, 3
@@ -141,12 +144,24 @@ def test_stop_texts_and_ids_end_a_row_inside_a_pass():
         assert got.tokens == want.tokens[: want.tokens.index(end) + 1]
 
 
+def test_with_texts_that_stop_a_row_ends_where_it_does_without_drafts():
+    params = replace(random(dict(TINY, vocab_size=256)), tokenizer=commands.tokenizer())
+    how = {"max_new_tokens": 60, "stop_ids": ()}
+    plain = jkv.generate(params, None, "abcabcabc" * 5, **how)
+    stop = plain.text[21:23]
+    want = jkv.generate(params, None, "abcabcabc" * 5, stop=[stop], **how)
+    got = jkv.generate(params, None, "abcabcabc" * 5, stop=[stop], draft="suffix", **how)
+    assert (got.text, got.tokens) == (want.text, want.tokens) and len(want.tokens) < 60
+
+
 def test_what_cannot_be_is_refused_by_name():
     for draft, why in (
         ("sufix", "did you mean 'suffix'"),
         ("tree", "one of suffix, recycle"),
         ("suffix(p_min=0)", "p_min=0; give a probability above 0"),
-        ("suffix(alpha=-1)", "alpha=-1; give 0 or more"),
+        ("suffix(alpha=-1)", "alpha=-1; give a number, 0 or more"),
+        ("suffix(depth=2.5)", "depth=2.5; give a whole number, 1 or more"),
+        ("suffix(beta=1e400)", "beta=inf; give a number"),
         ("suffix(beam=3)", "takes alpha, beta, p_min, depth, limit"),
         ("suffix(", "write name or name"),
     ):

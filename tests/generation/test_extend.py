@@ -78,3 +78,11 @@ def test_a_question_has_room_or_is_refused():
         assert np.asarray(out.cache.kept()).mean((0, 2)).max() <= 32 + 20
     cache, _ = jkv.prefill(PARAMS, "snapkv(budget=32, window=8)", rows, room=20)
     assert np.asarray(jkv.extend(PARAMS, cache, [[5] * 40] * 2)[0].kept()).max() <= 32
+
+
+@pytest.mark.parametrize("text", ["full", "svdq", "simlayerkv(local=16, sinks=4)"])
+def test_what_holds_every_token_is_refused_more_than_it_was_made_for(text: str):
+    rows = [[t % 90 for t in range(3, 63)]]
+    out = jkv.generate(PARAMS, text, rows, max_new_tokens=16, stop_ids=())
+    with pytest.raises(ValueError, match="prefill with a larger room="):
+        jkv.generate(PARAMS, out.cache, [[5] * 80], max_new_tokens=64, stop_ids=())

@@ -333,3 +333,25 @@ def test_what_does_not_go_with_layers_together_is_refused(text: str, chunk: int)
     alone = loop.replace(parse("xkv"), prefill=parse("full").prefill)
     with pytest.raises(ValueError, match="take Deferred"):
         check(alone, MODEL)
+
+
+def test_a_selector_over_codes_of_some_heads_reads_what_it_picks():
+    """Two heads at a time of four: all pages picked is no selector."""
+    params = models.random(dict(models.TINY, num_attention_heads=8, num_key_value_heads=4))
+    prompt = [[(7 * i) % 97 for i in range(64)]]
+    text = "svdq(heads=2, bits=(8, 8))"
+    want = jkv.generate(params, text, prompt, max_new_tokens=20, stop_ids=(), compare=True)
+    got = jkv.generate(
+        params, f"{text} | quest(pages=40, page=8, dense_layers=0)", prompt, max_new_tokens=20, stop_ids=()
+    )
+    assert got.tokens == want.tokens
+    np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+
+
+def test_heads_that_do_not_divide_are_refused_by_name():
+    params = models.random(dict(models.TINY, hidden_size=40, num_attention_heads=5, num_key_value_heads=5))
+    for heads in (2, 4):
+        with pytest.raises(
+            ValueError, match=rf"heads={heads} at a time do not divide 5 kv heads; take one of \[1, 5\]"
+        ):
+            jkv.generate(params, f"svdq(heads={heads}, bits=(8, 8))", [[1, 2, 3]], max_new_tokens=2)

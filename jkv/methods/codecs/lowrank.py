@@ -20,6 +20,9 @@ LEAST = 1e-6  # of the largest eigenvalue: what is less is rounding
 STEP = 8  # ranks come in multiples of it, as packed bytes and Hadamard matrices need them
 
 
+ALL = 8  # kv heads, where all are coded together and no model says how many: of what is said of a row alone
+
+
 def together(heads: int, all_heads: int) -> int:
     """Kv heads that are coded together: so many, or all where there are fewer, or for 0.
 
@@ -81,7 +84,7 @@ class LowRank(Calibrated, Projected):
             super().check(dim)
 
     def rate(self, dim: int) -> float:
-        every = dim * max(self.heads, 1)
+        every = dim * (self.heads or ALL)
         kept = rank(self.share, every)
         return round(self.inner.rate(kept) * kept / every, 4)
 

@@ -116,7 +116,7 @@ class OfPrompt(Projected):
         self.inner.check(self.kept(dim))
 
     def rate(self, dim: int) -> float:
-        every = dim * max(self.heads, 1)
+        every = dim * (self.heads or lowrank.ALL)
         kept = self.kept(every)
         return round(self.inner.rate(kept) * kept / every, 4)
 

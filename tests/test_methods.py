@@ -195,7 +195,6 @@ def test_receipts_say_what_reads_every_composition():
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("snapkv(budget=32, window=0)", "snapkv: window=0: a whole number, 1 or more"),
         ("quest(page=0)", "quest: page=0: a whole number, 1 or more"),
         ("quest(pages=2.5)", "quest: pages=2.5: a whole number, 1 or more"),
         ("svdq(heads=-1)", "svdq: heads=-1: a whole number, 0 or more"),

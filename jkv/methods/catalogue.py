@@ -145,7 +145,7 @@ AXES = (
 AROUND = {"append": ("budget", beyond), "compression": ("prefill", compressed)}
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "exact_layers", "kernels")  # that every method takes
-POSITIVE = ("page", "pages", "window", "bits")  # arguments that are never 0
+POSITIVE = ("page", "pages", "bits")  # arguments that are never 0
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
 CATALOGUE: dict[str, Row] = {}
 

@@ -229,7 +229,7 @@ def test_every_row_that_can_run_alone_is_answered(
         patch.setattr(work, "note", nothing)
         patch.setattr(os, "fsync", nothing)
         patch.setattr(Job, "unit", unit)
-        patch.setattr(fit, "spare", lambda over: free)
+        patch.setattr(work, "spare", lambda over: free)
         patch.setattr(fit, "needed", lambda params, shapes, over: tokens(shapes))
         report = run(task, never, nothing)
         got = written(task)
@@ -244,7 +244,7 @@ def test_every_row_that_can_run_alone_is_answered(
         assert all("RESOURCE_EXHAUSTED" in x or "poison" in x or "not even" in x for x in says)
         assert not any("\n" in x for x in says)
         Pretend.free, Pretend.bad = 10**9, frozenset()
-        patch.setattr(fit, "spare", lambda over: 10**9)
+        patch.setattr(work, "spare", lambda over: 10**9)
         before = {i: x for i, x in got.items() if "tokens" in x}
         assert run(task, never, nothing).code == report.code and written(task) == got  # failed rows are final
         assert run(replace(task, retry=True), never, nothing).code == 0

@@ -26,7 +26,8 @@ def test_a_gguf_file(tmp_path, dtype):
 def make_folder(folder, source):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(source.config))
-    save_file({name: read() for name, read in source.tensors.items()}, folder / "model.safetensors")
+    arrays = {name: np.ascontiguousarray(read()) for name, read in source.tensors.items()}
+    save_file(arrays, folder / "model.safetensors")
     source.tokenizer.core.save(str(folder / "tokenizer.json"))
 
 

@@ -14,6 +14,7 @@ from jkv.io import learned
 from jkv.methods.budgets import Beyond
 from jkv.methods.prefills import PromptCompression
 
+GIVEN = ("kvzap", "duoattention")  # by weights that their authors publish: none come with jkv
 SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64)
 MODEL = models.read_config(dict(models.TINY, **SHAPE, max_position_embeddings=8192))
 PROMPT, GENERATED = 1024, 64
@@ -34,7 +35,7 @@ def followed(config) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", methods.CATALOGUE)
+@pytest.mark.parametrize("name", [name for name in methods.CATALOGUE if name not in GIVEN])
 def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
     card = json.loads((learned.SHIPPED / "smollm2-135m" / learned.CARD).read_text())
     monkeypatch.setattr(learned, "fingerprint", lambda params: card["model"][0])
@@ -49,6 +50,8 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
             took, whole = tree_bytes(layers), tree_bytes(full)
             if config.select and not config.budget.bounded:  # it holds all that the full cache does, and an index
                 assert "keeps every token" in methods.CATALOGUE[name].text and took < 1.25 * whole, text
+            elif config.budget.statistic and not config.budget.bounded:  # until a prompt says which layers hold less
+                assert took < 1.01 * whole, text
             elif name == "full" or config.prefill.skips:  # what is read of a prompt is held
                 assert took == whole, text
             else:

@@ -273,6 +273,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "zipcache": (
         Case("zipcache(share=1.0, high=16, group=16, block=16)"),
     ),  # the lossy forms are in methods/test_merging.py
+    "lagkv": (Case("lagkv(budget={b}, lag=8, sinks=4)"),),  # by default they follow a number of tokens
     "scissorhands": (Case("scissorhands(budget={b}, history=32, block=16)"),),
     "lacache": (
         Case("lacache(budget={b})", ranked=32),

@@ -87,7 +87,8 @@ def svdq(*, bits: tuple[int, ...] = (8, 4, 4, 2, 2, 0, 0, 0), heads: int = 0, va
 def shadowkv(*, rank: int = 160, pages: int = 256, page: int = 8, values: int = 16, recent: int = 32) -> Axes:
     """ShadowKV: a prompt's un-rotated keys, all kv heads together, as `rank` numbers in a subspace of its own.
 
-    A rank above the channels of all heads keeps all. A step reads the `pages` whose mean key has the most attention.
+    It keeps every token; a rank above the channels of all heads keeps all of each. A step reads the `pages` whose mean
+    key has the most attention.
     values: bits of values, 2, 3, 4 or 8; 16 are the plain floats. What follows the prompt stays as it is.
     """
     codec = OfPrompt(inner=Dense(), width=rank, centered=False)

@@ -205,8 +205,8 @@ def repeats(params: Params, x: Array, pos: Array, kind: int, size: int) -> tuple
             return jnp.stack([jnp.where(x, p, 0).sum(-1) for x in (copies, after)])
 
         late = size + 1
-        paid = jax.lax.map(row, (jnp.moveaxis(q[0], 2, 0)[late:], pos[0, late:]), batch_size=64)
-        return paid.mean(0).max(-1)
+        found = jax.lax.map(row, (jnp.moveaxis(q[0], 2, 0)[late:], pos[0, late:]), batch_size=64)
+        return found.mean(0).max(-1)
 
     return _through(params, x, pos, kind, read)
 
@@ -228,8 +228,8 @@ def split(params: Params, texts: int, length: int, seed: int, say: Say) -> Found
         first = 0 if params.tokenizer is None or params.tokenizer.bos_id is None else params.tokenizer.bos_id
         x = family(c).embed(params, jnp.asarray([[first, *np.tile(one, COPIES)]], jnp.int32))
         for i, single, kind in layers(params):
-            x, paid = repeats(single, x, pos, kind, size)
-            total[:, i] += np.asarray(paid)
+            x, found = repeats(single, x, pos, kind, size)
+            total[:, i] += np.asarray(found)
         say("a text that repeats")
     return {"echo": total[0] / texts, "induction": total[1] / texts}, {}
 

@@ -40,6 +40,8 @@ from jkv.methods.codecs import (
 )
 from jkv.methods.codecs.levels import Bfp
 from jkv.methods.codecs.moments import Centered, Principal, Sorted
+from jkv.methods.codecs.sensitive import Sensitive, Transformed
+from jkv.methods.codecs.thinned import Thinned
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.scores.keys import KeyNorm
 from jkv.methods.selectors.quest import PageBound
@@ -51,6 +53,7 @@ PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside
 ROPE, ROWS = MODEL.ropes[0], 2
 ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all rows
 SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
+SELECTORS = list({type(x): x for x in SELECTORS}.values())  # one of each kind
 Kind = tuple[Codec, Codec, str]  # of keys, of values, and when keys are rotated
 
 
@@ -150,7 +153,7 @@ def test_what_is_not_read_by_pages_is_refused_with_a_reason():
     found, refused = picked_from()
     keys = {rope: {type(k) for (k, _, of_k), _ in found if of_k == rope} for rope in ("write", "read")}
     both = {Affine, Centered, Dense, Float, Gear, LowRank, Mixed, Nsn, OfPrompt}
-    both |= {Polar, Principal, Rotated, Sorted, Sparse}
+    both |= {Polar, Principal, Rotated, Sensitive, Sorted, Sparse, Thinned, Transformed}
     assert keys == {"write": both, "read": both | {Bfp, Separable, Ternary}}
     for config, why in refused:
         select = type(config.select).__name__

@@ -183,7 +183,8 @@ def _cascade(
         taken, out = new, [*out, tier]
         if config is not plan.tiers[-1] or (plan.merge and not simple):
             if fresh:
-                new = replace(new, pos=put(new.pos, token, jnp.full(token.shape, -1)))
+                gone = jnp.full(token.shape, -1), jnp.full(token.shape, -jnp.inf)
+                new = replace(new, pos=put(new.pos, token, gone[0]), rank=put(new.rank, token, gone[1]))
             else:
                 new = _losers(tier, new, slot, token, of_slots, start, config, rope)
             slot = after(slot, (new.k, new.v), config.capacity)

@@ -85,7 +85,11 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
             own = ", ".join(f"{x}=" for x in entry.arguments)
             if {"budget", "score"} & {*entry.axes}:
                 return f"{entry.name} has no {name}=: what it keeps is decided by {own or 'nothing else: it is all'}"
-            return f"{entry.name} has no {name}=: it evicts nothing; write 'snapkv({name}=...) | {entry.name}'"
+            made = CacheConfig(**{axis: x for axis, x in entry.filled.items() if axis in ("codec", "tiers")})
+            if made.taught:
+                return f"{entry.name} has no {name}=: it keeps every token, as its codec learns of all of a prompt"
+            first = "tova" if made.joins else "snapkv"  # heads that are coded together keep the same tokens
+            return f"{entry.name} has no {name}=: it evicts nothing; write '{first}({name}=...) | {entry.name}'"
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"

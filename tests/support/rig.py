@@ -318,7 +318,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "smallkv": (Case("smallkv(budget={b}, window=8)", draft=1, odds=True),),
     "qfilters": (Case(f"qfilters(budget={{b}}, window=8, queries={QUERIES!r})"),),
     "triattention": (Case(f"triattention(budget={{b}}, block=16, queries={QUERIES!r})"),),
-    "kvzap": (Case(f"kvzap(budget={{b}}, step={{b}}, gate={ZAP!r})"),),
+    "kvzap": (Case(f"kvzap(budget={{b}}, window=8, step={{b}}, gate={ZAP!r})"),),
     "duoattention": (Case(f"duoattention(local={{b}}, heads={DUO!r})", whole=1),),
     "think": (Case(f"think(share=0.5, recent=16, queries={QUERIES!r})", slot=THIN),),
     "coded": (Case("full | coded"), Case("knorm(budget={b}) | coded")),

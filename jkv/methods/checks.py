@@ -32,6 +32,10 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     spared = config.exact_layers
     if not isinstance(spared, tuple) or any(x not in range(model.layers) for x in spared):
         raise ValueError(f"exact_layers={spared}: numbers of layers that stay exact, of 0 to {model.layers - 1}")
+    if spared and any(codec.layers > 1 for tier in config.tiers for codec in config.codecs(tier)):
+        raise ValueError(
+            f"{config}: layers that are coded together do not stay exact one by one; leave out exact_layers="
+        )
     needs = needs_of(config.score, config.merge, config.select)
     if config.recent < needs.recent:
         raise ValueError(
@@ -122,8 +126,6 @@ def _check_taught(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
             "keep; prefill in one piece (chunk=0)"
         )
     group = max(codec.layers for codec in config.codecs(config.tiers[0]))
-    if group > 1 and config.exact_layers:
-        raise ValueError(f"{config}: {group} layers are coded together, so none of them stays exact alone")
     if group > 1 and not config.prefill.defers:
         raise ValueError(f"{config}: {group} layers are coded together, once all of them are there: take Deferred")
     if group > 1 and len(set(model.ropes)) > 1:

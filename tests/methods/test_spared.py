@@ -49,6 +49,11 @@ def test_what_is_no_layer_is_refused(layers: str):
         check(parse(f"int4(exact_layers={layers})"), MODEL)
 
 
+def test_layers_that_are_coded_together_are_not_spared_one_by_one():
+    with pytest.raises(ValueError, match="coded together"):
+        check(parse("xkv(layers=2, exact_layers=[0])"), MODEL)
+
+
 def test_the_first_tokens_stay_exact_whatever_else_stays():
     """Their keys and values are the model's own, in the first tier; a budget ranks the others."""
     cache = prompted(TWO)

@@ -115,17 +115,16 @@ class Suffix:
 
     def _of(self, text: np.ndarray, row: np.ndarray, most: int) -> Guess:
         """The best guess by one text."""
-        best = Guess([], [], 0.0)
+        best, last = Guess([], [], 0.0), min(len(row) - 1, self.depth)
         ends = np.flatnonzero(text == row[-1]) if len(row) else np.zeros(0, np.int64)
-        for m in range(1, min(len(row), self.depth + 1)):
-            if m > 1:
-                ends = ends[ends >= m - 1]
-                ends = ends[text[ends - m + 1] == row[-m]]
-            if not len(ends):
-                break
-            ids, score = self._follow(text, ends, min(most, int(self.alpha * m + self.beta)))
-            if ids and score >= best.expected:
-                best = Guess(ids, list(range(-1, len(ids) - 1)), score)
+        for m in range(1, last + 1):
+            longer = ends[ends >= m]
+            longer = longer[text[longer - m] == row[-m - 1]] if m < last else longer[:0]
+            if len(longer) < len(ends):  # or a token more matches at the same places: as far, and farther
+                ids, score = self._follow(text, ends, min(most, int(self.alpha * m + self.beta)))
+                if ids and score >= best.expected:
+                    best = Guess(ids, list(range(-1, len(ids) - 1)), score)
+            ends = longer
         return best
 
     def _follow(self, text: np.ndarray, ends: np.ndarray, most: int) -> tuple[list[int], float]:

@@ -25,7 +25,17 @@ NODES = 8  # tokens of a pass, the root among them
 ROW = 0.08  # of a step's time, what one more token of a pass takes, until it is measured
 PATIENCE = (8, 64)  # steps without a pass, after which one is tried all the same: at first, and at most
 drawn = jax.jit(sample)
-likeliest = jax.jit(lambda logits, n: jax.lax.top_k(logits, n)[1], static_argnames="n")
+
+
+def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
+    """i[B,n]: the n largest of f32[B,V], in order.
+
+    >>> likeliest(np.asarray([[0.0, 3.0, 1.0, 2.0]]), 2).tolist()
+    [[1, 3]]
+    """
+    some = np.argpartition(-logits, n - 1, axis=-1)[:, :n]
+    order = np.argsort(-np.take_along_axis(logits, some, -1), axis=-1, kind="stable")
+    return np.take_along_axis(some, order, -1)
 
 
 @dataclass
@@ -104,10 +114,11 @@ class Drafting:
             texts = [[*a, *b, t] for a, b, t in zip(self.rows, tokens, token.tolist(), strict=True)]
             if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
                 newest = np.asarray([text[-2:-1] for text in texts])
-                self.drafter.learn(newest, np.asarray(likeliest(self.state.logits, self.drafter.top))[:, None])
+                self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
             self._advance(texts, count, new)
             before, count = count, int(self.state.count)
-            for row, more in zip(tokens, self.state.out[:, before:count].tolist(), strict=True):
+            out = np.asarray(self.state.out)[:, before:count]  # on the host: each slice would be a program
+            for row, more in zip(tokens, out.tolist(), strict=True):
                 row.extend(t for t in more if t >= 0)
             yield tokens
 

@@ -23,6 +23,7 @@ from jkv.models import Params
 
 NODES = 8  # tokens of a pass, the root among them
 ROW = 0.08  # of a step's time, what one more token of a pass takes, until it is measured
+STRIDE = 16  # steps at once, at most
 PATIENCE = (8, 64)  # steps without a pass, after which one is tried all the same: at first, and at most
 drawn = jax.jit(sample)
 
@@ -43,7 +44,9 @@ class Pace:
     """Whether a pass pays: by its time beside a step's, and by how many of the expected tokens came true.
 
     Times are medians of the newest. came, expected: tokens of passes, the older the less; what has misled is believed
-    less, and tried again after some steps, twice as many after every time that it failed.
+    less, and tried again after some steps, twice as many after every time that it failed. stride: steps before guesses
+    are asked for again, as a program of one step takes longer than one of sixteen takes a step: twice as many each time
+    that none paid.
     """
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
@@ -52,6 +55,7 @@ class Pace:
     expected: float = 4.0
     waited: int = 0
     patience: int = PATIENCE[0]
+    stride: int = 1
 
     @property
     def cost(self) -> float:
@@ -65,15 +69,17 @@ class Pace:
         likely = 1 + expected * min(self.came / self.expected, 1) > self.cost
         return likely or (expected > 0 and self.waited >= self.patience)
 
-    def stepped(self, seconds: float) -> None:
-        self.steps.append(seconds)
-        self.waited += 1
+    def stepped(self, seconds: float, steps: int) -> None:
+        self.steps.append(seconds / steps)
+        self.waited += steps
+        self.stride = min(2 * self.stride, STRIDE)
 
     def passed(self, seconds: float, expected: float, came: int) -> None:
         self.passes.append(seconds)
         self.came, self.expected = 0.9 * self.came + came, 0.9 * self.expected + expected
         worth = 1 + came > self.cost
         self.waited, self.patience = 0, PATIENCE[0] if worth else min(2 * self.patience, PATIENCE[1])
+        self.stride = 1 if worth else self.stride
 
 
 @dataclass
@@ -123,7 +129,7 @@ class Drafting:
             yield tokens
 
     def _advance(self, texts: list[list[int]], count: int, new: int) -> None:
-        """One pass if guesses are worth it for all rows that go on, which advance together; else one step."""
+        """One pass if guesses are worth it for all rows that go on, which advance together; else some steps."""
         alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
         start, before = time.perf_counter(), self.cost.compiling
         guesses: list[Guess] = []
@@ -136,20 +142,25 @@ class Drafting:
             ids = self._verify(guesses, jnp.int32(new), full)
         else:
             self.state = self.cost.begin(
-                run_block, self.params, self.state, self.sampling, jnp.int32(count + 1), full=full
+                run_block,
+                self.params,
+                self.state,
+                self.sampling,
+                jnp.int32(min(count + self.pace.stride, new)),
+                full=full,
             )
-        taken = int(self.state.count) - count - 1
+        ran = int(self.state.count) - count
         seconds = time.perf_counter() - start
         if passes:
-            self.passes, self.drafted, self.taken = self.passes + 1, self.drafted + ids, self.taken + taken
+            self.passes, self.drafted, self.taken = self.passes + 1, self.drafted + ids, self.taken + ran - 1
         else:
-            self.steps += 1
+            self.steps += ran
         if self.cost.compiling > before or full:  # no measure of either
             return
         if passes:
-            self.pace.passed(seconds, expected, taken)
-        else:
-            self.pace.stepped(seconds)
+            self.pace.passed(seconds, expected, ran - 1)
+        elif ran:
+            self.pace.stepped(seconds, ran)
 
     def _verify(self, guesses: list[Guess], stop: Array, full: bool) -> int:
         """One pass; the tokens that it verifies of a row, at most."""

@@ -86,15 +86,15 @@ def test_the_tree_has_the_likeliest_nodes_parents_first():
 def test_a_pass_runs_where_it_pays():
     pace = Pace()
     for _ in range(4):
-        pace.stepped(1.0)
+        pace.stepped(2.0, 2)
         pace.passed(2.0, 3.0, 3)
-    assert pace.pays(1.2) and not pace.pays(0.8)
+    assert pace.pays(1.2) and not pace.pays(0.8) and pace.stride == 1
     for _ in range(30):
         pace.passed(2.0, 3.0, 0)  # misled
     assert not pace.pays(7.0) and pace.patience == 64
-    for _ in range(64):
-        pace.stepped(1.0)
-    assert pace.pays(0.1) and not pace.pays(0.0)
+    for _ in range(8):
+        pace.stepped(8.0, 8)
+    assert pace.pays(0.1) and not pace.pays(0.0) and pace.stride == 16
 
 
 @pytest.mark.parametrize("draft", ["suffix", "recycle", "suffix(alpha=2.0, p_min=0.2)"])

@@ -157,7 +157,7 @@ class Recycling:
     the next.
 
     >>> [guess.parent for guess in Recycling(100).propose([[1, 2, 3]], 3)]
-    [[-1, 0, 1]]
+    [[-1, -1, 0]]
     """
 
     vocab: int

@@ -76,6 +76,7 @@ class Row:
         """Raise ValueError for a value that no argument of this type can have: whole numbers are not negative."""
         parameter = self._signature.parameters.get(name)
         kind = parameter.annotation if parameter else ""
+        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
         whole = isinstance(value, int) and not isinstance(value, bool)
         if kind in ("int", "int | None") and value is not None and (not whole or value < (name in POSITIVE)):
             raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {int(name in POSITIVE)} or more")

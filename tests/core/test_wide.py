@@ -19,6 +19,7 @@ from jkv.core.attend import attend_window, prompt_kernel
 from jkv.core.blocks import none
 from jkv.core.cache import MERGED, Cache, tree_bytes
 from jkv.core.codes import decode
+from jkv.core.deferred import compress
 from jkv.core.mask import causal
 from jkv.core.tiers import kernel_of
 from jkv.generation import sizes
@@ -172,7 +173,10 @@ def taken(params: Params, config: CacheConfig):
     """Traced, not run: all shapes of a prompt, of a flush and of a step fit together."""
     cache = sizes.empty(config, params.config, 2, 142, 52, jnp.float32)
     ids = jax.ShapeDtypeStruct(PROMPT.shape, jnp.int32)
-    cache, _ = jax.eval_shape(partial(loop.prefill, fresh=True), params, cache, ids)
+    together = any(plan.together > 1 for plan in cache.plan)  # which a deferred prompt alone can be
+    into = sizes.empty(config.uncompressed(90), params.config, 2, 90, 0, jnp.float32) if together else cache
+    read, _ = jax.eval_shape(partial(loop.prefill, fresh=True), params, into, ids)
+    cache = jax.eval_shape(compress, cache, read) if together else read
     after, logits = jax.eval_shape(loop.step, params, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache) and logits.shape == (2, params.config.vocab)
 

@@ -19,14 +19,15 @@ from support.points import HOSTILE, catalogue
 def test_what_rows_are_made_of_says_their_family():
     """Read from the classes of the parts and the arguments alone, not as the families read them."""
     codes, by = (
-        {"Affine", "Bfp", "Float", "Gear", "Levels", "Mixed", "Nsn", "Polar", "Principal", "Separable", "Sparse"},
+        {"Affine", "Bfp", "Float", "Gear", "Levels", "LowRank", "Mixed", "Nsn", "OfPrompt", "Polar", "Principal"}
+        | {"Sensitive", "Separable", "Sparse", "Thinned"},
         {name: family(name) for name in CATALOGUE},
     )
     for name, row in CATALOGUE.items():
         parts, own = {*row.parts}, {*row.axes}
         said = {
             "selection": "select" in own,
-            "precision": bool(codes & parts),
+            "precision": bool(codes & parts) and "select" not in own,
             "merging": "merge" in own,
             "eviction by trained": "gate" in row.arguments and "merge" not in own,
         }

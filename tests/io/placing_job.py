@@ -170,7 +170,9 @@ def evaluated() -> dict[str, Any]:
     """What `jkv eval ppl --mesh` says beside what it says of one device."""
     said = []
     with tempfile.TemporaryDirectory() as folder:
-        np.savez(tokens := Path(folder) / "tokens.npz", np.random.default_rng(0).integers(0, 512, (2, 96)))
+        np.savez(
+            tokens := Path(folder) / "tokens.npz", np.random.default_rng(0).integers(0, 512, (2, 96)).astype(np.int32)
+        )
         caches = ["--cache", "full", "--cache", "snapkv(budget=40, window=8) | int8"]
         for i, mesh in enumerate([(), ("--mesh", "data=2,model=4")]):
             out = Path(folder) / f"{i}.json"

@@ -125,7 +125,8 @@ def folder_of(source: Any, folder: Path) -> Path:
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(source.config))
-    save_file({name: read() for name, read in source.tensors.items()}, folder / "model.safetensors")
+    arrays = {name: np.ascontiguousarray(read()) for name, read in source.tensors.items()}
+    save_file(arrays, folder / "model.safetensors")
     return folder
 
 

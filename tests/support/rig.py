@@ -354,6 +354,7 @@ def compositions() -> list[CacheConfig]:
     }
     del given["pooled"]
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
+    given |= {name: f"{name}(sensitivity={SENSITIVITY!r})" for name in ("kvtc", "kvquant")}
     given["think"] = f"think(queries={QUERIES!r})"
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 

@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="of notebooks, without .ipynb; default: all")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--refresh", action="store_true", help="run them in full and keep the outputs")
-    how.add_argument("--colab", action="store_true", help="install jkv by the first cell, into a clean environment")
+    how.add_argument("--colab", action="store_true", help="by the install of the first cell, into a clean environment")
     parser.add_argument("--source", help="for --colab: a git address or a wheel; default: a new wheel")
     parser.add_argument("--revision", help="for --colab: of the git address; default: that of the form")
     asked = parser.parse_args()

@@ -186,7 +186,9 @@ def test_stream_gives_what_generate_does(params, calls, end):
     assert "".join(pieces) == got.text == want.text and got.tokens == want.tokens
     assert (want.tokens == free.tokens) == (end == "length")
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), got.cache, want.cache)))
-    times = dict(prefill_tokens_per_s=0, decode_tokens_per_s=0, compile_s=0)
+    times = dict(
+        prefill_tokens_per_s=0, decode_tokens_per_s=0, compile_s=0, reading=""
+    )  # which says how much memory is free
     assert replace(got.report, **times) == replace(want.report, **times)
     # a block ahead of the reader, where no text can end a row
     assert calls[:2] == [16, 32] and blocks[0] == (1 if end == "stop text" else 2)

@@ -1,5 +1,7 @@
 """Compositions by text: they round-trip, any two that may go together do, and what cannot be is refused by name."""
 
+import inspect
+import re
 import runpy
 from dataclasses import replace
 from functools import partial
@@ -105,7 +107,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "dms": {"gate": rig.SWITCH},
     "attentiongate": {"gate": rig.LOOK},
     "ksort": {"moments": rig.MOMENTS},
-    "matryoshkakv": {"moments": rig.MOMENTS},
+    "matryoshkakv": {"keys": 0.5, "moments": rig.MOMENTS},
     "palu": {"moments": rig.MOMENTS},
     "cskv": {"moments": rig.MOMENTS},
     "qfilters": {"queries": rig.QUERIES},
@@ -145,6 +147,27 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
     if config.splits:
         cache, _ = jax.eval_shape(prefill_own, params, cache, ids)
     assert jax.tree.structure(cache) == jax.tree.structure(held(config))
+
+
+@pytest.mark.slow  # some 150 prompts are traced
+@pytest.mark.parametrize("name", sorted(CATALOGUE))
+def test_a_whole_number_at_its_least_is_refused_by_name_or_reads_a_prompt(name):
+    parameters = inspect.signature(CATALOGUE[name].make).parameters.values()
+    for argument in (p for p in parameters if p.annotation in ("int", "int | None", "Positive")):
+        given = ({"budget": 64} if CATALOGUE[name].sized else {}) | FOLDERS.get(name, {})
+        given[argument.name] = int(argument.annotation == "Positive")
+        try:
+            config = parse(f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})").bound(rig.PARAMS)
+            check(config, MODEL)
+            plan = resolve(config, MODEL, 400, 100)
+        except ValueError as refused:
+            assert re.search(f"({argument.name}|block|bits|mantissa)'?[=:] ?[01]", str(refused)), (argument.name, refused)
+            continue
+        held = config.uncompressed(300) if config.prefill.defers else config
+        cache = empty(held, MODEL, 1, 400, 100, jnp.float32)
+        ids = jax.ShapeDtypeStruct((1, 300), jnp.int32)
+        after, _ = jax.eval_shape(partial(prefill_own, fresh=True), rig.PARAMS, cache, ids)
+        assert jax.tree.structure(after) == jax.tree.structure(cache) and len(plan) == L
 
 
 @pytest.mark.slow  # some 700 flushes are traced

@@ -13,6 +13,7 @@ from jkv.methods.config import CacheConfig
 from jkv.methods.prefills import compressed
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
+Positive = int  # an argument that is 1 or more; other whole numbers may be 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,9 @@ class Row:
         kind = parameter.annotation if parameter else ""
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if kind in ("int", "int | None") and value is not None and (not whole or value < (name in POSITIVE)):
-            raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {int(name in POSITIVE)} or more")
+        least = int(kind == "Positive")
+        if kind in ("int", "int | None", "Positive") and value is not None and (not whole or value < least):
+            raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {least} or more")
         if kind == "float" and not (whole or isinstance(value, float)):
             raise ValueError(f"{self.name}: {name}={value!r}: a number")
         if kind.startswith("tuple[") and not isinstance(value, tuple | list):
@@ -146,7 +148,6 @@ AXES = (
 AROUND = {"append": ("budget", beyond), "compression": ("prefill", compressed)}
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "exact_layers", "kernels")  # that every method takes
-POSITIVE = ("page", "pages", "bits")  # arguments that are never 0
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
 CATALOGUE: dict[str, Row] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Ternary
 from jkv.methods.config import TierSpec
 from jkv.methods.scores.mixed import Salience, Sticky
@@ -22,7 +22,7 @@ def fp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", scale: float = 1.0) -> Axes
     "approximation: radius and angle of keys in bins, values in integers; the tail is exact",
     "keys whose outliers lie in one channel of a pair are smooth as radius and angle (no figure in the abstract)",
 )
-def polarquant(*, radius: int = 4, angle: int = 4, values: int = 4, group: int = 128, recent: int = 0) -> Axes:
+def polarquant(*, radius: int = 4, angle: int = 4, values: int = 4, group: Positive = 128, recent: int = 0) -> Axes:
     """PolarQuant: keys as radius and angle of rotating pairs, values in `values` bits; 16 are the plain floats."""
     v = Dense() if values == 16 else Affine(bits=values, group=group)
     return dict(codec=(Polar(radius=radius, angle=angle, group=group), v), recent=recent, block=group)
@@ -33,7 +33,7 @@ def polarquant(*, radius: int = 4, angle: int = 4, values: int = 4, group: int =
     "approximation: a prompt is factored block by block too, outliers are counted per head; the tail is exact",
     "near-lossless at 4 bits; up to 2.38x the throughput, 2.29x less peak memory",
 )
-def gear(*, bits: int = 2, group: int = 64, rank: int = 2, outliers: float = 0.02, recent: int = 0) -> Axes:
+def gear(*, bits: Positive = 2, group: Positive = 64, rank: int = 2, outliers: float = 0.02, recent: int = 0) -> Axes:
     """GEAR: what integers miss of each block comes back as a low rank, and the largest numbers stay beside them."""
     inner = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
     k, v = (Gear(inner=x, group=group, rank=rank, outliers=float(outliers)) for x in inner)
@@ -45,7 +45,7 @@ def gear(*, bits: int = 2, group: int = 64, rank: int = 2, outliers: float = 0.0
     "reconstruction: codebooks of our own, keys coded before their rotation; the tail is exact",
     "better than others at 1 and at 2 bits, up to 3x the throughput",
 )
-def nsnquant(*, bits: int = 2, window: int = 64, recent: int = 0) -> Axes:
+def nsnquant(*, bits: Positive = 2, window: Positive = 64, recent: int = 0) -> Axes:
     """NSNQuant: vectors of unit scale and no mean, turned by a Hadamard matrix, in codebooks that fit every model."""
     codec = Nsn(bits=bits, group=window)
     return dict(codec=(codec, codec), tiers=(TierSpec(rope="read"),), recent=recent, block=window)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jkv.methods.budgets import Keep, Size, at_most
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Dense
 from jkv.methods.config import RELATIVE, TierSpec
 from jkv.methods.divisions import Above
@@ -60,8 +60,8 @@ def h2o(size: Size, *, newest: float = 0.5) -> Axes:
 def snapkv(
     size: Size,
     *,
-    window: int = 32,
-    pool: int = 5,
+    window: Positive = 32,
+    pool: Positive = 5,
     kind: str = "avg",
 ) -> Axes:
     """SnapKV: attention from the last `window` queries, pooled over neighbours."""
@@ -77,7 +77,7 @@ def snapkv(
     "exact in one piece, for a question of `window` tokens; in chunks it is read once, after all of them",
     "long inputs up to 93x smaller with their meaning kept, without fine-tuning",
 )
-def finch(size: Size, *, window: int = 32) -> Axes:
+def finch(size: Size, *, window: Positive = 32) -> Axes:
     """FINCH: attention from the question, a prompt's last `window` tokens, times how many tokens each of them sees.
 
     Positions within the cache; what is generated is kept on top.
@@ -90,7 +90,9 @@ def finch(size: Size, *, window: int = 32) -> Axes:
     "as snapkv, which it wraps here; a pool of heads (pooled) ranks all of them so, not each by its part",
     "more than half of the loss of SnapKV and others gone on 29 sets (no figure of memory in the abstract)",
 )
-def criticalkv(size: Size, *, window: int = 32, pool: int = 5, share: float = 0.5, epsilon: float = 1e-4) -> Axes:
+def criticalkv(
+    size: Size, *, window: Positive = 32, pool: Positive = 5, share: float = 0.5, epsilon: float = 1e-4
+) -> Axes:
     """CriticalKV: half of the budget by SnapKV's score, the rest by it times what a value adds to the layer's output.
 
     epsilon: added to the mean attention, so that a large value counts though nobody looked.
@@ -160,7 +162,7 @@ def a2sf(size: Size, *, decay: float = 0.95, sinks: int = 0) -> Axes:
 def scissorhands(
     size: Size,
     *,
-    history: int = 400,
+    history: Positive = 400,
     sinks: int = 1,
     recent: int = 10,
 ) -> Axes:
@@ -233,8 +235,8 @@ def kvcrush(
     size: Size,
     *,
     share: float = 0.25,
-    page: int = 16,
-    window: int = 16,
+    page: Positive = 16,
+    window: Positive = 16,
     sinks: int | None = None,
     newest: int | None = None,
 ) -> Axes:
@@ -253,7 +255,7 @@ def kvcrush(
     "lagged as the paper is; events come `recent` tokens early",
     "1.60x the throughput of QwQ-32B for 1.2% less on AIME 2024",
 )
-def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int = 7) -> Axes:
+def rpc(*, share: float = 0.25, period: Positive = 1024, window: Positive = 32, pool: Positive = 7) -> Axes:
     """RPC: the prompt stays, and a `share` of the generated tokens, by the attention of the last `window`."""
     if not 0 < share < 1:
         raise ValueError(f"rpc: share={share}: the fraction of generated tokens that is kept, above 0 and below 1")
@@ -273,7 +275,13 @@ def rpc(*, share: float = 0.25, period: int = 1024, window: int = 32, pool: int 
     "nearly the full cache's accuracy with 10% of it, 105% with 16%; 90% less memory, 6.6x the throughput",
 )
 def rkv(
-    size: Size, *, weight: float = 0.07, window: int = 8, pool: int = 7, threshold: float = 0.5, block: int = 128
+    size: Size,
+    *,
+    weight: float = 0.07,
+    window: Positive = 8,
+    pool: Positive = 7,
+    threshold: float = 0.5,
+    block: Positive = 128,
 ) -> Axes:
     """R-KV: attention from the last `window`, `weight` of the score, and the rest of it for keys unlike the others.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jkv.methods.budgets import Size
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.divisions import Above, Proportional, Pyramid, Split, Weighted
 from jkv.methods.laziness import Lazy
 from jkv.methods.prefills import Deferred
@@ -18,7 +18,7 @@ from jkv.methods.scores.wrappers import AcrossHeads, Anchored, Groups, Units
 
 
 @row("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")
-def pyramidkv(size: Size, *, window: int = 32, pool: int = 5, beta: int = 20) -> Axes:
+def pyramidkv(size: Size, *, window: Positive = 32, pool: Positive = 5, beta: Positive = 20) -> Axes:
     """PyramidKV: SnapKV's score, more tokens in the lower layers; the size is their mean."""
     size = size.above("pyramidkv", window, "its observation window")
     return dict(
@@ -36,8 +36,8 @@ def pyramidkv(size: Size, *, window: int = 32, pool: int = 5, beta: int = 20) ->
 def adakv(
     size: Size,
     *,
-    window: int = 32,
-    pool: int = 7,
+    window: Positive = 32,
+    pool: Positive = 7,
     floor: float = 0.2,
 ) -> Axes:
     """Ada-KV: SnapKV's score with a maximum over neighbours; the heads of a layer compete for its slots."""
@@ -54,7 +54,9 @@ def adakv(
     "as snapkv; the layers of a group differ by one token at most",
     "like the full cache on LongBench with 12% of it",
 )
-def windowkv(size: Size, *, window: int = 32, unit: int = 8, group: int = 8, beta: int = 14, task: str = "qa") -> Axes:
+def windowkv(
+    size: Size, *, window: Positive = 32, unit: int = 8, group: int = 8, beta: Positive = 14, task: str = "qa"
+) -> Axes:
     """WindowKV: whole units of neighbours, one choice for all heads, more of them in the lower groups of layers."""
     kinds = {"qa": "half", "summary": "mean"}
     if task not in kinds:
@@ -75,7 +77,7 @@ def windowkv(size: Size, *, window: int = 32, unit: int = 8, group: int = 8, bet
     "as snapkv; the chunk at the border of the budget is cut, not dropped",
     "up to 8.7% more precise than token by token at the same compression; 26.5% more throughput with reuse",
 )
-def chunkkv(size: Size, *, window: int = 32, unit: int = 10, reuse: int = 1) -> Axes:
+def chunkkv(size: Size, *, window: Positive = 32, unit: int = 10, reuse: int = 1) -> Axes:
     """ChunkKV: whole chunks of `unit` tokens by their mean attention, one choice for all heads and `reuse` layers."""
     if min(unit, reuse) < 1:
         raise ValueError(f"chunkkv: unit={unit}, reuse={reuse}: tokens, and layers that share a choice; 1 or more")
@@ -92,7 +94,7 @@ def cake(
     size: Size,
     *,
     window: int = 32,
-    pool: int = 5,
+    pool: Positive = 5,
     gamma: float = 200.0,
     tempers: tuple[float, float] = (1.0, 1.0),
     step: int | None = None,
@@ -118,8 +120,8 @@ def cake(
 def compresskv(
     size: Size,
     *,
-    window: int = 8,
-    pool: int = 5,
+    window: Positive = 8,
+    pool: Positive = 5,
     top: int = 4,
     least: int | None = None,
     heads: str | None = None,
@@ -192,7 +194,7 @@ def simlayerkv(*, threshold: float = 0.9, local: int = 1024, sinks: int = 4, que
     "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value",
     "1.75x to 2.56x the throughput of others",
 )
-def smallkv(size: Size, *, layers: int | None = None, window: int = 32, compensate: bool = True) -> Axes:
+def smallkv(size: Size, *, layers: int | None = None, window: Positive = 32, compensate: bool = True) -> Axes:
     """SmallKV: the first `layers` (default: half) keep all; the others what these attend to, and a mean of the evicted.
 
     The mean weighs what the rest got when it was lost; compensate=False: it is gone without a trace.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jkv.methods.budgets import Size
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.divisions import Won
 from jkv.methods.prefills import Deferred, PromptCompression, TokenPruning
 from jkv.methods.probes import Drafted, Pseudo, Rebuilt
@@ -20,8 +20,8 @@ from jkv.methods.scores.probes import LateOrProbed, Probed
 def fastkv(
     size: Size,
     *,
-    window: int = 8,
-    pool: int = 7,
+    window: Positive = 8,
+    pool: Positive = 7,
     layer: int | None = None,
     tokens: int | None = None,
     share: float | None = None,
@@ -42,7 +42,7 @@ def fastkv(
 
 
 @row("2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache")
-def dapq(size: Size, *, tokens: int = 32, pool: int = 5) -> Axes:
+def dapq(size: Size, *, tokens: int = 32, pool: Positive = 5) -> Axes:
     """DapQ: attention from pseudo tokens at the place of the answer."""
     if tokens < 1:
         raise ValueError(f"dapq: tokens={tokens}: pseudo tokens read after the prompt, 1 or more")
@@ -93,7 +93,7 @@ def speckv(
     tokens: int = 32,
     layers: int | None = None,
     window: int = 33,
-    pool: int = 7,
+    pool: Positive = 7,
 ) -> Axes:
     """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: half) draft them."""
     size = size.above("speckv", window, "its observation window")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jkv.io import learned
 from jkv.methods.budgets import Size
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.merges import Nearest, Runs, ZeroClass
 from jkv.methods.mixtures import Mixtures
 from jkv.methods.scores.attention import Accumulated, Latest, WindowMass
@@ -65,7 +65,7 @@ def elasticcache(size: Size, *, sinks: int = 4, newest: int = 25) -> Axes:
 def ems(
     size: Size,
     *,
-    window: int = 32,
+    window: Positive = 32,
     candidates: int = 64,
     threshold: float = 0.6,
 ) -> Axes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jkv.methods.budgets import All, Size
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, Separable, Sparse
 from jkv.methods.codecs.moments import Equalised, made
 from jkv.methods.codecs.turned import Rotated
@@ -35,7 +35,7 @@ def turned(codec: Affine, rotate: bool) -> Affine | Rotated:
     "approximation: integers; the tail is exact",
     "2 bits at almost the same quality; 2.6x less peak memory, 2.35x to 3.47x the throughput",
 )
-def kivi(*, bits: int = 2, group: int = 32, recent: int = 96, rotate: bool = False) -> Axes:
+def kivi(*, bits: Positive = 2, group: Positive = 32, recent: int = 96, rotate: bool = False) -> Axes:
     """KIVI: keys per channel in groups of tokens, values per token (or turned, `rotate`) in groups of channels."""
     k, v = Affine(bits=bits, axis="channel", group=group), turned(Affine(bits=bits, group=group), rotate)
     return dict(codec=(k, v), recent=recent, block=group)
@@ -82,10 +82,9 @@ def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
     "4.98x smaller with 0.38% less on GSM8k, Mistral-7B",
 )
 def zipcache(
-    *, high: int = 4, low: int = 2, share: float = 0.6, group: int = 20, recent: int = 0, block: int = 100
+    *, high: int = 4, low: int = 2, share: float = 0.6, group: Positive = 20, recent: int = 0, block: Positive = 100
 ) -> Axes:
     """ZipCache: the salient `share` of the tokens in `high` bits, the others in `low`; 16 bits are the plain floats."""
-
     if not 0 < share <= 1:
         raise ValueError(f"zipcache: share={share}: the fraction of tokens in {high} bits, above 0 and at most 1")
     tiers = coded(high, group, float(share)), coded(low, group)
@@ -100,7 +99,7 @@ def zipcache(
 def mikv(
     *,
     keep: float = 0.25,
-    bits: int = 4,
+    bits: Positive = 4,
     group: int = 32,
     recent: int = 32,
     balance: bool = False,
@@ -128,7 +127,7 @@ def arkv(
     *,
     share: float | None = None,
     window: int = 32,
-    pool: int = 5,
+    pool: Positive = 5,
     gamma: float = 263.81,
     step: int | None = None,
 ) -> Axes:
@@ -155,7 +154,7 @@ def arkv(
     "prefill 2.6x as fast in half of the memory, 0.2% less on Video-MME, LongVA-7B",
 )
 def zipvl(
-    *, mass: float = 0.95, high: int = 4, low: int = 2, group: int = 20, window: int = 64, step: int = 240
+    *, mass: float = 0.95, high: int = 4, low: int = 2, group: Positive = 20, window: int = 64, step: int = 240
 ) -> Axes:
     """ZipVL: in each layer the fewest tokens that have `mass` of the attention get `high` bits, the others `low`."""
     if not 0 < mass <= 1 or step < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jkv.core.evidence import QUERIES
 from jkv.methods.budgets import Size
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.rows.eviction import snapkv
 from jkv.methods.selectors import forecast
 from jkv.methods.selectors.forecast import LEAST_ROWS
@@ -17,7 +17,7 @@ from jkv.methods.selectors.quest import PageBound
     "approximation: reads the pages of highest bound",
     "self-attention up to 2.23x as fast, latency 7.03x lower, with little loss on long contexts",
 )
-def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
+def quest(*, pages: Positive = 64, page: Positive = 16, dense_layers: int = 2) -> Axes:
     """Quest: a step reads the `pages` with the highest bound on q . k; the first layers read all.
 
     It keeps every token and an index: it saves reads, not memory.
@@ -31,7 +31,13 @@ def quest(*, pages: int = 64, page: int = 16, dense_layers: int = 2) -> Axes:
     "up to 400x compression, 3.7x the speed and 32.6% less peak memory in decoding, with hardly a loss",
 )
 def rocketkv(
-    size: Size, *, window: int = 32, pool: int = 63, pages: int = 64, page: int = 4, dense_layers: int = 0
+    size: Size,
+    *,
+    window: Positive = 32,
+    pool: Positive = 63,
+    pages: Positive = 64,
+    page: Positive = 4,
+    dense_layers: int = 0,
 ) -> Axes:
     """RocketKV: SnapKV with a wide maximum evicts once, then a step reads the `pages` of the highest bound of the rest.
 
@@ -48,8 +54,8 @@ def rocketkv(
 )
 def attentionpredictor(
     *,
-    pages: int = 64,
-    page: int = 16,
+    pages: Positive = 64,
+    page: Positive = 16,
     sinks: int = 64,
     rows: int = 64,
     dense_layers: int = 2,
@@ -78,7 +84,7 @@ def attentionpredictor(
     "approximation, from notes of the paper: chosen anew at a flush; a number of tokens, not a share",
     "up to 3x the throughput of FlexGen and 1.9x that of vLLM on one GPU and its host",
 )
-def alisa(*, tokens: int = 128, page: int = 1, window: int | None = None) -> Axes:
+def alisa(*, tokens: int = 128, page: Positive = 1, window: int | None = None) -> Axes:
     """ALISA: a step reads the newest `tokens`, and as many others of the most attention from the last `window` queries.
 
     It keeps every token and an index: it saves reads, not memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense
 from jkv.methods.codecs.levels import Bfp, Levels
 from jkv.methods.codecs.moments import Centered, Principal, Side, Sorted, made
@@ -24,7 +24,7 @@ def first(tokens: int) -> tuple[TierSpec, ...]:
 )
 def turboquant(
     *,
-    bits: int = 3,
+    bits: Positive = 3,
     values: int | None = None,
     unbiased: bool = False,
     center: bool = False,
@@ -53,7 +53,7 @@ def turboquant(
     "reconstruction: each head is turned alone and needs no order; zero points are floats; the first tokens are exact",
     "less than 0.3 perplexity at 2 bits, Llama-2-13B; 3.97x less peak memory, 2.32x faster decoding",
 )
-def rotatekv(*, bits: int = 2, group: int = 0, clip: float | None = None, sinks: int = 4) -> Axes:
+def rotatekv(*, bits: Positive = 2, group: int = 0, clip: float | None = None, sinks: int = 4) -> Axes:
     """RotateKV: un-rotated keys, and values, turned by a Hadamard matrix, in integers with one scale a token.
 
     group: channels that share a scale (0: all); clip: the share of their range that is kept, or None: 0.8 at 2 bits,
@@ -83,7 +83,7 @@ def ksort(*, mantissa: int = 4, block: int = 32, moments: str | None = None) -> 
     "reconstruction: the bases are those it starts from, not trained; all layers and heads have the same ranks",
     "over 90% of the quality at 60% fewer bytes, Llama-2-7B and Mistral-7B",
 )
-def matryoshkakv(*, keys: float = 0.75, values: float = 0.75, bits: int = 16, moments: str | None = None) -> Axes:
+def matryoshkakv(*, keys: float = 0.75, values: float = 0.75, bits: Positive = 16, moments: str | None = None) -> Axes:
     """MatryoshkaKV: the principal channels of each head, these shares of those of keys and values, about their means.
 
     bits: of a channel, 2, 3, 4 or 8 with one scale a token, turned by a Hadamard matrix; 16 are the plain floats.
@@ -119,7 +119,7 @@ def kvtc(*, bits: float = 2.0, values: float | None = None, sinks: int = 4, sens
     "reconstruction: outliers, and ends of values, of each head; no Q-Norm; ends of keys are those of `outliers`=1%",
     "less than 0.1 perplexity at 3 bits, LLaMA, Llama-2 and Mistral",
 )
-def kvquant(*, bits: int = 3, outliers: float = 0.01, sinks: int = 1, sensitivity: str | None = None) -> Axes:
+def kvquant(*, bits: Positive = 3, outliers: float = 0.01, sinks: int = 1, sensitivity: str | None = None) -> Axes:
     """KVQuant: un-rotated keys by channel and values by token in levels that gradients weigh, `outliers` beside.
 
     bits: 2, 3 or 4; the first `sinks` tokens stay as they are. sensitivity: a folder of `jkv calibrate sensitivity`.

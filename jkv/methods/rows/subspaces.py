@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jkv.methods.catalogue import Axes, row
+from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, LowRank, OfPrompt, Stretches
 from jkv.methods.codecs.moments import Side, made
 from jkv.methods.codecs.turned import Rotated
@@ -19,7 +19,9 @@ from jkv.protocols import Codec
     "reconstruction: subspaces by the moments of keys and values; all layers have the same ranks, not Fisher's",
     "half of the bytes with accuracy intact; up to 1.89x the speed of attention with rotated keys",
 )
-def palu(*, keys: float = 0.5, values: float = 0.5, heads: int = 4, bits: int = 16, moments: str | None = None) -> Axes:
+def palu(
+    *, keys: float = 0.5, values: float = 0.5, heads: int = 4, bits: Positive = 16, moments: str | None = None
+) -> Axes:
     """Palu: un-rotated keys, and values, of `heads` kv heads at a time as latents: these shares of their channels.
 
     A key is made of its latent and rotated when it is read; values are summed as latents. heads: 0 for all; all, too,
@@ -41,7 +43,7 @@ def palu(*, keys: float = 0.5, values: float = 0.5, heads: int = 4, bits: int = 
     "80% less memory with long contexts intact, 95% with 4-bit latents",
 )
 def cskv(
-    *, keys: float = 0.5, values: float = 0.5, bits: int = 16, group: int = 32, moments: str | None = None
+    *, keys: float = 0.5, values: float = 0.5, bits: Positive = 16, group: Positive = 32, moments: str | None = None
 ) -> Axes:
     """CSKV: un-rotated keys, and values, of all kv heads as one latent each; the newest `group` tokens are exact.
 
@@ -84,7 +86,7 @@ def svdq(*, bits: tuple[int, ...] = (8, 4, 4, 2, 2, 0, 0, 0), heads: int = 0, va
     "reconstruction: values stay on the device; outlier chunks are not kept apart, and what is generated has pages too",
     "up to 6x larger batches and 3.04x the throughput on an A100, without a loss of accuracy",
 )
-def shadowkv(*, rank: int = 160, pages: int = 256, page: int = 8, values: int = 16, recent: int = 32) -> Axes:
+def shadowkv(*, rank: int = 160, pages: Positive = 256, page: Positive = 8, values: int = 16, recent: int = 32) -> Axes:
     """ShadowKV: a prompt's un-rotated keys, all kv heads together, as `rank` numbers in a subspace of its own.
 
     It keeps every token; a rank above the channels of all heads keeps all of each. A step reads the `pages` whose mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,6 @@ def prompts(kind: str, params: Params, samples: int) -> list[str]:
     """Prompts of a kind: a passage to repeat, code to repeat with another name, records to list again, a story to
     write, and for "again" passages of which an earlier run has repeated nearly the same."""
     assert params.tokenizer is not None
-    tokenizer = params.tokenizer
-    source = "stdlib" if kind == "code" else "pydoc"
-    windows = corpora.windows(tokenizer.encode(corpora.text(source)), 200, samples, SEED)
-    passages = [tokenizer.decode(x) for x in np.asarray(windows).tolist()]
-    if kind == "code":
-        return [f"Copy this code, with self renamed to this:\n```python\n{x}\n```" for x in passages]
     if kind == "prose":
         return [f"Write a long story about {x} and a lighthouse." for x in NAMES[:samples]]
     if kind == "json":
@@ -41,7 +36,17 @@ def prompts(kind: str, params: Params, samples: int) -> list[str]:
             ]
             out.append("Add the field country to each record of this list:\n[" + ",\n ".join(records) + "]")
         return out
-    return [f"Repeat this text word for word:\n\n{x}" for x in passages]
+    if kind == "code":
+        passages = _passages(params.tokenizer, "stdlib", samples)
+        return [f"Copy this code, with self renamed to this:\n```python\n{x}\n```" for x in passages]
+    return [f"Repeat this text word for word:\n\n{x}" for x in _passages(params.tokenizer, "pydoc", samples)]
+
+
+@lru_cache(2)  # a corpus takes seconds to encode, and two kinds read the same
+def _passages(tokenizer: Any, corpus: str, samples: int) -> list[str]:
+    """Stretches of 200 tokens."""
+    windows = corpora.windows(tokenizer.encode(corpora.text(corpus)), 200, samples, SEED)
+    return [tokenizer.decode(x) for x in np.asarray(windows).tolist()]
 
 
 def rows(

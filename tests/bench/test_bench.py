@@ -1,6 +1,7 @@
 """The benchmark's own arithmetic, its files and its errors; speed itself is not tested."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import os
@@ -222,6 +223,7 @@ def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     params = models.random(dict(models.TINY, vocab_size=256, max_position_embeddings=2048))
     params = dataclasses.replace(params, tokenizer=commands.tokenizer())
     monkeypatch.setattr("jkv.io.load.load", lambda *_: params)
+    monkeypatch.setattr("jkv.eval.corpora.text", lambda _: inspect.getsource(dataclasses))
     sizes = ("--draft", "suffix", "--samples", 1, "--new", 12, "--rounds", 1)
     result = call("bench", "drafts", *sizes, "--json", tmp_path / "x.json")
     assert result.exit_code == 0, result.output

@@ -13,6 +13,8 @@ from . import (
     bamba,
     deepseek_v2,
     deepseek_v3,
+    delta,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma3_images,
@@ -29,7 +31,11 @@ from . import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_images,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
     ssd,
 )
@@ -37,9 +43,11 @@ from .config import LAYERS, Mixers, ModelConfig
 from .llama import Attend, Projected, linear
 from .params import Blocks, Params, Put, Tensors
 from .scale import Scale
+from .states import State
 
 __all__ = [
     "FAMILIES",
+    "RULES",
     "TINY",
     "Mix",
     "Mixers",
@@ -56,6 +64,7 @@ __all__ = [
     "linear",
     "random",
     "read_config",
+    "rule",
     "ssd",
 ]
 
@@ -86,13 +95,21 @@ FAMILIES = {
     "granite": granite,
     "mamba2": mamba2,
     "bamba": bamba,
+    "falcon_h1": falcon_h1,
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5_images,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe": qwen3_5_images,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "olmoe": olmoe,
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
 }
+
+RULES = {"ssd": ssd, "delta": delta}
 
 Mix = Callable[[int, Mapping[str, Array], Array], tuple[Array, Any]]  # mixer, its weights, normed x -> output, extra
 
@@ -106,14 +123,24 @@ def family(config: ModelConfig) -> ModuleType:
     return FAMILIES[config.family]
 
 
+def rule(mixers: Mixers) -> ModuleType:
+    """The module with `start`, `read`, `step` and `settle` of the states of a model's blocks that recur, and `floats`.
+
+    >>> rule(read_config(dict(model_type="mamba2", vocab_size=100, hidden_size=32, num_hidden_layers=1, num_heads=4,
+    ...     head_dim=16, n_groups=1)).mixers) is ssd
+    True
+    """
+    return RULES[mixers.rule]
+
+
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a Hugging Face config dict; ValueError names a field or a family that is not supported.
 
     >>> read_config({"model_type": "mamba"})
     Traceback (most recent call last):
-    ValueError: model_type 'mamba' is not supported: use one of bamba, deepseek_v2, deepseek_v3, gemma2, gemma3, \
-gemma3_text, gpt_oss, granite, llama, mamba2, mistral, mixtral, olmo2, olmo3, olmoe, phi3, qwen2, qwen3, qwen3_moe, \
-smollm3
+    ValueError: model_type 'mamba' is not supported: use one of bamba, deepseek_v2, deepseek_v3, falcon_h1, gemma2, \
+gemma3, gemma3_text, gpt_oss, granite, llama, mamba2, mistral, mixtral, olmo2, olmo3, olmoe, phi3, qwen2, qwen3, \
+qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, smollm3
     """
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -194,9 +221,10 @@ def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend, mix: Mix
 def fresh(c: ModelConfig, pos: Array) -> Mix:
     """The mixers of a model that has seen nothing, for rows at pos i32[B, T]; each also gives its state."""
 
-    def mix(_: int, w: Mapping[str, Array], x: Array) -> tuple[Array, ssd.State]:
+    def mix(_: int, w: Mapping[str, Array], x: Array) -> tuple[Array, State]:
         assert c.mixers is not None
-        return ssd.read(w, c.mixers, c.eps, x, pos >= 0, ssd.start(c.mixers, x.shape[0], 0, x.dtype))
+        net = rule(c.mixers)
+        return net.read(w, c.mixers, c.eps, x, pos >= 0, net.start(c.mixers, x.shape[0], 0, x.dtype))
 
     return mix
 

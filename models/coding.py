@@ -14,7 +14,7 @@ from .weights import Coded, Steps
 GROUP = 32  # inputs that share a step in 4 bits
 EACH = "each_"  # before the fields that have an array of every expert: [N,...]
 # fields that go through `linear` or `rows`
-MATRICES = ("embed", "head", "qkv", "o", "gate_up", "down", "mix", "q", "q_a", "q_b", "kv")
+MATRICES = ("embed", "head", "qkv", "o", "gate_up", "down", "mix", "z", "q", "q_a", "q_b", "kv")
 
 
 def int8(w: np.ndarray, kind: np.dtype) -> Coded:

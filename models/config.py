@@ -17,7 +17,8 @@ class Mixers:
     """The blocks of a model that recur instead of attending: their places among all blocks, and their numbers.
 
     heads (Hs) of head_dim channels (P), each with a state of `state` numbers (N) a channel; `groups` of heads share
-    what writes and reads it; kernel: tokens that the convolution before sees; limit: of the time steps.
+    what writes and reads it; kernel: tokens that the convolution before sees; limit: of the time steps; rule: by which
+    a token changes the state, a key of `jkv.models.RULES`; normed: whether what is read of it is, behind its gate.
     """
 
     at: tuple[int, ...]
@@ -26,7 +27,9 @@ class Mixers:
     state: int
     groups: int
     kernel: int
-    limit: tuple[float, float]
+    limit: tuple[float, float] = (0.0, math.inf)
+    rule: str = "ssd"
+    normed: bool = True
 
     @property
     def inner(self) -> int:
@@ -46,7 +49,8 @@ class ModelConfig:
     key (D) and `value_dim` a value (Dv), each read by `groups` query heads (G). Layer i turns queries and keys with
     `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits
     of attention are `q.k * scale`, and those of the next token the head's product `* head_scale`: a scale may be
-    `Capped`. What a half of a layer adds to its input is `* residual_scale`. Some blocks have `experts`.
+    `Capped`. What a half of a layer adds to its input is `* residual_scale`. Some blocks have `experts`. gains: of a
+    block's tensors by their names in it, rows and the factor of these, which are multiplied when they are read.
 
     >>> from jkv.models import llama
     >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -79,6 +83,7 @@ class ModelConfig:
     mixers: Mixers | None = field(default=None, repr=False)
     experts: Experts | None = None
     latent: Latent | None = None
+    gains: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = field(default=(), repr=False)
 
     @property
     def value_dim(self) -> int:

@@ -69,7 +69,15 @@ def feed(w: Weights, x: Array, c: ModelConfig, one: Callable[[Weights, Array], A
     index, weight = route(c.experts, logits, w.get("router_shift"))
     own = {name.removeprefix(EACH): each for name, each in w.items() if name.startswith(EACH)}
     y = through(one or partial(mlp, act=c.act), own, flat, index, weight).reshape(x.shape)
-    return y + mlp(w, x, c.act) if c.experts.shared else y
+    return y + shared(w, x, c.act) if c.experts.shared else y
+
+
+def shared(w: Weights, x: Array, act: str) -> Array:
+    """The MLP that every token goes through, times sigmoid(gate x) where the family has such a gate [1,E]."""
+    y = mlp(w, x, act)
+    if "shared_gate" not in w:
+        return y
+    return y * jax.nn.sigmoid(linear(w["shared_gate"], x, jnp.float32)).astype(y.dtype)
 
 
 def through(one: Callable[[Weights, Array], Array], own: Weights, x: Array, index: Array, weight: Array) -> Array:

@@ -101,14 +101,16 @@ def feed(w: Mapping[str, Array], x: Array, c: ModelConfig) -> Array:
     return mlp(w, x, c.act)
 
 
-def block(params: Params, i: int, x: Array, p: Projected, attend: Attend, feed: Any = feed) -> tuple[Array, Any]:
+def block(
+    params: Params, i: int, x: Array, p: Projected, attend: Attend, feed: Any = feed, norm: Any = rms
+) -> tuple[Array, Any]:
     """The rest of a layer, once its queries, keys and values are known: [B, T, E] and what `attend` returned."""
     w, c = params.layers[i], params.config
     with jax.named_scope("attend"):
         o, aux = attend(i, p)
     x = newest(x, o) + out(w, o.astype(x.dtype))
     with jax.named_scope("mlp"):
-        return x + feed(w, rms(w["norm2"], x, c.eps), c), aux
+        return x + feed(w, norm(w["norm2"], x, c.eps), c), aux
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:

@@ -32,15 +32,16 @@ class Names:
     """What a checkpoint calls its tensors: field of a block -> the tensors that it stacks, in this order.
 
     block: of the blocks that attend; sparse: of those that attend and have experts, with a star for an expert's number;
-    mixer: of those that recur. shapes: of a family's tensors that differ from `shapes`, by the end of the name; parts:
-    rows of the tensors that one tensor of the checkpoint holds, likewise; read: what a checkpoint's tensors are by
-    these names, where it packs them otherwise; absent: fields that a model lacks; unread: beginnings of the names that
-    are left alone.
+    mixer, sparse_mixer: of those that recur, likewise. shapes: of a family's tensors that differ from `shapes`, by the
+    end of the name; parts: rows of the tensors that one tensor of the checkpoint holds, likewise; read: what a
+    checkpoint's tensors are by these names, where it packs them otherwise; absent: fields that a model lacks; unread:
+    beginnings of the names that are left alone; place: the number of a block in the names.
     """
 
     block: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sparse: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mixer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sparse_mixer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: str = "model.layers"
     embed: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
@@ -50,16 +51,18 @@ class Names:
     unread: tuple[str, ...] = ()
     read: Callable[[ModelConfig, Tensors], Tensors] = lambda c, tensors: tensors
     absent: Callable[[ModelConfig], Sequence[str]] = lambda c: ()
+    place: Callable[[int], int] = lambda i: i
 
     def ends(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
         """The names of block i without its place."""
-        table = self.mixer if not c.attends(i) else self.sparse if c.sparse(i) else self.block
+        attending, recurring = (self.block, self.sparse), (self.mixer, self.sparse_mixer)
+        table = (attending if c.attends(i) else recurring)[c.sparse(i)]
         return {n: ends for n, ends in table.items() if n not in self.absent(c)}
 
     def whole(self, c: ModelConfig, i: int, ends: tuple[str, ...]) -> tuple[str, ...]:
         """The names in block i; of every expert, where there is a star."""
         count = c.experts.count if c.experts and any("*" in end for end in ends) else 1
-        return tuple(f"{self.blocks}.{i}.{end.replace('*', str(e))}" for e in range(count) for end in ends)
+        return tuple(f"{self.blocks}.{self.place(i)}.{end.replace('*', str(e))}" for e in range(count) for end in ends)
 
     def of(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
         """The whole names of block i."""

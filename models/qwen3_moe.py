@@ -30,7 +30,7 @@ def number(f: Fields) -> int:
     return f.number("num_local_experts", f.number("num_experts", 128 if "num_local_experts" not in f.rest else None))
 
 
-def _dense(hf: Mapping[str, Any], layers: int) -> list[int]:
+def dense(hf: Mapping[str, Any], layers: int) -> list[int]:
     """The blocks without experts: those that the config names, and all but each n-th."""
     f = Fields(hf, "qwen3_moe")
     named, step = f.take("mlp_only_layers", []), f.number("decoder_sparse_step", 1)
@@ -43,7 +43,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config dict with model_type qwen3_moe; ValueError names a field that is not supported."""
     rest = {k: v for k, v in hf.items() if k not in ("mlp_only_layers", "decoder_sparse_step")}
     c = read(rest, "qwen3_moe", windows=windows, extra=_extra)
-    return everywhere(c, but=_dense(hf, c.layers))
+    return everywhere(c, but=dense(hf, c.layers))
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:

@@ -16,44 +16,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 
-from jkv.arrays.tree import value
-
 from .config import Mixers
+from .states import (
+    State,
+    begun,
+    behind,
+    convolved,
+    decay,
+    grouped,
+    paces,
+    rate,
+    settled,
+    start,
+    stretches,
+    sums,
+    waiting,
+    waits,
+)
 from .weights import linear
+
+__all__ = ["BESIDE", "STRETCH", "floats", "read", "settle", "start", "step"]
 
 STRETCH = 128  # tokens that are read as attention with decay
 BESIDE = 8  # stretches of which the products are made at once
-
-
-@value
-class State:
-    """What a mixer remembers of its rows.
-
-    state f32[B,Hs,P,N]: of all tokens but those that wait; raw [B,K-1+W,C]: inputs of the convolution, those of the
-    K-1 tokens before and then of the `count` i32[B] that wait; dt f32[B,W,Hs]: their step sizes.
-    """
-
-    state: Array
-    raw: Array
-    dt: Array
-    count: Array
-
-
-def start(m: Mixers, rows: int, window: int, dtype: Any) -> State:
-    """A state that has seen nothing, in which `window` tokens can wait."""
-    return State(
-        state=jnp.zeros((rows, m.heads, m.head_dim, m.state), jnp.float32),
-        raw=jnp.zeros((rows, m.kernel - 1 + window, m.channels), dtype),
-        dt=jnp.zeros((rows, window, m.heads), jnp.float32),
-        count=jnp.zeros(rows, jnp.int32),
-    )
 
 
 def read(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, live: Array, old: State) -> tuple[Array, State]:
@@ -61,14 +52,11 @@ def read(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, live: Array, o
 
     live bool[B,T]: right-aligned; a row that is not leaves the state as it was, and its output means nothing.
     """
-    (b, t, _), before = x.shape, m.kernel - 1
     z, raw, dt = _project(w, m, x)
-    raw = _behind(old.raw[:, :before].swapaxes(1, 2), raw.astype(old.raw.dtype), live)
+    raw = behind(old.raw[:, : m.kernel - 1].swapaxes(1, 2), raw.astype(old.raw.dtype), live)
     dt = jnp.where(live[:, None], dt, 0)  # which changes no state
-    y, state = _scan(w, m, _grouped(old.state, m, 1), _convolved(w, m, raw), dt)
-    fresh = start(m, b, old.dt.shape[1], old.raw.dtype)
-    raw = fresh.raw.at[:, :before].set(raw[:, :, t:].swapaxes(1, 2))
-    return _finish(w, m, eps, y, z), replace(fresh, state=state.reshape(old.state.shape), raw=raw)
+    y, state = _scan(w, m, grouped(old.state, m, 1), convolved(w, m, raw), dt)
+    return _finish(w, m, eps, y, z), begun(m, old, raw, state)
 
 
 def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, old: State) -> tuple[Array, State]:
@@ -76,17 +64,17 @@ def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, 
     b, room = old.dt.shape[:2]
     z, raw, dt = _project(w, m, x)
     rows, place = jnp.arange(b), jnp.where(alive, old.count, room)
-    new = State(
-        state=old.state,
+    new = replace(
+        old,
         raw=old.raw.at[rows, place + m.kernel - 1].set(raw[:, :, 0].astype(old.raw.dtype), mode="drop"),
         dt=old.dt.at[rows, place].set(dt[:, :, 0], mode="drop"),
         count=old.count + alive.astype(jnp.int32),
     )
-    inputs, write, ask, gain, decay = _waiting(w, m, new)
+    inputs, write, ask, gain, left = _waiting(w, m, new)
     newest = jnp.maximum(new.count - 1, 0)
     ask, now = ask[rows, :, :, newest], inputs[rows, :, :, :, newest]
     # the state comes first: as the second of the two it would be copied, turned, in every step
-    y = jnp.einsum("bgrpn,bgn->bgrp", _grouped(new.state, m, 1), ask) * decay[..., None]
+    y = jnp.einsum("bgrpn,bgn->bgrp", grouped(new.state, m, 1), ask) * left[..., None]
     seen = jnp.einsum("bgn,bgns->bgs", ask, write)[:, :, None] * gain
     y = y + jnp.einsum("bgrs,bgrps->bgrp", seen, inputs) + _skip(w, m) * now
     return _finish(w, m, eps, rearrange(y, "b g r p -> b (g r p) 1"), z), new
@@ -94,19 +82,17 @@ def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, 
 
 def settle(w: Mapping[str, Array], m: Mixers, old: State) -> State:
     """The state after all tokens, in which nothing waits."""
-    b, room = old.dt.shape[:2]
-    inputs, write, _, gain, decay = _waiting(w, m, old)
+    inputs, write, _, gain, left = _waiting(w, m, old)
     added = jnp.einsum("bgrps,bgns->bgrpn", gain[:, :, :, None] * inputs, write)
-    state = old.state * rearrange(decay, "b g r -> b (g r) 1 1") + rearrange(added, "b g r p n -> b (g r) p n")
-    fresh = start(m, b, room, old.raw.dtype)
-    tail = old.count[:, None] + jnp.arange(m.kernel - 1)[None]
-    raw = fresh.raw.at[:, : m.kernel - 1].set(jnp.take_along_axis(old.raw, tail[..., None], 1))
-    return replace(fresh, state=state, raw=raw)
+    state = old.state * rearrange(left, "b g r -> b (g r) 1 1") + rearrange(added, "b g r p n -> b (g r) p n")
+    return settled(m, old, state)
 
 
-def waits(x: State) -> Array:
-    """bool[B,W]: entries of the window that are tokens."""
-    return jnp.arange(x.dt.shape[1])[None] < x.count[:, None]
+def floats(m: Mixers, rows: int, n: int) -> int:
+    """About the numbers that reading n tokens a row takes: what is projected, then the convolution and stretches."""
+    size, beside, _ = stretches(n, STRETCH, BESIDE)
+    text, pairs = rows * n * (m.inner + m.channels), rows * beside * m.heads * (3 * size**2 + 2 * m.head_dim * m.state)
+    return max(2 * text, text + pairs)
 
 
 def _project(w: Mapping[str, Array], m: Mixers, x: Array) -> tuple[Array, Array, Array]:
@@ -115,35 +101,21 @@ def _project(w: Mapping[str, Array], m: Mixers, x: Array) -> tuple[Array, Array,
     From here on tokens come last: channels are then parted, and tokens cut into stretches, where they lie.
     """
     z, raw, dt = jnp.split(linear(w["mix"], x).swapaxes(1, 2), (m.inner, m.inner + m.channels), 1)
-    dt = jax.nn.softplus(dt.astype(jnp.float32) + w["dt_bias"][None, :, None])
-    return z, raw, jnp.clip(dt, *m.limit)
-
-
-def _convolved(w: Mapping[str, Array], m: Mixers, raw: Array) -> Array:
-    """f32[B,C,L] of raw [B,C,K-1+L]."""
-    n, taps = raw.shape[2] - m.kernel + 1, w["conv"].astype(jnp.float32)[None, :, 0]
-    x = sum(taps[..., k, None] * raw[..., k : k + n].astype(jnp.float32) for k in range(m.kernel))
-    return jax.nn.silu(x + w["conv_bias"].astype(jnp.float32)[None, :, None])
+    return z, raw, jnp.clip(paces(w, dt), *m.limit)
 
 
 def _parted(m: Mixers, x: Array) -> tuple[Array, Array, Array]:
     """Of what was convolved, [B,C,...]: inputs [B,G,R,P,...], what writes and what reads the states [B,G,N,...]."""
     x, write, ask = jnp.split(x, (m.inner, m.inner + m.groups * m.state), 1)
-    write, ask = (_grouped(a, m, 1) for a in (write, ask))
+    write, ask = (grouped(a, m, 1) for a in (write, ask))
     return rearrange(x, "b (g r p) ... -> b g r p ...", g=m.groups, p=m.head_dim), write, ask
 
 
 def _waiting(w: Mapping[str, Array], m: Mixers, x: State) -> tuple[Array, Array, Array, Array, Array]:
     """`_parted` of the window's tokens, exp(cum_end - cum_s) dt_s f32[B,G,R,W], and exp(cum_end) f32[B,G,R]."""
-    live = waits(x)
-    there = jnp.pad(live, ((0, 0), (m.kernel - 1, 0)), constant_values=True)
-    dt = _grouped(jnp.where(live[..., None], x.dt, 0).swapaxes(1, 2), m, 1)
-    cum = jnp.cumsum(dt * _rate(w, m), -1)
-    return (
-        *_parted(m, _convolved(w, m, jnp.where(there[..., None], x.raw, 0).swapaxes(1, 2))),
-        jnp.exp(cum[..., -1:] - cum) * dt,
-        jnp.exp(cum[..., -1]),
-    )
+    dt = grouped(jnp.where(waits(x)[..., None], x.dt, 0).swapaxes(1, 2), m, 1)
+    cum = jnp.cumsum(dt * rate(w, m), -1)
+    return *_parted(m, waiting(w, m, x)), jnp.exp(cum[..., -1:] - cum) * dt, jnp.exp(cum[..., -1])
 
 
 def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) -> tuple[Array, Array]:
@@ -152,14 +124,11 @@ def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) 
     Stretches of the same piece are read side by side: an accelerator has few large products instead of many small ones.
     """
     n = x.shape[2]
-    size = min(STRETCH, n)
-    stretches = -(-n // size)
-    pieces = -(-stretches // BESIDE)
-    beside = -(-stretches // pieces)
+    size, beside, pieces = stretches(n, STRETCH, BESIDE)
     length = beside * size
     early = pieces * length - n
     x, dt = (jnp.pad(a, ((0, 0), (0, 0), (early, 0))) for a in (x, dt))  # dt = 0 changes nothing
-    rate, skip = _rate(w, m)[..., None], _skip(w, m)[..., None, None]
+    fall, skip = rate(w, m)[..., None], _skip(w, m)[..., None, None]
 
     def piece(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         s, text = carry
@@ -173,13 +142,13 @@ def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) 
         given = rearrange(given, "b g (r p) s l -> b g r p s l", p=m.head_dim)
         write, ask = (cut(text, at, m.groups * m.state) for at in (m.inner, m.inner + m.groups * m.state))
         step = cut(dt, 0, m.heads)
-        cum, lost = _sums(step * rate)
+        cum, lost = sums(step * fall)
         put = given * (step * jnp.exp(-lost))[:, :, :, None]
-        pairs = jnp.einsum("bgntl,bgnts->bgtls", ask, write)[:, :, None] * _decay(cum)
+        pairs = jnp.einsum("bgntl,bgnts->bgtls", ask, write)[:, :, None] * decay(cum)
         y = jnp.einsum("bgrpts,bgrtls->bgrptl", put, pairs)
         added = jnp.einsum("bgrpts,bgnts->bgrtpn", put * jnp.exp(cum[..., -1:] - cum)[:, :, :, None], write)
-        total, more = _sums(jnp.pad((cum + lost)[..., -1], ((0, 0), (0, 0), (0, 0), (1, 0))))
-        ends = _decay(total) * jnp.exp(more[..., :, None] - more[..., None, :])  # of each stretch, behind the old state
+        total, more = sums(jnp.pad((cum + lost)[..., -1], ((0, 0), (0, 0), (0, 0), (1, 0))))
+        ends = decay(total) * jnp.exp(more[..., :, None] - more[..., None, :])  # of each stretch, behind the old state
         added, first = added * jnp.exp(lost[..., -1])[..., None, None], ends[..., 0][..., None, None]
         before = jnp.einsum("bgrij,bgrjpn->bgripn", ends[..., :-1, 1:], added) + first[:, :, :, :-1] * s[:, :, :, None]
         after = jnp.einsum("bgrj,bgrjpn->bgrpn", ends[..., -1, 1:], added) + first[:, :, :, -1] * s
@@ -191,55 +160,17 @@ def _scan(w: Mapping[str, Array], m: Mixers, state: Array, x: Array, dt: Array) 
     return text[:, : m.inner, early:], state
 
 
-def _decay(total: Array) -> Array:
-    """exp(total_l - total_s) f32[...,l,s] of sums f32[...,n], and 0 for s > l."""
-    gap = total[..., :, None] - total[..., None, :]
-    return jnp.exp(jnp.where(jnp.tri(total.shape[-1], dtype=bool), gap, -jnp.inf))
-
-
-def _sums(x: Array) -> tuple[Array, Array]:
-    """Sums of f32[...,n] from its beginning, and what rounding took from them.
-
-    Late sums are large, and what two of them that are near differ by is small. The second ones are tiny: their `exp` is
-    a factor for each token, and none for each pair.
-    """
-    total = jnp.cumsum(x, -1)
-    return total, jnp.cumsum(x - jnp.diff(total, axis=-1, prepend=0), -1)
-
-
 def _finish(w: Mapping[str, Array], m: Mixers, eps: float, y: Array, z: Array) -> Array:
-    """y [B,HsP,T] gated by z, normed in groups and projected: [B,T,E]."""
+    """y [B,HsP,T] gated by z, normed in groups where the model norms it, and projected: [B,T,E]."""
     y = y * jax.nn.silu(z.astype(jnp.float32))
+    if not m.normed:
+        return linear(w["o"], y.astype(z.dtype).swapaxes(1, 2))
     parts = rearrange(y, "b (g c) t -> b g c t", g=m.groups)
     parts = parts * jax.lax.rsqrt(jnp.mean(parts * parts, 2, keepdims=True) + eps)
     y = rearrange(parts, "b g c t -> b (g c) t").astype(z.dtype) * w["norm"][None, :, None]
     return linear(w["o"], y.swapaxes(1, 2))
 
 
-def _rate(w: Mapping[str, Array], m: Mixers) -> Array:
-    """a f32[1,G,R,1]."""
-    return -jnp.exp(_grouped(w["a_log"], m, 0))[None, :, :, None]
-
-
 def _skip(w: Mapping[str, Array], m: Mixers) -> Array:
     """D [1,G,R,1]."""
-    return _grouped(w["skip"], m, 0)[None, :, :, None]
-
-
-def _behind(old: Array, new: Array, live: Array) -> Array:
-    """[B,C,K-1+T]: new [B,C,T] where live, directly behind old [B,C,K-1], and zeros before.
-
-    By comparisons, one for each of the few old ones: nothing of the text's length is gathered.
-    """
-    before, dead = old.shape[2], (~live).sum(1)
-    out = jnp.pad(new, ((0, 0), (0, 0), (before, 0)))
-    place = jnp.arange(out.shape[2])[None] - dead[:, None]
-    out = jnp.where((place < 0)[:, None], 0, out)
-    for k in range(before):
-        out = jnp.where((place == k)[:, None], old[..., k, None], out)
-    return out
-
-
-def _grouped(x: Array, m: Mixers, axis: int) -> Array:
-    """The axis of heads as groups and the heads of each."""
-    return x.reshape(*x.shape[:axis], m.groups, -1, *x.shape[axis + 1 :])
+    return grouped(w["skip"], m, 0)[None, :, :, None]

@@ -244,11 +244,13 @@ def predicted(case: Case, longest: int, plan=None) -> int:
 
 
 def states(case: Case) -> int:
-    """Bytes of a row's states: with inputs of the 3 tokens before, of 16 that wait, their step sizes, and a count."""
+    """Bytes of a row's states: with inputs of the 3 tokens before, of 16 that wait, their steps, and a count."""
     m = case.params.config.mixers
     if m is None:
         return 0
-    return len(m.at) * 4 * (m.heads * m.head_dim * m.state + (3 + 16) * m.channels + 16 * m.heads + 1)
+    # by the delta rule also what those that wait write
+    written = 16 * m.heads * m.head_dim if m.rule == "delta" else 0
+    return len(m.at) * 4 * (m.heads * m.head_dim * m.state + (3 + 16) * m.channels + 16 * m.heads + 1 + written)
 
 
 @every

@@ -28,15 +28,17 @@ LESSONS = 2048  # texts whose teacher is remembered
 Told = tuple[Array, dict[str, Array]]  # a loss, and its parts
 
 
-def loaded(model: str, dtype: str, rows: int) -> Params:
+def loaded(model: str, dtype: str, rows: int, weights: str | None = None) -> Params:
     """The model to train for, on all devices if there are several: each gets its part of the weights, and no more.
 
-    rows: of a batch, which the devices divide. Raises ValueError as `jkv.load` and `sharding.mesh` do.
+    rows: of a batch, which the devices divide; weights: what its matrices are kept as, as for `jkv.load`. Raises
+    ValueError as `jkv.load` and `sharding.mesh` do.
     """
     devices = jax.devices()
     if len(devices) == 1:
-        return loading.load(model, dtype)
-    return loading.load(model, dtype, sharding.mesh(devices, read_config(loading.read(model).config), rows))
+        return loading.load(model, dtype, None, weights)
+    over = sharding.mesh(devices, read_config(loading.read(model).config), rows)
+    return loading.load(model, dtype, over, weights)
 
 
 @part

@@ -24,7 +24,8 @@ class Bucket:
     """Rows of at most `lengths[-1]` prompt tokens and `new` more, and the beginnings that some share (members: in
     `rows`).
 
-    lengths: padded tokens of a prefill, rising; first, tails: those of a shared beginning, and of what follows it.
+    lengths: padded tokens of a prefill, rising; first, tails: those of a shared beginning, and of what follows it;
+    chunk: tokens that are read at a time, 0: all.
     """
 
     lengths: tuple[int, ...]
@@ -33,6 +34,7 @@ class Bucket:
     shared: tuple[Group, ...] = ()
     first: int = 0
     tails: tuple[int, ...] = ()
+    chunk: int = 0
 
     @property
     def length(self) -> int:
@@ -137,15 +139,15 @@ def _enough(lengths: Sequence[int], n: int) -> int:
     return lengths[bisect_left(lengths, n)]
 
 
-def waves(bucket: Bucket, several: int, done: Container[int]) -> Iterator[Wave]:
-    """The rows whose lines are not done, at most `several` at a time, in the order in which they come in.
+def waves(bucket: Bucket, several: int, done: Container[tuple[int, int]]) -> Iterator[Wave]:
+    """The rows that are not done (`Request.part`), at most `several` at a time, in the order in which they come in.
 
     Rows of like lengths come together, as little of their prefill is padding; beginnings before their rows, `several`
     at a time too. Rows of a high ratio of output to prompt come first, to avoid a long tail of half-empty batches.
     """
 
     def waiting(members: Iterable[int]) -> list[int]:
-        return [i for i in members if bucket.rows[i].line not in done]
+        return [i for i in members if bucket.rows[i].part not in done]
 
     shared = [(g.length, m) for g in bucket.shared if (m := waiting(g.members))]
     shared.sort(key=lambda g: _early([bucket.rows[i] for i in g[1]]))

@@ -46,15 +46,16 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
     draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    ids = shape((shapes.several, shapes.bucket.length))
+    chunk = shapes.bucket.chunk
+    ids = shape((shapes.several, chunk or shapes.bucket.length))
     if over is None:
         block, prefill = Cost(runs=False), Cost(runs=False)
         block.begin(run_block, params, state, draws, shape(()))
-        prefill.begin(prefill_own, params, blank, ids, fresh=True)
+        prefill.begin(prefill_own, params, blank, ids, fresh=not chunk)
         held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
         return max(block.peak, held + prefill.peak)
     block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
-    prefill, _ = compiled(prefill_own.whole, params, blank, ids, over=over, fresh=True)
+    prefill, _ = compiled(prefill_own.whole, params, blank, ids, over=over, fresh=not chunk)
 
     def here(tree: Any) -> int:
         return bytes_of(tree, over.shardings(tree))

@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LINE = ("custom_id", "method", "url", "body")
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")  # of one name in both
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "n")  # of one name in both
 NOTHING = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 LENGTHS = ("max_tokens", "max_completion_tokens")
 # What is taken with the value that changes nothing, or null.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "stream": (False,),
     "stream_options": (),
@@ -35,14 +34,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """What an answer says, whatever its form; text None: the model has no tokenizer."""
+    """What an answer says, whatever its form: of each sample, its text (None: there is no tokenizer) and its end."""
 
     id: Any
     key: str
-    text: str | None
+    choices: tuple[tuple[str | None, str], ...]
     prompt_tokens: int
     tokens: int
-    end: str
 
 
 class Form(Protocol):
@@ -77,7 +75,8 @@ class Plain:
         return row
 
     def answer(self, x: Answered) -> dict[str, Any]:
-        return {"id": x.id, **({} if x.text is None else {"text": x.text}), "end": x.end}
+        each = [({} if text is None else {"text": text}) | {"end": end} for text, end in x.choices]
+        return {"id": x.id, **(each[0] if len(each) == 1 else {"choices": each})}
 
     def refusal(self, name: Any, key: str, error: str, status: int) -> dict[str, Any]:
         return {"id": name, "error": error}
@@ -125,15 +124,18 @@ class Call:
         return {"id": row["custom_id"], **asked, **settings, **({} if most is None else {"max_new_tokens": most})}
 
     def answer(self, x: Answered) -> dict[str, Any]:
-        about = {"index": 0, "logprobs": None, "finish_reason": x.end}
         chat = self.url == CHAT
-        said = {"message": {"role": "assistant", "content": x.text}} if chat else {"text": x.text}
+
+        def choice(i: int, text: str | None, end: str) -> dict[str, Any]:
+            said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            return said | {"index": i, "logprobs": None, "finish_reason": end}
+
         body = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{x.key}",
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
             "model": self.model,
-            "choices": [said | about],
+            "choices": [choice(i, *x) for i, x in enumerate(x.choices)],
             "usage": {
                 "prompt_tokens": x.prompt_tokens,
                 "completion_tokens": x.tokens,

@@ -47,6 +47,11 @@ class Report:
                 f"tokens       {self.tokens_prompt:,} read, {self.tokens_new:,} generated, "
                 f"{self.tokens_per_s:,.1f} a second",
                 f"prefixes     {self.saved:,} prompt tokens spared, {share:.0%}",
+                *(
+                    f"prompts      of up to {b['tokens']:,} tokens, read {b['chunk']:,} at a time"
+                    for b in self.buckets
+                    if b["chunk"]
+                ),
                 f"cache        {self.cache}, {self.cache_bytes / 2**20:,.1f} MiB, {self.batch} rows at once",
                 f"programs     {self.programs} compiled in {self.compile_s:.1f} s",
             ]

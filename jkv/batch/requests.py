@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jkv.io.remote import Place
 
 PROMPTS = ("prompt", "messages", "tokens")
+MOST_SAMPLES = 1024  # answers to a prompt
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them
 KINDS: dict[str, tuple[type, ...]] = {
     "temperature": (int, float),
@@ -33,6 +34,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "min_p": (int, float),
     "repetition_penalty": (int, float),
     "seed": (int,),
+    "n": (int,),
     "max_new_tokens": (int,),
     "stop": (str, list),
 }
@@ -40,7 +42,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a row is answered; a row of the input may change any of them. seed None: the row's line number."""
+    """How a row is answered, n times; a row of the input may change any of them. seed None: the row's line number."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -50,6 +52,7 @@ class Settings:
     seed: int | None = None
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
+    n: int = 1
 
     @property
     def draws(self) -> dict[str, Any]:
@@ -58,17 +61,32 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One row: the line of the input that it came from (the first is 1), its id, prompt tokens i32[n], and its form."""
+    """One row: the line of the input that it came from (the first is 1), its id, prompt tokens i32[n], and its form; or
+    one of its samples, by number."""
 
     line: int
     id: Any
     tokens: np.ndarray
     settings: Settings
     form: Form = PLAIN
+    sample: int = 0
 
     @property
     def seed(self) -> int:
-        return self.line if self.settings.seed is None else self.settings.seed
+        """Where the row has one, samples have seed, seed + 1, ..., as in `jkv.generate`; else no two of a job agree."""
+        if self.settings.seed is None:
+            return (self.line + (self.sample << 20)) % (1 << 32)
+        return (self.settings.seed + self.sample) % (1 << 32)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """What it is among all that a job runs: its line, and which of its samples."""
+        return self.line, self.sample
+
+    @property
+    def samples(self) -> list[Request]:
+        """The n that run, each by itself."""
+        return [replace(self, sample=i) for i in range(self.settings.n)]
 
     @property
     def new(self) -> int:
@@ -77,7 +95,8 @@ class Request:
     @property
     def key(self) -> str:
         """What its answer depends on, and its id: two rows of one key have one answer, on whatever line they stand."""
-        settings = asdict(self.settings) | {"seed": self.seed if self.settings.temperature else None}
+        first = replace(self, sample=0)
+        settings = asdict(self.settings) | {"seed": first.seed if self.settings.temperature else None}
         return _digest(json.dumps([self.id, settings, *self.form.mark]).encode() + self.tokens.tobytes())
 
 
@@ -257,6 +276,8 @@ def _settings(row: Mapping[str, Any], params: Params, defaults: Settings) -> Set
 def checked(settings: Settings, params: Params) -> Settings:
     """The same settings; ValueError for one that is out of range."""
     sampling.check(1, **settings.draws)
+    if not 1 <= settings.n <= MOST_SAMPLES:
+        raise ValueError(f"n={settings.n}: ask for 1 to {MOST_SAMPLES} answers to a prompt")
     if settings.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={settings.max_new_tokens}: ask for at least one")
     if settings.seed is not None and not 0 <= settings.seed < 1 << 32:

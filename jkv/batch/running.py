@@ -106,8 +106,8 @@ class Running:
         """The rows that have begun, and have not ended."""
         return [*(x[0] for x in self.slots if x), *self.entering]
 
-    def answers(self, done: Container[int]) -> Iterator[list[Answer | Refused]]:
-        """The rows that ended, block by block; lines that are done are left out."""
+    def answers(self, done: Container[tuple[int, int]]) -> Iterator[list[Answer | Refused]]:
+        """The rows that ended, block by block; those that are done (`Request.part`) are left out."""
         waiting = waves(self.shapes.bucket, self.shapes.several, done)
         wave = next(waiting, None)
         while wave is not None or any(self.slots):
@@ -128,7 +128,7 @@ class Running:
             index = jnp.asarray([*wave.at, *[0] * (several - len(wave.at))], jnp.int32)
             cache, logits = self.cost.run(prefill_after, self.params, cache, self.heads, index, ids)
         else:
-            cache, logits = self.cost.run(prefill_own, self.params, cache, ids, fresh=True)
+            cache, logits = self.read(cache, ids)
         ran = sum(map(len, (*wave.heads, *wave.tails)))
         self.prefilled += ran
         self.saved += sum(len(r.tokens) for r in wave.rows) - ran
@@ -149,6 +149,16 @@ class Running:
         self.sampling = shapes.sampling(
             [r.settings if r else nobody for r in requests], [r.seed if r else 0 for r in requests], self.stop_ids
         )
+
+    def read(self, cache: Cache, ids: Any) -> tuple[Cache, Any]:
+        """The cache after prompts, whole or in chunks, and the logits of what comes next."""
+        chunk, logits = self.shapes.bucket.chunk, None
+        if not 0 < chunk < ids.shape[1]:
+            return self.cost.run(prefill_own, self.params, cache, ids, fresh=True)
+        ids = np.pad(np.asarray(ids), ((0, 0), (-ids.shape[1] % chunk, 0)), constant_values=-1)
+        for i in range(0, ids.shape[1], chunk):
+            cache, logits = self.cost.run(prefill_own, self.params, cache, jnp.asarray(ids[:, i : i + chunk]))
+        return cache, logits
 
     def block(self) -> list[Answer | Refused]:
         """A block of tokens for every row, or fewer if all rows end within it; the rows that ended."""

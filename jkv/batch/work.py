@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jkv.batch.requests import Refused, Request, checked, failed, limits, lines,
 from jkv.batch.running import Answer, Running
 from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.core.compiled import Cost, use_disk_cache
-from jkv.generation.chunks import spare
+from jkv.generation.chunks import LEAST, chosen, spare
 from jkv.methods.checks import check, check_prefill
 
 
@@ -43,8 +43,9 @@ class Work:
         self.job, self.shard, self.total, self.tell = job, shard, total, tell
         self.share = len(rows)
         shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
-        self.requests = [r for r in rows if isinstance(r, Request)]
-        self.buckets = arrange(self.requests, job.shares and job.config.splits)
+        self.requests = [x for r in rows if isinstance(r, Request) for x in r.samples]
+        self.parts: dict[int, dict[int, Answer]] = {}  # of rows that have answers, and not all of them
+        self.buckets = self.arranged(self.requests, job.shares and job.config.splits)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
@@ -61,8 +62,36 @@ class Work:
                 break
             todo += self.follow(bucket, most, stop)
 
+    def arranged(self, rows: list[Request], shares: bool) -> list[Bucket]:
+        """The buckets of rows; where one row has no room for its prompt, it is read in chunks, whatever the batch."""
+        return [self.cut(bucket) for bucket in arrange(rows, shares)]
+
+    def cut(self, bucket: Bucket) -> Bucket:
+        config, chunk = self.job.config, self.job.config.chunk
+        if chunk is None and bucket.length > LEAST:
+            dtype = self.job.params.embed.dtype
+            blank = jax.eval_shape(partial(self.job.shapes(bucket, bucket.rows, self.job.unit).cache, self.job.unit))
+            copies = jax.default_backend() == "cpu" and dtype.itemsize < 4
+            chunk = chosen(config, blank, bucket.length, self.free, self.job.over, copies).size
+        cuts = chunk is not None and 0 < chunk < bucket.length
+        return replace(bucket, chunk=chunk, shared=(), first=0, tails=()) if cuts else bucket
+
+    @cached_property
+    def free(self) -> int:
+        """Bytes of each device beside the weights; of a mesh of several processes all say the same."""
+        free = spare(self.job.over)
+        return int(gathered(np.array([free], np.int64)).min()) if spans(self.job.over) else free
+
+    @property
+    def done(self) -> frozenset[tuple[int, int]]:
+        """What need not run (any more), by `Request.part`."""
+        return frozenset(
+            r.part for r in self.requests if r.line in self.shard.done or r.sample in self.parts.get(r.line, ())
+        )
+
     def left(self, bucket: Bucket) -> list[Request]:
-        return [r for r in bucket.rows if r.line not in self.shard.done]
+        done = self.done
+        return [r for r in bucket.rows if r.part not in done]
 
     def follow(self, bucket: Bucket, most: int, stop: Callable[[], bool]) -> list[tuple[Bucket, int]]:
         """Run a bucket, `most` rows at once if that is not 0, until its rows have ended, the job is to stop, or it
@@ -76,7 +105,7 @@ class Work:
                 if running is None:
                     rows = min(most or self.size(bucket), fit.whole(len(bucket.rows), unit))
                     running = Running(self.job.params, self.job.shapes(bucket, self.requests, rows), self.cost)
-                    answers = running.answers(frozenset(self.shard.done))
+                    answers = running.answers(self.done)
                 ended = next(answers, None)
             except BaseException as error:
                 if not survivable(error) or spans(self.job.over):  # of the others nobody knows how far they are
@@ -98,12 +127,23 @@ class Work:
         return [] if failure is None else self.otherwise(bucket, rows, failure)
 
     def write(self, running: Running, ended: Sequence[Answer | Refused]) -> None:
-        if ended:
-            self.shard.add([_row(x) for x in ended])
+        if rows := {row["line"]: row for x in ended if (row := self.whole(x))}:  # once, if several samples failed
+            self.shard.add(list(rows.values()))
         self.new += sum(len(x.tokens) for x in ended if isinstance(x, Answer))
         self.cache_bytes = max(self.cache_bytes, running.nbytes)
         speed = self.new / (time.perf_counter() - self.start)
         self.tell(len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {running.nbytes / 2**20:,.0f} MiB")
+
+    def whole(self, x: Answer | Refused) -> dict[str, Any] | None:
+        """The row that is written: when all of its samples have ended, or one has failed."""
+        line = x.line if isinstance(x, Refused) else x.request.line
+        if line in self.shard.done:  # another sample has failed
+            return None
+        if isinstance(x, Refused):
+            return _row(x)
+        found = self.parts.setdefault(line, {})
+        found[x.request.sample] = x
+        return _row(*(found[i] for i in sorted(found))) if len(found) == x.request.settings.n else None
 
     def otherwise(self, bucket: Bucket, rows: int, failure: Failure) -> list[tuple[Bucket, int]]:
         """What to try after a failure: fewer rows at once, then the shorter rows without the longer ones."""
@@ -116,12 +156,12 @@ class Work:
         if len(shapes) > 1 or bucket.shared:
             long = set(shapes[len(shapes) // 2 :])
             parts = [[r for r in left if shape(r) not in long], [r for r in left if shape(r) in long]]
-            return [(b, 0) for part in parts if part for b in arrange(part, False)]
+            return [(b, 0) for part in parts if part for b in self.arranged(part, False)]
         if not failure.alike and len(failure.rows) > 1:  # a mesh takes no fewer
-            return [(b, 0) for r in left for b in arrange([r], False)]
+            return [(b, 0) for r in left for b in self.arranged([r], False)]
         lost = left if failure.alike else failure.rows
         note(f"{len(lost)} rows failed: {failure.text}")
-        self.shard.add([_row(failed(r, failure.text)) for r in lost])
+        self.shard.add([_row(failed(r, failure.text)) for r in {r.line: r for r in lost}.values()])
         return [(bucket, 0)]
 
     def size(self, bucket: Bucket) -> int:
@@ -132,11 +172,8 @@ class Work:
     def largest(self, bucket: Bucket) -> int:
         """Rows at once that fit in the bucket, the longest one that can run at all."""
         job, most = self.job, max(len(b.rows) for b in self.buckets)
-        free = spare(job.over)
-        if spans(job.over):  # all try the same
-            free = int(gathered(np.array([free], np.int64)).min())
         shapes = partial(job.shapes, bucket, self.requests)
-        return fit.largest(job.params, shapes, most, job.unit, job.over, free)
+        return fit.largest(job.params, shapes, most, job.unit, job.over, self.free)
 
     def report(self) -> Report:
         """Of all processes; the first of them writes it."""
@@ -160,7 +197,10 @@ class Work:
             saved=saved,
             cache_bytes=cache_bytes,
             batch=self.batch,
-            buckets=[{"tokens": b.length, "new": b.new, "rows": len(b.rows), "saved": b.saved} for b in self.buckets],
+            buckets=[
+                {"tokens": b.length, "new": b.new, "rows": len(b.rows), "saved": b.saved, "chunk": b.chunk}
+                for b in self.buckets
+            ],
             programs=self.cost.programs,
             compile_s=self.cost.compiling,
             processes=jax.process_count(),
@@ -171,14 +211,21 @@ class Work:
         return report
 
 
-def _row(x: Answer | Refused) -> dict[str, Any]:
-    """A line of the output: what its form says, and what a run that goes on needs."""
+def _row(x: Answer | Refused, *more: Answer) -> dict[str, Any]:
+    """A line of the output, of all samples: what its form says, and what a run that goes on needs."""
     if isinstance(x, Refused):
         return {"line": x.line, **x.form.refusal(x.id, x.key, x.error, x.status), "key": x.key}
-    request, read_ = x.request, len(x.request.tokens)
-    about = Answered(id=request.id, key=request.key, text=x.text, prompt_tokens=read_, tokens=len(x.tokens), end=x.end)
+    request, read_, each = x.request, len(x.request.tokens), [x, *more]
+    about = Answered(
+        id=request.id,
+        key=request.key,
+        choices=tuple((a.text, a.end) for a in each),
+        prompt_tokens=read_,
+        tokens=sum(len(a.tokens) for a in each),
+    )
+    tokens: Any = [a.tokens for a in each] if more else x.tokens
     shown = request.form.answer(about)
-    return {"line": request.line, **shown, "tokens": x.tokens, "prompt_tokens": read_, "key": request.key}
+    return {"line": request.line, **shown, "tokens": tokens, "prompt_tokens": read_, "key": request.key}
 
 
 def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
@@ -189,7 +236,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     """
     use_disk_cache()
     job = replace(job, config=job.config.bound(job.params))
-    check(job.divided, job.params.config)
+    check(job.divided, job.params.config, job.config.chunk or 0)
     check_prefill(job.config, "jkv batch")
     checked(job.defaults, job.params)
     if job.batch % job.unit:

@@ -27,7 +27,16 @@ class Written:
 
 def tally(row: Mapping[str, Any]) -> tuple[int, Counts]:
     """A row's line, and what counts of it."""
-    return row["line"], None if row.get("error") is not None else (row["prompt_tokens"], len(row["tokens"]))
+    return row["line"], None if row.get("error") is not None else (row["prompt_tokens"], counted(row["tokens"]))
+
+
+def counted(tokens: list[Any]) -> int:
+    """Of one answer, or of several.
+
+    >>> counted([5, 6, 7]), counted([[5, 6], [7]])
+    (3, 3)
+    """
+    return sum(map(len, tokens)) if tokens and isinstance(tokens[0], list) else len(tokens)
 
 
 def dumped(row: Mapping[str, Any]) -> bytes:

@@ -39,6 +39,7 @@ def batch(
         int | None, typer.Option(help="Seed of the sampling of each row. Default: its line number.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt, drawn one by one.")] = 1,
     new_tokens_limit: Annotated[
         int, typer.Option(min=1, help="Largest max_new_tokens of a row, if the cache has no limit of its own.")
     ] = MOST_NEW,
@@ -54,8 +55,8 @@ def batch(
 
     Lines of OpenAI's batch API (custom_id, method, url, body) are read too, and answered in kind.
 
-    A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens and stop. The
-    rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
+    A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, n, max_new_tokens and stop.
+    The rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
 
     The exit code is 0 when all rows are answered, 65 when some failed, 75 when it was stopped and rows are left.
     """
@@ -63,7 +64,7 @@ def batch(
     with stoppable() as stopped:
         from jkv.batch.requests import Settings
 
-        settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()))
+        settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), n=n)
         with console.meter() as tell:
             options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed)
             report = start(source, out, model, cache, mesh, settings, dtype, weights, hosts, stopped, tell, options)

@@ -56,6 +56,7 @@ class Run:
     seed: Annotated[int, typer.Option(help="Seed of the weights, the texts and their order.")] = 0
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in FOLDER.")] = False
     dtype: Floats = "float32"
+    weights: Weights = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +172,9 @@ def _trained(kind: Any) -> None:
             from jkv.training import methods, trainer
         except ImportError as error:
             raise ImportError(f"training needs optax and orbax ({error}); {install('train')}") from error
-        given = {k: x for k, x in vars(run).items() if k not in ("corpus", "dtype")}
+        given = {k: x for k, x in vars(run).items() if k not in ("corpus", "dtype", "weights")}
         given |= dict(corpora=tuple(run.corpus or ("pydoc", "stdlib")), start=chosen.pop("start", None), name=name)
-        params = trainer.loaded(run.model, run.dtype, chosen.get("batch", 1))
+        params = trainer.loaded(run.model, run.dtype, chosen.get("batch", 1), run.weights)
         methods.METHODS[name](methods.Run(params=params, **given), **chosen)
 
     command.__annotations__["settings"] = kind

@@ -23,9 +23,9 @@ from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.mask import causal
 from jkv.core.positions import positions
 from jkv.core.tiers import attend_tier, observed
-from jkv.models import Mix, ModelConfig, Params, family, ssd
+from jkv.models import Mix, ModelConfig, Params, family, rule
 from jkv.models import layer as block
-from jkv.models.ssd import State
+from jkv.models.states import State
 from jkv.models.weights import decoded
 from jkv.protocols import Born
 
@@ -140,7 +140,7 @@ def reading(model: ModelConfig, state: State, pos: Array) -> Mix:
 
     def mix(_: int, w: Weights, x: Array) -> tuple[Array, State]:
         assert model.mixers is not None
-        return ssd.read(w, model.mixers, model.eps, x, pos >= 0, state)
+        return rule(model.mixers).read(w, model.mixers, model.eps, x, pos >= 0, state)
 
     return mix
 
@@ -241,7 +241,7 @@ def mixing(one: Params, state: State, x: Array, pos: Array, alive: Array) -> tup
 
     def mix(_: int, w: Weights, x: Array) -> tuple[Array, State]:
         assert model.mixers is not None
-        return ssd.step(w, model.mixers, model.eps, x, alive, state)
+        return rule(model.mixers).step(w, model.mixers, model.eps, x, alive, state)
 
     return block(one, 0, x, pos, none, mix)
 
@@ -271,7 +271,7 @@ def flushed_due(
 def entering(one: Params, state: State, due: Array) -> State:
     m = one.config.mixers
     assert m is not None
-    return when(due & (state.count > 0).any(), partial(ssd.settle, one.layers[0], m), state)
+    return when(due & (state.count > 0).any(), partial(rule(m).settle, one.layers[0], m), state)
 
 
 def when(due: Array, change: Callable[[Any], Any], x: Any) -> Any:

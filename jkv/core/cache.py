@@ -17,7 +17,7 @@ from jkv.protocols import Code, Codec, Columns, Counts, Needs, Queries, Window
 if TYPE_CHECKING:
     from jkv.core.layer import LayerConfig, LayerView, TierView
     from jkv.models import ModelConfig
-    from jkv.models.ssd import State
+    from jkv.models.states import State
 
 
 MERGED = "merged"  # the column of tokens that stand for others too: how many were merged into each

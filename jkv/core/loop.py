@@ -28,7 +28,7 @@ from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.sampling import Sampling, sample
 from jkv.models import Params, family
-from jkv.models.ssd import State
+from jkv.models.states import State
 
 
 @flow(arguments=(None, ANY, None), results=(ANY, None), static_argnames=("fresh", "later"))

@@ -16,7 +16,7 @@ from jkv.core.cache import Cache, Decoding, Tier
 from jkv.kernels import CONTEXT, HEADS, ROWS
 from jkv.models import ModelConfig, Params
 from jkv.models.params import EACH
-from jkv.models.ssd import State
+from jkv.models.states import State
 
 
 def unit(devices: Sequence[Any], model: ModelConfig) -> int:

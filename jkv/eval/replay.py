@@ -26,7 +26,7 @@ from jkv.generation.sizes import empty
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models import layer as block
-from jkv.models.ssd import State
+from jkv.models.states import State
 
 LIMIT = 2**30  # bytes of the forward passes that are kept
 

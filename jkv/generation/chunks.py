@@ -16,8 +16,7 @@ from jkv.host import memory
 from jkv.kernels import HEADS, ROWS
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
-from jkv.models import ModelConfig
-from jkv.models.ssd import BESIDE, STRETCH
+from jkv.models import ModelConfig, rule
 
 # Tokens of a chunk. Larger ones gain nothing: products are bound by arithmetic long before, and the more queries there
 # are, the fewer slots has a tile of a tier (`tiles.tile_size`): 32 for 2,048.
@@ -60,7 +59,7 @@ def chosen(config: CacheConfig, empty: Cache, longest: int, room: int, over: Mes
     are, of powers of two tokens, so that prompts share programs, up to MOST. copies: as for `needed`.
     """
     take = partial(needed, empty, over=over, copies=copies)
-    whole, cuts = take(bucket(longest), fresh=True), _cuts(config, empty.model)
+    whole, cuts = take(bucket(longest), fresh=True), cut(config, empty.model)
     about = f"about {gib(whole)} GiB, and {gib(room)} GiB are free"
     if not cuts:
         return Chunks(size=0, why=f"whole, as this method needs it: {about}")
@@ -87,7 +86,7 @@ def needed(empty: Cache, n: int, *, fresh: bool, over: MeshPlan | None, copies: 
     kinds = dict.fromkeys(map(_kind, empty.plan))
     blocks = [_attention(model, *kind, rows * n, rows * window, exact) // shares for kind in kinds]
     if model.mixers:
-        blocks.append(_recurrence(model, rows, n) // shares)
+        blocks.append(FLOAT * rule(model.mixers).floats(model.mixers, rows, n) // shares)
     tiles = 3 * FLOAT * rows * model.heads * model.groups * min(QUERY_TILE * KEY_TILE, n * window) // shares
     feed = FLOAT * rows * n * _units(model, shares)
     between = 2 * rows * n * model.width * exact  # what a block is given, and what it gives
@@ -130,16 +129,7 @@ def _units(m: ModelConfig, shares: int) -> int:
     return max(one, each) if len(m.experts.at) < m.depth else each
 
 
-def _recurrence(m: ModelConfig, rows: int, n: int) -> int:
-    """Bytes of a block that recurs: what it projects, then that of the convolution and of the stretches beside."""
-    x = m.mixers
-    assert x is not None
-    text, beside = rows * n * (x.inner + x.channels), rows * min(BESIDE, -(-n // STRETCH))
-    pairs = beside * x.heads * (3 * min(STRETCH, n) ** 2 + 2 * x.head_dim * x.state)
-    return FLOAT * max(2 * text, text + pairs)
-
-
-def _cuts(config: CacheConfig, model: ModelConfig) -> bool:
+def cut(config: CacheConfig, model: ModelConfig) -> bool:
     """Whether the method takes a prompt in chunks."""
     try:
         check(config, model, LEAST)

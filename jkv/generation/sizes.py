@@ -15,7 +15,7 @@ from jkv.core.cache import Cache, Counts, tree_bytes
 from jkv.core.empty import empty_layer
 from jkv.methods.budgets import Size
 from jkv.methods.config import CacheConfig, resolve
-from jkv.models import ModelConfig, ssd
+from jkv.models import ModelConfig, rule
 from jkv.protocols import Demand, Sizes
 
 
@@ -107,5 +107,5 @@ def _layers(
     window = plan[0].block if plan else config.block
     m, state = model.mixers, ()
     if m is not None:
-        state = (jax.eval_shape(lambda: ssd.start(m, rows, window, dtype)),) * len(m.at)
+        state = (jax.eval_shape(lambda: rule(m).start(m, rows, window, dtype)),) * len(m.at)
     return plan, (tuple(shapes[jax.tree.structure(p)] for p in plan), state)

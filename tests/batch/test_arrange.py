@@ -54,7 +54,7 @@ def test_every_row_comes_in_once(lengths: list[int], head: int, several: int, do
     seen: list[int] = []
     for bucket in arrange(rows, shares):
         heads: tuple[np.ndarray, ...] = ()
-        for wave in waves(bucket, several, done):
+        for wave in waves(bucket, several, {(line, 0) for line in done}):
             heads = wave.heads or heads
             assert 0 < len(wave.rows) <= several and len(wave.heads) <= several
             for i, (row, tail) in enumerate(zip(wave.rows, wave.tails, strict=True)):

@@ -90,8 +90,9 @@ REFUSED: list[tuple[Any, str]] = [
     (line({"messages": []}), "the prompt is empty"),
     (line({"messages": [{"role": "user", "content": None}]}), "messages must be a list"),
     (line({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "reads nothing else"),
-    (line({"messages": HELLO, "n": 2}), "n=2: 1 only, or left out"),
-    (line({"messages": HELLO, "n": True}), "n=True: 1 only"),
+    (line({"messages": HELLO, "n": 0}), "n=0: ask for 1 to 1024 answers"),
+    (line({"messages": HELLO, "n": True}), "n=True: give int"),
+    (line({"messages": HELLO, "best_of": 2}), "best_of=2: 1 only, or left out"),
     (line({"messages": HELLO, "stream": True}), "stream=True: False only"),
     (line({"messages": HELLO, "tools": [{}]}), "tools=[{}]: [] only"),
     (line({"messages": HELLO, "logprobs": True}), "logprobs=True"),
@@ -137,7 +138,7 @@ def test_custom_ids_are_one_lines_alone(params: Any):
 
 def test_an_answer_has_what_the_api_says():
     """The fields of the published schemas, and no others."""
-    about = Answered(id="a", key="k", text="yes", prompt_tokens=3, tokens=2, end="stop")
+    about = Answered(id="a", key="k", choices=(("yes", "stop"),), prompt_tokens=3, tokens=2)
     chat, text = (Call(url, "m").answer(about) for url in (CHAT, TEXT))
     for told in (chat, text):
         assert told.keys() == {"id", "custom_id", "response", "error"} and told["error"] is None
@@ -151,6 +152,14 @@ def test_an_answer_has_what_the_api_says():
     assert text["response"]["body"]["choices"] == [
         {"index": 0, "text": "yes", "logprobs": None, "finish_reason": "stop"}
     ]
+    several = replace(about, choices=(("yes", "stop"), ("no", "length")))
+    told = Call(CHAT, "m").answer(several)["response"]["body"]["choices"]
+    assert [(x["index"], x["message"]["content"], x["finish_reason"]) for x in told] == [
+        (0, "yes", "stop"), (1, "no", "length"),
+    ]  # fmt: skip
+    assert PLAIN.answer(several) == {
+        "id": "a", "choices": [{"text": "yes", "end": "stop"}, {"text": "no", "end": "length"}],
+    }  # fmt: skip
 
 
 def test_a_job_of_both_forms_is_answered_once(tmp_path: Path):

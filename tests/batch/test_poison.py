@@ -182,8 +182,8 @@ class Pretend:
         if tokens(self.shapes) > self.free:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
 
-    def answers(self, done: Container[int]) -> Iterator[list[Answer]]:
-        left = [r for r in self.shapes.bucket.rows if r.line not in done]
+    def answers(self, done: Container[tuple[int, int]]) -> Iterator[list[Answer]]:
+        left = [r for r in self.shapes.bucket.rows if r.part not in done]
         while left:
             self.under_way, left = left[: self.shapes.rows], left[self.shapes.rows :]
             self.take()
@@ -328,7 +328,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         ran: set[int] = set()
         answers = Pretend.answers
 
-        def noted(self: Pretend, done: Container[int]) -> Iterator[list[Answer]]:
+        def noted(self: Pretend, done: Container[tuple[int, int]]) -> Iterator[list[Answer]]:
             for ended in answers(self, done):
                 ran.update(x.request.line for x in ended)
                 yield ended

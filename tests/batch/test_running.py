@@ -18,16 +18,17 @@ from typer.testing import CliRunner
 
 import jkv
 from jkv import methods
-from jkv.batch import bucket, fit
+from jkv.batch import bucket, fit, work
 from jkv.batch.arrange import arrange
 from jkv.batch.job import Job
 from jkv.batch.requests import Request, Settings
+from jkv.batch.running import Running
 from jkv.batch.signals import FAILED
 from jkv.batch.work import run
 from jkv.cli.app import app
 from jkv.core import loop, sampling, sharding
 from jkv.core.cache import tree_bytes
-from jkv.generation import sizes
+from jkv.generation import chunks, sizes
 from jkv.generation.cache_file import weights
 from jkv.io import learned as trained
 from jkv.io import load as loading
@@ -169,6 +170,61 @@ def vanishing(store: Path, then: Any) -> Any:
 
 def full(*_: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_several_answers_to_a_prompt_are_one_row(tmp_path: Path):
+    """As `jkv.generate` gives them, though rows come and go; none is written before all are there, also when killed."""
+    draws = dict(temperature=0.8, top_k=20)
+    lines = [
+        {"tokens": HEAD[:9].tolist(), "n": 3, "seed": 5, "max_new_tokens": 40} | draws,
+        {"tokens": HEAD[9:20].tolist(), "seed": 7, "max_new_tokens": 4} | draws,
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions"}
+        | {"body": {"prompt": HEAD[:9].tolist(), "n": 2, "max_tokens": 3} | draws},
+    ]
+    task = job(tmp_path, lines, "full")
+    calls = iter(range(99))
+    report = run(task, lambda: next(calls) == 1, nothing)
+    assert report.stopped and set(written(task)) <= {2, 3}  # of the first row no sample has all its tokens
+    report = run(task, never, nothing)
+    got, own = written(task), dict(n=3, seed=5, max_new_tokens=40, **draws)
+    assert got[1]["tokens"] == jkv.generate(PARAMS, "full", HEAD[:9].tolist(), **own).tokens
+    assert got[1]["choices"] == [{"end": "length"}] * 3 and len(got[2]["tokens"]) == 4
+    body = got[3]["response"]["body"]
+    assert [x["index"] for x in body["choices"]] == [0, 1] and body["usage"]["completion_tokens"] == 6
+    assert got[3]["tokens"][0] != got[3]["tokens"][1]  # without a seed, no two draw alike
+    assert (report.done, report.failed, report.tokens_new) == (3, 0, 130)
+
+
+def test_a_sample_that_fails_fails_its_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = Running.answer
+
+    def answer(self: Running, request: Request, tokens: list[int]) -> Any:
+        if request.line == 1 and request.sample:
+            raise ValueError("no text")
+        return real(self, request, tokens)
+
+    monkeypatch.setattr(Running, "answer", answer)
+    row = {"tokens": HEAD[:9].tolist(), "n": 3, "max_new_tokens": 3, "temperature": 0.8, "top_k": 20}
+    task = job(tmp_path, [row, row], "full")
+    report = run(task, never, nothing)
+    assert (report.done, report.failed) == (1, 1) and written(task)[1]["error"] == "no text"
+    assert written(task)[2]["tokens"] and "error" not in written(task)[2]
+
+
+@pytest.mark.parametrize("cache", ["snapkv(budget=40, window=8)", "snapkv(budget=40, window=8, chunk=64)"])
+def test_prompts_without_room_are_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
+    """In those of one row, whatever the batch: as `jkv.generate` reads them; or as the cache asks."""
+    if "chunk" not in cache:
+        blank = sizes.shaped(methods.parse(cache), PARAMS.config, 1, 208 + 64, 64, jnp.float32)
+        room = chunks.needed(blank, 64, fresh=False, over=None, copies=False)
+        monkeypatch.setattr(work, "spare", lambda over: room)
+    asked = [{"tokens": RNG.integers(0, 100, n).tolist(), "max_new_tokens": 5} for n in (200, 150, 40)]
+    task = job(tmp_path, asked, cache)
+    report = run(task, never, nothing)
+    assert [b["chunk"] for b in report.buckets] == [64]
+    for i, x in enumerate(asked, 1):
+        alone = jkv.generate(PARAMS, cache, x["tokens"], max_new_tokens=5, chunk=64)
+        assert written(task)[i]["tokens"] == alone.tokens
 
 
 def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any):

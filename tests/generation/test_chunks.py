@@ -25,6 +25,9 @@ SLIM = dict(LLAMA, intermediate_size=256)
 EXPERTS = dict(LLAMA, model_type="olmoe", num_experts=16, num_experts_per_tok=4, intermediate_size=512)
 MAMBA = dict(model_type="mamba2", vocab_size=8000, hidden_size=512, state_size=64, num_heads=16, head_dim=64)
 MAMBA |= dict(n_groups=1, num_hidden_layers=2, expand=2, conv_kernel=4, chunk_size=256)
+DELTA = dict(LLAMA, model_type="qwen3_5_text", hidden_size=512, intermediate_size=256, full_attention_interval=2)
+DELTA |= dict(num_attention_heads=4, head_dim=64, linear_num_key_heads=8, linear_num_value_heads=16)
+DELTA |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
 
 
 def compared(model: dict[str, Any], cache: str, tokens: int, chunk: int, dtype: Any) -> float:
@@ -47,6 +50,8 @@ CASES = [
     (EXPERTS, "full", 2048, 0, jnp.float32),
     (MAMBA, "full", 2048, 0, jnp.float32),
     (MAMBA, "full", 2048, 256, jnp.float32),
+    (DELTA, "full", 2048, 0, jnp.float32),
+    (DELTA, "full", 2048, 256, jnp.float32),
 ]
 
 

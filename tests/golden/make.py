@@ -17,7 +17,7 @@ import numpy as np
 from jkv import models
 
 HERE = Path(__file__).parent
-TOWERS = ("model.vision_tower.", "model.multi_modal_projector.")
+TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
 LENGTHS, NEW = (24, 13, 5), 64  # prompt tokens of each row, then greedy tokens
 
 BASE: dict[str, Any] = dict(
@@ -85,6 +85,34 @@ DEEPSEEK: dict[str, Any] = {name: x for name, x in BASE.items() if name != "head
     moe_intermediate_size=24,
     n_shared_experts=1,
     first_k_dense_replace=1,
+)
+
+QWEN3_5: dict[str, Any] = BASE | dict(
+    num_hidden_layers=4,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=16,
+    linear_value_head_dim=20,
+    rms_norm_eps=1e-3,  # heads so small say next to nothing here and there, and their norm enlarges the rounding of it
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
+PLACES = QWEN3_5["rope_parameters"] | dict(mrope_section=[2, 1, 1], mrope_interleaved=True)
+FEW: dict[str, Any] = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=20
+)
+MULTIPLIED = ("attention_in", "key", "attention_out", "ssm_in", "ssm_out", "lm_head", "embedding")
+FALCON: dict[str, Any] = BASE | dict(
+    model_type="falcon_h1",
+    num_hidden_layers=2,
+    mamba_n_heads=6,
+    mamba_d_ssm=72,
+    mamba_d_state=8,
+    mamba_n_groups=2,
+    mamba_chunk_size=16,
+    mamba_norm_before_gate=False,
+    rope_theta=1e4,
+    pad_token_id=0,
 )
 
 CASES: dict[str, dict[str, Any]] = {
@@ -170,6 +198,13 @@ CASES: dict[str, dict[str, Any]] = {
         mamba_chunk_size=16,
         rope_theta=1e4,
     ),
+    "falcon_h1": FALCON
+    | dict(
+        mlp_multipliers=[0.9, 0.5],
+        ssm_multipliers=[0.7, 0.8, 1.2, 1.3, 0.6],
+        **{f"{name}_multiplier": x for name, x in zip(MULTIPLIED, (0.9, 1.1, 0.8, 1.2, 0.7, 0.5, 3.0), strict=True)},
+    ),
+    "falcon_h1-norm": FALCON | dict(mamba_d_ssm=None, mamba_rms_norm=True, tie_word_embeddings=True),
     "mixtral": BASE
     | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, rope_theta=1e4, sliding_window=8),
     "qwen3_moe": BASE
@@ -182,6 +217,24 @@ CASES: dict[str, dict[str, Any]] = {
         mlp_only_layers=[1],
         rope_theta=1e4,
     ),
+    "qwen3_next": QWEN3_5
+    | FEW
+    | dict(
+        model_type="qwen3_next",
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        mlp_only_layers=[1, 2],
+        norm_topk_prob=False,
+    ),
+    "qwen3_5_text": QWEN3_5 | dict(model_type="qwen3_5_text", tie_word_embeddings=True),
+    "qwen3_5": dict(
+        model_type="qwen3_5",
+        text_config=QWEN3_5 | dict(model_type="qwen3_5_text", rope_parameters=PLACES),
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=1, out_hidden_size=48),
+        image_token_id=7,
+        eos_token_id=None,
+    ),
+    "qwen3_5_moe_text": {name: x for name, x in (QWEN3_5 | FEW).items() if name != "intermediate_size"}
+    | dict(model_type="qwen3_5_moe_text", full_attention_interval=2),
     "olmoe": {name: x for name, x in BASE.items() if name != "head_dim"}
     | dict(model_type="olmoe", num_experts=8, num_experts_per_tok=3, rope_theta=1e4),
     "gpt_oss": BASE
@@ -251,7 +304,19 @@ def headed(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-PACKED = {"gpt_oss": packed, "deepseek_v2": headed, "deepseek_v3": headed}
+def by_key_heads(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With what makes a mixer's queries, keys, values and gates in one tensor, key head by key head, and its rates."""
+    out, m = dict(tensors), c.mixers
+    for at in (f"model.layers.{i}.linear_attn.in_proj_" for i in m.at):
+        qkv, z, b, a = (out.pop(f"{at}{end}.weight") for end in ("qkv", "z", "b", "a"))
+        q, k, v = np.split(qkv, [m.groups * m.state, 2 * m.groups * m.state])
+        for end, parts in (("qkvz", (q, k, v, z)), ("ba", (b, a))):
+            both = np.concatenate([x.reshape(m.groups, -1, c.width) for x in parts], 1)
+            out[f"{at}{end}.weight"] = both.reshape(-1, c.width)
+    return out
+
+
+PACKED = {"qwen3_next": by_key_heads, "gpt_oss": packed, "deepseek_v2": headed, "deepseek_v3": headed}
 
 
 def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:

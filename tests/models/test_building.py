@@ -48,6 +48,29 @@ def test_what_a_checkpoint_fuses_is_what_others_keep_apart():
     assert [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(known)]
 
 
+@pytest.mark.parametrize("case", ["qwen3_5_moe_text", "qwen3_next"])
+def test_experts_of_a_block_may_be_one_tensor(case, at="model.layers"):
+    each = weights(CASES[case], 0)
+    c = models.read_config(CASES[case])
+    whole = {n: x for n, x in each.items() if ".mlp.experts." not in n}
+    for i in c.experts.at:
+        every = {
+            part: [each[f"{at}.{i}.mlp.experts.{n}.{part}_proj.weight"] for n in range(c.experts.count)]
+            for part in ("gate", "up", "down")
+        }
+        both = [np.concatenate(x) for x in zip(every["gate"], every["up"], strict=True)]
+        whole |= {
+            f"{at}.{i}.mlp.experts.gate_up_proj": np.stack(both),
+            f"{at}.{i}.mlp.experts.down_proj": np.stack(every["down"]),
+        }
+    made = models.build(CASES[case], thunks(whole), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, made, models.build(CASES[case], thunks(each), jnp.float32))
+    for name in (f"{at}.0.mlp.experts.gate_up_proj", f"{at}.3.mlp.experts.down_proj"):
+        broken = whole | {name: whole[name][:, :-1]}
+        with pytest.raises(ValueError, match=f"{name} has shape .*, the config needs "):
+            models.build(CASES[case], thunks(broken), jnp.float32)
+
+
 def test_a_tower_is_left_unread():
     def never():
         raise AssertionError("a tensor of the tower was read")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from golden.make import CASES, GEMMA, LLAMA3, LONGROPE, YARN
+from golden.make import CASES, GEMMA, LLAMA3, LONGROPE, MULTIPLIED, QWEN3_5, YARN
 from jkv import models
 
 HARMLESS, rope = models.config.HARMLESS, models.config.rope
@@ -107,6 +107,17 @@ CHANGES = [  # case, field, new value, the ModelConfig field that must differ
     ("bamba", "mamba_expand", 4, "mixers"),
     ("bamba", "time_step_limit", [0.0, 0.1], "mixers"),
     ("bamba", "rope_theta", 1e5, "ropes"),
+    *[("falcon_h1", f"{name}_multiplier", 2.5, "gains") for name in MULTIPLIED[:-2]],
+    ("falcon_h1", "lm_head_multiplier", 2.5, "head_scale"),
+    ("falcon_h1", "embedding_multiplier", 2.5, "embed_scale"),
+    ("falcon_h1", "mlp_multipliers", [0.9, 2.5], "gains"),
+    ("falcon_h1", "ssm_multipliers", [1.0] * 5, "gains"),
+    *[("falcon_h1", f"mamba_{name}", 1, "mixers") for name in ("n_groups", "d_conv", "d_state", "rms_norm")],
+    ("falcon_h1", "mamba_n_heads", 12, "mixers"),
+    ("falcon_h1", "mamba_d_ssm", None, "mixers"),
+    ("falcon_h1-norm", "mamba_expand", 4, "mixers"),
+    ("falcon_h1", "time_step_limit", [0.0, 0.1], "mixers"),
+    ("falcon_h1", "num_hidden_layers", 3, "layers"),
     ("mixtral", "num_local_experts", 8, "experts"),
     ("mixtral", "num_experts_per_tok", 1, "experts"),
     ("mixtral", "intermediate_size", 96, "experts"),
@@ -115,6 +126,24 @@ CHANGES = [  # case, field, new value, the ModelConfig field that must differ
     ("qwen3_moe", "norm_topk_prob", False, "experts"),
     ("qwen3_moe", "mlp_only_layers", [], "experts"),
     ("qwen3_moe", "decoder_sparse_step", 2, "experts"),
+    *[
+        (case, name, 4, "experts")
+        for case in ("qwen3_next", "qwen3_5_moe_text")
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    ],
+    ("qwen3_next", "norm_topk_prob", True, "experts"),
+    ("qwen3_next", "mlp_only_layers", [], "experts"),
+    ("qwen3_next", "decoder_sparse_step", 2, "experts"),
+    *[
+        ("qwen3_5_text", f"linear_{name}", new, "mixers")
+        for name, new in (("num_key_heads", 3), ("num_value_heads", 4), ("key_head_dim", 8), ("value_head_dim", 8))
+    ],
+    ("qwen3_5_text", "linear_conv_kernel_dim", 3, "mixers"),
+    ("qwen3_5_text", "full_attention_interval", 2, "mixers"),
+    ("qwen3_5_text", "layer_types", ["full_attention"] * 3 + ["linear_attention"], "layers"),
+    ("qwen3_5_text", "rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "ropes"),
+    ("qwen3_5", "text_config", QWEN3_5 | {"full_attention_interval": 2}, "mixers"),
+    ("qwen3_5", "tie_word_embeddings", True, "tied"),
     *[("olmoe", name, 4, "experts") for name in ("num_experts", "num_experts_per_tok")],
     ("olmoe", "norm_topk_prob", True, "experts"),
     ("gpt_oss", "num_local_experts", 8, "experts"),
@@ -163,7 +192,7 @@ FUNCTION = {
     "mixers": ("mamba2", dataclasses.replace(models.read_config(CASES["mamba2"]).mixers, limit=(0.1, 0.2))),
 }
 SHAPES = {"layers": 2, "heads": 1, "groups": 1, "head_dim": 8, "width": 32, "hidden": 96, "vocab": 161, "tied": True}
-OTHERS = {"context", "eos", "bos"}
+OTHERS = {"context", "eos", "bos", "gains"}
 
 
 def test_every_field_of_the_config_has_a_reader():
@@ -258,10 +287,32 @@ REFUSALS = [  # case, change, what the message must say
     ("bamba", {"mamba_d_head": 10}, "mamba_d_head.*6 heads of a mixer share 96 channels"),
     ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias"),
     ("bamba", {"mamba_new": 1}, "mamba_new.*HARMLESS"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias.*only false"),
+    ("falcon_h1", {"mamba_conv_bias": False}, "mamba_conv_bias.*only true"),
+    ("falcon_h1", {"attn_layer_indices": [0]}, "attn_layer_indices.*every layer attends"),
+    ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers.*5 numbers"),
+    ("falcon_h1", {"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers.*positive"),
+    ("falcon_h1", {"mamba_d_head": 10}, "mamba_d_head.*6 heads of a mixer share 72 channels"),
+    ("falcon_h1-norm", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate.*only false"),
+    ("falcon_h1", {"mamba_new": 1}, "mamba_new.*HARMLESS"),
     ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok.*5.*there are 4 experts"),
     ("mixtral", {"num_local_experts": 10**6}, "num_experts.*4,096 are the most"),
     ("mixtral", {"moe_new": 1}, "moe_new.*HARMLESS"),
     ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers.*list of blocks"),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types.*one or more of each"),
+    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types.*linear_attention or full_attention"),
+    ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types.*= 4 texts"),
+    ("qwen3_next", {"num_experts_per_tok": 9}, "num_experts_per_tok.*9.*there are 8 experts"),
+    ("qwen3_next", {"linear_new": 1}, "linear_new.*HARMLESS"),
+    ("qwen3_5_text", {"num_experts": 8}, "num_experts.*HARMLESS"),
+    ("qwen3_5_text", {"linear_num_key_heads": 4}, "linear_num_key_heads.*divide the 6 heads of values"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate.*only true"),
+    ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype.*only float32"),
+    ("qwen3_5_text", {"attention_bias": True}, "attention_bias"),
+    ("qwen3_5_text", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}}, "partial_rotary.*pairs"),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers.*HARMLESS"),
+    ("qwen3_5", {"text_config": [1]}, "text_config.*object"),
+    ("qwen3_5", {"new": 1}, "new.*HARMLESS"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv.*8.0"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob.*only false"),
     ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func.*only softmax"),

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jkv import models
 from jkv.arrays.partial import softmax
 from jkv.core.positions import positions
-from jkv.models import Params, ssd
+from jkv.models import Params, rule
+from jkv.models.states import State
 from support.tiny import PARAMS
 
 
 @jax.jit
-def dense_prompt(ids: jax.Array, params: Params = PARAMS) -> tuple[jax.Array, list[Any], list[ssd.State]]:
+def dense_prompt(ids: jax.Array, params: Params = PARAMS) -> tuple[jax.Array, list[Any], list[State]]:
     """Logits [B,T,V], per layer q [B,H,G,T,D], k, v [B,H,T,D] rotated, p [B,H,G,T,T] of plain attention, and states."""
     model = params.config
     pos = positions(ids, jnp.zeros(ids.shape[0], jnp.int32))
@@ -41,7 +42,7 @@ def dense_step(
     ks: list[Any],
     vs: list[Any],
     sees: list[Any],
-    states: list[ssd.State],
+    states: list[State],
     params: Params = PARAMS,
 ) -> tuple[Any, ...]:
     """Logits [B,V], new q, k, v, p per layer, and states; ks, vs [B,H,S,D] by position, sees bool[B,H,S].
@@ -60,14 +61,14 @@ def dense_step(
         taps.append((q, k, a.v, p))
         return jnp.einsum("bhgts,bhsd->bhgtd", p, values), None
 
-    def mix(m: int, w: Any, x: jax.Array) -> tuple[jax.Array, ssd.State]:
-        return ssd.read(w, model.mixers, model.eps, x, jnp.ones((x.shape[0], 1), bool), states[m])
+    def mix(m: int, w: Any, x: jax.Array) -> tuple[jax.Array, State]:
+        return rule(model.mixers).read(w, model.mixers, model.eps, x, jnp.ones((x.shape[0], 1), bool), states[m])
 
     logits, states = _dense(params, token[:, None], pos[:, None], attend, mix)
     return logits[:, 0], taps, states
 
 
-def _dense(params: Params, ids: jax.Array, pos: jax.Array, attend: Any, mix: Any) -> tuple[jax.Array, list[ssd.State]]:
+def _dense(params: Params, ids: jax.Array, pos: jax.Array, attend: Any, mix: Any) -> tuple[jax.Array, list[State]]:
     net, states = models.family(params.config), []
     x = net.embed(params, ids)
     for i in range(params.config.depth):

@@ -34,6 +34,7 @@ from support.tiny import (  # noqa: F401
     FINDERS,
     FOLDER,
     GATE,
+    GATED,
     HYBRID,
     KEEPERS,
     LOOK,
@@ -58,7 +59,7 @@ LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced token
 LONGEST = max(LENGTHS) + STEPS
 LONG = 1000  # more than every budget
 BUDGET, EVERYTHING = 48, 4000
-MODELS = {"llama": PARAMS, "bamba": HYBRID, "gemma2": CAPPED, "smollm3": UNTURNED, "gpt_oss": SUNK}
+MODELS = {"llama": PARAMS, "bamba": HYBRID, "gemma2": CAPPED, "smollm3": UNTURNED, "gpt_oss": SUNK, "qwen3_next": GATED}
 
 _rng = np.random.default_rng(0)
 PROMPT = np.full((2, max(LENGTHS)), -1, np.int32)
@@ -337,6 +338,8 @@ CASES = {name: OWN.get(name) or (Case(usual(row)),) for name, row in CATALOGUE.i
 ALL = [case for cases in CASES.values() for case in cases]
 # of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
 RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
+# and of one with the delta rule
+RECURRING.append(replace(CASES["snapkv"][1], model="qwen3_next"))
 # of logits that saturate: evicted by queries and coded, picked by pages; of a layer that turns nothing: turned at read
 OTHERS = [
     *RECURRING,

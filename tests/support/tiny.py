@@ -25,6 +25,16 @@ HYBRID = models.random(
     0,
     jnp.float32,
 )
+# a block that follows the delta rule between the two that attend, heads with gates, experts beside a shared one
+GATED = models.random(
+    dict(models.TINY, model_type="qwen3_next", hidden_size=64, head_dim=16, num_hidden_layers=3)
+    | dict(layer_types=["full_attention", "linear_attention", "full_attention"])
+    | dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
+    | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+    | dict(partial_rotary_factor=0.5, rms_norm_eps=1e-3, vocab_size=160),
+    0,
+    jnp.float32,
+)
 # logits of attention and of tokens that saturate, norms around both halves of a layer
 CAPPED = models.random(
     dict(models.TINY, model_type="gemma2", hidden_size=64, head_dim=16, query_pre_attn_scalar=16)

@@ -66,7 +66,7 @@ def test_a_layer_learns_whom_an_answer_asks():
 
 @pytest.mark.slow
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     short = "--warm 20 --answer 16 --texts 4 --length 64 --corpus pydoc --width 8 --check 2 --budget 24".split()
     result = call("train", "locret", "--out", tmp_path, *short)
     assert result.exit_code == 0, result.output

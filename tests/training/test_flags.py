@@ -166,7 +166,7 @@ def test_a_layer_alone_pays_for_what_it_keeps():
 
 @pytest.mark.slow
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": SPEAKING)
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: SPEAKING)
     short = "--steps 3 --answer 16 --texts 2 --length 64 --corpus pydoc --width 4 --check 1 --rate 0.01".split()
     result = call("train", "attentiongate", "--out", tmp_path, *short)
     assert result.exit_code == 0, result.output

@@ -125,7 +125,7 @@ ARGUMENTS = (
 @pytest.fixture(scope="module")
 def tiny():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+        patch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
         yield
 
 

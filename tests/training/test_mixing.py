@@ -88,7 +88,7 @@ def test_a_short_text_is_worth_its_own_tokens():
 
 @pytest.mark.slow
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     short = "--warm 3 --texts 2 --length 96 --corpus pydoc --width 5 --check 2 --budget 24 --chunk 32".split()
     result = call("train", "lococo", "--out", tmp_path, *short)
     assert result.exit_code == 0, result.output
@@ -103,6 +103,6 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [("--width", "4", "--budget", "16"), ("--chunk", "20", "--budget", "40")])
 def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, wrong):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     result = call("train", "lococo", "--out", tmp_path / "x", "--length", "96", *wrong)
     assert result.exit_code and "an odd number" in result.output and not (tmp_path / "x").exists()

@@ -22,6 +22,7 @@ from jkv.io.learned import trained
 from jkv.io.safetensors import read_json
 from jkv.methods.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
 from jkv.models import Projected
+from jkv.models.weights import Coded, decoded
 from jkv.training import methods, retention, trainer
 from jkv.training.checkpoints import Folder
 from support.commands import PARAMS, call, refused
@@ -35,7 +36,7 @@ ARGUMENTS = (
 @pytest.fixture(autouse=True, scope="module")
 def tiny():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+        patch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
         yield patch
 
 
@@ -70,6 +71,25 @@ def test_twenty_steps_learn_something_that_is_used(whole):
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_a_model_in_codes_is_trained_for_as_the_floats_that_they_say(tiny, tmp_path):
+    codes = replace(jkv.models.random(PARAMS.config, form="int8"), tokenizer=PARAMS.tokenizer)
+    floats = jax.tree.map(decoded, codes, is_leaf=lambda x: isinstance(x, Coded))
+    floats = replace(floats, tokenizer=PARAMS.tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load", lambda what, dtype, mesh, weights: {"int8": codes, None: floats}[weights])
+        for out, more in (("codes", ["--weights", "int8"]), ("floats", [])):
+            result = train(tmp_path / out, *more, "--steps", 3, "--warm", 2, "--accumulate", 1)
+            assert result.exit_code == 0, result.output
+    ours, theirs = ([row["loss"] for row in metrics(tmp_path / out) if "loss" in row] for out in ("codes", "floats"))
+    assert len(set(ours)) == len(ours) == 3
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    text = f"trimkv(budget=12, gate={str(tmp_path / 'codes')!r})"
+    assert jkv.generate(codes, text, "the quick brown fox " * 4, max_new_tokens=4).report.config == text
+    with pytest.raises(ValueError, match="model"):  # another model than that of the floats
+        jkv.generate(floats, text, "the quick brown fox " * 4, max_new_tokens=4)
+
+
 def test_a_training_may_begin_where_another_ended(whole, tmp_path):
     more = [*ARGUMENTS[: ARGUMENTS.index("--width")], *ARGUMENTS[ARGUMENTS.index("--width") + 2 :], "--start", whole]
     result = call("train", "trimkv", "--out", tmp_path / "on", *more, "--warm", 0, "--steps", 1, "--rate", 1e-9)
@@ -84,7 +104,7 @@ def test_a_training_may_begin_where_another_ended(whole, tmp_path):
     refused(no_weights, "No such option: --start", "--help", code=2)
     with pytest.MonkeyPatch.context() as patch:
         other = replace(PARAMS, norm=PARAMS.norm + 1)
-        patch.setattr(loading, "load", lambda what, dtype: other)
+        patch.setattr(loading, "load", lambda what, dtype, *_: other)
         refused(call("train", "trimkv", "--out", tmp_path / "no", "--start", whole), "were trained for the model")
     assert not (tmp_path / "no").exists()
 
@@ -182,7 +202,7 @@ def test_another_training_is_not_gone_on_with(whole, tiny, tmp_path):
     refused(train(whole, "--resume", "--seed", 1), "holds another training", "recipe", "give another --out")
     with pytest.MonkeyPatch.context() as patch:
         other = replace(PARAMS, norm=PARAMS.norm + 1)
-        patch.setattr(loading, "load", lambda what, dtype: other)
+        patch.setattr(loading, "load", lambda what, dtype, *_: other)
         refused(train(whole, "--resume"), "holds another training, with model")
     assert len(metrics(whole)) == 22
 

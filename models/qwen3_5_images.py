@@ -1,0 +1,45 @@
+"""Qwen3.5 as it is published: the text part of a model that reads images too, whose tower stays unread."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import qwen3_5, qwen3_5_moe
+from .config import Fields, ModelConfig
+from .qwen3_5 import embed, head, layer, project, recur
+
+__all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
+
+# Of pictures, and of the tokens that stand for them
+PICTURES = "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id".split()
+WHOLE = ("eos_token_id", "bos_token_id", "tie_word_embeddings")  # said of the whole model, or of its text part
+PARTS = {"qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe}
+BLOCKS = "model.language_model.layers"
+
+
+def _read(c: ModelConfig, tensors: Any) -> Any:
+    return qwen3_5_moe.each(BLOCKS, c, tensors) if c.experts else tensors
+
+
+TENSORS = replace(
+    qwen3_5.TENSORS,
+    blocks=BLOCKS,
+    embed="model.language_model.embed_tokens.weight",
+    norm="model.language_model.norm.weight",
+    unread=("model.visual.", "mtp."),
+    read=_read,
+)
+
+
+def config(hf: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a config dict with model_type qwen3_5 or qwen3_5_moe; ValueError names a field that is not
+    supported."""
+    family = hf.get("model_type", "qwen3_5")
+    f = Fields(hf, family)
+    text = {name: x for name, x in f.mapping("text_config").items() if x is not None}
+    text = {name: f.take(name, None) for name in WHOLE} | text
+    for name in PICTURES:
+        f.take(name, None)
+    f.only("quantization_config", way_out="load the unquantized checkpoint")
+    f.done()
+    return replace(PARTS[family].config(text), family=family)

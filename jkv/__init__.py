@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jkv.generation.score import Scored, score
     from jkv.generation.steps import branch, step
     from jkv.io.load import load
+    from jkv.io.store import Store
     from jkv.io.trees import from_tree
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
@@ -44,6 +45,7 @@ __all__ = [
     "parse",
     "prefill",
     "Scored",
+    "Store",
     "save_cache",
     "score",
     "step",
@@ -69,6 +71,7 @@ _HOMES = {
     "parse": "methods",
     "prefill": "generation.api",
     "Scored": "generation.score",
+    "Store": "io.store",
     "score": "generation.score",
     "step": "generation.steps",
     "stream": "generation.api",

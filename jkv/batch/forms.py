@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,27 +101,13 @@ class Call:
 
     def own(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         _known("the line", row, LINE)
-        body = row.get("body")
         if not isinstance(row.get("custom_id"), str):
             raise ValueError("custom_id is a text of its own for each line")
         if row.get("method") != "POST" or row.get("url") not in (CHAT, TEXT):
             raise ValueError(f"{row.get('method')} {row.get('url')}: POST {CHAT} and POST {TEXT} are answered")
-        if not isinstance(body, dict):
+        if not isinstance(row.get("body"), dict):
             raise ValueError("body is an object, with model and messages or prompt")
-        prompt = "messages" if self.url == CHAT else "prompt"
-        _known("body", body, (prompt, *SETTINGS, *NOTHING, *LENGTHS, *ONLY))
-        for name, allowed in ONLY.items():
-            if (x := body.get(name)) is not None and not any(x == y and type(x) is type(y) for y in allowed):
-                raise ValueError(f"{name}={x!r}: {' or '.join(map(repr, allowed)) or 'null'} only, or left out")
-        if body.get(prompt) is None:
-            raise ValueError(f"body has no {prompt}")
-        asked = _messages(body[prompt]) if self.url == CHAT else _prompt(body[prompt])
-        lengths = {body[name] for name in LENGTHS if isinstance(body.get(name), int)}
-        if len(lengths) > 1:
-            raise ValueError(f"{' and '.join(LENGTHS)} differ: give one")
-        most = next((body[name] for name in LENGTHS if body.get(name) is not None), None)
-        settings = {name: body[name] for name in SETTINGS if body.get(name) is not None}
-        return {"id": row["custom_id"], **asked, **settings, **({} if most is None else {"max_new_tokens": most})}
+        return {"id": row["custom_id"], **own(self.url, row["body"])}
 
     def answer(self, x: Answered) -> dict[str, Any]:
         chat = self.url == CHAT
@@ -168,6 +154,31 @@ def form_of(row: Mapping[str, Any]) -> Form:
     body = row.get("body")
     model = body.get("model") if isinstance(body, dict) else None
     return Call(str(row.get("url")), model if isinstance(model, str) else None)
+
+
+def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str, Any]:
+    """What a body of OpenAI's asks for, in jkv's words; does: fields that the caller answers to itself.
+
+    Raises ValueError for a field that nobody here knows, and for one that asks for what nobody here does.
+
+    >>> own(TEXT, {"model": "m", "prompt": "Tides", "max_tokens": 4, "presence_penalty": 0})
+    {'prompt': 'Tides', 'max_new_tokens': 4}
+    """
+    prompt = "messages" if url == CHAT else "prompt"
+    _known("body", body, (prompt, *SETTINGS, *NOTHING, *LENGTHS, *ONLY, *does))
+    for name, allowed in ONLY.items():
+        x = None if name in does else body.get(name)
+        if x is not None and not any(x == y and type(x) is type(y) for y in allowed):
+            raise ValueError(f"{name}={x!r}: {' or '.join(map(repr, allowed)) or 'null'} only, or left out")
+    if body.get(prompt) is None:
+        raise ValueError(f"body has no {prompt}")
+    asked = _messages(body[prompt]) if url == CHAT else _prompt(body[prompt])
+    lengths = {body[name] for name in LENGTHS if isinstance(body.get(name), int)}
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(LENGTHS)} differ: give one")
+    most = next((body[name] for name in LENGTHS if body.get(name) is not None), None)
+    settings = {name: body[name] for name in SETTINGS if body.get(name) is not None}
+    return {**asked, **settings, **({} if most is None else {"max_new_tokens": most})}
 
 
 def _known(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -23,6 +23,7 @@ from jkv.core.sharding import MeshPlan
 from jkv.generation.cache_file import fingerprint, weights
 from jkv.generation.prompts import reaching
 from jkv.host.results import versions
+from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
@@ -39,7 +40,7 @@ class Job:
     source, out: local, or in an object store (`jkv.io.remote.place`). batch 0: as many rows at once as fit; over: the
     mesh of this process, or of all processes, if there is one; shares: whether common beginnings are prefilled once,
     where the cache allows it; most_new: new tokens of a row, where the cache has no limit of its own; retry: whether
-    rows that failed before are run again.
+    rows that failed before are run again; store: of beginnings of prompts, which then are not shared within the job.
     """
 
     source: Place
@@ -52,6 +53,7 @@ class Job:
     shares: bool = True
     most_new: int = MOST_NEW
     retry: bool = False
+    store: Store | None = None
 
     @property
     def unit(self) -> int:
@@ -95,7 +97,7 @@ class Job:
             model=reaching(model, longest) if self.config.unlimited else model,
             bucket=bucket,
             rows=batch,
-            several=fit.several(batch, self.unit),
+            several=fit.several(batch, self.unit) if self.store is None else 1,
             dtype=self.params.embed.dtype,
             greedy=all(r.settings.temperature == 0 for r in rows),
             penalised=any(r.settings.repetition_penalty != 1 for r in rows),

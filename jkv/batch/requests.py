@@ -173,7 +173,7 @@ def read(
     for line, raw in numbered:
         form, name = PLAIN, None
         try:
-            row = _parsed(raw)
+            row = parsed(raw)
             form = form_of(row)
             name = form.name(row)
             if name is not None and (first := ids.setdefault(json.dumps(name), line)) != line:
@@ -186,14 +186,14 @@ def read(
         yield out
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
+def parsed(raw: bytes, what: str = "the line") -> dict[str, Any]:
     """The object of a line; its id is a text or a number, which every reader of the output can take."""
     try:
         row = json.loads(raw, parse_constant=_no_number, object_pairs_hook=_object)
     except ValueError as error:
-        raise ValueError(f"the line is no JSON ({error})") from None
+        raise ValueError(f"{what} is no JSON ({error})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"the line is a JSON {type(row).__name__}, not an object such as {{'prompt': ...}}")
+        raise ValueError(f"{what} is a JSON {type(row).__name__}, not an object such as {{'prompt': ...}}")
     name = row.get("id")
     if isinstance(name, bool) or not isinstance(name, str | int | float | None) or name in (math.inf, -math.inf):
         raise ValueError("the id is a text or a number, or left out")

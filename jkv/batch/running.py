@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jkv.batch.arrange import Bucket, Wave, waves
 from jkv.batch.requests import DRAWS, Refused, Request, Settings, failed, said, survivable
@@ -21,6 +22,8 @@ from jkv.core.positions import pad
 from jkv.generation.api import cut
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.sizes import empty, sized
+from jkv.generation.stored import Beginnings, doubling, tail
+from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, Params
 
@@ -39,7 +42,9 @@ class Answer:
 class Shapes:
     """The values of a running batch of one bucket: `rows` at once, `several` prefilled together, settings a row.
 
-    greedy, penalised: of every row of the job, so that its programs are the same whoever runs together.
+    greedy, penalised: of every row of the job, so that its programs are the same whoever runs together. stride: tokens
+    that are generated before somebody looks, at most a block; 0: a block. traced: the logits that they were drawn from
+    are kept until then.
     """
 
     config: CacheConfig
@@ -50,6 +55,8 @@ class Shapes:
     dtype: Any
     greedy: bool
     penalised: bool
+    stride: int = 0
+    traced: bool = False
 
     def cache(self, rows: int) -> Cache:
         """An empty cache. A budget in bytes is that of one row: what a row keeps does not depend on the batch."""
@@ -68,7 +75,8 @@ class Shapes:
         cache, vocab = self.cache(self.rows), self.model.vocab
         used = jnp.zeros((self.rows, vocab), bool) if self.penalised else None
         logits = jnp.zeros((self.rows, vocab), jnp.float32)
-        state = Decoding.start(cache, logits, cache.room - cache.stay, used)
+        block = cache.room - cache.stay
+        state = Decoding.start(cache, logits, min(self.stride or block, block), used, traced=self.traced)
         return replace(state, alive=jnp.zeros(self.rows, bool))
 
     def sampling(self, settings: list[Settings], seeds: list[int], stop_ids: tuple[int, ...]) -> sampling.Sampling:
@@ -81,7 +89,11 @@ class Shapes:
 class Running:
     """One bucket's batch. `answers` is the loop; between two of its yields a job may stop, and nothing is lost."""
 
-    def __init__(self, params: Params, shapes: Shapes, cost: Cost) -> None:
+    def __init__(self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None) -> None:
+        """store: where prompts begin, if that is of use for the cache and they are read whole; then `shapes.several`
+        is 1."""
+        begins = None if store is None or shapes.bucket.chunk else Beginnings(store, params, shapes.config)
+        self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.stop_ids = stop_ids_of(params)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
@@ -123,13 +135,16 @@ class Running:
         if wave.heads:
             ids = _padded(wave.heads, several, shapes.bucket.first)
             self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
-        cache, ids = self.empty_rows(), _padded(wave.tails, several, wave.length)
-        if wave.at:
+        ran = sum(map(len, (*wave.heads, *wave.tails)))
+        if self.reads is not None:
+            cache, logits, stored = self.begun(self.reads, wave)
+            ran -= stored
+        elif wave.at:
+            cache, ids = self.empty_rows(), _padded(wave.tails, several, wave.length)
             index = jnp.asarray([*wave.at, *[0] * (several - len(wave.at))], jnp.int32)
             cache, logits = self.cost.run(prefill_after, self.params, cache, self.heads, index, ids)
         else:
-            cache, logits = self.read(cache, ids)
-        ran = sum(map(len, (*wave.heads, *wave.tails)))
+            cache, logits = self.read(self.empty_rows(), _padded(wave.tails, several, wave.length))
         self.prefilled += ran
         self.saved += sum(len(r.tokens) for r in wave.rows) - ran
         free = [i for i, x in enumerate(self.slots) if x is None][: len(wave.rows)]
@@ -160,25 +175,44 @@ class Running:
             cache, logits = self.cost.run(prefill_own, self.params, cache, jnp.asarray(ids[:, i : i + chunk]))
         return cache, logits
 
+    def begun(self, begins: Beginnings, wave: Wave) -> tuple[Cache, Array, int]:
+        """The cache and logits of a wave of one row that begins in the store, and how many tokens that had."""
+        ids = wave.tails[0].tolist()
+        head, n, stored = begins.read(self.params, ids, self.cost, doubling(max(begins.whole(len(ids)), 1)))
+        rest = pad([ids[n:]], tail(len(ids) - n))
+        cache, logits = self.cost.run(prefill_after, self.params, self.empty_rows(), head, None, rest)
+        return cache, logits, stored
+
+    @property
+    def open(self) -> bool:
+        """Whether rows can be admitted: all that run have finished a block, as one `fill` serves all rows."""
+        return not any(self.slots) or int(self.state.cache.fill) >= self.state.cache.room
+
     def block(self) -> list[Answer | Refused]:
-        """A block of tokens for every row, or fewer if all rows end within it; the rows that ended."""
+        """A stride of tokens for every row, or fewer if all rows end within it; the rows that ended."""
+        ended = []
+        for slot, request, tokens, _ in self.advance():
+            answer = self.ended(request, tokens)
+            if answer is not None:
+                ended.append(answer)
+                self.slots[slot] = None
+        return ended
+
+    def advance(self) -> list[tuple[int, Request, list[int], list[int]]]:
+        """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them."""
         left = [x[0].new - len(x[1]) if x else 0 for x in self.slots]
         stop = min(max(left), self.state.out.shape[1])
         alive = jnp.asarray([n > 0 for n in left])
         state = replace(self.state, alive=alive, count=jnp.int32(0))
         self.state = self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
         out = np.asarray(self.state.out)[:, : int(self.state.count)]
-        ended = []
+        rows = []
         for slot, x in enumerate(self.slots):
-            if x is None:
-                continue
-            request, tokens = x
-            tokens.extend(int(t) for t in out[slot][: left[slot]] if t >= 0)
-            answer = self.ended(request, tokens)
-            if answer is not None:
-                ended.append(answer)
-                self.slots[slot] = None
-        return ended
+            if x is not None:
+                new = [int(t) for t in out[slot][: left[slot]] if t >= 0]
+                x[1].extend(new)
+                rows.append((slot, *x, new))
+        return rows
 
     def ended(self, request: Request, tokens: list[int]) -> Answer | Refused | None:
         """The answer of a row, if these tokens end it, or the error of one whose tokens make no text."""

@@ -45,7 +45,7 @@ class Work:
         shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
         self.requests = [x for r in rows if isinstance(r, Request) for x in r.samples]
         self.parts: dict[int, dict[int, Answer]] = {}  # of rows that have answers, and not all of them
-        self.buckets = self.arranged(self.requests, job.shares and job.config.splits)
+        self.buckets = self.arranged(self.requests, job.shares and job.config.splits and job.store is None)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
@@ -104,7 +104,9 @@ class Work:
             try:
                 if running is None:
                     rows = min(most or self.size(bucket), fit.whole(len(bucket.rows), unit))
-                    running = Running(self.job.params, self.job.shapes(bucket, self.requests, rows), self.cost)
+                    running = Running(
+                        self.job.params, self.job.shapes(bucket, self.requests, rows), self.cost, self.job.store
+                    )
                     answers = running.answers(self.done)
                 ended = next(answers, None)
             except BaseException as error:
@@ -241,6 +243,8 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     checked(job.defaults, job.params)
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
+    if job.store is not None and job.over is not None:
+        raise ValueError("--store: the beginnings of prompts are those of one device; leave out --mesh, or --store")
     limits(job.params, job.config, job.most_new).check(job.defaults.max_new_tokens)
     rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))
     process, processes = job.place

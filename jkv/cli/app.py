@@ -1,4 +1,4 @@
-"""The command line: generate, batch, inspect, methods, eval, bench, recommend, plan, train, calibrate, fetch; light."""
+"""The command line, light: generate, batch, serve, inspect, methods, eval, bench, recommend, plan, train, fetch, ..."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from jkv.cli import batch as batch_cli
 from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
+from jkv.cli import serve as serve_cli
 from jkv.cli import train as training_cli
-from jkv.cli.options import MODEL, Chunk, Drawing, Dtype, Mesh, Model, PrefillDtype, Weights, flat
+from jkv.cli.options import MODEL, Chunk, Drawing, Dtype, Mesh, Model, PrefillDtype, Stored, Weights, flat
 from jkv.host import console
 from jkv.host.console import status
 
@@ -101,6 +102,7 @@ app.add_typer(training_cli.calibrate, name="calibrate", cls=Group)
 app.command()(bench_cli.recommend)
 app.command()(aot_cli.plan)
 app.command()(batch_cli.batch)
+app.command()(serve_cli.serve)
 
 Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
 File = Annotated[str | None, typer.Option(metavar="PATH", help="Text file with the prompt; - is stdin.")]
@@ -181,6 +183,7 @@ def generate(
     chunk: Chunk = None,
     draft: Annotated[str | None, typer.Option(help="Guess tokens and verify several a pass: suffix, recycle.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
+    stored: Stored = Stored(),
     chat: Chat = None,
     file: File = None,
     dtype: Dtype = None,
@@ -190,7 +193,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text to stdout as it comes, then the cache's receipt to stderr."""
-    text = read_prompt(prompt, file)
+    text, store = read_prompt(prompt, file), stored.open()
     params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
     options: dict[str, Any] = dict(
         **vars(drawing),
@@ -201,6 +204,7 @@ def generate(
         compare=compare,
         n=n,
         draft=draft,
+        store=store,
     )
     import jkv
 

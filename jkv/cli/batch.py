@@ -8,7 +8,7 @@ import typer
 
 from jkv.batch import MOST_NEW
 from jkv.batch.signals import stoppable
-from jkv.cli.options import MODEL, Drawing, Dtype, Model, Weights, flat
+from jkv.cli.options import MODEL, Drawing, Dtype, Model, Stored, Weights, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def batch(
         int, typer.Option(min=1, help="Largest max_new_tokens of a row, if the cache has no limit of its own.")
     ] = MOST_NEW,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
+    stored: Stored = Stored(),
     dtype: Dtype = None,
     weights: Weights = None,
     hosts: Annotated[
@@ -66,7 +67,7 @@ def batch(
 
         settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), n=n)
         with console.meter() as tell:
-            options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed)
+            options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open())
             report = start(source, out, model, cache, mesh, settings, dtype, weights, hosts, stopped, tell, options)
         print(report)
     if report.code:

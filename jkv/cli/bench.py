@@ -350,7 +350,7 @@ def recommend(
     from jkv import models
     from jkv.bench import recommend as choosing
     from jkv.bench.shapes import config_of
-    from jkv.methods.budgets import read_bytes
+    from jkv.host.arguments import read_bytes
 
     limit = read_bytes(memory)
     c = models.read_config(config_of(model))

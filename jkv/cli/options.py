@@ -42,6 +42,22 @@ Chunk = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A folder of the beginnings of prompts that were read."""
+
+    store: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Read beginnings of prompts from there that were read before.")
+    ] = None
+    store_bytes: Annotated[str, typer.Option(help="Most that the folder holds, such as 8GiB.")] = "8GiB"
+
+    def open(self) -> Any:
+        """A `jkv.Store`, or None."""
+        from jkv.io.store import Store
+
+        return None if self.store is None else Store(self.store, self.store_bytes)
+
+
 def flat(run: Callable[..., None]) -> Callable[..., None]:
     """The command of a function: each field of a parameter that is a dataclass is an option of its own.
 

@@ -57,18 +57,23 @@ def prefill_own(
 
 @flow(arguments=(None, ANY, ANY, None, None), results=(ANY, None))
 def prefill_after(
-    params: Params, empty: Cache, firsts: Cache, index: Array, ids: Array, run: Run = call
+    params: Params, empty: Cache, firsts: Cache, index: Array | None, ids: Array, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`prefill` for an empty cache whose rows begin as the rows i32[B] of another, made by `CacheConfig.uncompressed`.
+    """`prefill` for an empty cache whose rows begin as the rows i32[B] of another (None: as its rows), made by
+    `CacheConfig.uncompressed`.
 
     The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
     """
+
+    def chosen(x: Any) -> Any:
+        return x if index is None else run(picked, x, index)
+
     layers = tuple(
-        replace(a, **dict(zip(("recent", "queries"), run(picked, (b.recent, b.queries), index), strict=True)))
+        replace(a, **dict(zip(("recent", "queries"), chosen((b.recent, b.queries)), strict=True)))
         for a, b in zip(empty.layers, firsts.layers, strict=True)
     )
-    states = tuple(run(picked, x, index) for x in firsts.states)
-    begun = replace(empty, layers=layers, states=states, counts=run(picked, firsts.counts, index))
+    states = tuple(chosen(x) for x in firsts.states)
+    begun = replace(empty, layers=layers, states=states, counts=chosen(firsts.counts))
     return _prefilled(run, params, begun, ids, fresh=True, begun=True)
 
 

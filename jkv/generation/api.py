@@ -21,7 +21,7 @@ from jkv.core.compiled import Cost
 from jkv.core.loop import borders, run_block, run_blocks
 from jkv.core.positions import bucket
 from jkv.core.sharding import over
-from jkv.generation.asked import Asked, Until, asked, composition, fit, model
+from jkv.generation.asked import Asked, Until, asked, composition, fit, model, stored
 from jkv.generation.chunks import Chunks
 from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
@@ -39,7 +39,9 @@ from jkv.generation.report import (
     tier_bits,
 )
 from jkv.generation.steps import forks
+from jkv.generation.stored import kind
 from jkv.host.arguments import count, short
+from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models.weights import forms
@@ -65,12 +67,14 @@ def prefill(
     *,
     room: int | None = None,
     chunk: int | None = None,
+    store: Store | None = None,
 ) -> tuple[Cache, Array]:
     """The cache after a prompt, and the logits f32[B,V] of what comes next.
 
     room: tokens that may be added later (default: 256, or what the model's context leaves of them); chunk: prompt
     tokens at a time, so that memory is the budget and a chunk whatever the prompt's length; 0: all; None: all, or in
-    pieces that memory has room for, which stderr then says. Raises ValueError for what cannot work, with the way out.
+    pieces that memory has room for, which stderr then says. store: of beginnings that are not to be read again. Raises
+    ValueError for what cannot work, with the way out.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -86,7 +90,7 @@ def prefill(
     if room is None:
         left = params.config.context - max(map(len, rows))
         room = ROOM if plan.unlimited else max(0, min(ROOM, left))
-    cache, logits, _, chunks = prefilled(params, plan, rows, room, chunk)
+    cache, logits, _, chunks = prefilled(params, plan, rows, room, chunk, kind=kind(stored(store)))
     if chunks.size and chunks.open:
         print(f"note: the prompt is read {chunks.why}", file=sys.stderr, flush=True)
     return cache, logits
@@ -125,6 +129,7 @@ def generate(
     compare: bool = False,
     until: Until | None = None,
     draft: str | Params | Drafter | None = None,
+    store: Store | None = None,
 ) -> Result:
     """Text after a prompt, through a compressed cache.
 
@@ -136,7 +141,7 @@ def generate(
     the generated tokens and report KL and first divergence. until(cache, logits f32[B,V], tokens): asked after every
     block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it. draft:
     "suffix", "recycle", a smaller model or a Drafter: guesses, several of them verified in a pass, with the tokens of
-    plain decoding.
+    plain decoding. store: where the prompt's beginning is read from if it was read before, by whatever process.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -161,6 +166,7 @@ def generate(
         compare=compare,
         until=until,
         draft=draft,
+        store=store,
     )
     run = Generation(params, options, *encode(params, prompt))
     for _ in run.blocks():
@@ -190,7 +196,7 @@ def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -
     for tokens in chain([run.first()], run.blocks()):
         held += "".join(text.push(t) for t in tokens[0][done:])
         done = len(tokens[0])
-        held, piece = _hold(held, run.stop)
+        held, piece = hold(held, run.stop)
         if piece:
             yield piece
     rest = cut(held + text.finish(), run.stop)
@@ -199,8 +205,8 @@ def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -
     return run.result()  # noqa: B901
 
 
-def _hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
-    """(held back, printable): what could still become a stop text is held back."""
+def hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
+    """(held back, printable): what could still become a stop text is held back, and all from a stop text on."""
     keep = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
     if any(s in text for s in stop):
         return text, ""
@@ -224,6 +230,7 @@ class Generation:
         fit(params, asked, rows)
         self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
         self.rows = [row for row in rows for _ in range(asked.n)]
+        self.store, before = asked.store, asked.store.reused if asked.store else 0
         b = len(self.rows)
         seeds = asked.seeds if asked.seeds.ndim else (asked.seeds + np.arange(b)) % (1 << 32)
         ids = stop_ids_of(params) if asked.stop_ids is None else asked.stop_ids
@@ -242,8 +249,9 @@ class Generation:
             if not config.unlimited:
                 self.room = min(self.room, params.config.context - max(map(len, self.rows)))
             begin = partial(self._begin, penalized=penalized, compare=compare)
-            read = prefilled(params, config, rows, self.room, asked.chunk, begin, forks=self.n)
+            read = prefilled(params, config, rows, self.room, asked.chunk, begin, kind(asked.store), self.n)
             self.cache, logits, self.prefill_cost, self.chunks = read
+        self.reused = None if self.store is None else self.store.reused - before
         if self.n > 1:
             self.cache, logits = self.prefill_cost.run(forks, self.cache, logits, n=self.n)
         self.params = replace(params, config=self.cache.model)
@@ -367,6 +375,7 @@ class Generation:
             kernels_off=kernels_off(state.cache),
             kl=kl,
             divergence=divergence,
+            tokens_stored=self.reused,
             **({} if self.drafting is None else self.drafting.counts),
         )
         text = [""] * len(tokens)

@@ -16,6 +16,7 @@ from jkv.generation.drafters import Drafter, check, drafter
 from jkv.generation.prompts import check_length
 from jkv.host import forked
 from jkv.host.arguments import count, numbers, short
+from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
@@ -37,6 +38,7 @@ class Asked:
     compare: bool
     until: Until | None
     draft: Drafter | None
+    store: Store | None
 
 
 def asked(
@@ -52,6 +54,7 @@ def asked(
     compare: Any = False,
     until: Any = None,
     draft: Any = None,
+    store: Any = None,
     **draws: Any,
 ) -> Asked:
     """The options of `generate`; ValueError or TypeError for one that cannot be, with its name.
@@ -86,6 +89,7 @@ def asked(
         compare=bool(compare),
         until=cast(Any, until),
         draft=None if draft is None else drafter(draft, params),
+        store=stored(store),
     )
 
 
@@ -113,6 +117,13 @@ def composition(cache: Any) -> CacheConfig:
     if cache is not None and not isinstance(cache, str | CacheConfig):
         raise TypeError(f"cache is {short(cache)}: give a text such as 'snapkv(budget=512)', a CacheConfig, or None")
     return methods.as_config(cache)
+
+
+def stored(store: Any) -> Store | None:
+    """A store, or None; TypeError for anything else."""
+    if store is not None and not isinstance(store, Store):
+        raise TypeError(f"store is {short(store)}: give a jkv.Store, or None")
+    return store
 
 
 def texts(stop: Any, params: Params) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Report:
     mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came; None
-    without drafts.
+    without drafts. tokens_stored: of the prompts, those that a store had; None without one.
     """
 
     config: str
@@ -68,6 +68,7 @@ class Report:
     passes: int | None = None
     drafted: int | None = None
     drafted_taken: int | None = None
+    tokens_stored: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -113,6 +114,8 @@ class Report:
         if self.passes is not None and self.drafted is not None:
             each = self.tokens_new / self.rows / max(self.passes, 1)
             lines.append(f"drafts       {each:.2f} tokens a pass, {self.drafted_taken} of {self.drafted} drafted taken")
+        if self.tokens_stored is not None:
+            lines.append(f"store        {self.tokens_stored:,} of {self.tokens_prompt:,} prompt tokens were there")
         return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,3 +48,20 @@ def short(x: Any) -> str:
     """What was given, as far as it fits in a message."""
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"
+
+
+def read_bytes(text: str | int) -> int:
+    """Bytes of "2GiB", "300 MB", "4096" or 4096; ValueError for anything else.
+
+    >>> read_bytes("2GiB"), read_bytes("1.5 kB")
+    (2147483648, 1500)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?)(i?)B?\s*", str(text))
+    try:
+        number = float(match[1]) if match else -1.0
+    except ValueError:
+        number = -1.0
+    if match is None or number <= 0:
+        raise ValueError(f"bytes={text!r}: give a number with a unit, such as bytes='2GiB' or bytes='300MB'")
+    power = "kMGT".find(match[2].replace("K", "k")) + 1 if match[2] else 0
+    return int(number * (1024 if match[3] else 1000) ** power)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
-from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond, read_bytes
+from jkv.host.arguments import read_bytes
+from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefills import compressed
 

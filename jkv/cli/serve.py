@@ -1,0 +1,78 @@
+"""jkv serve. Imports jax only when it runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jkv.cli.options import MODEL, Dtype, Model, PrefillDtype, Stored, Weights, flat
+from jkv.host.console import status
+from jkv.host.extras import install
+
+TOKEN = "JKV_TOKEN"  # the environment variable with what a caller has to bear
+
+
+@flat
+def serve(
+    model: Model = MODEL,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option("--cache", help="Default of requests; repeatable: others that may name folders of weights."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address; any but this machine's own needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: --model.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a running batch.")] = 8,
+    prompt_tokens_limit: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 2048,
+    new_tokens_limit: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    caches: Annotated[int, typer.Option(min=1, help="Caches that have a running batch at once.")] = 4,
+    queue: Annotated[int, typer.Option(min=1, help="Rows that may wait; more get status 429.")] = 64,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help=f"File with the token of callers. Default: {TOKEN}, or none.")
+    ] = None,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds that calls may take after SIGTERM.")] = 30,
+    stored: Stored = Stored(),
+    dtype: Dtype = None,
+    weights: Weights = None,
+    prefill_dtype: PrefillDtype = None,
+) -> None:
+    """Serve OpenAI's HTTP API: completions, chat completions and models; a request may choose its cache."""
+    given = tuple(cache or ("full",))
+    token, store = read_token(token_file), stored.open()
+    from jkv.methods import parse
+
+    for text in given:
+        parse(text)
+    try:
+        from jkv.serve.run import serve as run
+    except ImportError as error:
+        raise ImportError(f"jkv serve needs {error.name}: {install('serve')}") from error
+    from jkv.io import load as loading
+    from jkv.serve.app import Access
+    from jkv.serve.engine import Limits
+
+    limits = Limits(rows=rows, prompt=prompt_tokens_limit, new=new_tokens_limit, caches=caches, queue=queue)
+    with status("loading"):
+        params = loading.load(model, dtype, None, weights, prefill_dtype)
+    run(params, name or model, given, limits, Access(token=token), host, port, grace, store)
+
+
+def read_token(path: Path | None) -> str:
+    """The token of a file, or of the environment; "": none. ValueError for one that is empty or has blanks."""
+    if path is None:
+        token = os.environ.get(TOKEN, "")
+        return token if not token else _checked(token, TOKEN)
+    try:
+        text = path.expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} ({error}): give a text file with the token in it") from error
+    return _checked(text.strip(), str(path))
+
+
+def _checked(token: str, where: str) -> str:
+    if len(token) < 8 or not token.isascii() or any(x.isspace() for x in token):
+        raise ValueError(f"{where}: a token has 8 or more letters, digits or signs, and no blanks")
+    return token

@@ -1,0 +1,404 @@
+"""The engine: one thread that steps the running batches in turn, a batch for each cache that requests ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.batch.arrange import Bucket, Wave
+from jkv.batch.requests import Settings, said, survivable
+from jkv.batch.running import Running, Shapes
+from jkv.core.cache import tree_bytes
+from jkv.core.compiled import Cost, use_disk_cache
+from jkv.core.loop import admit, prefill_own, run_block
+from jkv.generation.api import prefill
+from jkv.generation.chunks import gib, spare
+from jkv.generation.follow import Follow
+from jkv.generation.prompts import reaching, stop_ids_of
+from jkv.io.store import Store
+from jkv.methods.checks import check, check_prefill
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+from jkv.serve.tickets import TOP, Echo, End, Fault, Ticket, Token, tokens_of
+
+STRIDE = 4  # tokens of a row between two looks at it: a stream's pieces
+LEAST = 64  # the shortest padded prompt; the others double
+
+
+class Full(Exception):
+    """The queue has no room for more rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the engine is made for: rows of a batch, tokens of a prompt and of an answer, running batches, rows that
+    wait."""
+
+    rows: int = 8
+    prompt: int = 2048
+    new: int = 512
+    caches: int = 4
+    queue: int = 64
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Padded lengths of prompts, each with programs of its own.
+
+        >>> Limits(prompt=300).lengths
+        (64, 128, 256, 300)
+        """
+        doubled = [LEAST << i for i in range(32) if LEAST << i < self.prompt]
+        return (*doubled, self.prompt)
+
+
+@dataclass(kw_only=True)
+class Seats:
+    """A running batch, the tickets of its rows by their line, and when it was last of use."""
+
+    running: Running
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    used: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """What is told of every row as it goes, for metrics.
+
+    read(n, m): its prompt has n tokens, m of which the store had; first(s, n): its first n tokens, s seconds after it
+    was asked for; later(s, n): n more, s seconds each.
+    """
+
+    read: Callable[[int, int], None] = lambda *_: None
+    first: Callable[[float, int], None] = lambda *_: None
+    later: Callable[[float, int], None] = lambda *_: None
+
+
+@jax.jit
+def best(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
+    """Log-probabilities f32[B,N] of tokens i32[B,N], and the most probable ones f32[B,N,k], i32[B,N,k], of logits
+    f32[B,N,V]."""
+    logs = jax.nn.log_softmax(logits)
+    top, ids = jax.lax.top_k(logs, min(TOP, logits.shape[-1]))
+    return jnp.take_along_axis(logs, jnp.maximum(tokens, 0)[..., None], -1)[..., 0], top, ids
+
+
+@jax.jit
+def held(cache: Any) -> Array:
+    """i32[L,B,H], `Cache.kept`."""
+    return cache.kept()
+
+
+class Engine:
+    """Rows in, events out. `submit` may be called by any thread; everything else happens in the engine's own.
+
+    A row waits until its cache has a running batch with a free slot at the border of a block. A batch for another cache
+    is compiled beside the ones that run; there are at most `limits.caches`, and idle ones give way.
+    """
+
+    def __init__(self, params: Params, limits: Limits, watch: Watch | None = None, store: Store | None = None) -> None:
+        use_disk_cache()
+        self.store = store
+        self.params, self.limits, self.watch = params, limits, watch or Watch()
+        self.seats: dict[str, Seats] = {}
+        self.making: dict[str, Future[Running]] = {}
+        self.waiting: deque[Ticket] = deque()
+        self.scoring: deque[tuple[Ticket, Iterator[Echo | None]]] = deque()
+        self.change = threading.Condition()
+        self.over = False
+        self.maker = ThreadPoolExecutor(1, "prepare")
+        self.lines = 0
+        self.thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    # ------------------------------------------------------------------------------------------- for other threads
+
+    def start(self, config: CacheConfig) -> None:
+        """Begin, with a batch for this cache; raises what its making raises."""
+        self.seats[str(config)] = Seats(running=self._make(config))
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Rows that are not done get a Fault."""
+        with self.change:
+            self.over = True
+            self.change.notify_all()
+        if self.thread.ident is not None:
+            self.thread.join()
+        self.maker.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def well(self) -> bool:
+        return self.thread.is_alive() and not self.over
+
+    def line(self) -> int:
+        """A number of its own for a request."""
+        with self.change:
+            self.lines += 1
+            return self.lines
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Let rows in, all or none. Raises Full."""
+        with self.change:
+            if self.over or len(self.waiting) + len(tickets) > self.limits.queue:
+                raise Full
+            self.waiting.extend(tickets)
+            self.change.notify_all()
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Their clients are gone: their slots are free from the next look on."""
+        with self.change:
+            for ticket in tickets:
+                ticket.gone = True
+            self.change.notify_all()
+
+    def usable(self, config: CacheConfig) -> CacheConfig:
+        """The same, bound to the model; ValueError if it cannot run here."""
+        config = config.bound(self.params)
+        check(config, self.params.config)
+        check_prefill(config, "jkv serve")
+        jax.eval_shape(partial(self._shapes(config).cache, 1))  # sizes that its budget cannot have
+        return config
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Rows in each running batch."""
+        return {name: len(x.tickets) for name, x in list(self.seats.items())}
+
+    # ---------------------------------------------------------------------------------------------- the engine's own
+
+    def _work(self) -> None:
+        while True:
+            with self.change:
+                self.change.wait_for(lambda: self.over or self._busy(), timeout=1.0)
+                if self.over:
+                    break
+            self._sweep()
+            self._settle()
+            for name, seats in list(self.seats.items()):
+                try:
+                    self._turn(seats)
+                except BaseException as error:
+                    if not survivable(error):
+                        self.over = True
+                    self._fail(list(seats.tickets.values()), 500, said(error))
+                    del self.seats[name]
+            self._score()
+            with self.change:
+                if not self.scoring and not any(x.tickets for x in self.seats.values()):
+                    self.change.wait(0.01)  # for a batch that is being made
+        left = [t for x in self.seats.values() for t in x.tickets.values()]
+        self._fail([*left, *(t for t, _ in self.scoring), *self.waiting], 503, "the server stops; ask again later")
+
+    def _busy(self) -> bool:
+        done = any(f.done() for f in self.making.values())
+        new = any(str(t.config) not in self.making for t in self.waiting)
+        return bool(done or new or self.scoring or any(x.tickets for x in self.seats.values()))
+
+    def _sweep(self) -> None:
+        """Rows whose clients are gone leave."""
+        with self.change:
+            self.waiting = deque(t for t in self.waiting if not t.gone)
+        self.scoring = deque((t, x) for t, x in self.scoring if not t.gone)
+        for seats in self.seats.values():
+            for slot, row in enumerate(seats.running.slots):
+                if row is not None and seats.tickets[row[0].line].gone:
+                    seats.running.slots[slot] = None
+                    del seats.tickets[row[0].line]
+
+    def _settle(self) -> None:
+        """Prompts that are to be scored begin; batches that are made enter, and those that are wanted begin."""
+        for name, future in list(self.making.items()):
+            if future.done():
+                del self.making[name]
+                if (error := future.exception()) is None:
+                    self.seats[name] = Seats(running=future.result())
+                else:
+                    mine = [t for t in self._waiting() if str(t.config) == name]
+                    self._fail(mine, 400 if isinstance(error, ValueError) else 503, said(error))
+        for ticket in self._waiting():
+            if ticket.scores:
+                ticket.scores = False
+                self._leave([ticket])
+                self.scoring.append((ticket, self._scored(ticket)))
+            elif (name := str(ticket.config)) not in self.seats and name not in self.making and self._room():
+                self.making[name] = self.maker.submit(self._make, ticket.config)
+                self.making[name].add_done_callback(lambda _: self._notify())
+
+    def _notify(self) -> None:
+        with self.change:
+            self.change.notify_all()
+
+    def _waiting(self) -> list[Ticket]:
+        with self.change:
+            return list(self.waiting)
+
+    def _leave(self, tickets: Sequence[Ticket]) -> None:
+        with self.change:
+            self.waiting = deque(t for t in self.waiting if t not in tickets)
+
+    def _room(self) -> bool:
+        """Whether there may be one more batch; the idle one that was used longest ago gives way."""
+        if len(self.seats) + len(self.making) < self.limits.caches:
+            return True
+        wanted = {str(t.config) for t in self._waiting()}
+        idle = [name for name, x in self.seats.items() if not x.tickets and name not in wanted]
+        if idle:
+            del self.seats[min(idle, key=lambda name: self.seats[name].used)]
+        return bool(idle)
+
+    def _fail(self, tickets: Sequence[Ticket], status: int, error: str) -> None:
+        self._leave(tickets)
+        for ticket in tickets:
+            ticket.tell(Fault(status=status, error=error))
+
+    def _turn(self, seats: Seats) -> None:
+        """Rows enter where they can, and all rows take a stride."""
+        running = seats.running
+        if running.open:
+            mine = [t for t in self._waiting() if str(t.config) == str(running.shapes.config) and not t.scores]
+            for ticket in mine[: running.slots.count(None)]:
+                self._leave([ticket])
+                self._enter(seats, ticket)
+        if not any(running.slots):
+            return
+        seats.used = time.monotonic()
+        fresh = [(slot, seats.tickets[request.line], new) for slot, request, _, new in running.advance()]
+        logs = None
+        if any(ticket.top is not None for _, ticket, _ in fresh):
+            assert running.state.trace is not None
+            logs = jax.device_get(best(running.state.trace, running.state.out))
+        ended = {}
+        for slot, ticket, new in fresh:
+            told = [] if logs is None else tokens_of(new, [x[slot] for x in logs], ticket.top)
+            self._time(ticket, len(new))
+            why = ticket.take(new, told, running.stop_ids)
+            if why is not None:
+                ended[slot] = ticket, why
+        if ended:
+            self._end(seats, ended)
+
+    def _enter(self, seats: Seats, ticket: Ticket) -> None:
+        """A row is prefilled into a free slot; a row that fails takes nobody along."""
+        running, request = seats.running, ticket.request
+        lengths = running.shapes.bucket.lengths
+        length = next(n for n in lengths if n >= len(request.tokens))
+        before = 0 if self.store is None else self.store.reused
+        try:
+            running.admit(Wave(rows=(request,), tails=(request.tokens,), length=length))
+        except BaseException as error:
+            if not survivable(error) or any(x.is_deleted() for x in jax.tree.leaves(running.state)):
+                raise
+            return self._fail([ticket], 500, said(error))
+        ticket.reused = 0 if self.store is None else self.store.reused - before
+        seats.tickets[request.line] = ticket
+        ticket.begin(self.params)
+        self.watch.read(len(request.tokens), ticket.reused)
+
+    def _time(self, ticket: Ticket, new: int) -> None:
+        now = time.monotonic()
+        if ticket.count == 0:
+            self.watch.first(now - ticket.asked, new)
+        elif new:
+            self.watch.later((now - ticket.last) / new, new)
+        ticket.last = now
+
+    def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]]) -> None:
+        """Receipts, and free slots."""
+        running, cache = seats.running, seats.running.state.cache
+        kept, seen, model = np.asarray(held(cache)), np.asarray(cache.seen), cache.model
+        fixed = tree_bytes(cache.states) // cache.rows
+        token = model.layers * model.heads * model.cached * cache.dtype.itemsize
+        for slot, (ticket, why) in ended.items():
+            receipt = ticket.receipt(int(seen[slot]), kept[:, slot].tolist(), cache.nbytes // cache.rows, token, fixed)
+            running.slots[slot] = None
+            del seats.tickets[ticket.request.line]
+            ticket.tell(End(why=why, tokens=ticket.count, receipt=receipt))
+
+    def _score(self) -> None:
+        """One slice of the prompt that is scored."""
+        if not self.scoring:
+            return
+        ticket, slices = self.scoring[0]
+        try:
+            echo = next(slices)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            self.scoring.popleft()
+            return self._fail([ticket], 500, said(error))
+        if echo is None:
+            return
+        self.scoring.popleft()
+        ticket.tell(echo)
+        if ticket.generates:
+            with self.change:
+                self.waiting.append(ticket)
+        else:
+            ticket.tell(End(why="length", tokens=0, receipt=None))
+
+    def _scored(self, ticket: Ticket) -> Iterator[Echo | None]:
+        """None after every slice, and the prompt's log-probabilities, as `jkv.score` has them, after the last."""
+        ids = ticket.request.tokens.tolist()
+        out = [Token(id=ids[0], logprob=None)]
+        if len(ids) > 1:
+            room = self.limits.prompt
+            cache, logits = prefill(self.params, ticket.config, [ids[:1]], room=room, chunk=0)
+            yield None
+            for part in Follow(self.params, cache, logits, np.asarray([ids[1:]])):
+                here = ids[len(out) : len(out) + part.shape[1]]
+                found = jax.device_get(best(part, jnp.asarray([here], jnp.int32)))
+                out += tokens_of(here, [x[0] for x in found], ticket.top)
+                yield None
+        yield Echo(tokens=out)
+
+    # ------------------------------------------------------------------------------------------------ the maker's own
+
+    def _shapes(self, config: CacheConfig) -> Shapes:
+        limits, model = self.limits, self.params.config
+        longest = limits.prompt + limits.new
+        return Shapes(
+            config=config,
+            model=reaching(model, longest) if config.unlimited else model,
+            bucket=Bucket(lengths=limits.lengths, new=limits.new, rows=()),
+            rows=limits.rows,
+            several=1,
+            dtype=self.params.embed.dtype,
+            greedy=False,
+            penalised=True,
+            stride=STRIDE,
+            traced=True,
+        )
+
+    def _make(self, config: CacheConfig) -> Running:
+        """A batch whose programs are compiled, so that no row that runs waits for them; MemoryError if it has no
+        room."""
+        shapes = self._shapes(config)
+        state, free = jax.eval_shape(shapes.state), spare(None)
+        if tree_bytes(state) > free:
+            raise MemoryError(
+                f"a batch for the cache {config} takes {gib(tree_bytes(state))} GiB, and {gib(free)} GiB are free"
+            )
+        params, cost = replace(self.params, config=shapes.model), Cost(runs=False)
+        blank = jax.eval_shape(partial(shapes.cache, 1))
+        nobody, shape = [Settings()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        draws = jax.eval_shape(lambda: shapes.sampling(nobody, [0] * shapes.rows, stop_ids_of(params)))
+        cost.begin(run_block, params, state, draws, shape(()))
+        running = Running(self.params, shapes, Cost(), self.store)
+        for length in shapes.bucket.lengths:
+            if running.reads is not None:
+                rows, logits = running.reads.prepare(params, blank, length, cost)
+            else:
+                rows, logits = cost.begin(prefill_own, params, blank, shape((1, length)), fresh=True)
+        used = jax.ShapeDtypeStruct((1, shapes.model.vocab), bool)
+        cost.begin(admit, state, rows, logits, used, shape((1,)))
+        return running

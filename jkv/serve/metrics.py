@@ -1,0 +1,51 @@
+"""What the server counts, in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from jkv.serve.engine import Engine, Watch
+
+SOONER = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
+QUICKER = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """Counters of one server; `text` is what /metrics answers."""
+
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
+        self.answers = Counter("jkv_requests", "Answers by path and status.", ("path", "status"), registry=own)
+        self.gone = Counter("jkv_clients_gone", "Calls whose client left before the end.", registry=own)
+        self.prompt = Counter("jkv_prompt_tokens", "Prompt tokens of rows that began.", registry=own)
+        self.reused = Counter("jkv_store_tokens", "Those of them that the store had.", registry=own)
+        self.new = Counter("jkv_new_tokens", "Generated tokens.", registry=own)
+        self.first = Histogram("jkv_first_token_seconds", "To the first token.", registry=own, buckets=SOONER)
+        self.between = Histogram("jkv_token_seconds", "Between two tokens.", registry=own, buckets=QUICKER)
+        self.waiting = Gauge("jkv_rows_waiting", "Rows in the queue.", registry=own)
+        self.running = Gauge("jkv_rows_running", "Rows that run, by cache.", ("cache",), registry=own)
+
+    def watch(self) -> Watch:
+        """What an engine tells."""
+
+        def first(seconds: float, tokens: int) -> None:
+            self.new.inc(tokens)
+            self.first.observe(seconds)
+
+        def later(seconds: float, tokens: int) -> None:
+            self.new.inc(tokens)
+            self.between.observe(seconds)
+
+        def read(tokens: int, reused: int) -> None:
+            self.prompt.inc(tokens)
+            self.reused.inc(reused)
+
+        return Watch(read=read, first=first, later=later)
+
+    def text(self, engine: Engine) -> bytes:
+        """All of it now."""
+        self.waiting.set(len(engine.waiting))
+        self.running.clear()
+        for cache, rows in engine.running.items():
+            self.running.labels(cache).set(rows)
+        return generate_latest(self.registry)

@@ -1,0 +1,149 @@
+"""Rows on their way through the engine: what is asked, what is told as it comes, and the receipt at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jkv.batch.requests import Request
+from jkv.generation.api import cut, hold
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+
+TOP = 20  # alternatives of a token that logprobs can ask for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """A token with its log-probability in nats (None: nothing was before it) and the most probable ones there."""
+
+    id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What the cache kept of a row.
+
+    tokens_kept: a mean over layers and heads, and `kept` of each of them; bytes: of the row's slots, used or not, and
+    of a full cache of exactly the tokens that were seen; reused: prompt tokens that came from the store.
+    """
+
+    cache: str
+    exactness: str
+    tokens_seen: int
+    tokens_kept: float
+    bytes_kept: int
+    bytes_full: int
+    reused: int
+    kept: list[list[int]] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What a stride brought: text that is complete, and tokens if somebody asked for their log-probabilities."""
+
+    text: str
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """The prompt's tokens with their log-probabilities."""
+
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The last event of a row that was answered: why it ended, how many tokens it has."""
+
+    why: str  # "stop" or "length"
+    tokens: int
+    receipt: Receipt | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The last event of a row that was not answered, with the status of HTTP."""
+
+    status: int
+    error: str
+
+
+Event = Piece | Echo | End | Fault
+
+
+class Ticket:
+    """One row. tell(event): called by the engine's thread; top: alternatives that logprobs tell, None: no logprobs.
+
+    scores: the prompt's own log-probabilities are wanted; generates: an answer is.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        config: CacheConfig,
+        tell: Callable[[Event], None],
+        *,
+        top: int | None = None,
+        scores: bool = False,
+        generates: bool = True,
+    ) -> None:
+        self.request, self.config, self.tell = request, config, tell
+        self.top, self.scores, self.generates = top, scores, generates
+        self.gone = False  # the client is, whatever thread says so
+        self.asked = self.last = time.monotonic()
+        self.reused = 0
+        self.count, self.held, self.text = 0, "", None
+
+    def begin(self, params: Params) -> None:
+        self.text = None if params.tokenizer is None else params.tokenizer.stream()
+
+    def take(self, ids: list[int], told: list[Token], stop_ids: tuple[int, ...]) -> str | None:
+        """Tell the new tokens; why the row ends with them, None: it goes on."""
+        self.count += len(ids)
+        stop = self.request.settings.stop
+        if self.text is not None:
+            self.held += "".join(map(self.text.push, ids))
+        ends = bool(ids) and ids[-1] in stop_ids
+        why = "stop" if ends or any(s in self.held for s in stop) else None
+        if why is None and self.count >= self.request.new:
+            why = "length"
+        if why is None:
+            self.held, piece = hold(self.held, stop)
+        else:
+            rest = self.text.finish() if self.text is not None else ""
+            why = "stop" if any(s in self.held + rest for s in stop) else why
+            piece = cut(self.held + rest, stop)
+        if piece or told:
+            self.tell(Piece(text=piece, tokens=told))
+        return why
+
+    def receipt(self, seen: int, kept: list[list[int]], kept_bytes: int, token_bytes: int, fixed: int) -> Receipt:
+        """token_bytes: of a token in a full cache; fixed: of what no text changes."""
+        heads = [n for layer in kept for n in layer]
+        return Receipt(
+            cache=str(self.config),
+            exactness=self.config.exactness,
+            tokens_seen=seen,
+            tokens_kept=round(sum(heads) / len(heads), 1) if heads else float(seen),
+            bytes_kept=kept_bytes,
+            bytes_full=seen * token_bytes + fixed,
+            reused=self.reused,
+            kept=kept,
+        )
+
+
+def tokens_of(ids: Sequence[int], logs: Sequence[Any], top: int | None) -> list[Token]:
+    """Tokens with the `top` most probable ones at their places; none if nobody asks.
+
+    logs: their log-probabilities f32[n], and the most probable ones f32[n,k], i32[n,k].
+    """
+    if top is None:
+        return []
+    rows = zip(ids, *(x.tolist() for x in logs), strict=False)
+    return [Token(id=i, logprob=x, top=tuple(zip(there[:top], p[:top], strict=True))) for i, x, p, there in rows]

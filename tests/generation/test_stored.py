@@ -1,0 +1,87 @@
+"""Prompts that are read through a store end as those that are read whole: the same tokens kept, the same logits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.batch.job import Job
+from jkv.batch.work import run
+from jkv.core.cache import Cache
+from jkv.io import load as loading
+from jkv.methods import parse
+from support import commands
+from support.speaking import TINY, byte_tokenizer
+
+PARAMS = jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32)
+OTHER = jkv.models.random(TINY | dict(num_hidden_layers=1), 1, jnp.float32)
+RNG = np.random.default_rng(3)
+LONG = RNG.integers(0, 256, 250).tolist()
+SHORT, FORKED = LONG[:196], [*LONG[:140], *RNG.integers(0, 256, 80).tolist()]
+SNAP, NOTED = "snapkv(budget=48, window=8) | int4", "keydiff(budget=48)"
+
+
+def positions(cache: Cache) -> list[list[int]]:
+    tiers = [tier for layer in cache.layers for tier in layer.tiers]
+    return [np.sort(np.asarray(tier.pos)).ravel().tolist() for tier in tiers]
+
+
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("full", NOTED)]  # a compilation each
+
+
+@pytest.mark.parametrize("cache", [SNAP, *SLOW])
+def test_a_prompt_through_a_store_is_the_prompt(tmp_path: Path, cache: str):
+    """A new one, one that was there, a shorter one, whose last queries a score may need, and one that leaves it."""
+    store, short = jkv.Store(tmp_path), 128 if cache == SNAP else 192
+    for prompt, there in ((LONG, 0), (LONG, 192), (SHORT, short), (FORKED, 128)):
+        want, logits = jkv.prefill(PARAMS, cache, [prompt], room=16, chunk=0)
+        before = store.reused
+        got, same = jkv.prefill(PARAMS, cache, [prompt], room=16, chunk=0, store=store)
+        assert store.reused - before == there
+        assert positions(got) == positions(want) and got.seen.tolist() == got.prompt.tolist() == [len(prompt)]
+        np.testing.assert_allclose(same, logits, atol=1e-4)
+
+
+def test_rows_share_what_other_caches_and_rows_have_read(tmp_path: Path):
+    """Ragged rows, one of them too short for a block; what a method notes of a token is not another's."""
+    store, rows = jkv.Store(tmp_path), [LONG, FORKED, LONG[:20]]
+    want = jkv.generate(PARAMS, SNAP, rows, max_new_tokens=6)
+    jkv.prefill(PARAMS, "full", [LONG], store=store)
+    got = jkv.generate(PARAMS, SNAP, rows, max_new_tokens=6, store=store)
+    assert got.tokens == want.tokens and got.report.tokens_stored == 192 + 128 and want.report.tokens_stored is None
+    assert "store        320 of 490 prompt tokens were there" in str(got.report)
+    salted = jkv.Store(tmp_path, salt="a tenant")
+    for params, other, cache in ((PARAMS, salted, "full"), (OTHER, store, "full"), (PARAMS, store, NOTED)):
+        before = other.reused
+        jkv.prefill(params, cache, [LONG], store=other)
+        assert other.reused == before
+    files = len(list(tmp_path.iterdir()))
+    refused = jkv.prefill(PARAMS, "h2o(budget=48)", [LONG], store=store)
+    np.testing.assert_array_equal(refused[1], jkv.prefill(PARAMS, "h2o(budget=48)", [LONG])[1])
+    assert len(list(tmp_path.iterdir())) == files
+    with pytest.raises(TypeError, match="give a jkv.Store"):
+        jkv.prefill(PARAMS, "full", [LONG], store="folder")  # type: ignore[arg-type]
+
+
+def test_a_job_and_a_command_read_from_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"tokens": x, "max_new_tokens": 5}) + "\n" for x in (LONG, SHORT, FORKED)))
+    store = jkv.Store(tmp_path / "store")
+    job = Job(source=source, out=tmp_path / "out", params=PARAMS, config=parse("full"), batch=2, store=store)
+    report = run(job, lambda: False, lambda *_: None)
+    want = jkv.generate(PARAMS, "full", [LONG, SHORT, FORKED], max_new_tokens=5).tokens
+    (path,) = (tmp_path / "out").glob("rows-*.jsonl")
+    got = {x["line"]: x["tokens"] for x in map(json.loads, path.read_text().splitlines())}
+    assert [got[i] for i in (1, 2, 3)] == want and report.saved == store.reused == 192 + 128
+    params = replace(PARAMS, tokenizer=byte_tokenizer())
+    monkeypatch.setattr(loading, "load", lambda *_: params)
+    command = ("generate", "a" * 150, "--no-chat", "--cache", "full", "--max-new-tokens", 2, "--json")
+    said = [commands.call(*command, "--store", tmp_path / "store") for _ in range(2)]
+    assert [json.loads(x.stdout)["report"]["tokens_stored"] for x in said] == [0, 128]
+    commands.refused(commands.call(*command, "--store", tmp_path / "store", "--store-bytes", "much"), "bytes='much'")

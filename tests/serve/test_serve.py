@@ -1,0 +1,338 @@
+"""The server by the official client: answers of generate and score, row by row; whatever else comes is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+import uvicorn
+
+import jkv
+from jkv.batch.running import Running
+from jkv.cli.serve import read_token
+from jkv.methods import parse
+from jkv.serve.app import Access, Guard, Server
+from jkv.serve.engine import Engine, Limits
+from jkv.serve.metrics import Metrics
+from support import ggufs
+from support.speaking import TINY, byte_tokenizer
+
+PARAMS = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=byte_tokenizer())
+LIMITS = Limits(rows=4, prompt=64, new=24, caches=2, queue=40)
+SNAP = "snapkv(budget=24, window=8) | int4"
+PROMPTS = ["".join(chr(97 + (7 * i + j * j) % 26) for j in range(3 + 5 * i % 50)) for i in range(32)]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    metrics = Metrics()
+    engine = Engine(PARAMS, LIMITS, metrics.watch())
+    engine.start(engine.usable(parse("full")))
+    made = Server(engine, "tiny", ("full",), metrics, Access(body=20_000))
+    web = uvicorn.Server(uvicorn.Config(made.app, log_level="critical", ws="none", http="h11"))
+    door = socket.socket()
+    door.bind(("127.0.0.1", 0))
+    thread = threading.Thread(target=web.run, kwargs={"sockets": [door]})
+    thread.start()
+    while not web.started:
+        time.sleep(0.01)
+    yield SimpleNamespace(engine=engine, metrics=metrics, port=door.getsockname()[1])
+    web.should_exit = True
+    thread.join()
+    assert not engine.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    where = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=where, api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def send(server: Any, path: str, body: Any, method: str = "POST", **headers: str) -> tuple[int, Any]:
+    """Status and answer of a raw call; a body that is no bytes goes as JSON."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    line.request(method, path, raw, {"Content-Type": "application/json"} | headers)
+    answer = line.getresponse()
+    found = answer.status, answer.read()
+    line.close()
+    return found
+
+
+def settled(check: Any, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[str]]:
+    """The text of each prompt, drawn by its number."""
+    draws: Any = dict(max_new_tokens=24, temperature=0.7, seed=range(32))
+    return {cache: jkv.generate(PARAMS, cache, PROMPTS, **draws).text for cache in ("full", SNAP)}
+
+
+def test_answers_are_those_of_generate_by_any_cache(client: openai.OpenAI, alone: Any):
+    assert [x.id for x in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").owned_by == "jkv"
+    i, prompt = 9, PROMPTS[9]
+    for cache in ("full", SNAP):
+        asked: Any = dict(max_tokens=24, temperature=0.7, seed=i, extra_body={"cache": cache})
+        got = client.completions.create(model="tiny", prompt=prompt, **asked)
+        assert (got.choices[0].text, got.choices[0].finish_reason) == (alone[cache][i], "length")
+        assert got.usage.total_tokens == got.usage.prompt_tokens + 24 == len(prompt) + 24
+        receipt = got.choices[0].receipt
+        assert receipt["cache"] == cache and receipt["tokens_seen"] == len(prompt) + 24
+        assert receipt["tokens_kept"] == np.mean(receipt["kept"]) and len(receipt["kept"]) == 1
+        assert (receipt["tokens_kept"] == len(prompt) + 24) == (cache == "full")
+        token = 2 * 2 * 16 * 4  # keys and values of two heads of 16 floats
+        assert receipt["bytes_full"] == (len(prompt) + 24) * token * PARAMS.config.layers
+
+
+def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
+    asked: Any = dict(model="tiny", messages=HELLO, max_tokens=22, temperature=0, stop=["zz"])
+    whole = client.chat.completions.create(**asked, n=2)
+    text = whole.choices[0].message.content
+    assert text == whole.choices[1].message.content and len({x.index for x in whole.choices}) == 2
+    prompt = PARAMS.tokenizer.chat(HELLO)
+    assert text == jkv.generate(PARAMS, "full", prompt, max_new_tokens=22).text
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(x.choices[0].delta.content or "" for x in chunks[:-1]) == text
+    assert len(chunks) > 5 and chunks[0].choices[0].delta.role == "assistant"
+    assert [x.choices[0].finish_reason for x in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update=dict(completion_tokens=22, total_tokens=22 + len(prompt), prompt_tokens=len(prompt))
+    )
+    stop = text[6:8]
+    cut = client.chat.completions.create(**asked | dict(stop=stop))
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_log_probabilities_are_those_of_score(client: openai.OpenAI):
+    prompt = "abcdefgh"
+    said = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0, logprobs=3, echo=True)
+    found = said.choices[0].logprobs
+    ids = [*prompt.encode(), *PARAMS.tokenizer.encode(said.choices[0].text.removeprefix(prompt))]
+    assert said.choices[0].text.startswith(prompt) and len(found.tokens) == 12 and found.token_logprobs[0] is None
+    ids = PARAMS.tokenizer.encode(prompt)
+    scored = jkv.score(PARAMS, "full", ids[:1], ids[1:])
+    assert found.token_logprobs[1:8] == pytest.approx(scored.logprobs, abs=1e-4)
+    new = jkv.generate(PARAMS, "full", ids, max_new_tokens=4).tokens
+    answered = jkv.score(PARAMS, "full", ids, new)
+    assert found.token_logprobs[8:] == pytest.approx(answered.logprobs, abs=1e-4) and answered.greedy
+    for token, own, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[8:]:
+        assert top[token] == own == max(top.values()) and 1 <= len(top) <= 3
+    chat = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
+    )
+    for token in chat.choices[0].logprobs.content:
+        assert token.logprob == token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+    alone = client.completions.create(model="tiny", prompt=[ids[:3], ids], max_tokens=0, logprobs=0, echo=True)
+    assert [x.text for x in alone.choices] == ["abc", prompt] and alone.usage.completion_tokens == 0
+    assert alone.choices[1].logprobs.token_logprobs[1:] == pytest.approx(scored.logprobs, abs=1e-4)
+
+
+def test_many_clients_at_once_lose_nothing(client: openai.OpenAI, server: Any, alone: Any):
+    """Rows come and go at different lengths, through two caches, and each has the text that it gets alone."""
+    caches = ["full", SNAP]
+    before = server.metrics.new._value.get()
+
+    def ask(i: int) -> tuple[str, int]:
+        pieces = client.completions.create(
+            model="tiny",
+            prompt=PROMPTS[i],
+            max_tokens=24,
+            temperature=0.7,
+            seed=i,
+            stream=True,
+            extra_body={"cache": caches[i % 2]},
+        )
+        chunks = [x.choices[0] for x in pieces]
+        return "".join(x.text for x in chunks), sum(x.finish_reason == "length" for x in chunks)
+
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(ask, range(32)))
+    assert found == [(alone[caches[i % 2]][i], 1) for i in range(32)]
+    assert server.metrics.new._value.get() - before == 32 * 24
+    assert set(server.engine.running.values()) == {0} and not server.engine.waiting
+
+
+# ------------------------------------------------------------------------------------------------------- what is not
+
+
+CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
+BAD_TEXTS: list[Any] = [
+    b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b'{"prompt": "a", "prompt": "b"}', b'{"prompt": NaN}',
+    b"[" * 10_000, b'{"prompt": "a", "cache": "' + b"(" * 900 + b'"}',
+    {}, {"prompt": None}, {"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [1, "a"]}, {"prompt": [1.5]},
+    {"prompt": [-1]}, {"prompt": [256]}, {"prompt": [1 << 70]}, {"prompt": {"a": 1}}, {"prompt": True}, {"prompt": 5},
+    {"prompt": "a" * 65}, {"prompt": "a" * 15_000}, {"prompt": ["a"] * 41}, {"prompt": "\ud800"},
+] + [
+    {"prompt": "a"} | x
+    for x in [
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 25}, {"max_tokens": "3"}, {"max_tokens": 1e3},
+        {"max_tokens": True}, {"max_tokens": 1 << 80}, {"temperature": -1}, {"temperature": "hot"},
+        {"temperature": 1e99}, {"top_p": 0}, {"top_p": 2}, {"top_k": -1}, {"min_p": 1}, {"seed": -1}, {"seed": 1.5},
+        {"repetition_penalty": 0}, {"n": 0}, {"n": 41}, {"n": "2"}, {"best_of": 2}, {"logprobs": 6},
+        {"logprobs": True}, {"top_logprobs": 2}, {"echo": "yes"}, {"stream": 1}, {"stream_options": {"a": True}},
+        {"stream": True, "stream_options": {"include": True}}, {"stop": 3}, {"stop": [""]}, {"stop": [1]},
+        {"suffix": "b"}, {"presence_penalty": 0.5}, {"frequency_penalty": 1}, {"logit_bias": {"1": 2}},
+        {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}, {"temprature": 1},
+        {"cache": "snapkw(budget=3)"}, {"cache": "snapkv(budget=-3)"}, {"cache": 3}, {"cache": "full" * 300},
+        {"cache": "trimkv(budget=9, gate='/etc')"}, {"cache": "__import__('os')"}, {"cache": ""},
+        {"max_tokens": 3, "max_completion_tokens": 4},
+    ]
+]  # fmt: skip
+BAD_CHATS: list[Any] = [
+    {}, {"messages": None}, {"messages": []}, {"messages": "hi"}, {"messages": [3]}, {"messages": [{"role": "user"}]},
+    {"messages": [{"content": "a"}]}, {"messages": [{"role": "user", "content": 3}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"messages": HELLO, "echo": True},
+    {"messages": HELLO, "prompt": "a"}, {"messages": HELLO, "logprobs": 2}, {"messages": HELLO, "top_logprobs": 2},
+    {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, {"messages": HELLO, "functions": []},
+]  # fmt: skip
+ELSEWHERE: list[tuple[int, str, str, dict[str, str]]] = [
+    (404, "GET", "/v1/nothing", {}), (405, "GET", TEXTS, {}), (405, "DELETE", "/health", {}),
+    (404, "GET", "/v1/models/other", {}), (415, "POST", TEXTS, {"Content-Type": "text/plain"}),
+    (403, "GET", "/v1/models", {"Host": "stranger.example"}), (413, "POST", TEXTS, {"X": "big"}),
+]  # fmt: skip
+
+
+def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.OpenAI, server: Any):
+    for path, bodies in ((TEXTS, BAD_TEXTS), (CHATS, BAD_CHATS)):
+        for body in bodies:
+            status, said = send(server, path, body)
+            assert status == 400 and json.loads(said)["error"]["message"], (str(body)[:80], status, said)
+    for status, method, path, headers in ELSEWHERE:
+        got, said = send(server, path, b"x" * 20_001 if "X" in headers else b"", method, **headers)
+        assert got == status and json.loads(said)["error"]["message"], (path, got, said)
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not here"):
+        client.completions.create(model="gpt", prompt="a")
+    with socket.create_connection(("127.0.0.1", server.port)) as line:
+        line.sendall(b"NONSENSE\r\n\r\n")
+        assert line.recv(100).startswith(b"HTTP/1.1 400")
+    assert send(server, "/health", b"", "GET")[0] == 200 and set(server.engine.running.values()) == {0}
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].finish_reason == "length"
+    assert not any('status="5' in x for x in server.metrics.text(server.engine).decode().splitlines())
+
+
+def test_a_client_that_goes_frees_its_row_and_a_full_queue_says_when_to_come_again(
+    client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
+):
+    advance = Running.advance
+
+    def slowly(self: Running) -> Any:
+        time.sleep(0.05)
+        return advance(self)
+
+    monkeypatch.setattr(Running, "advance", slowly)
+    gone = server.metrics.gone._value.get()
+    ask = dict(model="tiny", prompt="a", max_tokens=24, n=4, stream=True)
+    for streams in (True, False):
+        with socket.create_connection(("127.0.0.1", server.port)) as line:
+            raw = json.dumps(ask | {"stream": streams}).encode()
+            head = f"POST {TEXTS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            line.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+            settled(lambda: server.engine.running["full"] == 4)
+        settled(lambda: server.engine.running["full"] == 0)
+        gone += 1
+        settled(lambda: server.metrics.gone._value.get() == gone)  # noqa: B023
+    with ThreadPoolExecutor(1) as pool:
+        many = pool.submit(client.completions.create, model="tiny", prompt=["b"] * 40, max_tokens=8)
+        settled(lambda: len(server.engine.waiting) > 20)
+        with pytest.raises(openai.RateLimitError) as full:
+            client.completions.create(model="tiny", prompt=["c"] * 30)
+        assert full.value.response.headers["retry-after"] == "2"
+        assert len(many.result().choices) == 40
+
+
+def test_a_batch_that_fails_takes_its_rows_and_no_others(
+    client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Its rows get status 500, and the next ones a new batch."""
+
+    def fails(self: Running) -> Any:
+        raise RuntimeError("the device is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Running, "advance", fails)
+        with pytest.raises(openai.InternalServerError, match="on fire"):
+            client.completions.create(model="tiny", prompt="a")
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_only_who_bears_the_token_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def inside(scope: Any, receive: Any, send: Any) -> None:
+        scope["endpoint"] = inside
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    def status(path: str, access: Access, **headers: str) -> int:
+        seen: list[int] = []
+
+        async def note(message: Any) -> None:
+            seen.append(message.get("status", 0))
+
+        raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+        scope = {"type": "http", "path": path, "headers": raw, "method": "GET"}
+        asyncio.run(Guard(inside, access, Metrics())(scope, None, note))  # type: ignore[arg-type]
+        return seen[0]
+
+    token = Access(token="open-sesame")
+    assert status("/v1/models", token, authorization="Bearer open-sesame", host="any.example") == 200
+    assert [status("/metrics", token, authorization=x) for x in ("", "Bearer open", "open-sesame", "Basic x")] == [
+        401
+    ] * 4
+    assert status("/v1/models", token, authorization="Bearer sésame") == 401
+    assert status("/health", token) == 200
+    assert [status("/", Access(), host=x) for x in ("localhost:80", "[::1]:80", "evil.example")] == [200, 200, 403]
+    (tmp_path / "token").write_text("open-sesame\n")
+    monkeypatch.setenv("JKV_TOKEN", "of-the-environment")
+    assert (read_token(tmp_path / "token"), read_token(None)) == ("open-sesame", "of-the-environment")
+    (tmp_path / "short").write_text("abc")
+    with pytest.raises(ValueError, match="8 or more"):
+        read_token(tmp_path / "short")
+
+
+@pytest.mark.slow
+def test_a_process_answers_what_has_begun_after_sigterm(tmp_path: Path):
+    model = ggufs.tiny(tmp_path / "m.gguf")
+    command = [sys.executable, "-m", "jkv.cli", "serve", "--model", str(model), "--name", "m", "--port", "0"]
+    command += ["--prompt-tokens-limit", "64", "--new-tokens-limit", "60", "--rows", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as child:
+        assert child.stderr is not None
+        line = next(x for x in child.stderr if "jkv serves m: " in x)
+        where = line.split(": ", 1)[1].strip()
+        client = openai.OpenAI(base_url=where, api_key="none", timeout=60)
+        stream = client.completions.create(model="m", prompt="hello", max_tokens=60, stream=True, n=2, temperature=1)
+        chunks = [next(stream)]
+        child.send_signal(signal.SIGTERM)
+        chunks += list(stream)
+        assert sum(x.choices[0].finish_reason is not None for x in chunks) == 2
+        assert child.wait(30) == 0
+        with pytest.raises(openai.APIConnectionError):
+            client.with_options(max_retries=0).models.list()
+    for wrong, why in ((["--host", "0.0.0.0"], "needs a token"), (["--cache", "snapkw"], "did you mean 'snapkv'")):
+        done = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and why in done.stderr and done.stderr.count("\n") == 1

@@ -117,7 +117,7 @@ class Reader:
         """A row of its own: those of one prompt draw from seeds one after the other."""
         seed = row.settings.seed
         seed = secrets.randbits(32) if seed is None else (seed + i) % (1 << 32)
-        return replace(row, line=self.engine.line(), settings=replace(row.settings, seed=seed))
+        return replace(row, line=self.engine.line(), settings=replace(row.settings, seed=seed, n=1))
 
     def _text(self, row: Request) -> str:
         return self.engine.params.tokenizer.decode(row.tokens)

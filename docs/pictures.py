@@ -1,4 +1,4 @@
-"""Draws docs/layer.svg, docs/flush.svg and, from results/, docs/quality.svg. Run it: python docs/pictures.py"""
+"""Draws the .svg of docs/, two of them from results/. Run it: python docs/pictures.py"""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ EXACT, MID, PALE, EMPTY = "#2b6cb0", "#8ab8e3", "#d6e6f5", "#ffffff"  # fewer bi
 READ, READ_SOFT = "#d9730d", "#fce5cf"  # queries, and what they read
 CARD = "#f3f5f7"
 Place = tuple[float, float]
+Box = tuple[float, float, float, float]
 
 
 class Canvas:
@@ -274,7 +275,88 @@ def quality() -> str:
     return c.svg()
 
 
-PICTURES = {"layer": layer, "flush": flush, "quality": quality}
+# A panel: its file, the metric, a file of the same task with more caches, what it says, the scale's marks
+PANELS: list[tuple[str, str, str, str, tuple[float, ...]]] = [
+    ("prose", "kl", "", "KL on prose, 2,048 tokens", (0.003, 0.01, 0.03, 0.1, 0.3)),
+    ("code", "kl", "", "KL on code, 2,048 tokens", (0.003, 0.01, 0.03, 0.1, 0.3)),
+    ("later", "score", "multiturn", "later questions answered, 1,024 tokens", (0, 0.25, 0.5, 0.75, 1)),
+    ("needles", "score", "ruler", "needles given back, 1,024 tokens", (0, 0.25, 0.5, 0.75, 1)),
+]
+SHARES = (2.5, 5, 10, 20, 40)
+
+
+def compositions() -> str:
+    """Quality against bytes of codes, of evictions, and of both together, on four tasks; the frontiers named."""
+    c = Canvas(960, 720, "Quality against bytes: codes, evictions, and both together")
+    for i, panel in enumerate(PANELS):
+        _panel(c, 56 + 470 * (i % 2), 40 + 330 * (i // 2), *panel)
+    for x, fill, name in ((250, READ, "both"), (350, EXACT, "codes alone"), (500, "#c5cdd6", "all other caches")):
+        c.dot(x, 700, 4.5, fill)
+        c.text(x + 10, 705, name, 13)
+    c.text(56, 705, "bytes, of a full cache's;", 13, fill=SOFT)
+    return c.svg()
+
+
+def _panel(c: Canvas, left: float, top: float, name: str, metric: str, more: str, title: str, marks: Any) -> None:
+    width, height, low = 410, 260, metric == "kl"
+    files = [ROOT / "results" / "compositions" / f"{name}.json", *([ROOT / "results" / f"{more}.json"] if more else [])]
+    rows = [("" if n else "own", json.loads(f.read_text())["rows"]) for n, f in enumerate(files)]
+    ours = {r["cache"] for r in rows[0][1]}
+    every: dict[str, list[tuple[float, float]]] = {}
+    for own, some in rows:
+        for r in some:
+            if own or r["cache"] not in ours:
+                every.setdefault(r["cache"], []).append((100 * r["bytes"] / r["bytes_full"], r[metric]))
+    means = {cache: [sum(x) / len(x) for x in zip(*found, strict=True)] for cache, found in every.items()}
+    shown = {cache: x for cache, x in means.items() if x[0] <= SHARES[-1]}
+
+    def at(share: float, value: float) -> Place:
+        bottom, most = (log10(marks[0]), log10(marks[-1])) if low else (0.0, 1.0)
+        y = (min(max(log10(value), bottom), most) - bottom) / (most - bottom) if low else value
+        return (
+            left + width * (log10(share) - log10(SHARES[0])) / (log10(SHARES[-1]) - log10(SHARES[0])),
+            top + height * (1 - y),
+        )
+
+    c.text(left, top - 14, title, 15, bold=True)
+    for mark in marks:
+        y = at(10, mark)[1]
+        c.line((left, y), (left + width, y), stroke="#e4e7eb", width=1)
+        c.text(left - 6, y + 5, f"{mark:g}", 13, "end", SOFT)
+    for share in SHARES:
+        c.text(at(share, marks[0])[0], top + height + 20, f"{share:g}%", 13, "middle", SOFT)
+    both = {x for x in shown if x in ours and "|" in x}
+    for cache, (share, value) in sorted(shown.items(), key=lambda x: (x[0] in ours, x[0] in both)):
+        fill = READ if cache in both else EXACT if cache in ours else "#c5cdd6"
+        c.dot(*at(share, value), 4.5 if cache in ours else 3, fill)
+    front = {
+        (x, y): name for x, y, name in pareto([(*shown[x], x) for x in shown], lambda p: (p[0], p[1] if low else -p[1]))
+    }
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in (at(*place) for place in shown.values())]
+    for place, cache in front.items():
+        _beside(c, at(*place), cache.replace("(rotate=True)", ""), taken, left, left + width)
+
+
+def _beside(c: Canvas, place: Place, name: str, taken: list[Box], left: float, right: float) -> None:
+    """A name beside its dot, where it hides no other dot or name, if there is such a place."""
+    (x, y), wide = place, 6.1 * len(name)
+    boxes = [(x + 8, 0), (x + 6, 12), (x + 6, -12), (x - wide / 2, 14), (x - wide / 2, -14), (x - wide - 8, 0)]
+    boxes += [(x + 8, dy) for dy in range(26, 120, 13)]  # with a line to its dot
+    free = [
+        (at, dy)
+        for at, dy in boxes
+        if left < at
+        and at + wide < right + 20
+        and all(at > b[2] or at + wide < b[0] or y + dy - 7 > b[3] or y + dy + 7 < b[1] for b in taken)
+    ]
+    at, dy = (free or boxes)[0]
+    taken.append((at, y + dy - 7, at + wide, y + dy + 7))
+    if dy > 14:
+        c.line((x, y + 6), (x, y + dy), (at - 2, y + dy), stroke=LINE, width=1)
+    c.text(at, y + dy + 4, name, 12)
+
+
+PICTURES = {"layer": layer, "flush": flush, "quality": quality, "compositions": compositions}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,52 @@ def codecs() -> list[str]:
             f"{row['ppl']:.2f}",
         )
         for name, row in sorted(rows.items(), key=lambda x: -sum(x[1]["bits"]))
+    ]
+
+
+def compositions() -> list[str]:
+    """Codes, and evictions with codes, on four tasks: the most bytes first, and - for what was not measured."""
+    tasks = ("prose", "code", "later", "needles")
+    found: dict[str, dict[str, Rows]] = {}
+    for task in tasks:
+        for row in results(f"compositions/{task}"):
+            found.setdefault(row["cache"], {}).setdefault(task, []).append(row)
+
+    def kl(rows: Rows) -> str:
+        (row,) = rows
+        return f"{row['kl']:.2g} ({min(row['kl_by_text']):.2g} to {max(row['kl_by_text']):.2g})"
+
+    def share(rows: Rows) -> str:
+        return f"{sum(row['score'] for row in rows) / len(rows):.2f}"
+
+    def size(rows: dict[str, Rows]) -> float:
+        return rows["prose"][0]["bytes"] / rows["prose"][0]["bytes_full"]
+
+    shown = {name: rows for name, rows in found.items() if "prose" in rows and name != "full"}
+    return [
+        line(
+            code(name),
+            f"{size(rows):.1%}",
+            *((kl if task in tasks[:2] else share)(rows[task]) if task in rows else "-" for task in tasks),
+        )
+        for name, rows in sorted(shown.items(), key=lambda x: -size(x[1]))
+    ]
+
+
+def after() -> list[str]:
+    """Perplexity after 2,048 tokens of what keeps every token, and what its KL promises of it."""
+    kinds = [{row["cache"]: row for row in results(f"compositions/{task}")} for task in ("prose", "code")]
+
+    def cells(rows: dict[str, dict[str, Any]], name: str) -> list[str]:
+        if name not in rows:
+            return ["-", "-", "-"]
+        row, full = rows[name], rows["full"]
+        return [f"{row['ppl']:.2f}", f"{row['ppl'] / full['ppl'] - 1:+.1%}", f"{exp(row['kl']) - 1:+.1%}"]
+
+    named = [name for name, row in kinds[0].items() if row["kept"] == 1]
+    return [
+        line(code(name), f"{kinds[0][name]['bits'][0]:.3g}", *(x for rows in kinds for x in cells(rows, name)))
+        for name in sorted(named, key=lambda name: -kinds[0][name]["bits"][0])
     ]
 
 
@@ -319,6 +366,8 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("", "half of the tokens", "a quarter", "an eighth"): needles,
         head("", *SIZES): later,
         head("codec", "bits, keys / values", "KL", "of int4's, by text", "perplexity"): codecs,
+        head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
+        head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
     },
     "docs/speed.md": {

@@ -344,7 +344,7 @@ def recommend(
     model: Annotated[str, typer.Option(help="The model, as given to jkv eval.")] = "smollm2-135m",
     context: Annotated[int, typer.Option(min=1, help="Tokens that the cache must remember.")] = 8192,
     memory: Annotated[str, typer.Option(help="Memory for the cache of one row, such as 4GiB.")] = "4GiB",
-    results: Annotated[list[str] | None, typer.Option(help="Files of jkv eval. Default: results/*.json")] = None,
+    results: Annotated[list[str] | None, typer.Option(help="Files of jkv eval. Default: results/**/*.json")] = None,
 ) -> None:
     """The caches with the best measured quality for their bytes that fit into the memory, and the evidence."""
     from jkv import models
@@ -355,5 +355,5 @@ def recommend(
     limit = read_bytes(memory)
     c = models.read_config(config_of(model))
     numbers = context * c.layers * c.heads * c.cached
-    patterns = [*(results or ()), *(files or ())] or ["results/*.json"]
+    patterns = [*(results or ()), *(files or ())] or ["results/**/*.json"]
     console.show(choosing.table(choosing.best(patterns, model, numbers, limit), context))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jkv.core import codes
 from jkv.core.cache import LayerCache, Queries, Tier, Window
@@ -14,21 +15,23 @@ from jkv.models import ModelConfig
 from jkv.protocols import Code, Codec
 
 
-def empty_code(codec: Codec, lender: int, rows: int, heads: int, slots: int, dim: int, dtype: Any) -> Code:
-    """Code of dead slots; of no arrays where a layer that many below has it."""
-    if lender and codec.layers > 1:
-        return Code(slots=())
-    form = jax.eval_shape(codes.encode, codec, jax.ShapeDtypeStruct((rows, heads, slots, dim), dtype))
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form)
+def empty_side(
+    codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any, together: int = 1, lender: int = 0
+) -> tuple[Code, Codec | None]:
+    """Code of dead slots, and the codec of rows that taught it nothing, or None: it learns nothing.
 
-
-def empty_taught(codec: Codec, tier: TierConfig, rows: int, heads: int, dim: int, dtype: Any) -> Codec | None:
-    """The codec with the arrays of rows that have taught it nothing, or None: it learns nothing."""
-    layers = tier.together if codec.layers > 1 else 1
-    n = rows, layers * heads, codec.grain
+    together, lender: as of a `TierConfig`; the code has no arrays where a lower layer has it.
+    """
+    layers = together if codec.layers > 1 else 1
+    n = rows, layers * heads, slots
     x, live = jax.ShapeDtypeStruct((*n, dim), dtype), jax.ShapeDtypeStruct(n, bool)
-    found = jax.eval_shape(lambda x, live: codes.taught(codec, layers, tier.lender, x, live)[1], x, live)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
+
+    def made(x: Array, live: Array) -> tuple[Code, Codec | None]:
+        every, own = codes.taught(codec, layers, lender, x, live)
+        return codes.encode(every or codec, x), own
+
+    code, own = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(made, x, live))
+    return Code(slots=()) if lender and codec.layers > 1 else code, own
 
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
@@ -40,19 +43,17 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         unit = jax.eval_shape(tier.select.summarize, jax.ShapeDtypeStruct((tier.select.unit, dim), jnp.float32))
         shape = (rows, heads, c // tier.select.unit)
         summary = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), unit)
-    k, v = (
-        empty_taught(tier.k, tier, rows, heads, dim, dtype),
-        empty_taught(tier.v, tier, rows, heads, model.value_dim, dtype),
-    )
+    k, own_k = empty_side(tier.k, rows, heads, c, dim, dtype, tier.together, tier.lender)
+    v, own_v = empty_side(tier.v, rows, heads, c, model.value_dim, dtype, tier.together, tier.lender)
     return Tier(
-        k=empty_code(k or tier.k, tier.lender, rows, heads, c, dim, dtype),
-        v=empty_code(v or tier.v, tier.lender, rows, heads, c, model.value_dim, dtype),
+        k=k,
+        v=v,
         pos=jnp.full((rows, hs, c), -1, jnp.int32),
         columns={name: jnp.zeros((rows, heads, c), jnp.float32) for name in plan.columns},
         at=jnp.zeros((rows, hs, c), jnp.int32) if tier.rope == "rank" else None,
         head=None if plan.pooled is None else jnp.zeros((rows, 1, c), jnp.uint8),
         summary=summary,
-        taught=(k, v),
+        taught=(own_k, own_v),
     )
 
 

@@ -317,9 +317,9 @@ def _admit(
         at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     if group and config.k.layers > 1:
-        k = jnp.concatenate([take(x, token) for x, _ in group], 1)
+        k = _of_layers([take(x, token) for x, _ in group])
     if group and config.v.layers > 1:
-        v = jnp.concatenate([take(x, token) for _, x in group], 1)
+        v = _of_layers([take(x, token) for _, x in group])
     if config.pre_rope:
         k = rope.rotate(k, pos, inverse=True)
     taught, (k, v) = _encoded(config, k, v, place < config.capacity)
@@ -333,6 +333,12 @@ def _admit(
         summary=summary,
         taught=taught,
     )
+
+
+def _of_layers(each: list[Array]) -> Array:
+    """[B,H,n,D] of several layers -> [B,layers*H,n,D]: those of one head side by side."""
+    b, h, n, d = each[0].shape
+    return jnp.stack(each, 2).reshape(b, h * len(each), n, d)
 
 
 def _encoded(config: TierConfig, k: Array, v: Array, live: Array) -> tuple[Any, list[Code | None]]:

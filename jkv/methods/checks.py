@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -85,8 +86,8 @@ def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
             f"{config}: a codec's arrays are [layers, heads, ...], of {model.heads} kv heads, or of 1 for all of "
             "them, as heads that compete for one pool of slots (pooled) need it"
         )
-    for tier in config.tiers:
-        keys, values = (codec.for_layer(model, 0) for codec in config.codecs(tier))
+    for tier, layer in product(config.tiers, range(model.layers)):
+        keys, values = (codec.for_layer(model, layer) for codec in config.codecs(tier))
         _check_together(config, model, max(keys.heads, values.heads))
         keys.check(model.head_dim * keys.heads)
         values.check(model.value_dim * values.heads)

@@ -250,7 +250,8 @@ def _tier(
     k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), own)
     k, v = k.for_layer(model, i), v.for_layer(model, i)
     group = max(k.layers, v.layers)
-    alike = not jax.tree.leaves((k, v)) and jax.tree.structure(k) == jax.tree.structure(v)
+    made = k.taught or bool(jax.tree.leaves((k, v)))
+    alike = not made and jax.tree.structure(k) == jax.tree.structure(v)
     if model.latent and alike and (config.merge is None or config.merge.changes == "none"):
         v = Within(keys=k, first=model.head_dim - model.value_dim)
     return TierConfig(

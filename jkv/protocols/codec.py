@@ -90,7 +90,7 @@ class Codec:
         return self
 
     def of_layers(self, n: int) -> Codec:
-        """This codec for the heads of n layers side by side, as they are encoded."""
+        """This codec for the heads of n layers, those of one head side by side, as they are encoded."""
         return self
 
     def in_layer(self, i: int, n: int) -> Codec:

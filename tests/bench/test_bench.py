@@ -480,7 +480,7 @@ def row(cache, task, share, **found):
     return {"cache": cache, "task": task, "bytes": int(1000 * share), "bytes_full": 1000, "kept": share, **found}
 
 
-def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path):
+def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path, monkeypatch):
     ruler = [
         row("full", "ruler/vt", 1.0, score=1.0, samples=8),
         row("a", "ruler/vt", 0.5, score=0.9, samples=8),
@@ -507,6 +507,11 @@ def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path):
         assert result.exit_code == 0, result.output
         line = next(x for x in result.stdout.splitlines() if x.startswith("| a "))
         assert "ruler at 1,024" in line and "score 0.9" in line and "1.json: 8 samples" in line
+    (folder := tmp_path / "results" / "compositions").mkdir(parents=True)
+    rows_file(folder, "5.json", [row("snapkv | int4", "ruler/vt", 0.1, score=0.5, samples=8)])
+    monkeypatch.chdir(tmp_path)
+    result = call(*args)  # what lies in folders of results counts too
+    assert result.exit_code == 0 and "snapkv | int4" in result.stdout, result.output
 
 
 def test_caches_are_compared_by_the_tasks_that_both_did(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 
 from jkv.arrays.gather import put
 from jkv.core import codes as codes_of
-from jkv.core.empty import empty_code
+from jkv.core.empty import empty_side
 from jkv.methods.codecs import Affine, Dense
 from jkv.plan import cuda
 
@@ -45,7 +45,7 @@ PAGES = Shape((2, 8, 64), jnp.int32)
 
 def tiers(form, dim, slots, heads=(2, 8)):
     """Codes as they are stored, of keys and of values."""
-    return tuple(jax.eval_shape(lambda c=codec: empty_code(c, 0, *heads, slots, dim, jnp.bfloat16)) for codec in form)
+    return tuple(jax.eval_shape(lambda c=codec: empty_side(c, *heads, slots, dim, jnp.bfloat16)[0]) for codec in form)
 
 
 def linear(form, codes):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv.arrays.bits import pack, unpack
-from jkv.core.empty import empty_code
+from jkv.core.empty import empty_side
 from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Sparse, Ternary
 
 CODECS = [
@@ -134,7 +134,7 @@ def test_what_the_sparse_codec_cannot_keep_is_refused(sparsity: float, dim: int,
 
 @codecs
 def test_the_leaves_follow_the_slots(codec):
-    (empty,) = jax.tree.map(lambda x: x[0, 0], (empty_code(codec, 0, 1, 1, 16, 16, jnp.float32),))
+    (empty,) = jax.tree.map(lambda x: x[0, 0], (empty_side(codec, 1, 1, 16, 16, jnp.float32)[0],))
     full = codec.encode(jnp.zeros((16, 16)))
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(empty)] == [(x.shape, x.dtype) for x in jax.tree.leaves(full)]
     assert all(x.shape[0] == 16 for x in jax.tree.leaves(full.slots))

@@ -90,6 +90,7 @@ LATENT = Slot(k=4.0 * 8 / 2, v=4.0 * 8 / 2, lossy=True)  # a quarter of the chan
 CODED_LATENT = Slot(k=16 / 2 / 2 + 4 * 16 / 16 / 2, v=24 / 2 / 2 + 4 / 2, lossy=True)  # kivi's of 16 and 24 of 32
 SPECTRUM = Slot(k=4 * (8 + 4 + 4 + 2 + 2) / 8 / 2, v=D / 2 + 4, lossy=True)  # 5 of 8 stretches of 4 channels
 SHADOW = Slot(k=4.0 * 8 / 2, v=D / 2 + 4, lossy=True)
+ONE_FOR_TWO = Slot(*[(D / 2 + 4 + 2 * 2 + 1) / 2] * 2, lossy=True)  # a direction, its scale, two norms, which is apart
 FEWER = Slot(k=4.0 * 8, v=4.0 * 4, lossy=True)
 THIN = Slot(k=4.0 * 8, lossy=True)
 ALLOTTED = Slot(k=D / 4 + 2, v=D / 4 + 2, lossy=True)  # 2 bits on average, and the size of a token
@@ -246,6 +247,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "svdq": (Case("svdq(values=4)", slot=SPECTRUM, later=DENSE, taught=32 * 32 + 3 * 32),),
     "shadowkv": (Case("shadowkv(rank=8, pages={p}, values=4)", slot=SHADOW, later=DENSE, taught=32 * 8, index=D),),
     "xkv": (Case("xkv(layers=2)", slot=Slot(k=8.0, v=16.0, lossy=True), later=DENSE, taught=32 * (8 + 16)),),
+    "minicache": (Case("minicache(kept=4)", slot=ONE_FOR_TWO, later=DENSE, taught=2 * 2 * 4 * D),),
     "kvtc": (Case(f"kvtc(sinks=0, sensitivity={SENSITIVITY!r})", slot=ALLOTTED),),
     "kvquant": (Case(f"kvquant(sinks=0, sensitivity={SENSITIVITY!r})", slot=NONUNIFORM),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),

@@ -5,6 +5,7 @@ from jkv.methods.codecs.dense import Dense
 from jkv.methods.codecs.float8 import Float
 from jkv.methods.codecs.gear import Gear
 from jkv.methods.codecs.lowrank import LowRank
+from jkv.methods.codecs.merged import Merged
 from jkv.methods.codecs.nsn import Nsn
 from jkv.methods.codecs.polar import Polar
 from jkv.methods.codecs.prompted import OfPrompt, Stretches
@@ -21,6 +22,7 @@ __all__ = [
     "Float",
     "Gear",
     "LowRank",
+    "Merged",
     "Mixed",
     "Nsn",
     "OfPrompt",

@@ -133,10 +133,13 @@ class OfPrompt(Projected):
         return replace(self, heads=self.heads * n)
 
     def in_layer(self, i: int, n: int) -> Self:
-        dim = there(self.basis).shape[-2] // n
-        basis = there(self.basis)[..., i * dim : (i + 1) * dim, :]
-        mean = None if self.mean is None else self.mean[..., i * dim : (i + 1) * dim]
-        return replace(self, heads=self.heads // n, basis=basis, mean=mean)
+        def own(x: Array) -> Array:  # [...,gnD,W] -> [...,gD,W]
+            *rows, channels, width = x.shape
+            apart = x.reshape(*rows, self.heads // n, n, channels // self.heads, width)
+            return apart[..., i, :, :].reshape(*rows, channels // n, width)
+
+        mean = None if self.mean is None else own(self.mean[..., None])[..., 0]
+        return replace(self, heads=self.heads // n, basis=own(there(self.basis)), mean=mean)
 
     def for_layer(self, model: ModelConfig, layer: int) -> Self:
         return replace(self, heads=lowrank.together(self.heads, model.heads))

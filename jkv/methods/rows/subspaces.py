@@ -1,11 +1,11 @@
-"""Codes of several heads together, in subspaces that they share."""
+"""Codes of several heads or layers together."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.codecs import Affine, Dense, LowRank, OfPrompt, Stretches
+from jkv.methods.codecs import Affine, Dense, LowRank, Merged, OfPrompt, Stretches
 from jkv.methods.codecs.moments import Side, made
 from jkv.methods.codecs.turned import Rotated
 from jkv.methods.config import TierSpec
@@ -113,3 +113,21 @@ def xkv(*, keys: float = 0.125, values: float = 0.1875, layers: int = 4) -> Axes
     k, v = (OfPrompt(inner=Dense(), share=float(x), layers=layers, centered=False) for x in (keys, values))
     tiers = TierSpec(k=k, v=v, rope="read"), TierSpec(k=Dense(), v=Dense())
     return dict(tiers=tiers, prefill=Deferred())
+
+
+@row(
+    "2405.14366",
+    "reconstruction: a prompt is merged once it is read, what follows it stays as it is; pairs begin at an even layer; "
+    "a number of tokens stays apart in each head",
+    "5.02x smaller with 4 bits, about 5x the throughput, 41% less memory, Llama-2-7B on ShareGPT",
+)
+def minicache(*, bits: int = 4, t: float = 0.6, kept: int = 64, first: int | None = None) -> Axes:
+    """MiniCache: two layers have one direction for a token's key, and one for its value, and each layer its length.
+
+    Layers `first` and the next, and so on (None: the upper half), share spherical means that lean to the upper one by
+    `t`, in `bits`; 16 are the plain floats. The `kept` tokens of a head whose directions differ most stay as they are.
+    The prompt is held whole once.
+    """
+    inner = Dense() if bits == 16 else Affine(bits=bits, group=32)
+    codec = Merged(inner=inner, t=float(t), kept=kept, first=first)
+    return dict(tiers=(TierSpec(k=codec, v=codec), TierSpec(k=Dense(), v=Dense())), prefill=Deferred())

@@ -60,6 +60,11 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) 
             f"evenly; give a divisor to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
         )
     total = prod(sizes.values())
+    if total > 1 and model.mixers and model.mixers.rule == "delta":
+        raise ValueError(
+            f"mesh {text!r}: blocks that follow the delta rule run on one device; their prefill over several simulated "
+            "devices did not end. Leave out the mesh"
+        )
     if total > len(devices):
         raise ValueError(f"mesh {text!r}: it takes {total} devices, and there are {len(devices)}; give fewer")
     if rows % sizes[ROWS]:

@@ -228,6 +228,8 @@ def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.Op
     for status, method, path, headers in ELSEWHERE:
         got, said = send(server, path, b"x" * 20_001 if "X" in headers else b"", method, **headers)
         assert got == status and json.loads(said)["error"]["message"], (path, got, said)
+    with pytest.raises(openai.BadRequestError, match="a request cannot name folders"):  # nor learn which there are
+        client.completions.create(model="tiny", prompt="a", extra_body={"cache": "trimkv(budget=9, gate='/etc')"})
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not here"):
         client.completions.create(model="gpt", prompt="a")
     with socket.create_connection(("127.0.0.1", server.port)) as line:
@@ -241,14 +243,14 @@ def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.Op
 def test_a_client_that_goes_frees_its_row_and_a_full_queue_says_when_to_come_again(
     client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    advance = Running.advance
+    advance, delay = Running.advance, 0.2
 
     def slowly(self: Running) -> Any:
-        time.sleep(0.05)
+        time.sleep(delay)
         return advance(self)
 
     monkeypatch.setattr(Running, "advance", slowly)
-    gone = server.metrics.gone._value.get()
+    gone, new = server.metrics.gone._value.get(), server.metrics.new._value.get()
     ask = dict(model="tiny", prompt="a", max_tokens=24, n=4, stream=True)
     for streams in (True, False):
         with socket.create_connection(("127.0.0.1", server.port)) as line:
@@ -259,6 +261,8 @@ def test_a_client_that_goes_frees_its_row_and_a_full_queue_says_when_to_come_aga
         settled(lambda: server.engine.running["full"] == 0)
         gone += 1
         settled(lambda: server.metrics.gone._value.get() == gone)  # noqa: B023
+    assert server.metrics.new._value.get() - new < 2 * 4 * 24 / 2  # they had begun, and were not answered to the end
+    delay = 0.03
     with ThreadPoolExecutor(1) as pool:
         many = pool.submit(client.completions.create, model="tiny", prompt=["b"] * 40, max_tokens=8)
         settled(lambda: len(server.engine.waiting) > 20)

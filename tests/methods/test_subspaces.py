@@ -169,7 +169,9 @@ def test_a_channel_that_is_dropped_adds_its_singular_value(heads: int):
 
 
 def test_the_dead_teach_nothing():
-    x = RNG.standard_normal((1, HEADS, 90, DIM)) * 1.3 ** np.arange(DIM)
+    rng = np.random.default_rng(7)
+    apart = [np.linalg.qr(np.c_[np.ones(80), rng.standard_normal((80, DIM))])[0][:, 1:] for _ in range(HEADS)]
+    x = np.concatenate([rng.standard_normal((HEADS, 10, DIM)), np.stack(apart) * 1.3 ** np.arange(DIM)], 1)[None]
     live = np.arange(90)[None, None] >= 10
     bad, codec = np.where(live[..., None], x, np.nan), OfPrompt(inner=Stretches(bits=(4, 2)), heads=1)
     a, b = taught(codec, bad, live), taught(codec, x[:, :, 10:])

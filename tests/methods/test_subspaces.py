@@ -175,8 +175,8 @@ def test_the_dead_teach_nothing():
     live = np.arange(90)[None, None] >= 10
     bad, codec = np.where(live[..., None], x, np.nan), OfPrompt(inner=Stretches(bits=(4, 2)), heads=1)
     a, b = taught(codec, bad, live), taught(codec, x[:, :, 10:])
-    for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(abs(p), abs(q), atol=1e-3 * abs(np.asarray(q)).max())
+    for p, q in ((abs(a.basis), abs(b.basis)), (a.inner.step, b.inner.step)):  # directions have no sign
+        np.testing.assert_allclose(p, q, atol=1e-3 * np.asarray(q).max())
     nobody = taught(codec, bad, np.zeros_like(live))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(nobody))
 

@@ -9,6 +9,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+from jkv.eval.points import wilson
 from jkv.plan import tpu
 
 ROOT = Path(__file__).parent.parent
@@ -320,6 +321,18 @@ def unseen() -> list[str]:
     return lines
 
 
+def found() -> list[str]:
+    """Needles that a cache still finds, asked for after it was compressed, with intervals of 95%."""
+    lines, rows = [], {(row["cache"], row["task"]): row for row in results("heldout/needles")}
+    for cache in dict.fromkeys(cache for cache, _ in rows):
+        some = [rows[cache, f"ruler/{task}"] for task in ("niah_single_2", "niah_multikey_1")]
+        low_high = [wilson(row["score"], row["samples"]) for row in some]
+        shares = [f"{r['score']:.2f} ({a:.2f} to {b:.2f})" for r, (a, b) in zip(some, low_high, strict=True)]
+        smaller = some[0]["bytes_full"] / some[0]["bytes"]
+        lines.append(line(code(cache), f"{some[0]['kept']:.1%}".replace(".0%", "%"), f"{smaller:.2f}", *shares))
+    return lines
+
+
 def forecast() -> list[str]:
     """Attention found in so many pages, knowing everything."""
     found = json.loads((LEARNED / "smollm2-135m-attentionpredictor" / "card.json").read_text())["eval"]["recovered"]
@@ -386,6 +399,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/training.md": {
         head("at half / a quarter / an eighth of 1,024 tokens", "KL, prose", "perplexity, code", "needles"): trained,
         head("", "tokens kept", "times smaller", "Python's", "Vim's"): unseen,
+        head("", "tokens kept", "times smaller", "one key", "one of four keys"): found,
         head("pages", "4", "8", "16", "32"): forecast,
         head("tokens read of each head", "h2o", "quest", "attentionpredictor, linear", "attentionpredictor"): reading,
     },

@@ -101,6 +101,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "compresskv": {"heads": rig.FINDERS},
     "razorattention": {"heads": rig.KEEPERS},
     "trimkv": {"gate": rig.GATE},
+    "retrieval": {"gate": rig.GATE, "heads": rig.FINDERS},
     "makeeach": {"gate": rig.DEEP},
     "locret": {"gate": rig.ESTIMATES},
     "lococo": {"gate": rig.MIXTURES},

@@ -1,8 +1,10 @@
-"""Texts to train on: windows of the training side of a corpus, and questions about long synthetic contexts."""
+"""Texts to train on: windows of the training side of a corpus, questions about synthetic contexts, and look-ups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,13 @@ import numpy as np
 from jkv.eval import corpora, measure, tasks
 from jkv.eval.experiments import count
 from jkv.models import Params
+from jkv.training import lookups
 from jkv.training.losses import Batch
 
 TASKS = "tasks"  # the name of the synthetic questions
+LOOKUPS = "lookups"  # and of facts told in a text, with questions about them
+HAYS = {"pydoc": False, "stdlib": True}  # what those are told in, and whether it is code
+TURNS = 3  # questions about one text
 # RULER's tasks without prose: its prose is all of pydoc, of which a part is held back.
 ASKED = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe", "qa_1", "qa_2")
 SEEDS = 1 << 40  # those of training begin here; evaluations take small ones
@@ -22,8 +28,8 @@ SEEDS = 1 << 40  # those of training begin here; evaluations take small ones
 def texts(params: Params, names: Sequence[str], length: int, samples: int, seed: int) -> Batch:
     """`samples` texts of at most `length` tokens, as even a share as can be from each of the names.
 
-    A name is a corpus of `corpora` (its training side; a text file: all paragraphs of that side), or "tasks". Raises
-    ValueError for a model without a tokenizer, and for a corpus that is too short.
+    A name is a corpus of `corpora` (its training side; a text file: all paragraphs of that side), "tasks" or "lookups".
+    Raises ValueError for a model without a tokenizer, and for a corpus that is too short.
     """
     if length < 2 or samples < len(names) or not names or seed < 0:
         raise ValueError(
@@ -38,7 +44,7 @@ def texts(params: Params, names: Sequence[str], length: int, samples: int, seed:
     rows = [
         row
         for name, n in zip(names, shares, strict=True)
-        for row in (_asked(params, length, n, seed) if name == TASKS else _windows(params, name, length, n, seed))
+        for row in SYNTHETIC.get(name, partial(_windows, name=name))(params, length=length, samples=n, seed=seed)
     ]
     ids = np.full((samples, length), -1, np.int32)
     for i, row in enumerate(rows):
@@ -48,18 +54,18 @@ def texts(params: Params, names: Sequence[str], length: int, samples: int, seed:
 
 
 def held_back(params: Params, name: str, length: int, samples: int, seed: int) -> tuple[np.ndarray, str]:
-    """Token ids i32[samples, length] of the test side of a corpus (for "tasks": pydoc's), and what to call it.
+    """Token ids i32[samples, length] of the test side of a corpus (pydoc's for what is synthetic), and its name.
 
     Raises ValueError if it is too short.
     """
-    source = f"{'pydoc' if name == TASKS else name}:test"
+    source = f"{'pydoc' if name in SYNTHETIC else name}:test"
     try:
         return corpora.windows(params.tokenizer.encode(corpora.text(source)), length, samples, seed), source
     except ValueError as error:
         raise ValueError(f"{source}: {error}; or measure nothing, with --check 0") from None
 
 
-def _windows(params: Params, name: str, length: int, samples: int, seed: int) -> np.ndarray:
+def _windows(params: Params, length: int, samples: int, seed: int, name: str) -> np.ndarray:
     """Windows of the training side, from as many runs of it, drawn at random, as they need.
 
     A run is neighbours of some 2 * length tokens or more, in their order: a long document, or short ones, such as the
@@ -98,6 +104,42 @@ def _asked(params: Params, length: int, samples: int, seed: int) -> Iterator[lis
         name = ASKED[i % len(ASKED)]
         example = tasks.examples(name, room, 1, SEEDS + seed + i, counted)[0]
         yield params.tokenizer.encode(measure.said(params, [example]) + example.gold)[:length]
+
+
+def _looked_up(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:
+    """Facts told in prose and code of the training sides, and up to TURNS questions with their answers, as a chat."""
+    runs = {name: _runs(corpora.documents(f"{name}:train"), 4 * length) for name in HAYS}
+    for i in range(samples):
+        rng, name = np.random.default_rng((SEEDS, seed, i)), list(HAYS)[i % len(HAYS)]
+        run = runs[name][int(rng.integers(len(runs[name])))]
+        pieces = run.split("\n") if HAYS[name] else [part.strip() for part in corpora.sentences(run)]
+        first, again = int(rng.integers(max(len(pieces) // 2, 1))), int(rng.integers(1 << 62))
+        left = len(pieces) - first
+        while True:
+            drawn = np.random.default_rng(again)
+            context, facts = lookups.told(drawn, pieces[first : first + left], HAYS[name])
+            order = drawn.permutation(len(facts))[:TURNS]
+            ids = params.tokenizer.encode(_conversation(params, context, [facts[j] for j in order]))
+            if len(ids) <= length or left == 0:
+                break
+            left = min(left - 1, int(left * 0.98 * length / len(ids)))  # the same facts, among fewer sentences
+        yield ids[:length]
+
+
+def _conversation(params: Params, context: str, facts: Sequence[lookups.Fact]) -> str:
+    """A text, then questions about facts in it, each with its answer."""
+    said = [(fact.asked, f"{fact.opening} {fact.answer}") for fact in facts]
+    if params.tokenizer.template is None:
+        return context + "".join(f"\n\n{question}\n{answer}" for question, answer in said)
+    turns = [
+        {"role": role, "content": text}
+        for i, (question, answer) in enumerate(said)
+        for role, text in (("user", f"{'' if i else context + chr(10) * 2}{question}"), ("assistant", answer))
+    ]
+    return params.tokenizer.chat(turns[:-1]) + turns[-1]["content"]
+
+
+SYNTHETIC: dict[str, Any] = {TASKS: _asked, LOOKUPS: _looked_up}
 
 
 class Order:

@@ -23,9 +23,10 @@ from jkv.methods.scores import delayed
 from jkv.methods.scores import gated as gated_score
 from jkv.methods.scores import learned as learned_score
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
+from jkv.methods.scores.published import Repeated
 from jkv.methods.selectors.forecast import Forecast
 from jkv.models import Params
-from jkv.training import data, delay, estimates, flags, forecast, mixtures, retention
+from jkv.training import data, delay, estimates, flags, forecast, mixtures, retention, surrogates
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.trainer import Training
@@ -169,7 +170,9 @@ def fitted(
         learned.write(run.out, arrays, card)
         print(f"learned: {run.out}\ndrawn: {folder.draw()}")
         if held is not None:
-            card["eval"] = (about or {}) | perplexities(run.params, held, caches)
+            unseen = Batch(ids=jnp.asarray(held[0]), pos=jnp.asarray(np.indices(held[0].shape, np.int32)[1]))
+            card["eval"] = (about or {}) | recipe.explained(run.params, unseen, score)
+            card["eval"] |= perplexities(run.params, held, caches)
             learned.write(run.out, arrays, card)
 
 
@@ -206,6 +209,14 @@ def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
     gate = gated_score.start(run.params.config, LOOKS, width, offset, jax.random.key(recipe.seed))
     own = f"attentiongate(keep=1.0, gate={str(run.out)!r})"
     fitted(run, recipe, gated_score.Gated(gate=gate), ("full", own), {"width": width})
+
+
+@method
+def kvzap(run: Run, *, budget: int, **chosen: Any) -> None:
+    """Surrogates of what a repetition looks at."""
+    recipe = surrogates.Recipe(**chosen, seed=run.seed)
+    gate = surrogates.start(run.params.config, recipe.width, jax.random.key(recipe.seed))
+    gated(run, recipe, Repeated(gate=gate), budget, recipe.width)
 
 
 @method

@@ -72,6 +72,10 @@ class Recipe:
         """A score that was trained, with what is known of it only then."""
         return score
 
+    def explained(self, params: Params, texts: Batch, score: Any) -> dict[str, Any]:
+        """What a card says of a trained score and texts that are held back, beside their perplexities."""
+        return {}
+
     def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
         """The loss of a batch in a step, and its parts by name; key: for what is drawn."""
         raise NotImplementedError

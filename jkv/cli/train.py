@@ -48,7 +48,9 @@ class Run:
     model: Model = MODEL
     corpus: Annotated[
         list[str] | None,
-        typer.Option(help="pydoc, stdlib, tasks, a dataset or a text file; repeatable. Default: pydoc and stdlib."),
+        typer.Option(
+            help="pydoc, stdlib, tasks, lookups, a dataset or a text file; repeatable. Default: pydoc, stdlib."
+        ),
     ] = None
     texts: Annotated[int, typer.Option(min=1, help="Texts of all corpora together.")] = 36
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 2048
@@ -156,7 +158,28 @@ class AttentionPredictor:
     every: Every = 100
 
 
-METHODS: tuple[type, ...] = (TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor)
+@dataclass(frozen=True, kw_only=True)
+class KVzap:
+    """Surrogates that foresee what a repetition of the text, and its own later queries, look at."""
+
+    start: Start = None
+    budget: Budget = 256
+    warm: Annotated[int, typer.Option(min=0, help="Passes over the tokens of all texts, layer by layer.")] = 15
+    early: Early = 2e-3
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a layer-wise step.")] = 2048
+    steps: Steps = 0
+    batch: Batch = 1
+    accumulate: Accumulate = 1
+    rate: Rate = 3e-4
+    top: Top = 64
+    every: Every = 25
+    answer: Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose loss judges the others.")] = 128
+    width: Annotated[int, typer.Option(min=0, help="Hidden units; 0: none, by ridge regression.")] = 72
+    own: Annotated[float, typer.Option(min=0, help="Weight of all attention of the text's own queries.")] = 1 / 12
+    window: Annotated[int, typer.Option(min=0, help="Age in tokens up to which their looks do not count.")] = 32
+
+
+METHODS: tuple[type, ...] = (TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap)
 
 
 def _trained(kind: Any) -> None:

@@ -40,6 +40,28 @@ def test_the_ranks_are_those_of_the_example():
     assert got.argmin() == 1 and sorted(np.argsort(-got)[:2]) == [0, 3]
 
 
+def test_a_head_that_retrieves_forgets_more_slowly():
+    config = jkv.parse(f"retrieval(budget=24, window=2, sinks=1, gate={rig.GATE!r}, heads={rig.FINDERS!r})").bound(
+        PARAMS
+    )
+    table = io.read(rig.FINDERS, "compresskv")[0]["heads"]
+    column = np.log([[0.9, 0.5, 0.8, 0.99, 0.7, 0.6]] * H).astype(np.float32)[None]
+    ev = dataclasses.replace(evidence(np.eye(6)), columns={"log_beta": jnp.asarray(column)})
+    for layer in range(L):
+        own = dataclasses.replace(config.score.score, heads=jnp.asarray(table[layer], jnp.float32))
+        want = np.arange(7, 1, -1) * column[0] * (1 - table[layer].max(-1))[:, None]
+        np.testing.assert_allclose(own.rank(ev)[0], want, rtol=1e-4, atol=1e-6)
+        kept = dataclasses.replace(config.score, score=own).rank(ev)[0]
+        assert np.isinf(kept[:, [0, 4, 5]]).all() and np.isfinite(kept[:, 1:4]).all()
+
+
+def test_without_heads_it_says_how_they_are_found():
+    with pytest.raises(ValueError, match="`jkv calibrate compresskv --model"):
+        jkv.parse(f"retrieval(budget=24, gate={rig.GATE!r})").bound(PARAMS)
+    with pytest.raises(ValueError, match="its first and newest tokens of 5"):
+        jkv.parse("retrieval(budget=5)")
+
+
 def test_stabilizers_stay_where_the_example_of_locret_lets_them():
     """Scores 5, 1, 4, 2, 3, 0 in chunks of two, three places: {0, 1}, {0, 2, 3}, and without stabilizers {0, 2, 4}."""
 

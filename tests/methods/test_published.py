@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jkv.io import learned as io
 from jkv.io import published
 from jkv.io.errors import FormatError
 from jkv.methods import parse
 from jkv.methods.checks import check
-from jkv.methods.scores.published import Repeated
+from jkv.methods.scores.published import Linear, Repeated, Surrogate
 from jkv.protocols import Born
 from support.tiny import DUO, MODEL, PARAMS, ZAP, H, L, published_zap
 
@@ -32,9 +33,7 @@ def test_a_surrogate_is_the_module_that_it_was(hidden: int | None, tmp_path):
             y = y @ own["0.weight"].T + own["0.bias"]
             y, last = y * 0.5 * (1 + np.vectorize(math.erf)(y / math.sqrt(2))), "2."
         want = (y @ own[f"{last}weight"].T + own[f"{last}bias"]).transpose(0, 2, 1)
-        one = type(score)(
-            gate=type(score.known)(**{n: a[layer] for n, a in vars(score.known).items() if a is not None})
-        )
+        one = type(score)(gate=type(score.weights)(**{n: a[layer] for n, a in vars(score.weights).items()}))
         k = jnp.zeros((2, H, 5, 4))
         new = Born(x=jnp.asarray(x, jnp.float32), k=k, v=k, pos=jnp.zeros((2, 5), jnp.int32), out=jnp.eye(4))
         np.testing.assert_allclose(one.birth(new)["repeated"], want, rtol=1e-4, atol=1e-5)
@@ -49,10 +48,25 @@ def test_heads_are_read_with_their_numbers():
     np.testing.assert_array_equal(config.score.score.heads, [[0, 1], [1, 1]])
 
 
-@pytest.mark.parametrize("name", ["kvzap(budget=24)", "duoattention"])
-def test_without_a_folder_they_say_what_to_give(name: str):
+def test_without_a_folder_they_say_what_to_give():
     with pytest.raises(ValueError, match="='FOLDER'"):
-        parse(name).bound(PARAMS)
+        parse("duoattention").bound(PARAMS)
+    with pytest.raises(ValueError, match="`jkv train kvzap --model"):
+        parse("kvzap(budget=24)").bound(PARAMS)
+
+
+@pytest.mark.parametrize("kind", [Linear, Surrogate])
+def test_surrogates_that_were_trained_here_are_read_too(kind: type, tmp_path):
+    rng, sizes = np.random.default_rng(1), {"L": L, "H": H, "E": MODEL.width, "W": 8}
+    arrays = {name: rng.normal(0, 1, [sizes[a] for a in axes]) for name, axes in kind.axes.items()}
+    io.write(tmp_path, arrays, {"method": "kvzap", "model": io.identities(PARAMS)})
+    score = parse(f"kvzap(budget=24, gate={str(tmp_path)!r})").bound(PARAMS).score.score
+    assert isinstance(score.weights, kind) and score.models == tuple(io.identities(PARAMS))
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(getattr(score.weights, name), x.astype(np.float16))
+    (tmp_path / "card.json").write_text("{}")
+    with pytest.raises(FormatError, match="describes None"):
+        parse(f"kvzap(budget=24, gate={str(tmp_path)!r})")
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -293,6 +293,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "dapq": (Case("dapq(budget={b}, tokens=16)"),),
     "kvzip": (Case("kvzip(budget={b}, piece=48, step={b})"),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})"),),
+    "retrieval": (Case(f"retrieval(budget={{b}}, window=8, step={{b}}, gate={GATE!r}, heads={FINDERS!r})"),),
     "makeeach": (Case(f"makeeach(budget={{b}}, gate={DEEP!r}, step={{b}})"),),
     "locret": (Case(f"locret(budget={{b}}, gate={ESTIMATES!r}, local=8)", ranked=92),),
     "lococo": (Case(f"lococo(budget={{b}}, gate={MIXTURES!r})"),),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.eval import corpora, tasks
-from jkv.training import data
+from jkv.eval import corpora, shared, tasks
+from jkv.training import data, lookups
 from support.commands import tokenizer
 
 PARAMS = replace(models.random(dict(models.TINY, vocab_size=256, max_position_embeddings=2048)), tokenizer=tokenizer())
@@ -69,6 +69,33 @@ def test_tasks_have_their_answers_and_are_not_those_of_an_evaluation():
         assert own.gold in text(made, row)[-len(own.gold) - 80 :]
         assert own.prompt != tasks.examples(data.ASKED[row], 1800 - 64, 1, row, counted)[0].prompt
     assert all("prose" not in tasks.TASKS[name].about for name in data.ASKED)  # that is of the manual, held back or not
+
+
+def grams(text, n):
+    words = re.findall(r"[a-z]+|[^\sa-z]", text.lower())
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+def test_look_ups_are_worded_as_no_task_is():
+    said = [f"{x.told}\n{x.asked}\n{x.opening}" for x in lookups.every(np.random.default_rng(0), 20)]
+    own = set().union(*(grams(line, 4) for text in said for line in text.split("\n")))
+    counted = lambda text: len(text) // 4  # noqa: E731
+    measured = [tasks.examples(name, 700, 2, 0, counted) for name in tasks.TASKS]
+    measured += [
+        [x for one in shared.sessions(name, 900, 1, 0, counted) for x in one.turns] for name in shared.SESSIONS
+    ]
+    known = {gram for examples in measured for x in examples for gram in grams(f"{x.prompt} {x.gold}", 4)}
+    numbers = {gram for gram in own if not any(word.isalpha() and len(word) > 1 for word in gram)}
+    assert len(own) > 1000 and not (own - numbers) & known
+    assert grams(tasks.examples("niah_single_2", 700, 1, 5, counted)[0].prompt, 4) & known  # as it would be found
+
+
+def test_look_ups_are_in_no_text_that_is_held_back():
+    held = {name: grams(corpora.text(f"{name}:test"), 12) for name in data.HAYS}
+    rows = data.texts(PARAMS, [data.LOOKUPS], 700, 8, seed=3)
+    for i, name in enumerate([*data.HAYS] * 4):
+        assert not grams(text(rows, i), 12) & held[name]
+        assert grams(corpora.documents(f"{name}:test")[0], 12) & held[name]
 
 
 def test_every_text_comes_once_before_any_comes_again():

@@ -9,6 +9,7 @@ from jkv.methods.config import RELATIVE
 from jkv.methods.divisions import Split, Weighted, Won
 from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
+from jkv.methods.scores.heads import Lasting
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
 from jkv.methods.scores.published import Repeated, Whole, read_heads
@@ -46,6 +47,34 @@ def makeeach(
         budget=Won(size=size, window=0, step=step),
         prefill=Deferred(),
         pooled=float(floor),
+        recent=0,
+    )
+
+
+@row("-", "jkv's own: makeeach, whose gates know nothing of what a later question looks for, with compresskv's heads")
+def retrieval(
+    size: Size,
+    *,
+    window: int = 32,
+    sinks: int = 4,
+    step: int | None = None,
+    gate: str | None = None,
+    heads: str | None = None,
+) -> Axes:
+    """Retrieving heads forget more slowly: TRIM-KV's gates, and the tokens of all layers and heads compete.
+
+    gate: a folder of `jkv train trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and the newest
+    `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
+    """
+    window = at_most(window, size.tokens, 4)
+    if step is not None and step < 1:
+        raise ValueError(f"retrieval: step={step}: slots, 1 or more")
+    score = Lasting(score=learned.trained(gate, Retention()))
+    return dict(
+        score=Protect(score=score if heads is None else score.of(heads), sinks=sinks, newest=window),
+        budget=Won(size=size.above("retrieval", window + sinks, "its first and newest tokens"), window=0, step=step),
+        prefill=Deferred(),
+        pooled=0.0,
         recent=0,
     )
 
@@ -129,22 +158,22 @@ def attentiongate(
 
 @row(
     "2601.07891",
-    "exact scores of the authors' weights; a budget in place of their threshold, of a prompt that is whole until then",
+    "exact for weights of its authors; a budget, not a threshold, of a whole prompt; jkv's own foresee attention alone",
     "2x to 4x smaller at the accuracy of the full cache, Qwen3-8B, Llama-3.1-8B and Qwen3-32B",
 )
-def kvzap(size: Size, *, window: int = 128, step: int | None = None, gate: str | None = None) -> Axes:
+def kvzap(size: Size, *, window: int = 32, sinks: int = 4, step: int | None = None, gate: str | None = None) -> Axes:
     """KVzap: a small model foresees KVzip's scores when a token is made; tokens of all layers and heads compete.
 
-    gate: a folder as the authors publish it, of one layer or two; the newest `window` stay; slots come in steps of
-    `step` tokens (None: a quarter of the budget).
+    gate: a folder of `jkv train kvzap`, or one as the authors publish it (window=128 there); the first `sinks` and the
+    newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
     window = at_most(window, size.tokens, 4)
     if window < 0 or (step is not None and step < 1):
         raise ValueError(f"kvzap: window={window}, step={step}: newest tokens, 0 or more, and slots, 1 or more")
     score = Repeated() if gate is None else Repeated().of(gate)
     return dict(
-        score=Protect(score=score, newest=window),
-        budget=Won(size=size.above("kvzap", window, "its newest tokens"), window=0, step=step),
+        score=Protect(score=score, sinks=sinks, newest=window),
+        budget=Won(size=size.above("kvzap", window + sinks, "its first and newest tokens"), window=0, step=step),
         prefill=Deferred(),
         pooled=0.0,
         recent=0,

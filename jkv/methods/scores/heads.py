@@ -13,6 +13,7 @@ from jax import Array
 
 from jkv.arrays.tree import leaf, part
 from jkv.io import learned
+from jkv.methods.scores.position import Wrapper
 from jkv.protocols import Evidence, Needs, Score
 
 if TYPE_CHECKING:
@@ -79,6 +80,36 @@ class Retrievers(Score):
         best = jax.lax.top_k(self.heads.ravel(), min(self.top, self.heads.size))[1]
         share = jnp.zeros(self.heads.size).at[best].set(1 / best.size).reshape(1, *self.heads.shape, 1, 1)
         return ev.fold(lambda p, q_pos, pos, index: (p * share).sum((2, 3)), ev.kept).sum(1, keepdims=True)
+
+
+@part
+class Lasting(Wrapper):
+    """A rank of at most 0 that falls with age, the more slowly the more a kv head retrieves: (1 - a) rank.
+
+    a in [0, 1] is what the best of a kv head's G query heads pays to what an answer copies, 1 for the best of all.
+    heads f32[L,H,G]: those tables, or None: those that come with jkv for the model, of `jkv calibrate compresskv`.
+    """
+
+    heads: Array | None = leaf(default=None)
+    models: tuple[str, ...] = ()
+
+    def of(self, folder: str) -> Lasting:
+        arrays, models = found(folder, CHOICE)
+        return replace(self, heads=jnp.asarray(arrays["heads"]), models=models)
+
+    def bound(self, params: Params) -> Lasting:
+        own = replace(self, score=self.score.bound(params))
+        if self.heads is None:
+            return own.of(learned.shipped(CHOICE, params, str, how="calibrate"))
+        learned.check(self.models, params)
+        return own
+
+    def rank(self, ev: Evidence) -> Array:
+        if self.heads is None:
+            raise ValueError(
+                f"retrieval knows no heads yet: give heads='FOLDER', as `jkv calibrate {CHOICE}` writes it"
+            )
+        return (1 - self.heads.max(-1))[None, :, None] * self.score.rank(ev)
 
 
 @part

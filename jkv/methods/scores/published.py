@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.tree import leaf, part, value
-from jkv.io import published
+from jkv.io import learned, published
+from jkv.methods.scores.learned import Trained
 from jkv.models import linear
-from jkv.protocols import Born, Columns, Evidence, Score
+from jkv.protocols import Evidence, Score
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -28,54 +30,67 @@ def of_another(name: str, found: tuple[int, ...], model: ModelConfig, own: tuple
 
 
 @value
-class Surrogate:
-    """out gelu(into x + bias) + offset of a block's normed input, for each kv head; without `into`: out x + offset.
+class Linear:
+    """out x + offset of a block's normed input, for each kv head.
 
-    out f[L,H,W], offset f[L,H], into f[L,W,E], bias f[L,W]; in a layer's own score without L.
+    out f[L,H,E], offset f[L,H]; in a layer's own score without L.
     """
 
     out: Array
     offset: Array
-    into: Array | None = None
-    bias: Array | None = None
+
+    axes: ClassVar = dict(out="LHE", offset="LH")
 
     @property
     def width(self) -> int:
         """Numbers of the input."""
-        return (self.out if self.into is None else self.into).shape[-1]
+        return self.out.shape[-1]
 
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T] of x f[B,T,E]."""
-        x = x.astype(jnp.float32)
-        if self.into is not None and self.bias is not None:
-            x = jax.nn.gelu(linear(self.into, x) + self.bias[None, None], approximate=False)
-        return (linear(self.out, x) + self.offset[None, None]).transpose(0, 2, 1)
+        return (linear(self.out, x.astype(jnp.float32)) + self.offset[None, None]).transpose(0, 2, 1)
+
+
+@value
+class Surrogate:
+    """out gelu(into x + bias) + offset of a block's normed input, for each kv head.
+
+    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]; in a layer's own score without L.
+    """
+
+    into: Array
+    bias: Array
+    out: Array
+    offset: Array
+
+    axes: ClassVar = dict(into="LWE", bias="LW", out="LHW", offset="LH")
+
+    @property
+    def width(self) -> int:
+        """Numbers of the input."""
+        return self.into.shape[-1]
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T] of x f[B,T,E]."""
+        hidden = jax.nn.gelu(linear(self.into, x.astype(jnp.float32)) + self.bias[None, None], approximate=False)
+        return (linear(self.out, hidden) + self.offset[None, None]).transpose(0, 2, 1)
 
 
 @part
-class Repeated(Score):
-    """rank = log of the most attention that a repetition of the text would pay a token, times what its value adds.
+class Repeated(Trained):
+    """rank = log of the most attention that a repetition of the text would pay a token, as a surrogate model foresees.
 
-    As a surrogate model says when the token is made; None: it has no weights yet. Source: KVzap (2601.07891).
+    Of what the surrogate was trained to foresee: KVzap's authors (2601.07891) weigh attention by what a value adds.
     """
 
-    gate: Surrogate | None = leaf(default=None)
+    methods, column, kinds = ("kvzap",), "repeated", (Surrogate, Linear)
 
     def of(self, folder: str) -> Repeated:
-        """This score with the weights of a folder, of `io.published.kvzap`."""
+        """This score with the weights of a folder: of `jkv train kvzap`, or as `io.published.kvzap` reads it."""
+        if (Path(folder).expanduser() / learned.CARD).exists():
+            return learned.trained(folder, self)
         arrays = {name: jnp.asarray(x) for name, x in published.kvzap(folder).items()}
-        return replace(self, gate=Surrogate(**arrays))
-
-    def bound(self, params: Params) -> Repeated:
-        self.known  # noqa: B018 - or its error
-        return self
-
-    @property
-    def known(self) -> Surrogate:
-        """Its weights; ValueError with what to give, where there are none."""
-        if self.gate is None:
-            raise ValueError("kvzap has no weights yet: give gate='FOLDER', a KVzap model as its authors publish it")
-        return self.gate
+        return replace(self, gate=(Surrogate if "into" in arrays else Linear)(**arrays))
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         if self.gate is not None:
@@ -84,11 +99,8 @@ class Repeated(Score):
                 raise of_another("kvzap (kv heads, width)", found, model, own)
         return self
 
-    def birth(self, new: Born) -> Columns:
-        return {"repeated": self.known(new.x)}
-
     def rank(self, ev: Evidence) -> Array:
-        return ev.columns["repeated"]
+        return ev.columns[self.column]
 
 
 @part

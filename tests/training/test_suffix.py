@@ -1,0 +1,54 @@
+"""Suffix distillation: the suffix sees what a dense pass sees but for what is lost, and the threshold keeps a share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.training import suffix
+from jkv.training.losses import Batch
+from jkv.training.student import hidden
+from support.commands import PARAMS
+
+RNG = np.random.default_rng(3)
+SIZES, N = (40, 33), 9
+LOST = RNG.random((PARAMS.config.layers, 2, PARAMS.config.heads, 40)) < 0.5
+
+
+def batch() -> Batch:
+    pos = np.where(np.arange(40) < np.array(SIZES)[:, None], np.arange(40), -1)
+    return Batch(ids=jnp.asarray(np.where(pos >= 0, RNG.integers(0, 256, (2, 40)), -1)), pos=jnp.asarray(pos))
+
+
+def test_a_suffix_sees_all_of_the_prefix_that_is_held():
+    """Beside the dense student, in which the queries of the suffix alone have lost those tokens."""
+    given = batch()
+    begins = jnp.asarray(SIZES)[:, None, None] - N
+
+    @jax.jit
+    def both() -> tuple[jax.Array, jax.Array]:
+        live, rest = suffix.cut(given, N)
+        held = suffix.prefix(PARAMS, given, live)
+        own = suffix.after(PARAMS, held, rest, jnp.where(LOST, -1e30, 0))
+
+        def bias(i, a, age):
+            late = (given.pos[:, :, None] >= begins) & (given.pos[:, None] < begins)
+            return jnp.where(late[:, None] & LOST[i][:, :, None], -1e30, 0), None
+
+        return own, hidden(PARAMS, given, bias)[0]
+
+    own, want = both()
+    for row, size in enumerate(SIZES):
+        np.testing.assert_allclose(own[row], want[row, size - N : size], rtol=2e-4, atol=2e-5)
+
+
+def test_a_contest_holds_its_share():
+    live = jnp.asarray(np.arange(40) < np.array(SIZES)[:, None])
+    s = jnp.asarray(RNG.normal(0, 3, (3, 2, 4, 40)), jnp.float32)
+    logit, safe = jax.jit(suffix.chosen, static_argnums=(3, 4))(s, live, jnp.array([0.5, 0.4]), 6, 0.5)
+    assert np.asarray(safe).sum(1).tolist() == [10, 10]
+    for row, (size, share) in enumerate(zip(SIZES, (0.5, 0.4), strict=True)):
+        free = np.asarray(live[row] & ~safe[row])
+        open_ = (1 / (1 + np.exp(-np.asarray(logit[:, row], np.float64))))[..., free].sum()
+        np.testing.assert_allclose(open_ / 12 + 10, share * size, rtol=1e-3)
+        gap = np.asarray(s[:, row] - 0.5 * logit[:, row])
+        np.testing.assert_allclose(gap, gap.flat[0], atol=1e-4)  # one threshold for all layers and heads

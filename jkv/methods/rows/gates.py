@@ -161,11 +161,11 @@ def attentiongate(
     "exact for weights of its authors; a budget, not a threshold, of a whole prompt; jkv's own foresee attention alone",
     "2x to 4x smaller at the accuracy of the full cache, Qwen3-8B, Llama-3.1-8B and Qwen3-32B",
 )
-def kvzap(size: Size, *, window: int = 32, sinks: int = 4, step: int | None = None, gate: str | None = None) -> Axes:
+def kvzap(size: Size, *, window: int = 128, sinks: int = 0, step: int | None = None, gate: str | None = None) -> Axes:
     """KVzap: a small model foresees KVzip's scores when a token is made; tokens of all layers and heads compete.
 
-    gate: a folder of `jkv train kvzap`, or one as the authors publish it (window=128 there); the first `sinks` and the
-    newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
+    gate: a folder of `jkv train kvzap`, or one as the authors publish it, of one layer or two; the first `sinks` and
+    the newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
     window = at_most(window, size.tokens, 4)
     if window < 0 or (step is not None and step < 1):

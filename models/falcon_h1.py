@@ -15,11 +15,11 @@ from jax import Array
 
 from .bamba import MLP
 from .config import LAYERS, Fields, Mixers, ModelConfig, read
-from .gemma3 import embed
 from .llama import TENSORS as LLAMA
 from .llama import Attend, block, project, rms, unembed
 from .mamba2 import MIX, checked, limit
 from .params import Names, Params, Tensors
+from .weights import rows
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 
@@ -138,6 +138,12 @@ def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple
     """The rest of a layer, of what `recur` made [B, T, 2 E]; `attend(i, projected) -> (o, aux)` is the caller's."""
     x, y = jnp.split(x, 2, -1)
     return block(params, i, x + y, project(params, i, x, pos), attend)
+
+
+def embed(params: Params, ids: Array) -> Array:
+    """ids i32[B, T] -> x [B, T, E], scaled in float32: unlike Gemma's, the factor is not rounded."""
+    x = rows(params.embed, ids)
+    return (x.astype(jnp.float32) * params.config.embed_scale).astype(x.dtype)
 
 
 def head(params: Params, x: Array) -> Array:

@@ -48,6 +48,7 @@ DELTA = {
 }
 PART, EVERY = "partial_rotary_factor", 4  # a block that attends comes after three others
 OWN = ("layer_types", "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype", "rope_parameters", PART)
+WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")  # which published configs say are not used
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -118,10 +119,22 @@ def hybrid(
     experts: Callable[[Fields, int], Experts] | None = None,
 ) -> ModelConfig:
     """ModelConfig of a config dict of a family; experts(fields, blocks): those of a model that has any, by `fields`."""
-    f = Fields({k: x for k, x in hf.items() if k in (*OWN, *fields) or k.startswith(("linear_", "mtp_"))}, family)
+    f = Fields(
+        {
+            k: x
+            for k, x in hf.items()
+            if k in (*OWN, *WINDOW, "mlp_only_layers", *fields) or k.startswith(("linear_", "mtp_"))
+        },
+        family,
+    )
     rest = {k: x for k, x in hf.items() if k not in f.rest}
     f.only("attn_output_gate", True, way_out="only true is implemented")
     f.only("mamba_ssm_dtype", "float32", way_out="only float32 is implemented")
+    f.only("use_sliding_window", False, way_out="only false is implemented")
+    for name in WINDOW[1:]:
+        f.take(name, None)
+    if "mlp_only_layers" not in fields:
+        f.only("mlp_only_layers", [], way_out="experts in every block, or in none")
     for name in [name for name in f.rest if name.startswith("mtp_")]:
         f.take(name, None)  # of blocks that are not read
     depth = Fields(rest, family).number("num_hidden_layers", most=LAYERS)

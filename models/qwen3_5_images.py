@@ -40,6 +40,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
     text = {name: f.take(name, None) for name in WHOLE} | text
     for name in PICTURES:
         f.take(name, None)
+    f.only("language_model_only", True, False, way_out="a flag: no picture is read here")
     f.only("quantization_config", way_out="load the unquantized checkpoint")
     f.done()
     return replace(PARTS[family].config(text), family=family)

@@ -145,7 +145,10 @@ class Work:
             return _row(x)
         found = self.parts.setdefault(line, {})
         found[x.request.sample] = x
-        return _row(*(found[i] for i in sorted(found))) if len(found) == x.request.settings.n else None
+        if len(found) < x.request.settings.n:
+            return None
+        del self.parts[line]
+        return _row(*(found[i] for i in sorted(found)))
 
     def otherwise(self, bucket: Bucket, rows: int, failure: Failure) -> list[tuple[Bucket, int]]:
         """What to try after a failure: fewer rows at once, then the shorter rows without the longer ones."""
@@ -163,7 +166,9 @@ class Work:
             return [(b, 0) for r in left for b in self.arranged([r], False)]
         lost = left if failure.alike else failure.rows
         note(f"{len(lost)} rows failed: {failure.text}")
-        self.shard.add([_row(failed(r, failure.text)) for r in {r.line: r for r in lost}.values()])
+        self.shard.add(
+            [_row(failed(r, failure.text)) for r in {r.line: r for r in lost if r.line not in self.shard.done}.values()]
+        )
         return [(bucket, 0)]
 
     def size(self, bucket: Bucket) -> int:

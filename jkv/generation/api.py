@@ -207,7 +207,7 @@ def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -
 
 def hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
     """(held back, printable): what could still become a stop text is held back, and all from a stop text on."""
-    keep = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    keep = max((n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
     if any(s in text for s in stop):
         return text, ""
     return text[len(text) - keep :], text[: len(text) - keep]

@@ -30,7 +30,7 @@ from jkv.io.store import BLOCK, Record, Store
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, Params
 
-FORMAT = "1"
+FORMAT = "1"  # another one where the keys and values of a prompt become other numbers
 
 
 def root(params: Params, noted: CacheConfig | None, salt: str) -> str:
@@ -109,15 +109,18 @@ class Beginnings:
         return cache, n, m
 
     def prepare(self, params: Params, blank: Any, length: int, cost: Cost) -> tuple[Any, Any]:
-        """Compile what reads one prompt of at most `length` tokens into an empty cache of the shapes of `blank`, but
-        for prompts of which the store has a part; the shapes of cache and logits. cost: one that runs nothing."""
-        capacity, shape = doubling(max(self.whole(length), 1)), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        make = partial(empty, self.config.uncompressed(capacity), params.config, 1, capacity, 0, params.embed.dtype)
-        head = jax.eval_shape(make)
-        cost.begin(prefill_own, params, head, shape((1, capacity)), fresh=True)
-        made: Any = None
-        for rest in {tail(n - self.whole(n)) for n in range(max(length - 2 * BLOCK, 1), length + 1)}:
-            made = cost.begin(prefill_after, params, blank, head, None, shape((1, rest)))
+        """Compile what reads a prompt of at most `length` tokens into an empty cache of the shapes of `blank`, but for
+        prompts of which the store has a part; the shapes of cache and logits. cost: one that runs nothing."""
+        shape, made = partial(jax.ShapeDtypeStruct, dtype=jnp.int32), None
+        tails = {tail(n - self.whole(n)) for n in range(max(length - 2 * BLOCK, 1), length + 1)}
+        last, capacity = doubling(max(self.whole(length), 1)), BLOCK
+        while capacity <= last:
+            make = partial(empty, self.config.uncompressed(capacity), params.config, 1, capacity, 0, params.embed.dtype)
+            head = jax.eval_shape(make)
+            cost.begin(prefill_own, params, head, shape((1, capacity)), fresh=True)
+            for rest in tails:
+                made = cost.begin(prefill_after, params, blank, head, None, shape((1, rest)))
+            capacity *= 2
         return made
 
 

@@ -106,7 +106,8 @@ def load(
     source, put = read(what), copied
     _note_slow(dtype)
     if mesh is not None:
-        over = sharding.here(mesh, read_config(source.config)) if isinstance(mesh, str) else mesh
+        model = read_config(source.config)
+        over = sharding.here(mesh, model) if isinstance(mesh, str) else sharding.checked(mesh, model)
         put = sharding.placing(over)
     blocks = blocks_of(what, source, dtype) if weights == "file" else {}
     form = None if weights == "file" else weights

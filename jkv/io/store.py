@@ -109,8 +109,8 @@ class Store:
             with checkpoint.opened(path) as (meta, names, read):
                 if meta.get("name") == name:
                     return read(names)
-        except FormatError:
-            if not path.exists():
+        except FormatError as why:
+            if isinstance(why.__cause__, OSError) or not path.exists():  # nothing is known of the record then
                 return None
         with contextlib.suppress(OSError):
             path.unlink()

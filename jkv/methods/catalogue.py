@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jkv.host.arguments import read_bytes
@@ -14,6 +15,7 @@ from jkv.methods.config import CacheConfig
 from jkv.methods.prefills import compressed
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
+FOLDER = "str | None"  # the type of arguments that name a folder
 Positive = int  # an argument that is 1 or more; other whole numbers may be 0
 
 
@@ -85,8 +87,15 @@ class Row:
             raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {least} or more")
         if kind == "float" and not (whole or isinstance(value, float)):
             raise ValueError(f"{self.name}: {name}={value!r}: a number")
+        if kind == FOLDER and value is not None and not isinstance(value, str | Path):
+            raise ValueError(f"{self.name}: {name}={value!r}: a folder, as '{name}'")
         if kind.startswith("tuple[") and not isinstance(value, tuple | list):
             raise ValueError(f"{self.name}: {name}={value!r}: several, as ({value!r}, {value!r})")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Its arguments that name a folder of weights, or of what a model was measured by."""
+        return tuple(p.name for p in self._signature.parameters.values() if p.annotation == FOLDER)
 
     @property
     def filled(self) -> Axes:

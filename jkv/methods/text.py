@@ -32,6 +32,9 @@ def parse(text: str) -> CacheConfig:
         name, arguments = read_call(stage.strip(), text)
         entry = known(name)
         schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
+        for argument, value in schedule.items():
+            if argument in (*SCHEDULE, "chunk") and (type(value) is not int or value < 0):
+                raise ValueError(f"{argument}={value!r}: a whole number of tokens, 0 or more")
         try:
             filled = entry(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
         except TypeError as e:
@@ -73,7 +76,7 @@ def read_call(stage: str, text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)")
     try:
         given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except ValueError:
+    except (ValueError, TypeError):  # a set of lists is no literal either
         raise ValueError(f"arguments in {stage!r} must be plain numbers, strings or True/False") from None
     return call.func.id, {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
 

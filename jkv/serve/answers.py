@@ -33,7 +33,7 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        prompts = sum(len(x.tokens) for x in self.asked.requests)
+        prompts = sum(len(x.tokens) for x in self.asked.requests[:: self.asked.n])
         return {"prompt_tokens": prompts, "completion_tokens": self.new, "total_tokens": prompts + self.new}
 
     # ---------------------------------------------------------------------------------------------------------- whole

@@ -57,7 +57,8 @@ class Guard:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = scope["path"] if "endpoint" in scope else "other"  # a path that is none is not a metric
+                named = scope["path"].startswith("/v1/models/")  # by whatever name: one metric
+                known = "/v1/models/..." if named else scope["path"] if "endpoint" in scope else "other"
                 self.metrics.answers.labels(known, str(message["status"])).inc()
             await send(message)
 

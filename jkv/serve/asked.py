@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jkv.batch.forms import CHAT, own
@@ -14,6 +13,7 @@ from jkv.batch.requests import Limits as Sizes
 from jkv.batch.requests import Request, Settings, parsed, request
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
+from jkv.methods.text import known, read_call
 from jkv.serve.engine import Engine
 from jkv.serve.tickets import TOP, Event, Ticket
 
@@ -21,7 +21,7 @@ DOES = ("cache", "stream", "stream_options", "logprobs", "top_logprobs", "echo",
 SHORT = 16  # tokens of a completion that says nothing of its length, as OpenAI has it
 TEXT_TOP = 5  # alternatives that a completion's logprobs can ask for, as OpenAI has it
 LONGEST_CACHE = 1000  # characters of a cache's text
-PLACES = re.compile(r"[/\\~]|\.\.")  # of files, which are the server's
+STOPS, LONGEST_STOP = 16, 256  # texts, and characters of one: all are looked for in every piece of an answer
 
 
 class NotFound(ValueError):
@@ -32,7 +32,7 @@ class NotFound(ValueError):
 class Asked:
     """One call: its rows, prompt by prompt and n of each; whether it streams, and what else the answer has.
 
-    echo: the prompts' texts, or None.
+    echo: the prompts' texts, or None; n: answers to each prompt.
     """
 
     chat: bool
@@ -43,6 +43,7 @@ class Asked:
     top: int | None
     echo: tuple[str, ...] | None
     generates: bool
+    n: int = 1
 
     def tickets(self, tell: Callable[[int], Callable[[Event], None]]) -> list[Ticket]:
         """tell(i): who is told of row i."""
@@ -82,9 +83,10 @@ class Reader:
         generates = not (flags["echo"] and 0 in most)
         if not generates:  # the prompt alone, which is read and not answered
             body = {k: v for k, v in body.items() if k not in ("max_tokens", "max_completion_tokens")}
-        rows = [self._row(url, x) for x in _prompts(body, chat)]
-        if len(rows) * n > self.engine.limits.queue:
-            raise ValueError(f"{len(rows) * n} answers: at most {self.engine.limits.queue} a call")
+        bodies = _prompts(body, chat)
+        if len(bodies) * n > self.engine.limits.queue:
+            raise ValueError(f"{len(bodies) * n} answers: at most {self.engine.limits.queue} a call")
+        rows = [self._row(url, x) for x in bodies]
         return Asked(
             chat=chat,
             requests=tuple(self._seeded(row, i) for row in rows for i in range(n)),
@@ -94,6 +96,7 @@ class Reader:
             top=top,
             echo=tuple(self._text(row) for row in rows for _ in range(n)) if flags["echo"] else None,
             generates=generates,
+            n=n,
         )
 
     def _row(self, url: str, body: Mapping[str, Any]) -> Request:
@@ -103,11 +106,14 @@ class Reader:
         row = request(0, own_, params, parse("full"), defaults, Sizes(characters=self._characters))
         if len(row.tokens) > limits.prompt:
             raise ValueError(f"the prompt has {len(row.tokens):,} tokens: at most {limits.prompt:,} are read here")
+        stops = row.settings.stop
+        if len(stops) > STOPS or any(len(x) > LONGEST_STOP for x in stops):
+            raise ValueError(f"stop: at most {STOPS} texts of {LONGEST_STOP} characters")
         if row.new > limits.new:
             raise ValueError(f"max_tokens={row.new}: at most {limits.new:,} are generated here")
         return row
 
-    @property
+    @cached_property
     def _characters(self) -> int:
         """That no more tokens than are read here can hold."""
         vocabulary = self.engine.params.tokenizer.core.get_vocab(with_added_tokens=True)
@@ -125,8 +131,11 @@ class Reader:
     def _config(self, text: str) -> CacheConfig:
         if len(text) > LONGEST_CACHE:
             raise ValueError(f"cache has {len(text):,} characters: at most {LONGEST_CACHE:,}")
-        if text not in self.caches and PLACES.search(text):
-            raise ValueError(f"cache={text!r}: a request cannot name folders; leave the argument out")
+        for stage in text.split("|") if text not in self.caches else ():
+            name, given = read_call(stage.strip(), text)
+            for argument in known(name).folders:
+                if given.get(argument) is not None:  # what lies there is the server's
+                    raise ValueError(f"cache={text!r}: a request cannot name folders; leave out {argument}=")
         return self.engine.usable(parse(text))
 
 

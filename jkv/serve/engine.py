@@ -164,7 +164,7 @@ class Engine:
     def usable(self, config: CacheConfig) -> CacheConfig:
         """The same, bound to the model; ValueError if it cannot run here."""
         config = config.bound(self.params)
-        check(config, self.params.config)
+        check(config, self.params.config, config.chunk or 0)
         check_prefill(config, "jkv serve")
         jax.eval_shape(partial(self._shapes(config).cache, 1))  # sizes that its budget cannot have
         return config
@@ -177,6 +177,17 @@ class Engine:
     # ---------------------------------------------------------------------------------------------- the engine's own
 
     def _work(self) -> None:
+        """Until it is over, for whatever reason: nobody is left without an answer then."""
+        try:
+            self._rounds()
+        finally:
+            with self.change:
+                self.over = True
+            left = [t for x in self.seats.values() for t in x.tickets.values()]
+            left += [*(t for t, _ in self.scoring), *self._waiting()]
+            self._fail(left, 503, "the server stops; ask again later")
+
+    def _rounds(self) -> None:
         while True:
             with self.change:
                 self.change.wait_for(lambda: self.over or self._busy(), timeout=1.0)
@@ -196,8 +207,6 @@ class Engine:
             with self.change:
                 if not self.scoring and not any(x.tickets for x in self.seats.values()):
                     self.change.wait(0.01)  # for a batch that is being made
-        left = [t for x in self.seats.values() for t in x.tickets.values()]
-        self._fail([*left, *(t for t, _ in self.scoring), *self.waiting], 503, "the server stops; ask again later")
 
     def _busy(self) -> bool:
         done = any(f.done() for f in self.making.values())
@@ -226,7 +235,10 @@ class Engine:
                     mine = [t for t in self._waiting() if str(t.config) == name]
                     self._fail(mine, 400 if isinstance(error, ValueError) else 503, said(error))
         for ticket in self._waiting():
-            if ticket.scores:
+            if not (ticket.scores or ticket.generates):
+                self._leave([ticket])
+                ticket.tell(End(why="length", tokens=0, receipt=None))
+            elif ticket.scores:
                 ticket.scores = False
                 self._leave([ticket])
                 self.scoring.append((ticket, self._scored(ticket)))
@@ -265,7 +277,8 @@ class Engine:
         """Rows enter where they can, and all rows take a stride."""
         running = seats.running
         if running.open:
-            mine = [t for t in self._waiting() if str(t.config) == str(running.shapes.config) and not t.scores]
+            name = str(running.shapes.config)
+            mine = [t for t in self._waiting() if str(t.config) == name and t.generates and not t.scores]
             for ticket in mine[: running.slots.count(None)]:
                 self._leave([ticket])
                 self._enter(seats, ticket)
@@ -296,9 +309,10 @@ class Engine:
         try:
             running.admit(Wave(rows=(request,), tails=(request.tokens,), length=length))
         except BaseException as error:
+            self._fail([ticket], 500, said(error))
             if not survivable(error) or any(x.is_deleted() for x in jax.tree.leaves(running.state)):
                 raise
-            return self._fail([ticket], 500, said(error))
+            return
         ticket.reused = 0 if self.store is None else self.store.reused - before
         seats.tickets[request.line] = ticket
         ticket.begin(self.params)
@@ -319,7 +333,10 @@ class Engine:
         fixed = tree_bytes(cache.states) // cache.rows
         token = model.layers * model.heads * model.cached * cache.dtype.itemsize
         for slot, (ticket, why) in ended.items():
-            receipt = ticket.receipt(int(seen[slot]), kept[:, slot].tolist(), cache.nbytes // cache.rows, token, fixed)
+            most = min(int(seen[slot]), len(ticket.request.tokens) + ticket.count)  # others may have gone on
+            receipt = ticket.receipt(
+                most, np.minimum(kept[:, slot], most).tolist(), cache.nbytes // cache.rows, token, fixed
+            )
             running.slots[slot] = None
             del seats.tickets[ticket.request.line]
             ticket.tell(End(why=why, tokens=ticket.count, receipt=receipt))
@@ -332,10 +349,11 @@ class Engine:
         try:
             echo = next(slices)
         except BaseException as error:
+            self.scoring.popleft()
+            self._fail([ticket], 500, said(error))
             if not survivable(error):
                 raise
-            self.scoring.popleft()
-            return self._fail([ticket], 500, said(error))
+            return
         if echo is None:
             return
         self.scoring.popleft()
@@ -369,7 +387,7 @@ class Engine:
         return Shapes(
             config=config,
             model=reaching(model, longest) if config.unlimited else model,
-            bucket=Bucket(lengths=limits.lengths, new=limits.new, rows=()),
+            bucket=Bucket(lengths=limits.lengths, new=limits.new, rows=(), chunk=config.chunk or 0),
             rows=limits.rows,
             several=1,
             dtype=self.params.embed.dtype,
@@ -394,10 +412,13 @@ class Engine:
         draws = jax.eval_shape(lambda: shapes.sampling(nobody, [0] * shapes.rows, stop_ids_of(params)))
         cost.begin(run_block, params, state, draws, shape(()))
         running = Running(self.params, shapes, Cost(), self.store)
-        for length in shapes.bucket.lengths:
-            if running.reads is not None:
-                rows, logits = running.reads.prepare(params, blank, length, cost)
-            else:
+        chunk, most = shapes.bucket.chunk, self.limits.prompt
+        if running.reads is not None:
+            rows, logits = running.reads.prepare(params, blank, most, cost)
+        elif 0 < chunk < most:
+            rows, logits = cost.begin(prefill_own, params, blank, shape((1, chunk)))
+        for length in shapes.bucket.lengths if running.reads is None else ():
+            if not 0 < chunk < length:
                 rows, logits = cost.begin(prefill_own, params, blank, shape((1, length)), fresh=True)
         used = jax.ShapeDtypeStruct((1, shapes.model.vocab), bool)
         cost.begin(admit, state, rows, logits, used, shape((1,)))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,19 @@ def test_a_torn_or_foreign_record_is_a_miss_and_goes(tmp_path: Path, harm: str):
     paths[2].write_bytes({"empty": b"", "cut": raw[:-1], "flipped": flipped, "foreign": other}.get(harm, b"x" * 5000))
     assert found(store) == [0, 1] and not paths[2].exists()
     store.put("root", IDS, record, 2)
+    assert found(store) == list(range(6))
+
+
+def test_a_record_that_cannot_be_opened_now_is_a_miss_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = jkv.Store(tmp_path)
+    store.put("root", IDS, record)
+
+    def none_left(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.safe_open", none_left)
+        assert found(store) == []
     assert found(store) == list(range(6))
 
 

@@ -49,17 +49,29 @@ WILD = {
         | dict(mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True, num_attention_heads=16)
         | dict(num_experts=512, num_experts_per_tok=10, num_hidden_layers=48, num_key_value_heads=2)
         | dict(partial_rotary_factor=0.25, rope_scaling=None, rope_theta=1e7, shared_expert_intermediate_size=512)
-        | dict(linear_num_value_heads=32),
+        | dict(linear_num_value_heads=32, use_sliding_window=False),
         80,
     ),
     "Qwen3.5 27B": (
-        dict(model_type="qwen3_5", image_token_id=248056, video_token_id=248057, vision_start_token_id=248053)
+        dict(
+            model_type="qwen3_5",
+            language_model_only=False,
+            image_token_id=248056,
+            video_token_id=248057,
+            vision_start_token_id=248053,
+        )
         | dict(vision_end_token_id=248054, tie_word_embeddings=False, transformers_version="4.57.0.dev0")
         | dict(architectures=["Qwen3_5ForConditionalGeneration"], vision_config=dict(depth=27, hidden_size=1152))
         | dict(
             text_config={name: x for name, x in SHARED.items() if name != "torch_dtype"}
             | DELTA
-            | dict(attn_output_gate=True, dtype="bfloat16", eos_token_id=248044, full_attention_interval=4)
+            | dict(
+                attn_output_gate=True,
+                mlp_only_layers=[],
+                dtype="bfloat16",
+                eos_token_id=248044,
+                full_attention_interval=4,
+            )
             | dict(head_dim=256, hidden_size=5120, intermediate_size=17408, mamba_ssm_dtype="float32")
             | dict(layer_types=[*["linear_attention"] * 3, "full_attention"] * 16, model_type="qwen3_5_text")
             | dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, num_attention_heads=24)

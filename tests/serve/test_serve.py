@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import openai
@@ -155,6 +156,12 @@ def test_log_probabilities_are_those_of_score(client: openai.OpenAI):
     assert alone.choices[1].logprobs.token_logprobs[1:] == pytest.approx(scored.logprobs, abs=1e-4)
 
 
+def test_a_prompt_that_is_echoed_alone_is_not_answered(client: openai.OpenAI):
+    said = client.completions.create(model="tiny", prompt="abc", max_tokens=0, echo=True, n=2)
+    assert [x.text for x in said.choices] == ["abc"] * 2
+    assert said.usage.completion_tokens == 0 and said.usage.prompt_tokens == said.usage.total_tokens == 3
+
+
 def test_many_clients_at_once_lose_nothing(client: openai.OpenAI, server: Any, alone: Any):
     """Rows come and go at different lengths, through two caches, and each has the text that it gets alone."""
     caches = ["full", SNAP]
@@ -190,6 +197,7 @@ BAD_TEXTS: list[Any] = [
     {}, {"prompt": None}, {"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [1, "a"]}, {"prompt": [1.5]},
     {"prompt": [-1]}, {"prompt": [256]}, {"prompt": [1 << 70]}, {"prompt": {"a": 1}}, {"prompt": True}, {"prompt": 5},
     {"prompt": "a" * 65}, {"prompt": "a" * 15_000}, {"prompt": ["a"] * 41}, {"prompt": "\ud800"},
+    {"prompt": ["a"] * 3_000},
 ] + [
     {"prompt": "a"} | x
     for x in [
@@ -203,7 +211,9 @@ BAD_TEXTS: list[Any] = [
         {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}, {"temprature": 1},
         {"cache": "snapkw(budget=3)"}, {"cache": "snapkv(budget=-3)"}, {"cache": 3}, {"cache": "full" * 300},
         {"cache": "trimkv(budget=9, gate='/etc')"}, {"cache": "__import__('os')"}, {"cache": ""},
-        {"max_tokens": 3, "max_completion_tokens": 4},
+        {"max_tokens": 3, "max_completion_tokens": 4}, {"stop": "a" * 257}, {"stop": ["a"] * 17},
+        {"cache": "trimkv(budget=9, gate='x')"}, {"cache": "trimkv(budget=9, gate='')"},
+        {"cache": "snapkv(budget=9, block='a')"}, {"cache": "snapkv(budget={[]:1})"}, {"cache": "full(chunk=-1)"},
     ]
 ]  # fmt: skip
 BAD_CHATS: list[Any] = [
@@ -215,7 +225,7 @@ BAD_CHATS: list[Any] = [
 ]  # fmt: skip
 ELSEWHERE: list[tuple[int, str, str, dict[str, str]]] = [
     (404, "GET", "/v1/nothing", {}), (405, "GET", TEXTS, {}), (405, "DELETE", "/health", {}),
-    (404, "GET", "/v1/models/other", {}), (415, "POST", TEXTS, {"Content-Type": "text/plain"}),
+    (404, "GET", "/v1/models/other", {}), (404, "GET", "/v1/models/another", {}), (415, "POST", TEXTS, {"Content-Type": "text/plain"}),
     (403, "GET", "/v1/models", {"Host": "stranger.example"}), (413, "POST", TEXTS, {"X": "big"}),
 ]  # fmt: skip
 
@@ -237,7 +247,8 @@ def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.Op
         assert line.recv(100).startswith(b"HTTP/1.1 400")
     assert send(server, "/health", b"", "GET")[0] == 200 and set(server.engine.running.values()) == {0}
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].finish_reason == "length"
-    assert not any('status="5' in x for x in server.metrics.text(server.engine).decode().splitlines())
+    told = server.metrics.text(server.engine).decode().splitlines()
+    assert not any('status="5' in x for x in told) and not any("other" in x and "models" in x for x in told)
 
 
 def test_a_client_that_goes_frees_its_row_and_a_full_queue_says_when_to_come_again(
@@ -283,6 +294,15 @@ def test_a_batch_that_fails_takes_its_rows_and_no_others(
     with monkeypatch.context() as patch:
         patch.setattr(Running, "advance", fails)
         with pytest.raises(openai.InternalServerError, match="on fire"):
+            client.completions.create(model="tiny", prompt="a")
+
+    def lost(self: Running, wave: Any) -> Any:
+        jax.tree.map(lambda x: x.delete(), self.state.cache.layers)
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:  # while a row enters, with all that the others had
+        patch.setattr(Running, "admit", lost)
+        with pytest.raises(openai.InternalServerError, match="no memory"):
             client.completions.create(model="tiny", prompt="a")
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens == 2
 

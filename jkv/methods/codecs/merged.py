@@ -104,7 +104,13 @@ class Merged(Codec):
         which = jnp.where(alone, jnp.arange(1, self.kept + 1)[None], 0).max(1, initial=0).astype(jnp.uint8)
         (u, m), (w, n) = (unit(y) for y in jnp.split(x.astype(jnp.float32), 2, 1))
         inner = self.inner.encode(between(u, w, self.t).astype(x.dtype))
-        return Code(slots=(inner.slots, bits_of(jnp.concatenate([m, n], 1).astype(jnp.float16)), which[:, None]))
+        return Code(
+            slots=(
+                inner.slots,
+                bits_of(jnp.minimum(jnp.concatenate([m, n], 1), 65504).astype(jnp.float16)),
+                which[:, None],
+            )
+        )
 
     def decode(self, code: Code) -> Array:
         inner, norms, which = code.slots

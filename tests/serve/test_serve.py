@@ -225,7 +225,8 @@ BAD_CHATS: list[Any] = [
 ]  # fmt: skip
 ELSEWHERE: list[tuple[int, str, str, dict[str, str]]] = [
     (404, "GET", "/v1/nothing", {}), (405, "GET", TEXTS, {}), (405, "DELETE", "/health", {}),
-    (404, "GET", "/v1/models/other", {}), (404, "GET", "/v1/models/another", {}), (415, "POST", TEXTS, {"Content-Type": "text/plain"}),
+    (404, "GET", "/v1/models/other", {}), (404, "GET", "/v1/models/another", {}),
+    (415, "POST", TEXTS, {"Content-Type": "text/plain"}),
     (403, "GET", "/v1/models", {"Host": "stranger.example"}), (413, "POST", TEXTS, {"X": "big"}),
 ]  # fmt: skip
 

@@ -143,7 +143,7 @@ def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple
 def embed(params: Params, ids: Array) -> Array:
     """ids i32[B, T] -> x [B, T, E], scaled in float32: unlike Gemma's, the factor is not rounded."""
     x = rows(params.embed, ids)
-    return (x.astype(jnp.float32) * params.config.embed_scale).astype(x.dtype)
+    return (x.astype(jnp.float32) * jnp.float32(params.config.embed_scale)).astype(x.dtype)
 
 
 def head(params: Params, x: Array) -> Array:

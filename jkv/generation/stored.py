@@ -111,7 +111,8 @@ class Beginnings:
     def prepare(self, params: Params, blank: Any, length: int, cost: Cost) -> tuple[Any, Any]:
         """Compile what reads a prompt of at most `length` tokens into an empty cache of the shapes of `blank`, but for
         prompts of which the store has a part; the shapes of cache and logits. cost: one that runs nothing."""
-        shape, made = partial(jax.ShapeDtypeStruct, dtype=jnp.int32), None
+        shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        made: Any = None
         tails = {tail(n - self.whole(n)) for n in range(max(length - 2 * BLOCK, 1), length + 1)}
         last, capacity = doubling(max(self.whole(length), 1)), BLOCK
         while capacity <= last:

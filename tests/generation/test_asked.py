@@ -78,6 +78,7 @@ WRONG = {
     "chunk": [x for x in NO_COUNT if x is not None] + [[1]],
     "n": [*NO_COUNT, 0, [2]],
     "draft": [5, "prefix", ["suffix"]],
+    "store": [5, "folder", True],
     "compare": [None, 1, "yes", [True]],
     "until": [5, "f", [None]],
     "room": [x for x in NO_COUNT if x is not None] + [[1]],

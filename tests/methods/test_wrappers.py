@@ -24,6 +24,7 @@ from jkv.core.evidence import evidence as seen
 from jkv.core.flush import flush
 from jkv.core.layer import LayerConfig
 from jkv.generation import sizes
+from jkv.io import learned
 from jkv.methods.budgets import Tokens
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig, resolve
@@ -31,6 +32,7 @@ from jkv.methods.prefills import Deferred
 from jkv.methods.probes import Pseudo
 from jkv.methods.scores.assisted import Assisted
 from jkv.methods.scores.attention import Accumulated, WindowMass
+from jkv.methods.scores.heads import Lasting
 from jkv.methods.scores.hybrid import ByPhase, Plus, Several
 from jkv.methods.scores.learned import Trained
 from jkv.methods.scores.position import Newest, Oldest, Wrapper
@@ -39,7 +41,7 @@ from jkv.methods.scores.queried import Queried
 from jkv.methods.scores.wrappers import Groups
 from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 from support import rig
-from support.rig import MODEL, D, G, H
+from support.rig import MODEL, D, G, H, L
 from support.scenes import attending, evidence
 
 for module in pkgutil.iter_modules(jkv.methods.scores.__path__):
@@ -83,8 +85,11 @@ COMPOSITES: dict[type, tuple[Make, ...]] = {
     ),
     ByPhase: (lambda s: ByPhase(score=s, path=Newest()), lambda s: ByPhase(score=Newest(), path=s)),
 }
+_ROLES = np.random.default_rng(0).uniform(size=(L, H, G)).astype(np.float32)
+_ROLES[0, 0, 0] = 1  # the best of all
+TABLES: dict[type, dict[str, Any]] = {Lasting: {"heads": jnp.asarray(_ROLES), "models": learned.identities(rig.PARAMS)}}
 WRAPPERS = unique(below(Wrapper))
-MADE: dict[str, Make] = {kind.__name__: lambda s, kind=kind: kind(score=s) for kind in WRAPPERS}
+MADE: dict[str, Make] = {kind.__name__: lambda s, kind=kind: kind(score=s, **TABLES.get(kind, {})) for kind in WRAPPERS}
 MADE |= {f"{kind.__name__}-{i}": make for kind, makes in COMPOSITES.items() for i, make in enumerate(makes)}
 SWITCHES = ("uniform",)
 every = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
@@ -167,7 +172,7 @@ def k_of(ev) -> jax.Array:
 
 def stubbed(make: Make) -> tuple[Score, Any, np.ndarray]:
     """A score made of Everything, evidence of one kv head and 24 tokens as it would see it, and its inner column."""
-    score, n = make(Everything()).for_layer(MODEL, 0), 24
+    score, n = jax.tree.map(lambda x: x[0, :1], make(Everything()).for_layer(MODEL, 0)), 24
     rng = np.random.default_rng(0)
     at = Born(
         x=jnp.zeros((1, n, 4)),

@@ -109,7 +109,10 @@ class Lasting(Wrapper):
             raise ValueError(
                 f"retrieval knows no heads yet: give heads='FOLDER', as `jkv calibrate {CHOICE}` writes it"
             )
-        return (1 - self.heads.max(-1))[None, :, None] * self.score.rank(ev)
+        rank, share = self.score.rank(ev), 1 - self.heads.max(-1)
+        if self.uniform:  # one choice for all heads, by their mean
+            share = share.mean(keepdims=True)
+        return jnp.where(jnp.isfinite(rank), share[None, :, None] * rank, rank)
 
 
 @part

@@ -97,7 +97,7 @@ def test_look_ups_have_their_answers_and_fit():
 
 @pytest.mark.slow
 def test_what_was_trained_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda what, dtype="float32": PARAMS)
+    monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     short = (
         "--warm 2 --steps 2 --answer 60 --texts 4 --length 180 --corpus pydoc --width 8 --check 2 --budget 48".split()
     )

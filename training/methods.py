@@ -215,6 +215,7 @@ def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
 def kvzap(run: Run, *, budget: int, **chosen: Any) -> None:
     """Surrogates of what a repetition looks at."""
     recipe = surrogates.Recipe(**chosen, seed=run.seed)
+    surrogates.request(run.params, run.length)  # what came of it is asked so too, after hours of work
     gate = surrogates.start(run.params.config, recipe.width, jax.random.key(recipe.seed))
     gated(run, recipe, Repeated(gate=gate), budget, recipe.width)
 

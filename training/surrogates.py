@@ -112,17 +112,23 @@ class Read:
     repeated: Array
 
 
+def request(params: Params, length: int) -> list[int]:
+    """The tokens that ask for a repetition of a text of `length` tokens; ValueError beyond the model's context."""
+    ask = [*within(params, AGAIN), *within(params, answering(params))]
+    if (size := 2 * length + len(ask)) > params.config.context:
+        raise ValueError(
+            f"length={length}: a text, the request to repeat it and the repetition are {size} tokens, and the model's "
+            f"context is {params.config.context}; give --length {(params.config.context - len(ask)) // 2} or less"
+        )
+    return ask
+
+
 def read(params: Params, texts: Batch) -> list[Read]:
     """Each text, a request to repeat it, and the repetition, of one length; ValueError beyond the model's context."""
     ids = np.asarray(texts.ids)
-    ask = [*within(params, AGAIN), *within(params, answering(params))]
-    t, size = ids.shape[1], 2 * ids.shape[1] + len(ask)
-    if size > params.config.context:
-        raise ValueError(
-            f"length={t}: a text, the request to repeat it and the repetition are {size} tokens, and the model's "
-            f"context is {params.config.context}; give --length {(params.config.context - len(ask)) // 2} or less"
-        )
-    made = []
+    t, made = ids.shape[1], []
+    ask = request(params, t)
+    size = 2 * t + len(ask)
     for row in ids:
         text = row[row >= 0].tolist()
         whole = np.full(size, -1, np.int32)

@@ -13,6 +13,7 @@ from jkv.methods.scores.heads import Lasting
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
 from jkv.methods.scores.published import Repeated, Whole, read_heads
+from jkv.protocols import Score
 
 
 @row(
@@ -51,6 +52,17 @@ def makeeach(
     )
 
 
+def _contest(name: str, size: Size, score: Score, window: int, sinks: int, step: int | None) -> Axes:
+    """The tokens of a prompt, of all layers and heads, compete for one budget beside the first and the newest."""
+    return dict(
+        score=Protect(score=score, sinks=sinks, newest=window),
+        budget=Won(size=size.above(name, window + sinks, "its first and newest tokens"), window=0, step=step),
+        prefill=Deferred(),
+        pooled=0.0,
+        recent=0,
+    )
+
+
 @row("-", "jkv's own: makeeach, whose gates know nothing of what a later question looks for, with compresskv's heads")
 def retrieval(
     size: Size,
@@ -70,13 +82,7 @@ def retrieval(
     if step is not None and step < 1:
         raise ValueError(f"retrieval: step={step}: slots, 1 or more")
     score = Lasting(score=learned.trained(gate, Retention()))
-    return dict(
-        score=Protect(score=score if heads is None else score.of(heads), sinks=sinks, newest=window),
-        budget=Won(size=size.above("retrieval", window + sinks, "its first and newest tokens"), window=0, step=step),
-        prefill=Deferred(),
-        pooled=0.0,
-        recent=0,
-    )
+    return _contest("retrieval", size, score if heads is None else score.of(heads), window, sinks, step)
 
 
 @row(
@@ -171,13 +177,7 @@ def kvzap(size: Size, *, window: int = 128, sinks: int = 0, step: int | None = N
     if window < 0 or (step is not None and step < 1):
         raise ValueError(f"kvzap: window={window}, step={step}: newest tokens, 0 or more, and slots, 1 or more")
     score = Repeated() if gate is None else Repeated().of(gate)
-    return dict(
-        score=Protect(score=score, sinks=sinks, newest=window),
-        budget=Won(size=size.above("kvzap", window + sinks, "its first and newest tokens"), window=0, step=step),
-        prefill=Deferred(),
-        pooled=0.0,
-        recent=0,
-    )
+    return _contest("kvzap", size, score, window, sinks, step)
 
 
 @row(

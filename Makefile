@@ -16,12 +16,13 @@ demo: .venv/installed  ## a real model generates through a compressed cache, and
 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15
 
-test: .venv/installed  ## every law and almost all of the rest: what is not `slow`, `hardware` or `peers`
+test: .venv/installed  ## every law, of a composition of each kind: what is not `slow`, `hardware` or `peers`
 	$(BIN)/jkv fetch smollm2-135m
 	$(PYTEST) -m "not (slow or hardware or peers)"
 
-test-all: test  ## the whole suite
-	$(PYTEST) -m "slow or hardware or peers"
+test-all: .venv/installed  ## every law of every row, and all that is slow
+	$(BIN)/jkv fetch smollm2-135m
+	$(PYTEST)
 
 lint: .venv/installed  ## style, types and the arrows between rooms, on the package as a user gets it
 	$(BIN)/pip install -q -e '.[lint]'

@@ -33,14 +33,26 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of a compila
 jax.config.update("jax_enable_compilation_cache", "JAX_COMPILATION_CACHE_DIR" in os.environ)
 
 
+from support import rig  # noqa: E402  (what it imports has shapes then)
+
+TELLING = {str(case) for case in rig.TELLING}
+
+
 def composition(item) -> str:
     """The composition of the catalogue that a test is about, or nothing."""
     case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
     return str(case) if type(case).__module__ == "support.rig" else ""
 
 
+@pytest.hookimpl(tryfirst=True)  # what is slow is known before -m chooses
 def pytest_collection_modifyitems(items):
-    """What is said of one composition comes one after the other: one worker of several compiles its programs, once."""
+    """Of the catalogue's compositions those with traits of their own are not slow: `make test-all` holds all of them.
+
+    What is said of one composition comes one after the other: one worker of several compiles its programs, once.
+    """
+    for item in items:
+        if composition(item) not in {"", *TELLING}:
+            item.add_marker(pytest.mark.slow)
     first: dict[str, int] = {}
 
     def place(i: int) -> tuple[int, int]:

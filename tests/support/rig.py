@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -207,6 +208,13 @@ class Case:
         """Whether layers divide the budget by what they ask."""
         return self.config.budget.statistic is not None
 
+    @property
+    def traits(self) -> set[tuple[str, Any]]:
+        """What the laws, and the programs, depend on."""
+        names = "model budget page pooled merges appends grows prunes follows measured whole rest draft odds tiers later"
+        own = {(name, bool(x) if isinstance(x, int) else x) for name in names.split() for x in [getattr(self, name)]}
+        return own | {("lossy", self.slot.lossy), ("prefill", type(self.config.prefill)), ("ranked", bool(self.ranked))}
+
     def __str__(self) -> str:
         text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
         return text if self.model == "llama" else f"{self.model}: {text}"
@@ -351,6 +359,16 @@ OTHERS = [
 ]
 # of the model with sinks and experts: evicted by attention, and picked by pages
 OTHERS += [replace(case, model="gpt_oss") for case in (CASES["snapkv"][1], CASES["quest"][0])]
+
+
+def telling(cases: Sequence[Case]) -> list[Case]:
+    """Those that have a trait which none before them has: what `make test` holds the laws against."""
+    known: set[tuple[str, Any]] = set()
+    return [case for case in cases if case.traits - known and not known.update(case.traits)]
+
+
+COMMON = [CASES[name][-1] for name in ("full", "h2o", "snapkv", "kivi", "quest", "adakv", "trimkv", "kvzip")]
+TELLING = telling([*COMMON, *ALL, *OTHERS])
 
 
 def compositions() -> list[CacheConfig]:

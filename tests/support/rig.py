@@ -211,9 +211,10 @@ class Case:
     @property
     def traits(self) -> set[tuple[str, Any]]:
         """What the laws, and the programs, depend on."""
-        names = "model budget page pooled merges appends grows prunes follows measured whole rest draft odds tiers later"
-        own = {(name, bool(x) if isinstance(x, int) else x) for name in names.split() for x in [getattr(self, name)]}
-        return own | {("lossy", self.slot.lossy), ("prefill", type(self.config.prefill)), ("ranked", bool(self.ranked))}
+        flags = "budget page pooled merges appends grows prunes follows measured whole rest draft odds later ranked"
+        some = {(name, bool(getattr(self, name))) for name in flags.split()}
+        lossy, prefill = self.slot.lossy, type(self.config.prefill)
+        return some | {("model", self.model), ("tiers", self.tiers), ("lossy", lossy), ("prefill", prefill)}
 
     def __str__(self) -> str:
         text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
@@ -363,8 +364,12 @@ OTHERS += [replace(case, model="gpt_oss") for case in (CASES["snapkv"][1], CASES
 
 def telling(cases: Sequence[Case]) -> list[Case]:
     """Those that have a trait which none before them has: what `make test` holds the laws against."""
-    known: set[tuple[str, Any]] = set()
-    return [case for case in cases if case.traits - known and not known.update(case.traits)]
+    found, known = [], set[tuple[str, Any]]()
+    for case in cases:
+        if case.traits - known:
+            found.append(case)
+            known |= case.traits
+    return found
 
 
 COMMON = [CASES[name][-1] for name in ("full", "h2o", "snapkv", "kivi", "quest", "adakv", "trimkv", "kvzip")]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jkv.core.cache import Cache
     from jkv.generation.api import Result, extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
+    from jkv.generation.passages import Passages
     from jkv.generation.report import Report
     from jkv.generation.score import Scored, score
     from jkv.generation.steps import branch, step
@@ -44,6 +45,7 @@ __all__ = [
     "models",
     "parse",
     "prefill",
+    "Passages",
     "Scored",
     "Store",
     "save_cache",
@@ -71,6 +73,7 @@ _HOMES = {
     "parse": "methods",
     "prefill": "generation.api",
     "Scored": "generation.score",
+    "Passages": "generation.passages",
     "Store": "io.store",
     "score": "generation.score",
     "step": "generation.steps",

@@ -20,9 +20,10 @@ from jkv.core.compiled import Cost
 from jkv.core.loop import admit, prefill_after, prefill_own, run_blocks
 from jkv.core.positions import pad
 from jkv.generation.api import cut
+from jkv.generation.begun import doubling, tail
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.sizes import empty, sized
-from jkv.generation.stored import Beginnings, doubling, tail
+from jkv.generation.stored import Beginnings
 from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, Params

@@ -25,6 +25,7 @@ from jkv.generation.asked import Asked, Until, asked, composition, fit, model, s
 from jkv.generation.chunks import Chunks
 from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
+from jkv.generation.passages import Passages, kind
 from jkv.generation.prefill import extended, prefilled
 from jkv.generation.prompts import Prompt, encode, stop_ids_of
 from jkv.generation.report import (
@@ -39,7 +40,6 @@ from jkv.generation.report import (
     tier_bits,
 )
 from jkv.generation.steps import forks
-from jkv.generation.stored import kind
 from jkv.host.arguments import count, short
 from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
@@ -67,7 +67,7 @@ def prefill(
     *,
     room: int | None = None,
     chunk: int | None = None,
-    store: Store | None = None,
+    store: Store | Passages | None = None,
 ) -> tuple[Cache, Array]:
     """The cache after a prompt, and the logits f32[B,V] of what comes next.
 
@@ -129,7 +129,7 @@ def generate(
     compare: bool = False,
     until: Until | None = None,
     draft: str | Params | Drafter | None = None,
-    store: Store | None = None,
+    store: Store | Passages | None = None,
 ) -> Result:
     """Text after a prompt, through a compressed cache.
 
@@ -141,7 +141,8 @@ def generate(
     the generated tokens and report KL and first divergence. until(cache, logits f32[B,V], tokens): asked after every
     block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it. draft:
     "suffix", "recycle", a smaller model or a Drafter: guesses, several of them verified in a pass, with the tokens of
-    plain decoding. store: where the prompt's beginning is read from if it was read before, by whatever process.
+    plain decoding. store: where the prompt's beginning is read from if it was read before, by whatever process; or
+    `jkv.Passages` that stand anywhere in it.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)

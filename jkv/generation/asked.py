@@ -13,6 +13,7 @@ from jkv import methods
 from jkv.core import sampling
 from jkv.core.cache import Cache
 from jkv.generation.drafters import Drafter, check, drafter
+from jkv.generation.passages import Passages
 from jkv.generation.prompts import check_length
 from jkv.host import forked
 from jkv.host.arguments import count, numbers, short
@@ -38,7 +39,7 @@ class Asked:
     compare: bool
     until: Until | None
     draft: Drafter | None
-    store: Store | None
+    store: Store | Passages | None
 
 
 def asked(
@@ -119,10 +120,10 @@ def composition(cache: Any) -> CacheConfig:
     return methods.as_config(cache)
 
 
-def stored(store: Any) -> Store | None:
-    """A store, or None; TypeError for anything else."""
-    if store is not None and not isinstance(store, Store):
-        raise TypeError(f"store is {short(store)}: give a jkv.Store, or None")
+def stored(store: Any) -> Store | Passages | None:
+    """A store, passages, or None; TypeError for anything else."""
+    if store is not None and not isinstance(store, Store | Passages):
+        raise TypeError(f"store is {short(store)}: give a jkv.Store, jkv.Passages, or None")
     return store
 
 

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 
 from . import states
 from .config import Mixers
@@ -48,7 +47,7 @@ from .states import (
 )
 from .weights import linear
 
-STRETCH = 64  # tokens of a triangular system
+STRETCH = 64  # tokens of a triangular system, a power of two
 BESIDE = 8  # stretches of which the systems are solved at once
 EPS = 1e-6  # of the length of keys and queries
 
@@ -111,10 +110,34 @@ def settle(w: Mapping[str, Array], m: Mixers, old: State) -> State:
 
 def floats(m: Mixers, rows: int, n: int) -> int:
     """About the numbers that reading n tokens a row takes: what is projected, then the convolution and systems."""
-    size, beside, _ = stretches(n, STRETCH, BESIDE)
+    size, beside, _ = _stretches(n)
     text = rows * n * (m.inner + m.channels)
     system = size * (3 * size + 3 * (m.head_dim + m.state))
     return max(2 * text, text + rows * beside * m.heads * system)
+
+
+def inverse(x: Array) -> Array:
+    """(I + L)^-1 [...,n,n] of what is below the diagonal of x [...,n,n]; n is a power of two.
+
+    By halves: of [[A, 0], [C, B]] it is [[A^-1, 0], [-B^-1 C A^-1, B^-1]]. Only inverses are multiplied, never powers
+    of L, which would lose every digit where keys are alike. It is no call of LAPACK: on a CPU jaxlib hands the matrices
+    of a batch to threads of which one waits for them, so as many programs as threads, each on a device, wait for ever.
+
+    >>> inverse(jnp.array([[1.0, 0.0], [2.0, 1.0]])).tolist()
+    [[1.0, 0.0], [-2.0, 1.0]]
+    """
+    half = x.shape[-1] // 2
+    if not half:
+        return jnp.ones_like(x)
+    first, last = inverse(jnp.stack([x[..., :half, :half], x[..., half:, half:]]))
+    under = -last @ x[..., half:, :half] @ first
+    above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+    return jnp.concatenate([above, jnp.concatenate([under, last], -1)], -2)
+
+
+def _stretches(n: int) -> tuple[int, int, int]:
+    """`stretches` of a text of n tokens, of a power of two each."""
+    return stretches(n if n > STRETCH else 1 << (n - 1).bit_length(), STRETCH, BESIDE)
 
 
 def _project(w: Mapping[str, Array], m: Mixers, x: Array) -> tuple[Array, Array, Array, Array]:
@@ -143,7 +166,7 @@ def _scan(m: Mixers, state: Array, x: Array, fall: Array, beta: Array) -> tuple[
     """Outputs f32[B,T,HsP] of what was convolved f32[B,C,T], a dt f32[B,G,R,T] and strengths f32[B,Hs,T], and the state
     f32[B,G,R,P,N] at the end."""
     n = x.shape[2]
-    size, beside, pieces = stretches(n, STRETCH, BESIDE)
+    size, beside, pieces = _stretches(n)
     early = pieces * beside * size - n
     q, k, v = _parted(m, x)
 
@@ -167,7 +190,7 @@ def _piece(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
     system = jnp.einsum("bgntl,bgnts->bgtls", k, k)[:, :, None] * near * beta[..., None]
     wanted = rearrange(v * beta[:, :, :, None], "b g r p t l -> b g r t l p")
     known = jnp.einsum("bgntl,bgrtl->bgrtln", k, beta * since)
-    solved = solve_triangular(system, jnp.concatenate([wanted, known], -1), lower=True, unit_diagonal=True)
+    solved = jnp.einsum("bgrtls,bgrtsn->bgrtln", inverse(system), jnp.concatenate([wanted, known], -1))
     own, known = jnp.split(solved, [v.shape[3]], -1)
     pairs = jnp.einsum("bgntl,bgnts->bgtls", q, k)[:, :, None] * near
     asked = jnp.einsum("bgntl,bgrtl->bgrtln", q, since)

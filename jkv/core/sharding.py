@@ -34,7 +34,6 @@ def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
     >>> dict(mesh(jax.devices()[:1], models.random(models.TINY).config, rows=3).shape)
     {'data': 1, 'model': 1, 'context': 1}
     """
-    _runs(model, len(devices), f"{len(devices)} devices")
     by_rows = unit(devices, model)
     if rows % by_rows:
         raise ValueError(
@@ -61,27 +60,11 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) 
             f"evenly; give a divisor to {HEADS}, and the other devices to {ROWS} or {CONTEXT}"
         )
     total = prod(sizes.values())
-    _runs(model, total, f"mesh {text!r}")
     if total > len(devices):
         raise ValueError(f"mesh {text!r}: it takes {total} devices, and there are {len(devices)}; give fewer")
     if rows % sizes[ROWS]:
         raise ValueError(f"mesh {text!r}: {ROWS}={sizes[ROWS]} divides the rows, and there are {rows}; give a multiple")
     return Mesh(np.array(devices[:total]).reshape(*sizes.values()), tuple(sizes))
-
-
-def checked(over: Mesh, model: ModelConfig) -> Mesh:
-    """The mesh; ValueError for a model that does not run over its devices."""
-    _runs(model, over.size, f"{over.size} devices")
-    return over
-
-
-def _runs(model: ModelConfig, devices: int, what: str) -> None:
-    """ValueError for a model whose programs are known not to run over several devices."""
-    if devices > 1 and model.mixers and model.mixers.rule == "delta":
-        raise ValueError(
-            f"{what}: blocks that follow the delta rule run on one device; their prefill over several simulated "
-            "devices did not end. Use one device"
-        )
 
 
 def here(text: str, model: ModelConfig) -> Mesh:

@@ -107,7 +107,7 @@ def load(
     _note_slow(dtype)
     if mesh is not None:
         model = read_config(source.config)
-        over = sharding.here(mesh, model) if isinstance(mesh, str) else sharding.checked(mesh, model)
+        over = sharding.here(mesh, model) if isinstance(mesh, str) else mesh
         put = sharding.placing(over)
     blocks = blocks_of(what, source, dtype) if weights == "file" else {}
     form = None if weights == "file" else weights

@@ -47,6 +47,14 @@ HYBRID = jkv.models.random(
     dict(jkv.models.TINY, model_type="bamba", num_hidden_layers=2, attn_layer_indices=[1], tie_word_embeddings=False)
     | dict(mamba_n_heads=8, mamba_d_state=8, mamba_n_groups=2)
 )
+# one that follows the delta rule in front of one that attends; a layer that recurs and attends side by side
+RECURRING = {
+    "delta": dict(jkv.models.TINY, model_type="qwen3_5_text", layer_types=["linear_attention", "full_attention"])
+    | dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
+    | dict(partial_rotary_factor=0.5, rms_norm_eps=1e-3),
+    "beside": dict(jkv.models.TINY, model_type="falcon_h1", num_hidden_layers=1, mamba_d_ssm=64)
+    | dict(mamba_n_heads=8, mamba_d_state=8, mamba_n_groups=2),
+}
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 100, (4, 96)).astype(np.int32)
 BOOKS = tuple(Codebook(table=jnp.asarray(RNG.normal(size=(1, heads, 8)), jnp.float32)) for heads in (2, 1))
@@ -83,6 +91,24 @@ def rows_that_come_and_go() -> dict[str, Any]:
         "shared": bool(bucket.shared),
         "codes": parts(running.state.cache),
         "states": [divided(x.state) for x in running.state.cache.states],
+    }
+
+
+def rows_that_recur(kind: str) -> dict[str, Any]:
+    """Prompts of one stretch and of two, and some steps."""
+    params = jkv.models.random(RECURRING[kind])
+    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), params.config))
+    prompts, cache = [TOKENS[i, : 96 - 40 * i].tolist() for i in range(2)], "h2o(budget=40) | int8"
+    alone = jkv.generate(params, cache, prompts, max_new_tokens=20)
+    there = jkv.generate(jax.device_put(params, over.shardings(params)), cache, prompts, max_new_tokens=20)
+    return {
+        "same": there.tokens == alone.tokens,
+        "apart": max(
+            float(abs(np.asarray(a.state) - np.asarray(b.state)).max())
+            for a, b in zip(there.cache.states, alone.cache.states, strict=True)
+        ),
+        "codes": parts(there.cache),
+        "states": [divided(x.state) for x in there.cache.states],
     }
 
 
@@ -148,5 +174,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         print(json.dumps(messages()))
         print(json.dumps(rows_that_come_and_go()))
+        for kind in RECURRING:
+            print(json.dumps(rows_that_recur(kind)))
     for cache in sys.argv[1:] or CACHES:
         print(json.dumps({"cache": cache, **slots(cache)}))

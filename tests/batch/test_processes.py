@@ -155,7 +155,7 @@ def eight() -> list[Any]:
     """What a process with eight devices prints."""
     env = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
     command = [sys.executable, str(HERE / "eight_devices.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=450, env=env)
     assert done.returncode == 0, done.stderr
     return [json.loads(x) for x in done.stdout.splitlines()]
 
@@ -166,24 +166,31 @@ def test_a_mesh_gives_the_rows_of_one_device(eight: list[Any]):
     assert set(found["codes"]) == {8} and found["states"] == [4]  # by rows and heads: a state has no slots
 
 
+def test_a_mesh_gives_what_recurs_the_tokens_of_one_device(eight: list[Any]):
+    """Of the delta rule, and of a layer that does both; a device has a quarter of a state and an eighth of codes."""
+    for found in eight[2:4]:
+        assert found["same"] and found["apart"] < 1e-4, found
+        assert set(found["states"]) == {4} and set(found["codes"]) == {8}
+
+
 def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
     """Of every kind of tier; and each has an eighth of the codes, by rows, heads and slots."""
-    assert len(eight) == 2 + 6
-    for found in eight[2:]:
+    assert len(eight) == 4 + 6
+    for found in eight[4:]:
         assert found["same"] == 1 and found["apart"] < 1e-4, found["cache"]
         assert set(found["codes"]) == {8}, found["cache"]
 
 
 def test_nothing_is_made_on_another_device_than_it_is_needed_on(eight: list[Any]):
     """Queries, keys and values of a head, and a gate and what it gates: the weights that make them lie together."""
-    for found in eight[2:]:
+    for found in eight[4:]:
         kinds = {kind for place, kind, *_ in found["sent"] if place == "step"}
         assert "all-reduce" in kinds and "collective-permute" not in kinds, found["cache"]
 
 
 def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
     """In no message of a step or a flush are codes or floats of four axes, of as many slots as a device has."""
-    for found in eight[2:]:
+    for found in eight[4:]:
         assert {x[0] for x in found["sent"]} >= {"step", "flush"}
         for place, kind, shapes, *_ in found["sent"]:
             for dims in re.findall(r"[fu]\d+\[([\d,]*)\]", shapes):

@@ -15,7 +15,7 @@ import pytest
 
 import jkv
 from jkv import methods
-from jkv.core import compiled, loop, sharding
+from jkv.core import compiled, loop
 from jkv.core.cache import tree_bytes
 from jkv.core.positions import bucket
 from jkv.generation import inspect, sizes
@@ -233,12 +233,6 @@ def test_a_batch_job_gives_each_row_what_it_gets_alone(tmp_path, monkeypatch):
     lines.sort(key=lambda x: x["id"])
     assert [len(x["tokens"]) for x in lines] == new
     check_greedy(HYBRID, asked, [x["tokens"] for x in lines])
-
-
-def test_the_delta_rule_over_devices_is_refused():
-    assert sharding.named("data=1", jax.devices(), GATED.config)
-    with pytest.raises(ValueError, match="data=2.*delta rule run on one device"):
-        sharding.named("data=2", jax.devices() * 2, GATED.config)
 
 
 def test_training_takes_models_that_only_attend(tmp_path, monkeypatch):

@@ -158,6 +158,14 @@ def test_a_text_is_read_as_token_by_token(rule):
     assert not np.asarray(after.count).any()
 
 
+def test_no_library_is_called(rule):
+    """Whose batches wait for threads, of which programs that run side by side may have taken all."""
+    read, step, settle = rule.programs
+    assert "custom_call" not in read.lower(GIVEN, LIVE, rule.fresh).as_text()
+    assert "custom_call" not in step.lower(GIVEN[:, :1], LIVE[:, 0], rule.fresh).as_text()
+    assert "custom_call" not in settle.lower(rule.fresh).as_text()
+
+
 def test_stretches_may_be_read_in_several_pieces(rule, monkeypatch):
     for net in (ssd, delta):
         monkeypatch.setattr(net, "BESIDE", 2)

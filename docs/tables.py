@@ -350,6 +350,13 @@ def reading() -> list[str]:
     return [line(tokens, *(f"{r['recovered']:.3f}" for r in rows)) for tokens, rows in groups.items()]
 
 
+def selectors() -> list[str]:
+    """Attention in what selectors pick of a full cache, the most first."""
+    rows = sorted(results("selectors"), key=lambda r: -r["recovered"])
+    shares = ("recovered", "tokens_share", "bytes_share")
+    return [line(code(r["cache"]), f"{r[shares[0]]:.3f}", *(f"{r[x]:.1%}" for x in shares[1:])) for r in rows]
+
+
 def families() -> list[str]:
     """Every family beside transformers."""
     return [
@@ -378,6 +385,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/quality.md": {
         head("", "half of the tokens", "a quarter", "an eighth"): needles,
         head("", *SIZES): later,
+        head("selector", "attention", "of the older tokens", "of their bytes, by tiles"): selectors,
         head("codec", "bits, keys / values", "KL", "of int4's, by text", "perplexity"): codecs,
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,

@@ -239,7 +239,8 @@ def predicted(case: Case, longest: int, plan=None) -> int:
             total += (slots - own) * H * round(case.later.k + case.later.v) + 4 * case.taught
         total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled
         if case.plan[layer].tiers[0].select is not None:
-            total += slots // case.page * H * case.index * 4
+            index = 0 if case.plan[layer].tiers[0].follows else case.index
+            total += slots // case.page * H * index * 4 + H * case.memo * 4
     return 2 * (total + states(case))
 
 

@@ -37,7 +37,7 @@ def test_every_row_says_what_it_is(name):
     row = CATALOGUE[name]
     assert row.about and row.exactness and row.paper and row.axes
     assert bool(row.claim) == (row.paper != "-" or name == "arkv")  # a paper without a number
-    assert row.parts or {*row.axes} <= {"pooled", "append"}
+    assert row.parts or {*row.axes} <= {"pooled", "append", "steps", "layers"}
     assert all(row.parts.values())
 
 
@@ -117,11 +117,13 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "kvtc": {"sensitivity": rig.SENSITIVITY},
     "kvquant": {"sensitivity": rig.SENSITIVITY},
     "kvzap": {"gate": rig.ZAP},
+    "fasa": {"channels": rig.CHANNELS},
+    "infinigen": {"channels": rig.CHANNELS},
     "duoattention": {"heads": rig.DUO},
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(CATALOGUE) - {"pooled"}))
+@pytest.mark.parametrize("name", sorted(set(CATALOGUE) - rig.AROUND))
 def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(name):
     """Traced, one piece of a prompt after another: what a score asks of many queries is never one tile of them."""
     given = ["budget=512"] if "budget" in CATALOGUE[name].arguments else []
@@ -235,7 +237,8 @@ def test_a_value_that_an_argument_cannot_have_is_refused_by_name(text, why):
 
 def test_what_does_not_go_together_says_why():
     refused = {pair: why for pair, why in PAIRS.items() if why}
-    assert {b for a, b in refused if a == "lacache"} == {"quest", "attentionpredictor", "alisa", "nsnquant", "shadowkv"}
+    reading = {"quest", "attentionpredictor", "alisa", "tokenselect", "fasa", "infinigen", "loopserve"}
+    assert {b for a, b in refused if a == "lacache"} == reading | {"nsnquant", "shadowkv"}
     assert "every tier of this method has its own codecs" in refused["zipvl", "int8"]
     assert "relative positions move keys" in refused["streaming", "quest"]
     assert "kivi" not in {b for a, b in refused if a == "snapkv"} and len(refused) < len(PAIRS) / 4

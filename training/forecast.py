@@ -140,7 +140,9 @@ def others(q: Array, k: Array, at: Array, select: Forecast, scale: float, window
 
     pages = k[:, : n * select.unit].astype(jnp.float32).reshape(h, n, select.unit, d)
     limits = pages.min(2)[None], pages.max(2)[None]
-    bound = jax.vmap(lambda i: PageBound().most(jnp.take(q, i[None], axis=2)[None], limits)[0])(at)
+    bound = jax.vmap(lambda i: PageBound().bounds(jnp.take(q, i, axis=2)[None].astype(jnp.float32), limits)[0].max(1))(
+        at
+    )
     ranks = {"h2o": jax.lax.map(lambda head: sums(*head), (q, k)).swapaxes(0, 1), "quest": bound}
     return {name: x.reshape(-1, n) for name, x in ranks.items()}
 

@@ -32,8 +32,11 @@ def queries(params: Params, texts: int, length: int, seed: int, say: Say) -> Fou
     return measured(params, batch.ids, batch.pos, say), {"sources": list(SOURCES)}
 
 
-def measured(params: Params, ids: Array, pos: Array, say: Say) -> dict[str, np.ndarray]:
-    """The same of texts i32[N,T] at pos i32[N,T]. ValueError for a model that gives NaN or infinity."""
+def measured(
+    params: Params, ids: Array, pos: Array, say: Say, of: Callable[..., dict[str, np.ndarray]] | None = None
+) -> dict[str, np.ndarray]:
+    """The same, or what `of` makes as `_of` does, of texts i32[N,T] at pos i32[N,T]. ValueError for a model that gives
+    NaN or infinity."""
     rows = [(family(params.config).embed(params, ids[i : i + 1]), pos[i : i + 1]) for i in range(len(ids))]
     live = np.asarray(pos).ravel() >= 0
     found: list[dict[str, np.ndarray]] = []
@@ -46,8 +49,8 @@ def measured(params: Params, ids: Array, pos: Array, say: Say) -> dict[str, np.n
         rows = after
         plain, turned, keys = (np.concatenate(x, -2)[..., live, :] for x in zip(*seen, strict=True))
         if not all(np.isfinite(x).all() for x in (plain, turned, keys)):
-            raise ValueError(f"calibrate queries: layer {len(found)} gives NaN or infinity; load it in float32")
-        found.append(_of(plain, turned, keys, len(one.config.ropes[kind].inv_freq)))
+            raise ValueError(f"calibrate: layer {len(found)} gives NaN or infinity; load it in float32")
+        found.append((of or _of)(plain, turned, keys, len(one.config.ropes[kind].inv_freq)))
         say(f"layer {len(found)}")
     return {name: np.stack([x[name] for x in found]) for name in found[0]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.core.cache import Cache, tree_bytes
-from jkv.core.tiers import gathered, picked
+from jkv.core.tiers import looked
 from jkv.models import Params
 
 T = TypeVar("T")
@@ -97,8 +98,8 @@ def cache_bytes(cache: Cache) -> int:
         for config, tier in zip(plan.tiers, layer.tiers, strict=True):
             read: Any = (tier.k, tier.v, tier.pos, tier.at, tier.head, tier.taught)
             if config.select is not None:
-                total += tree_bytes((tier.pos, tier.summary))
-                copy = jax.eval_shape(lambda q, t, c=config: gathered(picked(q, t, c), t, t.pos, c)[0], q, tier)
-                read = (copy.k, copy.v, copy.pos)
+                total += tree_bytes((tier.pos, tier.summary, tier.memo))
+                copy = jax.eval_shape(partial(looked, config=config), q, tier)
+                read = (copy.k, copy.v, copy.pos, tier.k if config.select.scans else None)
             total += tree_bytes(read)
     return total

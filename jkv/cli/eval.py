@@ -176,6 +176,29 @@ def attention(
         print(f"{row['cache']}: {row['recovered']:.4f} of the attention in {row['tokens_read']:.0f} tokens")
 
 
+@app.command()
+@flat
+def picks(
+    o: Compared,
+    text: Text = Text(rest=16),
+    spared: Annotated[int, typer.Option(help="First layers to leave out of the mean.")] = 2,
+) -> None:
+    """The share of attention in what selectors pick of a full cache: one pass of the model, and no cache."""
+    from jkv.eval import experiments
+
+    s = _setting(o, o.cache, text.prefix, o.batch)
+    if not 0 <= spared < s.params.config.layers:
+        raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {s.params.config.layers} layers")
+    ids, source = _texts(s, text, text.rest, o.samples)
+    with console.progress(len(s.caches)) as say:
+        found = experiments.picks(s, ids, source, text.prefix, spared, say)
+    for row in found.rows:
+        print(
+            f"{row['cache']}: {row['recovered']:.4f} of the attention in {row['tokens_share']:.1%} of the tokens, "
+            f"{row['bytes_share']:.1%} of the bytes"
+        )
+
+
 def _asked(question: str) -> list[bool]:
     ways = {"seen": [True], "unseen": [False], "both": [True, False]}
     if question not in ways:

@@ -230,7 +230,7 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         from jkv.host import console
         from jkv.io import learned
         from jkv.io.load import load
-        from jkv.training import heads, moments, queries, sensitivity
+        from jkv.training import channels, heads, moments, queries, sensitivity
 
         if (out / learned.CARD).exists():
             raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
@@ -238,11 +238,12 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         layers = params.config.layers
         steps = {
             "compresskv": 2 * texts,
+            "channels": layers,
             "moments": layers,
             "queries": layers,
             "sensitivity": layers + sensitivity.BACK,
         }
-        methods = heads.METHODS | moments.METHODS | queries.METHODS | sensitivity.METHODS
+        methods = channels.METHODS | heads.METHODS | moments.METHODS | queries.METHODS | sensitivity.METHODS
         wide = {"moments": moments.wide, "sensitivity": sensitivity.wide}.get(name, lambda _: name == "queries")
         with console.progress(steps.get(name, texts)) as say:
             arrays, told = methods[name](params, texts, length, seed, say)
@@ -256,6 +257,7 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
 for method in METHODS:
     _trained(method)
 _calibrated("compresskv", "Which heads of a layer find what was asked for.", 24, 1024)
+_calibrated("channels", "Which channels and directions of keys tell tokens apart, for selectors.", 4, 1024)
 _calibrated("moments", "Means, extremes and correlations of keys and values, for codecs.", 8, 1024)
 _calibrated("queries", "Means and directions of queries, for scores and codecs.", 8, 1024)
 _calibrated("sensitivity", "Means, correlations and levels of keys and values, by what depends on them.", 8, 1024)

@@ -22,7 +22,7 @@ from jkv.core.flush import flush, pruned
 from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.mask import causal
 from jkv.core.positions import positions
-from jkv.core.tiers import attend_tier, observed
+from jkv.core.tiers import attend_tier, observed, picked
 from jkv.models import Mix, ModelConfig, Params, family, rule
 from jkv.models import layer as block
 from jkv.models.states import State
@@ -85,7 +85,7 @@ def attended(
         part = attend_window(asks, k, v, mask, window.pos, model.scale, plan.kernels)
         if not fresh:
             past = [
-                attend_tier(q, replace(mask, until=None), t, replace(c, select=None), rope, model.scale)
+                attend_tier(q, replace(mask, until=None), t, c, rope, model.scale)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
             part = with_residual(merge_all([part, *past]), q, layer, plan, model)
@@ -183,34 +183,43 @@ def observation_of(
 @value
 class LayerCarry:
     """The part of a layer that a step changes: recent window, kept queries and, of tiers (otherwise constants of the
-    loop), the summaries of stateful selectors (None where there is none)."""
+    loop), the summaries of stateful selectors (None where there is none) and memos."""
 
     recent: Window
     queries: Queries | None
     summaries: tuple[Any, ...]
+    memos: tuple[Any, ...]
 
     @classmethod
     def of(cls, layer: LayerCache, plan: LayerView) -> LayerCarry:
         summaries = tuple(t.summary if c.stateful else None for t, c in zip(layer.tiers, plan.tiers, strict=True))
-        return cls(recent=layer.recent, queries=layer.queries, summaries=summaries)
+        memos = tuple(t.memo for t in layer.tiers)
+        return cls(recent=layer.recent, queries=layer.queries, summaries=summaries, memos=memos)
 
     def into(self, layer: LayerCache) -> LayerCache:
         tiers = tuple(
-            t if s is None else replace(t, summary=s) for t, s in zip(layer.tiers, self.summaries, strict=True)
+            replace(t, memo=m) if s is None else replace(t, memo=m, summary=s)
+            for t, s, m in zip(layer.tiers, self.summaries, self.memos, strict=True)
         )
         return replace(layer, recent=self.recent, queries=self.queries, tiers=tiers)
+
+
+Picks = tuple[Array | None, ...]  # units i32[B,H,U] of each tier
 
 
 # Traced once for all blocks that are alike, as the one below: somebody waits for the program.
 @jax.jit
 def attending(
-    one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, fill: Array
-) -> tuple[Array, LayerCarry]:
-    """A block's output for one token x [B,1,E] at pos i32[B,1], and what changes of its layer."""
+    one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, fill: Array, given: Picks | None = None
+) -> tuple[Array, tuple[LayerCarry, Picks]]:
+    """A block's output for one token x [B,1,E] at pos i32[B,1], what changes of its layer, and the units that it read.
+
+    given: those of the nearest layer below that picked, for a selector that `follows`.
+    """
     model = one.config
     rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
 
-    def run(_: int, new: Any) -> tuple[Array, LayerCarry]:
+    def run(_: int, new: Any) -> tuple[Array, tuple[LayerCarry, Picks]]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         fresh = as_window(one, new, pos, plan, rope, dtype, step=True)
         window = jax.tree.map(
@@ -218,18 +227,23 @@ def attending(
         )
         mask = causal(pos, plan.window)
         parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
-        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            parts.append(attend_tier(q, mask, tier, config, rope, model.scale))
+        both = list(zip(layer.tiers, plan.tiers, strict=True))
+        found = [
+            picked(q, pos, t, c, rope, below) for (t, c), below in zip(both, given or [None] * len(both), strict=True)
+        ]
+        picks, memos = (tuple(x) for x in zip(*found, strict=True)) if found else ((), ())
+        for (tier, config), units in zip(both, picks, strict=True):
+            parts.append(attend_tier(q, mask, tier, config, rope, model.scale, units))
         part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         summaries = tuple(
-            observed(q, mask, part.lse, t, c, rope, model.scale) if c.stateful else None
-            for t, c in zip(layer.tiers, plan.tiers, strict=True)
+            None if units is None or not c.stateful else observed(q, mask, part.lse, units, t, c, rope, model.scale)
+            for (t, c), units in zip(both, picks, strict=True)
         )
         queries = layer.queries
         if queries is not None:
             step = jnp.remainder(fill - plan.stay, plan.queries)
             queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
-        return part.finish(), LayerCarry(recent=window, queries=queries, summaries=summaries)
+        return part.finish(), (LayerCarry(recent=window, queries=queries, summaries=summaries, memos=memos), picks)
 
     return block(one, 0, x, pos, run, none)
 

@@ -52,7 +52,8 @@ class Tier:
 
     k, v: Code of C slots; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at i32[B,Hs,C] where keys act, or None: at
     pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and where every other axis of heads is 1
-    too, or None: every head has C of its own; summary: the selector's index of the units, or None; taught: the codecs
+    too, or None: every head has C of its own; summary: the selector's index of the units, or
+    None; memo: what it remembers of each row, leaves [B,H,...], or None; taught: the codecs
     of keys and of values with the arrays [B,H,...] that each row's prompt taught them, None: they learn nothing.
     """
 
@@ -63,6 +64,7 @@ class Tier:
     at: Array | None
     head: Array | None
     summary: Any
+    memo: Any = None
     taught: tuple[Codec | None, Codec | None] = (None, None)
 
     @property
@@ -200,9 +202,9 @@ class Cache:
 
         Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it.
         """
-        if any(tier.stateful for layer in self.plan for tier in layer.tiers):
+        if any(tier.remembers for layer in self.plan for tier in layer.tiers):
             raise ValueError(
-                f"rollback({n}): {self.name} remembers what each step attended to, also those to be taken back; "
+                f"rollback({n}): {self.name} remembers what each step read, also those to be taken back; "
                 "a cache is a value, so keep the older one and go on from it"
             )
         since = min(int(self.fill) - self.stay, *(int(x.count.min()) for x in self.states[:1]), self.room)

@@ -12,7 +12,7 @@ from jkv.core import codes
 from jkv.core.cache import LayerCache, Queries, Tier, Window
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.models import ModelConfig
-from jkv.protocols import Code, Codec
+from jkv.protocols import Code, Codec, Entered, Look, Selector
 
 
 def empty_side(
@@ -34,15 +34,29 @@ def empty_side(
     return Code(slots=()) if lender and codec.layers > 1 else code, own
 
 
+def empty_index(select: Selector, plan: LayerConfig, rows: int, model: ModelConfig, slots: int) -> tuple[Any, Any]:
+    """The summary of units that hold nothing, and the memo of rows that remember nothing."""
+    b, h, g, d, n, u = rows, model.heads, model.groups, model.head_dim, slots // select.unit, select.unit
+    shape = jax.ShapeDtypeStruct
+    columns = {name: shape((b, h, n, u), jnp.float32) for name in plan.columns}
+    new = Entered(k=shape((b, h, n, u, d), jnp.float32), pos=shape((b, h, n, u), jnp.int32), columns=columns)  # type: ignore[arg-type]
+
+    def made(new: Entered, q: Array) -> tuple[Any, Any]:
+        summary = select.summarize(new)
+        logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
+        pos = new.pos[..., -1]
+        given = jnp.zeros((b, h, min(select.most, n)), jnp.int32)
+        return summary, select.remember(Look(q=q, pos=pos, summary=summary, memo=None, given=given, logits=logits))
+
+    found = jax.eval_shape(made, new, shape((b, h, g, d), jnp.float32))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
+
+
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
     """A tier with no live slot."""
     heads, dim, c = model.heads if plan.pooled is None else 1, model.head_dim, tier.capacity
     hs = 1 if plan.uniform else heads
-    summary = None
-    if tier.select is not None:
-        unit = jax.eval_shape(tier.select.summarize, jax.ShapeDtypeStruct((tier.select.unit, dim), jnp.float32))
-        shape = (rows, heads, c // tier.select.unit)
-        summary = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), unit)
+    summary, memo = empty_index(tier.select, plan, rows, model, c) if tier.select is not None else (None, None)
     k, own_k = empty_side(tier.k, rows, heads, c, dim, dtype, tier.together, tier.lender)
     v, own_v = empty_side(tier.v, rows, heads, c, model.value_dim, dtype, tier.together, tier.lender)
     return Tier(
@@ -53,6 +67,7 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
         at=jnp.zeros((rows, hs, c), jnp.int32) if tier.rope == "rank" else None,
         head=None if plan.pooled is None else jnp.zeros((rows, 1, c), jnp.uint8),
         summary=summary,
+        memo=memo,
         taught=(own_k, own_v),
     )
 

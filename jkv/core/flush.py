@@ -27,7 +27,7 @@ from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.merge import Newcomers, evicted, merged, remembered
 from jkv.core.pool import compete, together
 from jkv.core.tiers import acting, after, decoded_keys, write
-from jkv.protocols import Code, Codec, Columns
+from jkv.protocols import Code, Codec, Columns, Entered
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -310,10 +310,10 @@ def _admit(
 
     summary = tier.summary
     if config.select is not None:
-        keys = k.astype(jnp.float32)  # rotated, as queries meet them, however the codec stores them
-        keys = keys.reshape(*keys.shape[:2], -1, u, keys.shape[-1])
-        keys = keys.reshape(*keys.shape[:2], -1, config.select.unit, keys.shape[-1])
-        made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
+        n = config.select.unit  # keys are rotated, as queries meet them, however the codec stores them
+        columns = {name: in_units(take(x, token), n) for name, x in new.columns.items()}
+        entered = Entered(k=in_units(k.astype(jnp.float32), n), pos=in_units(pos, n), columns=columns)
+        made = config.select.summarize(entered)
         at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     if group and config.k.layers > 1:
@@ -331,8 +331,14 @@ def _admit(
         at=tier.at,
         head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
         summary=summary,
+        memo=jax.tree.map(jnp.zeros_like, tier.memo),
         taught=taught,
     )
+
+
+def in_units(x: Array, n: int) -> Array:
+    """[B,H,S,...] -> [B,H,S/n,n,...]."""
+    return x.reshape(*x.shape[:2], -1, n, *x.shape[3:])
 
 
 def _of_layers(each: list[Array]) -> Array:

@@ -79,6 +79,16 @@ class TierView:
         """Whether its selector is told what every step attended to."""
         return self.select is not None and self.select.stateful
 
+    @property
+    def remembers(self) -> bool:
+        """Whether its selector goes by what earlier steps read."""
+        return self.select is not None and (self.select.stateful or self.select.remembers)
+
+    @property
+    def follows(self) -> bool:
+        """Whether its selector goes by what a lower layer picked."""
+        return self.select is not None and self.select.follows
+
 
 @part
 class TierConfig(TierView):

@@ -12,6 +12,7 @@ from jax import Array
 from jkv.arrays.tree import value
 from jkv.core.blocks import (
     LayerCarry,
+    Picks,
     attended,
     attending,
     embedded,
@@ -180,11 +181,14 @@ def _advance(
     x = family(model).embed(ends, token[:, None])
     layers: tuple[LayerCarry, ...] = ()
     states: tuple[State, ...] = ()
+    below: Picks | None = None
     for i in range(model.depth):
         if model.attends(i):
             a = len(layers)
             layer = moving.layers[a].into(lent(cache.layers[a], cache.layers[:a], plan[a]))
-            x, moved = attending(params.block(i), layer, plan[a], x, pos, moving.fill)
+            given = below if any(tier.follows for tier in plan[a].tiers) else None
+            x, (moved, picks) = attending(params.block(i), layer, plan[a], x, pos, moving.fill, given)
+            below = below if all(units is None for units in picks) else picks
             layers += (moved,)
         else:
             x, state = mixing(params.block(i), moving.states[len(states)], x, pos, alive)

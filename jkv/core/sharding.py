@@ -207,7 +207,7 @@ def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
             return replace(rows, state=NamedSharding(over, PartitionSpec(ROWS, HEADS if shared else None)))
         if not isinstance(x, Tier):
             return where(x)
-        slots = jax.tree.map(lambda y: where(y, x.axes), replace(x, taught=(None, None)))
-        return replace(slots, taught=jax.tree.map(where, x.taught))
+        slots = jax.tree.map(lambda y: where(y, x.axes), replace(x, memo=None, taught=(None, None)))
+        return replace(slots, memo=jax.tree.map(where, x.memo), taught=jax.tree.map(where, x.taught))
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, Tier | State))

@@ -23,7 +23,7 @@ from jkv.core.pool import line, together
 from jkv.core.tiles import cut, over_tiles, tile_size
 from jkv.models.rope import Rope
 from jkv.models.scale import Scale
-from jkv.protocols import Code, Codec, KernelCodes
+from jkv.protocols import Code, Codec, KernelCodes, Look
 
 
 def flat(x: Array) -> Array:
@@ -45,7 +45,7 @@ def counted(logits: Array, merged: Array | None) -> Array:
 def bare(tier: Tier) -> Tier:
     """The tier with what attention reads of it, and no more."""
     columns = {name: x for name, x in tier.columns.items() if name == MERGED}
-    return replace(tier, columns=columns, summary=None, taught=(None, None))
+    return replace(tier, columns=columns, summary=None, memo=None, taught=(None, None))
 
 
 def decoded_keys(code: Code, at: Array, config: TierView, rope: Rope, heads: int = 0) -> Array:
@@ -106,10 +106,8 @@ def reader_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.C
     if choice.name != "xla" or config.select is None:
         return choice
 
-    def copied(q: Array, tier: Tier) -> Tier:
-        return gathered(picked(q, tier, config), tier, tier.pos, config)[0]
-
-    after = kernel_of(jax.eval_shape(copied, q, tier), replace(config, select=None), asks, queries)
+    copy = jax.eval_shape(partial(looked, config=config), q, tier)
+    after = kernel_of(copy, replace(config, select=None), asks, queries)
     return after if after.name == "xla" else replace(choice, name=f"{after.name} after a gather")
 
 
@@ -134,10 +132,13 @@ def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
     return jnp.where((never.any(1, keepdims=True) if x.shape[1] == 1 else never)[..., None], none, x)
 
 
-def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, scale: Scale) -> Partial:
-    """Rotated queries [B,H,G,T,D] over the tier, or over the units that its selector picks."""
+def attend_tier(
+    q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, scale: Scale, pages: Array | None = None
+) -> Partial:
+    """Rotated queries [B,H,G,T,D] over the tier, or over the units i32[B,H,U] that its selector picked."""
+    config = config if pages is not None else replace(config, select=None)
     if tier.head is None:
-        return _attend(q, mask, tier, config, rope, scale, q.shape[3])
+        return _attend(q, mask, tier, config, rope, scale, q.shape[3], pages)
     b, h, g, t, _ = q.shape
     of = jnp.repeat(jnp.arange(h), g * t)[None]
     mask = jax.tree.map(lambda x: line(jnp.tile(x, (1, h * g)), of), mask)
@@ -145,13 +146,21 @@ def attend_tier(q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, 
     return jax.tree.map(lambda x: x.reshape(b, h, g, t, *x.shape[4:]), part)
 
 
-def _attend(q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, scale: Scale, tokens: int) -> Partial:
+def _attend(
+    q: Array,
+    mask: Mask,
+    tier: Tier,
+    config: TierView,
+    rope: Rope,
+    scale: Scale,
+    tokens: int,
+    pages: Array | None = None,
+) -> Partial:
     """The same of a pool as of one head that all ask; `tokens` of a row are asking."""
     config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     if tier.head is not None:
         tier = replace(tier, pos=line(tier.pos, tier.head))
-    pages = None if config.select is None else picked(q, tier, config)
 
     def own(
         tier: Tier, part: context.Part, q: Array, mask: Mask, pages: Array | None, codecs: tuple[Codec, Codec]
@@ -233,11 +242,37 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale,
     return kernels.over_mesh(run, q, tier, codecs, mask.first, mask.last, *pages)
 
 
-def picked(q: Array, tier: Tier, config: TierView) -> Array:
-    """i32[B,H,P]: the pages that the selector picks, -1 none."""
-    select = config.select
-    assert select is not None
-    return select.pick(q, tier.summary, newest(tier, select.unit, q.shape[1]) >= 0)
+def look(q: Array, at: Array, tier: Tier, config: TierView, rope: Rope, given: Array | None = None) -> Look:
+    """What the selector of a tier sees of rotated queries [B,H,G,1,D] of the tokens at i32[B,1]."""
+    assert config.select is not None
+    b, h, g, _, d = q.shape
+
+    def logits(apart: int | None = None) -> Array:
+        asks, held = q.astype(jnp.float32), tier
+        if apart is not None and config.pre_rope:
+            places = jnp.full_like(at, apart)[:, None, None]
+            asks = rope.rotate(rope.rotate(asks, at[:, None, None], inverse=True), places)
+            held = replace(tier, at=jnp.zeros_like(tier.pos))
+        return tier_dot(flat(asks), held, config, rope, "k").reshape(b, h, g, -1)
+
+    pos = newest(tier, config.select.unit, h)
+    return Look(q=q[:, :, :, 0], pos=pos, summary=tier.summary, memo=tier.memo, given=given, logits=logits)
+
+
+def picked(
+    q: Array, at: Array, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
+) -> tuple[Array | None, Any]:
+    """i32[B,H,U]: the units that the selector picks, -1 none, and its memo after that; None where there is none."""
+    if config.select is None:
+        return None, tier.memo
+    return config.select.pick(look(q, at, tier, config, rope, given))
+
+
+def looked(q: Array, tier: Tier, config: TierView) -> Tier:
+    """The copy of what a step reads of the tier, for its shapes: whatever is picked is as large."""
+    assert config.select is not None
+    units = jnp.zeros((*q.shape[:2], min(config.select.most, tier.pos.shape[2] // config.select.unit)), jnp.int32)
+    return gathered(units, tier, tier.pos, config)[0]
 
 
 def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tier, Array]:
@@ -267,15 +302,17 @@ def newest(tier: Tier, unit: int, heads: int) -> Array:
     return jnp.broadcast_to(tier.pos, (b, heads, c)).reshape(b, heads, -1, unit).max(-1)
 
 
-def observed(q: Array, mask: Mask, lse: Array, tier: Tier, config: TierView, rope: Rope, scale: Scale) -> Any:
-    """The summary of a stateful selector, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1].
+def observed(
+    q: Array, mask: Mask, lse: Array, units: Array, tier: Tier, config: TierView, rope: Rope, scale: Scale
+) -> Any:
+    """The summary of a stateful selector, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1] that read
+    the units i32[B,H,U].
 
     The logits of the few keys that were read are computed once more: no kernel has to give them away.
     """
     select, (b, h, g, t, _), config = config.select, q.shape, config.of(tier)
     assert select is not None
     pos = newest(tier, select.unit, h)
-    units = picked(q, tier, config)
     copy, at = gathered(units, tier, tier.pos if tier.at is None else tier.at, config)
     n = copy.pos.shape[2]
     logits = key_logits(flat(q), copy.k, at, config, rope).reshape(b, h, g, t, n) * scale

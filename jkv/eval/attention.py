@@ -151,18 +151,23 @@ def found(cache: Cache, queries: list[Array], paid: list[Array], now: Array) -> 
     The step's own token, which every cache reads, is among them.
     """
     shares, counts = [], []
-    for plan, layer, q, p in zip(cache.plan, cache.layers, queries, paid, strict=True):
+    below: Sequence[Any] = ()
+    for plan, layer, q, p, rope in zip(cache.plan, cache.layers, queries, paid, cache.model.ropes, strict=True):
         b, h = p.shape[:2]
         q, p = (jax.lax.dynamic_index_in_dim(x, now, axis, keepdims=False) for x, axis in ((q, 3), (p, 2)))
         places = [
             jnp.broadcast_to(layer.recent.pos[:, None], (b, h, layer.recent.pos.shape[1])),
             cache.seen[:, None, None],
         ]
-        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            pos = tier.seen_by(h)
-            if config.select is not None:
-                pos = gathered(picked(q[:, :, :, None], tier, config), tier, pos, config)[0].pos
+        picks = []
+        for i, (tier, config) in enumerate(zip(layer.tiers, plan.tiers, strict=True)):
+            given = below[i] if config.follows else None
+            pos, (units, _) = tier.seen_by(h), picked(q[:, :, :, None], cache.seen[:, None], tier, config, rope, given)
+            if units is not None:
+                pos = gathered(units, tier, pos, config)[0].pos
+            picks.append(units)
             places.append(jnp.broadcast_to(pos, (b, h, pos.shape[2])))
+        below = below if all(units is None for units in picks) else picks
         at = jnp.concatenate([jnp.broadcast_to(x, (b, h, x.shape[2])) for x in places], -1)
         read = jax.vmap(jax.vmap(lambda i, n=p.shape[2]: jnp.zeros(n + 1, bool).at[i].set(True)))(at)[..., :-1]
         shares.append((p * read.astype(p.dtype)).sum(-1) / p.sum(-1))

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jkv.core.compiled import forget
 from jkv.eval import corpora, measure, niah, shared, tasks
 from jkv.eval.attention import recovered
 from jkv.eval.codecs import Codecs
+from jkv.eval.picks import asked
+from jkv.eval.picks import recovered as of_picks
 from jkv.eval.replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
 from jkv.eval.tasks import Example
@@ -224,6 +227,29 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
         }
 
     s.each(found, say, [{"task": f"attention/{source}"}], run)
+    return found
+
+
+def picks(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, say: Say) -> Results:
+    """One row a cache: the share of the full model's attention in what its selector picks, of a full cache of `prefix`
+    tokens, for the tokens after them; see `picks.recovered`. ValueError for a cache without a selector.
+    """
+    how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "spared": spared}
+    found = s.results("picks", [ids.tobytes()], source=source, **how)
+    late = jnp.arange(prefix, ids.shape[1])
+    held: dict[int, list[list[Any]]] = {}
+
+    def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
+        if config.select is None:
+            raise ValueError(f"{config} has no selector: its steps read everything; see jkv eval attention")
+        old = prefix - config.recent
+        if old not in held:
+            held.clear()
+            held[old] = [asked(s.params, jnp.asarray(row[None]), late, old) for row in ids]
+        each = [of_picks(s.params, config.bound(s.params).select, layers, spared) for layers in held[old]]
+        return {name: np.mean([x[name] for x in each], 0).round(4).tolist() for name in each[0]}
+
+    s.each(found, say, [{"task": f"picks/{source}"}], run)
     return found
 
 

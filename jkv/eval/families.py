@@ -27,7 +27,7 @@ def _evicts(a: Axes) -> bool:
 FULL, JOINED, OTHER = "the full cache", "several methods joined", "other"
 # the first that a row meets is its family, so a trained merge is a merge, and codes of divided layers are codes
 FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
-    "selection: a step reads a part": lambda _, a: "select" in a,
+    "selection: a step reads a part": lambda _, a: bool({"select", "vote", "steps", "layers"} & {*a}),
     "precision: fewer bits, or channels": lambda _, a: _coded(a),
     "merging: the evicted leave a trace": lambda _, a: bool(a.get("merge")),
     "eviction by trained scores": lambda r, a: "gate" in r.arguments,

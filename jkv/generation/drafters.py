@@ -300,8 +300,8 @@ def check(params: Params, cache: CacheConfig | Cache) -> None:
             "those to be refused; leave draft= out"
         )
     selectors = [cache.select] if isinstance(cache, CacheConfig) else [t.select for x in cache.plan for t in x.tiers]
-    if any(select is not None and select.stateful for select in selectors):
+    if any(select is not None and (select.stateful or select.remembers or select.follows) for select in selectors):
         raise ValueError(
-            f"draft= cannot go with {cache.name}: its selector remembers what each step attended to, also those of "
+            f"draft= cannot go with {cache.name}: its selector goes by what other steps or layers read, also those of "
             "tokens to be refused; leave draft= out, or take a selector that does not, such as quest"
         )

@@ -102,7 +102,9 @@ def summary(cache: Cache) -> Summary:
                     tokens=_tokens(tier.seen_by(heads), heads),
                     codes=codes,
                     scales=tree_bytes((tier.k, tier.v)) - codes,
-                    metadata=tree_bytes((tier.pos, tier.columns, tier.at, tier.head, tier.summary, tier.taught)),
+                    metadata=tree_bytes(
+                        (tier.pos, tier.columns, tier.at, tier.head, tier.summary, tier.memo, tier.taught)
+                    ),
                 )
             )
         if layer.queries is not None:

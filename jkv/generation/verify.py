@@ -20,7 +20,7 @@ from jkv.core.layer import LayerView, TierView
 from jkv.core.loop import Views, flush_due, going, views
 from jkv.core.mask import causal
 from jkv.core.sampling import Sampling, sample
-from jkv.core.tiers import attend_tier
+from jkv.core.tiers import attend_tier, picked
 from jkv.models import Params, family
 from jkv.models import layer as block
 from jkv.models.rope import Rope
@@ -165,7 +165,9 @@ def _attend_each(
         return attend_tier(q, causal(pos, plan.window), tier, config, rope, scale)
 
     def one(x: tuple[Array, Array]) -> Partial:
-        return attend_tier(x[0][:, :, :, None], causal(x[1][:, None], plan.window), tier, config, rope, scale)
+        q, at = x[0][:, :, :, None], x[1][:, None]
+        units, _ = picked(q, at, tier, config, rope)
+        return attend_tier(q, causal(at, plan.window), tier, config, rope, scale, units)
 
     parts = jax.lax.map(one, (jnp.moveaxis(q, 3, 0), pos.T))
     return jax.tree.map(lambda x: jnp.moveaxis(x[:, :, :, :, 0], 0, 3), parts)

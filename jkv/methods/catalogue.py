@@ -13,6 +13,7 @@ from jkv.host.arguments import read_bytes
 from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefills import compressed
+from jkv.methods.selectors.reuse import over_layers, over_steps, voted
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
 FOLDER = "str | None"  # the type of arguments that name a folder
@@ -148,6 +149,9 @@ AXES = (
     "pooled",
     "merge",
     "select",
+    "vote",
+    "steps",
+    "layers",
     "recent",
     "block",
     "append",
@@ -155,7 +159,13 @@ AXES = (
     "compression",
 )
 # what rows put around an axis of the config, whichever row fills that
-AROUND = {"append": ("budget", beyond), "compression": ("prefill", compressed)}
+AROUND = {
+    "append": ("budget", beyond),
+    "compression": ("prefill", compressed),
+    "vote": ("select", voted),
+    "steps": ("select", over_steps),
+    "layers": ("select", over_layers),
+}
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (*SCHEDULE, "chunk", "exact_layers", "kernels")  # that every method takes
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized

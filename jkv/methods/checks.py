@@ -59,6 +59,15 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
             "written; leave out the selector, or use true positions (streaming(relative=False))"
         )
+    if config.select and config.select.follows:
+        others = {
+            "a budget": config.budget.bounded or config.budget.statistic is not None,
+            "layers that see a window of the newest tokens": any(model.windows),
+            "a score whose tokens leave before their slots are needed": expiring(config, model),
+            "a prefill that leaves tokens out of upper layers": config.prefill.pruning(model, model.layers - 1)
+            is not None,
+        }
+        alone(config, "layers that read what another picked hold the same tokens as it, and do", others)
     if config.devices > 1 and config.select and config.select.stateful:
         raise ValueError(
             f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "

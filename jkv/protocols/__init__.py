@@ -12,7 +12,7 @@ from jkv.protocols.merge import Entries, Lost, Merge
 from jkv.protocols.needs import Born, Columns, Counts, Needs, needs_of
 from jkv.protocols.prefill import PROBED, Prefill, Probe, ProbeTokens, Reading, Say
 from jkv.protocols.score import Score
-from jkv.protocols.selector import Selector
+from jkv.protocols.selector import Entered, Look, Selector
 
 __all__ = [
     "Born",
@@ -22,11 +22,13 @@ __all__ = [
     "Columns",
     "Counts",
     "Demand",
+    "Entered",
     "Entries",
     "Evidence",
     "KernelCodes",
     "Layer",
     "LayerSize",
+    "Look",
     "Lost",
     "Merge",
     "Needs",

@@ -19,7 +19,7 @@ from jkv.core.flush import _admit
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.mask import causal
 from jkv.core.merge import Newcomers
-from jkv.core.tiers import attend_tier, tier_dot
+from jkv.core.tiers import attend_tier, picked, tier_dot
 from jkv.core.tiles import tile_size
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
@@ -47,12 +47,14 @@ from jkv.methods.scores.keys import KeyNorm
 from jkv.methods.selectors.quest import PageBound
 from jkv.protocols import Codec, Selector
 from support import rig
-from support.rig import CASES, LONGEST, MODEL, STEPS, D, G, H
+from support.looks import entered
+from support.rig import CASES, LONGEST, MODEL, STEPS, D, G, H, L
 
 PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside another one's
 ROPE, ROWS = MODEL.ropes[0], 2
 ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all rows
 SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
+SELECTORS = [getattr(x, "select", x) for x in SELECTORS]  # without what is around one
 SELECTORS = list({type(x): x for x in SELECTORS}.values())  # one of each kind
 Kind = tuple[Codec, Codec, str]  # of keys, of values, and when keys are rotated
 
@@ -92,6 +94,7 @@ def picked_from() -> tuple[list[tuple[Kind, list[TierConfig]]], list[tuple[Cache
 
 def tier_of(kind: Kind, unit: int, select: Selector | None) -> TierConfig:
     k, v, rope = kind
+    select = select and select.for_layer(MODEL, L - 1)
     sized = dict(capacity=unit, most=unit, share=None, unit=unit, evicts=True, kernels="xla", lender=0, together=1)
     return TierConfig(k=k, v=v, rope=rope, select=select, **sized)  # type: ignore[arg-type]
 
@@ -116,7 +119,7 @@ def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
 
 def plain(config: TierConfig) -> LayerConfig:
     plan = resolve(CacheConfig(score=KeyNorm()), MODEL, LONGEST, STEPS)[0]
-    return replace(plan, columns=(), tiers=(config,))
+    return replace(plan, columns=("mass",), tiers=(config,))  # which one of the selectors knows
 
 
 KINDS = picked_from()[0]
@@ -155,7 +158,9 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
         summaries = [empty_tier(config, plain(config), ROWS, MODEL, jnp.float32).summary for config in configs]
         every = [(tier, replace(configs[0], select=None))]
         every += [(replace(tier, summary=x), config) for x, config in zip(summaries, configs, strict=True)]
-        return [attend_tier(q, causal(q_pos, None), *one, ROPE, D**-0.5).finish() for one in every]
+        pages = [picked(q, q_pos, *one, ROPE)[0] for one in every]
+        both = zip(every, pages, strict=True)
+        return [attend_tier(q, causal(q_pos, None), *one, ROPE, D**-0.5, x).finish() for one, x in both]
 
     whole, *paged = read(tier)
     for config, got in zip(configs, paged, strict=True):
@@ -248,7 +253,7 @@ def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
     for layer, plan in zip(cache.layers, cache.plan, strict=True):
         (tier,), (config,) = layer.tiers, plan.tiers
         keys = decode(config.k, tier.k).reshape(ROWS, H, -1, config.select.unit, D)
-        made = jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(keys)
+        made = config.select.summarize(entered(keys))
         live = (np.broadcast_to(tier.pos, (ROWS, H, tier.pos.shape[2])).reshape(keys.shape[:4]) >= 0).all(-1)
         assert live.any()
         for got, want in zip(jax.tree.leaves(tier.summary), jax.tree.leaves(made), strict=True):

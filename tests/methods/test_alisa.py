@@ -11,6 +11,7 @@ import pytest
 import jkv
 from jkv.methods.selectors.heavy import Heavy
 from support import rig
+from support.looks import looked
 from support.rig import CASES, LENGTHS, PARAMS, PROMPT, D, G, H, L
 from support.selections import prompt_taps
 
@@ -28,9 +29,9 @@ def test_a_page_counts_what_the_last_queries_paid_it():
         want = p.reshape(H, p.shape[1], 16, stored, 8).max((1, 4)).sum(1)
         got = np.asarray(tier.summary)[row]
         np.testing.assert_allclose(got[:, :stored], want, atol=1e-5)
-        live = np.tile((np.asarray(tier.pos)[row, 0].reshape(-1, 8) >= 0).any(1), (1, H, 1))
-        q = jnp.zeros((1, H, G, 1, D))  # of which it asks nothing
-        picks = Heavy(unit=8, pages=3).pick(q, jnp.asarray(got)[None], jnp.asarray(live))
+        pos = np.tile(np.asarray(tier.pos)[row, 0].reshape(-1, 8).max(1), (1, H, 1))
+        q = np.zeros((1, H, G, D))  # of which it asks nothing
+        picks, _ = Heavy(unit=8, pages=3).pick(looked(q, jnp.asarray(got)[None], pos))
         assert [sorted(x) for x in picks[0].tolist()] == np.sort(np.argsort(-want, 1)[:, :3]).tolist()
 
 

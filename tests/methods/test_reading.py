@@ -19,6 +19,7 @@ from jkv.methods.config import resolve
 from jkv.methods.selectors import forecast
 from support import rig, tiny
 from support.convolution import convolved
+from support.looks import entered, looked
 from support.rig import CASES, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, H, L
 
 (CASE,) = CASES["attentionpredictor"]
@@ -86,7 +87,9 @@ def watched(i: int, layer: int):
     """history f[B,H,units,N], ahead f[B,H,units] and live bool[B,units] of step i."""
     tier = flushed_due(i).layers[layer].tiers[0]
     live = (np.asarray(tier.pos)[:, 0].reshape(2, -1, PAGE) >= 0).any(-1)
-    return np.asarray(tier.summary.history), np.asarray(tier.summary.ahead), live
+    ahead = np.array(tier.summary.ahead)
+    ahead[:, :, : SINKS // PAGE] = np.inf  # read in any case
+    return np.asarray(tier.summary.history), ahead, live
 
 
 def pooled(p: np.ndarray, units: int) -> np.ndarray:
@@ -180,12 +183,12 @@ def test_the_beginning_of_a_prompt_keeps_its_queries():
 
 def test_too_few_pages_to_choose_from_are_all_as_good():
     select = forecast.Forecast(unit=4, pages=2, sinks=4, rows=8, net=net())
-    empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (1, 1, 6, *x.shape)), select.summarize(jnp.zeros((4, 2))))
+    empty = select.summarize(entered(jnp.zeros((1, 1, 6, 4, 2))))
     rows = jnp.asarray(RNG.random((1, 1, 6, 8)), jnp.float32)
 
     def picked(pos):
         pos = jnp.asarray(pos, jnp.int32)[None, None]
-        return select.pick(jnp.zeros((1, 1, 1, 1, 2)), select.observe(empty, rows, pos), pos >= 0)[0, 0].tolist()
+        return select.pick(looked(jnp.zeros((1, 1, 1, 2)), select.observe(empty, rows, pos), pos))[0][0, 0].tolist()
 
     assert picked([3, 7, 11, -1, -1, -1]) == [0, 1]  # the sink, and the oldest of equals
     assert picked([-1] * 6) == [-1, -1]
@@ -193,7 +196,7 @@ def test_too_few_pages_to_choose_from_are_all_as_good():
 
 def test_pages_are_neighbours_in_time_whatever_their_slots():
     select = forecast.Forecast(unit=4, pages=2, sinks=0, rows=8, net=net())
-    blank = jax.tree.map(lambda x: jnp.broadcast_to(x, (1, 1, 6, *x.shape)), select.summarize(jnp.zeros((4, 2))))
+    blank = select.summarize(entered(jnp.zeros((1, 1, 6, 4, 2))))
     rows = jnp.asarray(RNG.random((1, 1, 6, 8)), jnp.float32)
     pos, mixed = jnp.asarray([3, 7, 11, 15, 19, -1]), jnp.asarray([4, 2, 5, 0, 3, 1])
     in_time = select.observe(blank, rows, pos[None, None]).ahead[0, 0]
@@ -249,5 +252,5 @@ def test_a_model_without_a_predictor_says_how_to_train_one():
 
 
 def test_what_was_attended_to_cannot_be_taken_back():
-    with pytest.raises(ValueError, match="remembers what each step attended to.*keep the older one"):
+    with pytest.raises(ValueError, match="remembers what each step read.*keep the older one"):
         rig.shared(CASE.tight).caches[3].rollback(1)

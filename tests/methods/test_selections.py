@@ -42,6 +42,11 @@ SELECTIONS = {
     "streaming(budget=48)": (lambda t: np.tile(np.arange(t[1].shape[1]), (H, 1)), 44, 4),
     "h2o(budget=48)": (column_sums, 24, 0),
     "snapkv(budget=48, window=8)": (observed, 8, 0),
+    "mpcache(budget=48, window=8, pages=64, page=1)": (
+        lambda t: np.tile(t[3][:, :, -8:].mean((0, 1)).max(0), (H, 1)),
+        8,
+        0,
+    ),
     "tova(budget=48)": (lambda t: np.tile(t[3][:, :, -1].mean((0, 1)), (H, 1)), 0, 0),
     "keydiff(budget=48)": (key_cosine, 0, 0),
     "knorm(budget=48)": (lambda t: -np.linalg.norm(t[1], axis=-1), 16, 0),

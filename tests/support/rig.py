@@ -29,6 +29,7 @@ from jkv.models.rope import Rope
 from support.dense import dense_prompt, dense_step
 from support.tiny import (  # noqa: F401
     CAPPED,
+    CHANNELS,
     DEEP,
     DUO,
     ESTIMATES,
@@ -56,6 +57,7 @@ from support.tiny import (  # noqa: F401
     L,
 )
 
+AROUND = {"pooled", "indexcache", "similar", "vote"}  # rows that change what another has
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS
 LONG = 1000  # more than every budget
@@ -116,6 +118,7 @@ class Case:
     slot: Slot = DENSE
     ranked: int = 0  # slots that remember where they act
     index: int = 0  # numbers that are known of a page and head
+    memo: int = 0  # numbers that are remembered of a head
     whole: int = 0  # kv heads of a layer that keep everything, the others BUDGET tokens
     rest: bool = False  # what leaves is one token more of its head
     draft: int = 0  # lower layers that hold everything
@@ -254,7 +257,9 @@ OWN: dict[str, tuple[Case, ...]] = {
     ),
     "cskv": (Case(f"cskv(values=0.75, bits=4, group=16, moments={MOMENTS!r})", slot=CODED_LATENT),),
     "svdq": (Case("svdq(values=4)", slot=SPECTRUM, later=DENSE, taught=32 * 32 + 3 * 32),),
-    "shadowkv": (Case("shadowkv(rank=8, pages={p}, values=4)", slot=SHADOW, later=DENSE, taught=32 * 8, index=D),),
+    "shadowkv": (
+        Case("shadowkv(rank=8, pages={p}, outliers=2, values=4)", slot=SHADOW, later=DENSE, taught=32 * 8, index=D + 1),
+    ),
     "xkv": (Case("xkv(layers=2)", slot=Slot(k=8.0, v=16.0, lossy=True), later=DENSE, taught=32 * (8 + 16)),),
     "minicache": (Case("minicache(kept=4)", slot=ONE_FOR_TWO, later=DENSE, taught=2 * 2 * 4 * D),),
     "kvtc": (Case(f"kvtc(sinks=0, sensitivity={SENSITIVITY!r})", slot=ALLOTTED),),
@@ -272,6 +277,17 @@ OWN: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "rocketkv": (Case("rocketkv(budget={b}, window=8, pool=7, pages=16, page=8)", index=2 * D),),
+    "tokenselect": (Case("tokenselect(tokens={b}, sinks=4, local=16)", memo=G * D + BUDGET + 4 + 1),),
+    "fasa": (Case(f"fasa(tokens={{b}}, pairs=3, dense_layers=0, channels={CHANNELS!r})", index=6),),
+    "infinigen": (
+        Case(f"infinigen(tokens={{b}}, directions=4, gap=0, dense_layers=0, channels={CHANNELS!r})", index=4),
+    ),
+    "infllm": (Case("infllm(blocks={p}, block_size=8, sinks=8, local=16)", index=D),),
+    "mpcache": (Case("mpcache(budget={b}, window=8, pages=16, page=8)", index=2 * D),),
+    "loopserve": (Case("loopserve(tokens={b})", index=1),),
+    "indexcache": (Case("quest(pages={p}, page=8, dense_layers=0) | indexcache(pattern='FS')", index=2 * D),),
+    "similar": (Case("quest(pages={p}, page=8, dense_layers=1) | similar", index=2 * D, memo=G * D + 3 + 1),),
+    "vote": (Case("quest(pages={p}, page=8, dense_layers=1) | vote(join='sum', layer=True)", index=2 * D),),
     "finch": (Case("finch(budget={b}, window=8)", ranked=92),),
     "rkv": (Case("rkv(budget={b}, block=16)"),),
     "compactor": (Case("compactor(budget={b}, width=32)"),),
@@ -377,13 +393,14 @@ TELLING = telling([*COMMON, *ALL, *OTHERS])
 
 
 def compositions() -> list[CacheConfig]:
-    """Every row of the catalogue as it is, and as it is tested; `pooled` alone is none."""
+    """Every row of the catalogue as it is, and as it is tested; some alone are none."""
     given = {
         row.name: f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()
     }
-    del given["pooled"]
+    given = {name: text for name, text in given.items() if name not in AROUND}
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
     given |= {name: f"{name}(sensitivity={SENSITIVITY!r})" for name in ("kvtc", "kvquant")}
+    given |= {name: f"{name}(channels={CHANNELS!r})" for name in ("fasa", "infinigen")}
     given["think"] = f"think(queries={QUERIES!r})"
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 

@@ -64,10 +64,11 @@ def mix(run: Run, codec: Any, w: Float32[Array, "N n"], tile: Any) -> Float32[Ar
 
 
 @checked
-def pick(
-    run: Run, selector: Any, q: Float[Array, "B H G T D"], summary: Any, live: Bool[Array, "B H n"]
-) -> Int32[Array, "B H U"]:
-    return run(selector, q, summary, live)
+def pick(run: Run, selector: Any, look: Any) -> Any:
+    units, memo = run(selector, look)
+    assert isinstance(look.q, Float[Array, "B H G D"]) and isinstance(look.pos, Int32[Array, "B H n"]), look
+    assert isinstance(units, Int32[Array, "B H U"]), units
+    return units, memo
 
 
 @checked

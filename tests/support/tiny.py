@@ -165,6 +165,14 @@ def queries(folder: str) -> str:
     return folder
 
 
+def channels(folder: str) -> str:
+    """A folder of channels for the tiny model: random."""
+    rng = np.random.default_rng(25)
+    arrays = {"agreement": rng.random((L, H, D // 2)), "skew": rng.normal(0, 1, (L, H, D, D // 4))}
+    io.write(folder, arrays, {"method": "channels", "model": []})
+    return folder
+
+
 def zap(folder: str) -> str:
     """A folder of KVzap for the tiny model as its authors lay it out, of two layers: random."""
     return published_zap(folder, 8, MODEL.width, H, L)
@@ -209,8 +217,23 @@ def sensitivity(folder: str) -> str:
 
 
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
-GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS, MOMENTS, QUERIES, ZAP, DUO = (
+CHANNELS, GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS, MOMENTS, QUERIES, ZAP, DUO = (
     make(f"{FOLDER.name}/{make.__name__}")
-    for make in (gate, deep, estimates, mixtures, switch, look, predictor, finders, keepers, moments, queries, zap, duo)
+    for make in (
+        channels,
+        gate,
+        deep,
+        estimates,
+        mixtures,
+        switch,
+        look,
+        predictor,
+        finders,
+        keepers,
+        moments,
+        queries,
+        zap,
+        duo,
+    )
 )
 SENSITIVITY = sensitivity(f"{FOLDER.name}/sensitivity")

@@ -83,18 +83,28 @@ def svdq(*, bits: tuple[int, ...] = (8, 4, 4, 2, 2, 0, 0, 0), heads: int = 0, va
 
 @row(
     "2410.21465",
-    "reconstruction: values stay on the device; outlier chunks are not kept apart, and what is generated has pages too",
+    "reconstruction: values stay on the device; outlier chunks are read, but coded as others; generated ones too",
     "up to 6x larger batches and 3.04x the throughput on an A100, without a loss of accuracy",
 )
-def shadowkv(*, rank: int = 160, pages: Positive = 256, page: Positive = 8, values: int = 16, recent: int = 32) -> Axes:
+def shadowkv(
+    *,
+    rank: int = 160,
+    pages: Positive = 256,
+    page: Positive = 8,
+    outliers: int = 48,
+    values: int = 16,
+    recent: int = 32,
+) -> Axes:
     """ShadowKV: a prompt's un-rotated keys, all kv heads together, as `rank` numbers in a subspace of its own.
 
     It keeps every token; a rank above the channels of all heads keeps all of each. A step reads the `pages` whose mean
-    key has the most attention.
+    key has the most attention, and the `outliers`, whose worst key is least like their mean.
     values: bits of values, 2, 3, 4 or 8; 16 are the plain floats. What follows the prompt stays as it is.
     """
     codec = OfPrompt(inner=Dense(), width=rank, centered=False)
-    return after_prompt(codec, values, "read") | dict(select=Landmark(unit=page, pages=pages), recent=recent)
+    return after_prompt(codec, values, "read") | dict(
+        select=Landmark(unit=page, pages=pages, outliers=outliers), recent=recent
+    )
 
 
 @row(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jkv.core.cache import Queries
 
 BITS = 24  # of a word: every whole number of so many bits is a float32
+MASS = "mass"  # the column of all attention so far
 
 
 def mass(ev: Evidence, queries: Queries, group: str) -> Array:
@@ -57,6 +58,27 @@ class WindowMass(Score):
         groups = queries.q.shape[2]
         each = ev.fold(lambda p, *_: tuple(p.sum(3)[:, :, i] for i in range(groups)), queries)
         return jnp.stack(each, 2)
+
+
+@part
+class Foremost(Score):
+    """The highest attention from one of the last `queries` queries, a mean over all heads: one set for a layer.
+
+    s_j = max_i mean over heads of p[i,j]. Source: MPCache (2501.06807), whose queries are the last 20% of a prompt.
+    """
+
+    queries: int = 64
+
+    uniform = True
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        mean = lambda p, *_: p.mean((1, 2), keepdims=True)[:, :, 0].max(2) + jnp.zeros((1, p.shape[1], 1))  # noqa: E731
+        return ev.fold(mean, ev.kept.newest(self.queries), jnp.maximum)[:, :1]
 
 
 @part
@@ -100,11 +122,11 @@ class Accumulated(Score):
         return Needs(new=True, chunks="none" if self.decay == 1 else "any")
 
     def birth(self, new: Born) -> Columns:
-        return {"mass": jnp.zeros(new.k.shape[:3], jnp.float32)}
+        return {MASS: jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
         assert ev.new is not None
-        old, queries = ev.columns["mass"], ev.new
+        old, queries = ev.columns[MASS], ev.new
         if self.decay < 1:
             count = (queries.pos >= 0).sum(1).astype(jnp.float32)
             old = old * jnp.power(self.decay, count)[:, None, None]
@@ -113,10 +135,10 @@ class Accumulated(Score):
             age = (ev.seen[:, None] - 1 - queries.pos).astype(jnp.float32)
             weight = jnp.power(self.decay, age)
             queries = replace(queries, lse=queries.lse - jnp.log(weight)[:, None, None])
-        return {**ev.columns, "mass": old + mass(ev, queries, "sum")}
+        return {**ev.columns, MASS: old + mass(ev, queries, "sum")}
 
     def rank(self, ev: Evidence) -> Array:
-        return ev.columns["mass"]
+        return ev.columns[MASS]
 
 
 @part

@@ -12,8 +12,8 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
-from jkv.methods.selectors.upper import Upper
-from jkv.protocols import Needs
+from jkv.methods.selectors.ranked import Ranked
+from jkv.protocols import Entered, Look, Needs
 
 if TYPE_CHECKING:
     from jkv.models import Params
@@ -117,7 +117,7 @@ class Watched:
 
 
 @part
-class Forecast(Upper):
+class Forecast(Ranked):
     """AttentionPredictor: the `pages` units of the highest forecast are read, the first `sinks` tokens always.
 
     A unit's history is the most attention, over G and its tokens, of the last `rows` queries; the forecast for a step
@@ -128,8 +128,6 @@ class Forecast(Upper):
     kv head, that short histories begin with zeros, and the training are a reconstruction.
     """
 
-    unit: int = 16
-    pages: int = 64
     sinks: int = 64
     rows: int = 64
     kind: str = "conv"
@@ -156,15 +154,14 @@ class Forecast(Upper):
             )
         return self.net
 
-    def summarize(self, k: Array) -> Watched:
-        history = jnp.zeros(self.rows)
-        inner = jax.eval_shape(self._net().start, history[None], jax.ShapeDtypeStruct((1,), bool))
-        return Watched(history=history, inner=jnp.zeros(inner.shape[-1]), ahead=jnp.zeros(()))
+    def summarize(self, new: Entered) -> Watched:
+        units = new.k.shape[:3]
+        history = jnp.zeros((*units, self.rows))
+        inner = jax.eval_shape(self._net().start, history, jax.ShapeDtypeStruct(units, bool))
+        return Watched(history=history, inner=jnp.zeros(inner.shape), ahead=jnp.zeros(units))
 
-    def pick(self, q: Array, summary: Watched, live: Array) -> Array:
-        ahead = jnp.where(live, summary.ahead, -jnp.inf)
-        best, units = jax.lax.top_k(ahead, min(self.pages, ahead.shape[-1]))
-        return jnp.where(best == -jnp.inf, -1, units)
+    def score(self, look: Look) -> Array:
+        return look.summary.ahead[:, :, None]
 
     def observe(self, summary: Watched, rows: Array, pos: Array) -> Watched:
         net = self._net()
@@ -177,7 +174,7 @@ class Forecast(Upper):
         else:
             inner = net.start(history, use)
         ahead = jnp.where(use.sum(-1, keepdims=True) < 3, 0, net(history, inner, use))
-        made = Watched(history=history, inner=inner, ahead=jnp.where(use, ahead, jnp.inf))
+        made = Watched(history=history, inner=inner, ahead=jnp.where(use, ahead, 0))
         back = jnp.argsort(order, axis=-1)
         return jax.tree.map(lambda x: moved(x, back), made)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.protocols import Needs, Selector
+from jkv.methods.selectors.ranked import Ranked
+from jkv.protocols import Entered, Look, Needs
 
 
 @part
-class Heavy(Selector):
-    """ALISA: the `pages` units that the last queries looked at; s = sum of the most that each paid, over G, in a unit.
+class Heavy(Ranked):
+    """The `pages` units that the last queries looked at; s = sum of the most that each paid, over G, in a unit.
 
-    Of the `queries` newest at a flush; a step changes nothing. Summary: s f32. Source: 2403.17312, from notes of the
-    paper; that a kv head's queries share a choice is a reconstruction.
+    Of the `queries` newest at a flush; a step changes nothing. Summary: s f32. Sources: ALISA (2403.17312), from notes
+    of the paper; LoopServe (2507.13681), whose new choice every so many outputs is the flush. That a kv head's queries
+    share a choice is a reconstruction.
     """
 
     unit: int = 1
@@ -28,12 +29,11 @@ class Heavy(Selector):
     def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
-    def summarize(self, k: Array) -> Array:
-        return jnp.zeros(())
+    def summarize(self, new: Entered) -> Array:
+        return jnp.zeros(new.k.shape[:3])
 
-    def pick(self, q: Array, summary: Array, live: Array) -> Array:
-        best, units = jax.lax.top_k(jnp.where(live, summary, -jnp.inf), min(self.pages, live.shape[-1]))
-        return jnp.where(best == -jnp.inf, -1, units)
+    def score(self, look: Look) -> Array:
+        return look.summary[:, :, None]
 
     def observe(self, summary: Array, rows: Array, pos: Array) -> Array:
         return summary if rows.shape[-1] == 1 else rows.sum(-1)

@@ -6,31 +6,34 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.gather import take_along
 from jkv.arrays.tree import part
-from jkv.methods.selectors.upper import Upper
+from jkv.methods.selectors.ranked import Ranked
+from jkv.protocols import Entered, Look
 
 
 @part
-class PageBound(Upper):
+class PageBound(Ranked):
     """Quest: bound_j = sum_d max(q_d kmax_jd, q_d kmin_jd) >= q . k of every key in page j; the `pages` best are read.
 
-    The maximum over G decides for a kv head. Summary: (kmin, kmax) f32[D] a page. Source: 2406.10774.
+    channels: only so many d, those of the largest sum of |q_d| over G, as RocketKV has it: no bound any more; 0: all.
+    Summary: (kmin, kmax) f32[D] a page. Sources: 2406.10774, 2502.14051.
     """
 
-    unit: int = 16
-    pages: int = 64
+    channels: int = 0
 
-    def summarize(self, k: Array) -> tuple[Array, Array]:
-        return k.min(0), k.max(0)
+    def summarize(self, new: Entered) -> tuple[Array, Array]:
+        return new.k.min(3), new.k.max(3)
 
-    def most(self, q: Array, summary: tuple[Array, Array]) -> Array:
-        """f32[B,H,U] of queries f[B,H,G,T,D] together and pages (kmin, kmax) f32[B,H,U,D]."""
+    def score(self, look: Look) -> Array:
+        return self.bounds(look.q.astype(jnp.float32), look.summary)
+
+    def bounds(self, q: Array, summary: tuple[Array, Array]) -> Array:
+        """f32[B,H,G,U] of queries f32[B,H,G,D] and pages (kmin, kmax) f32[B,H,U,D]."""
         low, high = summary
-        q = q.astype(jnp.float32)
-        up = jnp.einsum("bhgtd,bhud->bhgtu", jnp.maximum(q, 0), high)
-        return (up + jnp.einsum("bhgtd,bhud->bhgtu", jnp.minimum(q, 0), low)).max((2, 3))
-
-    def pick(self, q: Array, summary: tuple[Array, Array], live: Array) -> Array:
-        bound = jnp.where(live, self.most(q, summary), -jnp.inf)
-        best, units = jax.lax.top_k(bound, min(self.pages, bound.shape[-1]))
-        return jnp.where(best == -jnp.inf, -1, units)
+        if 0 < self.channels < q.shape[-1]:
+            _, best = jax.lax.top_k(jnp.abs(q).sum(2), self.channels)
+            q = take_along(q, best[:, :, None])
+            low, high = (take_along(x, best[:, :, None]) for x in (low, high))
+        up = jnp.einsum("bhgd,bhud->bhgu", jnp.maximum(q, 0), high)
+        return up + jnp.einsum("bhgd,bhud->bhgu", jnp.minimum(q, 0), low)

@@ -1,0 +1,153 @@
+"""What selectors pick of a full cache: the dense model's queries ask its own keys, without a cache around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.partial import softmax, with_sinks
+from jkv.arrays.tree import value
+from jkv.core.attend import attend_window
+from jkv.core.cache import tree_bytes
+from jkv.core.evidence import QUERIES
+from jkv.core.mask import causal, visible
+from jkv.kernels import SLOTS
+from jkv.models import Params, family, fresh
+from jkv.models import layer as block
+from jkv.protocols import Entered, Look, Selector
+
+
+@value
+class Asked:
+    """Of a layer of the dense model, for one text: rotated queries q f32[1,H,G,N,D] of N late tokens and keys
+    k f32[1,H,T,D]; paid f32[1,H,N,T], a mean over G; mass f32[1,H,S] from all tokens so far, and last f32[1,H,S,n] of
+    the n queries before the late ones the most over G, to the S older tokens.
+    """
+
+    q: Array
+    k: Array
+    paid: Array
+    mass: Array
+    last: Array
+
+
+@partial(jax.jit, static_argnames=("old",))
+def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
+    """Every layer of a text i32[1,T] whose first `old` tokens a selector picks among, for late i32[N]."""
+    model, pos = params.config, jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+    out: list[Asked] = []
+
+    def attend_layer(i: int, a: Any) -> tuple[Array, None]:
+        rope, window = model.ropes[i], model.windows[i]
+        q, k = (
+            rope.rotate(a.q, pos[:, None, None]).astype(jnp.float32),
+            rope.rotate(a.k, pos[:, None]).astype(jnp.float32),
+        )
+
+        def weights(at: Array) -> Array:
+            see = visible(at[None], pos[:, None], window)
+            logits = jnp.einsum("bhgtd,bhsd->bhgts", jnp.take(q, at, axis=3), k) * model.scale
+            p = softmax(jnp.where(see[:, :, None], logits, -jnp.inf), a.sinks)
+            return jnp.where((at >= 0)[:, None], p, 0)
+
+        def summed(n: Array, total: Array) -> Array:
+            at = n * QUERIES + jnp.arange(QUERIES)
+            return total + weights(jnp.where(at < old, at, -1)).sum((2, 3))[..., :old]
+
+        before = late[0] - QUERIES + jnp.arange(QUERIES)
+        mass = jax.lax.fori_loop(0, -(-old // QUERIES), summed, jnp.zeros((*k.shape[:2], old)))
+        out.append(
+            Asked(
+                q=jnp.take(q, late, axis=3),
+                k=k,
+                paid=weights(late).mean(2),
+                mass=mass,
+                last=jnp.moveaxis(weights(before).max(2)[..., :old], 2, 3),
+            )
+        )
+        return with_sinks(attend_window(q, k, a.v, causal(pos, window), pos, model.scale), a.sinks).finish(), None
+
+    x = family(model).embed(params, ids)
+    for i in range(model.depth):
+        x, _ = block(params, i, x, pos, attend_layer, fresh(model, pos))
+    return out
+
+
+@jax.jit
+def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Array, Array]:
+    """Step by step, for each of N late tokens: the share f32[N,H] of attention in what it reads, how many tokens, how
+    many in whole tiles of SLOTS, i32[N,H], and the units i32[N,1,H,U] picked, of those that a layer below gave.
+    """
+    old, u = one.mass.shape[2], select.unit
+    h, t, d = one.k.shape[1:]
+    n = old // u
+    pos = jnp.broadcast_to(jnp.arange(n * u).reshape(1, 1, n, u), (1, h, n, u))
+    units = one.k[:, :, : n * u].reshape(1, h, n, u, d)
+    new = Entered(k=units, pos=pos, columns={"mass": one.mass[..., : n * u].reshape(1, h, n, u)})
+    summary = select.summarize(new)
+    if select.stateful:
+        most = one.last[:, :, : n * u].reshape(1, h, n, u, -1).max(3)
+        summary = select.observe(summary, most[..., -max(select.needs.queries, 2) :], pos[..., -1])
+
+    def look(q: Array, memo: Any, given: Array) -> Look:
+        logits = lambda *_: jnp.einsum("bhgd,bhsd->bhgs", q, one.k[:, :, : n * u])  # noqa: E731
+        return Look(q=q, pos=pos[..., -1], summary=summary, memo=memo, given=given, logits=logits)
+
+    def step(memo: Any, x: tuple[Array, Array, Array]) -> tuple[Any, tuple[Array, Array, Array, Array]]:
+        q, paid, given = x
+        picked, memo = select.pick(look(q, memo, given))
+        mark = lambda size, i: jnp.zeros((h, size + 1), bool).at[jnp.arange(h)[:, None], i].set(True)[:, :-1]  # noqa: E731
+        read = jnp.repeat(mark(n, jnp.where(picked[0] < 0, n, picked[0])), u, 1)
+        tiles = -(-n * u // SLOTS)
+        touched = mark(tiles, jnp.where(picked[0] < 0, tiles, picked[0] * u // SLOTS))
+        late = paid[0, :, n * u :].sum(-1)
+        share = (jnp.where(read, paid[0, :, : n * u], 0).sum(-1) + late) / paid[0].sum(-1)
+        return memo, (share, read.sum(-1), touched.sum(-1) * SLOTS, picked)
+
+    first = look(one.q[:, :, :, 0], None, given[0])
+    memo = jax.tree.map(jnp.zeros_like, select.remember(first))
+    steps = jnp.moveaxis(one.q, 3, 0), jnp.moveaxis(one.paid, 2, 0), given
+    return jax.lax.scan(step, memo, steps)[1]
+
+
+def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared: int) -> dict[str, Any]:
+    """Of the layers from `spared` on that select: the share of attention read, a mean, and by layer; and of the older
+    tokens which part is read, in bytes of keys and values too: by whole tiles, and with what a pick reads.
+    """
+    shares, parts, sizes, given = [], [], [], None
+    for i, one in enumerate(layers):
+        own = select.for_layer(params.config, i)
+        if own is None:
+            shares.append(1.0)
+            continue
+        old, d = one.mass.shape[2], one.k.shape[3]
+        n = len(one.q[0, 0, 0])
+        none = jnp.full((n, 1, one.k.shape[1], min(own.most, old // own.unit)), -1)
+        share, read, tiled, given = chosen(own, one, none if given is None or not own.follows else given)
+        shares.append(float(share.mean()))
+        if i >= spared:
+            parts.append(float(read.mean()) / old)
+            unit = jax.ShapeDtypeStruct((1, 1, 1, own.unit, d), jnp.float32)
+            index = _index(own, unit, one.k.shape[1]) + (d if own.scans else 0)
+            sizes.append(min(float(tiled.mean()) / old, 1.0) + index / (2 * d))
+    late = shares[spared:]
+    return {
+        "recovered": round(float(np.mean(late)), 4),
+        "by_layer": [round(x, 4) for x in shares],
+        "tokens_share": round(float(np.mean(parts)), 4),
+        "bytes_share": round(float(np.mean(sizes)), 4),
+    }
+
+
+def _index(select: Selector, unit: Any, heads: int) -> float:
+    """Numbers that are known of a token and head."""
+    k = jax.ShapeDtypeStruct((1, heads, *unit.shape[2:]), jnp.float32)
+    pos = jax.ShapeDtypeStruct(k.shape[:4], jnp.int32)
+    made = jax.eval_shape(lambda k, pos: select.summarize(Entered(k=k, pos=pos, columns={"mass": k[..., 0]})), k, pos)
+    return tree_bytes(made) / 4 / heads / select.unit

@@ -1,0 +1,50 @@
+"""What selectors pick of a full cache, beside the probabilities of the dense model."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.eval import picks
+from jkv.methods import parse
+from support import rig
+from support.rig import PARAMS, H, L
+
+OLD, LATE, PAGE = 80, 3, 8
+IDS = jnp.asarray(np.random.default_rng(4).integers(0, 100, (1, OLD + 16 + LATE)), jnp.int32)
+
+
+def test_the_share_is_what_dense_queries_pay_to_the_pages_of_highest_bound():
+    late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
+    layers = picks.asked(PARAMS, IDS, late, OLD)
+    taps = [[np.asarray(x, float)[0] for x in t] for t in rig.dense_prompt(IDS)[1]]
+    first = taps[0][3][:, :, :OLD, :OLD].sum((1, 2))
+    np.testing.assert_allclose(layers[0].mass[0], first, atol=1e-4)
+    text = "quest(pages=2, page=8, dense_layers=0)"
+    got = picks.recovered(PARAMS, parse(text).select, layers, 0)
+    for layer in range(L):
+        q, k, _, p = taps[layer]
+        pages, shares = k[:, :OLD].reshape(H, -1, PAGE, k.shape[-1]), []
+        for n in range(LATE):
+            asked = q[:, :, -LATE + n, None]
+            bound = np.maximum(asked * pages.max(2)[:, None], asked * pages.min(2)[:, None]).sum(-1).max(1)
+            read = np.ones((H, p.shape[-1]), bool)
+            read[:, :OLD] = np.repeat(np.argsort(np.argsort(-bound, -1), -1) < 2, PAGE, 1)
+            shares.append((p[:, :, -LATE + n].mean(1) * read).sum(-1))
+        np.testing.assert_allclose(got["by_layer"][layer], np.mean(shares), atol=1e-4)
+    assert got["tokens_share"] == 0.2 and got["bytes_share"] == 1 + 1 / PAGE  # one tile has all of it; kmin and kmax
+
+
+def test_layers_that_follow_read_what_the_one_below_picked():
+    late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
+    layers = picks.asked(PARAMS, IDS, late, OLD)
+    select = parse("quest(pages=2, page=8, dense_layers=0) | indexcache(pattern='FS')").select
+    none = jnp.full((LATE, 1, H, 2), -1)
+    given = picks.chosen(select.for_layer(PARAMS.config, 0), layers[0], none)[3]
+    share, _, _, units = picks.chosen(select.for_layer(PARAMS.config, 1), layers[1], given)
+    np.testing.assert_array_equal(units, given)
+    got = picks.recovered(PARAMS, select, layers, 0)
+    np.testing.assert_allclose(got["by_layer"][1], share.mean(), atol=1e-4)
+    own = picks.recovered(PARAMS, select.select, layers, 0)
+    assert got["by_layer"][0] == own["by_layer"][0] and got["by_layer"][1] < own["by_layer"][1]
+    assert got["bytes_share"] < own["bytes_share"]

@@ -1,0 +1,214 @@
+"""Selectors alone, against the papers' small examples and plain numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.methods import parse
+from jkv.methods.checks import check
+from jkv.methods.selectors.clusters import Clusters
+from jkv.methods.selectors.exact import Exact
+from jkv.methods.selectors.landmark import Landmark
+from jkv.methods.selectors.proxies import Channels, Proxies
+from jkv.methods.selectors.quest import PageBound
+from jkv.methods.selectors.ranked import Vote
+from jkv.methods.selectors.representative import Representative
+from jkv.methods.selectors.reuse import Similar
+from jkv.training import channels
+from support.looks import entered, looked
+from support.rig import MODEL
+
+RNG = np.random.default_rng(3)
+PAGES = np.array([[(1, 0), (0, 1)], [(-2, 3), (1, -1)]])[None, None]  # [B,H,n,u,D]
+B, H, G, N, U, D = 2, 3, 2, 6, 4, 8
+KEYS, QUERIES = RNG.normal(0, 1, (B, H, N, U, D)), RNG.normal(0, 1, (B, H, G, D))
+POS = np.broadcast_to(np.arange(N) * U + U - 1, (B, H, N))
+
+
+def picked(select, q, keys, memo=None, **columns):
+    """Units of a look at all keys, each newest token at its place."""
+
+    @jax.jit
+    def run(q, keys, memo):
+        n, u = keys.shape[2:4]
+        pos = jnp.broadcast_to(jnp.arange(n) * u + u - 1, keys.shape[:3])
+        look = looked(q, select.summarize(entered(keys, **columns)), pos, keys, memo)
+        return select.pick(look)
+
+    return run(*(x if x is None else jax.tree.map(jnp.asarray, x) for x in (q, keys, memo)))
+
+
+def scored(select, q, keys, **columns):
+    n, u = keys.shape[2:4]
+    pos = np.broadcast_to(np.arange(n) * u + u - 1, keys.shape[:3])
+    make = lambda q, keys: select.score(looked(q, select.summarize(entered(keys, **columns)), pos, keys))  # noqa: E731
+    return np.asarray(jax.jit(make)(jnp.asarray(q), jnp.asarray(keys)))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_a_bound_is_of_the_page_and_a_linear_score_is_none():
+    q = np.array([1.0, -1])[None, None, None]
+    np.testing.assert_allclose(scored(PageBound(unit=2), q, PAGES).ravel(), [1, 2])
+    np.testing.assert_allclose(scored(Clusters(unit=2), q, PAGES).ravel(), [0, -1.6], atol=1e-6)
+    up = np.abs(QUERIES)
+    np.testing.assert_allclose(
+        scored(Clusters(unit=U, alpha=1.0), up, KEYS), scored(PageBound(unit=U), up, KEYS), rtol=1e-5
+    )
+
+
+def test_a_bound_of_few_channels_is_of_those_of_the_largest_queries():
+    got = scored(PageBound(unit=U, channels=3), QUERIES, KEYS)
+    low, high = KEYS.min(3)[:, :, None], KEYS.max(3)[:, :, None]
+    each = np.maximum(QUERIES[:, :, :, None] * low, QUERIES[:, :, :, None] * high)
+    use = np.argsort(-np.abs(QUERIES).sum(2), -1)[..., :3]
+    want = np.take_along_axis(each, np.broadcast_to(use[:, :, None, None], (*each.shape[:4], 3)), -1).sum(-1)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("join", ["max", "sum"])
+def test_heads_agree_as_they_are_told(soft, join, layer):
+    score, live = RNG.normal(0, 2, (B, H, G, N)), np.arange(N) < N - 1
+    got = np.asarray(Vote(soft=soft, join=join, layer=layer)(jnp.asarray(score), jnp.broadcast_to(live, (B, H, N))))
+    want = softmax(score[..., :-1]) if soft else score[..., :-1]
+    axes = (1, 2) if layer else (2,)
+    want = want.max(axes) if join == "max" else want.sum(axes)
+    want = np.broadcast_to(want[:, None] if layer else want, (B, H, N - 1))
+    np.testing.assert_allclose(got[..., :-1], want, rtol=1e-5)
+    assert (got[..., -1] == -np.inf).all()
+
+
+def test_two_heads_vote_for_the_token_that_both_can_agree_on():
+    p = np.array([[0.9, 0.1], [0.2, 0.8]])
+    q, keys = np.log(p)[None, :, None], np.broadcast_to(np.eye(2)[:, None], (1, 2, 2, 1, 2))
+    units, _ = picked(Exact(pages=1, sinks=0), q, keys)
+    np.testing.assert_array_equal(units, [[[0], [0]]])  # 1.1 against 0.9
+    alone, _ = picked(Exact(pages=1, sinks=0, vote=Vote(soft=True)), q, keys)
+    np.testing.assert_array_equal(alone, [[[0], [1]]])
+
+
+def test_what_was_picked_serves_queries_that_are_like_it():
+    keys = KEYS.reshape(B, H, -1, 1, D)
+    other = np.stack([QUERIES[0] * 3, -QUERIES[1]])  # of one row the same direction, of the other none
+
+    def units(threshold):
+        select = Similar(select=Exact(pages=3, sinks=0), threshold=threshold)
+        first = picked(select.select, QUERIES, keys)[0]
+        blank = jax.tree.map(jnp.zeros_like, select.remember(looked(QUERIES, None, POS.repeat(U, 2), keys)))
+        a, memo = picked(select, QUERIES, keys, blank)
+        np.testing.assert_array_equal(a, first)
+        return np.asarray(a), np.asarray(picked(select, other, keys, memo)[0])
+
+    new = np.asarray(picked(Exact(pages=3, sinks=0), other, keys)[0])
+    for threshold, serves in ((-1.1, [True, True]), (0.9, [True, False]), (1.1, [False, False])):
+        a, b = units(threshold)
+        for row, same in enumerate(serves):
+            np.testing.assert_array_equal(b[row], a[row] if same else new[row])
+    assert (new[0] != a[0]).any() and (new[1] != a[1]).any()
+
+
+def test_the_first_tokens_are_read_whatever_their_score():
+    units, _ = picked(PageBound(unit=U, pages=3, sinks=U + 1), QUERIES, KEYS)
+    assert (np.sort(units, -1)[..., :2] == [0, 1]).all() and (np.asarray(units) < N).all()
+
+
+def test_outliers_are_the_chunks_whose_worst_key_is_least_like_their_mean():
+    keys = KEYS.copy()
+    keys[:, :, 2] = keys[:, :, 2, :1]  # of one key: its cosine is 1
+    keys[:, :, 4] = np.array([1, -1, 1, -1])[:, None] + 1e-3 * keys[:, :, 4]
+    units = np.asarray(picked(Landmark(unit=U, pages=1, outliers=2), QUERIES, keys)[0])
+    mean = keys.mean(3, keepdims=True)
+    cosine = (keys * mean).sum(-1) / np.linalg.norm(keys, axis=-1) / np.linalg.norm(mean, axis=-1)
+    worst = np.argsort(cosine.min(3), -1, kind="stable")[..., :2]
+    assert (np.sort(units[..., :2], -1) == np.sort(worst, -1)).all() and (units != 2).sum() >= 2 * B * H
+    weight = np.einsum("bhgd,bhnd->bhgn", QUERIES, mean[:, :, :, 0]) * D**-0.5
+    np.put_along_axis(weight, np.broadcast_to(worst[:, :, None], (B, H, G, 2)), -np.inf, -1)
+    np.testing.assert_array_equal(units[..., 2], softmax(weight).max(2).argmax(-1))
+
+
+def test_a_block_is_what_its_most_attended_keys_say():
+    mass = RNG.random((B, H, N, U))
+    got = scored(Representative(unit=U, tokens=2), QUERIES, KEYS, mass=jnp.asarray(mass))
+    best = np.argsort(-mass, -1)[..., :2, None]
+    want = np.einsum("bhgd,bhnd->bhgn", QUERIES, np.take_along_axis(KEYS, best, 3).mean(3))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def proxies(agreement, skew, **how):
+    known = Channels(agreement=jnp.asarray(agreement, jnp.float32), skew=jnp.asarray(skew, jnp.float32))
+    return Proxies(known=known, **how).for_layer(MODEL.__class__(**{**vars(MODEL), "head_dim": skew.shape[2]}), 0)
+
+
+def test_one_pair_of_channels_finds_what_all_find():
+    keys = np.array([(1, 5, 0, 0), (0, 9, 0, 9)], float)[None, None, :, None]
+    q = np.array([2.0, 0, 0, 0])[None, None, None]
+    one = proxies(np.array([[[0.9, 0.1]]]), np.zeros((1, 1, 4, 1)), pages=1, width=1)
+    np.testing.assert_array_equal(picked(one, q, keys)[0], [[[0]]])
+    score = scored(one, q, keys)
+    np.testing.assert_allclose(score.ravel(), [1, 0])  # 2 . 1 / sqrt(4)
+    tokens = KEYS.reshape(B, H, -1, 1, D)
+    whole = proxies(RNG.random((1, H, D // 2)), np.zeros((1, H, D, 1)), width=D // 2)
+    want = np.einsum("bhgd,bhnd->bhgn", QUERIES, tokens[:, :, :, 0]) * D**-0.5
+    np.testing.assert_allclose(scored(whole, QUERIES, tokens), want, rtol=1e-4, atol=1e-5)
+
+
+def test_as_many_tokens_as_are_near_the_best():
+    keys = np.array([5, 4.9, 1, -3])[None, None, :, None, None]
+    for gap, want in ((4.0, [0, 1, -1, -1]), (0.0, [0, 1, 2, 3]), (100.0, [0, 1, 2, 3])):
+        select = proxies(np.ones((1, 1, 1)), np.ones((1, 1, 1, 1)), pages=4, kind="skew", width=1, gap=gap)
+        np.testing.assert_array_equal(picked(select, np.ones((1, 1, 1, 1)), keys)[0], [[want]])
+
+
+def test_calibrated_pairs_are_counted_one_by_one():
+    q, k = RNG.normal(0, 1, (H, G, 64, D)).astype(np.float32), RNG.normal(0, 1, (H, 64, D)).astype(np.float32)
+    got, best = np.asarray(channels.agreement(jnp.asarray(q), jnp.asarray(k), D // 2)), 64 // 2 // channels.BEST
+    at = np.linspace(32, 63, channels.STEPS).astype(int)
+
+    def first(q, k, t):
+        return set(np.argsort(-(k[: t + 1] @ q), kind="stable")[:best].tolist())
+
+    for h in range(H):
+        for i in range(D // 2):
+            pair = [i, i + D // 2]
+            same = [
+                len(first(q[h, g, t], k[h], t) & first(q[h, g, t][pair], k[h][:, pair], t)) / best
+                for g in range(G)
+                for t in at
+            ]
+            np.testing.assert_allclose(got[h, i], np.mean(same), atol=1e-6)
+    w = channels.skew(q, k)
+    np.testing.assert_allclose(np.einsum("hdr,hds->hrs", w, w), np.tile(np.eye(D // 4), (H, 1, 1)), atol=1e-5)
+    size = lambda v: np.linalg.norm(q[0].reshape(-1, D) @ v) * np.linalg.norm(k[0] @ v)  # noqa: E731
+    every = np.linalg.eigh(np.einsum("gnd,gne->de", q[0], q[0]))[1].T
+    np.testing.assert_allclose(size(w[0, :, 0]), max(map(size, every)), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("full | similar", "write 'quest | similar'"),
+        ("full | indexcache", "write 'quest | indexcache'"),
+        ("quest | similar | vote(join='mean')", "'max' or 'sum'"),
+        ("h2o(budget=64) | quest | indexcache", "hold the same tokens"),
+        ("quest | indexcache(pattern='FSX')", "a letter for each of the model's"),
+        ("fasa", "jkv calibrate channels"),
+        ("infinigen(gap=-1.0)", "0 or more"),
+        ("mpcache(budget=64, wide=0.5)", "1 or more"),
+        ("tokenselect(tokens=0)", "1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(text, says):
+    from jkv.methods.config import resolve
+
+    with pytest.raises(ValueError, match=says):
+        config = parse(text)
+        check(config, MODEL)
+        resolve(config, MODEL, 100, 10)

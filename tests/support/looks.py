@@ -1,0 +1,30 @@
+"""What selectors are told of one row, without a cache around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.protocols import Entered, Look
+
+
+def entered(k: Any, pos: Any = None, **columns: Any) -> Entered:
+    """Units of keys [B,H,n,u,D], one after the other if nothing else is said."""
+    k = jnp.asarray(k, jnp.float32)
+    n, u = k.shape[2:4]
+    pos = jnp.broadcast_to(jnp.arange(n * u).reshape(n, u), k.shape[:4]) if pos is None else pos
+    return Entered(k=k, pos=jnp.asarray(pos, jnp.int32), columns=columns)
+
+
+def looked(q: Any, summary: Any, pos: Any, keys: Any = None, memo: Any = None, given: Array | None = None) -> Look:
+    """A look at units whose newest tokens are at pos [B,H,n], of keys [B,H,n,u,D] that queries [B,H,G,D] meet."""
+    q = jnp.asarray(q, jnp.float32)
+
+    def logits(apart: int | None = None) -> Array:
+        flat = jnp.asarray(keys, jnp.float32).reshape(*q.shape[:2], -1, q.shape[-1])
+        return jnp.einsum("bhgd,bhsd->bhgs", q, flat)
+
+    pos = jnp.asarray(pos, jnp.int32)
+    return Look(q=q, pos=pos, summary=summary, memo=memo, given=given, logits=logits)

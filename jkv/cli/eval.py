@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -131,6 +132,25 @@ def codecs(o: Compared, text: Text = Text(prefix=128, rest=896), layers: Layers 
         k, v = row["bits"]
         print(f"{row['cache']}: {k:.3g} and {v:.3g} bits, KL {row['kl']:.4g}, perplexity {row['ppl']:.3f}")
     _spare(found)
+
+
+@app.command()
+@flat
+def spare(o: Compared = Compared(samples=1), text: Text = Text(prefix=128, rest=128)) -> None:
+    """Propose exact_layers= for a cache: one pass over a short text finds layers that its codes move out of line."""
+    from jkv.eval import experiments
+
+    if not o.cache:
+        raise ValueError("--cache: name a cache whose codes are to be tried, such as int4")
+    s = _setting(o, o.cache, text.prefix)
+    ids, source = _texts(s, text, text.rest, o.samples)
+    with console.progress(len(s.caches)) as say:
+        found = experiments.spare(s, ids, source, text.prefix, say)
+    for row in found.rows:
+        costs, out = row["moved"], row["spare"]
+        most = max(range(len(costs)), key=costs.__getitem__)
+        told, times = f"write exact_layers={out}" if out else "no layer stands out", costs[most] / median(costs)
+        print(f"{row['cache']}: {told} (layer {most} is moved most, {times:.1f} times the median)")
 
 
 @app.command()

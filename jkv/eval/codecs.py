@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.tree import part
 from jkv.core.blocks import attended, embedded, mixed
 from jkv.core.cache import Cache
 from jkv.core.compiled import ANY, Cost, Run, call, flow, program
@@ -21,26 +23,48 @@ from jkv.generation.report import divergence, tier_bits
 from jkv.generation.sizes import empty
 from jkv.methods import as_config
 from jkv.methods.checks import check
+from jkv.methods.codecs import Dense
+from jkv.methods.codecs.turned import Turned
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefills import Coded
 from jkv.models import Params, family
+from jkv.protocols import Code, Codec
 
+Side = Literal["keys", "values"]
+SIDES: tuple[Side, ...] = ("keys", "values")
+BANDS = 4  # of channels
+FAR = 8  # times the median
 SLICE = 64  # tokens whose logits exist at once
 
 
-@flow(arguments=(None, ANY, None), results=None)
-def read(params: Params, cache: Cache, ids: Array, run: Run = call) -> Array:
-    """The last block's output [B,T,E] for texts i32[B,T], read into an empty cache that is not kept."""
-    x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
+@flow(arguments=(None, ANY, None, None), results=None, static_argnames=("first", "end"))
+def read(
+    params: Params,
+    cache: Cache,
+    ids: Array,
+    x: Array | None = None,
+    run: Run = call,
+    first: int = 0,
+    end: int | None = None,
+) -> Array:
+    """The last block's output [B,T,E] for texts i32[B,T], read into an empty cache that is not kept.
+
+    Blocks `first` to below `end` read x [B,T,E], what the one before `first` made of the texts, or None: embeddings.
+    """
+    out, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
+    out = out if x is None else x
     layers, states = iter(zip(cache.layers, cache.plan, strict=True)), iter(cache.states)
-    for i in range(cache.model.depth):
+    for i in range(cache.model.depth if end is None else end):
         one = params.block(i)
         if cache.model.attends(i):
             layer, plan = next(layers)
-            x = run(attended, one, layer, plan, x, pos, None, fresh=True, rows=None, placed=False)[0]
+            if i >= first:
+                out = run(attended, one, layer, plan, out, pos, None, fresh=True, rows=None, placed=False)[0]
         else:
-            x = run(mixed, one, run(copied, next(states)), x, pos)[0]
-    return x
+            state = next(states)
+            if i >= first:
+                out = run(mixed, one, run(copied, state), out, pos)[0]
+    return out
 
 
 @program(arguments=(None, None, None, None), results=None)
@@ -54,6 +78,63 @@ def compared(ends: Params, full: Array, own: Array, tokens: Array) -> tuple[Arra
     return (*divergence(full, own), nll)
 
 
+@jax.jit
+def apart(full: Array, own: Array) -> Array:
+    """The mean over tokens of |own - full|^2 / |full|^2, of f[B,T,E]."""
+    full, own = full.astype(jnp.float32), own.astype(jnp.float32)
+    return (((own - full) ** 2).sum(-1) / jnp.maximum((full**2).sum(-1), 1e-30)).mean()
+
+
+def outlying(costs: Sequence[float]) -> list[int]:
+    """The layers, a quarter of them at most, that cost more than `FAR` times the median: those that stand out.
+
+    >>> outlying([0.1, 3.0, 0.1, 0.2, 0.1]), outlying([0.1, 0.2, 0.3, 0.4])
+    ([1], [])
+    """
+    bound, order = FAR * float(np.median(costs)), sorted(range(len(costs)), key=lambda i: -costs[i])
+    return sorted(i for i in order[: max(len(costs) // 4, 1)] if costs[i] > bound)
+
+
+def only(config: CacheConfig, side: Side) -> CacheConfig:
+    """The config with exact values, or exact keys: `side` alone is coded."""
+
+    def one(k: Codec | None, v: Codec | None) -> tuple[Codec | None, Codec | None]:
+        return (k, v and Dense()) if side == "keys" else (k and Dense(), v)
+
+    k, v = one(*config.codec)
+    tiers = tuple(replace(t, k=k, v=v) for t in config.tiers for k, v in [one(t.k, t.v)])
+    return replace(config, codec=(k or Dense(), v or Dense()), tiers=tiers)
+
+
+@part
+class Band(Turned):
+    """x ~ what `inner` keeps, in channels first to below end of each half of them; the others are exact."""
+
+    first: int = 0
+    end: int = 0
+
+    def encode(self, x: Array) -> Code:
+        code = self.inner.encode(x)
+        return replace(code, slots=(code.slots, x))
+
+    def decode(self, code: Code) -> Array:
+        coded, x = code.slots
+        channel = jnp.arange(x.shape[1]) % (x.shape[1] // 2)
+        here = (channel >= self.first) & (channel < self.end)
+        return jnp.where(here, self.inner.decode(replace(code, slots=coded)), x)
+
+
+def banded(config: CacheConfig, first: int, end: int) -> CacheConfig:
+    """The config with exact values and exact keys, but for these channels of each half."""
+
+    def one(k: Codec | None) -> Codec | None:
+        return k if k is None or k.exact else Band(inner=k, first=first, end=end)
+
+    config = only(config, "keys")
+    (k, v), tiers = config.codec, tuple(replace(tier, k=one(tier.k)) for tier in config.tiers)
+    return replace(config, codec=(one(k) or k, v), tiers=tiers)
+
+
 class Codecs:
     """Texts i32[n,T] read by the full cache, once, and then by any codec; what follows `prefix` tokens counts.
 
@@ -62,27 +143,65 @@ class Codecs:
 
     def __init__(self, params: Params, ids: np.ndarray, prefix: int) -> None:
         self.params, self.ids, self.prefix = params, ids, prefix
-        self.full = [self._read(as_config(None), row)[0] for row in ids]
+        self.exact = self._empty(as_config(None))
+        self.full = [self._read(self.exact, row) for row in ids]
 
-    def _read(self, config: CacheConfig, row: np.ndarray) -> tuple[Array, Cache]:
+    def _empty(self, config: CacheConfig) -> Cache:
         config = replace(config, recent=0, prefill=Coded())
         check(config, self.params.config)
         config = config.bound(self.params)
-        cache = empty(config, self.params.config, 1, len(row), 0, self.params.embed.dtype)
-        return Cost().run(read, self.params, cache, pad([row.tolist()], len(row))), cache
+        return empty(config, self.params.config, 1, self.ids.shape[1], 0, self.params.embed.dtype)
+
+    def _read(self, cache: Cache, row: np.ndarray, x: Array | None = None, **blocks: int) -> Array:
+        return Cost().run(read, self.params, cache, pad([row.tolist()], len(row)), x, **blocks)
 
     def by_layer(self, config: CacheConfig) -> dict[str, Any]:
-        """KL if one layer alone is coded, the others exact; and `spare`, the layers that cost most."""
-        every = range(self.params.config.layers)
-        costs = [self(replace(config, exact_layers=tuple(j for j in every if j != i)))["kl"] for i in every]
-        return {"by_layer": costs, "spare": to_spare(costs)}
+        """KL if one layer alone is coded, the others exact; of its keys and of its values alone; `spare`, the layers
+        that cost most; `by_band`, KL if of all layers' keys a quarter of the channels is coded, the fastest turning
+        first."""
+        ways = {"": config, **{f"_{side}": only(config, side) for side in SIDES}}
+        coded = {way: self._empty(one) for way, one in ways.items()}
+        model = self.params.config
+        attending = [i for i in range(model.depth) if model.attends(i)]
+        costs = np.zeros((len(ways), len(attending), len(self.ids)))
+        for text, (row, full) in enumerate(zip(self.ids, self.full, strict=True)):
+            x = None
+            for i in range(model.depth):
+                if i in attending:
+                    for way, cache in enumerate(coded.values()):
+                        own = self._read(cache, row, x, first=i, end=i + 1)
+                        own = self._read(self.exact, row, own, first=i + 1)
+                        kl = np.concatenate([kl for kl, _, _ in self._compared(full, own, row)], 1)
+                        costs[way, attending.index(i), text] = kl.mean(dtype=float)
+                x = self._read(self.exact, row, x, first=i, end=i + 1)
+        means = costs.mean(2).round(6).tolist()
+        found = {f"by_layer{way}": cost for way, cost in zip(ways, means, strict=True)}
+        ends = [n * model.head_dim // 2 // BANDS for n in range(BANDS + 1)]
+        bands = [self(banded(config, *band))["kl"] for band in pairwise(ends)]
+        return found | {"spare": to_spare(means[0]), "by_band": bands}
+
+    def moved(self, config: CacheConfig) -> list[float]:
+        """How far coding a layer moves what its block makes of exact inputs: the mean of |y' - y|^2 / |y|^2.
+
+        One pass, in which every layer is read twice; what stands out in it (`outlying`) is to be spared.
+        """
+        coded, model, texts = self._empty(config), self.params.config, []
+        for row in self.ids:
+            x, found = None, []
+            for i in range(model.depth):
+                full = self._read(self.exact, row, x, first=i, end=i + 1)
+                if model.attends(i):
+                    own = self._read(coded, row, x, first=i, end=i + 1)
+                    found.append(float(apart(full[:, self.prefix :], own[:, self.prefix :])))
+                x = full
+            texts.append(found)
+        return np.mean(texts, 0).tolist()
 
     def __call__(self, config: CacheConfig) -> dict[str, Any]:
         """KL and agreement with the full cache, and perplexity, by text too; bits of a number of keys and of values."""
-        found, bits = [], (0.0, 0.0)
+        found, cache = [], self._empty(config)
         for row, full in zip(self.ids, self.full, strict=True):
-            own, cache = self._read(config, row)
-            bits = tier_bits(cache)
+            own = self._read(cache, row)
             parts = zip(*self._compared(full, own, row), strict=True)
             found.append([float(np.concatenate(x, 1).mean(dtype=float)) for x in parts])
         kl, agree, nll = np.array(found).T
@@ -93,7 +212,7 @@ class Codecs:
             "nll": round(float(nll.mean()), 5),
             "kl_by_text": kl.round(6).tolist(),
             "nll_by_text": nll.round(5).tolist(),
-            "bits": list(bits),
+            "bits": list(tier_bits(cache)),
         }
 
     def _compared(self, full: Array, own: Array, row: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

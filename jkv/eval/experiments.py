@@ -13,7 +13,7 @@ import numpy as np
 from jkv.core.compiled import forget
 from jkv.eval import corpora, measure, niah, shared, tasks
 from jkv.eval.attention import recovered
-from jkv.eval.codecs import Codecs
+from jkv.eval.codecs import Codecs, outlying
 from jkv.eval.picks import asked
 from jkv.eval.picks import recovered as of_picks
 from jkv.eval.replay import LIMIT, Prefills
@@ -196,6 +196,22 @@ def codecs(s: Setting, ids: np.ndarray, source: str, prefix: int, layers: bool, 
     if not all(found.find(cache=cache, **key) for cache in s.caches):
         beside = Codecs(s.params, ids, prefix)
         s.each(found, say, [key], lambda config, _: beside(config) | (beside.by_layer(config) if layers else {}))
+    return found
+
+
+def spare(s: Setting, ids: np.ndarray, source: str, prefix: int, say: Say) -> Results:
+    """One row a cache: how far its codes move each layer, and the layers that stand out; see `eval.codecs`."""
+    how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids)}
+    found = s.results("spare", [ids.tobytes()], source=source, **how)
+    key = {"task": f"spare/{source}"}
+    if not all(found.find(cache=cache, **key) for cache in s.caches):
+        beside = Codecs(s.params, ids, prefix)
+
+        def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
+            costs = beside.moved(config)
+            return {"moved": costs, "spare": outlying(costs)}
+
+        s.each(found, say, [key], run)
     return found
 
 

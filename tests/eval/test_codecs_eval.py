@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from typer.testing import CliRunner
 from jkv import models
 from jkv.cli.app import app
 from jkv.core.codes import decode, encode
-from jkv.eval.codecs import Codecs
+from jkv.eval import experiments
+from jkv.eval.codecs import Codecs, banded, outlying
 from jkv.io import load as loading
 from jkv.methods import parse
+from jkv.methods.codecs import Dense
 from support.speaking import PARAMS
 
 IDS, PREFIX = np.random.default_rng(0).integers(0, 256, (2, 96)).astype(np.int32), 16
@@ -66,8 +69,43 @@ def test_layers_are_coded_one_by_one():
     found = beside.by_layer(parse("int4"))
     for i, kl in enumerate(found["by_layer"]):
         others = [j for j in range(PARAMS.config.layers) if j != i]
-        assert kl == beside(parse(f"int4(exact_layers={others})"))["kl"] > 0
+        config = parse(f"int4(exact_layers={others})")
+        assert kl == beside(config)["kl"] > 0
+        for side, codec in (("keys", (config.codec[0], Dense())), ("values", (Dense(), config.codec[1]))):
+            assert found[f"by_layer_{side}"][i] == beside(replace(config, codec=codec))["kl"] > 0
     assert sum(found["by_layer"]) == pytest.approx(beside(parse("int4"))["kl"], rel=0.5)
+    keys = beside(banded(parse("int4"), 0, PARAMS.config.head_dim // 2))["kl"]
+    assert keys == beside(replace(parse("int4"), codec=(parse("int4").codec[0], Dense())))["kl"]
+    assert min(found["by_band"]) > 0 and sum(found["by_band"]) == pytest.approx(keys, rel=0.5)
+
+
+def planted(size: float, layer: int = 2):
+    """A model of four layers; in one of them two channels that turn together are `size` times larger in keys, and as
+    many times smaller in queries: it says what it said."""
+    params = models.random(dict(models.TINY, num_hidden_layers=4))
+    model, layers = params.config, list(params.layers)
+    scale, pair = np.ones((model.groups + 2, model.head_dim, 1), np.float32), [1, 1 + model.head_dim // 2]
+    scale[: model.groups, pair], scale[model.groups, pair] = 1 / size, size
+    layers[layer] = dict(layers[layer], qkv=layers[layer]["qkv"] * scale[None])
+    return replace(params, layers=tuple(layers))
+
+
+def test_the_layer_that_stands_out_is_found_in_one_pass(monkeypatch):
+    ids = IDS % models.TINY["vocab_size"]
+    same, bad = (Codecs(planted(size), ids, PREFIX) for size in (1, 100))
+    np.testing.assert_allclose(bad.full[0], same.full[0], atol=1e-4)
+    costs, moved = same.moved(parse("int4")), bad.moved(parse("int4"))
+    assert outlying(moved) == [2] and 2 not in outlying(costs)
+    np.testing.assert_allclose(np.delete(moved, 2), np.delete(costs, 2), rtol=0.02)  # others do not see its fault
+    assert bad(parse("int4(exact_layers=[2])"))["kl"] < bad(parse("int4"))["kl"] / 10
+    assert bad.moved(parse("int4(exact_layers=[2])"))[2] < 1e-9  # it is moved no more
+
+    monkeypatch.setattr(loading, "load", lambda *_: bad.params)
+    monkeypatch.setattr(experiments, "texts", lambda *_, **__: (ids, "ids"))
+    args = ["eval", "spare", "--prefix", f"{PREFIX}", "--continue", "80", "--cache", "int4"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0 and "int4: write exact_layers=[2] (layer 2 is moved most" in done.output, done.output
+    assert "--cache: name a cache" in CliRunner().invoke(app, args[:-2]).output
 
 
 def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
+from jkv import methods, models
+from jkv.bench.shapes import SHAPES
 from jkv.eval.points import wilson
+from jkv.generation import sizes
+from jkv.generation.report import moved_bytes
+from jkv.methods.selectors.forecast import Forecast, Linear
 from jkv.plan import tpu
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +56,7 @@ TRAINED = (
 )
 CHOICES = ("h2o", "quest", "linear", "conv", "best")  # of pages, in the card of attentionpredictor
 CHIPS = ("v5e", "v6e")
+PCIE = 25e9  # bytes a second of PCIe 4 x16, as it is reached
 Rows = list[dict[str, Any]]
 
 
@@ -371,6 +380,41 @@ def families() -> list[str]:
     ]
 
 
+FAR = (
+    "full(host='all')",
+    "int8(host='all')",
+    "int8 | quest(pages=64, page=64, dense_layers=0, host='all')",
+    "int8 | quest(pages=64, page=64, dense_layers=0, host='values')",
+    "int8 | attentionpredictor(pages=64, page=64, dense_layers=0, host='values')",
+    "int8 | attentionpredictor(pages=64, page=64, dense_layers=0, host='all')",
+)
+
+
+def moves() -> list[str]:
+    """Llama 3.1 8B, one row of 131,072 tokens in bfloat16, from shapes: where bytes are and what a step moves."""
+    out, model = [], models.read_config(SHAPES["llama-3.1-8b"])
+    for text in FAR:
+        config = methods.parse(text)
+        if isinstance(config.select, Forecast):  # any weights: its shapes are the same for all models
+            config = replace(config, select=replace(config.select, net=Linear(weights=jnp.ones(3))))
+        cache = sizes.shaped(config, model, 1, 131072, 256, jnp.bfloat16)
+        device, host, moved = cache.nbytes - cache.on_host, cache.on_host, moved_bytes(cache)
+        cells = f"{device / 2**30:.2f}", f"{host / 2**30:.2f}", f"{moved / 2**20:,.0f}", f"{1e3 * moved / PCIE:,.1f}"
+        out.append(line(code(text), *cells))
+    return out
+
+
+def hot() -> list[str]:
+    """Runs of SmolLM2."""
+    out = []
+    for row in results("placement"):
+        asked = row["hits"] + row["misses"]
+        share = f"{row['hits'] / asked:.0%}" if asked else ""
+        sized = (f"{row[x] / 2**20:.2f}" for x in ("device", "host", "moved"))
+        out.append(line(code(row["cache"]), *sized, share, "yes" if row["same"] else "no"))
+    return out
+
+
 def head(*cells: str) -> str:
     return f"{line(*cells)}\n{'|---' * len(cells)}|\n"
 
@@ -381,6 +425,10 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/batch.md": {head("", "tokens/s", "ratio"): jobs},
     "docs/families.md": {
         head("model", "largest logit", "largest difference", "greedy tokens equal", "transformers"): families
+    },
+    "docs/placement.md": {
+        head("cache", "device GiB", "host GiB", "a step moves MiB", "ms at 25 GB/s"): moves,
+        head("cache", "device MiB", "host MiB", "a step moves MiB", "hits", "same tokens"): hot,
     },
     "docs/quality.md": {
         head("", "half of the tokens", "a quarter", "an eighth"): needles,

@@ -22,7 +22,7 @@ from jkv.core.flush import flush, pruned
 from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.mask import causal
 from jkv.core.positions import positions
-from jkv.core.tiers import attend_tier, observed, picked
+from jkv.core.tiers import attend_tier, brought, observed, picked, stayed, staying
 from jkv.models import Mix, ModelConfig, Params, family, rule
 from jkv.models import layer as block
 from jkv.models.states import State
@@ -189,18 +189,20 @@ class LayerCarry:
     queries: Queries | None
     summaries: tuple[Any, ...]
     memos: tuple[Any, ...]
+    hot: tuple[Any, ...]
 
     @classmethod
     def of(cls, layer: LayerCache, plan: LayerView) -> LayerCarry:
         summaries = tuple(t.summary if c.stateful else None for t, c in zip(layer.tiers, plan.tiers, strict=True))
-        memos = tuple(t.memo for t in layer.tiers)
-        return cls(recent=layer.recent, queries=layer.queries, summaries=summaries, memos=memos)
+        memos, hot = tuple(t.memo for t in layer.tiers), tuple(map(staying, layer.tiers))
+        return cls(recent=layer.recent, queries=layer.queries, summaries=summaries, memos=memos, hot=hot)
 
     def into(self, layer: LayerCache) -> LayerCache:
         tiers = tuple(
             replace(t, memo=m) if s is None else replace(t, memo=m, summary=s)
             for t, s, m in zip(layer.tiers, self.summaries, self.memos, strict=True)
         )
+        tiers = tuple(stayed(t, hot) for t, hot in zip(tiers, self.hot, strict=True))
         return replace(layer, recent=self.recent, queries=self.queries, tiers=tiers)
 
 
@@ -232,18 +234,21 @@ def attending(
             picked(q, pos, t, c, rope, below) for (t, c), below in zip(both, given or [None] * len(both), strict=True)
         ]
         picks, memos = (tuple(x) for x in zip(*found, strict=True)) if found else ((), ())
-        for (tier, config), units in zip(both, picks, strict=True):
+        tiers = tuple(brought(units, mask, tier) for tier, units in zip(layer.tiers, picks, strict=True))
+        for tier, config, units in zip(tiers, plan.tiers, picks, strict=True):
             parts.append(attend_tier(q, mask, tier, config, rope, model.scale, units))
         part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         summaries = tuple(
             None if units is None or not c.stateful else observed(q, mask, part.lse, units, t, c, rope, model.scale)
-            for (t, c), units in zip(both, picks, strict=True)
+            for t, c, units in zip(tiers, plan.tiers, picks, strict=True)
         )
         queries = layer.queries
         if queries is not None:
             step = jnp.remainder(fill - plan.stay, plan.queries)
             queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
-        return part.finish(), (LayerCarry(recent=window, queries=queries, summaries=summaries, memos=memos), picks)
+        hot = tuple(map(staying, tiers))
+        carry = LayerCarry(recent=window, queries=queries, summaries=summaries, memos=memos, hot=hot)
+        return part.finish(), (carry, picks)
 
     return block(one, 0, x, pos, run, none)
 

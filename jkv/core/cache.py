@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import static, value
+from jkv.core.pages import is_far
 from jkv.kernels import CONTEXT, HEADS
 from jkv.protocols import Code, Codec, Columns, Counts, Needs, Queries, Window
 
@@ -50,15 +51,15 @@ class Observation:
 class Tier:
     """Encoded tokens in a fixed number of slots, in no particular order.
 
-    k, v: Code of C slots; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at i32[B,Hs,C] where keys act, or None: at
-    pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and where every other axis of heads is 1
-    too, or None: every head has C of its own; summary: the selector's index of the units, or
-    None; memo: what it remembers of each row, leaves [B,H,...], or None; taught: the codecs
-    of keys and of values with the arrays [B,H,...] that each row's prompt taught them, None: they learn nothing.
+    k, v: Code of C slots, or the Pages of one on the host; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at
+    i32[B,Hs,C] where keys act, or None: at pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and
+    where every other axis of heads is 1 too, or None: every head has C of its own; summary: the selector's index of the
+    units, or None; memo: what it remembers of each row, leaves [B,H,...], or None; taught: the codecs of keys and of
+    values with the arrays [B,H,...] that each row's prompt taught them, None: they learn nothing.
     """
 
-    k: Code
-    v: Code
+    k: Any  # Code | Pages
+    v: Any  # Code | Pages
     pos: Array
     columns: Columns
     at: Array | None
@@ -133,6 +134,11 @@ class Cache:
         return tree_bytes((self.layers, self.states))
 
     @property
+    def on_host(self) -> int:
+        """Those of them that lie in the memory of the host."""
+        return host_bytes(self.layers)
+
+    @property
     def stay(self) -> int:
         """Entries that a flush can leave in a recent window."""
         return self.plan[0].stay if self.plan else 0
@@ -179,7 +185,8 @@ class Cache:
 
     def pick(self, index: Array) -> Cache:
         """The rows i32[n], in that order; a row that is named twice is copied."""
-        return self._with(jax.tree.map(lambda x: x[index], self._rows))
+        pick = lambda x: x.pick(index) if is_far(x) else x[index]  # noqa: E731
+        return self._with(jax.tree.map(pick, self._rows, is_leaf=is_far))
 
     @property
     def _rows(self) -> Any:
@@ -195,7 +202,11 @@ class Cache:
 
         The two must have flushed as long ago: one `fill` serves all rows.
         """
-        return self._with(jax.tree.map(lambda a, b: a.at[slots].set(b, mode="drop"), self._rows, rows._rows))
+
+        def put(a: Any, b: Any) -> Any:
+            return a.put(slots, b) if is_far(a) else a.at[slots].set(b, mode="drop")
+
+        return self._with(jax.tree.map(put, self._rows, rows._rows, is_leaf=is_far))
 
     def rollback(self, n: int) -> Cache:
         """The cache without the newest n tokens of every row.
@@ -298,6 +309,16 @@ def _sides(source: Tier, tier: Tier, config: TierView) -> tuple[tuple[Code, Code
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays (or shapes) in a pytree."""
     return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def host_bytes(tree: Any) -> int:
+    """Those that lie in the memory of the host."""
+    return tree_bytes([x.data for x in jax.tree.leaves(tree, is_leaf=is_far) if is_far(x)])
+
+
+def device_bytes(tree: Any) -> int:
+    """Those that lie on the device."""
+    return tree_bytes(tree) - host_bytes(tree)
 
 
 def layer_kept(layer: LayerCache) -> Array:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ import jax
 from jax.experimental.layout import Format, Layout
 
 from jkv import kernels
-from jkv.core.cache import Cache, Decoding, tree_bytes
+from jkv.core.cache import Cache, Decoding, device_bytes
+from jkv.core.pages import KIND, settled
 from jkv.host import disk, forked
 from jkv.host.disk import cache_dir
 from jkv.models import Params
@@ -47,7 +48,7 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
         return jax.jit(function, in_shardings=given, out_shardings=returned, **options)
 
     def anywhere(kind: Any, where: Any) -> Any:
-        return jax.tree.map(partial(Format, Layout.AUTO), where) if kind is ANY else where
+        return jax.tree.map(_anyhow, where) if kind is ANY else where
 
     def over(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
         given = tuple(map(anywhere, arguments, given))
@@ -55,11 +56,27 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
         return jitted(function, given, anywhere(ANY, returned))
 
     def decorate(function: Any) -> Any:
+        function = _giving(function)
         out: Any = jax.jit(function, **options)
         out.free, out.over = jitted(function, arguments, results), partial(over, function)
         return out
 
     return decorate
+
+
+def _giving(function: Any) -> Any:
+    """The function, whose results say what of them lies on the host: what passes through says nothing else."""
+
+    @wraps(function)
+    def run(*args: Any, **static: Any) -> Any:
+        return settled(function(*args, **static))
+
+    return run
+
+
+def _anyhow(where: Any) -> Any:
+    """Where, in a layout of the compiler's choice; on the host in the one that slices are made of."""
+    return where if where.memory_kind == KIND else Format(Layout.AUTO, where)
 
 
 Run = Callable[..., Any]  # runs a program: run(program, *arguments, **static)
@@ -215,7 +232,7 @@ def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
     (10.0, True)
     """
     forked.check()
-    args = (args[0], *jax.eval_shape(lambda *x: x, *args[1:]))
+    args = settled((args[0], *jax.eval_shape(lambda *x: x, *args[1:])))
     key = _key(function, args, static, None)
     begun, mine = _begin(key)
     if mine:
@@ -231,17 +248,17 @@ def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
 def shaped(function: Any, *args: Any, **static: Any) -> Any:
     """Runs nothing: a program begins to compile, and what it would give is shapes. How a flow goes through shapes."""
     ahead(function, *args, **static)
-    return jax.eval_shape(partial(function, **static), *args)
+    return settled(jax.eval_shape(partial(function, **static), *args))
 
 
 def beside_weights(args: tuple[Any, ...]) -> int:
-    """Bytes of a program's arguments that are not a model."""
-    return sum(tree_bytes(arg) for arg in args if not isinstance(arg, Params))
+    """Bytes of the device of a program's arguments that are not a model."""
+    return sum(device_bytes(arg) for arg in args if not isinstance(arg, Params))
 
 
 def caches(args: tuple[Any, ...]) -> int:
-    """Bytes of the caches among arguments, and of what decodes with them."""
-    return sum(tree_bytes(arg) for arg in args if isinstance(arg, Cache | Decoding))
+    """Bytes of the device of the caches among arguments, and of what decodes with them."""
+    return sum(device_bytes(arg) for arg in args if isinstance(arg, Cache | Decoding))
 
 
 @dataclass
@@ -296,7 +313,7 @@ class Cost:
         else:
             beside = beside_weights(args) + (0 if caches(args) else held)
         self.peak = max(self.peak, program.made + beside)
-        return program(*args) if self.runs else jax.eval_shape(partial(function, **static), *args)
+        return program(*args) if self.runs else settled(jax.eval_shape(partial(function, **static), *args))
 
 
 def _spread(args: tuple[Any, ...]) -> bool:
@@ -316,7 +333,7 @@ def _lowered(
     """The program before it is compiled, and whether the compiler chooses how its arguments lie."""
     free = over is not None or (hasattr(function, "free") and kernels.native() != "xla")
     if free:  # an array that lies somewhere has a layout, and would have to keep it
-        args = jax.eval_shape(lambda *x: x, *args)
+        args = settled(jax.eval_shape(lambda *x: x, *args))
     if over is not None:
         return over.lower(function, args, static), free
     return function.free.lower(*args, *static.values()) if free else function.lower(*args, **static), free

@@ -25,6 +25,7 @@ from jkv.core.cache import Counts, LayerCache, Observation, Tier, Window
 from jkv.core.evidence import Evidence, evidence, watched, watching
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.merge import Newcomers, evicted, merged, remembered
+from jkv.core.pages import is_far
 from jkv.core.pool import compete, together
 from jkv.core.tiers import acting, after, decoded_keys, write
 from jkv.protocols import Code, Codec, Columns, Entered
@@ -302,6 +303,9 @@ def _admit(
     k, v = take(new.k, token), take(new.v, token)
 
     def stored(old: Any, fresh: Any, grain_of: int) -> Any:
+        if is_far(old):
+            return old.write(slot, fresh)
+
         def one(x: Array, y: Array) -> Array:
             grain = grain_of // x.shape[2]
             return write(x, per(place[:, :, ::grain], grain), y, tier, config)

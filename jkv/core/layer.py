@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import leaf, part
-from jkv.protocols import Budget, Code, Codec, LayerSize, Merge, Needs, Score, Selector
+from jkv.protocols import Budget, Codec, LayerSize, Merge, Needs, Score, Selector
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class TierView:
         k, v = tier.taught
         return replace(self, k=self.k if k is None else k, v=self.v if v is None else v)
 
-    def values(self, tier: Any) -> Code:
+    def values(self, tier: Any) -> Any:
         """The code that a tier's values are in."""
         return tier.k if self.v.within else tier.v
 
@@ -94,7 +94,8 @@ class TierView:
 class TierConfig(TierView):
     """A tier of one layer: also its slots, how many may be in use, its share of what is stored, whether it evicts.
 
-    together: layers that are coded together, this one being the `lender`-th of them.
+    together: layers that are coded together, this one being the `lender`-th of them. far: whether codes of keys, and of
+    values, lie on the host; hot: pages of a head that then stay on the device, by which rank.
     """
 
     capacity: int
@@ -102,6 +103,9 @@ class TierConfig(TierView):
     share: float | None
     evicts: bool
     together: int
+    far: tuple[bool, bool] = (False, False)
+    hot: int = 0
+    hot_by: str = "lru"
 
     @property
     def view(self) -> TierView:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.core.cache import Cache, Decoding, Tier
+from jkv.core.pages import KIND, is_far
 from jkv.kernels import CONTEXT, HEADS, ROWS
 from jkv.models import ModelConfig, Params
 from jkv.models.params import EACH
@@ -131,9 +132,11 @@ class MeshPlan:
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
         with jax.set_mesh(self.mesh):
+            given = tuple(map(self.shardings, args))
+            args = jax.tree.map(_shape, args, given)
             back = jax.eval_shape(partial(function, **static), *args)
             back = tuple(map(self.shardings, back)) if type(back) is tuple else self.shardings(back)
-            return function.over(tuple(map(self.shardings, args)), back).lower(*args, *static.values())
+            return function.over(given, back).lower(*args, *static.values())
 
 
 def over(params: Params) -> MeshPlan | None:
@@ -185,6 +188,16 @@ def _of_weight(field: str, shape: tuple[int, ...], over: Mesh) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, HEADS)
 
 
+def _shape(x: Any, where: NamedSharding) -> Any:
+    """A shape that says so if it is of the host's memory: what is traced has memory as a part of its type."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) if where.memory_kind == KIND else x
+
+
+def _far(where: Any) -> Any:
+    """The shardings of pages, whose data lie on the host."""
+    return replace(where, data=where.data.with_memory_kind(KIND))
+
+
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
     """Shardings of a cache or a decode state: of arrays [B], [B,n], [B,1,...] or [B,H,...], in tiers [B,H,C,...].
 
@@ -208,6 +221,8 @@ def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
         if not isinstance(x, Tier):
             return where(x)
         slots = jax.tree.map(lambda y: where(y, x.axes), replace(x, memo=None, taught=(None, None)))
+        far = {name: _far(y) for name, y in (("k", slots.k), ("v", slots.v)) if is_far(y)}
+        slots = replace(slots, **far)
         return replace(slots, memo=jax.tree.map(where, x.memo), taught=jax.tree.map(where, x.taught))
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, Tier | State))

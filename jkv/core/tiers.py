@@ -17,8 +17,10 @@ from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_part
 from jkv.core import codes, context
 from jkv.core.attend import FEW
 from jkv.core.cache import MERGED, Tier
+from jkv.core.hot import Hot
 from jkv.core.layer import TierView
 from jkv.core.mask import Mask
+from jkv.core.pages import is_far, sample
 from jkv.core.pool import line, together
 from jkv.core.tiles import cut, over_tiles, tile_size
 from jkv.models.rope import Rope
@@ -83,6 +85,8 @@ def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.C
             return "entries that stand for several tokens"
         if config.pre_rope:
             return "keys that are rotated when they are read"
+        if is_far(tier.k) or is_far(tier.v):
+            return "codes in the memory of the host"
         k, v = jax.eval_shape(partial(kernel_codes, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no form that kernels read"
@@ -220,9 +224,10 @@ def _attend_own(
         p, m, l = softmax_parts(logits, see)  # noqa: E741
         return merge(part, Partial(acc=codes.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1), m=m, l=l))
 
-    decodes = config.pre_rope or not (config.k.exact and config.v.exact)
+    far = is_far(k) or is_far(v)  # what comes from the host is a copy too
+    decodes = far or config.pre_rope or not (config.k.exact and config.v.exact)
     tile = tile_size(decodes, size, tokens, config.unit)
-    return over_tiles(body, nothing(q, codes.inner_width(config.v, v)), size, tile)
+    return over_tiles(body, nothing(q, codes.inner_width(config.v, sample(v))), size, tile)
 
 
 def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale, *pages: Array) -> Partial | None:
@@ -275,6 +280,27 @@ def looked(q: Array, tier: Tier, config: TierView) -> Tier:
     return gathered(units, tier, tier.pos, config)[0]
 
 
+def brought(units: Array | None, mask: Mask, tier: Tier) -> Tier:
+    """The tier before a step reads these units: where pages of the host stay on the device, they do."""
+    if units is None or staying(tier) == (None, None):
+        return tier
+    alive = mask.last[:, 0] >= 0
+    k, v = (x.bring(units, alive) if is_far(x) else x for x in (tier.k, tier.v))
+    return replace(tier, k=k, v=v)
+
+
+def staying(tier: Tier) -> tuple[Hot | None, Hot | None]:
+    """What a tier has on the device of keys and values that lie on the host: a step changes it."""
+    k, v = (x.hot if is_far(x) else None for x in (tier.k, tier.v))
+    return k, v
+
+
+def stayed(tier: Tier, hot: tuple[Hot | None, Hot | None]) -> Tier:
+    """The inverse."""
+    k, v = (x if own is None else replace(x, hot=own) for x, own in zip((tier.k, tier.v), hot, strict=True))
+    return replace(tier, k=k, v=v)
+
+
 def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tier, Array]:
     """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act.
 
@@ -291,7 +317,7 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
         return take(x, per(index[:, :, :: gcd(u, grain)], grain))
 
     pos = take(tier.pos, index)
-    k, v = jax.tree.map(gather, (tier.k, tier.v))
+    k, v = (x.read(pages) if is_far(x) else jax.tree.map(gather, x) for x in (tier.k, tier.v))
     columns = {name: take(x, index) for name, x in tier.columns.items()}
     return replace(tier, k=k, v=v, pos=jnp.where(index < 0, -1, pos), columns=columns), take(at, index)
 
@@ -313,7 +339,8 @@ def observed(
     select, (b, h, g, t, _), config = config.select, q.shape, config.of(tier)
     assert select is not None
     pos = newest(tier, select.unit, h)
-    copy, at = gathered(units, tier, tier.pos if tier.at is None else tier.at, config)
+    keys = replace(tier, v=Code(slots=()))
+    copy, at = gathered(units, keys, tier.pos if tier.at is None else tier.at, config)
     n = copy.pos.shape[2]
     logits = key_logits(flat(q), copy.k, at, config, rope).reshape(b, h, g, t, n) * scale
     logits = counted(logits, copy.columns.get(MERGED))
@@ -355,7 +382,7 @@ def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
     x = asked(x.astype(jnp.float32), tier)
     b, h, n, _ = x.shape
     codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))
-    decodes = not codec.exact or (of == "k" and config.pre_rope)
+    decodes = is_far(code) or not codec.exact or (of == "k" and config.pre_rope)
 
     def own(held: Any, part: context.Part) -> Array:
         code, at = held
@@ -397,6 +424,6 @@ def tier_mix(w: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
             return out + jnp.einsum("bhns,bhsd->bhnd", wt * fresh[None, None, None].astype(w.dtype), x)
 
         tile = tile_size(True, c, shape[2], config.unit)
-        return over_tiles(body, jnp.zeros((*w.shape[:3], codes.width(codec, code)), jnp.float32), c, tile)
+        return over_tiles(body, jnp.zeros((*w.shape[:3], codes.width(codec, sample(code))), jnp.float32), c, tile)
 
     return context.each(own, (code, at, tier.pos), tier.axes, join=jax.lax.psum).reshape(*shape, -1)

@@ -10,19 +10,23 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import per
+from jkv.core.pages import Pages, is_far
+from jkv.protocols import Code
 
 TILE = 512  # slots of a coded tier that are read at a time
 LEAST = 16  # slots that are read at once
 
 
-def cut(tree: Any, start: Array, n: int, slots: int) -> Any:
-    """n slots from `start` of every leaf [B,H,slots or slots / grain,...]."""
+def cut(code: Code | Pages, start: Array, n: int, slots: int) -> Code:
+    """n slots from `start` of a code, of every leaf [B,H,slots or slots / grain,...]; of pages whole units."""
+    if is_far(code):
+        return code.cut(start, n)
 
     def one(x: Array) -> Array:
         grain = slots // x.shape[2]
         return jax.lax.dynamic_slice_in_dim(x, per(start, grain), n // grain, 2, allow_negative_indices=False)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(one, code)
 
 
 def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, tile: int) -> Any:

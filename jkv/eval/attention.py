@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from jkv.core.attend import attend, attend_window
 from jkv.core.cache import Cache
 from jkv.core.loop import flush_due, step
 from jkv.core.mask import causal, visible
+from jkv.core.pages import near
 from jkv.core.tiers import decoded_keys, gathered, picked
 from jkv.generation.report import divergence
 from jkv.models import Params, family, fresh
@@ -43,7 +45,7 @@ def stored(cache: Cache) -> list[Stored]:
         here = jnp.zeros((b, h, plan.longest + 1), bool)
         parts = [(layer.recent.k, layer.recent.v, layer.recent.pos[:, None])]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            config = config.of(tier)
+            config, tier = config.of(tier), replace(tier, k=near(tier.k), v=near(tier.v))
             key = decoded_keys(tier.k, tier.pos if tier.at is None else tier.at, config, rope)
             parts.append((key, codes.decode(config.v, config.values(tier)), tier.seen_by(h)))
         for key, val, pos in parts:

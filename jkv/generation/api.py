@@ -35,6 +35,8 @@ from jkv.generation.report import (
     kept_tokens,
     kernels_of,
     kernels_off,
+    moved_bytes,
+    pages_asked,
     prefill_kernel_of,
     roomy_bytes,
     tier_bits,
@@ -343,6 +345,7 @@ class Generation:
         state, tokens = self.state, _tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
         kl, divergence = self._fidelity()
+        hits, misses = pages_asked(state.cache)
         prompt, new = (sum(map(len, x)) for x in (self.prompts, tokens))
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
         if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
@@ -359,6 +362,10 @@ class Generation:
             bytes_full=roomy_bytes(state.cache, longest, state.cache.dtype),
             bytes_bfloat16=roomy_bytes(state.cache, longest, jnp.bfloat16),
             bytes_kept=state.cache.nbytes,
+            bytes_host=state.cache.on_host,
+            bytes_moved=moved_bytes(state.cache, ran=True),
+            pages_hit=hits,
+            pages_missed=misses,
             bytes_states=tree_bytes(state.cache.states),
             bytes_predicted=self.predicted,
             bytes_temporary=self.cost.temporary,

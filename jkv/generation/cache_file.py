@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.core.cache import Cache, Counts
+from jkv.core.pages import is_far, settled
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import layout
 from jkv.generation.steps import check_there
@@ -82,7 +83,15 @@ def load_cache(path: str | Path, params: Params, config: CacheConfig | None = No
     cache = replace(empty, layers=layers, states=states, counts=counts, fill=fill)
     if (wrong := _impossible(cache)) is not None:
         raise FormatError(path, f"its {wrong} cannot be so", _AGAIN)
-    return replace(cache, **jax.tree.map(jnp.array, dict(zip(_FIELDS, _arrays(cache), strict=True))))
+    fields = dict(zip(_FIELDS, _arrays(cache), strict=True))
+    return replace(
+        cache,
+        **jax.tree.map(
+            lambda x: settled(replace(x, hot=jax.tree.map(jnp.array, x.hot))) if is_far(x) else jnp.array(x),
+            fields,
+            is_leaf=is_far,
+        ),
+    )
 
 
 def _arrays(cache: Cache) -> tuple[Any, ...]:

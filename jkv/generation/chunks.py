@@ -8,7 +8,7 @@ from functools import partial
 import jax
 
 from jkv.core.attend import KEY_TILE, QUERY_TILE
-from jkv.core.cache import Cache, tree_bytes
+from jkv.core.cache import Cache, device_bytes
 from jkv.core.layer import LayerConfig
 from jkv.core.positions import bucket
 from jkv.core.sharding import MeshPlan
@@ -78,7 +78,7 @@ def needed(empty: Cache, n: int, *, fresh: bool, over: MeshPlan | None, copies: 
     times what the compiled programs take (`tests/generation/test_chunks.py`). fresh: nothing was read before; copies:
     of 16-bit matrices the compiler makes float32 ones, as XLA for CPUs does.
     """
-    model, held = empty.model, tree_bytes(empty) if over is None else over.bytes(empty)
+    model, held = empty.model, device_bytes(empty) if over is None else over.bytes(empty)
     rows = empty.rows // (1 if over is None else over.mesh.shape[ROWS])
     shares = 1 if over is None else over.mesh.shape[HEADS]  # devices that divide a block's heads and hidden units
     window = n if fresh else n + empty.room

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jkv.core.cache import Cache, LayerCache, tree_bytes
+from jkv.core.pages import Pages, is_far
 from jkv.io.figures import blank
 from jkv.protocols import Code, Codec
 
@@ -128,9 +129,9 @@ def summary(cache: Cache) -> Summary:
     return Summary(seen=np.asarray(cache.seen).tolist(), layers=layers, states=[tree_bytes(x) for x in cache.states])
 
 
-def _first(code: Code) -> int:
-    """Bytes of the codes: a codec's first array of slots; its others, and those of grains, are scales."""
-    leaves = jax.tree.leaves(code.slots)
+def _first(code: Code | Pages) -> int:
+    """Bytes of the codes: a codec's first array of slots; its others, and those of grains, are scales. Of pages all."""
+    leaves = jax.tree.leaves(code if is_far(code) else code.slots)
     return tree_bytes(leaves[:1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ import numpy as np
 from jax import Array
 
 from jkv.core.attend import prompt_kernel
-from jkv.core.cache import Cache, tree_bytes
-from jkv.core.tiers import reader_of
+from jkv.core.cache import Cache, Tier, tree_bytes
+from jkv.core.pages import is_far
+from jkv.core.tiers import picked, reader_of, staying
 from jkv.generation.sizes import layout
 from jkv.kernels import Choice
 from jkv.methods import parse
@@ -34,7 +36,9 @@ class Report:
     mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came; None
-    without drafts. tokens_stored: of the prompts, those that a store had; None without one.
+    without drafts. tokens_stored: of the prompts, those that a store had; None without one. bytes_host: of those kept,
+    in the memory of the host; bytes_moved: of them to the device in a step; pages_hit, pages_missed: of
+    keys, and of values, that were on the device when a step asked for them, and that it waited for.
     """
 
     config: str
@@ -69,6 +73,10 @@ class Report:
     drafted: int | None = None
     drafted_taken: int | None = None
     tokens_stored: int | None = None
+    bytes_host: int = 0
+    bytes_moved: int = 0
+    pages_hit: int = 0
+    pages_missed: int = 0
 
     @property
     def ratio(self) -> float:
@@ -108,6 +116,14 @@ class Report:
             lines.append(f"kernels off  {self.kernels_off}")
         if self.bytes_states:
             lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
+        if self.bytes_host:
+            hits, every = self.pages_hit, self.pages_hit + self.pages_missed
+            asked = f", {hits:,} of {every:,} pages were there" if every else ""
+            lines.insert(
+                3,
+                f"placement    {self.bytes_host:,} of these bytes on the host, {self.bytes_kept - self.bytes_host:,} "
+                f"on the device; a step moves {self.bytes_moved:,} to it{asked}",
+            )
         if self.kl is not None:
             where = "none" if self.divergence == -1 else f"at token {self.divergence}"
             lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
@@ -157,6 +173,33 @@ def tier_bits(cache: Cache) -> tuple[float, float]:
     sides = ([k for k, _ in held], m.head_dim), ([v for _, v in held], m.value_dim)
     k, v = (round(8 * tree_bytes(codes) / max(slots * dim, 1), 4) for codes, dim in sides)
     return k, v
+
+
+def moved_bytes(cache: Cache, ran: bool = False) -> int:
+    """Bytes that a decode step brings from the host: of each tier the pages it picks, or all.
+
+    ran: of what stays on the device, those that had to come, the mean of the steps of a cache that ran; else all.
+    """
+    m, total = cache.model, 0
+    q = jax.ShapeDtypeStruct((cache.rows, m.heads, m.groups, 1, m.head_dim), jnp.float32)
+    for layer, plan in zip(cache.layers, cache.plan, strict=True):
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            units = jax.eval_shape(partial(picked, config=config), q, tier).shape[2] if config.select else None
+            again = tier.k if config.stateful and staying(tier)[0] is None else None  # to tell what was paid to them
+            moved = sum(x.moved(units) for x in (tier.k, tier.v, again) if is_far(x))
+            hits, misses = _asked([tier]) if ran else (0, 0)
+            total += moved * misses // (hits + misses) if hits + misses else moved
+    return total
+
+
+def pages_asked(cache: Cache) -> tuple[int, int]:
+    """Of the pages that steps have read where some of those on the host stay on the device: hits, and misses."""
+    return _asked([tier for layer in cache.layers for tier in layer.tiers])
+
+
+def _asked(tiers: list[Tier]) -> tuple[int, int]:
+    every = [hot for tier in tiers for hot in staying(tier) if hot is not None]
+    return sum(int(x.hits.sum()) for x in every), sum(int(x.misses.sum()) for x in every)
 
 
 def kernels_of(cache: Cache) -> str:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.core.cache import Cache, Counts, tree_bytes
+from jkv.core.cache import Cache, Counts, device_bytes, tree_bytes
 from jkv.core.empty import empty_layer
+from jkv.core.pages import is_far, reachable, settled
 from jkv.methods.budgets import Size
 from jkv.methods.config import CacheConfig, resolve
 from jkv.models import ModelConfig, rule
@@ -35,11 +36,20 @@ def empty(
     cache = shaped(config, model, rows, longest, new, dtype, sizes)
     return replace(
         cache,
-        layers=jax.tree.map(lambda s: jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype), cache.layers),
+        layers=jax.tree.map(_emptied, cache.layers, is_leaf=is_far),
         states=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache.states),
         counts=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache.counts),
         fill=jnp.int32(cache.stay),
     )
+
+
+def _emptied(s: Any) -> Any:
+    if is_far(s):
+        hot = s.hot and replace(
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), s.hot), units=jnp.full(s.hot.units.shape, -1)
+        )
+        return settled(replace(s, data=np.zeros(s.data.shape, s.data.dtype), hot=hot))  # no device ever has all data
+    return jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype)
 
 
 def shaped(
@@ -101,6 +111,8 @@ def layout(
 def _layers(
     config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any, sizes: Sizes
 ) -> tuple[Any, Any]:
+    if config.device_bytes is not None:
+        return _fitting(config, model, rows, longest, new, dtype, sizes, config.device_bytes)
     plan = resolve(config, model, longest, new, sizes)
     kinds = {jax.tree.structure(p): p for p in plan}
     shapes = {k: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for k, p in kinds.items()}
@@ -109,3 +121,31 @@ def _layers(
     if m is not None:
         state = (jax.eval_shape(lambda: rule(m).start(m, rows, window, dtype)),) * len(m.at)
     return plan, (tuple(shapes[jax.tree.structure(p)] for p in plan), state)
+
+
+def _fitting(
+    config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any, sizes: Sizes, most: int
+) -> tuple[Any, Any]:
+    """The same with codes on the host as asked, or with as few of them as leave `most` bytes to the device.
+
+    ValueError where the device would hold more.
+    """
+    for host in places(config):
+        placed = replace(config, host=host, device_bytes=None)
+        plan, arrays = _layers(placed, model, rows, longest, new, dtype, sizes)
+        if (took := device_bytes(arrays)) <= most:
+            return plan, arrays
+    tiers = sum(device_bytes(layer.tiers) for layer in arrays[0])
+    raise ValueError(
+        f"{config}: {rows} rows of {longest} tokens take {took:,} bytes of the device, {took - tiers:,} of them recent "
+        f"windows, queries and states, {tiers:,} tiers, and device_bytes={most:,}; raise it, take fewer rows or "
+        "shorter ones, or a smaller recent="
+        + ("" if config.host == "auto" else ", or host='auto', if the method keeps every token")
+    )
+
+
+def places(config: CacheConfig) -> tuple[str, ...]:
+    """What `host` may become, the first that fits: the device as long as it has room, or as there is nothing else."""
+    if config.host != "auto":
+        return (config.host,)
+    return ("kept", "values", "all") if reachable() else ("kept",)

@@ -167,7 +167,16 @@ AROUND = {
     "layers": ("select", over_layers),
 }
 SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
-ARGUMENTS = (*SCHEDULE, "chunk", "exact_layers", "kernels")  # that every method takes
+ARGUMENTS = (
+    *SCHEDULE,
+    "chunk",
+    "exact_layers",
+    "kernels",
+    "host",
+    "hot",
+    "hot_by",
+    "device_bytes",
+)  # that every method takes
 SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
 CATALOGUE: dict[str, Row] = {}
 

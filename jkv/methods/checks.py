@@ -11,6 +11,8 @@ import jax
 
 from jkv import kernels
 from jkv.core import codes
+from jkv.core.hot import RANKS
+from jkv.core.pages import reachable
 from jkv.core.pool import HEADS
 from jkv.methods.config import CacheConfig, expiring
 from jkv.protocols import Demand, needs_of
@@ -74,6 +76,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
         )
     _check_taught(config, model, chunk)
+    _check_host(config, model)
     _check_residual(config, model)
     _check_merge(config)
     _check_budget(config, model)
@@ -149,6 +152,47 @@ def _check_taught(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         "one tier alone, as what follows the prompt needs another": not behind or any(behind),
     }
     alone(config, "a codec that learns of each prompt does", others)
+
+
+def _check_host(config: CacheConfig, model: ModelConfig) -> None:
+    if config.host not in ("none", "values", "all", "auto"):
+        raise ValueError(f"host={config.host!r}: which codes lie in the memory of the host: none, values, all or auto")
+    most = config.device_bytes
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError(f"device_bytes={most!r}: bytes of a device that a cache may take, 1 or more")
+    if config.hot_by not in RANKS:
+        raise ValueError(f"hot_by={config.hot_by!r}: which pages stay on the device: {', '.join(RANKS)}")
+    if type(config.hot) is not int or config.hot < 0:
+        raise ValueError(f"hot={config.hot!r}: pages of a head that stay on the device; 0 or more")
+    if config.hot and (config.select is None or config.host == "none"):
+        raise ValueError(f"{config}: hot={config.hot} pages stay where a selector picks those of the host: give host=")
+    if config.host == "none":
+        return
+    if config.host == "auto" and most is None:
+        raise ValueError(f"{config}: host='auto' moves codes to the host until a cache fits: give device_bytes=")
+    if config.host != "auto" and not reachable():
+        raise ValueError(
+            f"{config}: programs of this backend reach no memory of the host (pinned_host); take host='auto', which "
+            "then keeps codes on the device"
+        )
+    if config.select is not None and config.select.unit != config.unit:
+        raise ValueError(
+            f"{config}: codes come from the host in units of {config.unit} tokens, which its codec shares numbers "
+            f"among, and a step picks {config.select.unit}; take page={config.unit}"
+        )
+    others = {
+        "a budget of tokens: a tier that evicts writes anywhere in it": config.budget.bounded or len(config.tiers) > 1,
+        "layers that divide a budget": config.budget.statistic is not None,
+        "tokens that expire": expiring(config, model),
+        "layers that see a window of the newest tokens": any(model.windows),
+        "heads that compete for one pool of slots (pooled)": config.pooled is not None,
+        "a codec that codes several heads together": config.joins,
+        "a codec that learns of each prompt": config.taught,
+        "a merge": config.merge is not None,
+        "positions within the cache": config.relative,
+        "devices that divide the slots of tiers": config.devices > 1,
+    }
+    alone(config, "codes in the memory of the host do", others)
 
 
 def _check_merge(config: CacheConfig) -> None:

@@ -53,6 +53,14 @@ class TierSpec:
     rope: Literal["write", "read", "rank"] = "write"
 
 
+PAGE = 16  # tokens that come from the host together where no selector says how many
+FAR = {  # keys and values on the host; "kept": neither, in the units in which they could be
+    "none": (False, False),
+    "auto": (False, False),
+    "kept": (False, False),
+    "values": (False, True),
+    "all": (True, True),
+}
 RELATIVE = (TierSpec(rope="rank"),)  # keys act at their rank among the kept
 
 
@@ -65,8 +73,11 @@ class CacheConfig:
     compete for one pool of slots, each sure of this share of an equal part, or None: every head has its own; merge:
     what the evicted leave; select: what a step reads; recent: newest tokens, always exact; block: a flush every so many
     steps; chunk: prompt tokens prefilled at a time (0: all), or None: as many as memory has room for, all if it can;
-    prefill: how a prompt gets in; kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of each tier;
-    name: the text it was made from.
+    prefill: how a prompt gets in; host: codes in the memory of the host, "none", "values" or "all", or "auto":
+    as few as let a cache fit into device_bytes, and none where programs reach no such memory; device_bytes: what a
+    cache may take of each device; hot: of what is on the host, pages of a head that stay on the device, those of the
+    highest "lru", "fifo" or "uses" (hot_by); kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of
+    each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -81,6 +92,10 @@ class CacheConfig:
     block: int = 16
     chunk: int | None = None
     prefill: Prefill = Prefill()
+    host: str = "none"
+    hot: int = 0
+    hot_by: str = "lru"
+    device_bytes: int | None = None
     kernels: str = "auto"
     devices: int = 1
     exactness: str = "exact"
@@ -122,7 +137,8 @@ class CacheConfig:
     @property
     def unit(self) -> int:
         """Tokens that enter and leave a tier together."""
-        return lcm(*(c.grain for s in self.tiers for c in self.codecs(s)), self.select.unit if self.select else 1)
+        page = self.select.unit if self.select else PAGE if self.host != "none" else 1
+        return lcm(*(c.grain for s in self.tiers for c in self.codecs(s)), page)
 
     @property
     def steps(self) -> int:
@@ -149,6 +165,8 @@ class CacheConfig:
                 f"{self}: {max(some)} kv heads are coded together, which devices that divide the heads (model in a "
                 "mesh) would tear apart; give these devices to data or context, or code all heads together (heads=0)"
             )
+        if self.host != "none" and mesh.mesh.size > 1:
+            raise ValueError(f"{self}: codes in the memory of the host are for one device, and {mesh.mesh.size} share")
         return replace(self, devices=mesh.slots(self.pooled is not None or self.joins))
 
     @property
@@ -266,6 +284,9 @@ def _tier(
         evicts=evicts,
         lender=i % group,
         together=min(group, model.layers - i // group * group),
+        far=FAR[config.host],
+        hot=config.hot if select else 0,
+        hot_by=config.hot_by,
         kernels=kernels.plain(config.kernels, model.capped),
     )
 

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from jkv import models
 from jkv.core import loop, sampling, sharding
+from jkv.core.pages import KIND
 from jkv.generation import sizes
 from jkv.generation.chunks import Chunks, chosen, gib, spare
-from jkv.generation.report import kernels_of, prefill_kernel_of
+from jkv.generation.report import kernels_of, moved_bytes, prefill_kernel_of
 from jkv.methods import checks
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
@@ -65,9 +66,11 @@ class Job:
 class Program:
     """One compiled program: bytes on each device, or why the compiler refused it.
 
-    weights and cache follow from shapes and shardings; temporary, peak, collectives, the text, flops, bytes moved and
-    cycles are the compiler's: of a loop whose length it does not know, those of one turn. The cycles are those of a
-    step, or of a program without steps; Pallas kernels are not in them. reading: of a prompt, why so many tokens.
+    weights, cache and host (what of a cache lies in the memory of the host, beside `cache`), and moved_host (what of
+    that a step brings to the device) follow from shapes and shardings; temporary, peak, collectives, the text, flops,
+    bytes moved and cycles are the compiler's: of a loop whose length it does not know, those of one turn. The cycles
+    are those of a step, or of a program without steps; Pallas kernels are not in them. reading: of a prompt, why so
+    many tokens.
     """
 
     what: str
@@ -84,6 +87,8 @@ class Program:
     collectives: tuple[Collective, ...] = ()
     text: str = ""
     reading: str = ""
+    host: int = 0
+    moved_host: int = 0
 
     def fits(self, target: Target) -> bool:
         return self.refused is None and (target.memory is None or self.peak <= target.memory)
@@ -195,6 +200,8 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
         cache=bytes_of((cache.layers, cache.states), (over.shardings(cache).layers, over.shardings(cache).states)),
         kernels=kernels_of(cache) if isinstance(carried, loop.Decoding) else prefill_kernel_of(cache),
         compile_s=0.0,
+        host=bytes_of(cache.layers, over.shardings(cache).layers, KIND),
+        moved_host=moved_bytes(cache),
     )
     start = time.perf_counter()
     try:
@@ -219,21 +226,24 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
     )
 
 
-def bytes_of(tree: Any, where: Any) -> int:
-    """Bytes on one device."""
+def bytes_of(tree: Any, where: Any, memory: str = "device") -> int:
+    """Bytes on one device, or in another memory."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True)
-    return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+    own = ((x, s) for x, s in pairs if (s.memory_kind == KIND) == (memory == KIND))
+    return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in own)
 
 
 def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
     """Markdown: GiB of one device."""
     of = "" if target.memory is None else f" of {target.memory / 2**30:.2f}"
     out = Table(box=box.MARKDOWN, caption="weights and cache from their shapes; the rest from the compiler")
+    away = any(p.host for _, p in found)
     for name in (
         "cache",
         "program",
         "weights",
         "cache GiB",
+        *(("host GiB", "MiB to the device a step") if away else ()),
         "temporaries",
         f"peak{of}",
         "fits",
@@ -244,7 +254,8 @@ def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
     for cache, p in found:
         made = ("-", "-") if p.refused else (gib(p.temporary), gib(p.peak))
         fits = "yes" if p.fits(target) else "no"
-        out.add_row(cache, p.what, gib(p.weights), gib(p.cache), *made, fits, p.kernels, f"{p.compile_s:.0f}")
+        moves = (gib(p.host), f"{p.moved_host / 2**20:,.1f}") if away else ()
+        out.add_row(cache, p.what, gib(p.weights), gib(p.cache), *moves, *made, fits, p.kernels, f"{p.compile_s:.0f}")
     return out
 
 

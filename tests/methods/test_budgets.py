@@ -174,7 +174,8 @@ def test_what_follows_a_prompt_goes_around_any_budget_in_either_order(name: str)
     try:
         after = parse(f"{text} | append")
     except ValueError as error:
-        assert f"{name} and append both fill the axis 'append'" in str(error)
+        alone = f"write 'quest | {name}'"  # what changes a selector
+        assert f"{name} and append both fill the axis 'append'" in str(error) or alone in str(error)
         return
     assert after.budget == parse(f"append | {text}").budget == beyond(parse(text).budget, 1.0)
 

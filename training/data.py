@@ -22,6 +22,8 @@ HAYS = {"pydoc": False, "stdlib": True}  # what those are told in, and whether i
 TURNS = 3  # questions about one text
 # RULER's tasks without prose: its prose is all of pydoc, of which a part is held back.
 ASKED = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe", "qa_1", "qa_2")
+RUN = 64  # tokens that texts have in common by no chance
+MOST = 0.25  # of what is held back, that may be such: sources of Python have tables and licences in common
 SEEDS = 1 << 40  # those of training begin here; evaluations take small ones
 
 
@@ -63,6 +65,24 @@ def held_back(params: Params, name: str, length: int, samples: int, seed: int) -
         return corpora.windows(params.tokenizer.encode(corpora.text(source)), length, samples, seed), source
     except ValueError as error:
         raise ValueError(f"{source}: {error}; or measure nothing, with --check 0") from None
+
+
+def in_common(made: Batch, held: np.ndarray) -> float:
+    """The share of the runs of RUN tokens of what is held back i32[n,T] that texts to train on have too.
+
+    >>> text = np.arange(96)
+    >>> round(in_common(Batch(ids=jnp.asarray(text[None, :80]), pos=None), text[None]), 2)
+    0.52
+    """
+    seen = {run.tobytes() for row in np.asarray(made.ids, np.int32) for run in _running(row)}
+    runs = [run.tobytes() for row in held.astype(np.int32) for run in _running(row)]
+    return sum(run in seen for run in runs) / max(len(runs), 1)
+
+
+def _running(row: np.ndarray) -> np.ndarray:
+    """i32[n,RUN]: every run of RUN tokens of a row, without its padding."""
+    row = row[row >= 0]
+    return np.lib.stride_tricks.sliding_window_view(row, RUN) if row.size >= RUN else np.zeros((0, RUN), np.int32)
 
 
 def _windows(params: Params, length: int, samples: int, seed: int, name: str) -> np.ndarray:

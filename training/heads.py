@@ -27,6 +27,7 @@ from jkv.models import Params, family
 from jkv.models.llama import out
 
 SEEDS = 1 << 41  # of needles; those of training texts and of evaluations are smaller
+HAY = "pydoc:train"  # what needles are in
 KEPT, WINDOW, TOP = 32, 8, 4  # tokens and window of the cache that layers are weighed by, and the heads that choose
 COPIES = 4  # of the random tokens
 
@@ -57,7 +58,8 @@ def needles(params: Params, texts: int, length: int, seed: int) -> list[Needle]:
     if texts < 1 or seed < 0 or length > params.config.context - 32:
         most = params.config.context - 32
         raise ValueError(f"texts={texts}, length={length}, seed={seed}: 1 or more, at most {most}, and 0 or more")
-    made, rows = tasks.examples("niah", length, texts, SEEDS + seed, count(params)), []
+    niah, rows = partial(tasks.find(tasks.TASKS, "niah").make, source=HAY), []
+    made = tasks.draw("niah", niah, length, texts, SEEDS + seed, count(params))
     for example in made:
         text, (needle,) = measure.said(params, [example]), example.meta["needles"]
         start = text.index(needle)

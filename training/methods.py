@@ -22,11 +22,12 @@ from jkv.methods.checks import check
 from jkv.methods.scores import delayed
 from jkv.methods.scores import gated as gated_score
 from jkv.methods.scores import learned as learned_score
+from jkv.methods.scores.heads import CHOICE, found
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.published import Repeated
 from jkv.methods.selectors.forecast import Forecast
 from jkv.models import Params
-from jkv.training import data, delay, estimates, flags, forecast, mixtures, retention, surrogates
+from jkv.training import data, delay, estimates, flags, forecast, lasting, mixtures, retention, surrogates
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.trainer import Training
@@ -72,7 +73,13 @@ class Run:
         made = data.texts(self.params, self.corpora, self.length, self.texts, self.seed)
         if not self.check:
             return made, None
-        return made, data.held_back(self.params, self.corpora[0], self.length, self.check, self.seed)
+        held, source = data.held_back(self.params, self.corpora[0], self.length, self.check, self.seed)
+        if (share := data.in_common(made, held)) > data.MOST:
+            raise ValueError(
+                f"{share:.0%} of {source}, which is held back to measure on, is in the texts to train on: leave out "
+                "the --corpus that has it, or measure nothing, with --check 0"
+            )
+        return made, (held, source)
 
     def what(self, made: Batch, recipe: Any, **more: Any) -> dict[str, Any]:
         """All that the result depends on."""
@@ -159,7 +166,9 @@ def fitted(
     made, held = run.given()
     for known in caches[:-1] if run.check else ():  # before hours of work
         check(parse(known), run.params.config)
-    begun = {} if run.start is None else {"start": digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])}
+    begun = {}
+    if run.start is not None:
+        begun["start"] = digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])
     what = run.what(made, recipe, **begun, **(more or {}))
     with Folder(run.out, what, run.resume) as folder:
         with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
@@ -214,10 +223,25 @@ def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
 @method
 def kvzap(run: Run, *, budget: int, **chosen: Any) -> None:
     """Surrogates of what a repetition looks at."""
-    recipe = surrogates.Recipe(**chosen, seed=run.seed)
+    recipe = surrogates.Recipe(**chosen, seed=run.seed).checked(run.length)
     surrogates.request(run.params, run.length)  # what came of it is asked so too, after hours of work
     gate = surrogates.start(run.params.config, recipe.width, jax.random.key(recipe.seed))
     gated(run, recipe, Repeated(gate=gate), budget, recipe.width)
+
+
+@method
+def retrieval(run: Run, *, heads: Path | None, budget: int, **chosen: Any) -> None:
+    """Retention gates of a contest of all layers and heads; without --start from those that come with jkv."""
+    recipe = lasting.Recipe(**chosen, seed=run.seed).checked(run.length)
+    folder = str(heads or learned.shipped(CHOICE, run.params, str, how="calibrate"))
+    table, models = found(folder, CHOICE)
+    learned.check(models, run.params)
+    shares = 1 - table["heads"].max(-1)
+    score = lasting.Slowed(shares=tuple(map(tuple, shares.tolist())))
+    own = f"{run.name}(budget={budget}, window={recipe.window}, heads={folder!r}, gate={str(run.out)!r})"
+    caches = ("full", f"streaming(budget={budget})", own)
+    more = {"heads": digest([shares.tobytes()])}
+    fitted(run, recipe, score if run.start else score.bound(run.params), caches, more, {"budget": budget})
 
 
 @method

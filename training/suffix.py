@@ -1,35 +1,106 @@
 """Suffix distillation: a prefix is read dense and compressed once, as a cache does it, and what follows judges it.
 
 The last tokens of a text attend to the prefix with a bias on its keys that stands for what the cache holds, and to each
-other. So a gradient goes through these tokens alone, and the loss is what deployment pays.
+other. So a gradient goes through these tokens alone, and the loss is what deployment pays. The prefix is the same in
+every step that takes a text, and is remembered.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import Array
 
-from jkv.arrays.tree import value
+from jkv.arrays.tree import part, value
 from jkv.core.attend import attend_window
 from jkv.core.mask import causal
 from jkv.models import Params, family
-from jkv.training.losses import Batch, Teacher
+from jkv.training import trainer
+from jkv.training.losses import Batch, Teacher, distil, drawn, teach
+from jkv.training.optimiser import adamw, cosine
 
 SINKS = 4  # first tokens, which are held in any case
+SHARES = (1 / 8, 1 / 2)  # of a prefix, that a cache holds in a step
 HALVINGS = 30  # of the interval in which a threshold lies
 
 
 @value
 class Prefix:
-    """What each layer of a prefix has: x f[L,B,T,E] normed inputs, k and v f[L,B,H,T,D] rotated; live bool[B,T]."""
+    """What each layer of a text has: x f[B,L,T,E] normed inputs, k and v f[B,L,H,T,D], k rotated."""
 
     x: Array
     k: Array
     v: Array
-    live: Array
+
+
+@part
+class Recipe(trainer.Recipe):
+    """`steps` by what the last `answer` tokens of a text lose, if a cache holds a share of the others.
+
+    The share is drawn between SHARES; held are the newest `window`, and who wins a contest of all layers and heads,
+    whose border is `kappa` nats wide. Offsets move `offsets` times as fast. A method says what it learns layer by layer
+    before, in `warm` passes.
+    """
+
+    warm: int = 0
+    window: int = 32
+    answer: int = 128
+    kappa: float = 0.5
+    offsets: float = 30.0
+
+    def checked(self, length: int) -> Self:
+        """ValueError where texts of that length leave no token that a cache could lose."""
+        if self.steps and length <= (fixed := self.answer + self.window + SINKS):
+            raise ValueError(
+                f"length={length}: the last {self.answer} tokens judge the others, of which the newest {self.window} "
+                f"and the first {SINKS} stay in any case; give --length above {fixed}, or less --answer or --window"
+            )
+        return self
+
+    def tune(self) -> Any:
+        faster = optax.stateless(lambda change, _: offset(change, lambda x: x * self.offsets))
+        return optax.chain(adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip), faster)
+
+    def worth(self, score: Any, held: Prefix, live: Array) -> Array:
+        """s f32[L,B,H,T], in nats, of the tokens of a prefix bool[B,T]: who wins the contest."""
+        raise NotImplementedError
+
+    def lesson(self, params: Params, batch: Batch) -> tuple[Prefix, Teacher]:
+        return lesson(params, batch, self.answer, self.top)
+
+    def loss(
+        self, score: Any, params: Params, batch: Batch, teacher: tuple[Prefix, Teacher], step: Array, key: Array
+    ) -> trainer.Told:
+        """KL(teacher || student) of the last tokens, nats."""
+        first, second = jax.random.split(key)
+        (held, told), (live, rest) = teacher, cut(batch, self.answer)
+        low, high = (np.log(x) for x in SHARES)
+        share = jnp.exp(jax.random.uniform(first, live.shape[:1], minval=low, maxval=high))
+        logit, safe = chosen(self.worth(score, held, live), live, share, self.window, self.kappa)
+        added = jnp.where(safe[None, :, None], 0, jax.nn.log_sigmoid(drawn(logit, second)))
+        kl, ce = distil(params, after(params, held, live, rest, added), rest, told)
+        return kl, {"loss": kl, "ce": ce}
+
+
+def offset(score: Any, change: Any) -> Any:
+    """A score, or what its weights change by, with another offset."""
+    return replace(score, gate=replace(score.gate, offset=change(score.gate.offset)))
+
+
+@partial(jax.jit, static_argnames=("n", "k"))
+def lesson(params: Params, batch: Batch, n: int, k: int) -> tuple[Prefix, Teacher]:
+    """The dense pass: what a text's tokens are, in float16, and what the full model says of the last n, in k tokens."""
+    held, x = prefix(params, batch)
+    at = cut(batch, n)[1].pos
+    return jax.tree.map(lambda y: y.astype(jnp.float16), held), teach(
+        params, jnp.take_along_axis(x, at[..., None], 1), k
+    )
 
 
 def cut(batch: Batch, n: int) -> tuple[Array, Batch]:
@@ -40,16 +111,9 @@ def cut(batch: Batch, n: int) -> tuple[Array, Batch]:
     return (batch.pos >= 0) & (batch.pos < at[:, :1]), Batch(ids=ids, pos=pos)
 
 
-def told(teacher: Teacher, pos: Array) -> Teacher:
-    """What a teacher says at places i32[B,n]."""
-    tokens, top = (jnp.take_along_axis(y, pos[..., None], 1) for y in (teacher.tokens, teacher.top))
-    return Teacher(tokens=tokens, top=top, rest=jnp.take_along_axis(teacher.rest, pos, 1))
-
-
-def prefix(params: Params, batch: Batch, live: Array) -> Prefix:
-    """The dense pass over the tokens that are live, without a gradient."""
-    c, net = params.config, family(params.config)
-    pos = jnp.where(live, batch.pos, -1)
+def prefix(params: Params, batch: Batch) -> tuple[Prefix, Array]:
+    """The dense pass over a text, without a gradient, and x f[B,T,E] after the last layer."""
+    c, net, pos = params.config, family(params.config), batch.pos
     x, found = net.embed(params, jnp.maximum(batch.ids, 0)), []
     for i in range(c.layers):
 
@@ -61,12 +125,14 @@ def prefix(params: Params, batch: Batch, live: Array) -> Prefix:
 
         x, own = net.layer(params, i, x, pos, attend)
         found.append(own)
-    xs, ks, vs = (jax.lax.stop_gradient(jnp.stack(y)) for y in zip(*found, strict=True))
-    return Prefix(x=xs, k=ks, v=vs, live=live)
+    xs, ks, vs = (jax.lax.stop_gradient(jnp.stack(y, 1)) for y in zip(*found, strict=True))
+    return Prefix(x=xs, k=ks, v=vs), x
 
 
-def after(params: Params, held: Prefix, rest: Batch, added: Array) -> Array:
+def after(params: Params, held: Prefix, live: Array, rest: Batch, added: Array) -> Array:
     """x f[B,n,E] after the last layer of the tokens that follow a prefix, whose keys have f32[L,B,H,T] on their logits.
+
+    live bool[B,T]: which are of the prefix.
 
     Layers are computed again in the backward pass.
     """
@@ -76,15 +142,15 @@ def after(params: Params, held: Prefix, rest: Batch, added: Array) -> Array:
     def attend(i: int, a: Any, bias: Array) -> tuple[Array, None]:
         rope, pos, window = c.ropes[i], rest.pos, c.windows[i]
         q, k = (rope.rotate(y, p).astype(jnp.float32) for y, p in ((a.q, pos[:, None, None]), (a.k, pos[:, None])))
-        at = jnp.where(held.live, jnp.cumsum(held.live, 1) - 1, -1)
+        at = jnp.where(live, jnp.cumsum(live, 1) - 1, -1)
         see = (at >= 0)[:, None] & (True if window is None else pos[:, :, None] - at[:, None] < window)
         mine = earlier[None] & (True if window is None else pos[:, :, None] - pos[:, None] < window)
-        before = jnp.einsum("bhgnd,bhtd->bhgnt", q, held.k[i]) * c.scale + bias[:, :, None, None]
+        before = jnp.einsum("bhgnd,bhtd->bhgnt", q, held.k[:, i].astype(jnp.float32)) * c.scale + bias[:, :, None, None]
         own = jnp.einsum("bhgnd,bhtd->bhgnt", q, k) * c.scale
         logits = jnp.concatenate(
             [jnp.where(see[:, None, None], before, -1e30), jnp.where(mine[:, None, None], own, -1e30)], -1
         )
-        v = jnp.concatenate([held.v[i], a.v], 2).astype(jnp.float32)
+        v = jnp.concatenate([held.v[:, i].astype(jnp.float32), a.v.astype(jnp.float32)], 2)
         return jnp.einsum("bhgnt,bhtd->bhgnd", jax.nn.softmax(logits, -1), v), None
 
     x = net.embed(params, jnp.maximum(rest.ids, 0))
@@ -99,11 +165,12 @@ def after(params: Params, held: Prefix, rest: Batch, added: Array) -> Array:
 def above(s: Array, free: Array, total: Array, kappa: float) -> Array:
     """(s - threshold) / kappa, f32[L,B,H,T]: the threshold f32[B] where sigmoid of it sums to `total` f32[B].
 
-    Over all that bool[L,B,H,T] is free to leave; no gradient goes through the threshold.
+    Over all that bool[L,B,H,T] is free to leave, 0 where nothing is; no gradient goes through the threshold.
     """
     fixed = jax.lax.stop_gradient(s)
-    low = jnp.where(free, fixed, jnp.inf).min((0, 2, 3)) - 30 * kappa
-    high = jnp.where(free, fixed, -jnp.inf).max((0, 2, 3)) + 30 * kappa
+    some = free.any((0, 2, 3))
+    low = jnp.where(some, jnp.where(free, fixed, jnp.inf).min((0, 2, 3)) - 30 * kappa, 0)
+    high = jnp.where(some, jnp.where(free, fixed, -jnp.inf).max((0, 2, 3)) + 30 * kappa, 0)
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends

@@ -13,7 +13,7 @@ authors weigh attention by what a value adds, which here predicts text less well
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 
 from jkv.arrays.partial import with_sinks
@@ -31,25 +30,22 @@ from jkv.core.mask import causal, visible
 from jkv.methods.probes import AGAIN, answering, within
 from jkv.methods.scores.published import Linear, Repeated, Surrogate
 from jkv.models import ModelConfig, Params, family
-from jkv.training import suffix, trainer
+from jkv.training import suffix
 from jkv.training.heads import layers
-from jkv.training.losses import Batch, Teacher, distil, drawn
+from jkv.training.losses import Batch
 from jkv.training.optimiser import adamw, advance, cosine
 
 TILE = 128  # queries whose logits exist at once
 LEAST = 1e-20  # what a token is worth that no query looks at
-SHARES = (1 / 8, 1 / 2)  # of a prefix, that a cache holds in a step
 RIDGE = 1.0  # of the closed form, on the sum of squares of inputs: the paper's
 
 
 @part
-class Recipe(trainer.Recipe):
+class Recipe(suffix.Recipe):
     """How surrogates are trained: `warm` passes over the tokens of all texts, layer by layer, `tokens` a step.
 
     early: their peak rate; a width of 0: in closed form. own: the weight of what the text's own queries pay together,
-    those more than `window` tokens after a key. Then `steps` of the whole model, by what the last `answer` tokens of a
-    text lose, if a cache holds a share of the others that is drawn between SHARES: its newest `window`, and who wins a
-    contest of all layers and heads, whose border is `kappa` nats wide. Offsets move `offsets` times as fast.
+    those more than `window` tokens after a key. Then `steps` by suffix distillation.
     """
 
     warm: int = 15
@@ -57,14 +53,6 @@ class Recipe(trainer.Recipe):
     tokens: int = 2048
     width: int = 72
     own: float = 1 / 12
-    window: int = 32
-    answer: int = 128
-    kappa: float = 0.5
-    offsets: float = 30.0
-
-    def tune(self) -> Any:
-        faster = optax.stateless(lambda change, _: _offset(change, lambda x: x * self.offsets))
-        return optax.chain(adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip), faster)
 
     def warmed(self, params: Params, texts: Batch, score: Repeated, done: int) -> Iterator[tuple[Repeated, np.ndarray]]:
         gate, live = score.weights, np.asarray(texts.pos) >= 0
@@ -76,28 +64,11 @@ class Recipe(trainer.Recipe):
             gate = jax.tree.map(lambda a, b: a.at[i].set(b), gate, made[0])  # noqa: B023
             yield replace(score, gate=gate), np.asarray(made[1])
 
-    def loss(
-        self, score: Repeated, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array
-    ) -> trainer.Told:
-        """KL(teacher || student) of the last tokens, nats."""
-        first, second = jax.random.split(key)
-        live, rest = suffix.cut(batch, self.answer)
-        held = suffix.prefix(params, batch, live)
-        s = jnp.stack([of_layer(score.weights, i)(x) for i, x in enumerate(held.x)])
-        low, high = (np.log(x) for x in SHARES)
-        share = jnp.exp(jax.random.uniform(first, live.shape[:1], minval=low, maxval=high))
-        logit, safe = suffix.chosen(s, live, share, self.window, self.kappa)
-        added = jnp.where(safe[None, :, None], 0, jax.nn.log_sigmoid(drawn(logit, second)))
-        kl, ce = distil(params, suffix.after(params, held, rest, added), rest, suffix.told(teacher, rest.pos))
-        return kl, {"loss": kl, "ce": ce}
+    def worth(self, score: Repeated, held: suffix.Prefix, live: Array) -> Array:
+        return jnp.stack([of_layer(score.weights, i)(held.x[:, i]) for i in range(held.x.shape[1])])
 
     def explained(self, params: Params, texts: Batch, score: Repeated) -> dict[str, Any]:
         return explained(params, texts, score, self)
-
-
-def _offset(score: Any, change: Callable[[Array], Array]) -> Any:
-    """A score, or what its weights change by, with another offset."""
-    return replace(score, gate=replace(score.weights, offset=change(score.weights.offset)))
 
 
 @value

@@ -24,7 +24,7 @@ from jkv.training.losses import Batch, Teacher, teach
 from jkv.training.optimiser import adamw, advance, sound
 from jkv.training.student import hidden
 
-LESSONS = 2048  # texts whose teacher is remembered
+MEMORY = 6 << 30  # bytes of lessons that are remembered
 Told = tuple[Array, dict[str, Array]]  # a loss, and its parts
 
 
@@ -76,7 +76,11 @@ class Recipe:
         """What a card says of a trained score and texts that are held back, beside their perplexities."""
         return {}
 
-    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
+    def lesson(self, params: Params, batch: Batch) -> Any:
+        """What `loss` is given of a batch, and computed once: its teacher; arrays whose first axis is the batch's."""
+        return lesson(params, batch, self.top)
+
+    def loss(self, score: Any, params: Params, batch: Batch, teacher: Any, step: Array, key: Array) -> Told:
         """The loss of a batch in a step, and its parts by name; key: for what is drawn."""
         raise NotImplementedError
 
@@ -108,7 +112,7 @@ def lesson(params: Params, batch: Batch, k: int) -> Teacher:
 
 @partial(jax.jit, static_argnames=("recipe",))
 def update(
-    params: Params, state: State, batches: Batch, teachers: Teacher, recipe: Recipe
+    params: Params, state: State, batches: Batch, teachers: Any, recipe: Recipe
 ) -> tuple[State, dict[str, Array]]:
     """The state after a step on the mean gradient of batches [A,B,T], and its metrics.
 
@@ -117,7 +121,7 @@ def update(
     grad = jax.grad(recipe.loss, has_aux=True)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), state.steps), recipe.accumulate)
 
-    def one(total: Any, given: tuple[Batch, Teacher, Array]) -> tuple[Any, dict[str, Array]]:
+    def one(total: Any, given: tuple[Batch, Any, Array]) -> tuple[Any, dict[str, Array]]:
         batch, teacher, key = given
         slope, told = grad(state.score, params, batch, teacher, state.steps, key)
         return jax.tree.map(jnp.add, total, slope), told
@@ -143,7 +147,7 @@ class Training:
     say: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.teachers: dict[int, Teacher] = {}
+        self.lessons: dict[int, Any] = {}
         self.mesh = None
         if len(jax.devices()) > 1:
             self.mesh = sharding.mesh(jax.devices(), self.params.config, self.recipe.batch)
@@ -194,14 +198,15 @@ class Training:
             return x
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(None, sharding.ROWS)))
 
-    def _lesson(self, i: int) -> Teacher:
-        """What the teacher says to a text, without the batch's axis, on the host; remembered for the next time."""
-        if i not in self.teachers:
-            if len(self.teachers) == LESSONS:
-                self.teachers.pop(next(iter(self.teachers)))
-            made = jax.device_get(lesson(self.params, rows(self.texts, [i]), self.recipe.top))
-            self.teachers[i] = jax.tree.map(lambda x: x[0], made)
-        return self.teachers[i]
+    def _lesson(self, i: int) -> Any:
+        """The lesson of a text, without the batch's axis, on the host; remembered while there is room."""
+        if i in self.lessons:
+            return self.lessons[i]
+        made = jax.device_get(self.recipe.lesson(self.params, rows(self.texts, [i])))
+        made = jax.tree.map(lambda x: x[0], made)
+        if (len(self.lessons) + 1) * sum(x.nbytes for x in jax.tree.leaves(made)) <= MEMORY:
+            self.lessons[i] = made
+        return made
 
     def _tell(self, what: str, metrics: dict[str, float]) -> None:
         """Metrics are written before their checkpoint: of two, the one that is left after a kill is the one to redo."""

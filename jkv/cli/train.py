@@ -179,7 +179,28 @@ class KVzap:
     window: Annotated[int, typer.Option(min=0, help="Age in tokens up to which their looks do not count.")] = 32
 
 
-METHODS: tuple[type, ...] = (TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap)
+@dataclass(frozen=True, kw_only=True)
+class Retrieval:
+    """Gates of a contest of all layers and heads, by what a text that goes on misses."""
+
+    start: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Gates of this command or of trimkv. Default: those of jkv.")
+    ] = None
+    heads: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Heads of jkv calibrate compresskv. Default: those of jkv.")
+    ] = None
+    budget: Budget = 256
+    steps: Steps = 400
+    batch: Batch = 1
+    accumulate: Accumulate = 1
+    rate: Rate = 1e-3
+    top: Top = 64
+    every: Every = 25
+    answer: Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose loss judges the others.")] = 128
+    window: Annotated[int, typer.Option(min=0, help="Newest tokens, which are held in any case.")] = 32
+
+
+METHODS: tuple[type, ...] = (TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval)
 
 
 def _trained(kind: Any) -> None:

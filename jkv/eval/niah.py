@@ -10,8 +10,10 @@ from jkv.eval.words import coined, numbers, prose
 DEPTHS = 11  # 0%, 10% .. 100%
 
 
-def needle(rng: np.random.Generator, length: int, depth: float, count: Count) -> Example:
+def needle(rng: np.random.Generator, length: int, depth: float, count: Count, source: str = "pydoc") -> Example:
     """A prompt of at most `length` tokens, its needle at `depth`: 0 is the first sentence of the prose, 1 the last.
+
+    source: the corpus of the prose.
 
     Raises ValueError for a depth outside 0..1 and for a length that the needle does not fit.
     """
@@ -22,7 +24,8 @@ def needle(rng: np.random.Generator, length: int, depth: float, count: Count) ->
     def build(rng: np.random.Generator, n: int) -> Example:
         sentence = f"The lighthouse keeper of {town} opens the door with the code {code}."
         return Example(
-            context="Read the text below, then answer the question after it.\n\n" + prose(rng, n, [(depth, sentence)]),
+            context="Read the text below, then answer the question after it.\n\n"
+            + prose(rng, n, [(depth, sentence)], source),
             question=f"\n\nWith which code does the lighthouse keeper of {town} open the door?\n",
             prefix=f"The lighthouse keeper of {town} opens the door with the code",
             answers=(code,),
@@ -33,6 +36,6 @@ def needle(rng: np.random.Generator, length: int, depth: float, count: Count) ->
 
 
 @task("niah", new=16, score=string_match_all)
-def niah(rng: np.random.Generator, length: int, count: Count) -> Example:
+def niah(rng: np.random.Generator, length: int, count: Count, source: str = "pydoc") -> Example:
     """One needle in prose, at one of eleven even depths."""
-    return needle(rng, length, int(rng.integers(DEPTHS)) / (DEPTHS - 1), count)
+    return needle(rng, length, int(rng.integers(DEPTHS)) / (DEPTHS - 1), count, source)

@@ -151,18 +151,18 @@ def listed(items: Sequence[str]) -> str:
 
 
 @functools.cache
-def _prose() -> tuple[tuple[str, ...], np.ndarray]:
-    """The sentences of pydoc, and how many words come before each, i64[sentences + 1]."""
-    found = tuple(corpora.sentences(corpora.text("pydoc") + "\n\n"))
+def _prose(source: str) -> tuple[tuple[str, ...], np.ndarray]:
+    """The sentences of a corpus, and how many words come before each, i64[sentences + 1]."""
+    found = tuple(corpora.sentences(corpora.text(source) + "\n\n"))
     return found, np.cumsum([0, *(len(sentence.split()) for sentence in found)])
 
 
-def prose(rng: np.random.Generator, n: int, inserts: Sequence[tuple[float, str]] = ()) -> str:
-    """`n` words of running prose from a random sentence on, each insert as a sentence at its depth (0 to 1).
+def prose(rng: np.random.Generator, n: int, inserts: Sequence[tuple[float, str]] = (), source: str = "pydoc") -> str:
+    """`n` words of a corpus from a random sentence on, each insert as a sentence at its depth (0 to 1).
 
     After its last sentence the text goes on with its first.
     """
-    found, before = _prose()
+    found, before = _prose(source)
     i = int(rng.integers(len(found)))
     pieces: list[str] = []
     ends = [0]  # words up to each border between pieces

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax import Array
 from jkv.core.attend import prompt_kernel
 from jkv.core.cache import Cache, Tier, tree_bytes
 from jkv.core.pages import is_far
-from jkv.core.tiers import picked, reader_of, staying
+from jkv.core.tiers import reader_of, staying, units_of
 from jkv.generation.sizes import layout
 from jkv.kernels import Choice
 from jkv.methods import parse
@@ -180,11 +179,10 @@ def moved_bytes(cache: Cache, ran: bool = False) -> int:
 
     ran: of what stays on the device, those that had to come, the mean of the steps of a cache that ran; else all.
     """
-    m, total = cache.model, 0
-    q = jax.ShapeDtypeStruct((cache.rows, m.heads, m.groups, 1, m.head_dim), jnp.float32)
+    total = 0
     for layer, plan in zip(cache.layers, cache.plan, strict=True):
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            units = jax.eval_shape(partial(picked, config=config), q, tier).shape[2] if config.select else None
+            units = units_of(tier, config) if config.select else None
             again = tier.k if config.stateful and staying(tier)[0] is None else None  # to tell what was paid to them
             moved = sum(x.moved(units) for x in (tier.k, tier.v, again) if is_far(x))
             hits, misses = _asked([tier]) if ran else (0, 0)

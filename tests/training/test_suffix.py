@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jkv.training import suffix
 from jkv.training.losses import Batch
@@ -27,8 +28,8 @@ def test_a_suffix_sees_all_of_the_prefix_that_is_held():
     @jax.jit
     def both() -> tuple[jax.Array, jax.Array]:
         live, rest = suffix.cut(given, N)
-        held = suffix.prefix(PARAMS, given, live)
-        own = suffix.after(PARAMS, held, rest, jnp.where(LOST, -1e30, 0))
+        held, _ = suffix.prefix(PARAMS, given)
+        own = suffix.after(PARAMS, held, live, rest, jnp.where(LOST, -1e30, 0))
 
         def bias(i, a, age):
             late = (given.pos[:, :, None] >= begins) & (given.pos[:, None] < begins)
@@ -52,3 +53,16 @@ def test_a_contest_holds_its_share():
         np.testing.assert_allclose(open_ / 12 + 10, share * size, rtol=1e-3)
         gap = np.asarray(s[:, row] - 0.5 * logit[:, row])
         np.testing.assert_allclose(gap, gap.flat[0], atol=1e-4)  # one threshold for all layers and heads
+
+
+def test_a_text_that_is_held_in_any_case_has_no_contest():
+    """And no number that is none, in its logits or their gradient."""
+    live, s = jnp.ones((1, 9), bool), jnp.asarray(RNG.normal(0, 1, (2, 1, 2, 9)), jnp.float32)
+    logit, slope = jax.value_and_grad(lambda s: suffix.chosen(s, live, jnp.array([0.5]), 5, 0.5)[0].sum())(s)
+    assert np.isfinite(logit) and np.isfinite(slope).all()
+
+
+def test_texts_without_a_token_to_lose_are_refused():
+    assert suffix.Recipe(steps=1, answer=20, window=8).checked(33)
+    with pytest.raises(ValueError, match="length=32: the last 20 tokens judge .* give --length above 32"):
+        suffix.Recipe(steps=1, answer=20, window=8).checked(32)

@@ -23,8 +23,9 @@ from jkv.io.safetensors import read_json
 from jkv.methods.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
 from jkv.models import Projected
 from jkv.models.weights import Coded, decoded
-from jkv.training import methods, retention, trainer
+from jkv.training import data, methods, retention, trainer
 from jkv.training.checkpoints import Folder
+from jkv.training.losses import Batch
 from support.commands import PARAMS, call, refused
 
 ARGUMENTS = (
@@ -228,9 +229,23 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
     assert not (tmp_path / "card.json").exists()
 
 
+@pytest.fixture(scope="module")
+def given_folders(tmp_path_factory):
+    """Folders that a training asks for: gates to start from, and heads."""
+    at, of = tmp_path_factory.mktemp("folders"), {"model": learned.identities(PARAMS)}
+    c = PARAMS.config
+    learned.write(at / "start", vars(start(c, 8, 4.0, jax.random.key(0))), of | {"method": "trimkv"})
+    table = np.linspace(0.2, 1, c.layers * c.heads * c.groups).reshape(c.layers, c.heads, c.groups)
+    learned.write(at / "heads", {"heads": table, "layers": np.full(c.layers, 0.5)}, of | {"method": "compresskv"})
+    return {"start": at / "start", "heads": at / "heads"}
+
+
 @pytest.mark.parametrize("settings", METHODS)
-def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_path, monkeypatch):
-    """All that the weights depend on: not how often they are saved, nor at which budget some are measured."""
+def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_path, monkeypatch, given_folders):
+    """All that the weights depend on: not how often they are saved, nor at which budget some are measured.
+
+    Of a folder that is read, what is in it.
+    """
     told = []
 
     def stopped(path, what, resume):
@@ -240,14 +255,18 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
     monkeypatch.setattr(methods, "Folder", stopped)
     small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
     name, given = settings.__name__.lower(), {f.name: small.get(f.name, f.default) for f in fields(settings)}
-    given.pop("start", None)
+    read = {k: given_folders[k] for k in given.keys() & {"heads"}}
+    if name == "retrieval":  # goes on from what it can only be given here
+        read["start"] = given_folders["start"]
+    given = {k: x for k, x in given.items() if k != "start"} | read
     options = [x for k, v in given.items() for x in (f"--{k.replace('_', '-')}", v)]
     result = call(
         "train", name, "--out", tmp_path, *options, "--texts", 2, "--length", 200, "--corpus", "pydoc", "--check", 0
     )
     assert result.stderr.splitlines()[-1] == "error: told", result.stderr
     wrote = told[0] | told[0]["recipe"]
-    unsaid = {"every"} | ({"budget"} if name in ("locret", "kvzap") else set())
+    assert wrote.keys() >= read.keys()
+    unsaid = {"every", *read} | ({"budget"} if name in ("locret", "kvzap", "retrieval") else set())
     assert {k: wrote.get(k) for k in given.keys() - unsaid} == {k: given[k] for k in given.keys() - unsaid}
 
 
@@ -358,9 +377,44 @@ def test_a_name_that_nothing_trains(tmp_path):
     assert all(settings.__name__.lower() in call("train", "--help").stdout for settings in METHODS)
 
 
+def test_texts_that_are_held_back_are_not_trained_on_under_another_name(tiny, tmp_path, monkeypatch):
+    held, _ = data.held_back(PARAMS, "pydoc", 200, 2, 0)
+    made = Batch(ids=jnp.asarray(np.pad(held, ((0, 0), (9, 0)), constant_values=7)), pos=jnp.zeros((2, 209), int))
+    monkeypatch.setattr(data, "texts", lambda *_: made)
+    refused(train(tmp_path / "out", "--length", 200, "--check", 2), "100% of pydoc:test", "leave out the --corpus")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_corpus_shorter_than_a_text(tmp_path):
     (tmp_path / "short.txt").write_text("\n\n".join(f"a paragraph, number {i}" for i in range(9)))
     refused(train(tmp_path / "out", "--corpus", tmp_path / "short.txt", "--length", 500), "too short", "500")
+
+
+def test_lessons_are_remembered_while_there_is_room(monkeypatch):
+    asked = []
+
+    class Recipe(trainer.Recipe):
+        def lesson(self, params, batch):
+            asked.append(int(batch.ids[0, 0]))
+            return jnp.zeros((1, 10))
+
+    monkeypatch.setattr(trainer, "MEMORY", 100)  # bytes, of 40 each
+    ids = jnp.arange(3)[:, None]
+    run = trainer.Training(PARAMS, Batch(ids=ids, pos=0 * ids), Recipe(), None)
+    assert all(run._lesson(i).shape == (10,) for i in (0, 1, 2, 0, 1, 2))
+    assert asked == [0, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_contest_is_trained_and_goes_on_from_what_it_learned(tiny, tmp_path, given_folders):
+    short = "--steps 2 --answer 20 --texts 2 --length 60 --corpus pydoc --budget 24 --window 4".split()
+    for out, begun in (("a", given_folders["start"]), ("b", tmp_path / "a")):
+        result = call(
+            "train", "retrieval", "--out", tmp_path / out, "--start", begun, "--heads", given_folders["heads"], *short
+        )
+        assert result.exit_code == 0, result.output
+    card = read_json(tmp_path / "b" / "card.json")
+    assert card["method"] == "retrieval" and np.isfinite(card["losses"]["loss"])
 
 
 MESH = """
@@ -382,7 +436,7 @@ run.run(score)
 where = {len(x.sharding.device_set) for x in jax.tree.leaves(run.params)}
 which = trainer.Order(4, 4, 0)(0)
 batches = jax.tree.map(lambda x: x.reshape(2, 2, 32), trainer.rows(texts, which))
-told = jax.tree.map(lambda *x: np.stack(x).reshape(2, 2, *x[0].shape), *(run.teachers[i] for i in which))
+told = jax.tree.map(lambda *x: np.stack(x).reshape(2, 2, *x[0].shape), *(run.lessons[i] for i in which))
 _, want = trainer.update(params, trainer.start(score, recipe), batches, told, recipe)
 got = run.folder.metrics()[0]
 print(where, max(abs(got[k] - float(x)) for k, x in want.items() if k != "fine"))

@@ -10,7 +10,7 @@ from jkv.methods.divisions import Split, Weighted, Won
 from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
 from jkv.methods.scores.heads import Lasting
-from jkv.methods.scores.learned import Foreseen, Outlook, Retention
+from jkv.methods.scores.learned import Contested, Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
 from jkv.methods.scores.published import Repeated, Whole, read_heads
 from jkv.protocols import Score
@@ -75,13 +75,13 @@ def retrieval(
 ) -> Axes:
     """Retrieving heads forget more slowly: TRIM-KV's gates, and the tokens of all layers and heads compete.
 
-    gate: a folder of `jkv train trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and the newest
-    `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
+    gate: a folder of `jkv train retrieval` or `trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and
+    the newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
     window = at_most(window, size.tokens, 4)
     if step is not None and step < 1:
         raise ValueError(f"retrieval: step={step}: slots, 1 or more")
-    score = Lasting(score=learned.trained(gate, Retention()))
+    score = Lasting(score=learned.trained(gate, Contested()))
     return _contest("retrieval", size, score if heads is None else score.of(heads), window, sinks, step)
 
 

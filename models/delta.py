@@ -20,6 +20,7 @@ reads the state once, for k and q, and writes one entry. Sources: DeltaNet in ch
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from dataclasses import replace
 from typing import Any
 
@@ -130,7 +131,8 @@ def inverse(x: Array) -> Array:
     if not half:
         return jnp.ones_like(x)
     first, last = inverse(jnp.stack([x[..., :half, :half], x[..., half:, half:]]))
-    under = -last @ x[..., half:, :half] @ first
+    exact = partial(jnp.matmul, precision="highest")  # keys that are alike magnify an error
+    under = -exact(exact(last, x[..., half:, :half]), first)
     above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
     return jnp.concatenate([above, jnp.concatenate([under, last], -1)], -2)
 

@@ -149,8 +149,9 @@ def spare(o: Compared = Compared(samples=1), text: Text = Text(prefix=128, rest=
     for row in found.rows:
         costs, out = row["moved"], row["spare"]
         most = max(range(len(costs)), key=costs.__getitem__)
-        told, times = f"write exact_layers={out}" if out else "no layer stands out", costs[most] / median(costs)
-        print(f"{row['cache']}: {told} (layer {most} is moved most, {times:.1f} times the median)")
+        told, middle = f"write exact_layers={out}" if out else "no layer stands out", median(costs)
+        times = f", {costs[most] / middle:.1f} times the median" if middle else ""
+        print(f"{row['cache']}: {told} (layer {most} is moved most{times})")
 
 
 @app.command()

@@ -60,7 +60,7 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
     summary, memo = empty_index(tier.select, plan, rows, model, c) if tier.select is not None else (None, None)
     k, own_k = empty_side(tier.k, rows, heads, c, dim, dtype, tier.together, tier.lender)
     v, own_v = empty_side(tier.v, rows, heads, c, model.value_dim, dtype, tier.together, tier.lender)
-    _check_hot(tier, rows, model, summary)
+    _check_hot(tier)
     sides = zip((k, v), tier.far, strict=True)
     k, v = (Pages.of(x, c // tier.unit, tier.hot, tier.hot_by) if far and jax.tree.leaves(x) else x for x, far in sides)
     return Tier(
@@ -76,14 +76,13 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
     )
 
 
-def _check_hot(tier: TierConfig, rows: int, model: ModelConfig, summary: Any) -> None:
+def _check_hot(tier: TierConfig) -> None:
     """ValueError for fewer pages that stay on the device than a step reads."""
     if not tier.hot or tier.select is None:
         return
-    q = jax.ShapeDtypeStruct((rows, model.heads, model.groups, 1, model.head_dim), jnp.float32)
-    live = jax.ShapeDtypeStruct((rows, model.heads, tier.capacity // tier.select.unit), bool)
-    reads = jax.eval_shape(tier.select.pick, q, summary, live).shape[2]
-    if min(tier.hot, live.shape[2]) < reads:
+    units = tier.capacity // tier.select.unit
+    reads = min(tier.select.most, units)
+    if min(tier.hot, units) < reads:
         raise ValueError(
             f"hot={tier.hot}: a step reads {reads} pages of a head, which all stay until it ends; take more"
         )

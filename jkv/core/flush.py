@@ -81,7 +81,12 @@ def flush(
         tiers = watched(tiers, ev, watch, plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), residual=residual)
+    return replace(layer, recent=recent, tiers=tuple(map(_forgetting, map(_known, tiers))), residual=residual)
+
+
+def _forgetting(tier: Tier) -> Tier:
+    """The tier whose selector remembers nothing."""
+    return replace(tier, memo=jax.tree.map(jnp.zeros_like, tier.memo))
 
 
 def _known(tier: Tier) -> Tier:
@@ -335,7 +340,7 @@ def _admit(
         at=tier.at,
         head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
         summary=summary,
-        memo=jax.tree.map(jnp.zeros_like, tier.memo),
+        memo=tier.memo,
         taught=taught,
     )
 

@@ -18,6 +18,7 @@ from jkv.core.cache import tree_bytes
 from jkv.core.evidence import QUERIES
 from jkv.core.mask import causal, visible
 from jkv.kernels import SLOTS
+from jkv.methods.scores.attention import MASS
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
 from jkv.protocols import Entered, Look, Selector
@@ -89,14 +90,18 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
     n = old // u
     pos = jnp.broadcast_to(jnp.arange(n * u).reshape(1, 1, n, u), (1, h, n, u))
     units = one.k[:, :, : n * u].reshape(1, h, n, u, d)
-    new = Entered(k=units, pos=pos, columns={"mass": one.mass[..., : n * u].reshape(1, h, n, u)})
+    new = Entered(k=units, pos=pos, columns={MASS: one.mass[..., : n * u].reshape(1, h, n, u)})
     summary = select.summarize(new)
     if select.stateful:
         most = one.last[:, :, : n * u].reshape(1, h, n, u, -1).max(3)
         summary = select.observe(summary, most[..., -max(select.needs.queries, 2) :], pos[..., -1])
 
     def look(q: Array, memo: Any, given: Array) -> Look:
-        logits = lambda *_: jnp.einsum("bhgd,bhsd->bhgs", q, one.k[:, :, : n * u])  # noqa: E731
+        def logits(apart: int | None = None) -> Array:
+            if apart is not None:
+                raise ValueError("picks: keys are where they are; leave out far=")
+            return jnp.einsum("bhgd,bhsd->bhgs", q, one.k[:, :, : n * u])
+
         return Look(q=q, pos=pos[..., -1], summary=summary, memo=memo, given=given, logits=logits)
 
     def step(memo: Any, x: tuple[Array, Array, Array]) -> tuple[Any, tuple[Array, Array, Array, Array]]:
@@ -149,5 +154,5 @@ def _index(select: Selector, unit: Any, heads: int) -> float:
     """Numbers that are known of a token and head."""
     k = jax.ShapeDtypeStruct((1, heads, *unit.shape[2:]), jnp.float32)
     pos = jax.ShapeDtypeStruct(k.shape[:4], jnp.int32)
-    made = jax.eval_shape(lambda k, pos: select.summarize(Entered(k=k, pos=pos, columns={"mass": k[..., 0]})), k, pos)
+    made = jax.eval_shape(lambda k, pos: select.summarize(Entered(k=k, pos=pos, columns={MASS: k[..., 0]})), k, pos)
     return tree_bytes(made) / 4 / heads / select.unit

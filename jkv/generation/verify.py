@@ -80,7 +80,7 @@ def verify(
     tokens of plain decoding. Rows advance together, by the fewest tokens that one of those alive takes. A token is
     drawn with the noise of its row and position, so it is the token of plain decoding whatever was drafted. full:
     as of `run_block`; top: of the likeliest tokens after each node, how many are told. Blocks that recur and
-    stateful selectors would take in refused tokens too.
+    selectors that remember steps would take in refused tokens too; those that follow other layers do not see them.
     """
     cache = state.cache
     if full:

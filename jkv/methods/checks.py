@@ -64,6 +64,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     if config.select and config.select.follows:
         others = {
             "a budget": config.budget.bounded or config.budget.statistic is not None,
+            "several tiers, in which layers may put tokens in other places": len(config.tiers) > 1,
             "layers that see a window of the newest tokens": any(model.windows),
             "a score whose tokens leave before their slots are needed": expiring(config, model),
             "a prefill that leaves tokens out of upper layers": config.prefill.pruning(model, model.layers - 1)

@@ -41,8 +41,9 @@ class Clusters(Ranked):
         there = self._together(live, False).any(3)
         among = self.vote(self._dots(look.q, *(jnp.where(there[..., None], x, 0) for x in (first, last))), there)
         if most < among.shape[2]:
-            best, _ = jax.lax.top_k(among, most)
-            chosen = jnp.repeat(among >= best[..., -1:], self.parts, 2)[:, :, : own.shape[3]]
+            _, best = jax.lax.top_k(among, most)
+            chosen = (best[..., None] == jnp.arange(among.shape[2])).any(2)
+            chosen = jnp.repeat(chosen, self.parts, 2)[:, :, : own.shape[3]]
             own = jnp.where(chosen[:, :, None], own, -jnp.inf)
         return own
 

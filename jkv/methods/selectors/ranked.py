@@ -30,13 +30,15 @@ class Vote:
     layer: bool = False
 
     def __call__(self, score: Array, live: Array) -> Array:
-        """f32[B,H,U] of scores f32[B,H,G,U] and live bool[B,H,U]; -inf for the dead."""
+        """f32[B,H,U] of scores f32[B,H,G,U], -inf what a query head leaves out, and live bool[B,H,U]; -inf for the dead
+        and for what all of them leave out."""
+        some = live[:, :, None] & (score > -jnp.inf)
         if self.soft:
-            score = jax.nn.softmax(jnp.where(live[:, :, None], score, -1e30), -1)
-        score = jnp.where(live[:, :, None], score, -jnp.inf if self.join == "max" else 0)  # who has it dead has no say
+            score = jax.nn.softmax(jnp.where(some, score, -1e30), -1)
+        score = jnp.where(some, score, -jnp.inf if self.join == "max" else 0)  # who leaves it out has no say
         over = (1, 2) if self.layer else (2,)
         voted = score.max(over, keepdims=True) if self.join == "max" else score.sum(over, keepdims=True)
-        return jnp.where(live, voted[:, :, 0], -jnp.inf)
+        return jnp.where(live & some.any(over, keepdims=True)[:, :, 0], voted[:, :, 0], -jnp.inf)
 
 
 @part

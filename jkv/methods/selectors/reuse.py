@@ -167,14 +167,21 @@ def _some(select: Selector | None, what: str) -> Selector:
 def voted(select: Selector | None, vote: Vote) -> Selector:
     """A selector whose query heads agree in another way; ValueError for one that does not rank units."""
     select = _some(select, "vote")
+    if isinstance(select, Around):
+        return replace(select, select=voted(select.select, vote))
     if not isinstance(select, Ranked):
         raise ValueError(f"vote: {type(select).__name__} does not rank units: leave it out")
     return replace(select, vote=vote)
 
 
 def over_steps(select: Selector | None, threshold: float) -> Selector:
-    """A selector whose picks serve steps with like queries."""
-    return Similar(select=_some(select, "similar"), threshold=threshold)
+    """A selector whose picks serve steps with like queries; ValueError for one whose picks do already."""
+    select = _some(select, "similar")
+    if select.remembers:
+        raise ValueError(
+            "similar: what this selector picked serves steps already; give its own, tokenselect(similar=0.9)"
+        )
+    return Similar(select=select, threshold=threshold)
 
 
 def over_layers(select: Selector | None, given: tuple[int, str]) -> Selector:

@@ -20,8 +20,8 @@ reads the state once, for k and q, and writes one entry. Sources: DeltaNet in ch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax

@@ -125,6 +125,7 @@ class Passages:
     renew: which of their tokens are, all the same: "cacheblend(ratio=0.16)", "kvshare" or "pie". A prompt is compared
     token by token: text of a prompt may have other tokens at a passage's ends, and these are read. Give it as
     `store=` to `generate`, `stream` and `prefill`; caches that score with queries of the whole prompt read it whole.
+    Keys and values of passages stay in memory as they are, as many bytes a token as the full cache has.
 
     >>> from jkv import models
     >>> passages = Passages(renew="pie")
@@ -202,6 +203,9 @@ class Joins(Begins):
         n, renew = self.whole(len(ids)), self.passages.renew
         ids = [int(x) for x in ids[:n]]
         found = self.passages.match(ids)
+        if not found:
+            cache = loaded(params, self.config, capacity, 0, [])
+            return cost.run(prefill_own, params, cache, pad([ids], capacity), fresh=True)[0] if n else cache, n, 0
         old, new = np.arange(n), np.ones(n, bool)
         pieces: list[Piece] = []
         for x in found:

@@ -81,6 +81,9 @@ def test_what_cannot_be_reused_is_read_whole_or_refused_by_name():
     np.testing.assert_array_equal(
         read(PARAMS, "pie", "h2o(budget=48)")[1], jkv.prefill(PARAMS, "h2o(budget=48)", [PROMPT], room=16)[1]
     )
+    for prompt in (ASK[:1], ASK):  # nothing to look for, and nothing that is there
+        plain = jkv.prefill(PARAMS, "full", [prompt], room=16)[1]
+        np.testing.assert_allclose(read(PARAMS, "pie", prompt=prompt)[1], plain, atol=1e-4)
     for text, why in (
         ("cacheblen", "did you mean 'cacheblend'"),
         ("pie(ratio=1)", "ratio=; pie takes no arguments"),

@@ -41,7 +41,7 @@ class Proxies(Ranked):
     kind: "pairs" are the pairs of channels (j, j + R) that alone agree most with all (FASA, 2602.03152), "skew" the
     right singular vectors of queries, those of the largest product with the keys' (InfiniGen, 2406.19707). width: of
     these. gap: of the `pages`, only as many as there are tokens, a mean over kv heads, less than it below the
-    best of their head; 0: all. A kv head's query heads agree by their best. Summary: k W f32[r]. known: the
+    best of their head; 0: all. A kv head's query heads agree by their best. Summary: k W bf16[r]. known: the
     calibration, or None: that which comes with jkv for the model.
     """
 
@@ -81,12 +81,12 @@ class Proxies(Ranked):
 
     def summarize(self, new: Entered) -> Array:
         assert self.basis is not None
-        return jnp.einsum("bhnud,hdr->bhnur", new.k, self.basis)
+        return jnp.einsum("bhnud,hdr->bhnur", new.k, self.basis).astype(jnp.bfloat16)
 
     def score(self, look: Look) -> Array:
         assert self.basis is not None
         q = jnp.einsum("bhgd,hdr->bhgr", look.q.astype(jnp.float32), self.basis)
-        each = jnp.einsum("bhgr,bhnur->bhgnu", q, look.summary) * look.q.shape[-1] ** -0.5
+        each = jnp.einsum("bhgr,bhnur->bhgnu", q, look.summary.astype(jnp.float32)) * look.q.shape[-1] ** -0.5
         score = each.max(-1)
         if self.gap:
             live = (look.pos >= 0)[:, :, None]

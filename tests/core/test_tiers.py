@@ -19,7 +19,7 @@ from jkv.core.flush import _admit
 from jkv.core.layer import LayerConfig, TierConfig
 from jkv.core.mask import causal
 from jkv.core.merge import Newcomers
-from jkv.core.tiers import attend_tier, picked, tier_dot
+from jkv.core.tiers import attend_tier, look, picked, tier_dot
 from jkv.core.tiles import tile_size
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
@@ -44,6 +44,7 @@ from jkv.methods.codecs.sensitive import Sensitive, Transformed
 from jkv.methods.codecs.thinned import Thinned
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.scores.keys import KeyNorm
+from jkv.methods.selectors.proxies import Proxies
 from jkv.methods.selectors.quest import PageBound
 from jkv.protocols import Codec, Selector
 from support import rig
@@ -194,7 +195,8 @@ def admitted(config: TierConfig, k: jax.Array, v: jax.Array, pos: jax.Array) -> 
     """A tier into which newcomers have come, and their rotated keys by slot."""
     c, u = config.capacity, config.unit
     k, index = ROPE.rotate(k, pos), jnp.broadcast_to(jnp.arange(c), pos.shape)
-    new = Newcomers(k=k, v=v, pos=pos, rank=jnp.zeros(pos.shape), columns={}, index=index)
+    columns = {name: jnp.zeros(k.shape[:3]) for name in plain(config).columns}
+    new = Newcomers(k=k, v=v, pos=pos, rank=jnp.zeros(pos.shape), columns=columns, index=index)
     units = jnp.broadcast_to(jnp.arange(1, c // u), (*pos.shape[:2], c // u - 1))
     tier = empty_tier(config, plain(config), ROWS, MODEL, jnp.float32)
     return _admit(tier, new, units, index[:, :, u:], config, ROPE), k
@@ -212,13 +214,16 @@ def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
         for config, new in zip(configs, given, strict=True):
             tier, k = admitted(config, *new)
             pages = k.reshape(ROWS, H, -1, config.select.unit, D)
-            out.append((tier.summary, jax.vmap(jax.vmap(jax.vmap(config.select.summarize)))(pages)))
+            out.append((tier.summary, config.select.summarize(entered(pages, mass=jnp.zeros(pages.shape[:4])))))
         return out
 
     for config, (got, want) in zip(configs, summaries(list(map(newcomers, configs))), strict=True):
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             live = slice(config.unit // config.select.unit, None)
-            np.testing.assert_array_equal(x[:, :, live], y[:, :, live], str(config.select))
+            x, y = (np.asarray(z, np.float32)[:, :, live] for z in (x, y))
+            # products of keys, which are kept in bfloat16, may round to either side
+            kind = dict(rtol=2**-7, atol=0) if isinstance(config.select, Proxies) else dict(rtol=0, atol=0)
+            np.testing.assert_allclose(x, y, err_msg=str(config.select), **kind)
 
 
 @pytest.mark.parametrize("page", [1, 2])
@@ -231,7 +236,8 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: i
     q = ROPE.rotate(q, jnp.full((1, 1, 1, 1), 300))
     logits = np.asarray(tier_dot(q.reshape(ROWS, H, G, D), tier, config, ROPE, "k")).max(2)
     best = logits.reshape(ROWS, H, -1, page).max(-1)[:, :, 4 // page :]  # without the dead unit
-    bound = np.asarray(select.most(q, tier.summary))[:, :, 4 // page :]
+    seen = look(q, jnp.full((ROWS, 1), 300), tier, config, ROPE)
+    bound = np.asarray(config.select.score(seen)).max(2)[:, :, 4 // page :]
     assert (bound >= best - 1e-5).all()
     if page == 1:
         np.testing.assert_allclose(bound, best, atol=1e-5)

@@ -20,6 +20,7 @@ from jkv.methods.scores.wrappers import AcrossHeads
 from jkv.methods.selectors.quest import PageBound
 from jkv.models.rope import Rope
 from jkv.protocols import Born, Needs, Score
+from support.looks import entered, looked
 from support.scenes import attending, evidence
 from support.tiny import MODEL, PARAMS
 
@@ -124,24 +125,20 @@ def test_the_pyramid_of_the_paper():
 def test_page_bounds_are_those_of_the_example():
     select = PageBound(unit=2, pages=1)
     pages = jnp.asarray([[(1, 0), (0, 1)], [(-2, 3), (1, -1)]], jnp.float32)
-    summary = jax.tree.map(lambda x: x[None, None], jax.vmap(select.summarize)(pages))
-    q = jnp.asarray([1.0, -1.0]).reshape(1, 1, 1, 1, 2)
-    both = jnp.ones((1, 1, 2), bool)
-    assert select.pick(q, summary, both).tolist() == [[[1]]]
-    assert select.pick(q, summary, both & jnp.asarray([[[True, False]]])).tolist() == [[[0]]]
-    assert select.pick(q, summary, jnp.zeros_like(both)).tolist() == [[[-1]]]
+    summary = select.summarize(entered(pages[None, None]))
+    q = jnp.asarray([1.0, -1.0]).reshape(1, 1, 1, 2)
+    for pos, want in (((1, 3), 1), ((1, -1), 0), ((-1, -1), -1)):
+        assert select.pick(looked(q, summary, [[pos]]))[0].tolist() == [[[want]]]
 
 
 def test_page_bounds_bound():
     rng = np.random.default_rng(2)
     k, q = rng.standard_normal((6, 4, 8)).astype(np.float32), rng.standard_normal((3, 8)).astype(np.float32)
-    low, high = jax.vmap(PageBound(unit=4).summarize)(jnp.asarray(k))
-    bound = np.maximum(q[:, None] * np.asarray(high), q[:, None] * np.asarray(low)).sum(-1)
+    low, high = summary = PageBound(unit=4).summarize(entered(k[None, None]))
+    bound = np.maximum(q[:, None] * np.asarray(high[0, 0]), q[:, None] * np.asarray(low[0, 0])).sum(-1)
     assert (bound >= np.einsum("nd,psd->nps", q, k).max(-1) - 1e-5).all()
-    live = jnp.ones((1, 1, 6), bool)
-    got = PageBound(unit=4, pages=6).pick(
-        jnp.asarray(q)[None, None, :, None], (low[None, None], high[None, None]), live
-    )
+    seen = looked(q[None, None], summary, np.arange(3, 24, 4)[None, None])
+    got, _ = PageBound(unit=4, pages=6).pick(seen)
     np.testing.assert_array_equal(got[0, 0], np.argsort(-bound.max(0)))
 
 

@@ -26,7 +26,7 @@ def blended(
     ids: Array,
     old: Array,
     new: Array,
-    share: Array,
+    most: Array,
     rows: int,
     check: int | None,
     deviations: float | None,
@@ -37,7 +37,7 @@ def blended(
 
     old i32[B,T]: where they stood when they were read, whose keys are turned to where they stand; new bool[B,T]: tokens
     of which nothing is held, which all layers read. Layers before `check` read every token. At `check` the squared
-    change of a token's value, over all heads, says who goes on: as many as `share` f32[] of those held, those that
+    change of a token's value, over all heads, says who goes on: of those held at most `most` i32[], those that
     changed most, and only beyond the mean by so many standard `deviations`. rows: at most so many are read from there
     on, all of `new` among them. check None: nothing held is read again.
     """
@@ -58,7 +58,7 @@ def blended(
         layer = replace(layer, queries=None)
         layer, _ = run(flushed, layer, window, observation, plan, counts, lower, **how)
         if before is not None:
-            on = run(moved, before, layer.recent.v, at, new, share, rows=rows, stay=stay, deviations=deviations)
+            on = run(moved, before, layer.recent.v, at, new, most, rows=rows, stay=stay, deviations=deviations)
             x, pos = run(taken, x, pos, on)
         layers += (replace(layer, queries=queries),)
     return replace(cache, layers=layers, counts=counts, fill=jnp.int32(stay))
@@ -82,14 +82,12 @@ def entries(chosen: Array, rows: int) -> Array:
 
 @program(arguments=(None,) * 5, results=None, static_argnames=("rows", "stay", "deviations"))
 def moved(
-    before: Array, after: Array, at: Array, new: Array, share: Array, rows: int, stay: int, deviations: float | None
+    before: Array, after: Array, at: Array, new: Array, most: Array, rows: int, stay: int, deviations: float | None
 ) -> Array:
     """i32[B,rows]: the entries that are read on, as `blended` says, by the values of windows before and after."""
     here = slice(stay - at.shape[1], stay)
     change = ((after[:, :, here] - before[:, :, here]).astype(jnp.float32) ** 2).sum((1, 3))
     held = (at >= 0) & ~new
-    n = held.sum(1, keepdims=True)
-    most = jnp.floor(share * n.astype(jnp.float32)).astype(jnp.int32)
     far = held
     if deviations is not None:
         mean = change.mean(1, keepdims=True, where=held)

@@ -23,7 +23,7 @@ from jkv.core.positions import pad
 from jkv.generation.begun import Begins, BegunPrompts, Piece, Records, doubling, loaded
 from jkv.generation.prefill import Prompts
 from jkv.generation.prompts import encode_row
-from jkv.generation.sizes import empty
+from jkv.generation.sizes import empty, shaped
 from jkv.generation.stored import Beginnings
 from jkv.host.arguments import count, numbers, short
 from jkv.io.store import Record, Store
@@ -122,9 +122,10 @@ class Found:
 class Passages:
     """Texts that prompts hold at any place and in any order; each is read once, by itself, and not again with a prompt.
 
-    renew: which of their tokens are, all the same: "cacheblend(ratio=0.16)", "kvshare" or "pie". A prompt is compared
+    renew: which of their tokens are read again: "cacheblend(ratio=0.16)", "kvshare" or "pie". A prompt is compared
     token by token: text of a prompt may have other tokens at a passage's ends, and these are read. Give it as
-    `store=` to `generate`, `stream` and `prefill`; caches that score with queries of the whole prompt read it whole.
+    `store=` to `generate`, `stream` and `prefill`. Prompts are read whole, passages or not, on a mesh, in chunks, and
+    for caches that score with queries of the whole prompt or note something of each token.
     Keys and values of passages stay in memory as they are, as many bytes a token as the full cache has.
 
     >>> from jkv import models
@@ -137,17 +138,25 @@ class Passages:
     def __init__(self, renew: str = "cacheblend") -> None:
         self.renew = renewal(renew)
         self.passages: list[Passage] = []
-        self.reused = 0  # tokens of prompts that were not read by all layers
+        self.reused = 0  # tokens of prompts that passages had
         self._at: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._records: dict[tuple[str, int], Record] = {}
 
-    def add(self, params: Params, text: Any, lead: Any = ()) -> None:
-        """A passage, text or token ids, which is read behind `lead`; by default behind the token that begins texts."""
+    def add(self, params: Params, text: Any, lead: Any = None) -> None:
+        """A passage, text or token ids, which is read behind `lead`, token ids; None: the token that begins texts.
+
+        Raises ValueError for one that is too short to be found, or longer than the model's context.
+        """
         if isinstance(text, str) and params.tokenizer is not None:
-            lead = lead or params.tokenizer.encode("")[:1]
             text = params.tokenizer.within(text)
+        if lead is None:
+            lead = [] if params.tokenizer is None else params.tokenizer.encode("")[:1]
         ids = tuple(encode_row(params, text, "the passage"))
         front = tuple(encode_row(params, lead, "the lead")) if len(lead) else ()
+        if len(front) + len(ids) > params.config.context:
+            raise ValueError(
+                f"a passage of {len(front) + len(ids)} tokens: the model reads {params.config.context}; give it in parts"
+            )
         if len(ids) < LEAST:
             raise ValueError(f"a passage of {len(ids)} tokens: give {LEAST} or more")
         number = len(self.passages)
@@ -196,8 +205,12 @@ class Joins(Begins):
     def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
         self.passages, check = passages, passages.renew.check
-        if check is not None and check >= params.config.layers - 1:
-            raise ValueError(f"check={check}: the model has {params.config.layers} layers; give one before the last")
+        if any(x.columns for x in shaped(config, params.config, 1, LEAST, 0, params.embed.dtype).plan):
+            self.refusal = "it notes something of each token, which its place among others changes"
+        if not self.refusal and check is not None and check >= params.config.layers - 1:
+            raise ValueError(
+                f"check={check}: the model has {params.config.layers} layers; give one before the last, or pie"
+            )
 
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
         n, renew = self.whole(len(ids)), self.passages.renew
@@ -215,10 +228,11 @@ class Joins(Begins):
             pieces.append((x.place, self.passages.record(self.root, params, self.config, x, cost)))
         held = n - int(new.sum())
         self.passages.reused += held
-        rows = min(doubling(max(n - held + int(renew.share * held), 1)), capacity)
+        most = int(renew.share * held)
+        rows = min(doubling(max(n - held + most, 1)), capacity)
         front = capacity - n
         old, new = np.pad(old, (front, 0)).astype(np.int32)[None], np.pad(new, (front, 0))[None]
-        given = pad([ids], capacity), jnp.asarray(old), jnp.asarray(new), jnp.float32(renew.share)
+        given = pad([ids], capacity), jnp.asarray(old), jnp.asarray(new), jnp.int32(most)
         how = {"rows": rows, "check": renew.check, "deviations": renew.deviations}
         cache = loaded(params, self.config, capacity, n, pieces)
         return cost.run(blended, params, cache, *given, **how), n, held

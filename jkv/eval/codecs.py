@@ -86,12 +86,13 @@ def apart(full: Array, own: Array) -> Array:
 
 
 def outlying(costs: Sequence[float]) -> list[int]:
-    """The layers, a quarter of them at most, that cost more than `FAR` times the median: those that stand out.
+    """The layers, a quarter of them at most, that cost more than `FAR` times the median of those that cost something.
 
     >>> outlying([0.1, 3.0, 0.1, 0.2, 0.1]), outlying([0.1, 0.2, 0.3, 0.4])
     ([1], [])
     """
-    bound, order = FAR * float(np.median(costs)), sorted(range(len(costs)), key=lambda i: -costs[i])
+    bound = FAR * float(np.median([x for x in costs if x] or [0]))
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
     return sorted(i for i in order[: max(len(costs) // 4, 1)] if costs[i] > bound)
 
 

@@ -209,7 +209,8 @@ def spare(s: Setting, ids: np.ndarray, source: str, prefix: int, say: Say) -> Re
 
         def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
             costs = beside.moved(config)
-            return {"moved": costs, "spare": outlying(costs)}
+            out = outlying(costs)
+            return {"moved": costs, "spare": out and sorted({*config.exact_layers, *out})}
 
         s.each(found, say, [key], run)
     return found
@@ -259,6 +260,10 @@ def picks(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, sa
         if config.select is None:
             raise ValueError(f"{config} has no selector: its steps read everything; see jkv eval attention")
         old = prefix - config.recent
+        if old < config.select.unit:
+            raise ValueError(
+                f"{config}: of {prefix} tokens {config.recent} are recent; raise --prefix, or lower recent="
+            )
         if old not in held:
             held.clear()
             held[old] = [asked(s.params, jnp.asarray(row[None]), late, old) for row in ids]

@@ -155,7 +155,8 @@ class Passages:
         front = tuple(encode_row(params, lead, "the lead")) if len(lead) else ()
         if len(front) + len(ids) > params.config.context:
             raise ValueError(
-                f"a passage of {len(front) + len(ids)} tokens: the model reads {params.config.context}; give it in parts"
+                f"a passage of {len(front) + len(ids)} tokens: the model reads {params.config.context}; "
+                "give it in parts"
             )
         if len(ids) < LEAST:
             raise ValueError(f"a passage of {len(ids)} tokens: give {LEAST} or more")

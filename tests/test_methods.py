@@ -160,7 +160,8 @@ def test_a_whole_number_at_its_least_is_refused_by_name_or_reads_a_prompt(name):
         given = ({"budget": 64} if CATALOGUE[name].sized else {}) | FOLDERS.get(name, {})
         given[argument.name] = int(argument.annotation == "Positive")
         try:
-            config = parse(f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})").bound(rig.PARAMS)
+            text = f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+            config = parse(f"quest | {text}" if name in rig.AROUND else text).bound(rig.PARAMS)
             check(config, MODEL)
             plan = resolve(config, MODEL, 400, 100)
         except ValueError as refused:

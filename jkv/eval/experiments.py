@@ -75,7 +75,7 @@ class Setting:
 def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> list[str]:
     """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
 
-    "append", "coded", "pooled" and "rest" are no methods by themselves and are left out; so is what must be trained or
+    What modifies others ("append", "coded", "vote" ...) is no method by itself; nor is there what must be trained or
     calibrated first, unless weights for this model come with jkv; what selects keeps everything and reads the fraction.
 
     >>> from jkv import models
@@ -89,7 +89,7 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]
-        elif not {*row.axes} <= {"append", "pooled", "merge", "prefill"}:
+        elif not {*row.axes} <= {"append", "pooled", "merge", "prefill", "vote", "steps", "layers"}:
             out.append(row.name)
     out += [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
     return [text for text in out if has_weights(parse(text), params)]

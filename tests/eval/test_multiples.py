@@ -26,7 +26,7 @@ def test_what_rows_are_made_of_says_their_family():
     for name, row in CATALOGUE.items():
         parts, own = {*row.parts}, {*row.axes}
         said = {
-            "selection": "select" in own,
+            "selection": bool({"select", "vote", "steps", "layers"} & own),
             "precision": bool(codes & parts) and "select" not in own,
             "merging": "merge" in own,
             "eviction by trained": "gate" in row.arguments and "merge" not in own,

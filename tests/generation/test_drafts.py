@@ -171,10 +171,10 @@ def test_what_cannot_be_is_refused_by_name():
         jkv.generate(PARAMS, None, TEXT, draft=7)
     with pytest.raises(ValueError, match="blocks all attend"):
         jkv.generate(MODELS["bamba"], None, TEXT, draft="suffix")
-    with pytest.raises(ValueError, match="selector remembers"):
+    with pytest.raises(ValueError, match="selector goes by"):
         jkv.generate(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT, draft="suffix")
     alisa = jkv.prefill(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT)[0]
-    with pytest.raises(ValueError, match="selector remembers"):
+    with pytest.raises(ValueError, match="selector goes by"):
         jkv.generate(PARAMS, alisa, TEXT, draft="suffix")
     with pytest.raises(ValueError, match="draft= is for one device"):
         over = sharding.named("model=1", jax.devices(), PARAMS.config)

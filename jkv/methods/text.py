@@ -88,6 +88,8 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
             own = ", ".join(f"{x}=" for x in entry.arguments)
             if {"budget", "score"} & {*entry.axes}:
                 return f"{entry.name} has no {name}=: what it keeps is decided by {own or 'nothing else: it is all'}"
+            if any(AROUND[x][0] == "select" for x in entry.axes if x in AROUND):
+                return f"{entry.name} has no {name}=: it changes how a selector picks, as in 'quest | {entry.name}'"
             made = CacheConfig(**{axis: x for axis, x in entry.filled.items() if axis in ("codec", "tiers")})
             if made.taught:
                 return f"{entry.name} has no {name}=: it keeps every token, as its codec learns of all of a prompt"

@@ -83,12 +83,14 @@ def ties(got: loop.Decoding, want: loop.Decoding) -> bool:
     return some
 
 
-def same(got: loop.Decoding, want: loop.Decoding) -> None:
+def same(got: loop.Decoding, want: loop.Decoding, lossy: bool = False) -> None:
+    """lossy: tokens are coded: a number on a border of two codes, of 8 bits in a unit of 1, may fall to either side."""
     if ties(got, want):
         return
+    atol = 1e-3 if lossy else 1e-4
     np.testing.assert_array_equal(got.out, want.out)
-    np.testing.assert_allclose(got.trace, want.trace, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(got.logits, want.logits, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got.trace, want.trace, atol=atol, rtol=0)
+    np.testing.assert_allclose(got.logits, want.logits, atol=atol, rtol=0)
     np.testing.assert_array_equal(got.cache.kept(), want.cache.kept())
     for a, b in ((got, want), (got.cache.counts, want.cache.counts)):
         np.testing.assert_array_equal(getattr(a, "count", 0), getattr(b, "count", 0))
@@ -97,8 +99,8 @@ def same(got: loop.Decoding, want: loop.Decoding) -> None:
         np.testing.assert_array_equal(a.recent.pos, b.recent.pos)
         if a.queries is not None and b.queries is not None:
             np.testing.assert_array_equal(a.queries.pos, b.queries.pos)
-            np.testing.assert_allclose(a.queries.q, b.queries.q, atol=1e-4)
-            np.testing.assert_allclose(a.queries.lse, b.queries.lse, atol=1e-4)
+            np.testing.assert_allclose(a.queries.q, b.queries.q, atol=atol)
+            np.testing.assert_allclose(a.queries.lse, b.queries.lse, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "drawn"])
@@ -121,7 +123,7 @@ def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case):
     drafters.check(case.params, case.config)
     want = plain(case.tight, "either", case.params, PROMPT)
     got, passes = drafted(want, case.tight, "either", case.params, PROMPT, right=0.85)
-    same(got, want)
+    same(got, want, case.slot.lossy)
     assert passes < 0.7 * STEPS
 
 

@@ -154,7 +154,7 @@ def test_one_pair_of_channels_finds_what_all_find():
     np.testing.assert_array_equal(picked(one, q, keys)[0], [[[0]]])
     score = scored(one, q, keys)
     np.testing.assert_allclose(score.ravel(), [1, 0])  # 2 . 1 / sqrt(4)
-    tokens = KEYS.reshape(B, H, -1, 1, D)
+    tokens = np.asarray(jnp.asarray(KEYS.reshape(B, H, -1, 1, D), jnp.bfloat16), np.float32)  # as the index holds them
     whole = proxies(RNG.random((1, H, D // 2)), np.zeros((1, H, D, 1)), width=D // 2)
     want = np.einsum("bhgd,bhnd->bhgn", QUERIES, tokens[:, :, :, 0]) * D**-0.5
     np.testing.assert_allclose(scored(whole, QUERIES, tokens), want, rtol=1e-4, atol=1e-5)

@@ -188,8 +188,7 @@ def attention(
     from jkv.eval import experiments
 
     s = _setting(o, o.cache, text.prefix, o.batch)
-    if not 0 <= spared < s.params.config.layers:
-        raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {s.params.config.layers} layers")
+    _check_spared(s, spared)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
         found = experiments.attention(s, ids, source, text.prefix, spared, say)
@@ -208,8 +207,7 @@ def picks(
     from jkv.eval import experiments
 
     s = _setting(o, o.cache, text.prefix, o.batch)
-    if not 0 <= spared < s.params.config.layers:
-        raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {s.params.config.layers} layers")
+    _check_spared(s, spared)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
         found = experiments.picks(s, ids, source, text.prefix, spared, say)
@@ -218,6 +216,12 @@ def picks(
             f"{row['cache']}: {row['recovered']:.4f} of the attention in {row['tokens_share']:.1%} of the tokens, "
             f"{row['bytes_share']:.1%} of the bytes"
         )
+
+
+def _check_spared(s: Setting, spared: int) -> None:
+    layers = s.params.config.layers
+    if not 0 <= spared < layers:
+        raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {layers} layers")
 
 
 def _asked(question: str) -> list[bool]:

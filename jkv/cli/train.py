@@ -62,17 +62,31 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """Steps of the whole model."""
+class Taught:
+    """Steps beside a teacher."""
 
     start: Start = None
     steps: Steps = 0
     batch: Batch = 1
     accumulate: Accumulate = 1
     rate: Rate = 2e-4
-    weight: Weight = 1.0
     top: Top = 64
     every: Every = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Taught):
+    """Steps of the whole model."""
+
+    weight: Weight = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suffix(Taught):
+    """Steps by the end of a text."""
+
+    budget: Budget = 256
+    answer: Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose loss judges the others.")] = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,28 +173,20 @@ class AttentionPredictor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVzap:
+class KVzap(Suffix):
     """Surrogates that foresee what a repetition of the text, and its own later queries, look at."""
 
-    start: Start = None
-    budget: Budget = 256
     warm: Annotated[int, typer.Option(min=0, help="Passes over the tokens of all texts, layer by layer.")] = 15
     early: Early = 2e-3
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a layer-wise step.")] = 2048
-    steps: Steps = 0
-    batch: Batch = 1
-    accumulate: Accumulate = 1
     rate: Rate = 3e-4
-    top: Top = 64
-    every: Every = 25
-    answer: Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose loss judges the others.")] = 128
     width: Annotated[int, typer.Option(min=0, help="Hidden units; 0: none, by ridge regression.")] = 72
     own: Annotated[float, typer.Option(min=0, help="Weight of all attention of the text's own queries.")] = 1 / 12
     window: Annotated[int, typer.Option(min=0, help="Age in tokens up to which their looks do not count.")] = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retrieval:
+class Retrieval(Suffix):
     """Gates of a contest of all layers and heads, by what a text that goes on misses."""
 
     start: Annotated[
@@ -189,14 +195,8 @@ class Retrieval:
     heads: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Heads of jkv calibrate compresskv. Default: those of jkv.")
     ] = None
-    budget: Budget = 256
     steps: Steps = 400
-    batch: Batch = 1
-    accumulate: Accumulate = 1
     rate: Rate = 1e-3
-    top: Top = 64
-    every: Every = 25
-    answer: Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose loss judges the others.")] = 128
     window: Annotated[int, typer.Option(min=0, help="Newest tokens, which are held in any case.")] = 32
 
 

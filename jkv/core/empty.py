@@ -46,7 +46,7 @@ def empty_index(select: Selector, plan: LayerConfig, rows: int, model: ModelConf
         summary = select.summarize(new)
         logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
         pos = new.pos[..., -1]
-        given = jnp.zeros((b, h, min(select.most, n)), jnp.int32)
+        given = jnp.zeros((b, h, select.reads(slots)), jnp.int32)
         return summary, select.remember(Look(q=q, pos=pos, summary=summary, memo=None, given=given, logits=logits))
 
     found = jax.eval_shape(made, new, shape((b, h, g, d), jnp.float32))
@@ -80,9 +80,8 @@ def _check_hot(tier: TierConfig) -> None:
     """ValueError for fewer pages that stay on the device than a step reads."""
     if not tier.hot or tier.select is None:
         return
-    units = tier.capacity // tier.select.unit
-    reads = min(tier.select.most, units)
-    if min(tier.hot, units) < reads:
+    reads = tier.select.reads(tier.capacity)
+    if tier.hot < reads:
         raise ValueError(
             f"hot={tier.hot}: a step reads {reads} pages of a head, which all stay until it ends; take more"
         )

@@ -275,14 +275,9 @@ def picked(
 
 def looked(q: Array, tier: Tier, config: TierView) -> Tier:
     """The copy of what a step reads of the tier, for its shapes: whatever is picked is as large."""
-    units = jnp.zeros((*q.shape[:2], units_of(tier, config)), jnp.int32)
-    return gathered(units, tier, tier.pos, config)[0]
-
-
-def units_of(tier: Tier, config: TierView) -> int:
-    """Units of a head that a step reads of the tier, at most."""
     assert config.select is not None
-    return min(config.select.most, tier.pos.shape[2] // config.select.unit)
+    units = jnp.zeros((*q.shape[:2], config.select.reads(tier.pos.shape[2])), jnp.int32)
+    return gathered(units, tier, tier.pos, config)[0]
 
 
 def brought(units: Array | None, mask: Mask, tier: Tier) -> Tier:

@@ -133,7 +133,7 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
             continue
         old, d = one.mass.shape[2], one.k.shape[3]
         n = len(one.q[0, 0, 0])
-        none = jnp.full((n, 1, one.k.shape[1], min(own.most, old // own.unit)), -1)
+        none = jnp.full((n, 1, one.k.shape[1], own.reads(old)), -1)
         share, read, tiled, given = chosen(own, one, none if given is None or not own.follows else given)
         shares.append(float(share.mean()))
         if i >= spared:

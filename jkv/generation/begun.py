@@ -7,6 +7,7 @@ flush as one that was read whole, whatever the cache.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,32 +56,32 @@ def tail(n: int) -> int:
     return -(-n // BLOCK) * BLOCK
 
 
-class Begins:
+class Begins(ABC):
     """What has been read of prompts for one cache.
 
     refusal: why that is of no use for this cache, or "": what is kept of a token must depend on the tokens before it
     alone; root: names all that its records depend on beside the tokens; least: of a prompt's last tokens, which are
-    read in any case.
+    read in any case; notes: whether a score notes something of each token.
     """
 
     def __init__(self, params: Params, config: CacheConfig, salt: str = "") -> None:
         self.config = config
         plan = shaped(config, params.config, 1, BLOCK, 0, params.embed.dtype).plan
         self.refusal = refusal(config, params.config, plan)
-        noted = config if any(x.columns for x in plan) else None
-        self.root = "" if self.refusal else root(params, noted, salt)
+        self.notes = any(x.columns for x in plan)
+        self.root = "" if self.refusal else root(params, config if self.notes else None, salt)
         self.least = max((1, *(x.needs.queries for x in plan)))  # these are read: for logits, and for the score
 
     def whole(self, n: int) -> int:
         """How many first ones of n tokens may have been read before."""
         return max(n - self.least, 0)
 
+    @abstractmethod
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
         """The first n tokens of a prompt in an uncompressed cache of one row, n, and how many of them were not read.
 
         capacity: tokens that the cache has room for.
         """
-        raise NotImplementedError
 
 
 def refusal(config: CacheConfig, model: ModelConfig, plan: Sequence[LayerConfig]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -21,7 +20,7 @@ from jkv.core.sharding import over
 from jkv.generation.sizes import empty
 from jkv.host.arguments import short
 from jkv.methods.config import CacheConfig
-from jkv.methods.text import read_call
+from jkv.methods.text import read_one_of
 from jkv.models import Params
 
 PIECE = 8  # tokens that a smaller model reads at a time
@@ -277,11 +276,7 @@ def drafter(what: Any, params: Params) -> Drafter:
         if isinstance(what, Drafter):
             return what
         raise TypeError(f"draft is {short(what)}: give 'suffix', 'recycle', a smaller model, or a Drafter")
-    name, arguments = read_call(what, what)
-    if name not in DRAFTERS:
-        near = difflib.get_close_matches(name, DRAFTERS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(DRAFTERS)}"
-        raise ValueError(f"unknown drafter {name!r}: {hint}")
+    name, arguments = read_one_of(DRAFTERS, what, "drafter")
     given = {"vocab": vocab} if name == "recycle" else {}
     try:
         return DRAFTERS[name](**given, **arguments)

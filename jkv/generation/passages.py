@@ -5,7 +5,6 @@ Reuse is approximate but for a prompt's beginning: a passage was read without wh
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +22,12 @@ from jkv.core.positions import pad
 from jkv.generation.begun import Begins, BegunPrompts, Piece, Records, doubling, loaded
 from jkv.generation.prefill import Prompts
 from jkv.generation.prompts import encode_row
-from jkv.generation.sizes import empty, shaped
+from jkv.generation.sizes import empty
 from jkv.generation.stored import Beginnings
 from jkv.host.arguments import count, numbers, short
 from jkv.io.store import Record, Store
 from jkv.methods.config import CacheConfig
-from jkv.methods.text import read_call
+from jkv.methods.text import read_one_of
 from jkv.models import Params
 
 LEAST = 16  # tokens in a row that a passage and a prompt have alike, before they count
@@ -79,11 +78,7 @@ def renewal(text: str) -> Renewal:
     >>> renewal("cacheblend(ratio=0.3)")
     Renewal(share=0.3, check=1, deviations=None)
     """
-    name, arguments = read_call(text, text)
-    if name not in RENEWALS:
-        near = difflib.get_close_matches(name, RENEWALS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(RENEWALS)}"
-        raise ValueError(f"unknown renewal {name!r}: {hint}")
+    name, arguments = read_one_of(RENEWALS, text, "renewal")
     known = inspect.signature(RENEWALS[name]).parameters
     if unknown := [x for x in arguments if x not in known]:
         raise ValueError(f"renew={text!r}: {unknown[0]}=; {name} takes {', '.join(known) or 'no arguments'}")
@@ -206,7 +201,7 @@ class Joins(Begins):
     def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
         self.passages, check = passages, passages.renew.check
-        if any(x.columns for x in shaped(config, params.config, 1, LEAST, 0, params.embed.dtype).plan):
+        if self.notes:
             self.refusal = "it notes something of each token, which its place among others changes"
         if not self.refusal and check is not None and check >= params.config.layers - 1:
             raise ValueError(

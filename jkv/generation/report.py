@@ -15,7 +15,7 @@ from jax import Array
 from jkv.core.attend import prompt_kernel
 from jkv.core.cache import Cache, Tier, tree_bytes
 from jkv.core.pages import is_far
-from jkv.core.tiers import reader_of, staying, units_of
+from jkv.core.tiers import reader_of, staying
 from jkv.generation.sizes import layout
 from jkv.kernels import Choice
 from jkv.methods import parse
@@ -182,7 +182,7 @@ def moved_bytes(cache: Cache, ran: bool = False) -> int:
     total = 0
     for layer, plan in zip(cache.layers, cache.plan, strict=True):
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            units = units_of(tier, config) if config.select else None
+            units = config.select.reads(tier.pos.shape[2]) if config.select else None
             again = tier.k if config.stateful and staying(tier)[0] is None else None  # to tell what was paid to them
             moved = sum(x.moved(units) for x in (tier.k, tier.v, again) if is_far(x))
             hits, misses = _asked([tier]) if ran else (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,16 @@ def read_call(stage: str, text: str) -> tuple[str, dict[str, Any]]:
     except (ValueError, TypeError):  # a set of lists is no literal either
         raise ValueError(f"arguments in {stage!r} must be plain numbers, strings or True/False") from None
     return call.func.id, {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+
+
+def read_one_of(known: Collection[str], text: str, what: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a text that names one of the known; ValueError for another name, with a near one."""
+    name, arguments = read_call(text, text)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(known)}"
+        raise ValueError(f"unknown {what} {name!r}: {hint}")
+    return name, arguments
 
 
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:

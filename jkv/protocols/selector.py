@@ -66,6 +66,10 @@ class Selector:
         """This selector in one layer of a model; None: the layer reads everything."""
         return self
 
+    def reads(self, slots: int) -> int:
+        """Units of so many slots that a step reads, at most."""
+        return min(self.most, slots // self.unit)
+
     def summarize(self, new: Entered) -> Any:
         """Leaves [B,H,n,...] of n units; written when the units are written."""
         raise NotImplementedError  # its own in every selector

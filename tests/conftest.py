@@ -70,7 +70,8 @@ def pytest_collection_finish():
 def pytest_runtest_teardown(item, nextitem):
     """Drop a module's compiled programs: some thousand of them exhaust the memory maps, and XLA then crashes.
 
-    Those of compositions, whatever modules ask for them, stay until they are many.
+    Those of compositions, whatever modules ask for them, stay until they are many. Runs that are shared go with them:
+    a law counts what one more run compiles.
     """
     from jkv.core import compiled
 
@@ -82,3 +83,5 @@ def pytest_runtest_teardown(item, nextitem):
     if drop:
         compiled.PROGRAMS.clear()
         jax.clear_caches()
+        rig.prompted.cache_clear()
+        rig.shared.cache_clear()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jkv import models
-    from jkv.core.cache import Cache
     from jkv.generation.api import Result, extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.passages import Passages
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from jkv.io.load import load
     from jkv.io.store import Store
     from jkv.io.trees import from_tree
+    from jkv.memory.cache import Cache
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 import jkv
 from jkv.core import sampling
-from jkv.core.cache import tree_bytes
 from jkv.core.compiled import Cost
 from jkv.core.loop import Decoding, prefill_own, run_block
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.sizes import empty
+from jkv.memory.cache import tree_bytes
 
 PROMPT, NEW = 8128, 64
 CACHES = "full", "int4", "int4(recent=0)", "int8"

@@ -12,7 +12,7 @@ import pytest
 import jkv
 from jkv import models
 from jkv.core import loop, sampling
-from jkv.core.positions import positions
+from jkv.memory.positions import positions
 from jkv.methods import CATALOGUE
 from jkv.methods.divisions import pyramid
 from support import rig

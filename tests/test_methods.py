@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import pytest
 
 import jkv
-from jkv.core.cache import Counts, Observation
+from jkv.attention.evidence import QUERIES
 from jkv.core.deferred import compress, probe, statistics
-from jkv.core.empty import empty_layer
-from jkv.core.evidence import QUERIES
 from jkv.core.flush import flush
 from jkv.core.loop import prefill_own
 from jkv.generation import report
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import empty
+from jkv.memory.cache import Counts, Observation
+from jkv.memory.empty import empty_layer
 from jkv.methods import CATALOGUE, pairs, parse
 from jkv.methods.checks import check
 from jkv.methods.config import resolve

@@ -23,7 +23,7 @@ import optax
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.core.mask import visible
+from jkv.attention.mask import visible
 from jkv.methods.scores.learned import Estimate, Foreseen
 from jkv.models import Params
 from jkv.training import trainer

@@ -17,11 +17,11 @@ from jax import Array
 
 from jkv.arrays.partial import softmax, with_sinks
 from jkv.arrays.tree import value
-from jkv.core.attend import attend_window
-from jkv.core.mask import causal, visible
-from jkv.core.positions import pad
+from jkv.attention.attend import attend_window
+from jkv.attention.mask import causal, visible
 from jkv.eval import measure, tasks
 from jkv.eval.experiments import count
+from jkv.memory.positions import pad
 from jkv.methods.scores.heads import CHOICE, SPLIT
 from jkv.models import Params, family
 from jkv.models.llama import out

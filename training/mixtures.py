@@ -23,8 +23,8 @@ from jax import Array
 
 from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.tree import part
-from jkv.core.attend import attend_window
-from jkv.core.mask import causal, visible
+from jkv.attention.attend import attend_window
+from jkv.attention.mask import causal, visible
 from jkv.methods.mixtures import Blend, Mixtures, arranged
 from jkv.models import Params
 from jkv.training import trainer

@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.partial import with_sinks
-from jkv.core.attend import attend_window
-from jkv.core.mask import causal
+from jkv.attention.attend import attend_window
+from jkv.attention.mask import causal
 from jkv.methods.scores.queried import METHOD
 from jkv.models import Params, family
 from jkv.training import data

@@ -18,8 +18,8 @@ import optax
 from jax import Array
 
 from jkv.arrays.tree import part, value
-from jkv.core.attend import attend_window
-from jkv.core.mask import causal
+from jkv.attention.attend import attend_window
+from jkv.attention.mask import causal
 from jkv.models import Params, family
 from jkv.training import trainer
 from jkv.training.losses import Batch, Teacher, distil, drawn, teach

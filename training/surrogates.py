@@ -25,8 +25,8 @@ from jax import Array
 
 from jkv.arrays.partial import with_sinks
 from jkv.arrays.tree import part, value
-from jkv.core.attend import attend_window
-from jkv.core.mask import causal, visible
+from jkv.attention.attend import attend_window
+from jkv.attention.mask import causal, visible
 from jkv.methods.probes import AGAIN, answering, within
 from jkv.methods.scores.published import Linear, Repeated, Surrogate
 from jkv.models import ModelConfig, Params, family

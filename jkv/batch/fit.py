@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from jkv.batch.requests import Settings
 from jkv.batch.running import Shapes
-from jkv.core.cache import tree_bytes
 from jkv.core.compiled import Cost, compiled, peak_bytes
 from jkv.core.loop import prefill_own, run_block, run_blocks
 from jkv.core.sharding import MeshPlan
 from jkv.generation.prompts import stop_ids_of
+from jkv.memory.cache import tree_bytes
 from jkv.models import Params
 from jkv.plan.programs import bytes_of, search
 

@@ -15,16 +15,16 @@ from jax import Array
 from jkv.batch.arrange import Bucket, Wave, waves
 from jkv.batch.requests import DRAWS, Refused, Request, Settings, failed, said, survivable
 from jkv.core import sampling
-from jkv.core.cache import Cache, Decoding, tree_bytes
 from jkv.core.compiled import Cost
 from jkv.core.loop import admit, prefill_after, prefill_own, run_blocks
-from jkv.core.positions import pad
 from jkv.generation.api import cut
 from jkv.generation.begun import doubling, tail
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.sizes import empty, sized
 from jkv.generation.stored import Beginnings
 from jkv.io.store import Store
+from jkv.memory.cache import Cache, Decoding, tree_bytes
+from jkv.memory.positions import pad
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, Params
 

@@ -16,17 +16,17 @@ from rich.table import Table
 
 from jkv import kernels, methods
 from jkv.arrays.partial import Partial
+from jkv.attention.attend import attend
+from jkv.attention.mask import causal, visible
+from jkv.attention.tiers import attend_tier, kernel_codes
 from jkv.bench.measure import clock, copy_rate, percentiles, turns
 from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
-from jkv.core import codes
-from jkv.core.attend import attend
-from jkv.core.cache import Tier, tree_bytes
-from jkv.core.layer import TierConfig
-from jkv.core.mask import causal, visible
-from jkv.core.tiers import attend_tier, kernel_codes
 from jkv.host.extras import install
 from jkv.kernels.decode_attention import reference
+from jkv.memory import codes
+from jkv.memory.cache import Tier, tree_bytes
+from jkv.memory.layer import TierConfig
 from jkv.methods import checks
 from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.models import ModelConfig

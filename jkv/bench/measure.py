@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.core.cache import Cache, tree_bytes
-from jkv.core.tiers import looked
+from jkv.attention.tiers import looked
+from jkv.memory.cache import Cache, tree_bytes
 from jkv.models import Params
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from jkv.bench.engines import PEERS, Jkv, apart
 from jkv.bench.measure import cache_bytes, clock, copy_rate, percentiles, turns, weight_bytes
 from jkv.bench.results import SEED
 from jkv.core import loop
-from jkv.core.cache import Cache
 from jkv.core.compiled import Compiled, compiled, peak_bytes
+from jkv.memory.cache import Cache
 from jkv.methods import checks
 from jkv.models import ModelConfig, Params
 

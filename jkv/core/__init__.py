@@ -1,1 +1,1 @@
-"""The values of a cache and their one transition; knows no method, no text and no file."""
+"""The one transition of a cache, and what runs it; knows no method, no text and no file."""

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.core.blocks import attended, embedded, flushed, taken
-from jkv.core.cache import Cache, LayerCache
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.loop import copied
+from jkv.memory.cache import Cache, LayerCache
 from jkv.models import ModelConfig, Params
 
 

@@ -14,15 +14,15 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
-from jkv.core.attend import attend, attend_window
-from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window, among
-from jkv.core.coded import as_stored
+from jkv.attention.attend import attend, attend_window
+from jkv.attention.coded import as_stored
+from jkv.attention.mask import causal
+from jkv.attention.tiers import attend_tier, brought, observed, picked, stayed, staying
 from jkv.core.compiled import ANY, program
 from jkv.core.flush import flush, pruned
-from jkv.core.layer import LayerConfig, LayerView
-from jkv.core.mask import causal
-from jkv.core.positions import positions
-from jkv.core.tiers import attend_tier, brought, observed, picked, stayed, staying
+from jkv.memory.cache import Counts, LayerCache, Observation, Queries, Window, among
+from jkv.memory.layer import LayerConfig, LayerView
+from jkv.memory.positions import positions
 from jkv.models import Mix, ModelConfig, Params, family, rule
 from jkv.models import layer as block
 from jkv.models.states import State

@@ -16,10 +16,10 @@ import jax
 from jax.experimental.layout import Format, Layout
 
 from jkv import kernels
-from jkv.core.cache import Cache, Decoding, device_bytes
-from jkv.core.pages import KIND, settled
 from jkv.host import disk, forked
 from jkv.host.disk import cache_dir
+from jkv.memory.cache import Cache, Decoding, device_bytes
+from jkv.memory.pages import KIND, settled
 from jkv.models import Params
 
 if TYPE_CHECKING:

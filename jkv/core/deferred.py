@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.partial import with_sinks
-from jkv.core.attend import attend_window
+from jkv.attention.attend import attend_window
+from jkv.attention.evidence import evidence
+from jkv.attention.mask import causal
 from jkv.core.blocks import as_window, embedded, mixed, none
-from jkv.core.cache import Cache, Counts, LayerCache, Observation, Queries, Window
 from jkv.core.compiled import ANY, Run, call, flow, program
-from jkv.core.evidence import evidence
 from jkv.core.flush import flush, ranked
-from jkv.core.layer import LayerConfig
 from jkv.core.loop import copied
-from jkv.core.mask import causal
+from jkv.memory.cache import Cache, Counts, LayerCache, Observation, Queries, Window
+from jkv.memory.layer import LayerConfig
 from jkv.models import ModelConfig, Params
 from jkv.models import layer as block
 from jkv.protocols import PROBED, Columns, Probe

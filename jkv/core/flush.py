@@ -20,14 +20,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import per, put, take, take_along
-from jkv.core import codes, context
-from jkv.core.cache import Counts, LayerCache, Observation, Tier, Window
-from jkv.core.evidence import Evidence, evidence, watched, watching
-from jkv.core.layer import LayerConfig, TierConfig
+from jkv.attention import context
+from jkv.attention.evidence import Evidence, evidence, watched, watching
+from jkv.attention.pool import compete, together
+from jkv.attention.tiers import acting, after, decoded_keys, write
 from jkv.core.merge import Newcomers, evicted, merged, remembered
-from jkv.core.pages import is_far
-from jkv.core.pool import compete, together
-from jkv.core.tiers import acting, after, decoded_keys, write
+from jkv.memory import codes
+from jkv.memory.cache import Counts, LayerCache, Observation, Tier, Window
+from jkv.memory.layer import LayerConfig, TierConfig
+from jkv.memory.pages import is_far
 from jkv.protocols import Code, Codec, Columns, Entered
 
 if TYPE_CHECKING:

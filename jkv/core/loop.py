@@ -24,10 +24,10 @@ from jkv.core.blocks import (
     said,
     taken,
 )
-from jkv.core.cache import Cache, Decoding, LayerCache, lent
 from jkv.core.compiled import ANY, Run, call, flow, program
-from jkv.core.layer import LayerConfig, LayerView
 from jkv.core.sampling import Sampling, sample
+from jkv.memory.cache import Cache, Decoding, LayerCache, lent
+from jkv.memory.layer import LayerConfig, LayerView
 from jkv.models import Params, family
 from jkv.models.states import State
 

@@ -13,11 +13,12 @@ from jax import Array
 
 from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.tree import value
-from jkv.core import codes, context
-from jkv.core.cache import Tier
-from jkv.core.evidence import Evidence
-from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.tiers import write
+from jkv.attention import context
+from jkv.attention.evidence import Evidence
+from jkv.attention.tiers import write
+from jkv.memory import codes
+from jkv.memory.cache import Tier
+from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.protocols import Code, Codec, Columns, Lost, Merge
 
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jkv.core.cache import Cache, Decoding, Tier
-from jkv.core.pages import KIND, is_far
 from jkv.kernels import CONTEXT, HEADS, ROWS
+from jkv.memory.cache import Cache, Decoding, Tier
+from jkv.memory.pages import KIND, is_far
 from jkv.models import ModelConfig, Params
 from jkv.models.params import EACH
 from jkv.models.states import State

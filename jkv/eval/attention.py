@@ -14,14 +14,14 @@ from jax import Array
 
 from jkv.arrays.partial import softmax, with_sinks
 from jkv.arrays.tree import value
-from jkv.core import codes
-from jkv.core.attend import attend, attend_window
-from jkv.core.cache import Cache
+from jkv.attention.attend import attend, attend_window
+from jkv.attention.mask import causal, visible
+from jkv.attention.tiers import decoded_keys, gathered, picked
 from jkv.core.loop import flush_due, step
-from jkv.core.mask import causal, visible
-from jkv.core.pages import near
-from jkv.core.tiers import decoded_keys, gathered, picked
 from jkv.generation.report import divergence
+from jkv.memory import codes
+from jkv.memory.cache import Cache
+from jkv.memory.pages import near
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
 

@@ -14,13 +14,13 @@ from jax import Array
 
 from jkv.arrays.tree import part
 from jkv.core.blocks import attended, embedded, mixed
-from jkv.core.cache import Cache
 from jkv.core.compiled import ANY, Cost, Run, call, flow, program
 from jkv.core.loop import copied
-from jkv.core.positions import pad
 from jkv.eval.attention import to_spare
 from jkv.generation.report import divergence, tier_bits
 from jkv.generation.sizes import empty
+from jkv.memory.cache import Cache
+from jkv.memory.positions import pad
 from jkv.methods import as_config
 from jkv.methods.checks import check
 from jkv.methods.codecs import Dense

@@ -12,7 +12,6 @@ from jax import Array
 from rich.box import MARKDOWN
 from rich.table import Table
 
-from jkv.core.cache import Cache, layer_kept
 from jkv.generation.api import extend, generate, prefill
 from jkv.generation.asked import composition, model
 from jkv.generation.prompts import stop_ids_of
@@ -21,6 +20,7 @@ from jkv.generation.score import followed
 from jkv.host import console
 from jkv.host.extras import install
 from jkv.io.identity import fingerprint
+from jkv.memory.cache import Cache, layer_kept
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.cache import Cache, tree_bytes
 from jkv.eval.attention import mass, paid, sweep, to_spare
 from jkv.eval.replay import Prefills
 from jkv.eval.shared import Session
@@ -20,6 +19,7 @@ from jkv.generation.follow import SLICE, Follow, surprise
 from jkv.generation.prompts import encode
 from jkv.generation.report import divergence, full_bytes, tier_bits
 from jkv.generation.sizes import layout
+from jkv.memory.cache import Cache, tree_bytes
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.protocols import Sizes

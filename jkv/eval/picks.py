@@ -13,11 +13,11 @@ from jax import Array
 
 from jkv.arrays.partial import softmax, with_sinks
 from jkv.arrays.tree import value
-from jkv.core.attend import attend_window
-from jkv.core.cache import tree_bytes
-from jkv.core.evidence import QUERIES
-from jkv.core.mask import causal, visible
+from jkv.attention.attend import attend_window
+from jkv.attention.evidence import QUERIES
+from jkv.attention.mask import causal, visible
 from jkv.kernels import SLOTS
+from jkv.memory.cache import tree_bytes
 from jkv.methods.scores.attention import MASS
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block

@@ -13,16 +13,16 @@ from jax import Array
 
 from jkv.arrays.partial import with_sinks
 from jkv.arrays.tree import value
-from jkv.core.attend import attend_window
+from jkv.attention.attend import attend_window
+from jkv.attention.mask import causal
 from jkv.core.blocks import as_window, embedded, flushed, mixed, none, observation_of, said
-from jkv.core.cache import Cache, LayerCache, Observation, Queries, Window, tree_bytes
 from jkv.core.compiled import ANY, Cost, Run, call, flow, program
-from jkv.core.layer import LayerConfig
 from jkv.core.loop import copied
-from jkv.core.mask import causal
-from jkv.core.positions import bucket, pad
 from jkv.generation.prefill import Prompts, prefilled
 from jkv.generation.sizes import empty
+from jkv.memory.cache import Cache, LayerCache, Observation, Queries, Window, tree_bytes
+from jkv.memory.layer import LayerConfig
+from jkv.memory.positions import bucket, pad
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models import layer as block

@@ -16,10 +16,8 @@ import numpy as np
 from jax import Array
 
 from jkv.core import sampling as draw
-from jkv.core.cache import Cache, Decoding, tree_bytes
 from jkv.core.compiled import Cost
 from jkv.core.loop import borders, run_block, run_blocks
-from jkv.core.positions import bucket
 from jkv.core.sharding import over
 from jkv.generation.asked import Asked, Until, asked, composition, fit, model, stored
 from jkv.generation.chunks import Chunks
@@ -44,6 +42,8 @@ from jkv.generation.report import (
 from jkv.generation.steps import forks
 from jkv.host.arguments import count, short
 from jkv.io.store import Store
+from jkv.memory.cache import Cache, Decoding, tree_bytes
+from jkv.memory.positions import bucket
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models.weights import forms

@@ -11,13 +11,13 @@ from jax import Array
 
 from jkv import methods
 from jkv.core import sampling
-from jkv.core.cache import Cache
 from jkv.generation.drafters import Drafter, check, drafter
 from jkv.generation.passages import Passages
 from jkv.generation.prompts import check_length
 from jkv.host import forked
 from jkv.host.arguments import count, numbers, short
 from jkv.io.store import Store
+from jkv.memory.cache import Cache
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 

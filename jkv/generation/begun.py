@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.cache import Cache, Window
 from jkv.core.compiled import Cost
-from jkv.core.layer import LayerConfig
 from jkv.core.loop import prefill_after
-from jkv.core.positions import pad
 from jkv.generation.cache_file import weights
 from jkv.generation.prefill import Prompts
 from jkv.generation.sizes import empty, shaped
 from jkv.io.identity import fingerprint
 from jkv.io.store import BLOCK, Record
+from jkv.memory.cache import Cache, Window
+from jkv.memory.layer import LayerConfig
+from jkv.memory.positions import pad
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, Params
 

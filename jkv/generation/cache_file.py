@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.core.cache import Cache, Counts
-from jkv.core.pages import is_far, settled
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import layout
 from jkv.generation.steps import check_there
@@ -20,6 +18,8 @@ from jkv.host.results import versions
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
 from jkv.io.identity import fingerprint
+from jkv.memory.cache import Cache, Counts
+from jkv.memory.pages import is_far, settled
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
 from jkv.models import Params

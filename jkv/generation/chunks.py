@@ -7,13 +7,13 @@ from functools import partial
 
 import jax
 
-from jkv.core.attend import KEY_TILE, QUERY_TILE
-from jkv.core.cache import Cache, device_bytes
-from jkv.core.layer import LayerConfig
-from jkv.core.positions import bucket
+from jkv.attention.attend import KEY_TILE, QUERY_TILE
 from jkv.core.sharding import MeshPlan
 from jkv.host import memory
 from jkv.kernels import HEADS, ROWS
+from jkv.memory.cache import Cache, device_bytes
+from jkv.memory.layer import LayerConfig
+from jkv.memory.positions import bucket
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, rule

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.core import sampling as draw
-from jkv.core.cache import Decoding
 from jkv.core.loop import prefill_own, run_blocks
-from jkv.core.positions import bucket, pad
 from jkv.generation.sizes import empty
+from jkv.memory.cache import Decoding
+from jkv.memory.positions import bucket, pad
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.core import sampling
-from jkv.core.cache import Cache, Decoding
 from jkv.core.loop import prefill_own, run_blocks
-from jkv.core.positions import bucket, pad
 from jkv.core.sharding import over
 from jkv.generation.sizes import empty
 from jkv.host.arguments import short
+from jkv.memory.cache import Cache, Decoding
+from jkv.memory.positions import bucket, pad
 from jkv.methods.config import CacheConfig
 from jkv.methods.text import read_one_of
 from jkv.models import Params

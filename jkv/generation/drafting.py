@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.cache import Decoding
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_block
 from jkv.core.sampling import Sampling, sample
 from jkv.generation.drafters import Drafter, Guess
 from jkv.generation.verify import Draft, verify
+from jkv.memory.cache import Decoding
 from jkv.models import Params
 
 NODES = 8  # tokens of a pass, the root among them

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.cache import Cache, Decoding
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_blocks
 from jkv.core.sampling import make as sampling
 from jkv.core.sharding import over
+from jkv.memory.cache import Cache, Decoding
 from jkv.models import Params
 
 SLICE = 64  # tokens whose logits exist at once

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jkv.core.cache import Cache, LayerCache, tree_bytes
-from jkv.core.pages import Pages, is_far
 from jkv.io.figures import blank
+from jkv.memory.cache import Cache, LayerCache, tree_bytes
+from jkv.memory.pages import Pages, is_far
 from jkv.protocols import Code, Codec
 
 if TYPE_CHECKING:

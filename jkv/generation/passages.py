@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.core.blend import blended
-from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_own
-from jkv.core.positions import pad
 from jkv.generation.begun import Begins, BegunPrompts, Piece, Records, doubling, loaded
 from jkv.generation.prefill import Prompts
 from jkv.generation.prompts import encode_row
@@ -26,6 +24,8 @@ from jkv.generation.sizes import empty
 from jkv.generation.stored import Beginnings
 from jkv.host.arguments import count, numbers, short
 from jkv.io.store import Record, Store
+from jkv.memory.cache import Cache
+from jkv.memory.positions import pad
 from jkv.methods.config import CacheConfig
 from jkv.methods.text import read_one_of
 from jkv.models import Params

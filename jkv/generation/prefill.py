@@ -13,16 +13,16 @@ import numpy as np
 from jax import Array
 
 from jkv.core import sharding
-from jkv.core.cache import Cache, Counts
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.deferred import compress, probe, statistics
 from jkv.core.loop import prefill, prefill_own
-from jkv.core.positions import bucket, pad
 from jkv.generation.chunks import Chunks, chosen, spare
 from jkv.generation.draft import greedy
 from jkv.generation.prompts import check_length, check_total, reaching
 from jkv.generation.sizes import empty, shaped, sized
 from jkv.generation.steps import check_there
+from jkv.memory.cache import Cache, Counts
+from jkv.memory.positions import bucket, pad
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.models import Params

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.attend import prompt_kernel
-from jkv.core.cache import Cache, Tier, tree_bytes
-from jkv.core.pages import is_far
-from jkv.core.tiers import reader_of, staying
+from jkv.attention.attend import prompt_kernel
+from jkv.attention.tiers import reader_of, staying
 from jkv.generation.sizes import layout
 from jkv.kernels import Choice
+from jkv.memory.cache import Cache, Tier, tree_bytes
+from jkv.memory.pages import is_far
 from jkv.methods import parse
 
 

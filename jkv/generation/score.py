@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.core.cache import Cache
 from jkv.generation.api import prefill
 from jkv.generation.asked import model
 from jkv.generation.follow import Follow, surprise
@@ -19,6 +18,7 @@ from jkv.generation.prefill import extended
 from jkv.generation.prompts import Prompt, encode, encode_row
 from jkv.generation.report import kept_by_row
 from jkv.host.arguments import short
+from jkv.memory.cache import Cache
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 

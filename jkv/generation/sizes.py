@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.core.cache import Cache, Counts, device_bytes, tree_bytes
-from jkv.core.empty import empty_layer
-from jkv.core.pages import is_far, reachable, settled
+from jkv.memory.cache import Cache, Counts, device_bytes, tree_bytes
+from jkv.memory.empty import empty_layer
+from jkv.memory.pages import is_far, reachable, settled
 from jkv.methods.budgets import Size
 from jkv.methods.config import CacheConfig, resolve
 from jkv.models import ModelConfig, rule

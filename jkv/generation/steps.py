@@ -13,8 +13,8 @@ from jax.core import Tracer
 
 from jkv import kernels
 from jkv.core import loop
-from jkv.core.cache import Cache
 from jkv.core.compiled import ANY, Run, call, compiled, flow
+from jkv.memory.cache import Cache
 from jkv.models import Params
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_after, prefill_own
-from jkv.core.positions import pad
 from jkv.generation.begun import Begins, Records, doubling, loaded, tail
 from jkv.generation.sizes import empty
 from jkv.io.store import BLOCK, Store
+from jkv.memory.cache import Cache
+from jkv.memory.positions import pad
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 

@@ -12,15 +12,15 @@ from jax import Array
 from jkv.arrays.gather import put, take_along
 from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
-from jkv.core.attend import attend
+from jkv.attention.attend import attend
+from jkv.attention.mask import causal
+from jkv.attention.tiers import attend_tier, picked
 from jkv.core.blocks import as_window, none, with_residual
-from jkv.core.cache import Decoding, LayerCache, Queries, Tier, Window, lent
 from jkv.core.compiled import ANY, Run, call, flow, program
-from jkv.core.layer import LayerView, TierView
 from jkv.core.loop import Views, flush_due, going, views
-from jkv.core.mask import causal
 from jkv.core.sampling import Sampling, sample
-from jkv.core.tiers import attend_tier, picked
+from jkv.memory.cache import Decoding, LayerCache, Queries, Tier, Window, lent
+from jkv.memory.layer import LayerView, TierView
 from jkv.models import Params, family
 from jkv.models import layer as block
 from jkv.models.rope import Rope

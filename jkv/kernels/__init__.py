@@ -1,8 +1,8 @@
 """Hand-written kernels: one package an operation, one module a platform, and which of them runs.
 
-kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of `jkv.core.tiers`
-("xla") where not; what it took, and why, is logged once and stands in the report. "tpu" or "gpu" means that one or an
-error.
+kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of
+`jkv.attention.tiers` ("xla") where not; what it took, and why, is logged once and stands in the report. "tpu" or "gpu"
+means that one or an error.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import jax
 
 from jkv import kernels
-from jkv.core import codes
-from jkv.core.hot import RANKS
-from jkv.core.pages import reachable
-from jkv.core.pool import HEADS
+from jkv.attention.pool import HEADS
+from jkv.memory import codes
+from jkv.memory.hot import RANKS
+from jkv.memory.pages import reachable
 from jkv.methods.config import CacheConfig, expiring
 from jkv.protocols import Demand, needs_of
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jkv import kernels
 from jkv.arrays.tree import leaf, part
-from jkv.core.layer import LayerConfig, TierConfig
+from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.methods.budgets import All, Tokens
 from jkv.methods.codecs import Dense, Within
 from jkv.methods.scores.position import Newest, Protect

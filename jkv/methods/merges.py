@@ -10,7 +10,7 @@ from jax import Array
 
 from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.tree import part
-from jkv.core.cache import MERGED
+from jkv.memory.cache import MERGED
 from jkv.methods.scores.mixed import pivots, runs, unsorted
 from jkv.protocols import Columns, Entries, Evidence, Merge
 

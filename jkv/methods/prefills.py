@@ -11,7 +11,7 @@ from jax import Array
 from numpy.lib.stride_tricks import sliding_window_view
 
 from jkv.arrays.tree import part
-from jkv.core.layer import Pruning
+from jkv.memory.layer import Pruning
 from jkv.methods.checks import alone
 from jkv.methods.config import CacheConfig
 from jkv.methods.probes import Drafted

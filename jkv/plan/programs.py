@@ -16,10 +16,10 @@ from rich.table import Table
 
 from jkv import models
 from jkv.core import loop, sampling, sharding
-from jkv.core.pages import KIND
 from jkv.generation import sizes
 from jkv.generation.chunks import Chunks, chosen, gib, spare
 from jkv.generation.report import kernels_of, moved_bytes, prefill_kernel_of
+from jkv.memory.pages import KIND
 from jkv.methods import checks
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig

@@ -19,7 +19,6 @@ from jax import Array
 from jkv.batch.arrange import Bucket, Wave
 from jkv.batch.requests import Settings, said, survivable
 from jkv.batch.running import Running, Shapes
-from jkv.core.cache import tree_bytes
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.loop import admit, prefill_own, run_block
 from jkv.generation.api import prefill
@@ -27,6 +26,7 @@ from jkv.generation.chunks import gib, spare
 from jkv.generation.follow import Follow
 from jkv.generation.prompts import reaching, stop_ids_of
 from jkv.io.store import Store
+from jkv.memory.cache import tree_bytes
 from jkv.methods.checks import check, check_prefill
 from jkv.methods.config import CacheConfig
 from jkv.models import Params

@@ -20,9 +20,9 @@ from jkv.batch.arrange import arrange
 from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running, Shapes
 from jkv.core import loop, sampling, sharding
-from jkv.core.cache import Cache
 from jkv.core.compiled import Cost, compiled
 from jkv.generation import sizes
+from jkv.memory.cache import Cache
 from jkv.methods.codecs import Affine, LowRank
 from jkv.methods.config import CacheConfig, TierSpec
 from jkv.plan.collectives import collectives

@@ -27,12 +27,12 @@ from jkv.batch.signals import FAILED
 from jkv.batch.work import run
 from jkv.cli.app import app
 from jkv.core import loop, sampling, sharding
-from jkv.core.cache import tree_bytes
 from jkv.generation import chunks, sizes
 from jkv.generation.cache_file import weights
 from jkv.io import learned as trained
 from jkv.io import load as loading
 from jkv.io.remote import names
+from jkv.memory.cache import tree_bytes
 from jkv.methods.scores import learned
 from jkv.plan.programs import TRIES
 from support import rig, stores

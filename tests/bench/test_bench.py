@@ -17,9 +17,9 @@ from jkv.bench import compare, drafts, engines, growth, kernel, measure, recomme
 from jkv.cli import bench as cli
 from jkv.cli import measuring
 from jkv.cli.app import app
-from jkv.core.cache import tree_bytes
 from jkv.core.compiled import peak_bytes
 from jkv.host import memory
+from jkv.memory.cache import tree_bytes
 from support import commands
 
 RUNNER = CliRunner()

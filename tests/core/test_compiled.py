@@ -14,8 +14,8 @@ import pytest
 import jkv.models as models
 from jkv import methods
 from jkv.core import loop, sampling
-from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
+from jkv.memory.cache import tree_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ import pytest
 
 from jkv.arrays.tree import part
 from jkv.core import loop
-from jkv.core.cache import Counts, LayerCache, Observation, Window
-from jkv.core.empty import empty_layer
 from jkv.core.flush import _first_of, flush
-from jkv.core.layer import LayerConfig
 from jkv.generation import sizes
+from jkv.memory.cache import Counts, LayerCache, Observation, Window
+from jkv.memory.empty import empty_layer
+from jkv.memory.layer import LayerConfig
 from jkv.methods.budgets import All, Tokens
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig, resolve

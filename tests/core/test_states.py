@@ -16,11 +16,11 @@ import pytest
 import jkv
 from jkv import methods
 from jkv.core import compiled, loop
-from jkv.core.cache import tree_bytes
-from jkv.core.positions import bucket
 from jkv.generation import inspect, sizes
 from jkv.generation.draft import greedy
 from jkv.io import load as loading
+from jkv.memory.cache import tree_bytes
+from jkv.memory.positions import bucket
 from jkv.models.ssd import STRETCH
 from jkv.plan.hlo import PLACES, lines
 from support.tiny import GATED

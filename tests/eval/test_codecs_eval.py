@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from jkv import models
 from jkv.cli.app import app
-from jkv.core.codes import decode, encode
 from jkv.eval import experiments
 from jkv.eval.codecs import Codecs, banded, outlying
 from jkv.io import load as loading
+from jkv.memory.codes import decode, encode
 from jkv.methods import parse
 from jkv.methods.codecs import Dense
 from support.speaking import PARAMS

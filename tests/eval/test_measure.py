@@ -10,13 +10,13 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.core.cache import Cache, LayerCache
 from jkv.core.loop import step
 from jkv.eval import attention, experiments, measure, shared, tasks
 from jkv.eval.measure import Fidelity, Texts
 from jkv.generation.report import divergence
 from jkv.io import learned
 from jkv.io.load import load
+from jkv.memory.cache import Cache, LayerCache
 from jkv.methods import CATALOGUE, parse
 from support import tiny
 from support.speaking import PARAMS, byte_tokenizer

@@ -11,10 +11,10 @@ import pytest
 
 import jkv
 from jkv import methods, models
-from jkv.core.cache import tree_bytes
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_own
 from jkv.generation import chunks, prefill, sizes
+from jkv.memory.cache import tree_bytes
 
 PARAMS = models.random(models.TINY)
 PROMPT = [(7 * i) % 97 for i in range(400)]

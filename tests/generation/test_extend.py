@@ -8,7 +8,7 @@ import pytest
 
 import jkv
 from jkv.core import loop
-from jkv.core.cache import Cache
+from jkv.memory.cache import Cache
 from jkv.methods import CATALOGUE, checks
 from jkv.methods.budgets import Beyond
 from support import rig

@@ -12,8 +12,8 @@ import pytest
 
 import jkv
 from jkv.core import blocks, compiled, loop
-from jkv.core.positions import bucket
 from jkv.generation.prompts import encode
+from jkv.memory.positions import bucket
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 import jkv
 from jkv.batch.job import Job
 from jkv.batch.work import run
-from jkv.core.cache import Cache
 from jkv.io import load as loading
+from jkv.memory.cache import Cache
 from jkv.methods import parse
 from support import commands
 from support.speaking import TINY, byte_tokenizer

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import pytest
 
 from jkv.arrays.gather import put
-from jkv.core import codes as codes_of
-from jkv.core.empty import empty_side
+from jkv.memory import codes as codes_of
+from jkv.memory.empty import empty_side
 from jkv.methods.codecs import Affine, Dense
 from jkv.plan import cuda
 

@@ -13,8 +13,9 @@ from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv import kernels, methods, models
-from jkv.core import attend, deferred, loop
-from jkv.core.mask import causal
+from jkv.attention import attend
+from jkv.attention.mask import causal
+from jkv.core import deferred, loop
 from jkv.generation import sizes
 from jkv.kernels.prefill_attention import check, reference, spans, tpu
 

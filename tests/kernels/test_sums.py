@@ -14,7 +14,8 @@ from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv import kernels, methods, models
-from jkv.core import evidence, loop
+from jkv.attention import evidence
+from jkv.core import loop
 from jkv.generation import sizes
 from jkv.kernels.column_sums import check, reference, tpu
 from jkv.kernels.prefill_attention.check import Case

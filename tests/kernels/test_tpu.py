@@ -14,12 +14,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv import methods, models
 from jkv.arrays.gather import put
-from jkv.core import codes, loop, sampling
+from jkv.core import loop, sampling
 from jkv.generation import sizes
 from jkv.kernels.decode_attention import reference
 from jkv.kernels.decode_attention import tpu as kernel
 from jkv.kernels.decode_attention import tpu_sides as sides
 from jkv.kernels.place import tpu as placing
+from jkv.memory import codes
 from jkv.methods.codecs import Affine, Dense, Sparse
 from jkv.protocols import Codec, KernelCodes
 

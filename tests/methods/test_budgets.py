@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core.cache import Counts, tree_bytes
 from jkv.core.flush import _limit
 from jkv.generation.sizes import layout
+from jkv.memory.cache import Counts, tree_bytes
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.budgets import Beyond, Tokens, beyond
 from jkv.methods.checks import check

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jkv import methods, models
-from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 from jkv.io import learned
+from jkv.memory.cache import tree_bytes
 from jkv.methods.budgets import Beyond
 from jkv.methods.prefills import PromptCompression
 

@@ -14,10 +14,10 @@ import jkv
 from jkv import models
 from jkv.arrays.tree import part
 from jkv.core import compiled, loop
-from jkv.core.codes import decode
 from jkv.generation import sizes
 from jkv.generation.cache_file import load_cache, save_cache
 from jkv.io.errors import FormatError
+from jkv.memory.codes import decode
 from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.codecs import Dense

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv.arrays.bits import pack, unpack
-from jkv.core.empty import empty_side
+from jkv.memory.empty import empty_side
 from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Sparse, Ternary
 
 CODECS = [

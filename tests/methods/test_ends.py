@@ -11,9 +11,10 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.core import codes, loop
-from jkv.core.cache import Cache
+from jkv.core import loop
 from jkv.kernels.decode_attention.reference import dense
+from jkv.memory import codes
+from jkv.memory.cache import Cache
 from jkv.methods import parse
 from jkv.methods.codecs import Affine, Dense
 from jkv.methods.codecs.turned import Balanced, Permuted, Projected, Rotated, rotation

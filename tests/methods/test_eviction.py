@@ -12,8 +12,8 @@ import pytest
 
 from jkv import methods
 from jkv.core import loop
-from jkv.core.cache import Counts, Queries
 from jkv.core.flush import _limit
+from jkv.memory.cache import Counts, Queries
 from jkv.methods.config import resolve
 from jkv.methods.divisions import pyramid
 from jkv.methods.merges import Nearest, shares

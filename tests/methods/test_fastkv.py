@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core.cache import Counts
-from jkv.core.layer import Pruning
+from jkv.memory.cache import Counts
+from jkv.memory.layer import Pruning
 from jkv.methods import parse
 from jkv.methods.config import resolve
 from jkv.models import family

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jkv import methods
-from jkv.core.evidence import Evidence
+from jkv.attention.evidence import Evidence
 from jkv.methods.config import resolve
 from jkv.methods.scores.ladder import Contest, Ladder
 from jkv.methods.scores.position import Protect

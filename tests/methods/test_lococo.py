@@ -9,8 +9,8 @@ import pytest
 import jkv
 from jkv import methods
 from jkv.core import loop
-from jkv.core.codes import decode
 from jkv.io import learned
+from jkv.memory.codes import decode
 from jkv.methods.mixtures import Blend, Mixtures
 from support import rig
 from support.mixtures import BUDGET, IDS, PIECE, by_hand, first_layer

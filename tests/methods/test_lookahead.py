@@ -10,9 +10,9 @@ import pytest
 
 import jkv
 from jkv.core import deferred, loop
-from jkv.core.positions import pad
 from jkv.generation import sizes
 from jkv.generation.draft import greedy
+from jkv.memory.positions import pad
 from jkv.methods import CATALOGUE, checks, parse
 from jkv.methods.probes import AGAIN, Pseudo, Rebuilt
 from support import rig

@@ -13,11 +13,11 @@ import pytest
 
 from jkv import methods
 from jkv.arrays.bits import floats
+from jkv.attention.evidence import Evidence
 from jkv.core import loop
-from jkv.core.cache import MERGED, Observation, Queries, Window
-from jkv.core.codes import decode
-from jkv.core.evidence import Evidence
 from jkv.core.flush import flush
+from jkv.memory.cache import MERGED, Observation, Queries, Window
+from jkv.memory.codes import decode
 from jkv.methods import merges
 from jkv.methods.codecs import Separable
 from jkv.methods.config import resolve

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core.codes import decode
+from jkv.memory.codes import decode
 from jkv.methods.scores.wrappers import Reaching
 from support import rig
 from support.rig import CASES, LENGTHS, PARAMS, PROMPT, H, L

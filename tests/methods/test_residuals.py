@@ -13,9 +13,9 @@ from jkv import models
 from jkv.arrays.partial import Partial, merge
 from jkv.arrays.tree import part, value
 from jkv.core import loop
-from jkv.core.positions import positions
 from jkv.generation import sizes
 from jkv.generation.cache_file import load_cache, save_cache
+from jkv.memory.positions import positions
 from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jkv.arrays.tree import part
+from jkv.attention.evidence import Evidence
 from jkv.core import loop
-from jkv.core.evidence import Evidence
 from jkv.generation import sizes
 from jkv.methods.config import CacheConfig
 from jkv.methods.divisions import pyramid

@@ -11,7 +11,7 @@ import pytest
 
 from jkv import models
 from jkv.core import loop
-from jkv.core.codes import decode
+from jkv.memory.codes import decode
 from jkv.methods import parse
 from jkv.methods.codecs import Dense, Separable
 from jkv.protocols import Code

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import codes, loop
-from jkv.core.cache import Cache
+from jkv.core import loop
+from jkv.memory import codes
+from jkv.memory.cache import Cache
 from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.codecs import Affine, Dense

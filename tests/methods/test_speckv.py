@@ -11,9 +11,9 @@ import pytest
 
 import jkv
 from jkv.core.compiled import Cost
-from jkv.core.positions import pad, positions
 from jkv.generation.draft import greedy
 from jkv.generation.prefill import Prompts
+from jkv.memory.positions import pad, positions
 from jkv.methods import parse
 from jkv.methods.prefills import PromptCompression, chosen
 from jkv.methods.probes import Drafted

@@ -17,14 +17,14 @@ import pytest
 
 import jkv.methods.scores
 from jkv.arrays.tree import part
+from jkv.attention.evidence import evidence as seen
 from jkv.core import deferred, loop
-from jkv.core.cache import Counts, LayerCache, Observation, Queries, Window
-from jkv.core.empty import empty_layer
-from jkv.core.evidence import evidence as seen
 from jkv.core.flush import flush
-from jkv.core.layer import LayerConfig
 from jkv.generation import sizes
 from jkv.io import learned
+from jkv.memory.cache import Counts, LayerCache, Observation, Queries, Window
+from jkv.memory.empty import empty_layer
+from jkv.memory.layer import LayerConfig
 from jkv.methods.budgets import Tokens
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig, resolve

@@ -13,9 +13,9 @@ import jkv
 from jkv import methods, models
 from jkv.core import loop
 from jkv.core.blocks import said
-from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 from jkv.io import load
+from jkv.memory.cache import tree_bytes
 from jkv.models import coding, weights
 from support import ggufs
 

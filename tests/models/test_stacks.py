@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.core.cache import tree_bytes
 from jkv.io import load
 from jkv.io.gguf_model import read_gguf
+from jkv.memory.cache import tree_bytes
 from jkv.models import coding, stacks, weights
 from support import ggufs
 

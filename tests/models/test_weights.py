@@ -12,13 +12,13 @@ import pytest
 import jkv
 from jkv import methods, models
 from jkv.core import loop, sampling
-from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 from jkv.io import gguf_blocks, load
 from jkv.io.gguf import Rows, Tensor
 from jkv.io.gguf_model import read_gguf
 from jkv.io.identity import fingerprint
 from jkv.io.load import FORMS
+from jkv.memory.cache import tree_bytes
 from jkv.models import coding, weights
 from support import ggufs
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from jkv import methods, models
 from jkv.cli import app as cli
 from jkv.core import sharding
-from jkv.core.cache import tree_bytes
 from jkv.generation import sizes
 from jkv.io.load import load
+from jkv.memory.cache import tree_bytes
 from jkv.plan import hlo
 from jkv.plan import programs as plan
 from jkv.plan.target import Target, target

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jkv import models
 from jkv.arrays.partial import softmax
-from jkv.core.positions import positions
+from jkv.memory.positions import positions
 from jkv.models import Params, rule
 from jkv.models.states import State
 from support.tiny import PARAMS

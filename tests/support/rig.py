@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import methods
-from jkv.core import codes as codecs
 from jkv.core import loop, sampling
-from jkv.core.cache import Cache
 from jkv.core.compiled import Cost
-from jkv.core.layer import LayerConfig
-from jkv.core.positions import pad
 from jkv.generation import sizes
 from jkv.generation.prefill import Prompts
+from jkv.memory import codes as codecs
+from jkv.memory.cache import Cache
+from jkv.memory.layer import LayerConfig
+from jkv.memory.positions import pad
 from jkv.methods import CATALOGUE
 from jkv.methods.budgets import Beyond
 from jkv.methods.catalogue import Row

@@ -11,8 +11,8 @@ import numpy as np
 
 from jkv import methods
 from jkv.arrays.tree import part
-from jkv.core.cache import Queries, Window
-from jkv.core.evidence import Evidence
+from jkv.attention.evidence import Evidence
+from jkv.memory.cache import Queries, Window
 from jkv.methods.config import resolve
 from jkv.models.rope import Rope
 from jkv.protocols import Born, Score

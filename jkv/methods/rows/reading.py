@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jkv.core.evidence import QUERIES
+from jkv.attention.evidence import QUERIES
 from jkv.methods.budgets import All, Size, at_most
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.config import TierSpec

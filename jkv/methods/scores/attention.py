@@ -13,12 +13,12 @@ from jax import Array
 
 from jkv.arrays.gather import per, take_along
 from jkv.arrays.tree import part
-from jkv.core.mask import visible
+from jkv.attention.mask import visible
 from jkv.methods.scores.position import given
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.core.cache import Queries
+    from jkv.memory.cache import Queries
 
 BITS = 24  # of a word: every whole number of so many bits is a float32
 MASS = "mass"  # the column of all attention so far

@@ -13,8 +13,8 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import leaf, part
-from jkv.core.cache import MERGED
-from jkv.core.mask import visible
+from jkv.attention.mask import visible
+from jkv.memory.cache import MERGED
 from jkv.methods.scores.keys import norms
 from jkv.methods.scores.position import Wrapper, across
 from jkv.protocols import Born, Columns, Evidence, Needs, Score

@@ -10,7 +10,7 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import part
-from jkv.core.cache import Queries
+from jkv.memory.cache import Queries
 from jkv.methods.scores.attention import mass
 from jkv.methods.scores.keys import norms
 from jkv.methods.scores.position import Wrapper

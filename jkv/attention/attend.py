@@ -10,7 +10,7 @@ from jax import Array
 
 from jkv import kernels
 from jkv.arrays.partial import Partial, merge, nothing, softmax_parts
-from jkv.core.mask import Mask
+from jkv.attention.mask import Mask
 from jkv.models.scale import Scale
 
 QUERY_TILE, KEY_TILE = 256, 256  # of the blocked prefill sweep: a tile of scores stays in cache

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import per
-from jkv.core import codes
-from jkv.core.cache import Window
-from jkv.core.layer import LayerView
+from jkv.memory import codes
+from jkv.memory.cache import Window
+from jkv.memory.layer import LayerView
 from jkv.models.rope import Rope
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.core import codes
-from jkv.core.cache import LayerCache, Queries, Tier, Window
-from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.pages import Pages
+from jkv.memory import codes
+from jkv.memory.cache import LayerCache, Queries, Tier, Window
+from jkv.memory.layer import LayerConfig, TierConfig
+from jkv.memory.pages import Pages
 from jkv.models import ModelConfig
 from jkv.protocols import Code, Codec, Entered, Look, Selector
 

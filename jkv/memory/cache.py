@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import static, value
-from jkv.core.pages import is_far
 from jkv.kernels import CONTEXT, HEADS
+from jkv.memory.pages import is_far
 from jkv.protocols import Code, Codec, Columns, Counts, Needs, Queries, Window
 
 if TYPE_CHECKING:
-    from jkv.core.layer import LayerConfig, LayerView, TierView
+    from jkv.memory.layer import LayerConfig, LayerView, TierView
     from jkv.models import ModelConfig
     from jkv.models.states import State
 

@@ -13,11 +13,9 @@ from jax import Array
 
 from jkv import kernels
 from jkv.arrays.tree import static, value
-from jkv.core import context
-from jkv.core.cache import MERGED, Counts, LayerCache, Observation, Queries, Tier, Window
-from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.mask import causal, visible
-from jkv.core.tiers import (
+from jkv.attention import context
+from jkv.attention.mask import causal, visible
+from jkv.attention.tiers import (
     asked,
     bare,
     counted,
@@ -27,7 +25,9 @@ from jkv.core.tiers import (
     tier_dot,
     tier_mix,
 )
-from jkv.core.tiles import cut, over_tiles, tile_size
+from jkv.attention.tiles import cut, over_tiles, tile_size
+from jkv.memory.cache import MERGED, Counts, LayerCache, Observation, Queries, Tier, Window
+from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.protocols import Columns, needs_of
 
 if TYPE_CHECKING:

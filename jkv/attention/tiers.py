@@ -14,15 +14,16 @@ from jax import Array
 from jkv import kernels
 from jkv.arrays.gather import per, put, take
 from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
-from jkv.core import codes, context
-from jkv.core.attend import FEW
-from jkv.core.cache import MERGED, Tier
-from jkv.core.hot import Hot
-from jkv.core.layer import TierView
-from jkv.core.mask import Mask
-from jkv.core.pages import is_far, sample
-from jkv.core.pool import line, together
-from jkv.core.tiles import cut, over_tiles, tile_size
+from jkv.attention import context
+from jkv.attention.attend import FEW
+from jkv.attention.mask import Mask
+from jkv.attention.pool import line, together
+from jkv.attention.tiles import cut, over_tiles, tile_size
+from jkv.memory import codes
+from jkv.memory.cache import MERGED, Tier
+from jkv.memory.hot import Hot
+from jkv.memory.layer import TierView
+from jkv.memory.pages import is_far, sample
 from jkv.models.rope import Rope
 from jkv.models.scale import Scale
 from jkv.protocols import Code, Codec, KernelCodes, Look

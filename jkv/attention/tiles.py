@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import per
-from jkv.core.pages import Pages, is_far
+from jkv.memory.pages import Pages, is_far
 from jkv.protocols import Code
 
 TILE = 512  # slots of a coded tier that are read at a time

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from jkv import models
+from jkv.attention.attend import attend_window, prompt_kernel
+from jkv.attention.mask import causal
+from jkv.attention.tiers import kernel_of
 from jkv.core import loop
-from jkv.core.attend import attend_window, prompt_kernel
 from jkv.core.blocks import none
-from jkv.core.cache import MERGED, Cache, tree_bytes
-from jkv.core.codes import decode
 from jkv.core.deferred import compress
-from jkv.core.mask import causal
-from jkv.core.tiers import kernel_of
 from jkv.generation import sizes
+from jkv.memory.cache import MERGED, Cache, tree_bytes
+from jkv.memory.codes import decode
 from jkv.methods import parse
 from jkv.methods.codecs import Separable
 from jkv.methods.config import CacheConfig, TierSpec, resolve

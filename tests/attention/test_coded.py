@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.core.codes import decode, encode
-from jkv.core.positions import positions
+from jkv.memory.codes import decode, encode
+from jkv.memory.positions import positions
 from jkv.methods import parse
 from jkv.methods.checks import check
 from support import rig

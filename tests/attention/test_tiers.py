@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.core.cache import Tier
-from jkv.core.codes import decode, encode, fit
-from jkv.core.empty import empty_tier
+from jkv.attention.mask import causal
+from jkv.attention.tiers import attend_tier, look, picked, tier_dot
+from jkv.attention.tiles import tile_size
 from jkv.core.flush import _admit
-from jkv.core.layer import LayerConfig, TierConfig
-from jkv.core.mask import causal
 from jkv.core.merge import Newcomers
-from jkv.core.tiers import attend_tier, look, picked, tier_dot
-from jkv.core.tiles import tile_size
+from jkv.memory.cache import Tier
+from jkv.memory.codes import decode, encode, fit
+from jkv.memory.empty import empty_tier
+from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
 from jkv.methods.codecs import (

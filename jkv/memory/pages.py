@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from jkv.arrays.gather import per
 from jkv.arrays.tree import static, value
-from jkv.core.hot import Hot
+from jkv.memory.hot import Hot
 from jkv.protocols import Code
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jkv.arrays.partial import merge_all
-from jkv.core import attend as A
-from jkv.core.mask import Mask, causal, every
+from jkv.attention import attend as A
+from jkv.attention.mask import Mask, causal, every
 
 rng = np.random.default_rng(0)
 B, H, G, T, S, D = 2, 2, 2, 3, 24, 16

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.attention.attend import attend, attend_window
+from jkv.attention.mask import causal, visible
 from jkv.core import deferred, loop
-from jkv.core.attend import attend, attend_window
-from jkv.core.cache import Cache
-from jkv.core.mask import causal, visible
-from jkv.core.positions import pad
 from jkv.generation import sizes
+from jkv.memory.cache import Cache
+from jkv.memory.positions import pad
 from jkv.methods import parse
 from jkv.models import Params
 from support import rig

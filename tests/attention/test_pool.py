@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv import methods, models
+from jkv.attention.mask import causal
+from jkv.attention.pool import compete
+from jkv.attention.tiers import attend_tier
 from jkv.core import loop
-from jkv.core.mask import causal
-from jkv.core.pool import compete
-from jkv.core.tiers import attend_tier
 from jkv.methods import checks
 from support import rig
 from support.rig import FORCED, LENGTHS, MODEL, PROMPT, H, L

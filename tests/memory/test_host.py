@@ -14,13 +14,13 @@ import pytest
 import jkv
 from jkv import methods, models
 from jkv.core import loop, sampling
-from jkv.core.cache import Cache, device_bytes, host_bytes
 from jkv.core.compiled import Compiled
-from jkv.core.hot import RANKS, Hot
-from jkv.core.pages import Pages, near, settled
-from jkv.core.positions import pad
 from jkv.generation import sizes
 from jkv.generation.report import moved_bytes, pages_asked
+from jkv.memory.cache import Cache, device_bytes, host_bytes
+from jkv.memory.hot import RANKS, Hot
+from jkv.memory.pages import Pages, near, settled
+from jkv.memory.positions import pad
 from jkv.methods.checks import check
 from jkv.protocols import Code
 from support import rig

@@ -15,7 +15,8 @@ from jkv.bench.results import SEED
 from jkv.bench.speed import number
 from jkv.eval import corpora
 from jkv.generation.api import Result, generate
-from jkv.generation.drafters import Drafter, drafter
+from jkv.generation.drafters import Drafter
+from jkv.generation.through import drafter
 from jkv.models import Params
 
 KINDS = ("quote", "code", "json", "prose", "again")

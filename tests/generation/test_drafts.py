@@ -138,6 +138,7 @@ def test_a_smaller_model_guesses_and_the_larger_one_decides():
             assert got.tokens == want.tokens and got.report.passes <= few
 
 
+@pytest.mark.slow
 def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_for_that():
     """Of one that holds everything all guesses are right; no cache, and nothing behind it, changes a token."""
 

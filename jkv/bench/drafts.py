@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,11 @@ from jkv.bench.results import SEED
 from jkv.bench.speed import number
 from jkv.eval import corpora
 from jkv.generation.api import Result, generate
-from jkv.generation.drafters import Drafter, drafter
+from jkv.generation.drafters import Drafter
+from jkv.generation.through import drafter
 from jkv.models import Params
 
+Found = tuple[float, float, float, bool]  # ms a token plain and with drafts, tokens a pass, the same tokens or not
 KINDS = ("quote", "code", "json", "prose", "again")
 NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jo", "Kai", "Lia")
 
@@ -60,24 +62,42 @@ def rows(
         texts = prompts(kind, params, samples)
         for draft in drafts:
             found = [_pair(params, cache, draft, text, kind, new, rounds) for text in texts]
-            plain, ms, each, equal = (np.asarray(x) for x in zip(*found, strict=True))
-            yield {
-                "kind": kind,
-                "draft": draft,
-                "plain_ms": float(plain.mean()),
-                "ms": float(ms.mean()),
-                "speedup": float(plain.sum() / ms.sum()),
-                "speedups": (plain / ms).round(3).tolist(),
-                "tokens_a_pass": float(each.mean()),
-                "equal": bool(equal.all()),
-                "prompts": len(texts),
-            }
+            yield _row(kind, draft, found)
 
 
-def _pair(
-    params: Params, cache: str, draft: str, text: str, kind: str, new: int, rounds: int
-) -> tuple[float, float, float, bool]:
-    """ms a token plain and with drafts, tokens a pass, and whether the tokens are the same."""
+def long(
+    params: Params, cache: str, drafts: Sequence[str], batch: int, context: int, new: int, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each drafter, of one batch of texts of `context` tokens that go on; as `rows` otherwise, greedy."""
+    assert params.tokenizer is not None
+    tokens = params.tokenizer.encode(corpora.text("stdlib"))
+    texts = np.asarray(corpora.windows(tokens, context, batch, SEED)).tolist()
+    for draft in drafts:
+        run = partial(generate, params, cache, texts, max_new_tokens=new, stop_ids=())
+        found = [_timed(run, partial(_with, run, params, draft), rounds)]
+        yield _row(f"{batch} texts of {context} tokens", draft, found)
+
+
+def _with(run: Callable[..., Result], params: Params, draft: str) -> Result:
+    return run(draft=drafter(draft, params))
+
+
+def _row(kind: str, draft: str, found: Sequence[Found]) -> dict[str, Any]:
+    plain, ms, each, equal = (np.asarray(x) for x in zip(*found, strict=True))
+    return {
+        "kind": kind,
+        "draft": draft,
+        "plain_ms": float(plain.mean()),
+        "ms": float(ms.mean()),
+        "speedup": float(plain.sum() / ms.sum()),
+        "speedups": (plain / ms).round(3).tolist(),
+        "tokens_a_pass": float(each.mean()),
+        "equal": bool(equal.all()),
+        "prompts": len(found),
+    }
+
+
+def _pair(params: Params, cache: str, draft: str, text: str, kind: str, new: int, rounds: int) -> Found:
     heat = {"temperature": 0.7, "seed": SEED} if kind == "prose" else {}
 
     def run(guess: Drafter | None, text: str) -> Result:
@@ -90,10 +110,14 @@ def _pair(
             run(guess, text[: 9 * len(text) // 10])
         return run(guess, text)
 
-    results = turns([lambda: run(None, text), drafted], rounds)
+    return _timed(lambda: run(None, text), drafted, rounds)
+
+
+def _timed(plain_: Callable[[], Result], drafted: Callable[[], Result], rounds: int) -> Found:
+    results = turns([plain_, drafted], rounds)
     plain, ms = (1e3 / np.median([x.report.decode_tokens_per_s for x in some]) for some in results)
     (a, *_), (b, *_) = results
-    return float(plain), float(ms), b.report.tokens_new / (b.report.passes or 1), a.tokens == b.tokens
+    return float(plain), float(ms), b.report.tokens_new / b.report.rows / (b.report.passes or 1), a.tokens == b.tokens
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:

@@ -181,7 +181,9 @@ def generate(
     n: Annotated[int, typer.Option("-n", min=1, help="Answers to the prompt, which is read once.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     chunk: Chunk = None,
-    draft: Annotated[str | None, typer.Option(help="Guess tokens and verify several a pass: suffix, recycle.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle, a cache.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
     stored: Stored = Stored(),
     chat: Chat = None,

@@ -158,11 +158,13 @@ def guesses(
     samples: Annotated[int, typer.Option(min=1, max=12, help="Prompts of a kind.")] = 3,
     new: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 128,
     rounds: Rounds = 3,
+    batch: Annotated[int, typer.Option(min=1, help="With --context: texts at once.")] = 1,
+    context: Annotated[int, typer.Option(min=0, help="Instead of the kinds: texts of so many tokens go on.")] = 0,
 ) -> None:
     """Decoding with drafts beside plain decoding, in turns: ms a token, tokens a pass, by kind of text."""
     cores, dtype = start((cache,), machine, None)
     from jkv.bench import drafts, results
-    from jkv.generation.drafters import drafter
+    from jkv.generation.through import drafter
     from jkv.io.load import load
 
     asked, params = draft or ["suffix", "recycle"], load(model, dtype)
@@ -171,9 +173,12 @@ def guesses(
     for x in asked:
         drafter(x, params)
     found = partial(drafts.rows, params, cache, asked, samples, new, rounds)
+    if context:
+        found = partial(drafts.long, params, cache, asked, batch, context, new, rounds)
     says = lambda r: f"{r['kind']}, {r['draft']}: {r['speedup']:.2f}x"  # noqa: E731
-    about = results.meta(model, cores, dtype=dtype, cache=cache, samples=samples, new=new, rounds=rounds)
-    measure(len(asked) * len(drafts.KINDS), found, says, drafts.table, about, machine.out)
+    how = {"batch": batch, "context": context} if context else {"samples": samples}
+    about = results.meta(model, cores, dtype=dtype, cache=cache, **how, new=new, rounds=rounds)
+    measure(len(asked) * (1 if context else len(drafts.KINDS)), found, says, drafts.table, about, machine.out)
 
 
 @app.command()

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-
-from jkv.core import sampling
-from jkv.core.loop import prefill_own, run_blocks
-from jkv.core.sharding import over
-from jkv.generation.sizes import empty
-from jkv.host.arguments import short
-from jkv.memory.cache import Cache, Decoding
-from jkv.memory.positions import bucket, pad
-from jkv.methods.config import CacheConfig
-from jkv.methods.text import read_one_of
-from jkv.models import Params
-
-PIECE = 8  # tokens that a smaller model reads at a time
 
 RANKS = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)  # how often the r-th likeliest token of before comes again
 
@@ -54,6 +39,11 @@ class Drafter(Protocol):
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
         """Verified tokens i32[B,N], -1 none, and the likeliest after each, i32[B,N,top]."""
+        ...
+
+    def branch(self, rows: list[list[int]]) -> Drafter:
+        """A drafter after rows that will stay, for guesses after these that another drafter verifies: what it is asked
+        and told leaves this one's rows as they are."""
         ...
 
     def end(self, rows: list[list[int]]) -> None:
@@ -103,6 +93,9 @@ class Suffix:
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
         """Nothing: rows are read where they are."""
+
+    def branch(self, rows: list[list[int]]) -> Suffix:
+        return self
 
     def end(self, rows: list[list[int]]) -> None:
         new = [np.asarray([*row[start:], -1], np.int32) for row, start in zip(rows, self.starts, strict=True)]
@@ -182,6 +175,9 @@ class Recycling:
             first = first[tokens >= 0]
             self.table[row[first]] = best[first]
 
+    def branch(self, rows: list[list[int]]) -> Recycling:
+        return self
+
     def end(self, rows: list[list[int]]) -> None:
         """Nothing: all was learned."""
 
@@ -210,93 +206,3 @@ def template(most: int) -> tuple[list[int], list[int], float]:
     nodes.sort(key=lambda node: (len(node[0]), node[0]))
     index = {ranks: i for i, (ranks, _) in enumerate(nodes)}
     return [index.get(x[:-1], -1) for x in index], [x[-1] for x in index], sum(p for _, p in nodes)
-
-
-@dataclass
-class Smaller:
-    """Guesses by a smaller model of the same vocabulary: its greedy tokens, through a full cache of its own.
-
-    Before each pass it reads the tokens that are new to it, PIECE at a time, and decodes from a copy of its cache, so
-    what is not taken leaves no trace. Speculative decoding (2211.17192) with guesses that are points: a token is taken
-    with the probability that the larger model gives it.
-    """
-
-    params: Params
-    top: int = field(default=0, init=False)
-    cache: Cache | None = field(default=None, init=False, repr=False)
-    read: list[int] = field(default_factory=list, init=False, repr=False)  # tokens of each row in the cache
-
-    def begin(self, rows: list[list[int]], new: int) -> None:
-        length, model = max(map(len, rows)), self.params.config
-        longest = bucket(length) + new + 2 * PIECE
-        if length + new > model.context:
-            raise ValueError(f"draft=: {length + new} tokens, and the smaller model's context is {model.context}")
-        self.cache = empty(CacheConfig(), model, len(rows), longest, new + PIECE, self.params.embed.dtype)
-        self.cache, _ = prefill_own(
-            self.params, self.cache, pad([row[:-1] for row in rows], bucket(length)), fresh=True
-        )
-        self.read = [len(row) - 1 for row in rows]
-
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
-        assert self.cache is not None
-        logits = None
-        while any(n < len(row) for n, row in zip(self.read, rows, strict=True)):
-            piece = [row[n : n + PIECE] for n, row in zip(self.read, rows, strict=True)]
-            self.cache, logits = prefill_own(self.params, self.cache, pad(piece, PIECE))
-            self.read = [n + len(x) for n, x in zip(self.read, piece, strict=True)]
-        assert logits is not None  # the root is new
-        draws = sampling.make(len(rows), logits.shape[1], seeds=[0] * len(rows), stop_ids=())
-        state = Decoding.start(jax.tree.map(jnp.copy, self.cache), logits, most)
-        out = run_blocks(self.params, state, draws, jnp.int32(most)).out
-        return [Guess(ids, range(-1, most - 1), float(most)) for ids in np.asarray(out).tolist()]
-
-    def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
-        """Nothing: it reads what was taken before it guesses again."""
-
-    def end(self, rows: list[list[int]]) -> None:
-        self.cache = None
-
-
-DRAFTERS = {"suffix": Suffix, "recycle": Recycling}
-
-
-def drafter(what: Any, params: Params) -> Drafter:
-    """The drafter of a text such as "suffix(p_min=0.2)", of a smaller model, or one that is given, for a model.
-
-    Raises ValueError or TypeError for anything else.
-    """
-    vocab = params.config.vocab
-    if isinstance(what, Params):
-        if what.config.vocab != vocab:
-            raise ValueError(
-                f"draft=: its model has {what.config.vocab} words and this one {vocab}; give one of the same"
-            )
-        return Smaller(what)
-    if not isinstance(what, str):
-        if isinstance(what, Drafter):
-            return what
-        raise TypeError(f"draft is {short(what)}: give 'suffix', 'recycle', a smaller model, or a Drafter")
-    name, arguments = read_one_of(DRAFTERS, what, "drafter")
-    given = {"vocab": vocab} if name == "recycle" else {}
-    try:
-        return DRAFTERS[name](**given, **arguments)
-    except TypeError:
-        known = [f.name for f in fields(DRAFTERS[name]) if f.init and f.name not in given]
-        raise ValueError(f"draft={what!r}: {name} takes {', '.join(known) or 'no arguments'}") from None
-
-
-def check(params: Params, cache: CacheConfig | Cache) -> None:
-    """Raise ValueError for what drafts cannot be verified through."""
-    if over(params) is not None:
-        raise ValueError("draft= is for one device: load the model without mesh=, or leave draft= out")
-    if params.config.mixers is not None:
-        raise ValueError(
-            "draft= needs a model whose blocks all attend: those that recur take in every token that they read, also "
-            "those to be refused; leave draft= out"
-        )
-    selectors = [cache.select] if isinstance(cache, CacheConfig) else [t.select for x in cache.plan for t in x.tiers]
-    if any(select is not None and (select.stateful or select.remembers or select.follows) for select in selectors):
-        raise ValueError(
-            f"draft= cannot go with {cache.name}: its selector goes by what other steps or layers read, also those of "
-            "tokens to be refused; leave draft= out, or take a selector that does not, such as quest"
-        )

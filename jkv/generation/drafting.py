@@ -109,11 +109,12 @@ class Drafting:
         self.drafter.begin(self.rows, new)
         tokens: list[list[int]] = [[] for _ in self.rows]
         try:
-            yield from self._rounds(new, tokens)
+            yield from self.rounds(new, tokens)
         finally:  # also where the reader stops
             self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
 
-    def _rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
+    def rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
+        """`run` of a drafter that has begun; the tokens go into lists, one a row."""
         count = 0
         while count < new and bool(self.state.alive.any()):
             token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)

@@ -230,6 +230,9 @@ def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [r["kind"] for r in found] == [*drafts.KINDS]
     assert all(r["equal"] and r["tokens_a_pass"] >= 1 and r["ms"] > 0 and len(r["speedups"]) == 1 for r in found)
+    result = call("bench", "drafts", *sizes, "--batch", 2, "--context", 40, "--json", tmp_path / "y.json")
+    (row,) = json.loads((tmp_path / "y.json").read_text())["rows"]
+    assert row["kind"] == "2 texts of 40 tokens" and row["equal"] and row["tokens_a_pass"] >= 1, result.output
     refused(call("bench", "drafts", "--draft", "sufix"), "did you mean 'suffix'")
 
 

@@ -10,8 +10,10 @@ import pytest
 
 import jkv
 from jkv.core import sharding
-from jkv.generation.drafters import Guess, Recycling, Suffix, drafter, template
+from jkv.generation.drafters import Guess, Recycling, Suffix, template
 from jkv.generation.drafting import NODES, Pace, drafts
+from jkv.generation.through import Through, drafter
+from jkv.methods import parse
 from jkv.models import TINY, random
 from support import commands
 from support.rig import MODELS, PARAMS
@@ -136,6 +138,43 @@ def test_a_smaller_model_guesses_and_the_larger_one_decides():
             assert got.tokens == want.tokens and got.report.passes <= few
 
 
+@pytest.mark.slow
+def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_for_that():
+    """Of one that holds everything all guesses are right; no cache, and nothing behind it, changes a token."""
+
+    class Behind(Suffix):
+        asked = 0
+
+        def propose(self, rows, most):
+            self.asked += 1
+            return [Guess(([7, 8] * most)[:most], range(-1, most - 1), 9.0) for _ in rows]
+
+    how = {"max_new_tokens": 40, "stop_ids": ()}
+    rows, behind = [TEXT, [3, 4, 5]], Behind()
+    want = jkv.generate(PARAMS, "int8", rows, **how)
+    for draft, passes in (
+        ("triforce(budget=96, newest=16)", range(5, 9)),
+        (["full", behind], range(5, 9)),
+        (["triforce(budget=48, newest=16)", random(TINY, seed=7)], range(5, 41)),
+    ):
+        got = jkv.generate(PARAMS, "int8", rows, draft=draft, **how)
+        assert got.tokens == want.tokens and got.report.passes in passes
+    assert behind.asked > 4
+
+
+def test_what_a_branch_reads_leaves_its_drafter_as_it_is():
+    rows, one = [TEXT, TEXT[:7]], Through(PARAMS, parse("triforce(budget=48, newest=16)"))
+    one.begin(rows, 40)
+    sure = [[*row, 3] for row in rows]
+    branch = one.branch(sure)
+    branch.propose([[*row, 8, 9, 9, 2] for row in sure], 4)
+    got = one.propose([[*row, 5] for row in sure], 4)
+    other = Through(PARAMS, one.config)
+    other.begin(rows, 40)
+    other.propose(sure, 4)
+    assert got == other.propose([[*row, 5] for row in sure], 4)
+
+
 def test_stop_texts_and_ids_end_a_row_inside_a_pass():
     want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
     end = want.tokens[11]
@@ -164,6 +203,9 @@ def test_what_cannot_be_is_refused_by_name():
         ("suffix(beta=1e400)", "beta=inf; give a number"),
         ("suffix(beam=3)", "takes alpha, beta, p_min, depth, limit"),
         ("suffix(", "write name or name"),
+        (["suffix", "recycle"], "'suffix' has no model that verifies what another guesses"),
+        ("triforce(budget=8)", "first page, newest tokens"),
+        ("triforce(page=0)", "page=0: a whole number, 1 or more"),
     ):
         with pytest.raises(ValueError, match=why):
             jkv.generate(PARAMS, None, TEXT, draft=draft)
@@ -183,6 +225,6 @@ def test_what_cannot_be_is_refused_by_name():
         drafter("recycle", random(dict(TINY, vocab_size=5)))
     with pytest.raises(ValueError, match="its model has 5 words and this one 100"):
         jkv.generate(PARAMS, None, TEXT, draft=random(dict(TINY, vocab_size=5)))
-    with pytest.raises(ValueError, match="the smaller model's context is 32"):
+    with pytest.raises(ValueError, match="its model's context is 32"):
         jkv.generate(PARAMS, None, TEXT, draft=random(dict(TINY, max_position_embeddings=32)))
     assert drafts([Guess([4], [-1], 1.0)]).ids.shape == (1, NODES)

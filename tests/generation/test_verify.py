@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jkv.core import loop, sampling
-from jkv.generation import drafters, verify
+from jkv.generation import through, verify
 from jkv.generation.verify import Draft
 from support import rig
 from support.rig import PARAMS, PROMPT, STEPS
@@ -118,9 +118,9 @@ def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case):
     state = begun(case.tight, "either", case.params, PROMPT)
     if refused(case):
         with pytest.raises(ValueError, match="draft= .*leave draft= out"):
-            drafters.check(case.params, state.cache)
+            through.check(case.params, state.cache)
         return
-    drafters.check(case.params, case.config)
+    through.check(case.params, case.config)
     want = plain(case.tight, "either", case.params, PROMPT)
     got, passes = drafted(want, case.tight, "either", case.params, PROMPT, right=0.85)
     same(got, want, case.slot.lossy)

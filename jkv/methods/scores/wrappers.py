@@ -19,6 +19,8 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
+LATER = 2.0**100  # a rank above all that scores give
+
 
 @part
 class AcrossHeads(Wrapper):
@@ -28,6 +30,32 @@ class AcrossHeads(Wrapper):
 
     def rank(self, ev: Evidence) -> Array:
         return across(self.score.rank(ev))
+
+
+@part
+class Once(Wrapper):
+    """The ranks that a prompt's tokens have by the score at its end, for good; later tokens come before all of these.
+
+    Of later ones the newest stay the longest. Source: TriForce (2404.11912), whose new tokens take the slots of the
+    lowest pages.
+    """
+
+    def birth(self, new: Born) -> Columns:
+        b, h, t, _ = new.k.shape
+        return self.score.birth(new) | {"once": jnp.full((b, h, t), jnp.inf)}
+
+    def observe(self, ev: Evidence) -> Columns:
+        columns = self.score.observe(ev)
+        if ev.tiers:
+            return columns
+        every = replace(ev, columns=columns, may_go=ev.live)  # the newest have ranks too, for the flushes to come
+        rank = jnp.nan_to_num(self.score.rank(every))  # finite: what is not came later
+        return columns | {"once": jnp.broadcast_to(rank, columns["once"].shape)}
+
+    def rank(self, ev: Evidence) -> Array:
+        once = ev.columns["once"]
+        later = LATER * (1 + ev.pos.astype(jnp.float32) * 2.0**-21)  # to the position, up to two million
+        return jnp.where(jnp.isfinite(once), jnp.minimum(once, LATER / 2), later)
 
 
 @part

@@ -1,0 +1,166 @@
+"""Drafts by models, through caches of their own, and what a caller names as a draft."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.core import sampling
+from jkv.core.compiled import Cost
+from jkv.core.loop import prefill_own, run_blocks
+from jkv.core.sharding import over
+from jkv.generation.drafters import Drafter, Guess, Recycling, Suffix
+from jkv.generation.drafting import Drafting, Pace
+from jkv.generation.prefill import prefilled
+from jkv.host.arguments import short
+from jkv.memory.cache import Cache, Decoding
+from jkv.memory.positions import pad
+from jkv.methods.catalogue import CATALOGUE
+from jkv.methods.config import CacheConfig
+from jkv.methods.text import parse, read_one_of
+from jkv.models import Params
+
+PIECE = 8  # tokens that a model reads at a time
+DRAFTERS = {"suffix": Suffix, "recycle": Recycling}
+
+
+@dataclass
+class Through:
+    """Guesses by a model, a smaller one or the model itself, through a cache: its greedy tokens.
+
+    Before each pass it reads the tokens that are new to it, PIECE at a time, and decodes from a copy of its cache, so
+    what is not taken leaves no trace. behind: guesses for this one in turn, which verifies them. Speculative decoding
+    (2211.17192) with guesses that are points: a token is taken with the probability that the model which verifies gives
+    it. Through a cache that evicts, and with a smaller model behind: TriForce (2404.11912).
+
+    Raises ValueError where the text does not fit the context or the cache.
+    """
+
+    params: Params
+    config: CacheConfig = CacheConfig()
+    behind: Drafter | None = None
+    top: int = field(default=0, init=False)
+    pace: Pace = field(default_factory=Pace, init=False, repr=False)  # of what is behind
+    cache: Cache | None = field(default=None, init=False, repr=False)
+    read: list[int] = field(default_factory=list, init=False, repr=False)  # tokens of each row in the cache
+
+    def __post_init__(self) -> None:
+        if self.behind is not None:
+            check(self.params, self.config)
+
+    def begin(self, rows: list[list[int]], new: int) -> None:
+        length, model = max(map(len, rows)), self.params.config
+        if length + new > model.context:
+            raise ValueError(f"draft=: {length + new} tokens, and its model's context is {model.context}")
+        self.cache, *_ = prefilled(self.params, self.config, rows, new + 2 * PIECE, None)
+        self.read = [len(row) for row in rows]
+        if self.behind is not None:
+            self.behind.begin(rows, new)
+
+    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+        logits = self._reads(rows)
+        assert self.cache is not None and logits is not None  # the last token of a row is new
+        draws = sampling.make(len(rows), logits.shape[1], seeds=[0] * len(rows), stop_ids=())
+        state = Decoding.start(jax.tree.map(jnp.copy, self.cache), logits, most)
+        params = self._reaching()
+        if self.behind is None:
+            out = np.asarray(run_blocks(params, state, draws, jnp.int32(most)).out).tolist()
+        else:
+            run = Drafting(params, state, draws, self.behind.branch(rows), Cost(), rows, self.pace)
+            *_, out = run.rounds(most, [[] for _ in rows])
+        return [Guess(ids, range(-1, len(ids) - 1), float(len(ids))) for ids in out]
+
+    def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
+        """Nothing: it reads what was taken before it guesses again."""
+
+    def branch(self, rows: list[list[int]]) -> Through:
+        self._reads(rows, keep=1)
+        behind = None if self.behind is None else self.behind.branch(rows)
+        branch = replace(self, behind=behind)
+        branch.cache, branch.read = jax.tree.map(jnp.copy, self.cache), [*self.read]
+        return branch
+
+    def end(self, rows: list[list[int]]) -> None:
+        self.cache = None
+        if self.behind is not None:
+            self.behind.end(rows)
+
+    def _reaching(self) -> Params:
+        assert self.cache is not None
+        return replace(self.params, config=self.cache.model)  # a cache without end has a longer context
+
+    def _reads(self, rows: list[list[int]], keep: int = 0) -> Array | None:
+        """Read what is new of rows but their last `keep` tokens; the logits f32[B,V] after it, None: nothing is new."""
+        assert self.cache is not None
+        logits = None
+        while any(n < len(row) - keep for n, row in zip(self.read, rows, strict=True)):
+            piece = [row[n : min(n + PIECE, len(row) - keep)] for n, row in zip(self.read, rows, strict=True)]
+            self.cache, logits = prefill_own(self._reaching(), self.cache, pad(piece, PIECE), later=True)
+            self.read = [n + len(x) for n, x in zip(self.read, piece, strict=True)]
+        return logits
+
+
+def drafter(what: Any, params: Params) -> Drafter:
+    """The drafter for a model that a caller names, or gives.
+
+    A text such as "suffix(p_min=0.2)"; a text of a cache, through which the model's own weights guess; a smaller model;
+    a Drafter. Or several: each verifies what the next one guesses. Raises ValueError or TypeError for anything else.
+    """
+    first, *rest = what if isinstance(what, list | tuple) and what else [what]
+    if rest:
+        behind = drafter(rest if len(rest) > 1 else rest[0], params)
+        one = drafter(first, params)
+        if not isinstance(one, Through):
+            raise ValueError(f"draft={short(what)}: {short(first)} has no model that verifies what another guesses")
+        return replace(one, behind=behind)
+    if isinstance(first, Params):
+        vocab = params.config.vocab
+        if first.config.vocab != vocab:
+            raise ValueError(
+                f"draft=: its model has {first.config.vocab} words and this one {vocab}; give one of the same"
+            )
+        return Through(first)
+    if isinstance(first, str):
+        return _named(first, params)
+    if isinstance(first, Drafter):
+        return first
+    raise TypeError(
+        f"draft is {short(first)}: give 'suffix', 'recycle', a cache such as 'triforce(budget=512)', a smaller model, "
+        "or a Drafter"
+    )
+
+
+def _named(text: str, params: Params) -> Drafter:
+    word = re.split(r"[(|]", text, maxsplit=1)[0].strip()
+    if word in CATALOGUE:
+        return Through(params, parse(text))
+    name, arguments = read_one_of(DRAFTERS, text, "drafter")
+    given = {"vocab": params.config.vocab} if name == "recycle" else {}
+    try:
+        return DRAFTERS[name](**given, **arguments)
+    except TypeError:
+        known = [f.name for f in fields(DRAFTERS[name]) if f.init and f.name not in given]
+        raise ValueError(f"draft={text!r}: {name} takes {', '.join(known) or 'no arguments'}") from None
+
+
+def check(params: Params, cache: CacheConfig | Cache) -> None:
+    """Raise ValueError for what drafts cannot be verified through."""
+    if over(params) is not None:
+        raise ValueError("draft= is for one device: load the model without mesh=, or leave draft= out")
+    if params.config.mixers is not None:
+        raise ValueError(
+            "draft= needs a model whose blocks all attend: those that recur take in every token that they read, also "
+            "those to be refused; leave draft= out"
+        )
+    selectors = [cache.select] if isinstance(cache, CacheConfig) else [t.select for x in cache.plan for t in x.tiers]
+    if any(select is not None and (select.stateful or select.remembers or select.follows) for select in selectors):
+        raise ValueError(
+            f"draft= cannot go with {cache.name}: its selector goes by what other steps or layers read, also those of "
+            "tokens to be refused; leave draft= out, or take a selector that does not, such as quest"
+        )

@@ -120,6 +120,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "fasa": {"channels": rig.CHANNELS},
     "infinigen": {"channels": rig.CHANNELS},
     "duoattention": {"heads": rig.DUO},
+    "planned": {"plan": rig.PLAN},
 }
 
 

@@ -283,3 +283,42 @@ _calibrated("moments", "Means, extremes and correlations of keys and values, for
 _calibrated("queries", "Means and directions of queries, for scores and codecs.", 8, 1024)
 _calibrated("sensitivity", "Means, correlations and levels of keys and values, by what depends on them.", 8, 1024)
 _calibrated("razorattention", "Which heads copy, so that they need all tokens.", 4, 1601)
+
+
+@calibrate.command("layers", help="Which codec keeps the keys, and the values, of each layer, within so many bits.")
+def layers(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
+    bits: Annotated[float, typer.Option(help="Bits of a number over all layers, metadata included.")],
+    model: Model = MODEL,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A cache whose codec may be chosen; repeatable. Default: int8 and turboquant of 4, 3, 2 bits."
+        ),
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 2,
+    length: Annotated[int, typer.Option(min=16, help="Tokens of a text.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
+    dtype: Floats = "float32",
+) -> None:
+    from jkv.host import console
+    from jkv.io import learned
+    from jkv.io.load import load
+    from jkv.methods import plans
+    from jkv.training.plans import CANDIDATES
+    from jkv.training.plans import layers as planned
+
+    if (out / learned.CARD).exists():
+        raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
+    asked = tuple(candidate or CANDIDATES)
+    plans.alike(asked)
+    params = load(model, dtype)
+    with console.progress(params.config.layers) as say:
+        arrays, told = planned(params, texts, length, seed, say, asked, bits)
+    card = dict(
+        method=plans.METHOD, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed
+    )
+    learned.write(out, arrays, card | told)
+    rest = ", ".join(f"{text} {kl:.4g}" for text, kl in told["uniform"].items())
+    print(f"{told['bits']:.4g} bits a number, KL {told['kl']:.4g} (in all layers: {rest})")
+    print(f"write: planned(plan='{out}')")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -161,25 +161,30 @@ class Codecs:
         that cost most; `by_band`, KL if of all layers' keys a quarter of the channels is coded, the fastest turning
         first."""
         ways = {"": config, **{f"_{side}": only(config, side) for side in SIDES}}
-        coded = {way: self._empty(one) for way, one in ways.items()}
-        model = self.params.config
-        attending = [i for i in range(model.depth) if model.attends(i)]
-        costs = np.zeros((len(ways), len(attending), len(self.ids)))
-        for text, (row, full) in enumerate(zip(self.ids, self.full, strict=True)):
-            x = None
-            for i in range(model.depth):
-                if i in attending:
-                    for way, cache in enumerate(coded.values()):
-                        own = self._read(cache, row, x, first=i, end=i + 1)
-                        own = self._read(self.exact, row, own, first=i + 1)
-                        kl = np.concatenate([kl for kl, _, _ in self._compared(full, own, row)], 1)
-                        costs[way, attending.index(i), text] = kl.mean(dtype=float)
-                x = self._read(self.exact, row, x, first=i, end=i + 1)
-        means = costs.mean(2).round(6).tolist()
+        means = self.alone([*ways.values()]).mean(2).round(6).tolist()
         found = {f"by_layer{way}": cost for way, cost in zip(ways, means, strict=True)}
-        ends = [n * model.head_dim // 2 // BANDS for n in range(BANDS + 1)]
+        ends = [n * self.params.config.head_dim // 2 // BANDS for n in range(BANDS + 1)]
         bands = [self(banded(config, *band))["kl"] for band in pairwise(ends)]
         return found | {"spare": to_spare(means[0]), "by_band": bands}
+
+    def alone(self, configs: Sequence[CacheConfig], say: Callable[[str], None] = lambda _: None) -> np.ndarray:
+        """f64[configs, layers, texts]: KL if one layer alone is coded, the others exact; a word after each layer."""
+        coded, model = [self._empty(config) for config in configs], self.params.config
+        attending = [i for i in range(model.depth) if model.attends(i)]
+        costs = np.zeros((len(configs), len(attending), len(self.ids)))
+        before: list[Array | None] = [None] * len(self.ids)
+        for i in range(model.depth):
+            for text, (row, full) in enumerate(zip(self.ids, self.full, strict=True)):
+                x = before[text]
+                for way, cache in enumerate(coded if i in attending else []):
+                    own = self._read(cache, row, x, first=i, end=i + 1)
+                    own = self._read(self.exact, row, own, first=i + 1)
+                    kl = np.concatenate([kl for kl, _, _ in self._compared(full, own, row)], 1)
+                    costs[way, attending.index(i), text] = kl.mean(dtype=float)
+                before[text] = self._read(self.exact, row, x, first=i, end=i + 1)
+            if i in attending:
+                say(f"layer {attending.index(i) + 1}")
+        return costs
 
     def moved(self, config: CacheConfig) -> list[float]:
         """How far coding a layer moves what its block makes of exact inputs: the mean of |y' - y|^2 / |y|^2.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from jkv.methods.catalogue import ARGUMENTS, AROUND, CATALOGUE, SCHEDULE, SIZES, Axes, Row
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
-from jkv.methods.rows import ROWS  # noqa: F401 - to be in the catalogue
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig

@@ -19,6 +19,7 @@ from jkv.io import load as loading
 from jkv.memory.codes import decode, encode
 from jkv.methods import parse
 from jkv.methods.codecs import Dense
+from support.planted import planted
 from support.speaking import PARAMS
 
 IDS, PREFIX = np.random.default_rng(0).integers(0, 256, (2, 96)).astype(np.int32), 16
@@ -77,17 +78,6 @@ def test_layers_are_coded_one_by_one():
     keys = beside(banded(parse("int4"), 0, PARAMS.config.head_dim // 2))["kl"]
     assert keys == beside(replace(parse("int4"), codec=(parse("int4").codec[0], Dense())))["kl"]
     assert min(found["by_band"]) > 0 and sum(found["by_band"]) == pytest.approx(keys, rel=0.5)
-
-
-def planted(size: float, layer: int = 2):
-    """A model of four layers; in one of them two channels that turn together are `size` times larger in keys, and as
-    many times smaller in queries: it says what it said."""
-    params = models.random(dict(models.TINY, num_hidden_layers=4))
-    model, layers = params.config, list(params.layers)
-    scale, pair = np.ones((model.groups + 2, model.head_dim, 1), np.float32), [1, 1 + model.head_dim // 2]
-    scale[: model.groups, pair], scale[model.groups, pair] = 1 / size, size
-    layers[layer] = dict(layers[layer], qkv=layers[layer]["qkv"] * scale[None])
-    return replace(params, layers=tuple(layers))
 
 
 def test_the_layer_that_stands_out_is_found_in_one_pass(monkeypatch):

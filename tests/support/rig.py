@@ -44,6 +44,7 @@ from support.tiny import (  # noqa: F401
     MODEL,
     MOMENTS,
     PARAMS,
+    PLAN,
     PREDICTOR,
     QUERIES,
     SENSITIVITY,
@@ -84,6 +85,7 @@ class Slot:
 
 DENSE = Slot()
 INT8 = Slot(k=D + 4, v=D + 4, lossy=True)  # bfloat16 scale and low
+TURNS = Slot(*[(D + 4 + D / 2 + 4) / 2] * 2, lossy=True)  # a side in 8 bits, the other one in 4
 INT4 = Slot(k=D / 2 + 4, v=D / 2 + 4, lossy=True)  # D = 16 is one group
 SPARSE = Slot(k=5 * 2 + D / 8, v=5 * 2 + D / 8, lossy=True)  # 5 of 16 numbers, bfloat16
 LEVELS = Slot(k=D / 4 + 2, v=D / 8 + 2, lossy=True)  # 2 bits and 1, and a bfloat16 scale
@@ -264,6 +266,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "minicache": (Case("minicache(kept=4)", slot=ONE_FOR_TWO, later=DENSE, taught=2 * 2 * 4 * D),),
     "kvtc": (Case(f"kvtc(sinks=0, sensitivity={SENSITIVITY!r})", slot=ALLOTTED),),
     "kvquant": (Case(f"kvquant(sinks=0, sensitivity={SENSITIVITY!r})", slot=NONUNIFORM),),
+    "planned": (Case(f"planned(plan={PLAN!r})", slot=TURNS),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
     "adakv": (
         Case("adakv(budget={b}, window=8)"),
@@ -401,6 +404,7 @@ def compositions() -> list[CacheConfig]:
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
     given |= {name: f"{name}(sensitivity={SENSITIVITY!r})" for name in ("kvtc", "kvquant")}
     given |= {name: f"{name}(channels={CHANNELS!r})" for name in ("fasa", "infinigen")}
+    given["planned"] = f"planned(plan={PLAN!r})"
     given["think"] = f"think(queries={QUERIES!r})"
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 

@@ -216,6 +216,13 @@ def sensitivity(folder: str) -> str:
     return folder
 
 
+def plan(folder: str) -> str:
+    """A folder of `jkv calibrate layers` for the tiny model: eight bits and four in turns."""
+    card = {"method": "layers", "model": io.identities(PARAMS), "candidates": ["int8", "int4"]}
+    io.write(folder, {"keys": np.arange(L) % 2, "values": (np.arange(L) + 1) % 2}, card)
+    return folder
+
+
 FOLDER = tempfile.TemporaryDirectory()  # gone with the process
 CHANNELS, GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEEPERS, MOMENTS, QUERIES, ZAP, DUO = (
     make(f"{FOLDER.name}/{make.__name__}")
@@ -237,3 +244,4 @@ CHANNELS, GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEE
     )
 )
 SENSITIVITY = sensitivity(f"{FOLDER.name}/sensitivity")
+PLAN = plan(f"{FOLDER.name}/plan")

@@ -6,9 +6,11 @@ from jkv.methods.budgets import All, Size
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, Separable, Sparse
 from jkv.methods.codecs.moments import Equalised, made
+from jkv.methods.codecs.planned import Planned
 from jkv.methods.codecs.turned import Rotated
 from jkv.methods.config import TierSpec
 from jkv.methods.divisions import Inside
+from jkv.methods.plans import Plan
 from jkv.methods.prefills import Deferred
 from jkv.methods.scores.attention import Accumulated, WindowMass
 from jkv.methods.scores.dispersion import Tailed
@@ -167,3 +169,18 @@ def zipvl(
         tiers=(coded(high, group, 1.0), coded(low, group)),
         recent=window,
     )
+
+
+@row(
+    "-",
+    "as the codecs that it chooses from are; the plan is what `jkv calibrate layers` measured",
+    "",
+)
+def planned(*, plan: str | None = None) -> Axes:
+    """Keys and values of each layer in the codec that a plan gives them: more bits where the predictions need them.
+
+    plan: a folder of `jkv calibrate layers`, without which no cache can be made.
+    """
+    if plan is None:
+        return dict(codec=(Planned(), Planned()))
+    return Plan.read(plan).axes

@@ -282,6 +282,8 @@ OWN: dict[str, tuple[Case, ...]] = {
     "infinigen": (
         Case(f"infinigen(tokens={{b}}, directions=4, gap=0, dense_layers=0, channels={CHANNELS!r})", index=2),
     ),
+    "lrqk": (Case("lrqk(tokens={b}, rank=4)", index=2, memo=2 * D * 4 + 1),),
+    "icecache": (Case("icecache(pages={p}, page=8, sinks=8, recent=16)", index=D),),
     "infllm": (Case("infllm(blocks={p}, block_size=8, sinks=8, local=16)", index=D),),
     "mpcache": (Case("mpcache(budget={b}, window=8, pages=16, page=8)", index=2 * D),),
     "loopserve": (Case("loopserve(tokens={b})", index=1),),

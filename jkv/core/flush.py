@@ -297,8 +297,8 @@ def _admit(
     token: Array,
     config: TierConfig,
     rope: Rope,
-    group: tuple[tuple[Array, Array], ...],
-    queries: Queries | None,
+    group: tuple[tuple[Array, Array], ...] = (),
+    queries: Queries | None = None,
 ) -> Tier:
     """Encode the admitted tokens, once, and write them in place; codecs and selectors that learn are taught by them.
 

@@ -106,7 +106,7 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
                 raise ValueError("picks: keys are where they are; leave out far=")
             return jnp.einsum("bhgd,bhsd->bhgs", q, take(keys, order))
 
-        return Look(q=q, pos=newest, summary=summary, memo=memo, given=given, logits=logits)
+        return Look(q=q, pos=newest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool), logits=logits)
 
     blank = look(one.q[:, :, :, 0], None, given[0], None)
     memo = jax.tree.map(jnp.zeros_like, select.remember(blank))
@@ -171,7 +171,15 @@ def _index(select: Selector, unit: Any, heads: int) -> float:
 
     def index(k: Array, pos: Array) -> Any:
         asked = jnp.zeros((1, heads, 1, k.shape[-1]))
-        look = Look(q=asked, pos=pos[..., -1], summary=None, memo=None, given=None, logits=lambda: asked)
+        look = Look(
+            q=asked,
+            pos=pos[..., -1],
+            summary=None,
+            memo=None,
+            given=None,
+            alive=jnp.ones(1, bool),
+            logits=lambda: asked,
+        )
         new = Entered(k=k, pos=pos, columns={MASS: k[..., 0]}, queries=None, memo=select.remember(look))
         return select.summarize(new)
 

@@ -44,8 +44,9 @@ def empty_index(select: Selector, plan: LayerConfig, rows: int, model: ModelConf
 
     def made(k: Array, pos: Array, columns: Columns, q: Array) -> tuple[Any, Any]:
         logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
-        given = jnp.zeros((b, h, select.reads(slots)), jnp.int32)
-        memo = select.remember(Look(q=q, pos=pos[..., -1], summary=None, memo=None, given=given, logits=logits))
+        given, alive = jnp.zeros((b, h, select.reads(slots)), jnp.int32), jnp.ones(b, bool)
+        look = Look(q=q, pos=pos[..., -1], summary=None, memo=None, given=given, alive=alive, logits=logits)
+        memo = select.remember(look)
         return select.summarize(Entered(k=k, pos=pos, columns=columns, queries=None, memo=memo)), memo
 
     found = jax.eval_shape(made, k, pos, columns, shape((b, h, g, d), jnp.float32))

@@ -31,14 +31,14 @@ KEYS, QUERIES = RNG.normal(0, 1, (B, H, N, U, D)), RNG.normal(0, 1, (B, H, G, D)
 POS = np.broadcast_to(np.arange(N) * U + U - 1, (B, H, N))
 
 
-def picked(select, q, keys, memo=None, **columns):
+def picked(select, q, keys, memo=None, alive=None, **columns):
     """Units of a look at all keys, each newest token at its place."""
 
     @jax.jit
     def run(q, keys, memo):
         n, u = keys.shape[2:4]
         pos = jnp.broadcast_to(jnp.arange(n) * u + u - 1, keys.shape[:3])
-        look = looked(q, select.summarize(entered(keys, memo=memo, **columns)), pos, keys, memo)
+        look = looked(q, select.summarize(entered(keys, memo=memo, **columns)), pos, keys, memo, alive=alive)
         return select.pick(look)
 
     return run(*(x if x is None else jax.tree.map(jnp.asarray, x) for x in (q, keys, memo)))
@@ -108,6 +108,8 @@ def test_what_was_picked_serves_queries_that_are_like_it():
         blank = jax.tree.map(jnp.zeros_like, select.remember(looked(QUERIES, None, POS.repeat(U, 2), keys)))
         a, memo = picked(select, QUERIES, keys, blank)
         np.testing.assert_array_equal(a, first)
+        ended, _ = picked(select, other, keys, memo, alive=[True, False])
+        np.testing.assert_array_equal(ended[1], a[1])  # a row that has ended does not ask
         return np.asarray(a), np.asarray(picked(select, other, keys, memo)[0])
 
     new = np.asarray(picked(Exact(pages=3, sinks=0), other, keys)[0])
@@ -167,7 +169,7 @@ def test_proxies_are_those_of_the_alternation_over_all_queries_and_keys():
     q, k = RNG.normal(0, 1, (40, D)) * np.arange(1, D + 1), RNG.normal(0, 1, (30, D)) @ RNG.normal(0, 1, (D, D))
     for rank in (3, D):
         a_q, a_k = (x[:, np.argsort(-(x**2).sum(0), kind="stable")[:rank]] for x in (q, k))
-        inverse = lambda x: np.linalg.inv(x + 1e-6 * np.eye(rank))  # noqa: E731
+        inverse = lambda x: np.linalg.inv(x + 1e-6 * np.eye(len(x)))  # noqa: E731
         for _ in range(2):
             b_q, b_k = inverse(a_q.T @ a_q) @ a_q.T @ q, inverse(a_k.T @ a_k) @ a_k.T @ k
             a_q = q @ (k.T @ a_k + b_q.T) @ inverse(a_k.T @ a_k + b_q @ b_q.T)
@@ -260,6 +262,12 @@ def test_calibrated_pairs_are_counted_one_by_one():
     size = lambda v: np.linalg.norm(q[0].reshape(-1, D) @ v) * np.linalg.norm(k[0] @ v)  # noqa: E731
     every = np.linalg.eigh(np.einsum("gnd,gne->de", q[0], q[0]))[1].T
     np.testing.assert_allclose(size(w[0, :, 0]), max(map(size, every)), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("pairs", "3 pairs .* 2 are known"), ("skew", "3 directions .* 1 are")])
+def test_no_more_is_taken_than_is_known(kind, says):
+    with pytest.raises(ValueError, match=says):
+        proxies(np.ones((1, 1, 2)), np.ones((1, 1, 4, 1)), kind=kind, width=3)
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,10 @@ OWN: dict[str, tuple[Case, ...]] = {
         Case(f"infinigen(tokens={{b}}, directions=4, gap=0, dense_layers=0, channels={CHANNELS!r})", index=2),
     ),
     "lrqk": (Case("lrqk(tokens={b}, rank=4)", index=2, memo=2 * D * 4 + 1),),
-    "icecache": (Case("icecache(pages={p}, page=8, sinks=8, recent=16)", index=D),),
+    "icecache": (
+        Case("icecache(pages={p}, page=8, sinks=8, recent=16)", index=D),
+        Case(f"icecache(pages={{p}}, sinks=16, recent=16) | {KIVI_TEXT}", slot=KIVI, index=D),
+    ),
     "infllm": (Case("infllm(blocks={p}, block_size=8, sinks=8, local=16)", index=D),),
     "mpcache": (Case("mpcache(budget={b}, window=8, pages=16, page=8)", index=2 * D),),
     "loopserve": (Case("loopserve(tokens={b})", index=1),),
@@ -334,6 +337,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "mikv": (Case("mikv(keep=1.0, recent=16)"),),
     "ems": (Case("ems(budget={b}, window=8, threshold=0.2)"),),
     "specpc": (Case("specpc(tokens={b}, window=8, around=6)"),),
+    "reform": (Case("reform(tokens={b}, window=8, pool=5, ends=6)"),),
     "alisa": (
         Case(
             "alisa(tokens={b}, page=8, window=16, recent=16)",
@@ -402,7 +406,10 @@ def compositions() -> list[CacheConfig]:
     given = {name: text for name, text in given.items() if name not in AROUND}
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
     given |= {name: f"{name}(sensitivity={SENSITIVITY!r})" for name in ("kvtc", "kvquant")}
-    given |= {name: f"{name}(channels={CHANNELS!r})" for name in ("fasa", "infinigen")}
+    given |= {
+        "fasa": f"fasa(pairs=3, channels={CHANNELS!r})",
+        "infinigen": f"infinigen(directions=4, channels={CHANNELS!r})",
+    }
     given["think"] = f"think(queries={QUERIES!r})"
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]
 

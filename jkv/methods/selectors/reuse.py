@@ -147,8 +147,8 @@ class Similar(Around):
     """What was picked serves as long as queries are like those of which it was.
 
     cos(q, q') over all heads of a layer, q' the queries of which it was picked, is at least `threshold`. A flush begins
-    anew, so that the newest tokens can be picked. If one row of a batch picks, all are looked at. Source: TokenSelect's
-    selection cache (2411.02886).
+    anew, so that the newest tokens can be picked. If one row of a batch picks, all are looked at; a row that has ended
+    does not. Source: TokenSelect's selection cache (2411.02886).
     """
 
     threshold: float = 0.9
@@ -172,7 +172,7 @@ class Similar(Around):
         look = replace(look, memo=last.own)
         dot, now, then = ((x * y).sum((1, 2, 3)) for x, y in ((q, last.q), (q, q), (last.q, last.q)))
         alike = (last.known > 0).all(1) & (dot >= self.threshold * jnp.sqrt(now * then))
-        new = ~alike[:, None, None]
+        new = (look.alive & ~alike)[:, None, None]
         fresh = jax.lax.cond(new.any(), lambda: self.select.pick(look)[0], lambda: last.units)
         units = jnp.where(new, fresh, last.units)
         q = jnp.where(new[..., None], q, last.q)

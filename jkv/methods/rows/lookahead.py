@@ -150,7 +150,7 @@ def reform(
 
     As in the paper only prompts longer than 8192 tokens are cut by default. The first and the last `ends` tokens are
     read in any case, and `pool` tokens about one that is alike. states: a layer, a kv head and "k" or "v" each; by
-    default the values of all heads of the last of the first `layers` (default: half).
+    default the values of all heads of the last of the first `layers` (default: a sixth).
     """
     if tokens <= 2 * ends or layers == 0:
         raise ValueError(f"reform: tokens={tokens}, ends={ends}, layers={layers}: more than both ends, and 1 or more")

@@ -14,6 +14,7 @@ from jkv.core import loop
 from jkv.memory.codes import decode
 from jkv.methods import parse
 from jkv.methods.codecs import Dense, Separable
+from jkv.methods.selectors.factors import factors
 from jkv.protocols import Code
 from support import rig
 from support.rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, PROMPT, STEPS, D, H, L
@@ -245,3 +246,39 @@ def test_the_same_prefix_has_the_same_codes():
                 )
                 > 0.99
             )
+
+
+# ------------------------------------------------------------------------------------------------- lrqk and icecache
+
+
+@pytest.mark.parametrize("case", rig.CASES["lrqk"], ids=str)
+def test_a_prompt_teaches_the_maps_by_which_later_tokens_are_known(case):
+    """In the first layer: of all keys that leave the window, and of the last 64 queries."""
+    caches = rig.shared(case.tight).caches
+    first, last = (cache.layers[0].tiers[0] for cache in (caches[0], caches[-1]))
+    grams = []
+    for row, n in enumerate(LENGTHS):
+        q, k = (np.asarray(x, np.float64) for x in prompt_taps(0, row)[:2])
+        q, k = q[:, :, -64:].reshape(H, -1, D), k[:, : n - 16]
+        grams.append([np.einsum("hnd,hne->hde", x, x) for x in (q, k)])
+    queries, keys = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*grams, strict=True))
+    m_q, m_k = jax.jit(factors, static_argnames="rank")(queries, keys, rank=4)
+    for got, want in ((first.memo.q, m_q), (first.memo.k, m_k)):
+        np.testing.assert_allclose(got, want, atol=1e-3 * float(abs(want).max()))
+    np.testing.assert_array_equal(last.memo.k, first.memo.k)
+    live = np.broadcast_to(np.asarray(last.pos) >= 0, (2, H, last.pos.shape[2]))
+    known = np.einsum("bhnd,bhdr->bhnr", np.asarray(last.k.slots), np.asarray(first.memo.k))
+    got = np.asarray(last.summary[:, :, :, 0], np.float32)
+    assert live.sum() > sum(LENGTHS) and np.asarray(last.memo.known).all()
+    np.testing.assert_allclose(got[live], known[live], atol=0.01 * abs(known).max())
+
+
+@pytest.mark.parametrize("case", rig.CASES["icecache"][:1], ids=str)
+def test_pages_of_what_is_alike_hold_the_whole_prompt_once(case):
+    cache = rig.shared(case.tight).caches[0]
+    pos = np.asarray(cache.layers[0].tiers[0].pos)
+    assert pos.shape[1] == H and (pos[:, 0] != pos[:, 1]).any() and (np.diff(pos[0, 0][pos[0, 0] >= 0]) < 0).any()
+    for row, n in enumerate(LENGTHS):
+        for h in range(H):
+            held = pos[row, h][pos[row, h] >= 0]
+            assert sorted(held) == list(range((n - 16) // 8 * 8)) and held[:8].tolist() == list(range(8))

@@ -251,11 +251,9 @@ def test_the_same_prefix_has_the_same_codes():
 # ------------------------------------------------------------------------------------------------- lrqk and icecache
 
 
-@pytest.mark.parametrize("case", rig.CASES["lrqk"], ids=str)
-def test_a_prompt_teaches_the_maps_by_which_later_tokens_are_known(case):
+def test_a_prompt_teaches_the_maps_by_which_its_tokens_are_known():
     """In the first layer: of all keys that leave the window, and of the last 64 queries."""
-    caches = rig.shared(case.tight).caches
-    first, last = (cache.layers[0].tiers[0] for cache in (caches[0], caches[-1]))
+    tier = rig.prompted(rig.CASES["lrqk"][0].tight).layers[0].tiers[0]
     grams = []
     for row, n in enumerate(LENGTHS):
         q, k = (np.asarray(x, np.float64) for x in prompt_taps(0, row)[:2])
@@ -263,19 +261,17 @@ def test_a_prompt_teaches_the_maps_by_which_later_tokens_are_known(case):
         grams.append([np.einsum("hnd,hne->hde", x, x) for x in (q, k)])
     queries, keys = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*grams, strict=True))
     m_q, m_k = jax.jit(factors, static_argnames="rank")(queries, keys, rank=4)
-    for got, want in ((first.memo.q, m_q), (first.memo.k, m_k)):
+    for got, want in ((tier.memo.q, m_q), (tier.memo.k, m_k)):
         np.testing.assert_allclose(got, want, atol=1e-3 * float(abs(want).max()))
-    np.testing.assert_array_equal(last.memo.k, first.memo.k)
-    live = np.broadcast_to(np.asarray(last.pos) >= 0, (2, H, last.pos.shape[2]))
-    known = np.einsum("bhnd,bhdr->bhnr", np.asarray(last.k.slots), np.asarray(first.memo.k))
-    got = np.asarray(last.summary[:, :, :, 0], np.float32)
-    assert live.sum() > sum(LENGTHS) and np.asarray(last.memo.known).all()
+    live = np.broadcast_to(np.asarray(tier.pos) >= 0, (2, H, tier.pos.shape[2]))
+    known = np.einsum("bhnd,bhdr->bhnr", np.asarray(tier.k.slots), np.asarray(m_k))
+    got = np.asarray(tier.summary[:, :, :, 0], np.float32)
+    assert live.sum() == H * (sum(LENGTHS) - 2 * 16) and np.asarray(tier.memo.known).all()
     np.testing.assert_allclose(got[live], known[live], atol=0.01 * abs(known).max())
 
 
-@pytest.mark.parametrize("case", rig.CASES["icecache"][:1], ids=str)
-def test_pages_of_what_is_alike_hold_the_whole_prompt_once(case):
-    cache = rig.shared(case.tight).caches[0]
+def test_pages_of_what_is_alike_hold_the_whole_prompt_once():
+    cache = rig.prompted(rig.CASES["icecache"][0].tight)
     pos = np.asarray(cache.layers[0].tiers[0].pos)
     assert pos.shape[1] == H and (pos[:, 0] != pos[:, 1]).any() and (np.diff(pos[0, 0][pos[0, 0] >= 0]) < 0).any()
     for row, n in enumerate(LENGTHS):

@@ -169,6 +169,11 @@ class Case:
         return self.config.select.unit if self.config.select else 0
 
     @property
+    def arranged(self) -> bool:
+        """Whether pages are of tokens that are no neighbours in time."""
+        return self.config.select is not None and self.config.select.arranges
+
+    @property
     def uniform(self) -> bool:
         return self.plan[-1].uniform
 
@@ -214,8 +219,8 @@ class Case:
     @property
     def traits(self) -> set[tuple[str, Any]]:
         """What the laws, and the programs, depend on."""
-        flags = "budget page pooled merges appends grows prunes follows measured whole rest draft odds later ranked"
-        some = {(name, bool(getattr(self, name))) for name in flags.split()}
+        flags = "budget page arranged pooled merges appends grows prunes follows measured whole rest draft odds later"
+        some = {(name, bool(getattr(self, name))) for name in (*flags.split(), "ranked")}
         lossy, prefill = self.slot.lossy, type(self.config.prefill)
         return some | {("model", self.model), ("tiers", self.tiers), ("lossy", lossy), ("prefill", prefill)}
 

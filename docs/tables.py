@@ -389,7 +389,7 @@ FAR = (
     "int8 | icecache(pages=64, page=64, host='values')",
     "int8 | lrqk(tokens=4096, page=64, host='values')",
     "int8 | lrqk(tokens=4096, page=64, host='all')",
-    "int8 | infinigen(tokens=4096, directions=26, dense_layers=0, host='values')",
+    "int8 | infinigen(tokens=4096, page=64, directions=26, dense_layers=0, host='values')",
     "int8 | attentionpredictor(pages=64, page=64, dense_layers=0, host='values')",
     "int8 | attentionpredictor(pages=64, page=64, dense_layers=0, host='all')",
 )

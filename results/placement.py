@@ -25,7 +25,7 @@ CACHES = (
     f"attentionpredictor(pages=8, page=16, dense_layers=0, {HOT})",
     f"lrqk(tokens=128, page=16, {HOT})",
     f"icecache(pages=8, page=16, {HOT})",
-    "infinigen(tokens=128, dense_layers=0, host='all', hot=256)",
+    f"infinigen(tokens=128, page=16, dense_layers=0, {HOT})",
 )
 
 if __name__ == "__main__":

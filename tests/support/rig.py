@@ -219,8 +219,9 @@ class Case:
     @property
     def traits(self) -> set[tuple[str, Any]]:
         """What the laws, and the programs, depend on."""
-        flags = "budget page arranged pooled merges appends grows prunes follows measured whole rest draft odds later"
-        some = {(name, bool(getattr(self, name))) for name in (*flags.split(), "ranked")}
+        flags = "budget page arranged pooled merges appends grows prunes follows measured whole rest draft odds "
+        flags += "later ranked"
+        some = {(name, bool(getattr(self, name))) for name in flags.split()}
         lossy, prefill = self.slot.lossy, type(self.config.prefill)
         return some | {("model", self.model), ("tiers", self.tiers), ("lossy", lossy), ("prefill", prefill)}
 

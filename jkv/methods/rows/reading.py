@@ -137,6 +137,13 @@ def tokenselect(
     return dict(select=select, recent=local) | tiers
 
 
+def paged(name: str, tokens: int, page: int) -> int:
+    """So many tokens in pages; ValueError for less than one."""
+    if tokens < page:
+        raise ValueError(f"{name}: tokens={tokens}, page={page}: that are read together; a page or more")
+    return tokens // page
+
+
 def proxies(own: Proxies, channels: str | None) -> Proxies:
     """With what a folder of `jkv calibrate channels` knows, if one is given."""
     if channels is None:
@@ -151,13 +158,20 @@ def proxies(own: Proxies, channels: str | None) -> Proxies:
     "nearly the full cache with 256 tokens; 2.56x the speed with 18.9% of it on AIME24",
 )
 def fasa(
-    *, tokens: Positive = 256, pairs: Positive = 16, sinks: int = 4, dense_layers: int = 1, channels: str | None = None
+    *,
+    tokens: Positive = 256,
+    page: Positive = 1,
+    pairs: Positive = 16,
+    sinks: int = 4,
+    dense_layers: int = 1,
+    channels: str | None = None,
 ) -> Axes:
     """FASA: a step reads the `tokens` of the highest logit of the few `pairs` of channels that find most alone.
 
-    channels: a folder of `jkv calibrate channels`. It keeps every token and an index: it saves reads, not memory.
+    page: tokens that are read together, by the best of them. channels: a folder of `jkv calibrate channels`. It keeps
+    every token and an index: it saves reads, not memory.
     """
-    select = Proxies(unit=1, pages=tokens, sinks=sinks, width=pairs, first=dense_layers)
+    select = Proxies(unit=page, pages=paged("fasa", tokens, page), sinks=sinks, width=pairs, first=dense_layers)
     return dict(select=proxies(select, channels))
 
 
@@ -169,6 +183,7 @@ def fasa(
 def infinigen(
     *,
     tokens: Positive = 400,
+    page: Positive = 1,
     directions: Positive = 13,
     gap: float = 4.0,
     dense_layers: int = 2,
@@ -176,12 +191,14 @@ def infinigen(
 ) -> Axes:
     """InfiniGen: a step reads the tokens whose logit, of a few skewed `directions`, is less than `gap` below the best.
 
-    At most `tokens`; gap: 0 for as many in any case. channels: a folder of `jkv calibrate channels`, of a quarter of
-    the directions. It keeps every token and an index: it saves reads, not memory.
+    At most `tokens`; gap: 0 for as many in any case. page: tokens that are read together, by the best of them.
+    channels: a folder of `jkv calibrate channels`, of a quarter of the directions. It keeps every token and an index:
+    it saves reads, not memory.
     """
     if gap < 0:
         raise ValueError(f"infinigen: gap={gap}: below the best logit, 0 or more")
-    select = Proxies(unit=1, pages=tokens, kind="skew", width=directions, gap=float(gap), first=dense_layers)
+    pages = paged("infinigen", tokens, page)
+    select = Proxies(unit=page, pages=pages, kind="skew", width=directions, gap=float(gap), first=dense_layers)
     return dict(select=proxies(select, channels))
 
 
@@ -204,9 +221,9 @@ def lrqk(
     The maps that make them are learned of each prompt: of its keys and its last `window` queries. page: tokens that are
     read together, by the best of them. It keeps every token and an index: it saves reads, not memory.
     """
-    if tokens < page or not 1 <= window <= QUERIES:
-        raise ValueError(f"lrqk: tokens={tokens}, page={page}, window={window}: a page or more, and 1 to {QUERIES}")
-    pages = tokens // page
+    if window > QUERIES:
+        raise ValueError(f"lrqk: window={window}: queries that the maps are learned of, from 1 to {QUERIES}")
+    pages = paged("lrqk", tokens, page)
     select = Factors(unit=page, pages=pages, sinks=sinks, rank=rank, queries=window, first=dense_layers)
     return dict(select=select)
 

@@ -165,7 +165,8 @@ class Similar(Around):
         return Last(q=look.q.astype(jnp.float32), units=none, known=jnp.zeros((b, h)), own=own)
 
     def renew(self, new: Entered) -> Last:
-        return replace(super(Around, self).renew(new), own=self.select.renew(replace(new, memo=new.memo.own)))
+        own = self.select.renew(replace(new, memo=new.memo.own))
+        return replace(jax.tree.map(jnp.zeros_like, new.memo), own=own)
 
     def pick(self, look: Look) -> tuple[Array, Last]:
         last, q = look.memo, look.q.astype(jnp.float32)

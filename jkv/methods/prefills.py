@@ -265,7 +265,7 @@ class Recalled(PromptCompression):
             like.append(np.asarray(x[:, head], np.float32))
         live = np.asarray(layers[0].recent.pos) >= 0
         each = [[_cosines(x[row, at], self.window) for x in like] for row, at in enumerate(live)]
-        return [np.mean(of_states, 0).max(0) for of_states in each]
+        return [np.mean(of_states, 0).max(0, initial=-1) for of_states in each]  # a row may have no token
 
     def kept(self, score: np.ndarray) -> list[int]:
         return smoothed(score, self.tokens, self.ends, self.pool)

@@ -291,7 +291,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "lrqk": (Case("lrqk(tokens={b}, rank=4)", index=2, memo=2 * D * 4 + 1),),
     "icecache": (
         Case("icecache(pages={p}, page=8, sinks=8, recent=16)", index=D),
-        Case(f"icecache(pages={{p}}, sinks=16, recent=16) | {KIVI_TEXT}", slot=KIVI, index=D),
+        Case("icecache(pages={p}, page=8, sinks=8, recent=16) | int4", slot=INT4, index=D),
     ),
     "infllm": (Case("infllm(blocks={p}, block_size=8, sinks=8, local=16)", index=D),),
     "mpcache": (Case("mpcache(budget={b}, window=8, pages=16, page=8)", index=2 * D),),

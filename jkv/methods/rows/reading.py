@@ -168,8 +168,8 @@ def fasa(
 ) -> Axes:
     """FASA: a step reads the `tokens` of the highest logit of the few `pairs` of channels that find most alone.
 
-    page: tokens that are read together, by the best of them. channels: a folder of `jkv calibrate channels`. It keeps
-    every token and an index: it saves reads, not memory.
+    page: tokens that are read together, by the best of them. channels: a folder of `jkv calibrate channels`.
+    It keeps every token and an index: it saves reads, not memory.
     """
     select = Proxies(unit=page, pages=paged("fasa", tokens, page), sinks=sinks, width=pairs, first=dense_layers)
     return dict(select=proxies(select, channels))

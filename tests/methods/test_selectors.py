@@ -196,11 +196,16 @@ def test_the_first_units_of_a_row_teach_its_proxies():
         blank = jax.tree.map(jnp.zeros_like, select.remember(looked(QUERIES, None, pos[..., 0])))
         late = pos.at[1].set(-1)  # the second row has none yet
         first = select.renew(entered(tokens, late, queries=asked, memo=blank))
+        some = Factors(rank=3, queries=5)
+        none = jax.tree.map(jnp.zeros_like, some.remember(looked(QUERIES, None, pos[..., 0])))
+        half = jnp.where(pos < U, pos, -1), pos[:, :, :U]
+        few = [some.renew(entered(tokens[:, :, : x.shape[2]], x, queries=asked, memo=none)) for x in half]
         then = select.renew(entered(2 * tokens, pos, queries=asked, memo=first))
         score = select.score(looked(QUERIES, select.summarize(entered(tokens, memo=then)), pos[..., 0], memo=then))
-        return first, then, score
+        return first, then, score, few
 
-    first, then, score = run(tokens, asked)
+    first, then, score, (dead, left_out) = run(tokens, asked)
+    np.testing.assert_allclose(dead.k, left_out.k, rtol=1e-3, atol=1e-5)
     np.testing.assert_array_equal(first.known, [[1] * H, [0] * H])
     np.testing.assert_array_equal(first.q[0], then.q[0])
     assert (np.asarray(first.k[1]) == 0).all() and (np.asarray(then.known) == 1).all()
@@ -224,13 +229,21 @@ def test_tokens_that_are_alike_are_a_page():
             assert (pages.min(1) != pages.max(1)).sum() <= 1
 
 
+def test_halves_are_cut_again_each_by_its_own_direction():
+    corners = np.array([(4, 1), (4, -1), (-4, 1), (-4, -1)])
+    keys = np.tile(corners, (1, 1, 8, 1)) + 0.01 * RNG.normal(0, 1, (1, 1, 32, 2))
+    order = jax.jit(Alike(unit=4).arrange)(jnp.asarray(keys), jnp.arange(32)[None, None])
+    kinds = (np.asarray(order) % 4).reshape(8, 4)
+    np.testing.assert_array_equal(kinds, kinds[:, :1].repeat(4, 1))
+
+
 def test_halves_are_on_either_side_of_the_principal_direction():
-    x = RNG.normal(0, 1, (1, H, 64, D)) * np.array([4.0, *np.ones(D - 1)])
+    x = RNG.normal(0, 1, (1, H, 64, D)) * np.array([2.0, *np.ones(D - 1)])
     got = np.asarray(jax.jit(across)(jnp.asarray(x), jnp.ones((1, H, 64), bool)))
     for h in range(H):
         apart = x[0, h] - x[0, h].mean(0)
         want = apart @ np.linalg.svd(apart)[2][0]
-        assert abs(np.corrcoef(got[0, h], want)[0, 1]) > 0.99
+        assert abs(np.corrcoef(got[0, h], want)[0, 1]) > 0.98
 
 
 def test_as_many_tokens_as_are_near_the_best():

@@ -156,9 +156,11 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
 
     @jax.jit
     def read(tier: Tier) -> list[jax.Array]:
-        summaries = [empty_tier(config, plain(config), ROWS, MODEL, jnp.float32).summary for config in configs]
+        blank = [empty_tier(config, plain(config), ROWS, MODEL, jnp.float32) for config in configs]
         every = [(tier, replace(configs[0], select=None))]
-        every += [(replace(tier, summary=x), config) for x, config in zip(summaries, configs, strict=True)]
+        every += [
+            (replace(tier, summary=x.summary, memo=x.memo), config) for x, config in zip(blank, configs, strict=True)
+        ]
         pages = [picked(q, q_pos, *one, ROPE)[0] for one in every]
         both = zip(every, pages, strict=True)
         return [attend_tier(q, causal(q_pos, None), *one, ROPE, D**-0.5, x).finish() for one, x in both]

@@ -117,8 +117,8 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "kvtc": {"sensitivity": rig.SENSITIVITY},
     "kvquant": {"sensitivity": rig.SENSITIVITY},
     "kvzap": {"gate": rig.ZAP},
-    "fasa": {"channels": rig.CHANNELS},
-    "infinigen": {"channels": rig.CHANNELS},
+    "fasa": {"channels": rig.CHANNELS, "pairs": 3},
+    "infinigen": {"channels": rig.CHANNELS, "directions": 4},
     "duoattention": {"heads": rig.DUO},
     "planned": {"plan": rig.PLAN},
 }
@@ -239,7 +239,17 @@ def test_a_value_that_an_argument_cannot_have_is_refused_by_name(text, why):
 
 def test_what_does_not_go_together_says_why():
     refused = {pair: why for pair, why in PAIRS.items() if why}
-    reading = {"quest", "attentionpredictor", "alisa", "tokenselect", "fasa", "infinigen", "loopserve"}
+    reading = {
+        "quest",
+        "attentionpredictor",
+        "alisa",
+        "tokenselect",
+        "fasa",
+        "infinigen",
+        "loopserve",
+        "lrqk",
+        "icecache",
+    }
     assert {b for a, b in refused if a == "lacache"} == reading | {"nsnquant", "shadowkv"}
     assert "every tier of this method has its own codecs" in refused["zipvl", "int8"]
     assert "relative positions move keys" in refused["streaming", "quest"]

@@ -262,7 +262,15 @@ def look(q: Array, at: Array, tier: Tier, config: TierView, rope: Rope, given: A
         return tier_dot(flat(asks), held, config, rope, "k").reshape(b, h, g, -1)
 
     pos = newest(tier, config.select.unit, h)
-    return Look(q=q[:, :, :, 0], pos=pos, summary=tier.summary, memo=tier.memo, given=given, logits=logits)
+    return Look(
+        q=q[:, :, :, 0],
+        pos=pos,
+        summary=tier.summary,
+        memo=tier.memo,
+        given=given,
+        alive=at[:, 0] >= 0,
+        logits=logits,
+    )
 
 
 def picked(

@@ -29,7 +29,7 @@ from jkv.memory import codes
 from jkv.memory.cache import Counts, LayerCache, Observation, Tier, Window
 from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.memory.pages import is_far
-from jkv.protocols import Code, Codec, Columns, Entered
+from jkv.protocols import Code, Codec, Columns, Entered, Queries
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -76,18 +76,13 @@ def flush(
     if tiers and most:
         first = None if plan.size.first is None else layer.share
         both = tuple((w.k[:, :, :most], w.v[:, :, :most]) for w in (x.ordered(order) for x in group))
-        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0], both)
+        tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0], both, queries.kept)
     tiers = acting(tiers, live - leaving, counts.seen)
     if watch is not None:
         tiers = watched(tiers, ev, watch, plan)
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
-    return replace(layer, recent=recent, tiers=tuple(map(_forgetting, map(_known, tiers))), residual=residual)
-
-
-def _forgetting(tier: Tier) -> Tier:
-    """The tier whose selector remembers nothing."""
-    return replace(tier, memo=jax.tree.map(jnp.zeros_like, tier.memo))
+    return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), residual=residual)
 
 
 def _known(tier: Tier) -> Tier:
@@ -154,8 +149,10 @@ def _cascade(
     plan: LayerConfig,
     rope: Rope,
     group: tuple[tuple[Array, Array], ...],
+    queries: Queries | None,
 ) -> tuple[tuple[Tier, ...], Any]:
-    """first i32[B]: slots of the first tier in use, or None: as its config says; group: as `_admit` takes it."""
+    """first i32[B]: slots of the first tier in use, or None: as its config says; group, queries: as `_admit` takes
+    them."""
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else ranked(ev, plan)
@@ -170,6 +167,8 @@ def _cascade(
         columns={name: x[:, :, inside] for name, x in ev.columns.items()},
         index=jnp.broadcast_to(ev.slots + jnp.arange(most), (rank.shape[0], heads, most)),
     )
+    if plan.tiers[0].select is not None and plan.tiers[0].select.arranges:
+        new = new.ordered(plan.tiers[0].select.arrange(new.k, new.pos))
     out, stages, start, left = [], [], 0, ev.limit
     if plan.pooled is not None:
         heads, left = 1, ev.limit * ev.pos.shape[1]
@@ -204,7 +203,8 @@ def _cascade(
             out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], lost, plan)
             stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
     both = zip(out, stages, plan.tiers, strict=True)
-    return tuple(x if stage is None else _admit(x, *stage, config, rope, group) for x, stage, config in both), residual
+    admit = partial(_admit, rope=rope, group=group, queries=queries)
+    return tuple(x if stage is None else admit(x, *stage, config) for x, stage, config in both), residual
 
 
 def _pooled(
@@ -298,10 +298,11 @@ def _admit(
     config: TierConfig,
     rope: Rope,
     group: tuple[tuple[Array, Array], ...] = (),
+    queries: Queries | None = None,
 ) -> Tier:
-    """Encode the admitted tokens, once, and write them in place; codecs that learn are taught by them before.
+    """Encode the admitted tokens, once, and write them in place; codecs and selectors that learn are taught by them.
 
-    group: keys and values of the newcomers [B,H,n,D] in the layers that are coded together.
+    group: keys and values of the newcomers [B,H,n,D] in the layers that are coded together; queries: the newest.
     """
     u = config.unit
     place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
@@ -318,12 +319,21 @@ def _admit(
 
         return jax.tree.map(one, old, fresh)
 
-    summary = tier.summary
+    summary, memo = tier.summary, tier.memo
     if config.select is not None:
         n = config.select.unit  # keys are rotated, as queries meet them, however the codec stores them
         columns = {name: in_units(take(x, token), n) for name, x in new.columns.items()}
-        entered = Entered(k=in_units(k.astype(jnp.float32), n), pos=in_units(pos, n), columns=columns)
-        made = config.select.summarize(entered)
+        there = jnp.where(place < config.capacity, pos, -1)
+        wanted = config.select.needs.queries
+        entered = Entered(
+            k=in_units(k.astype(jnp.float32), n),
+            pos=in_units(there, n),
+            columns=columns,
+            queries=queries.newest(wanted) if queries is not None and wanted else None,
+            memo=memo,
+        )
+        memo = config.select.renew(entered)
+        made = config.select.summarize(replace(entered, memo=memo))
         at = per(place[:, :, :: config.select.unit], config.select.unit)
         summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
     if group and config.k.layers > 1:
@@ -341,7 +351,7 @@ def _admit(
         at=tier.at,
         head=put(tier.head, place, take(new.head, token)) if tier.head is not None and new.head is not None else None,
         summary=summary,
-        memo=tier.memo,
+        memo=memo,
         taught=taught,
     )
 

@@ -135,6 +135,10 @@ class Newcomers:
     index: Array
     head: Array | None = None
 
+    def ordered(self, order: Array) -> Newcomers:
+        """Those i32[B,H,n] of each head, in that order."""
+        return jax.tree.map(lambda x: take(x, order), self)
+
     def of(self, heads: int) -> Array:
         """bool[B,H,n]: which of them each kv head has."""
         whose = True if self.head is None else self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.gather import put, take
 from jkv.arrays.partial import softmax, with_sinks
 from jkv.arrays.tree import value
 from jkv.attention.attend import attend_window
@@ -21,18 +23,19 @@ from jkv.memory.cache import tree_bytes
 from jkv.methods.scores.attention import MASS
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
-from jkv.protocols import Entered, Look, Selector
+from jkv.protocols import Entered, Look, Queries, Selector
 
 
 @value
 class Asked:
     """Of a layer of the dense model, for one text: rotated queries q f32[1,H,G,N,D] of N late tokens and keys
-    k f32[1,H,T,D]; paid f32[1,H,N,T], a mean over G; mass f32[1,H,S] from all tokens so far, and last f32[1,H,S,n] of
-    the n queries before the late ones the most over G, to the S older tokens.
+    k f32[1,H,T,D]; before: the n queries before the late ones; paid f32[1,H,N,T], a mean over G; mass f32[1,H,S] from
+    all tokens so far, and last f32[1,H,S,n] of those before the most over G, to the S older tokens.
     """
 
     q: Array
     k: Array
+    before: Queries
     paid: Array
     mass: Array
     last: Array
@@ -67,6 +70,7 @@ def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
             Asked(
                 q=jnp.take(q, late, axis=3),
                 k=k,
+                before=Queries(q=jnp.take(q, before, axis=3), pos=before[None], lse=jnp.zeros((*q.shape[:3], QUERIES))),
                 paid=weights(late).mean(2),
                 mass=mass,
                 last=jnp.moveaxis(weights(before).max(2)[..., :old], 2, 3),
@@ -88,35 +92,45 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
     old, u = one.mass.shape[2], select.unit
     h, t, d = one.k.shape[1:]
     n = old // u
-    pos = jnp.broadcast_to(jnp.arange(n * u).reshape(1, 1, n, u), (1, h, n, u))
-    units = one.k[:, :, : n * u].reshape(1, h, n, u, d)
-    new = Entered(k=units, pos=pos, columns={MASS: one.mass[..., : n * u].reshape(1, h, n, u)})
-    summary = select.summarize(new)
-    if select.stateful:
-        most = one.last[:, :, : n * u].reshape(1, h, n, u, -1).max(3)
-        summary = select.observe(summary, most[..., -max(select.needs.queries, 2) :], pos[..., -1])
+    pos, keys = jnp.broadcast_to(jnp.arange(n * u), (1, h, n * u)), one.k[:, :, : n * u]
+    order = select.arrange(keys, pos) if select.arranges else pos
 
-    def look(q: Array, memo: Any, given: Array) -> Look:
+    def in_units(x: Array) -> Array:
+        return take(x, order).reshape(1, h, n, u, *x.shape[3:])
+
+    newest = in_units(pos).max(3)
+
+    def look(q: Array, memo: Any, given: Array, summary: Any) -> Look:
         def logits(apart: int | None = None) -> Array:
             if apart is not None:
                 raise ValueError("picks: keys are where they are; leave out far=")
-            return jnp.einsum("bhgd,bhsd->bhgs", q, one.k[:, :, : n * u])
+            return jnp.einsum("bhgd,bhsd->bhgs", q, take(keys, order))
 
-        return Look(q=q, pos=pos[..., -1], summary=summary, memo=memo, given=given, logits=logits)
+        return Look(q=q, pos=newest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool), logits=logits)
+
+    blank = look(one.q[:, :, :, 0], None, given[0], None)
+    memo = jax.tree.map(jnp.zeros_like, select.remember(blank))
+    asked = one.before.newest(select.needs.queries)
+    columns = {MASS: in_units(one.mass)}
+    new = Entered(k=in_units(keys), pos=in_units(pos), columns=columns, queries=asked, memo=memo)
+    memo = select.renew(new)
+    summary = select.summarize(replace(new, memo=memo))
+    if select.stateful:
+        most = in_units(one.last).max(3)
+        summary = select.observe(summary, most[..., -max(select.needs.queries, 2) :], newest)
 
     def step(memo: Any, x: tuple[Array, Array, Array]) -> tuple[Any, tuple[Array, Array, Array, Array]]:
         q, paid, given = x
-        picked, memo = select.pick(look(q, memo, given))
+        picked, memo = select.pick(look(q, memo, given, summary))
         mark = lambda size, i: jnp.zeros((h, size + 1), bool).at[jnp.arange(h)[:, None], i].set(True)[:, :-1]  # noqa: E731
-        read = jnp.repeat(mark(n, jnp.where(picked[0] < 0, n, picked[0])), u, 1)
+        units = jnp.repeat(mark(n, jnp.where(picked[0] < 0, n, picked[0])), u, 1)
+        read = put(jnp.zeros((1, h, n * u), bool), order, units[None])[0]
         tiles = -(-n * u // SLOTS)
         touched = mark(tiles, jnp.where(picked[0] < 0, tiles, picked[0] * u // SLOTS))
         late = paid[0, :, n * u :].sum(-1)
         share = (jnp.where(read, paid[0, :, : n * u], 0).sum(-1) + late) / paid[0].sum(-1)
         return memo, (share, read.sum(-1), touched.sum(-1) * SLOTS, picked)
 
-    first = look(one.q[:, :, :, 0], None, given[0])
-    memo = jax.tree.map(jnp.zeros_like, select.remember(first))
     steps = jnp.moveaxis(one.q, 3, 0), jnp.moveaxis(one.paid, 2, 0), given
     return jax.lax.scan(step, memo, steps)[1]
 
@@ -154,5 +168,20 @@ def _index(select: Selector, unit: Any, heads: int) -> float:
     """Numbers that are known of a token and head."""
     k = jax.ShapeDtypeStruct((1, heads, *unit.shape[2:]), jnp.float32)
     pos = jax.ShapeDtypeStruct(k.shape[:4], jnp.int32)
-    made = jax.eval_shape(lambda k, pos: select.summarize(Entered(k=k, pos=pos, columns={MASS: k[..., 0]})), k, pos)
+
+    def index(k: Array, pos: Array) -> Any:
+        asked = jnp.zeros((1, heads, 1, k.shape[-1]))
+        look = Look(
+            q=asked,
+            pos=pos[..., -1],
+            summary=None,
+            memo=None,
+            given=None,
+            alive=jnp.ones(1, bool),
+            logits=lambda: asked,
+        )
+        new = Entered(k=k, pos=pos, columns={MASS: k[..., 0]}, queries=None, memo=select.remember(look))
+        return select.summarize(new)
+
+    made = jax.eval_shape(index, k, pos)
     return tree_bytes(made) / 4 / heads / select.unit

@@ -13,7 +13,7 @@ from jkv.memory.cache import LayerCache, Queries, Tier, Window
 from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.memory.pages import Pages
 from jkv.models import ModelConfig
-from jkv.protocols import Code, Codec, Entered, Look, Selector
+from jkv.protocols import Code, Codec, Columns, Entered, Look, Selector
 
 
 def empty_side(
@@ -40,16 +40,16 @@ def empty_index(select: Selector, plan: LayerConfig, rows: int, model: ModelConf
     b, h, g, d, n, u = rows, model.heads, model.groups, model.head_dim, slots // select.unit, select.unit
     shape = jax.ShapeDtypeStruct
     columns = {name: shape((b, h, n, u), jnp.float32) for name in plan.columns}
-    new = Entered(k=shape((b, h, n, u, d), jnp.float32), pos=shape((b, h, n, u), jnp.int32), columns=columns)  # type: ignore[arg-type]
+    k, pos = shape((b, h, n, u, d), jnp.float32), shape((b, h, n, u), jnp.int32)
 
-    def made(new: Entered, q: Array) -> tuple[Any, Any]:
-        summary = select.summarize(new)
+    def made(k: Array, pos: Array, columns: Columns, q: Array) -> tuple[Any, Any]:
         logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
-        pos = new.pos[..., -1]
-        given = jnp.zeros((b, h, select.reads(slots)), jnp.int32)
-        return summary, select.remember(Look(q=q, pos=pos, summary=summary, memo=None, given=given, logits=logits))
+        given, alive = jnp.zeros((b, h, select.reads(slots)), jnp.int32), jnp.ones(b, bool)
+        look = Look(q=q, pos=pos[..., -1], summary=None, memo=None, given=given, alive=alive, logits=logits)
+        memo = select.remember(look)
+        return select.summarize(Entered(k=k, pos=pos, columns=columns, queries=None, memo=memo)), memo
 
-    found = jax.eval_shape(made, new, shape((b, h, g, d), jnp.float32))
+    found = jax.eval_shape(made, k, pos, columns, shape((b, h, g, d), jnp.float32))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
 

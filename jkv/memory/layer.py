@@ -200,4 +200,6 @@ class LayerConfig(LayerView):
 
     @property
     def uniform(self) -> bool:
-        return self.score.uniform
+        """Whether all heads have a token in the same slot."""
+        arranged = any(tier.select is not None and tier.select.arranges for tier in self.tiers)
+        return self.score.uniform and not arranged

@@ -71,6 +71,13 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             is not None,
         }
         alone(config, "layers that read what another picked hold the same tokens as it, and do", others)
+    if config.select and config.select.arranges:
+        others = {
+            "layers that read what another picked, as each has units of its own": config.select.follows,
+            "a codec that codes several heads together": config.joins,
+            "a merge": config.merge is not None,
+        }
+        alone(config, "units of tokens that are alike, in each head its own, do", others)
     if config.devices > 1 and config.select and config.select.stateful:
         raise ValueError(
             f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "

@@ -113,20 +113,14 @@ class Deferred(Prefill):
 
 @part
 class PromptCompression(Prefill):
-    """Prompt compression: of a longer prompt `tokens` tokens are read, those that a draft's layers look at most.
+    """Prompt compression: of a longer prompt `tokens` tokens are read, those that a draft finds; `then` reads them.
 
-    They stand next to each other, at positions of their own; `then` reads them. The draft is the model up to its first
-    `layers` that attend, of which those from `first` on count (None: half of the model, and the upper half of that); it
-    says `drafted` tokens, and its last `window` queries of the prompt count more the later they are. The draft sees the
-    prompt whole. Source: SpecPC (2506.08373), where it is a smaller model of its own.
+    They stand next to each other, at positions of their own. The draft is the model up to its first `layers` that
+    attend (None: half of them, if nothing else is said). It sees the prompt whole.
     """
 
     tokens: int
-    drafted: int = 1
-    window: int = 64
-    around: int = 32
     layers: int | None = None
-    first: int | None = None
     then: Prefill = Prefill()
 
     splits: ClassVar[bool] = False
@@ -151,19 +145,17 @@ class PromptCompression(Prefill):
     def pruning(self, model: ModelConfig, layer: int) -> Pruning | None:
         return self.then.pruning(model, layer)
 
-    def counting(self, model: ModelConfig) -> range:
-        """The layers of the draft that count; it ends where they do."""
-        layers = max(model.layers // 2, 1) if self.layers is None else self.layers
-        return range(layers // 2 if self.first is None else self.first, layers)
+    def depth(self, model: ModelConfig) -> int:
+        """Layers of the draft that attend."""
+        return max(model.layers // 2, 1) if self.layers is None else self.layers
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         self.then.check(config, model, chunk)
-        counting = self.counting(model)
-        if counting.stop > model.layers or not counting:
+        depth = self.depth(model)
+        if depth > model.layers:
             raise ValueError(
-                f"{config}: layers={self.layers}, first={self.first}: a draft of {counting.stop} blocks, of which "
-                f"{min(counting.stop, model.layers)} attend, and the model has {model.layers}; take no more, and a "
-                "first= below what attends"
+                f"{config}: layers={self.layers}: a draft of {depth} blocks, of which {min(depth, model.layers)} "
+                f"attend, and the model has {model.layers}; take no more"
             )
 
     def __call__(self, reading: Reading) -> tuple[Any, Array]:
@@ -171,9 +163,51 @@ class PromptCompression(Prefill):
 
     def shortened(self, reading: Reading) -> list[list[int]]:
         """The token ids of the prompts as they are read."""
-        rows = reading.rows
-        if max(map(len, rows)) <= self.tokens:
-            return rows
+        if max(map(len, reading.rows)) <= self.tokens:
+            return reading.rows
+        return [self.row(row, told) for row, told in zip(reading.rows, self.told(reading), strict=True)]
+
+    def row(self, ids: list[int], score: np.ndarray) -> list[int]:
+        """The token ids of a prompt as they are read, for what the draft says of each, f[n]."""
+        return ids if len(ids) <= self.tokens else [ids[i] for i in self.kept(score)]
+
+    def told(self, reading: Reading) -> list[np.ndarray]:
+        """What the draft says of the tokens of each prompt, f[n]."""
+        raise NotImplementedError  # its own in every prompt compression
+
+    def kept(self, score: np.ndarray) -> list[int]:
+        """Indices, rising, of those that are read."""
+        raise NotImplementedError  # its own in every prompt compression
+
+
+@part
+class Attended(PromptCompression):
+    """Of a longer prompt the tokens that a draft's layers look at most, with their neighbours.
+
+    Of the draft's layers those from `first` on count (None: the upper half); it says `drafted` tokens, and its last
+    `window` queries of the prompt count more the later they are. Source: SpecPC (2506.08373), where the draft is a
+    smaller model of its own.
+    """
+
+    drafted: int = 1
+    window: int = 64
+    around: int = 32
+    first: int | None = None
+
+    def counting(self, model: ModelConfig) -> range:
+        """The layers of the draft that count; it ends where they do."""
+        layers = self.depth(model)
+        return range(layers // 2 if self.first is None else self.first, layers)
+
+    def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+        super().check(config, model, chunk)
+        if not self.counting(model):
+            raise ValueError(
+                f"{config}: first={self.first}: the draft has {self.depth(model)} layers that attend; take a first= "
+                "below what attends"
+            )
+
+    def told(self, reading: Reading) -> list[np.ndarray]:
         counting = self.counting(reading.params.config)
         score, probe = LateOrProbed(queries=self.window), Drafted(tokens=self.drafted)
         config = CacheConfig(score=score, prefill=Deferred(probe=probe))
@@ -181,13 +215,80 @@ class PromptCompression(Prefill):
         dense = draft.probe(draft.dense()[0], probe)
         told = draft.statistic(dense)[counting.start :].max(0)
         live = np.asarray(dense.layers[0].recent.pos) >= 0
-        return [self.row(row, x[at]) for row, x, at in zip(rows, told, live, strict=True)]
+        return [x[at] for x, at in zip(told, live, strict=True)]
 
-    def row(self, ids: list[int], score: np.ndarray) -> list[int]:
-        """The token ids of a prompt as they are read, for what the draft says of each, f[n]."""
-        if len(ids) <= self.tokens:
-            return ids
-        return [ids[i] for i in chosen(score, self.tokens, self.window, self.around)]
+    def kept(self, score: np.ndarray) -> list[int]:
+        return chosen(score, self.tokens, self.window, self.around)
+
+
+@part
+class Recalled(PromptCompression):
+    """Of a longer prompt the tokens whose states are like those of its last `window` tokens, with their neighbours.
+
+    s_j = max_i mean over states of cos(e_i, e_j), i of the window; then the largest within `pool` tokens. The first and
+    the last `ends` tokens are read in any case. states: (layer, kv head, "k" or "v"), keys before their rotation; of
+    none given the values of all kv heads of the draft's last layer; the draft ends with the last of them. Source:
+    REFORM (2506.01215), from notes of the paper, where the draft evicts as it reads and queries may be states too. The
+    draft is a sixth of the model by default: there values find needles best in SmolLM2-135M.
+    """
+
+    window: int = 64
+    pool: int = 129
+    ends: int = 256
+    states: tuple[tuple[int, int, str], ...] = ()
+
+    def depth(self, model: ModelConfig) -> int:
+        if self.states:
+            return max(layer for layer, *_ in self.states) + 1
+        return max(model.layers // 6, 1) if self.layers is None else self.layers
+
+    def among(self, model: ModelConfig) -> tuple[tuple[int, int, str], ...]:
+        """The states, by number."""
+        return self.states or tuple((self.depth(model) - 1, head, "v") for head in range(model.heads))
+
+    def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+        super().check(config, model, chunk)
+        for layer, head, of in self.among(model):
+            if not (0 <= layer < model.layers and 0 <= head < model.heads and of in ("k", "v")):
+                raise ValueError(
+                    f"{config}: states={self.states}: a layer, a head and 'k' or 'v' each, of {model.layers} layers "
+                    f"and {model.heads} kv heads"
+                )
+
+    def told(self, reading: Reading) -> list[np.ndarray]:
+        model = reading.params.config
+        draft = reading.draft(reading.params.first(self.depth(model)), CacheConfig())
+        layers, like = draft.dense()[0].layers, []
+        for layer, head, of in self.among(model):
+            held = layers[layer].recent
+            x = model.ropes[layer].rotate(held.k, held.pos[:, None], inverse=True) if of == "k" else held.v
+            like.append(np.asarray(x[:, head], np.float32))
+        live = np.asarray(layers[0].recent.pos) >= 0
+        each = [[_cosines(x[row, at], self.window) for x in like] for row, at in enumerate(live)]
+        return [np.mean(of_states, 0).max(0, initial=-1) for of_states in each]  # a row may have no token
+
+    def kept(self, score: np.ndarray) -> list[int]:
+        return smoothed(score, self.tokens, self.ends, self.pool)
+
+
+def _cosines(x: np.ndarray, last: int) -> np.ndarray:
+    """f[last,n] of the last of x f[n,D] and all."""
+    unit = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-30)
+    return unit[-last:] @ unit.T
+
+
+def smoothed(score: np.ndarray, most: int, ends: int, pool: int) -> list[int]:
+    """Indices, rising, of `most` of the tokens of score f[n]: the first and the last `ends`, then the best.
+
+    A score is the largest within `pool` tokens, of which it is the middle one. Source: REFORM (2506.01215).
+
+    >>> smoothed(np.array([0, 0, 0, 0, 9, 0, 0, 0, 0, 1, 0]), most=6, ends=1, pool=3)
+    [0, 3, 4, 5, 8, 10]
+    """
+    padded = np.pad(score.astype(float), (pool // 2, pool - 1 - pool // 2), constant_values=-np.inf)
+    best = sliding_window_view(padded, pool).max(1)
+    best[:ends] = best[len(best) - ends :] = np.inf
+    return sorted(np.argsort(-best, kind="stable")[:most].tolist())
 
 
 def compressed(prefill: Prefill, given: PromptCompression) -> PromptCompression:

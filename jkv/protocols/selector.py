@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import value
+from jkv.protocols.evidence import Queries
 from jkv.protocols.needs import Columns, Needs
 
 if TYPE_CHECKING:
@@ -17,11 +20,16 @@ if TYPE_CHECKING:
 
 @value
 class Entered:
-    """n units of tokens that enter a tier: rotated keys k f32[B,H,n,u,D], pos i32[B,Hs,n,u], columns f32[B,H,n,u]."""
+    """n units of tokens that enter a tier: rotated keys k f32[B,H,n,u,D], pos i32[B,Hs,n,u], columns f32[B,H,n,u].
+
+    A unit of pos -1 is none. queries: the newest, as many as the selector needs, or None; memo: what it remembers.
+    """
 
     k: Array
     pos: Array
     columns: Columns
+    queries: Queries | None
+    memo: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +37,9 @@ class Look:
     """What a selector sees when a step is about to read a tier.
 
     q f[B,H,G,D]: rotated queries of one token a row; pos i32[B,H,units]: the newest token of every unit, -1 for none;
-    summary: of the units; memo: what the selector has remembered since the last flush, zeros after it; given
-    i32[B,H,U]: what the nearest layer below picked, or None. logits(): q . k f32[B,H,G,C] of all slots, unscaled, read
-    from the codes; logits(n): as if every key were n tokens away, where keys are stored un-rotated.
+    summary: of the units; memo: what the selector remembers of the row; given i32[B,H,U]: what the nearest layer below
+    picked, or None; alive bool[B]: whether a row has not ended. logits(): q . k f32[B,H,G,C] of all slots, unscaled,
+    read from the codes; logits(n): as if every key were n tokens away, where keys are stored un-rotated.
     """
 
     q: Array
@@ -39,6 +47,7 @@ class Look:
     summary: Any
     memo: Any
     given: Array | None
+    alive: Array
     logits: Callable[..., Array]
 
 
@@ -46,8 +55,9 @@ class Selector:
     """What a step reads of a tier, in units of `unit` slots that enter and leave the tier together.
 
     Its arrays, if it has any, are of one layer after `for_layer`. A `stateful` selector is told what attention found,
-    after every step and every flush, and picks by what it remembers of each unit; one that `remembers` has a memo of
-    each row; one that `follows` picks by what a lower layer picked.
+    after every step and every flush, and picks by what it remembers of each unit; one that `remembers` changes its memo
+    of a row at each step; one that `follows` picks by what a lower layer picked; one that `arranges` says which of the
+    newcomers of a head are a unit.
     """
 
     unit: int = 1
@@ -56,6 +66,7 @@ class Selector:
     stateful: bool = False
     remembers: bool = False
     follows: bool = False
+    arranges: bool = False
     scans: bool = False  # a pick reads every key
 
     def bound(self, params: Params) -> Selector:
@@ -74,9 +85,18 @@ class Selector:
         """Leaves [B,H,n,...] of n units; written when the units are written."""
         raise NotImplementedError  # its own in every selector
 
+    def arrange(self, k: Array, pos: Array) -> Array:
+        """i32[B,H,n]: the order in which newcomers, of rotated keys f[B,H,n,D] at i32[B,H,n], are cut into units; the
+        dead, of pos -1, are last and stay so."""
+        raise NotImplementedError  # its own in every selector that arranges
+
     def remember(self, look: Look) -> Any:
-        """A memo, leaves [B,H,...], whose shapes and types alone are used: it begins as zeros."""
+        """A memo, leaves [B,H,...], whose shapes and types alone are used: it begins as zeros, without a summary."""
         return None
+
+    def renew(self, new: Entered) -> Any:
+        """The memo after a flush, by which the new units are summarized: zeros, as steps before it filled it."""
+        return jax.tree.map(jnp.zeros_like, new.memo)
 
     def pick(self, look: Look) -> tuple[Array, Any]:
         """Units i32[B,H,U] to read, -1 none, and the memo for the next step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,3 +49,21 @@ def test_layers_that_follow_read_what_the_one_below_picked():
     own = picks.recovered(PARAMS, select.select, layers, 0)
     assert got["by_layer"][0] == own["by_layer"][0] and got["by_layer"][1] < own["by_layer"][1]
     assert got["bytes_share"] < own["bytes_share"]
+
+
+def test_pages_of_what_is_alike_are_read_where_their_tokens_stand():
+    late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
+    layers = picks.asked(PARAMS, IDS, late, OLD)
+    select = parse("icecache(pages=2, page=8, sinks=0)").select
+    got = picks.recovered(PARAMS, select, layers, 0)
+    q, k, _, p = [np.asarray(x, float)[0] for x in rig.dense_prompt(IDS)[1][0]]
+    pos = jnp.broadcast_to(jnp.arange(OLD), (1, H, OLD))
+    order, shares = np.asarray(jax.jit(select.arrange)(layers[0].k[:, :, :OLD], pos))[0], []
+    for h in range(H):
+        pages = order[h].reshape(-1, PAGE)
+        for n in range(LATE):
+            rank = (q[h, :, -LATE + n] @ k[h, pages].mean(1).T).max(0)
+            read = np.r_[pages[np.argsort(-rank)[:2]].ravel(), OLD : p.shape[-1]]
+            shares.append(p[h, :, -LATE + n].mean(0)[read].sum())
+    assert (np.diff(order) < 0).any()
+    np.testing.assert_allclose(got["by_layer"][0], np.mean(shares), atol=1e-4)

@@ -18,7 +18,7 @@ from support import rig
 from support.rig import MODELS, PARAMS, PROMPT, STEPS, Case
 
 CASES = [*rig.ALL, *rig.OTHERS]
-OWN = set("attentiongate coded dms fastkv specpc".split())  # a prompt does not attend to all of itself as it is
+OWN = set("attentiongate coded dms fastkv reform specpc".split())  # a prompt does not attend to all of itself as it is
 IDS = np.random.default_rng(4).integers(0, PARAMS.config.vocab, (2, 70)).astype(np.int32)
 
 

@@ -70,6 +70,16 @@ def same(text: str, host: str, more: str = "") -> Cache:
     return far
 
 
+LEARNS = pytest.param("lrqk(tokens=16, page=8, rank=4)", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("text", [LEARNS, "icecache(pages=3, page=8, sinks=8)"])
+def test_what_flushes_teach_or_arrange_is_picked_on_the_host_as_on_the_device(text: str):
+    (logits, _), (found, far) = ran(text), ran(f"{text[:-1]}, host='all', hot=3)")
+    np.testing.assert_array_equal(found, logits)
+    assert sum(pages_asked(far)) > 0
+
+
 @pytest.mark.parametrize("host", ["values", "all"])
 def test_codes_on_the_host_give_the_logits_of_codes_on_the_device_bit_for_bit(host: str):
     same(f"int4 | {QUEST})", host)

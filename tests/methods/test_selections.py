@@ -14,6 +14,7 @@ from jkv.core import loop
 from jkv.memory.codes import decode
 from jkv.methods import parse
 from jkv.methods.codecs import Dense, Separable
+from jkv.methods.selectors.factors import factors
 from jkv.protocols import Code
 from support import rig
 from support.rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, PROMPT, STEPS, D, H, L
@@ -245,3 +246,35 @@ def test_the_same_prefix_has_the_same_codes():
                 )
                 > 0.99
             )
+
+
+# ------------------------------------------------------------------------------------------------- lrqk and icecache
+
+
+def test_a_prompt_teaches_the_maps_by_which_its_tokens_are_known():
+    """In the first layer: of all keys that leave the window, and of the last 64 queries."""
+    tier = rig.prompted(rig.CASES["lrqk"][0].tight).layers[0].tiers[0]
+    grams = []
+    for row, n in enumerate(LENGTHS):
+        q, k = (np.asarray(x, np.float64) for x in prompt_taps(0, row)[:2])
+        q, k = q[:, :, -64:].reshape(H, -1, D), k[:, : n - 16]
+        grams.append([np.einsum("hnd,hne->hde", x, x) for x in (q, k)])
+    queries, keys = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*grams, strict=True))
+    m_q, m_k = jax.jit(factors, static_argnames="rank")(queries, keys, rank=4)
+    for got, want in ((tier.memo.q, m_q), (tier.memo.k, m_k)):
+        np.testing.assert_allclose(got, want, atol=1e-3 * float(abs(want).max()))
+    live = np.broadcast_to(np.asarray(tier.pos) >= 0, (2, H, tier.pos.shape[2]))
+    known = np.einsum("bhnd,bhdr->bhnr", np.asarray(tier.k.slots), np.asarray(m_k))
+    got = np.asarray(tier.summary[:, :, :, 0], np.float32)
+    assert live.sum() == H * (sum(LENGTHS) - 2 * 16) and np.asarray(tier.memo.known).all()
+    np.testing.assert_allclose(got[live], known[live], atol=0.01 * abs(known).max())
+
+
+def test_pages_of_what_is_alike_hold_the_whole_prompt_once():
+    cache = rig.prompted(rig.CASES["icecache"][0].tight)
+    pos = np.asarray(cache.layers[0].tiers[0].pos)
+    assert pos.shape[1] == H and (pos[:, 0] != pos[:, 1]).any() and (np.diff(pos[0, 0][pos[0, 0] >= 0]) < 0).any()
+    for row, n in enumerate(LENGTHS):
+        for h in range(H):
+            held = pos[row, h][pos[row, h] >= 0]
+            assert sorted(held) == list(range((n - 16) // 8 * 8)) and held[:8].tolist() == list(range(8))

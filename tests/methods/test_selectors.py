@@ -9,14 +9,17 @@ import pytest
 
 from jkv.methods import parse
 from jkv.methods.checks import check
+from jkv.methods.selectors.alike import Alike, across
 from jkv.methods.selectors.clusters import Clusters
 from jkv.methods.selectors.exact import Exact
+from jkv.methods.selectors.factors import Factors, factors
 from jkv.methods.selectors.landmark import Landmark
 from jkv.methods.selectors.proxies import Channels, Proxies
 from jkv.methods.selectors.quest import PageBound
 from jkv.methods.selectors.ranked import Vote
 from jkv.methods.selectors.representative import Representative
 from jkv.methods.selectors.reuse import Similar
+from jkv.protocols import Queries
 from jkv.training import channels
 from support.looks import entered, looked
 from support.rig import MODEL
@@ -28,14 +31,14 @@ KEYS, QUERIES = RNG.normal(0, 1, (B, H, N, U, D)), RNG.normal(0, 1, (B, H, G, D)
 POS = np.broadcast_to(np.arange(N) * U + U - 1, (B, H, N))
 
 
-def picked(select, q, keys, memo=None, **columns):
+def picked(select, q, keys, memo=None, alive=None, **columns):
     """Units of a look at all keys, each newest token at its place."""
 
     @jax.jit
     def run(q, keys, memo):
         n, u = keys.shape[2:4]
         pos = jnp.broadcast_to(jnp.arange(n) * u + u - 1, keys.shape[:3])
-        look = looked(q, select.summarize(entered(keys, **columns)), pos, keys, memo)
+        look = looked(q, select.summarize(entered(keys, memo=memo, **columns)), pos, keys, memo, alive=alive)
         return select.pick(look)
 
     return run(*(x if x is None else jax.tree.map(jnp.asarray, x) for x in (q, keys, memo)))
@@ -105,6 +108,8 @@ def test_what_was_picked_serves_queries_that_are_like_it():
         blank = jax.tree.map(jnp.zeros_like, select.remember(looked(QUERIES, None, POS.repeat(U, 2), keys)))
         a, memo = picked(select, QUERIES, keys, blank)
         np.testing.assert_array_equal(a, first)
+        ended, _ = picked(select, other, keys, memo, alive=[True, False])
+        np.testing.assert_array_equal(ended[1], a[1])  # a row that has ended does not ask
         return np.asarray(a), np.asarray(picked(select, other, keys, memo)[0])
 
     new = np.asarray(picked(Exact(pages=3, sinks=0), other, keys)[0])
@@ -160,6 +165,87 @@ def test_one_pair_of_channels_finds_what_all_find():
     np.testing.assert_allclose(scored(whole, QUERIES, tokens), want, rtol=1e-4, atol=1e-5)
 
 
+def test_proxies_are_those_of_the_alternation_over_all_queries_and_keys():
+    q, k = RNG.normal(0, 1, (40, D)) * np.arange(1, D + 1), RNG.normal(0, 1, (30, D)) @ RNG.normal(0, 1, (D, D))
+    for rank in (3, D):
+        a_q, a_k = (x[:, np.argsort(-(x**2).sum(0), kind="stable")[:rank]] for x in (q, k))
+        inverse = lambda x: np.linalg.inv(x + 1e-6 * np.eye(len(x)))  # noqa: E731
+        for _ in range(2):
+            b_q, b_k = inverse(a_q.T @ a_q) @ a_q.T @ q, inverse(a_k.T @ a_k) @ a_k.T @ k
+            a_q = q @ (k.T @ a_k + b_q.T) @ inverse(a_k.T @ a_k + b_q @ b_q.T)
+            a_k = k @ (q.T @ a_q + b_k.T) @ inverse(a_q.T @ a_q + b_k @ b_k.T)
+        m_q, m_k = (np.asarray(x) for x in factors(*(jnp.asarray(x.T @ x, jnp.float32) for x in (q, k)), rank))
+        np.testing.assert_allclose(q @ m_q @ (k @ m_k).T, a_q @ a_k.T, rtol=1e-3, atol=1e-3 * abs(q @ k.T).max())
+        best = np.linalg.svd(q @ k.T)[1][rank:]  # what no proxies of so many numbers can tell
+        error = np.linalg.norm(q @ m_q @ (k @ m_k).T - q @ k.T)
+        assert error <= 1.3 * np.linalg.norm(best) + 1e-3 * np.linalg.norm(q @ k.T)
+
+
+def test_the_first_units_of_a_row_teach_its_proxies():
+    tokens = jnp.asarray(KEYS.reshape(B, H, -1, 1, D), jnp.float32)
+    pos = jnp.broadcast_to(jnp.arange(N * U)[:, None], tokens.shape[:4])
+    asked = Queries(
+        q=jnp.asarray(RNG.normal(0, 1, (B, H, G, 5, D)), jnp.float32),
+        pos=jnp.broadcast_to(jnp.arange(5), (B, 5)),
+        lse=jnp.zeros((B, H, G, 5)),
+    )
+    select = Factors(rank=D, queries=5)
+
+    @jax.jit
+    def run(tokens, asked):
+        blank = jax.tree.map(jnp.zeros_like, select.remember(looked(QUERIES, None, pos[..., 0])))
+        late = pos.at[1].set(-1)  # the second row has none yet
+        first = select.renew(entered(tokens, late, queries=asked, memo=blank))
+        some = Factors(rank=3, queries=5)
+        none = jax.tree.map(jnp.zeros_like, some.remember(looked(QUERIES, None, pos[..., 0])))
+        half = jnp.where(pos < U, pos, -1), pos[:, :, :U]
+        few = [some.renew(entered(tokens[:, :, : x.shape[2]], x, queries=asked, memo=none)) for x in half]
+        then = select.renew(entered(2 * tokens, pos, queries=asked, memo=first))
+        score = select.score(looked(QUERIES, select.summarize(entered(tokens, memo=then)), pos[..., 0], memo=then))
+        return first, then, score, few
+
+    first, then, score, (dead, left_out) = run(tokens, asked)
+    np.testing.assert_allclose(dead.k, left_out.k, rtol=1e-3, atol=1e-5)
+    np.testing.assert_array_equal(first.known, [[1] * H, [0] * H])
+    np.testing.assert_array_equal(first.q[0], then.q[0])
+    assert (np.asarray(first.k[1]) == 0).all() and (np.asarray(then.known) == 1).all()
+    want = np.einsum("bhgd,bhnd->bhgn", QUERIES, KEYS.reshape(B, H, -1, D))
+    np.testing.assert_allclose(score, want, atol=0.02 * abs(want).max())  # as bfloat16 holds proxies
+
+
+def test_tokens_that_are_alike_are_a_page():
+    kinds = RNG.integers(0, 2, (B, H, N * U))
+    keys = RNG.normal(0, 1, (B, H, 2, D)) * 5
+    keys = np.take_along_axis(keys, kinds[..., None], 2) + 0.01 * RNG.normal(0, 1, (B, H, N * U, D))
+    live = np.where(np.arange(N * U) < np.array([N * U, 4 * U])[:, None], np.arange(N * U), -1)
+    pos = jnp.asarray(np.broadcast_to(live[:, None], (B, H, N * U)), jnp.int32)
+    order = np.asarray(jax.jit(Alike(unit=U, sinks=3).arrange)(jnp.asarray(keys), pos))
+    np.testing.assert_array_equal(np.sort(order, -1), np.broadcast_to(np.arange(N * U), order.shape))
+    np.testing.assert_array_equal(order[..., :U], np.broadcast_to(np.arange(U), (B, H, U)))
+    assert (order[1, :, : 4 * U] < 4 * U).all()
+    for row, units in ((0, N), (1, 4)):
+        for h in range(H):
+            pages = np.take_along_axis(kinds[row, h], order[row, h], 0).reshape(N, U)[1:units]
+            assert (pages.min(1) != pages.max(1)).sum() <= 1
+
+
+def test_halves_are_cut_again_each_by_its_own_direction():
+    corners = np.array([(4, 1), (4, -1), (-4, 1), (-4, -1)])
+    keys = np.tile(corners, (1, 1, 8, 1)) + 0.01 * RNG.normal(0, 1, (1, 1, 32, 2))
+    order = jax.jit(Alike(unit=4).arrange)(jnp.asarray(keys), jnp.arange(32)[None, None])
+    kinds = (np.asarray(order) % 4).reshape(8, 4)
+    np.testing.assert_array_equal(kinds, kinds[:, :1].repeat(4, 1))
+
+
+def test_halves_are_on_either_side_of_the_principal_direction():
+    x = RNG.normal(0, 1, (1, H, 64, D)) * np.array([2.0, *np.ones(D - 1)])
+    got = np.asarray(jax.jit(across)(jnp.asarray(x), jnp.ones((1, H, 64), bool)))
+    for h in range(H):
+        apart = x[0, h] - x[0, h].mean(0)
+        want = apart @ np.linalg.svd(apart)[2][0]
+        assert abs(np.corrcoef(got[0, h], want)[0, 1]) > 0.98
+
+
 def test_as_many_tokens_as_are_near_the_best():
     keys = np.array([5, 4.9, 1, -3])[None, None, :, None, None]
     for gap, want in ((4.0, [0, 1, -1, -1]), (0.0, [0, 1, 2, 3]), (100.0, [0, 1, 2, 3])):
@@ -191,6 +277,12 @@ def test_calibrated_pairs_are_counted_one_by_one():
     np.testing.assert_allclose(size(w[0, :, 0]), max(map(size, every)), rtol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "says"), [("pairs", "3 pairs .* 2 are known"), ("skew", "3 directions .* 1 are")])
+def test_no_more_is_taken_than_is_known(kind, says):
+    with pytest.raises(ValueError, match=says):
+        proxies(np.ones((1, 1, 2)), np.ones((1, 1, 4, 1)), kind=kind, width=3)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -203,6 +295,9 @@ def test_calibrated_pairs_are_counted_one_by_one():
         ("infinigen(gap=-1.0)", "0 or more"),
         ("mpcache(budget=64, wide=0.5)", "1 or more"),
         ("tokenselect(tokens=0)", "1 or more"),
+        ("lrqk(tokens=8, page=16)", "a page or more"),
+        ("icecache | indexcache", "each has units of its own"),
+        ("knorm(budget=64) | rest | icecache", "not go with a merge"),
     ],
 )
 def test_what_cannot_be_is_refused(text, says):

@@ -15,7 +15,7 @@ from jkv.generation.draft import greedy
 from jkv.generation.prefill import Prompts
 from jkv.memory.positions import pad, positions
 from jkv.methods import parse
-from jkv.methods.prefills import PromptCompression, chosen
+from jkv.methods.prefills import PromptCompression, chosen, smoothed
 from jkv.methods.probes import Drafted
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, L
@@ -56,8 +56,8 @@ def read_as(row: int, said: list[int], tokens: int, window: int, around: int) ->
     return sorted(list(dict.fromkeys(out))[:tokens])
 
 
-def shortened(rows: list[list[int]]) -> list[list[int]]:
-    config = parse(CASES["specpc"][0].tight)
+def shortened(rows: list[list[int]], text: str = CASES["specpc"][0].tight) -> list[list[int]]:
+    config = parse(text)
     assert isinstance(config.prefill, PromptCompression)
     return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, room=0, cost=Cost()))
 
@@ -69,6 +69,30 @@ def test_a_prompt_is_read_as_what_a_draft_looks_at():
     assert shortened([ROWS[0], ROWS[1][:40]]) == [rows[0], ROWS[1][:40]]
     weights = [[0, 9, 0, 1, 1, 1, 0, 0], 4, 1, 2]
     assert chosen(np.array(weights[0]), *weights[1:]) == [0, 1, 2, 7]  # the first of three maxima, with its neighbours
+
+
+@pytest.mark.parametrize("states", [(), ((0, 1, "k"), (0, 0, "v"))])
+def test_a_prompt_is_read_as_what_is_like_its_end(states):
+    window, pool, ends = 8, 5, 6
+    rows = shortened(ROWS, f"reform(tokens={BUDGET}, window={window}, pool={pool}, ends={ends}, states={states})")
+    k, v = (np.asarray(x, np.float64) for x in rig.dense_prompt(jnp.asarray(PROMPT))[1][0][1:3])
+    for ids, n, row in zip(ROWS, LENGTHS, range(2), strict=True):
+        at = jnp.arange(n)[None]
+        turned = np.asarray(PARAMS.config.ropes[0].rotate(jnp.asarray(k[row, :, -n:]), at, inverse=True), np.float64)
+        of = {"k": turned, "v": v[row, :, -n:]}
+        each = [of[kind][head] for _, head, kind in states or [(0, 0, "v"), (0, 1, "v")]]
+        unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in each]
+        score = np.mean([x[-window:] @ x.T for x in unit], 0).max(0)
+        best = [score[max(i - 2, 0) : i + 3].max() for i in range(n)]
+        rank = sorted(range(n), key=lambda i: (ends <= i < n - ends, -round(best[i], 5), i))
+        assert rows[row] == [ids[i] for i in sorted(rank[:BUDGET])]
+    assert shortened([ids[:BUDGET] for ids in ROWS], CASES["reform"][0].tight) == [ids[:BUDGET] for ids in ROWS]
+
+
+def test_one_that_is_alike_brings_what_is_about_it():
+    score = np.zeros(400)
+    score[200] = 1
+    assert smoothed(score, 131, 1, 129) == [0, *range(136, 265), 399]
 
 
 def test_what_is_not_chosen_was_never_there():
@@ -106,6 +130,9 @@ def test_what_is_chosen_is_read_as_the_other_method_reads_prompts(name: str):
         ("specpc(tokens=80, first=-1)", "0 or more"),
         ("specpc(tokens=80, layers=3)", "a draft of 3 blocks, of which 2 attend, and the model has 2"),
         ("specpc(tokens=80, first=1)", "a first= below what attends"),
+        ("reform(tokens=80, ends=40)", "more than both ends"),
+        ("reform(tokens=80, ends=8, states=((0, 5, 'v'),))", "2 layers and 2 kv heads"),
+        ("reform(tokens=80, ends=8, states=(3, 4))", "a layer, a kv head and 'k' or 'v' each"),
     ],
 )
 def test_what_cannot_be(text: str, message: str):

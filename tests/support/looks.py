@@ -7,19 +7,30 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.protocols import Entered, Look
+from jkv.protocols import Entered, Look, Queries
 
 
-def entered(k: Any, pos: Any = None, **columns: Any) -> Entered:
+def entered(k: Any, pos: Any = None, queries: Queries | None = None, memo: Any = None, **columns: Any) -> Entered:
     """Units of keys [B,H,n,u,D], one after the other if nothing else is said."""
     k = jnp.asarray(k, jnp.float32)
     n, u = k.shape[2:4]
     pos = jnp.broadcast_to(jnp.arange(n * u).reshape(n, u), k.shape[:4]) if pos is None else pos
-    return Entered(k=k, pos=jnp.asarray(pos, jnp.int32), columns=columns)
+    return Entered(k=k, pos=jnp.asarray(pos, jnp.int32), columns=columns, queries=queries, memo=memo)
 
 
-def looked(q: Any, summary: Any, pos: Any, keys: Any = None, memo: Any = None, given: Array | None = None) -> Look:
-    """A look at units whose newest tokens are at pos [B,H,n], of keys [B,H,n,u,D] that queries [B,H,G,D] meet."""
+def looked(
+    q: Any,
+    summary: Any,
+    pos: Any,
+    keys: Any = None,
+    memo: Any = None,
+    given: Array | None = None,
+    alive: Any = None,
+) -> Look:
+    """A look at units whose newest tokens are at pos [B,H,n], of keys [B,H,n,u,D] that queries [B,H,G,D] meet.
+
+    alive bool[B]: rows that have not ended, or None: all.
+    """
     q = jnp.asarray(q, jnp.float32)
 
     def logits(apart: int | None = None) -> Array:
@@ -27,4 +38,5 @@ def looked(q: Any, summary: Any, pos: Any, keys: Any = None, memo: Any = None, g
         return jnp.einsum("bhgd,bhsd->bhgs", q, flat)
 
     pos = jnp.asarray(pos, jnp.int32)
-    return Look(q=q, pos=pos, summary=summary, memo=memo, given=given, logits=logits)
+    alive = jnp.ones(q.shape[0], bool) if alive is None else jnp.asarray(alive)
+    return Look(q=q, pos=pos, summary=summary, memo=memo, given=given, alive=alive, logits=logits)

@@ -171,6 +171,11 @@ class Case:
         return self.config.select.unit if self.config.select else 0
 
     @property
+    def arranged(self) -> bool:
+        """Whether pages are of tokens that are no neighbours in time."""
+        return self.config.select is not None and self.config.select.arranges
+
+    @property
     def uniform(self) -> bool:
         return self.plan[-1].uniform
 
@@ -216,7 +221,8 @@ class Case:
     @property
     def traits(self) -> set[tuple[str, Any]]:
         """What the laws, and the programs, depend on."""
-        flags = "budget page pooled merges appends grows prunes follows measured whole rest draft odds later ranked"
+        flags = "budget page arranged pooled merges appends grows prunes follows measured whole rest draft odds "
+        flags += "later ranked"
         some = {(name, bool(getattr(self, name))) for name in flags.split()}
         lossy, prefill = self.slot.lossy, type(self.config.prefill)
         return some | {("model", self.model), ("tiers", self.tiers), ("lossy", lossy), ("prefill", prefill)}
@@ -285,6 +291,11 @@ OWN: dict[str, tuple[Case, ...]] = {
     "infinigen": (
         Case(f"infinigen(tokens={{b}}, directions=4, gap=0, dense_layers=0, channels={CHANNELS!r})", index=2),
     ),
+    "lrqk": (Case("lrqk(tokens={b}, rank=4)", index=2, memo=2 * D * 4 + 1),),
+    "icecache": (
+        Case("icecache(pages={p}, page=8, sinks=8, recent=16)", index=D),
+        Case("icecache(pages={p}, page=8, sinks=8, recent=16) | int4", slot=INT4, index=D),
+    ),
     "infllm": (Case("infllm(blocks={p}, block_size=8, sinks=8, local=16)", index=D),),
     "mpcache": (Case("mpcache(budget={b}, window=8, pages=16, page=8)", index=2 * D),),
     "loopserve": (Case("loopserve(tokens={b})", index=1),),
@@ -335,6 +346,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "mikv": (Case("mikv(keep=1.0, recent=16)"),),
     "ems": (Case("ems(budget={b}, window=8, threshold=0.2)"),),
     "specpc": (Case("specpc(tokens={b}, window=8, around=6)"),),
+    "reform": (Case("reform(tokens={b}, window=8, pool=5, ends=6)"),),
     "alisa": (
         Case(
             "alisa(tokens={b}, page=8, window=16, recent=16)",
@@ -403,7 +415,10 @@ def compositions() -> list[CacheConfig]:
     given = {name: text for name, text in given.items() if name not in AROUND}
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
     given |= {name: f"{name}(sensitivity={SENSITIVITY!r})" for name in ("kvtc", "kvquant")}
-    given |= {name: f"{name}(channels={CHANNELS!r})" for name in ("fasa", "infinigen")}
+    given |= {
+        "fasa": f"fasa(pairs=3, channels={CHANNELS!r})",
+        "infinigen": f"infinigen(directions=4, channels={CHANNELS!r})",
+    }
     given["planned"] = f"planned(plan={PLAN!r})"
     given["think"] = f"think(queries={QUERIES!r})"
     return [methods.parse(x) for x in (*given.values(), *(c.tight for cases in CASES.values() for c in cases))]

@@ -68,6 +68,12 @@ class Proxies(Ranked):
         if self.known is None:
             raise ValueError(f"{METHOD} are not known: give channels='FOLDER', as `jkv calibrate {METHOD}` writes it")
         make = self._pairs if self.kind == "pairs" else self._skew
+        known = (self.known.agreement if self.kind == "pairs" else self.known.skew).shape[-1]
+        if self.width > known:
+            raise ValueError(
+                f"{self.width} {self.kind if self.kind == 'pairs' else 'directions'} of a head are asked for, and of "
+                f"this model {known} are known; take no more"
+            )
         return replace(self, known=None, basis=make(self.known, layer, model.head_dim))
 
     def _pairs(self, known: Channels, layer: int, dim: int) -> Array:

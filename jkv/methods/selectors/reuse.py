@@ -48,6 +48,10 @@ class Around(Selector):
         return self.select.follows
 
     @property
+    def arranges(self) -> bool:
+        return self.select.arranges
+
+    @property
     def scans(self) -> bool:
         return self.select.scans
 
@@ -61,8 +65,14 @@ class Around(Selector):
     def summarize(self, new: Entered) -> Any:
         return self.select.summarize(new)
 
+    def arrange(self, k: Array, pos: Array) -> Array:
+        return self.select.arrange(k, pos)
+
     def remember(self, look: Look) -> Any:
         return self.select.remember(look)
+
+    def renew(self, new: Entered) -> Any:
+        return self.select.renew(new)
 
     def pick(self, look: Look) -> tuple[Array, Any]:
         return self.select.pick(look)
@@ -123,11 +133,13 @@ class OverLayers(Around):
 
 @value
 class Last:
-    """The queries f32[B,H,G,D] of which units i32[B,H,U] were picked, and whether there are any f32[B,H]."""
+    """The queries f32[B,H,G,D] of which units i32[B,H,U] were picked, whether there are any f32[B,H], and what the
+    selector that picked remembers."""
 
     q: Array
     units: Array
     known: Array
+    own: Any
 
 
 @part
@@ -135,27 +147,37 @@ class Similar(Around):
     """What was picked serves as long as queries are like those of which it was.
 
     cos(q, q') over all heads of a layer, q' the queries of which it was picked, is at least `threshold`. A flush begins
-    anew, so that the newest tokens can be picked. If one row of a batch picks, all are looked at. Source: TokenSelect's
-    selection cache (2411.02886).
+    anew, so that the newest tokens can be picked. If one row of a batch picks, all are looked at; a row that has ended
+    does not. Source: TokenSelect's selection cache (2411.02886).
     """
 
     threshold: float = 0.9
 
     remembers = True  # type: ignore[assignment]
 
+    def summarize(self, new: Entered) -> Any:
+        return self.select.summarize(replace(new, memo=new.memo.own))
+
     def remember(self, look: Look) -> Last:
-        units, _ = self.select.pick(look)
-        return Last(q=look.q.astype(jnp.float32), units=units, known=jnp.ones(look.q.shape[:2]))
+        b, h, units = look.pos.shape
+        none = jnp.zeros((b, h, self.reads(units * self.unit)), jnp.int32)
+        own = self.select.remember(look)
+        return Last(q=look.q.astype(jnp.float32), units=none, known=jnp.zeros((b, h)), own=own)
+
+    def renew(self, new: Entered) -> Last:
+        own = self.select.renew(replace(new, memo=new.memo.own))
+        return replace(jax.tree.map(jnp.zeros_like, new.memo), own=own)
 
     def pick(self, look: Look) -> tuple[Array, Last]:
         last, q = look.memo, look.q.astype(jnp.float32)
+        look = replace(look, memo=last.own)
         dot, now, then = ((x * y).sum((1, 2, 3)) for x, y in ((q, last.q), (q, q), (last.q, last.q)))
         alike = (last.known > 0).all(1) & (dot >= self.threshold * jnp.sqrt(now * then))
-        new = ~alike[:, None, None]
+        new = (look.alive & ~alike)[:, None, None]
         fresh = jax.lax.cond(new.any(), lambda: self.select.pick(look)[0], lambda: last.units)
         units = jnp.where(new, fresh, last.units)
         q = jnp.where(new[..., None], q, last.q)
-        return units, Last(q=q, units=units, known=jnp.ones_like(last.known))
+        return units, Last(q=q, units=units, known=jnp.ones_like(last.known), own=last.own)
 
 
 def _some(select: Selector | None, what: str) -> Selector:

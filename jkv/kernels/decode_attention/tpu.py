@@ -177,9 +177,7 @@ def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int
         ),
         out_shape=out,
         # Checks of what is fetched take more cycles than the fetching; it lies in the arrays whatever pages are asked.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(flops=4 * all_ * n * c * d, transcendentals=all_ * n * c, bytes_accessed=read),
         interpret=interpret,
         name=walk.name,
@@ -239,14 +237,15 @@ def _kernel(keys: Side, values: Side, walk: Walk, moving: list[Moving], slots: i
         own = iter(still), iter(blocks)
         logits_of, mixed_of = keys.run(*own), values.run(*own)
         seen = i * walk.tile - walk.start(i, slots) if slots % walk.tile else None
-        _attend(walk, logits_of, mixed_of, bounds, pos, seen, *out)
+        _attend(walk, (logits_of, mixed_of), bounds, pos, seen, out)
         return 1 - at
 
     turn[0] = lax.fori_loop(begin, end, step, turn[0])
 
 
-def _attend(walk: Walk, logits_of: Any, mixed_of: Any, bounds: Any, pos: Any, seen: Any, acc: Any, m: Any, l: Any) -> None:  # noqa: E741
+def _attend(walk: Walk, sides: tuple[Any, Any], bounds: Any, pos: Any, seen: Any, out: list[Any]) -> None:
     """One step, whose first `seen` slots another has had; None: none in any."""
+    (logits_of, mixed_of), (acc, m, l) = sides, out  # noqa: E741
     heads, tile, n = walk.rows * walk.heads, walk.tile, acc.shape[1]
     live, alive = [], []
     for j in range(heads):

@@ -119,8 +119,8 @@ class Moving:
         size = tile // len(starts) // self.per
         first = self.own * (block if self.common == 1 else lax.div(block, self.common))
         for part, start in enumerate(starts):
-            entry = pl.multiple_of(lax.div(start, self.per), max(LANES // self.per, 1))
-            where = [pl.ds(first, self.own), slice(None), slice(None)]
-            to = [slice(None)] * 3
+            entry = pl.multiple_of(lax.div(start, self.per), LANES // self.per)
+            where: list[Any] = [pl.ds(first, self.own), slice(None), slice(None)]
+            to: list[Any] = [slice(None)] * 3
             where[self.axis], to[self.axis] = pl.ds(entry, size), pl.ds(part * size, size)
             yield pltpu.make_async_copy(source.at[tuple(where)], target.at[tuple(to)], done)

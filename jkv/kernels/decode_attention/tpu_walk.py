@@ -15,7 +15,7 @@ from jkv.kernels.decode_attention.tpu_sides import LANES
 
 
 def device_cores() -> int:
-    """Of the device that a program is made for: two on v4 and v5p, which show both as one; 1 where nobody knows."""
+    """Of the device that a program is made for: two on v5p, and on v4 where both are one; 1 where nobody knows."""
     try:
         return pltpu.get_tpu_info().num_cores
     except ValueError:

@@ -131,7 +131,8 @@ def check(
     scale = d**-0.5
     dead = np.broadcast_to(pos < 0, (b, h, c))
     out, lse = truth(q, wide(k), wide(v), pos, first, last, scale)
-    got = jax.jit(partial(kernel.attention, scale=scale, cores=cores, interpret=pltpu.InterpretParams()))(
+    interpret = pltpu.InterpretParams(num_cores_or_threads=cores)
+    got = jax.jit(partial(kernel.attention, scale=scale, cores=cores, interpret=interpret))(
         jnp.asarray(q), poisoned(k, dead), poisoned(v, dead), *map(jnp.asarray, (pos, first, last))
     )
     of_out, of_lse = allowed(q, k, v, wide(k), wide(v), scale)

@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jkv.host.extras import install
 
@@ -49,10 +50,18 @@ def dump_schedules(folder: str | Path) -> None:
     )
 
 
-def block_cycles(schedule: Path) -> list[int]:
-    """Cycles of every straight-line block of a schedule, in order: one bundle is one cycle, empty ones are latency."""
+class Block(NamedTuple):
+    """A straight-line block of a schedule: one bundle is one cycle, empty ones are latency."""
+
+    opens: bool  # a loop begins with it
+    depth: int  # loops around it
+    cycles: int
+
+
+def blocks(schedule: Path) -> list[Block]:
+    """Of a schedule, in order."""
     line_of = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*((?:> ?)*)\s*\{(.*)")
-    depth, out = 0, []
+    depth, out = 0, list[Block]()
     for line in schedule.read_text().splitlines():
         hit = line_of.match(line)
         if hit is None:
@@ -60,22 +69,38 @@ def block_cycles(schedule: Path) -> list[int]:
         closing = hit[3].strip().startswith("}") and not hit[2]
         now = depth if closing else hit[2].count(">")
         if hit[1] or now != depth or not out:
-            out.append(0)
+            out.append(Block(hit[1] == "LB", now, 0))
         depth = now
-        out[-1] += 1
+        out[-1] = out[-1]._replace(cycles=out[-1].cycles + 1)
     return out
 
 
-def kernel_cycles(folder: str | Path, name: str, count: Callable[[list[int]], int] = max) -> int:
-    """Cycles of one grid step of a kernel, of its newest schedule: its compute, which is the largest block.
+def largest(found: list[Block]) -> int:
+    """Cycles of the largest block: what one grid step of a kernel computes."""
+    return max(x.cycles for x in found)
 
-    count: `sum` is for kernels of many operands, whose fetching is blocks as large. Static: memory is not in it, so a
-    step takes this or the time of its bytes, whichever is more.
+
+def loop(found: list[Block]) -> int:
+    """Cycles of one iteration of the loop that the largest block is in, every branch taken.
+
+    >>> loop([Block(False, 0, 9), Block(True, 1, 20), Block(True, 1, 3), Block(False, 1, 50), Block(False, 0, 7)])
+    53
+    """
+    at = max(range(len(found)), key=lambda i: found[i].cycles)
+    begin = next(i for i in range(at, -1, -1) if i == 0 or found[i].opens)
+    inside = takewhile(lambda x: x.depth >= found[at].depth, found[begin:])
+    return sum(x.cycles for x in inside)
+
+
+def kernel_cycles(folder: str | Path, name: str, count: Callable[[list[Block]], int]) -> int:
+    """Cycles of a kernel by its newest schedule, `largest` or those of a `loop`.
+
+    Static: memory is not in it, so a step takes this or the time of its bytes, whichever is more.
     """
     found = sorted(Path(folder).glob(f"*{name}*-01-packed-bundles-post-ra*"))
     if not found:
         raise FileNotFoundError(f"{folder} has no schedule of a kernel {name}")
-    return count(block_cycles(found[-1]))
+    return count(blocks(found[-1]))
 
 
 def kernel_memory(text: str, name: str) -> int:

@@ -46,7 +46,7 @@ def cases() -> list[check.Case]:
 def kernel(monkeypatch):
     monkeypatch.setattr(tpu_sides, "_bits", lambda x: x)  # the interpreter reads no reference as another dtype
     monkeypatch.setattr(whole, "TOGETHER", 384)  # two steps, of three tiles and of one
-    return partial(tpu.attention, interpret=pltpu.InterpretParams())
+    return partial(tpu.attention, cores=2, interpret=pltpu.InterpretParams())
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

@@ -19,6 +19,7 @@ from jkv.generation import sizes
 from jkv.kernels.decode_attention import reference
 from jkv.kernels.decode_attention import tpu as kernel
 from jkv.kernels.decode_attention import tpu_sides as sides
+from jkv.kernels.decode_attention.tpu_walk import Walk
 from jkv.kernels.place import tpu as placing
 from jkv.memory import codes
 from jkv.methods.codecs import Affine, Dense, Sparse
@@ -106,29 +107,32 @@ def poisoned(x: KernelCodes, dead: np.ndarray) -> KernelCodes:
 def check(
     form: str,
     *,
+    b: int = B,
     c: int = 256,
     h: int = H,
     hs: int | None = None,
     g: int = 3,
     t: int = 1,
     lengths: tuple[int, ...] = (0, 1, 127, 128, 129),
+    cores: int = 1,
 ) -> None:
     codec_k, codec_v, d = FORMS[form]
     rng, dtype = np.random.default_rng(0), jnp.bfloat16 if form == "bfloat16" else jnp.float32
-    q = rng.standard_normal((B, h, g, t, d)).astype(np.float32)
-    k, v = (rng.standard_normal((B, h, c, d)) * rng.gamma(1, 1, d) + rng.standard_normal(d) for _ in range(2))
+    q = rng.standard_normal((b, h, g, t, d)).astype(np.float32)
+    k, v = (rng.standard_normal((b, h, c, d)) * rng.gamma(1, 1, d) + rng.standard_normal(d) for _ in range(2))
     k, v = (coded(x, jnp.asarray(y, dtype)) for x, y in ((codec_k, k), (codec_v, v)))
-    pos = np.stack([[rng.permutation(c) for _ in range(hs or h)] for _ in range(B)]).astype(np.int32)
+    pos = np.stack([[rng.permutation(c) for _ in range(hs or h)] for _ in range(b)]).astype(np.int32)
     pos[rng.random(pos.shape) < 0.2] = -1
     for i, length in enumerate(lengths[: pos.shape[1]]):
         pos[0, i, length:] = -1
-    first = np.array([[0] * t, [c // 4] * t], np.int32)
-    last = c // 2 + np.arange(t, dtype=np.int32) * np.array([[9], [7]], np.int32)
-    last[1, 0] = -1  # a row that pauses
+    first = np.array([[0] * t, [c // 4] * t] * b, np.int32)[:b]
+    last = c // 2 + np.arange(t, dtype=np.int32) * np.array([[9], [7]] * b, np.int32)[:b]
+    last[1:2, 0] = -1  # a row that pauses
     scale = d**-0.5
-    dead = np.broadcast_to(pos < 0, (B, h, c))
+    dead = np.broadcast_to(pos < 0, (b, h, c))
     out, lse = truth(q, wide(k), wide(v), pos, first, last, scale)
-    got = jax.jit(partial(kernel.attention, scale=scale, interpret=pltpu.InterpretParams()))(
+    interpret = pltpu.InterpretParams(num_cores_or_threads=cores)
+    got = jax.jit(partial(kernel.attention, scale=scale, cores=cores, interpret=interpret))(
         jnp.asarray(q), poisoned(k, dead), poisoned(v, dead), *map(jnp.asarray, (pos, first, last))
     )
     of_out, of_lse = allowed(q, k, v, wide(k), wide(v), scale)
@@ -139,9 +143,10 @@ def check(
     np.testing.assert_allclose(np.asarray(got.lse)[seen], lse[seen], atol=of_lse, rtol=0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_it_is_attention(form: str):
-    check(form)
+@pytest.mark.parametrize(("form", "b"), [(x, (1, 2, 8)[i % 3]) for i, x in enumerate(FORMS)])
+def test_it_is_attention(form: str, b: int):
+    """Of one row, two and eight, in turn."""
+    check(form, b=b, h=H if b < 8 else 2)
 
 
 def test_several_query_tokens_and_one_selection_for_all_heads():
@@ -176,18 +181,39 @@ def test_numbers_come_to_their_channels(count: int):
     )
 
 
-@pytest.mark.parametrize(("heads", "selections"), [(4, 4), (3, 1), (3, 3), (12, 12), (16, 1), (16, 16)])
-def test_many_tiles(monkeypatch, heads: int, selections: int):
-    """Some heads end in the first of four tiles, of 16 a block of eight; others are of both rows' heads, or six."""
+@pytest.mark.parametrize(
+    ("b", "heads", "selections", "cores"),
+    [(2, 4, 1, 2), (1, 3, 3, 2), (8, 1, 1, 1), (1, 16, 16, 1), (2, 12, 12, 2)],
+)
+def test_many_tiles(monkeypatch, b: int, heads: int, selections: int, cores: int):
+    """Some heads end in the first of five tiles, of 16 the first eight have none, which other blocks have; two cores
+    take halves of the blocks, or of the slots of the only one."""
     monkeypatch.setattr(kernel, "WORK", 256)
-    check("int8", c=512, h=heads, hs=selections, lengths=(100, 9, 0, 1) * 2 if selections == 16 else (512, 300, 129, 0))
+    lengths = {16: (0,) * 8 + (100, 9, 0, 1, 512), 1: (0,)}.get(heads, (512, 0, 300, 129))
+    check("int8", b=b, c=640, h=heads, hs=selections, lengths=lengths, cores=cores)
 
 
-def test_nothing_is_fetched_beyond_the_longest_head():
+@pytest.mark.parametrize(("heads", "cores"), [(4, 1), (5, 2)])
+def test_the_last_step_may_begin_among_slots_of_the_one_before(monkeypatch, heads: int, cores: int):
+    """Of 384 slots a second step of 256 begins at the 128th; with two cores, each takes one."""
+    monkeypatch.setattr(kernel, "WORK", 256 * heads)
+    check("kivi", b=1, c=384, h=heads, g=1, lengths=(384, 0, 300, 200), cores=cores)
+
+
+def test_only_steps_that_have_tokens_are_walked():
+    """Of each block up to its longest head; of two cores' pieces the next that has any, and none of the other core."""
+    ends = jnp.array([130, 0, 0, 5, 512])
+    alone = Walk("", 1, 1, 128, 1, 1, ends)
+    assert [[int(x) for x in alone.span(i, ends)] for i in range(5)] == [[0, 2], [0, 0], [0, 0], [0, 1], [0, 4]]
+    assert [int(alone.next_piece(i, 5, ends)) for i in range(6)] == [0, 3, 3, 3, 4, 5]
+    halves = replace(alone, cores=2)
+    assert (halves.shares, halves.pieces) == (2, 5)
+    assert [[int(x) for x in halves.span(jnp.int32(i), ends)] for i in (0, 3, 4, 5, 8, 9)] == [
+        [0, 1], [0, 0], [0, 2], [1, 2], [0, 1], [2, 4],
+    ]  # fmt: skip
+    assert [int(halves.next_piece(i, stop, ends)) for i, stop in ((1, 5), (5, 10), (6, 10))] == [4, 5, 8]
     pos = jnp.where(jnp.arange(512)[None] < jnp.array([5, 0, 130, 7])[:, None], 1, -1)[None]
-    for rows, want in ((pos, [0, 1, 1, 1]), (pos[:, :2], [0, 0, 0, 0])):
-        walk = replace(kernel._all(rows, rows.shape[1], 1, 8), tile=128)
-        assert [int(walk.place(0, 0, i, walk.ends)) for i in range(4)] == want
+    assert kernel._all(pos, 4, 1, 8, 1).ends.tolist() == [130] and kernel._all(pos[:, :2], 2, 1, 8, 1).ends[0] == 5
 
 
 def test_what_it_does_not_take_is_named():

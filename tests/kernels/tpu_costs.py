@@ -97,8 +97,8 @@ def logical(x: KernelCodes) -> KernelCodes:
 
 
 def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0, line: str = "") -> dict[str, Any]:
-    """Of decode attention: cycles of a token and kv head; of those in tiles of picked pages. line: of positions, that
-    all heads share."""
+    """Of decode attention: cycles of a token and kv head, their fetching among them; of those in tiles of picked pages.
+    line: of positions, that all heads share."""
     shape, mesh = placed(topology)
     k, v = (stored(shape, d, **how) for how in FORMS[form])
     bounds = shape((1, 1), jnp.int32)
@@ -109,9 +109,9 @@ def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0, 
         return function(q, logical(k), logical(v), pos, first, last, d**-0.5)
 
     pages = [shape((1, H, PAGES), jnp.int32)] if unit else []
-    name, tokens, count = ("paged_attention", TOGETHER, sum) if unit else ("decode_attention", tile_of(k, v) * H, max)
+    name, tokens = ("paged_attention", TOGETHER) if unit else ("decode_attention", tile_of(k, v) * H)
     found = compiled(mesh, run, name, *arguments, *pages)
-    return found | {"cycles": round(tpu.kernel_cycles(folder, name, count) / tokens, 4)}
+    return found | {"cycles": round(tpu.kernel_cycles(folder, name, tpu.loop) / tokens, 4)}
 
 
 def prompt(folder: Path, topology: str, _: str, d: int, g: int, t: int, *until: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def prompt(folder: Path, topology: str, _: str, d: int, g: int, t: int, *until: 
     tq, tk = prefill.tile_sizes(g, t, t, jnp.bfloat16)
     found = compiled(mesh, run, "prefill_attention", q, k, k, *places)
     blocks = g * tq * tk / 128**2
-    return found | {"cycles": round(tpu.kernel_cycles(folder, "prefill_attention") / blocks, 1)}
+    return found | {"cycles": round(tpu.kernel_cycles(folder, "prefill_attention", tpu.largest) / blocks, 1)}
 
 
 def column(folder: Path, topology: str, _: str, d: int, g: int, t: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def column(folder: Path, topology: str, _: str, d: int, g: int, t: int) -> dict[
     places, lse = [shape((1, t), jnp.int32)] * 3, shape((1, H, g, t), jnp.float32)
     tq, tk = columns.tile_sizes(g, t, t)
     found = compiled(mesh, lambda *x: columns.sums(*x, d**-0.5), "column_sums", q, k, *places, lse)
-    return found | {"cycles": round(tpu.kernel_cycles(folder, "column_sums") / (g * tq * tk / 128**2), 1)}
+    return found | {"cycles": round(tpu.kernel_cycles(folder, "column_sums", tpu.largest) / (g * tq * tk / 128**2), 1)}
 
 
 def placed(topology: str) -> tuple[Any, Mesh]:

@@ -4,13 +4,16 @@ The matrix unit takes codes as int8 weights; queries and probabilities go agains
 low, which costs nothing (rows are free, weights are not) and keeps 15 bits of them. Steps and lows are multiplied into
 logits and probabilities, never into codes. Keys with a step per channel scale the queries instead, once a group.
 
-The arrays are handed over with tokens last. XLA then stores a tier that way, so nothing is moved for it in a loop.
+The arrays are handed over with tokens last. XLA then stores a tier that way, so nothing is moved for it in a loop. They
+stay in the large memory, from where the kernel fetches a step while it computes the one before, be it of another block
+of heads. Where a device has two cores each takes half of the blocks, or of an odd number of blocks half of the slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -19,14 +22,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.partial import Partial, merge_all
 from jkv.kernels.decode_attention import lengths
 from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, value_side
+from jkv.kernels.decode_attention.tpu_walk import Moving, Walk, device_cores, shares
 from jkv.protocols import KernelCodes
 
 FLOOR = -5e29  # the running maximum before any key: half of what a masked logit is, so that exp() of it is 0
 MASKED = -1e30
-WORK = 16384  # tokens x heads x groups of 8 queries of one grid step: enough to bury its fixed cost
+WORK = 16384  # tokens x heads x groups of 8 queries of one step: enough to bury its fixed cost
 TOGETHER = 1024  # slots of a step where each head has its own tiles
 BLOCKS = 8 * 2**20  # bytes of two steps' operands in VMEM; the compiler's own limit is 16 MiB on v5e
 LOG2E = 1.4426950408889634
@@ -64,9 +68,11 @@ def attention(
     scale: float,
     *,
     tiles: Array | None = None,
+    cores: int | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """See the package. Raises ValueError for codes that `supports` names."""
+    """See the package; cores: of a device, None: as many as it has. Raises ValueError for codes that `supports`
+    names."""
     b, h, g, t, d = q.shape
     if (why := supports(k, v, d, g * t)) is not None:
         raise ValueError(f"the TPU kernel of decode_attention does not take {why}")
@@ -77,47 +83,24 @@ def attention(
     flat_k, flat_v = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
     keys, values = key_side(rows, flat_k), value_side(flat_v, d)
     bounds = jnp.pad(bounds, pad)
+    cores = device_cores() if cores is None else cores
     if tiles is None:
-        walk = _all(pos, h, keys.of_slot + values.of_slot, n)
+        keys, values = (x.padded(-pos.shape[2] % LANES) for x in (keys, values))
+        pos = jnp.pad(pos, ((0, 0), (0, 0), (0, -pos.shape[2] % LANES)), constant_values=-1)
+        walk = _all(pos, h, keys.of_slot + values.of_slot, n, cores)
     else:  # every head is a row of its own
         pos, bounds = jnp.broadcast_to(pos, (b, h, pos.shape[2])).reshape(b * h, -1), jnp.repeat(bounds, h, 0)
-        walk, pos = _some(pos, tiles.reshape(b * h, -1))
-    acc, m, l = _run(walk, keys, values, bounds, pos, d, interpret)  # noqa: E741
-    acc, m, l = (x[:, : g * t] for x in (acc, m[..., 0], l[..., 0]))  # noqa: E741
-    m = jnp.where(m > FLOOR / 2, m / LOG2E, -jnp.inf)
-    return Partial(acc=acc.reshape(b, h, g, t, d), m=m.reshape(b, h, g, t), l=l.reshape(b, h, g, t))
+        size = pos.shape[1] // tiles.shape[2]
+        keys, values = (x.padded(-k.codes.shape[2] % size) for x in (keys, values))
+        walk, pos = _some(pos, tiles.reshape(b * h, -1), cores)
 
+    def part(*found: Array) -> Partial:
+        acc, m, l = (x[:, : g * t].reshape(b, h, g, t, -1) for x in found)  # noqa: E741
+        m, l = m[..., 0], l[..., 0]  # noqa: E741
+        return Partial(acc=acc, m=jnp.where(m > FLOOR / 2, m / LOG2E, -jnp.inf), l=l)
 
-@dataclass(frozen=True)
-class Walk:
-    """What the grid reads: a step `tile` slots of a block of heads, which lie in `parts` places of the arrays.
-
-    A block is `heads` heads of `rows` rows each. ends: of each block the last live slot + 1; lists: where each head has
-    one and is a block of its own, those places, in one line.
-    """
-
-    name: str
-    rows: int
-    heads: int
-    tile: int
-    parts: int
-    ends: Array
-    lists: Array | None = None
-
-    @property
-    def tables(self) -> tuple[Array, ...]:
-        return (self.ends,) if self.lists is None else (self.ends, self.lists)
-
-    def place(self, part: int, block: Any, i: Any, ends: Any, *lists: Any) -> Any:
-        """Of a part of step i, in units of its size: beyond the last live slot the same again: nothing is fetched."""
-        at = jnp.minimum(i, jnp.maximum(_steps(ends[block], self.tile) - 1, 0))
-        if not lists:
-            return at
-        return lists[0][(block * (lists[0].shape[0] // ends.shape[0])) + at * self.parts + part]
-
-
-def _steps(end: Any, tile: int) -> Any:
-    return lax.div(end + tile - 1, jnp.int32(tile))
+    found = _run(walk, keys, values, bounds, pos, d, interpret)
+    return merge_all([part(*own) for own in zip(*found, strict=True)])
 
 
 def together(rows: int, heads: int) -> tuple[int, int]:
@@ -130,14 +113,15 @@ def together(rows: int, heads: int) -> tuple[int, int]:
     return max(x for x in range(1, 9) if rows % x == 0 and (x == 1 or x * heads <= 8)), own
 
 
-def _all(pos: Array, heads: int, of_slot: int, n: int) -> Walk:
+def _all(pos: Array, heads: int, of_slot: int, n: int, cores: int) -> Walk:
     """Every slot of pos i32[B,Hs,C] up to the last of the longest head of a block."""
     rows, own = together(pos.shape[0], heads)
     ends = jnp.broadcast_to(lengths(pos), (pos.shape[0], heads)).reshape(-1, rows * own).max(1)
-    return Walk("decode_attention", rows, own, tile_size(of_slot, rows * own * n // 8, pos.shape[2]), 1, ends)
+    slots = -(-pos.shape[2] // shares(ends.shape[0], cores))
+    return Walk("decode_attention", rows, own, tile_size(of_slot, rows * own * n // 8, slots), 1, cores, ends)
 
 
-def _some(pos: Array, tiles: Array) -> tuple[Walk, Array]:
+def _some(pos: Array, tiles: Array, cores: int) -> tuple[Walk, Array]:
     """The tiles i32[N,U] of each head, several together, and their positions i32[N,1,C], filled up to whole steps."""
     u = tiles.shape[1]
     tile = pos.shape[1] // u
@@ -145,107 +129,139 @@ def _some(pos: Array, tiles: Array) -> tuple[Walk, Array]:
     more = -u % parts
     tiles = jnp.pad(tiles, ((0, 0), (0, more)), mode="edge")
     pos = jnp.pad(pos, ((0, 0), (0, more * tile)), constant_values=-1)[:, None]
-    return Walk("paged_attention", 1, 1, tile * parts, parts, lengths(pos).reshape(-1), tiles.reshape(-1)), pos
+    ends, lists = lengths(pos).reshape(-1), tiles.reshape(-1)
+    return Walk("paged_attention", 1, 1, tile * parts, parts, cores, ends, lists), pos
 
 
-def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int, interpret: Any) -> Any:
-    """acc f32[B*H,n,D], m, l f32[B*H,n,1] for bounds i32[B,n,2] and pos i32[B,Hs,C].
+def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int, interpret: Any) -> list[Array]:
+    """acc f32[S,B*H,n,D], m, l f32[S,B*H,n,1] of S shares of the slots, for bounds i32[B,n,2] and pos i32[B,Hs,C].
 
-    Positions stay as they are stored, one line for all heads of a row or one for each: a block reads its own. The grid
-    ends where tokens end; that of lists, which are short, is as long as they are.
+    Positions stay as they are stored, one line for all heads of a row or one for each: a block reads its own.
     """
-    (b, n, _), c, heads = bounds.shape, pos.shape[2], walk.rows * walk.heads
-    all_ = keys.arrays[0].shape[0]
-    of_row = max(all_ // b // walk.heads, 1)  # blocks of a row
-    lines = min(pos.shape[1], walk.heads)
-    pos = pos.reshape(b, -1, lines, c)
+    (b, n, _), (_, hs, c) = bounds.shape, pos.shape
+    heads, of_row = walk.rows * walk.heads, walk.blocks * walk.rows // b
+    lines = min(hs, walk.heads)
+    of_pos = of_row if hs == 1 else 1
+    moving = [Moving(pos.reshape(-1, lines, c), 2, 1, walk.rows, of_pos)]
+    moving += [Moving(x, *at, heads, listed=walk.lists is not None) for side in (keys, values) for x, at in side.moving]
+    still = [*keys.still, *values.still]
 
-    most = -(-c // walk.tile)
-    steps = jnp.maximum(_steps(walk.ends.max(), walk.tile), 1) if walk.lists is None else most
+    def of_block(first: int, common: int, *shape: int) -> pl.BlockSpec:
+        def index(core: Array, j: Array, *_: Any) -> tuple[Any, ...]:
+            block = walk.block(core * walk.pieces + j)
+            return block if common == 1 else lax.div(block, common), 0, 0
 
-    def row(block: Array) -> Array:
-        return block if of_row == 1 else lax.div(block, of_row)
+        return pl.BlockSpec((first, *shape), index)
 
-    def of_pos(block: Array, i: Array, *tables: Any) -> tuple[Any, ...]:
-        group = lax.rem(block, of_row) if pos.shape[1] > 1 else 0
-        return row(block), group, 0, walk.place(0, block, i, tables[0])
-
-    masks = [
-        pl.BlockSpec((walk.rows, n, 2), lambda block, *_: (row(block), 0, 0)),
-        pl.BlockSpec((walk.rows, 1, lines, walk.tile), of_pos),
-    ]
-
-    def spec(x: Array, tokens: tuple[int, int] | None, part: int | None = None) -> pl.BlockSpec:
-        shape, axis = [heads, *x.shape[1:]], None
-        if tokens is not None:
-            axis = tokens[0]
-            shape[axis] = walk.tile // tokens[1] // (1 if part is None else walk.parts)
-
-        def index(block: Array, i: Array, *tables: Any) -> tuple[Any, ...]:
-            where: list[Any] = [block, 0, 0]
-            if axis is not None:
-                where[axis] = walk.place(part or 0, block, i, *(tables[:1] if part is None else tables))
-            return tuple(where)
-
-        return pl.BlockSpec(tuple(shape), index)
-
-    arrays = [*keys.operands(walk.parts), *values.operands(walk.parts)]
-    out = [jax.ShapeDtypeStruct((all_, n, x), jnp.float32) for x in (d, 1, 1)]
+    all_ = walk.blocks * heads
+    out = [jax.ShapeDtypeStruct((walk.shares * all_, n, x), jnp.float32) for x in (d, 1, 1)]
     read = all_ * (c * (keys.of_slot + values.of_slot + 4) + 4 * n * d)
-    return pl.pallas_call(
-        partial(_kernel, keys, values, walk, c),
+    found = pl.pallas_call(
+        partial(_kernel, keys, values, walk, moving, c),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walk.tables),
-            grid=(all_ // heads, steps),
-            in_specs=masks + [spec(*x) for x in arrays],
-            out_specs=[pl.BlockSpec((heads, *x.shape[1:]), lambda block, *_: (block, 0, 0)) for x in out],
+            grid=(walk.cores, walk.pieces),
+            in_specs=[
+                of_block(walk.rows, of_row, n, 2),
+                *(of_block(heads, 1, *x.shape[1:]) for x in still),
+                *(pl.BlockSpec(memory_space=pltpu.HBM) for _ in moving),
+            ],
+            out_specs=[
+                pl.BlockSpec((heads, *x.shape[1:]), lambda core, j, *_: (core * walk.pieces + j, 0, 0)) for x in out
+            ],
+            scratch_shapes=[
+                *(x.buffers(walk.tile) for x in moving),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
         ),
         out_shape=out,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        # Checks of what is fetched take more cycles than the fetching; it lies in the arrays whatever pages are asked.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(flops=4 * all_ * n * c * d, transcendentals=all_ * n * c, bytes_accessed=read),
         interpret=interpret,
         name=walk.name,
-    )(*walk.tables, bounds, pos, *(x for x, *_ in arrays))
+    )(*walk.tables, bounds, *still, *(pltpu.with_memory_space_constraint(x.array, pltpu.HBM) for x in moving))
+    return [x.reshape(walk.shares, all_, *x.shape[1:]) for x in found]
 
 
 def tile_size(of_slot: int, groups: int, slots: int) -> int:
-    """Slots of a grid step for `groups` of 8 queries, of `of_slot` bytes each; logits take room as codes do."""
+    """Slots of a step for `groups` of 8 queries, of `of_slot` bytes each; logits take room as codes do."""
     most = min(WORK, BLOCKS // (2 * of_slot)) // (groups * LANES)
     return min(max(most, 1), -(-slots // LANES)) * LANES
 
 
-def _kernel(keys: Side, values: Side, walk: Walk, slots: int, *refs: Any) -> None:
-    heads, tile = walk.rows * walk.heads, walk.tile
-    end, bounds, pos = refs[0], *refs[len(walk.tables) : len(walk.tables) + 2]
-    acc, m, l = refs[-3:]  # noqa: E741
-    blocks = iter(x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in refs[len(walk.tables) + 2 : -3])
-    logits_of, mixed_of = keys.run(blocks, walk.parts), values.run(blocks, walk.parts)
-    block, i = pl.program_id(0), pl.program_id(1)
-    n = acc.shape[1]
+def _kernel(keys: Side, values: Side, walk: Walk, moving: list[Moving], slots: int, *refs: Any) -> None:
+    every = iter(refs)
+    tables, still, sources, out, buffers, (done, turn) = (
+        list(islice(every, count))
+        for count in (len(walk.tables), 1 + len(keys.still) + len(values.still), len(moving), 3, len(moving), 2)
+    )
+    ends, (bounds, *still) = tables[0], still
+    core, j = pl.program_id(0), pl.program_id(1)
+    piece, stop = core * walk.pieces + j, (core + 1) * walk.pieces
 
-    @pl.when(i == 0)
-    def _() -> None:
-        acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        m[...] = jnp.full(m.shape, FLOOR, jnp.float32)
-        l[...] = jnp.zeros(l.shape, jnp.float32)
+    def copies(piece: Any, i: Any, at: Any) -> Iterator[Any]:
+        """What step i of a piece takes into the buffers `at`."""
+        block, start = walk.block(piece), walk.start(i, slots)
+        for x, source, buffer in zip(moving, sources, buffers, strict=True):
+            starts = walk.places(block, i, tables[1]) if x.listed else [start]
+            yield from x.copies(source, buffer.at[at], done.at[at], block, starts, walk.tile)
 
-    @pl.when(i * tile < end[block])
+    def fetch(piece: Any, i: Any, at: Any) -> None:
+        @pl.when(piece < stop)
+        def _() -> None:
+            for x in copies(piece, i, at):
+                x.start()
+
+    def first(piece: Any) -> tuple[Any, Any]:
+        """The next piece that has steps, and its first."""
+        piece = walk.next_piece(piece, stop, ends)
+        return piece, walk.span(jnp.minimum(piece, stop - 1), ends)[0]
+
+    @pl.when(j == 0)
     def _() -> None:
-        live, alive = [], []
-        for j in range(heads):
-            row, line = j // walk.heads, j % walk.heads if pos.shape[2] > 1 else 0
-            at = pos[row, 0, line : line + 1]
-            if slots % tile:  # what is beyond the array may be anything
-                at = jnp.where(i * tile + lax.broadcasted_iota(jnp.int32, (1, tile), 1) < slots, at, -1)
-            alive.append(jnp.where(at >= 0, -1, 0))
-            at = jnp.broadcast_to(at, (n, tile))
-            live.append((at >= bounds[row, :, :1]) & (at <= bounds[row, :, 1:]))
-        logits = jnp.concatenate([jnp.where(live[j], logits_of(j), MASKED) for j in range(heads)], 0)
-        before = m[...].reshape(heads * n, 1)
-        now = jnp.maximum(before, logits.max(-1, keepdims=True))
-        p, fade = jnp.exp2(logits - now), jnp.exp2(before - now)
-        m[...] = now.reshape(heads, n, 1)
-        l[...] = (l[...].reshape(heads * n, 1) * fade + p.sum(-1, keepdims=True)).reshape(heads, n, 1)
-        for j in range(heads):
-            own = slice(j * n, (j + 1) * n)
-            acc[j] = acc[j] * fade[own] + mixed_of(j, p[own], alive[j])
+        turn[0] = 0
+        fetch(*first(piece), 0)
+
+    for x, value in zip(out, (0, FLOOR, 0), strict=True):
+        x[...] = jnp.full(x.shape, value, jnp.float32)
+    (begin, end), after = walk.span(piece, ends), first(piece + 1)
+
+    def step(i: Array, at: Array) -> Array:
+        more = i + 1 < end
+        fetch(jnp.where(more, piece, after[0]), jnp.where(more, i + 1, after[1]), 1 - at)
+        for x in copies(piece, i, at):
+            x.wait()
+        pos, *blocks = (x.at[at] for x in buffers)
+        own = iter(still), iter(blocks)
+        logits_of, mixed_of = keys.run(*own), values.run(*own)
+        seen = i * walk.tile - walk.start(i, slots) if slots % walk.tile else None
+        _attend(walk, (logits_of, mixed_of), bounds, pos, seen, out)
+        return 1 - at
+
+    turn[0] = lax.fori_loop(begin, end, step, turn[0])
+
+
+def _attend(walk: Walk, sides: tuple[Any, Any], bounds: Any, pos: Any, seen: Any, out: list[Any]) -> None:
+    """One step, whose first `seen` slots another has had; None: none in any."""
+    (logits_of, mixed_of), (acc, m, l) = sides, out  # noqa: E741
+    heads, tile, n = walk.rows * walk.heads, walk.tile, acc.shape[1]
+    live, alive = [], []
+    for j in range(heads):
+        row, line = j // walk.heads, j % walk.heads if pos.shape[1] > 1 else 0
+        at = pos[row, line : line + 1]
+        if seen is not None:
+            at = jnp.where(lax.broadcasted_iota(jnp.int32, (1, tile), 1) >= seen, at, -1)
+        alive.append(jnp.where(at >= 0, -1, 0))
+        at = jnp.broadcast_to(at, (n, tile))
+        live.append((at >= bounds[row, :, :1]) & (at <= bounds[row, :, 1:]))
+    logits = jnp.concatenate([jnp.where(live[j], logits_of(j), MASKED) for j in range(heads)], 0)
+    before = m[...].reshape(heads * n, 1)
+    now = jnp.maximum(before, logits.max(-1, keepdims=True))
+    p, fade = jnp.exp2(logits - now), jnp.exp2(before - now)
+    m[...] = now.reshape(heads, n, 1)
+    l[...] = (l[...].reshape(heads * n, 1) * fade + p.sum(-1, keepdims=True)).reshape(heads, n, 1)
+    for j in range(heads):
+        own = slice(j * n, (j + 1) * n)
+        acc[j] = acc[j] * fade[own] + mixed_of(j, p[own], alive[j])

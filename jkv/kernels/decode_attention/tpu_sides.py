@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -37,22 +37,33 @@ class Side:
         sizes = zip(self.arrays, self.tokens, strict=True)
         return sum(x.size * x.dtype.itemsize // (x.shape[0] * x.shape[t[0]] * t[1]) for x, t in sizes if t)
 
-    def operands(self, parts: int) -> list[tuple[Array, tuple[int, int] | None, int]]:
-        """Each array, its tokens, and the part of a step that it is; what has no tokens is of no part."""
-        pairs = zip(self.arrays, self.tokens, strict=True)
-        return [(x, tokens, part) for x, tokens in pairs for part in range(parts if tokens else 1)]
+    @property
+    def still(self) -> list[Array]:
+        """What has no tokens."""
+        return [x for x, tokens in zip(self.arrays, self.tokens, strict=True) if tokens is None]
 
-    def run(self, refs: Iterator[Any], parts: int) -> Callable[..., Array]:
-        """`work` on head j of a step, with the blocks of `operands`, the parts of a step one after the other."""
-        own = [[next(refs) for _ in range(parts if tokens else 1)] for tokens in self.tokens]
+    @property
+    def moving(self) -> list[tuple[Array, tuple[int, int]]]:
+        """What has, and how."""
+        return [(x, tokens) for x, tokens in zip(self.arrays, self.tokens, strict=True) if tokens is not None]
 
-        def of_head(j: int, *args: Array) -> Array:
-            blocks = [[x[j] for x in some] for some in own]
-            pairs = zip(blocks, self.tokens, strict=True)
-            joined = [jnp.concatenate(x, t[0] - 1) if t and parts > 1 else x[0] for x, t in pairs]
-            return self.work(*args, *joined)
+    def padded(self, more: int) -> Side:
+        """With so many tokens more, whatever they are; tiers that jkv makes need none."""
+        return self if not more else replace(self, arrays=tuple(map(partial(_longer, more), self.arrays, self.tokens)))
 
-        return of_head
+    def run(self, still: Iterator[Any], moving: Iterator[Any]) -> Callable[..., Array]:
+        """`work` on head j of a step, with the blocks of both kinds; bfloat16 comes as its bits."""
+        own = [next(moving if tokens else still) for tokens in self.tokens]
+        own = [x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in own]
+        return lambda j, *args: self.work(*args, *(x[j] for x in own))
+
+
+def _longer(more: int, x: Array, tokens: tuple[int, int] | None) -> Array:
+    if tokens is None:
+        return x
+    pad = [(0, 0)] * 3
+    pad[tokens[0]] = (0, more // tokens[1])
+    return jnp.pad(x, pad)
 
 
 def _lanes(x: Array) -> Array:

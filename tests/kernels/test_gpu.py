@@ -1,13 +1,13 @@
 """The GPU kernel's numbers under the interpreter, and what the interpreter cannot run, by its meaning.
 
-The interpreter knows neither PTX nor register layouts: `Ops.interpret` takes the products from jax. What then differs
+The interpreter knows no register layouts and no words: `Ops.interpret` takes the products from jax. What then differs
 from the hardware, the unpacking instructions and the naming of registers, is checked here as arithmetic.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from gpu_interpreter import parameters
@@ -20,7 +20,7 @@ pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it im
 
 from jax.experimental.mosaic import gpu as mgpu  # noqa: E402
 
-from jkv.kernels.decode_attention import gpu, gpu_sides, gpu_tile  # noqa: E402
+from jkv.kernels.decode_attention import gpu, gpu_order, gpu_sides, gpu_tile  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 
 pytestmark = pytest.mark.hardware
@@ -46,6 +46,8 @@ def fewer():
 
 @pytest.mark.parametrize("case", fewer(), ids=str)
 def test_kernel_equals_float64(case, seed, monkeypatch):
+    if case.new == 1:  # on a small device programs have several tiles, else several programs share a head
+        monkeypatch.setattr(gpu, "processors", lambda: 1)
     good, text = check.run(case, "gpu", interpreted, seed, QUICK)
     assert good, f"seed {seed}: {text}"
 
@@ -64,80 +66,127 @@ def test_the_check_sees_a_wrong_kernel(seed):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_fields_are_the_channels_of_the_codec(bits):
+@pytest.mark.parametrize("shift", [False, True])
+def test_fields_are_the_channels_of_the_codec(bits: int, shift: bool):
     codes = np.random.default_rng().integers(0, 2**bits, (64, 32), np.uint8)
-    fields = gpu_tile.plain_fields(pack(jnp.asarray(codes), bits), bits)
-    np.testing.assert_array_equal(np.concatenate(fields, 1), codes)
+    fields = gpu_tile.plain_fields(pack(jnp.asarray(codes), bits), bits, shift, 0.5)
+    scale = 1 if shift else 2.0 ** (bits * np.arange(8 // bits))
+    each = 32 * bits // 8
+    np.testing.assert_array_equal(np.concatenate(fields, 1), codes * 0.5 * np.repeat(scale * np.ones(8 // bits), each))
 
 
-def run_ptx(text: str, word: np.ndarray, outputs: int) -> list[np.ndarray]:
-    """What the few instructions of `gpu_tile.ptx` do to uint32 words, after NVIDIA's description of them."""
-    registers = {f"${outputs}": word.astype(np.uint64)}
-
-    def value(name: str) -> np.ndarray:
-        if name in registers:
-            return registers[name]
-        return np.full_like(registers[f"${outputs}"], int(name, 0) & 0xFFFFFFFF)
-
-    def halves(x: np.ndarray) -> np.ndarray:
-        return x.astype(np.uint32).view(np.float16).astype(np.float64)
-
-    for line in text.strip("{} ").split(";"):
-        name, _, rest = line.strip().partition(" ")
-        args = [x.strip() for x in rest.split(",")]
-        match name:
-            case "" | ".reg":
-                continue
-            case "mov.b32":
-                out = value(args[1])
-            case "prmt.b32":
-                both = value(args[1]) | (value(args[2]) << np.uint64(32))
-                picks = [int(args[3], 0) >> (4 * i) & 15 for i in range(4)]
-                bytes_ = [
-                    ((both >> np.uint64(8 * pick)) & np.uint64(255)) << np.uint64(8 * i) for i, pick in enumerate(picks)
-                ]
-                out = bytes_[0] | bytes_[1] | bytes_[2] | bytes_[3]
-            case "lop3.b32":
-                assert int(args[4], 0) == 0xEA  # (a & b) | c
-                out = (value(args[1]) & value(args[2])) | value(args[3])
-            case "fma.rn.f16x2":
-                a, b, c = (halves(value(x)) for x in args[1:])
-                out = (a * b + c).astype(np.float16).view(np.uint32).astype(np.uint64)
-            case _:
-                raise AssertionError(line)
-        registers[args[0]] = out
-    return [registers[f"${j}"].astype(np.uint32).view(np.float16).reshape(-1, 2) for j in range(outputs)]
+def as_floats(words: np.ndarray, how: gpu_order.Take) -> np.ndarray:
+    """Two float16 of each uint32, by what a thread does with it."""
+    moved = [((words >> move if move > 0 else words << -move) & mask).astype(np.uint32) for move, mask in how]
+    return np.bitwise_or.reduce(moved)[..., None].view(np.float16)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_ptx_unpacks_every_pair_of_bytes(bits):
-    pairs = np.arange(65536, dtype=np.uint32)
-    fields = run_ptx(gpu_tile.ptx(bits), pairs, 8 // bits)
-    both = np.stack([pairs & 255, pairs >> 8], 1)
-    for j, field in enumerate(fields):
-        np.testing.assert_array_equal(field, (both >> (bits * j)) & (2**bits - 1))
+@pytest.mark.parametrize("shift", [False, True])
+def test_masks_make_codes_of_every_word(bits: int, shift: bool):
+    some = np.arange(256, dtype=np.uint8)
+    bytes_ = np.stack([some, some[::-1], np.roll(some, 77), np.roll(some, 5)], 1)
+    for j, field in enumerate(gpu_order.takes(bits, shift)):
+        codes = (bytes_ >> (bits * j) & (2**bits - 1)) * (gpu_order.UNIT * 2.0 ** (0 if shift else bits * j))
+        for h, how in enumerate(field):
+            np.testing.assert_array_equal(as_floats(bytes_.view(np.uint32)[:, 0], how), codes[:, [h, h + 2]])
 
 
 def in_threads(layout, x: np.ndarray) -> np.ndarray:
-    """[4 warps, 32 lanes, values] of a matrix in a tiled layout, values in the order of its registers."""
+    """[4 warps, 32 lanes, values] of an array in a tiled layout, values in the order of its registers."""
     for tile in layout.tiling.tiles:
         lead = x.shape[: x.ndim - len(tile)]
         split = [y for n, t in zip(x.shape[len(lead) :], tile, strict=True) for y in (n // t, t)]
         x = x.reshape(*lead, *split)
         order = [len(lead) + 2 * i for i in range(len(tile))] + [len(lead) + 2 * i + 1 for i in range(len(tile))]
         x = x.transpose(*range(len(lead)), *order)
-    named = [d % x.ndim for d in (*layout.warp_dims, *layout.lane_dims)]
-    return x.transpose(*named, *(d for d in range(x.ndim) if d not in named)).reshape(4, 32, -1)
+    replicas = 1
+    for d in layout.lane_dims:  # the last, if it is there
+        replicas *= getattr(d, "times", 1)
+    named = [d % x.ndim for d in (*layout.warp_dims, *layout.lane_dims) if isinstance(d, int)]
+    x = x.transpose(*named, *(d for d in range(x.ndim) if d not in named)).reshape(4, 32 // replicas, -1)
+    return np.repeat(x, replicas, 1)
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_a_folded_tile_has_its_parts_below_each_other(rows):
-    fold, n = 64 // rows, {16: 256, 32: 128}[rows]
-    part = n // fold
-    tile = np.arange(rows * n).reshape(rows, n)
-    below = np.concatenate([tile[:, i : i + part] for i in range(0, n, part)])
-    loaded = in_threads(gpu_tile.folded_layout(rows, n).to_mgpu(), tile)
-    np.testing.assert_array_equal(loaded, in_threads(mgpu.WGMMA_LAYOUT, below))
+def test_masks_make_floats_of_every_byte():
+    some = np.array([x for x in range(256) if x % 128 != 127], np.uint8)  # but for NaN, which is some number
+    bytes_ = np.stack([some, some[::-1], np.roll(some, 77), np.roll(some, 5)], 1)
+    values = bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * gpu_order.UNIT8
+    [field] = gpu_order.takes(0, False)
+    for h, how in enumerate(field):
+        np.testing.assert_array_equal(as_floats(bytes_.view(np.uint32)[:, 0], how), values[:, [h, h + 2]])
+    bad = np.full(4, 127, np.uint8).view(np.uint32)
+    assert all(np.isfinite(as_floats(bad, how)).all() for how in field)
+
+
+def by_digits(x: np.ndarray, piece: int, axis: int) -> np.ndarray:
+    """Column 16 s + 8 h + 2 t + e of the result is entry (t, s, e, h) of each piece, in words of the definition."""
+    index, steps = np.arange(x.shape[axis]), piece // 16
+    s, h, t, e = index % piece // 16, index // 8 % 2, index // 2 % 4, index % 2
+    return np.take(x, index // piece * piece + ((t * steps + s) * 2 + e) * 2 + h, axis)
+
+
+def operand(tile: np.ndarray, how: gpu_order.Bytes, bits: int) -> list[np.ndarray]:
+    """The fields [threads, registers, 2] that threads make of the bytes that they load."""
+    loaded = np.ascontiguousarray(in_threads(how.layout.to_mgpu(), tile)).view(np.uint32).reshape(128, -1)
+    return [
+        np.stack([as_floats(loaded[:, i], take) for i, take in gpu_order.operand_order(how.words, field)], 1)
+        for field in gpu_order.takes(bits, False)
+    ]
+
+
+def wanted(codes: np.ndarray, bits: int, j: int) -> np.ndarray:
+    values = (codes >> (bits * j) & (2**bits - 1)) * (gpu_order.UNIT * 2.0 ** (bits * j))
+    return in_threads(mgpu.WGMMA_LAYOUT, values).reshape(128, -1, 2)
+
+
+@pytest.mark.parametrize(
+    ("n", "w", "piece", "span"),
+    [
+        (128, 64, 64, 128),
+        (128, 64, 32, 64),
+        (128, 128, 128, 128),
+        (128, 32, 16, 0),
+        (64, 256, 64, 64),
+        (256, 16, 16, 64),
+    ],
+)
+def test_threads_load_keys_as_operands(n: int, w: int, piece: int, span: int):
+    tile = np.random.default_rng(n + w).integers(0, 256, (n, w), np.uint8)
+    fields = operand(tile, gpu_order.key_bytes((n, w), piece, span), 4)
+    want = by_digits(by_digits(tile, span, 0) if span else tile, piece, 1)
+    for j, field in enumerate(fields):
+        np.testing.assert_array_equal(field, wanted(want, 4, j))
+    mine = gpu_order.contracted(gpu_order.contracted(jnp.asarray(tile), span), piece, 1)
+    np.testing.assert_array_equal(mine, want)
+
+
+@pytest.mark.parametrize(
+    ("w", "n", "fold", "span"),
+    [(64, 128, 1, 128), (128, 128, 1, 64), (256, 64, 1, 64), (32, 128, 2, 128), (32, 128, 2, 64), (16, 256, 4, 64)],
+)
+def test_threads_load_values_as_operands(w: int, n: int, fold: int, span: int):
+    tile = np.random.default_rng(n + w).integers(0, 256, (w, n), np.uint8)
+    fields = operand(tile, gpu_order.value_bytes((w, n), fold, span), 4)
+    want = by_digits(tile, span, 1)
+    below = np.concatenate([want[:, i : i + n // fold] for i in range(0, n, n // fold)])
+    for j, field in enumerate(fields):
+        np.testing.assert_array_equal(field, wanted(below, 4, j))
+
+
+@pytest.mark.parametrize(
+    ("n", "piece"), [(128, 128), (128, 64), (64, 64), (256, 64), (128, 32), (64, 16), (128, 16), (256, 256)]
+)
+def test_threads_load_rows_in_the_same_order(n: int, piece: int):
+    x = np.arange(n)
+    lanes = in_threads(gpu_order.row_layout(n, piece).to_mgpu(), x)
+    np.testing.assert_array_equal(lanes, in_threads(gpu_tile.ROW.to_mgpu(), by_digits(x, piece, 0)))
+
+
+def test_threads_load_floats_in_the_same_order():
+    x = np.arange(128 * 64).reshape(128, 64)
+    lanes = in_threads(gpu_order.matrix_layout((128, 64), 128).to_mgpu(), x)
+    np.testing.assert_array_equal(lanes, in_threads(mgpu.WGMMA_LAYOUT, by_digits(x, 128, 0)))
 
 
 def test_stacked_matrices_are_stacked_registers():
@@ -168,12 +217,26 @@ def test_large_steps_meet_large_queries(seed):
     assert (np.abs(part.lse - right["lse"]) <= right["lse_bound"])[right["seen"]].all(), f"seed {seed}"
 
 
+@pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**20])
+def test_float16_holds_queries_of_any_size(size: float):
+    x = replace(form(2), groups=2)
+    q = np.random.default_rng().normal(size=(3, 2, 8, 128)).astype(ml_dtypes.bfloat16).astype(np.float32) * size
+    places, rest = gpu_sides.queries(x, jnp.asarray(q), 0.5, gpu_order.UNIT)
+    scale = 0.5 * gpu_sides.LOG2E
+    sizes = np.asarray(rest)[:, :, -1, :, None] / scale * gpu_order.UNIT
+    fields = 2.0 ** (2 * (np.arange(128) // 32))
+    places = np.asarray(places, np.float32)
+    np.testing.assert_allclose(places * fields * sizes, by_digits(q, 32, 3), atol=size * 2.0**-16)
+    sums = q.reshape(3, 2, 8, 2, 64).sum(-1).swapaxes(2, 3) * scale
+    np.testing.assert_allclose(rest[:, :, :-1], sums, rtol=1e-4, atol=size * 1e-5)
+
+
 @pytest.mark.parametrize("exponent", [-gpu_sides.SPAN, 0, gpu_sides.SPAN, gpu_sides.SPAN + 1])
 def test_the_largest_weight_fits_float16(exponent):
     form = gpu_sides.Form(8, 64, 2, 1, np.dtype(np.float16))
     steps = jnp.ldexp(jnp.linspace(1, 1.99, 100), exponent)
-    refs = [None, SimpleNamespace(at=[steps / 1000, -steps])]
-    top = gpu_sides.weighty(gpu_tile.Ops(interpret=True), form, jnp.zeros((100, 8)), refs)[:, 0]
+    scales = [(steps / 1000, steps), (-steps, steps)]
+    top = gpu_sides.weighty(form, jnp.zeros((100, 8)), scales)[:, 0]
     largest = np.float16(np.exp2(-np.asarray(top)) * steps * gpu_sides.RAISE)
     assert (largest >= gpu_sides.RAISE / 2).all() and np.isfinite(largest).all()
 
@@ -258,9 +321,45 @@ def test_parts_fill_the_waves_of_programs(resident: int):
             assert share > 0.94 or tiles < 1024
 
 
-def test_what_a_multiprocessor_runs_at_once_is_what_its_memory_holds():
-    def of(bits: int, dim: int = 128) -> int:
-        form = gpu.Form(bits, dim, 1, 1, jnp.dtype(jnp.float16), 128)
-        return gpu.resident(form, form, 8)
+def form(bits: int, dim: int = 128, coded: bool = True) -> gpu.Form:
+    return gpu.Form(bits, dim, 1, 1, jnp.dtype(jnp.float16), 128, 128 if coded else 0, coded)
 
-    assert [of(bits) for bits in (0, 8, 4, 2)] == [1, 2, 3, 2] and of(0, 64) == 2
+
+FORMS = {"bf16": form(0, coded=False), "fp8": form(0), "int8": form(8), "int4": form(4), "int2": form(2)}
+
+
+def test_what_a_multiprocessor_runs_at_once_is_what_its_memory_holds():
+    assert [gpu.resident(x, x, 8) for x in FORMS.values()] == [1, 3, 3, 3, 3]
+    assert (
+        gpu.resident(form(0, 64, False), form(0, 64, False), 8) == 3 and gpu.resident(FORMS["int4"], form(4), 16) == 2
+    )
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_programs_wait_for_enough_bytes_that_memory_is_never_idle(name: str):
+    """Memory of 4.8 TB/s that answers after a microsecond has 36 kB under way for each multiprocessor."""
+    x = FORMS[name]
+    assert (gpu.stages(x, x) - 1) * gpu.resident(x, x, 8) * gpu.tile_bytes(x, x, 8) > 36e3
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "heads", "slots", "parts", "turns", "share"),
+    [  # H100 and H200: 132 multiprocessors
+        ("bf16", 1, 8, 512, 4, 1, 0.24),
+        ("bf16", 1, 8, 131072, 16, 1, 0.97),
+        ("bf16", 8, 8, 131072, 2, 1, 0.97),
+        ("bf16", 64, 8, 32768, 1, 4, 0.97),
+        ("int8", 1, 8, 131072, 49, 1, 0.99),
+        ("int4", 1, 8, 512, 4, 1, 0.08),
+        ("int4", 1, 3, 2048, 16, 1, 0.12),
+        ("int4", 1, 8, 8192, 32, 1, 0.65),
+        ("int4", 1, 8, 131072, 49, 1, 0.99),
+        ("int4", 8, 8, 131072, 6, 1, 0.97),
+        ("int4", 64, 8, 32768, 3, 4, 0.96),
+    ],
+)
+def test_waves_of_programs(name: str, rows: int, heads: int, slots: int, parts: int, turns: int, share: float):
+    """A few tiles a head are one program each, whatever share of the device they are: less time there is none."""
+    at_once, tiles = 132 * gpu.resident(FORMS[name], FORMS[name], 8), slots // 128
+    assert gpu.parts(rows * heads, at_once, tiles) == parts and -(-rows * heads * parts // at_once) == turns
+    assert waves(rows * heads, at_once, tiles, parts)[0] == pytest.approx(share, abs=0.006)

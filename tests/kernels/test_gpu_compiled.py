@@ -20,7 +20,7 @@ import pytest
 from jkv.arrays.gather import put
 from jkv.memory import codes as codes_of
 from jkv.memory.empty import empty_side
-from jkv.methods.codecs import Affine, Dense
+from jkv.methods.codecs import Affine, Dense, Float
 from jkv.plan import cuda
 
 if __name__ != "__main__":
@@ -36,8 +36,9 @@ pytestmark = pytest.mark.hardware
 GOLDEN = Path(__file__).with_name("golden_gpu.json")  # version of jax -> name -> instructions of the inner loop
 SHORT, MIDDLE, LONG = 1024, 16384, 131072
 KIVI = Affine(bits=2, axis="channel", group=32), Affine(bits=2, group=32)
-FORMS = {"bf16": Dense(), "int8": Affine(bits=8), "int4": Affine(bits=4), "int2": Affine(bits=2)}
+FORMS = {"bf16": Dense(), "fp8": Float(), "int8": Affine(bits=8), "int4": Affine(bits=4), "int2": Affine(bits=2)}
 FORMS = {name: (codec, codec) for name, codec in FORMS.items()}  # of keys and values
+MIXED = {"bf16 keys int4": (Dense(), Affine(bits=4)), "bf16 values int2": (Affine(bits=2), Dense())}
 GROUPED = {f"int{n} groups of 32": (Affine(bits=n, group=32),) * 2 for n in (4, 2)} | {"kivi int2": KIVI}
 Shape = jax.ShapeDtypeStruct
 PAGES = Shape((2, 8, 64), jnp.int32)
@@ -65,7 +66,7 @@ def whole(*arrays):
 def resident(q, k, v) -> int:
     """Programs that the kernel counts on running at once on a multiprocessor."""
     dim, tile = q.shape[-1], gpu.tile_of(v)
-    forms, queries = (gpu.Form.of(k, dim, tile), gpu.Form.of(v, dim, tile)), q.shape[2] * q.shape[3]
+    forms, queries = gpu.Form.both(k, v, dim, tile), q.shape[2] * q.shape[3]
     return gpu.resident(*forms, -(-queries // (8 * -(-queries // gpu.most_rows(*forms)))) * 8)
 
 
@@ -81,9 +82,9 @@ def programs():
                 if group in (1, 8) and (dim, name) != (128, "int4"):  # kernels like that of 4
                     continue
                 yield f"{name} D={dim} G={group}", whole, *arguments(form, dim, group, slots)
-        for name, form in GROUPED.items():
+        for name, form in (GROUPED | MIXED if dim == 128 else GROUPED).items():
             yield f"{name} D={dim} G=4", whole, *arguments(form, dim, 4, MIDDLE)
-    for name in ("bf16", "int8", "int4", "int2", "int2 groups of 32", "kivi int2"):
+    for name in ("bf16", "fp8", "int8", "int4", "int2", "int2 groups of 32", "kivi int2"):
         yield f"{name} D=256 G=4", whole, *arguments((FORMS | GROUPED)[name], 256, 4, MIDDLE)
     for name, dim, group in (
         ("bf16", 128, 4),

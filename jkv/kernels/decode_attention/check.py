@@ -24,7 +24,7 @@ from jkv.protocols import KernelCodes
 
 SIGMAS = 6.0
 SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16, "xla": ml_dtypes.bfloat16}  # steps and lows
-ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-11}  # products of the last are float16
 LONG = 2**17  # slots
 EXACT = 2.0**-18  # operands that need no rounding: what accumulation in float32 leaves, which tensor cores truncate
 
@@ -77,7 +77,8 @@ class Case:
 
 def forms() -> list[tuple[Side, Side]]:
     coded = [Side(bits=8), Side(bits=4), Side(bits=4, groups=4), Side(bits=2), Side(bits=2, groups=2)]
-    some = [(x, x) for x in [Side(bits=0), Side(bits=0, floats="float16"), *coded]]
+    floats = [Side(bits=0, floats=name) for name in ("bfloat16", "float16", "float8_e4m3fn")]
+    some = [(x, x) for x in [*floats, *coded]]
     some += [(Side(bits=bits, grain=grain), Side(bits=bits, groups=2)) for bits, grain in ((2, 32), (4, 64), (8, 128))]
     return [*some, (Side(bits=4, grain=256), Side(bits=8)), (Side(bits=0), Side(bits=4)), (Side(bits=2), Side(bits=0))]
 
@@ -340,7 +341,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=1024, help="capacity, a multiple of 1024")
     parser.add_argument("--long", type=int, default=LONG, help="capacity of two rows of every form; 0: none")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plain", action="store_true", help="gpu: unpack without PTX, to find where an error is")
+    parser.add_argument("--plain", action="store_true", help="gpu: no subnormal operands, to find where an error is")
     args = parser.parse_args()
     if args.kernel not in ("gpu", "tpu"):
         print(f"no kernel runs on {args.kernel}; --kernel gpu or tpu, where there is one")

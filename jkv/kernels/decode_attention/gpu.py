@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jkv.arrays.bits import bits_of
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import gpu_sides as sides
 from jkv.kernels.decode_attention import lengths
@@ -25,10 +27,10 @@ from jkv.kernels.decode_attention.gpu_sides import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
 
-STAGES = 3  # tiles under way
+FEW = 16 * 1024  # bytes of a tile below which four are under way, not two; powers of two, for slots are counted
 PROCESSORS = 132  # multiprocessors of an H100 or H200 SXM, where no device tells
 SHARED = 227 * 1024  # bytes of shared memory of one, for its programs; each takes 1024 beside its own
-FILLING = STAGES - 1  # tiles whose time a program takes before the first one is there
+FILLING = 2  # tiles whose time a program takes before the first one is there
 UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
 
 
@@ -60,8 +62,8 @@ def unsupported(x: KernelCodes, dim: int, tile: int) -> str | None:
     if x.kept is not None:
         return f"{x.codes.shape[-1]} of {dim} channels; all are"
     if x.step is None or x.low is None:
-        good = x.codes.dtype in (jnp.bfloat16, jnp.float16)
-        return None if good else f"{x.codes.dtype} floats; bfloat16 and float16 are"
+        good = x.codes.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+        return None if good else f"{x.codes.dtype} floats; bfloat16, float16 and float8_e4m3fn are"
     if x.bits not in (2, 4, 8):
         return f"{x.bits} bits; 2, 4 and 8 are"
     for name, y in (("steps", x.step), ("lows", x.low)):
@@ -92,32 +94,38 @@ def attention(
     plain: bool = False,
     interpret: Any = None,
 ) -> Partial:
-    """See the package; `plain` unpacks without PTX, `interpret` takes the interpreter's parameters."""
+    """See the package; `plain` gives the tensor cores no subnormal numbers, `interpret` takes the interpreter's
+    parameters."""
     if (reason := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3])) is not None:
         raise ValueError(f"the gpu kernel of decode attention does not take {reason}")
     b, h, g, t, d = q.shape
     n = tile_of(v)
-    kf, vf = Form.of(k, d, n), Form.of(v, d, n)
+    kf, vf = Form.both(k, v, d, n)
     chunks = -(-g * t // most_rows(kf, vf))
     r = -(-g * t // (8 * chunks)) * 8
     pad = chunks * r - g * t
-    flat = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
+    flat = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (as_bytes(k), as_bytes(v)))
     rows = jnp.pad(q.astype(f32).reshape(b * h, g * t, d), ((0, 0), (0, pad), (0, 0))).reshape(b * h, chunks, r, d)
     bounds = jnp.broadcast_to(jnp.stack([first, last], 1)[:, :, None], (b, 2, g, t)).reshape(b, 2, g * t)
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
     bounds = jnp.maximum(bounds, jnp.array([0, -1], i32)[None, :, None])  # dead slots and queries of the padding
     bounds = jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)
     count = ((lengths(pos) + n - 1) // n).reshape(-1)
-    once = [bounds, *sides.queries(kf, rows, scale)]
-    keys, values = sides.key_operands(kf, flat[0], rows, scale), sides.value_operands(flat[1])
-    tables = [count] if tiles is None else [count, tiles.reshape(b * h, -1)]
     ops = Ops(interpret is not None, plain)
-    call = kernel(kf, vf, (b, h, chunks), pos.shape, len(tables), r, scale, ops, interpret)
-    acc, m, l, low = call(*tables, *once, pos.reshape(-1, pos.shape[2]), *keys, *values)  # noqa: E741
-    part = join(sides.gather(vf, acc, low), m, l)
+    once = [bounds, *sides.queries(kf, rows, scale, ops.unit(kf.bits))]
+    scales = [sides.scale_operands(form, x) for form, x in zip((kf, vf), flat, strict=True)]
+    codes = [*sides.key_operands(kf, flat[0], rows, scale), sides.slot_minor(flat[1].codes)]
+    tables = [count] if tiles is None else [count, tiles.reshape(b * h, -1)]
+    call = kernel(kf, vf, (b, h, chunks), pos.shape, t, r, scale, ops, interpret)
+    acc, m, l, low = call(tables, once, pos.reshape(-1, pos.shape[2]), scales, codes)  # noqa: E741
+    part = join(sides.gather(vf, acc, low if scales[1] else None, ops.unit(vf.bits)), m, l)
     return jax.tree.map(
         lambda x: x.reshape(b, h, chunks * r, *x.shape[3:])[:, :, : g * t].reshape(b, h, g, t, *x.shape[3:]), part
     )
+
+
+def as_bytes(x: KernelCodes) -> KernelCodes:
+    return replace(x, codes=bits_of(x.codes)) if x.codes.dtype == jnp.float8_e4m3fn else x
 
 
 def most_rows(k: Form, v: Form) -> int:
@@ -142,10 +150,20 @@ def processors() -> int:
 
 def resident(k: Form, v: Form, r: int) -> int:
     """Programs that a multiprocessor runs at once, by its shared memory and the registers that compiled ones take."""
-    light = r == 8 and k.grain == 1 and max(x.dim * x.blocks for x in (k, v)) <= 256
-    wide = [x.tile * x.width * (1 if x.bits else 2) + 4 * x.groups * x.tile * (x.bits > 0) for x in (k, v)]
+    light = r == 8 and k.grain == k.groups == v.groups == 1 and v.tile <= 128 and v.width < 256
     own = 2 * v.groups * r * v.tile + 4 * r * k.dim + (2 * k.units * r * k.dim if k.grain > 1 else 0)
-    return max(1, min(3 if light else 2, SHARED // (STAGES * (sum(wide) + 4 * v.tile) + own + 1024)))
+    return max(1, min(3 if light else 2, SHARED // (stages(k, v) * tile_bytes(k, v, r) + own + 1024)))
+
+
+def tile_bytes(k: Form, v: Form, r: int) -> int:
+    """Of shared memory; steps and lows of slots are read straight to registers."""
+    codes = sum(x.tile * x.width * (1 if x.coded else 2) for x in (k, v))
+    return codes + (k.units * (2 * k.dim + 4 * r) if k.grain > 1 else 0) + (0 if v.coded else 4 * v.tile)
+
+
+def stages(k: Form, v: Form) -> int:
+    """Tiles under way, so that a multiprocessor's programs together wait for 40 kB and more: memory is never idle."""
+    return 2 if tile_bytes(k, v, 8) >= FEW else 4
 
 
 def parts(programs: int, at_once: int, tiles: int) -> int:
@@ -168,16 +186,13 @@ def kernel(
     v: Form,
     batch: tuple[int, int, int],
     pos: tuple[int, ...],
-    tables: int,
+    t: int,
     r: int,
     scale: float,
     ops: Ops,
     interpret: Any,
 ) -> Any:
-    """The compiled function of `program` over heads, parts and chunks of query rows; pos: its shape [B,Hs,C].
-
-    tables: tiles i32[B*Hs] to be read; where they are listed, also where they lie, i32[B*H,U].
-    """
+    """The compiled function of `program` over heads, parts and chunks of query rows; pos: its shape [B,Hs,C]."""
     b, h, chunks = batch
     splits = parts(b * h * chunks, processors() * resident(k, v, r), pos[2] // v.tile)
     lead = (b * h, chunks, splits)
@@ -186,7 +201,7 @@ def kernel(
     height = max(v.width, 64)
     shapes = ((v.blocks, height, r), (r,), (r,), (v.groups, r))
     return plgpu.kernel(
-        functools.partial(program, k, v, ops, h, pos[1], tables, splits, scale),
+        functools.partial(program, k, v, ops, h, pos[1], splits, t, scale),
         out_type=tuple(jax.ShapeDtypeStruct((*lead, *shape), f32) for shape in shapes),
         grid=(b * h, splits, chunks),
         grid_names=("head", "split", "chunk"),
@@ -202,58 +217,76 @@ def kernel(
 
 
 def program(
-    k: Form, v: Form, ops: Ops, heads: int, pos_heads: int, tables: int, splits: int, scale: float, *refs: Ref,
+    k: Form, v: Form, ops: Ops, heads: int, pos_heads: int, splits: int, new: int, scale: float,
+    tables: list[Ref], once_g: list[Ref], pos_g: Ref, scales_g: list[list[Ref]], codes_g: list[Ref], *out_g: Ref,
     once: list[Ref], scratch: list[Ref], p_s: Ref, arrived: Ref,
 ) -> None:  # fmt: skip
+    """tables: tiles i32[B*Hs] to be read; where they are listed, also where they lie, i32[B*H,U]."""
     head, split, chunk = (lax.axis_index(name) for name in ("head", "split", "chunk"))
-    (count_g, *places_g), refs = refs[:tables], refs[tables:]
-    bounds_g, (pos_g, *sides_g) = refs[0], refs[len(once) : -4]
+    count_g, *places_g = tables
     row = lax.div(head, heads)
     of_pos = head if pos_heads == heads else row
-    for source, target in zip([bounds_g.at[row], *(x.at[head] for x in refs[1 : len(once)])], once, strict=True):
+    for source, target in zip([once_g[0].at[row], *(x.at[head] for x in once_g[1:])], once, strict=True):
         plgpu.copy_gmem_to_smem(source.at[chunk], target, arrived)
     plgpu.barrier_wait(arrived)
-    first, last = (ops.column(once[0].at[i]) for i in range(2))
-    r = first.shape[0]
+    r, every = once[0].shape[1], pos_g.shape[1] // v.tile
     start, stop = (lax.div(count_g[of_pos] * (split + i), splits) for i in range(2))
+
+    def bound(i: int, like: tuple[int, ...]) -> Array:
+        """The first or last position that queries see; of one token it is one."""
+        return once[0][i, 0] if new == 1 else columns(ops.column(once[0].at[i]), like)
 
     def place(i: Array) -> Array:
         return places_g[0][head, start + i] if places_g else start + i
 
-    key_blocks = sides.key_blocks(k, r, head, chunk, place)
-    blocks = [
-        pl.BlockSpec((None, v.tile), lambda i: (of_pos, start + i)),
-        *key_blocks,
-        *sides.value_blocks(v, head, place),
-    ]
+    def read(i: Array) -> tuple[Array, list[list[Array]]]:
+        """Positions, steps and lows of tile i: so few bytes are read straight to registers."""
+        i = jnp.minimum(i, every - 1 - start)
+        pos, at = ops.read(pos_g.at[of_pos, pl.ds((start + i) * v.tile, v.tile)], v.span), place(i) * v.tile
+        some = [[x.at[head] for x in refs] for refs in scales_g]
+        return pos, [sides.read_scales(ops, form, refs, at) for form, refs in zip((k, v), some, strict=True)]
 
-    def body(_: Any, pos_s: Ref, *more: Any) -> Any:
-        *sides_s, (m, l, low, acc) = more  # noqa: E741
-        keys_s, values_s = sides_s[: len(key_blocks)], sides_s[len(key_blocks) :]
-        s = sides.logits(ops, k, scale, keys_s, once[1:], scratch)
-        pos = ops.row(pos_s)
+    blocks = [*sides.key_blocks(k, r, head, chunk, place), *sides.value_blocks(v, head, place)]
+    alive = [] if v.coded else [pl.BlockSpec((None, v.tile), lambda i: (of_pos, start + i))]
+
+    ahead = v.tile <= 128  # those of the next tile wait in registers, if there are some left for them
+
+    def body(index: Any, *more: Any) -> Any:
+        *sides_s, (held, m, l, low, acc) = more  # noqa: E741
+        pos, scales = held if ahead else read(index[0])
+        keys_s, values_s = sides_s[: len(blocks) - 1], sides_s[len(blocks) - 1 :]
+        pos = ops.as_row(pos, v.span)
+        s = sides.logits(ops, k, scale, keys_s, sides.scales_of(ops, k, scales[0]), once[1:], scratch)
         at = rows(pos, s.shape)
-        s = jnp.where((at >= columns(first, s.shape)) & (at <= columns(last, s.shape)), s, -jnp.inf)
-        top = jnp.maximum(m, sides.weighty(ops, v, s, values_s).max(0))
+        s = jnp.where((at >= bound(0, s.shape)) & (at <= bound(1, s.shape)), s, -jnp.inf)
+        v_scales = sides.scales_of(ops, v, scales[1])
+        top = jnp.maximum(m, sides.weighty(v, s, v_scales).max(0))
         fade = jnp.exp2(m - top)
         p = jnp.exp2(s - columns(top, s.shape))
-        lows = sides.weigh(ops, v, p, pos, values_s, p_s)
-        mixed = sides.mix(ops, v, pos_s, values_s, p_s, r)
+        lows = sides.weigh(ops, v, p, pos, v_scales, p_s)
+        mixed = sides.mix(ops, v, values_s, p_s, r)
+        after = read(index[0] + 1) if ahead else ()
         plgpu.commit_smem()  # the codes were read by loads: only now may a copy overwrite them
 
         def add(old: Array, new: Array) -> Array:
             return old * columns(fade, old.shape) + new
 
-        return top, add(l, sides.folded_sum(p)), list(map(add, low, lows)), list(map(add, acc, mixed))
+        return after, top, add(l, sides.folded_sum(p)), list(map(add, low, lows)), list(map(add, acc, mixed))
 
     none = ops.full((64, r), 0)
-    lows = [none] * (v.groups if v.bits else 0)
-    init = (ops.full((r,), UNSEEN), none, lows, [ops.full((max(v.width, 64), r), 0)] * v.blocks)
-    loop = plgpu.emit_pipeline(
-        body, grid=(stop - start,), in_specs=blocks, max_concurrent_steps=STAGES, init_carry=init
+    lows = [none] * (v.groups if scales_g[1] else 0)
+    init = (
+        read(jnp.int32(0)) if ahead else (),
+        ops.full((r,), UNSEEN),
+        none,
+        lows,
+        [ops.full((max(v.width, 64), r), 0)] * v.blocks,
     )
-    m, l, low, acc = loop(pos_g, *sides_g)  # noqa: E741
-    acc_g, m_g, l_g, low_g = (x.at[head, chunk, split] for x in refs[-4:])
+    loop = plgpu.emit_pipeline(
+        body, grid=(stop - start,), in_specs=[*blocks, *alive], max_concurrent_steps=stages(k, v), init_carry=init
+    )
+    _, m, l, low, acc = loop(*codes_g, *[pos_g] * len(alive))  # noqa: E741
+    acc_g, m_g, l_g, low_g = (x.at[head, chunk, split] for x in out_g)
     m_g[...], l_g[...] = m, l.sum(0)
     for i, x in enumerate(low):
         low_g.at[i][...] = x.sum(0)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jkv.kernels.decode_attention.gpu_order import contracted
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f16, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
 
@@ -25,19 +27,30 @@ LOG2E = math.log2(math.e)
 class Form:
     """What is static about keys or values."""
 
-    bits: int  # 0: floats
+    bits: int  # of a code; 0: floats, of eight bits if they are `coded`
     dim: int
     groups: int  # m; each shares a step over dim / m channels
     grain: int  # slots that share a step; above 1, each channel has its own
     dtype: Any  # of the products
     tile: int = 128  # n
+    span: int = 0  # slots within which their order is `contracted`; 0: as they lie
+    coded: bool = True  # unpacked in registers
 
     @classmethod
     def of(cls, x: KernelCodes, dim: int, tile: int) -> Form:
+        if x.codes.dtype == jnp.float8_e4m3fn:
+            return cls(0, dim, 1, 1, jnp.dtype(f16), tile)
         if x.step is None:
-            return cls(0, dim, 1, 1, x.codes.dtype, tile)
+            return cls(0, dim, 1, 1, x.codes.dtype, tile, coded=False)
         grain = x.codes.shape[2] // x.step.shape[2]
         return cls(x.bits, dim, 1 if grain > 1 else x.step.shape[3], grain, jnp.dtype(f16), tile)
+
+    @classmethod
+    def both(cls, k: KernelCodes, v: KernelCodes, dim: int, tile: int) -> tuple[Form, Form]:
+        """Of keys and values, whose slots are in the order in which values are loaded."""
+        forms = cls.of(k, dim, tile), cls.of(v, dim, tile)
+        span = 0 if not forms[1].coded else 128 if tile == 128 and forms[0].grain == 1 else 64
+        return replace(forms[0], span=span), replace(forms[1], span=span)
 
     @property
     def width(self) -> int:
@@ -78,22 +91,47 @@ def slot_minor(x: Array) -> Array:
     return jnp.swapaxes(x, 1, 2)
 
 
+# Steps and lows of each slot
+
+
+Scales = list[tuple[Array, Array]]  # of each channel group, row vectors f32[n]
+
+
+def scale_operands(form: Form, x: KernelCodes) -> list[Array]:
+    """[N,m,C]; none of floats, and of keys whose slots share steps."""
+    return [slot_minor(y) for y in (x.step, x.low) if y is not None and form.grain == 1]
+
+
+def read_scales(ops: Ops, form: Form, refs: list[Ref], at: Array) -> list[Array]:
+    """What a tile's slots have, of refs [m,C]; at: its first slot."""
+    return [ops.read(ref.at[g, pl.ds(at, form.tile)], form.span) for g in range(form.groups) for ref in refs]
+
+
+def scales_of(ops: Ops, form: Form, read: list[Array]) -> Scales:
+    numbers = [ops.as_row(x, form.span).astype(f32) for x in read]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
 # Keys
 
 
-def queries(k: Form, q: Array, scale: float) -> list[Array]:
-    """What a program reads once, of q f32[N,chunks,r,D]."""
+def queries(k: Form, q: Array, scale: float, unit: float) -> list[Array]:
+    """What a program reads once, of q f32[N,chunks,r,D]; unit: of a code."""
+    if not k.coded:
+        return [q.astype(k.dtype)]
+    places = contracted(q, k.piece, 3)
     if k.grain > 1:
         # Times steps they go to float16: at 1 and less, steps below 65520 do not overflow (larger make logits
         # infinite), and those below 2**-14 lose 2**-25 of a code and of the largest query: nothing in a logit.
         most = jnp.abs(q).max(-1)
-        q = q / jnp.where(most > 0, most, 1)[..., None]
-        return [jnp.swapaxes(q, 2, 3), most * (scale * LOG2E)]
-    q = q.astype(k.dtype)
-    if not k.bits:
-        return [q]
-    sums = q.astype(f32).reshape(*q.shape[:3], k.groups, -1).sum(-1)
-    return [q, jnp.swapaxes(sums, 2, 3) * (scale * LOG2E)]
+        places = places / jnp.where(most > 0, most, 1)[..., None]
+        return [jnp.swapaxes(places, 2, 3), most * (scale * LOG2E / unit)]
+    # Likewise the largest query of a program is below 1, and codes of higher bits are larger.
+    size = jnp.exp2(jnp.frexp(jnp.abs(q).max((2, 3)))[1].astype(f32))[..., None, None]
+    field = jnp.exp2(-k.bits * (jnp.arange(k.dim) // k.width).astype(f32))[None, None, None]
+    sums = q.reshape(*q.shape[:3], k.groups, -1).sum(-1) * (scale * LOG2E)
+    sizes = jnp.broadcast_to(size * (scale * LOG2E / unit), (*q.shape[:3], 1))
+    return [(places / size * field).astype(f16), jnp.swapaxes(jnp.concatenate([sums, sizes], -1), 2, 3)]
 
 
 def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
@@ -102,16 +140,14 @@ def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
     if k.grain > 1:
         folded = plgpu.SMEM((k.units * r, k.dim), f16, transforms=matrix)
         return [plgpu.SMEM((k.dim, r), f32), plgpu.SMEM((r,), f32)], [folded]
-    sums = [plgpu.SMEM((k.groups, r), f32)] if k.bits else []
+    sums = [plgpu.SMEM((k.groups + 1, r), f32)] if k.coded else []
     return [plgpu.SMEM((r, k.dim), k.dtype, transforms=matrix), *sums], []
 
 
 def key_operands(k: Form, x: KernelCodes, q: Array, scale: float) -> list[Array]:
     """Of x [N,C,...] and q f32[N,chunks,r,D]."""
-    if x.step is None or x.low is None:
+    if x.step is None or x.low is None or k.grain == 1:
         return [x.codes]
-    if k.grain == 1:
-        return [x.codes, slot_minor(x.step), slot_minor(x.low)]
     lows = jnp.einsum("nurd,nsd->nusr", q, x.low.astype(f32), precision="highest") * (scale * LOG2E)
     return [x.codes, x.step, lows]
 
@@ -121,12 +157,10 @@ def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Arra
     codes = plgpu.BlockSpec(
         (None, k.tile, k.width),
         lambda i: (head, place(i), 0),
-        transforms=operand(k.width, jnp.uint8 if k.bits else k.dtype),
+        transforms=operand(k.width, jnp.uint8 if k.coded else k.dtype),
     )
-    if not k.bits:
-        return [codes]
     if k.grain == 1:
-        return [codes, *[pl.BlockSpec((None, k.groups, k.tile), lambda i: (head, 0, place(i)))] * 2]
+        return [codes]
     tiles = max(1, k.grain // k.tile)  # that share a step
     return [
         codes,
@@ -135,20 +169,25 @@ def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Arra
     ]
 
 
-def logits(ops: Ops, k: Form, scale: float, refs: list[Ref], query: list[Ref], scratch: list[Ref]) -> Array:
+def logits(
+    ops: Ops, k: Form, scale: float, refs: list[Ref], scales: Scales, query: list[Ref], scratch: list[Ref]
+) -> Array:
     """f32[n,r], times log2 e."""
-    if not k.bits:
-        return ops.matmul((refs, query))[0] * (scale * LOG2E)
-    fields = ops.codes(refs[0], k.bits)
+    if not k.coded:
+        keys = [ops.ordered_matrix(refs[0], k.span)] if k.span else refs
+        return ops.matmul((keys, query))[0] * (scale * LOG2E)
+    fields = ops.key_codes(refs[0], k.bits, k.piece, k.span, k.grain > 1)
     if k.grain > 1:
         return channel_logits(ops, k, fields, refs[1:], query, scratch[0])
     q_s, sums_s = query
-    total: Any = 0.0
+    size, parts = sums_s[k.groups, 0], []
     for g, x in enumerate(ops.matmul(*(pieces(k, fields, q_s, g) for g in range(k.groups)))):
-        step, low = (ops.row(ref.at[g]).astype(f32) for ref in refs[1:])
+        if not scales:
+            return x * size
+        step, low = scales[g]
         sums = columns(ops.column(sums_s.at[g]), x.shape)
-        total += x * rows(step * (scale * LOG2E), x.shape) + rows(low, x.shape) * sums
-    return total
+        parts.append(x * rows(step * size, x.shape) + rows(low, x.shape) * sums)
+    return functools.reduce(operator.add, parts)
 
 
 def pieces(k: Form, fields: list[Array], q_s: Ref, group: int = 0) -> tuple[list[Array], list[Ref]]:
@@ -165,7 +204,7 @@ def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], quer
     q = ops.matrix(query[0])
     r = q.shape[1]
     for u in range(k.units):
-        step = ops.row(step_s.at[u]).astype(f32)
+        step = ops.as_row(ops.read(step_s.at[u], k.width), k.width).astype(f32)
         ops.put_transposed(folded.at[pl.ds(u * r, r)], (q * rows(step, q.shape)).astype(f16))
     plgpu.commit_smem()
     parts, count = [], max(1, 64 // k.grain)  # units in 64 slots
@@ -177,51 +216,52 @@ def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], quer
         for u in range(count):
             x = wide[:, u * r : (u + 1) * r]
             x = x * columns(most, x.shape) + columns(ops.column(low_s.at[first + u]), x.shape)
-            part = x if part is None else jnp.where(ops.row_index(x.shape) < u * k.grain, part, x)
+            part = x if part is None else jnp.where(slot_index(ops, x.shape, k.span) < u * k.grain, part, x)
         parts.append(part)
     return ops.stack(parts)
+
+
+def slot_index(ops: Ops, shape: tuple[int, ...], span: int) -> Array:
+    """i32[64,r]: which of 64 slots a row is, or the first of 16 that it is one of."""
+    row = ops.row_index(shape)
+    return (row >> 1 & 3) * 16 if span else row
 
 
 # Values
 
 
-def value_operands(x: KernelCodes) -> list[Array]:
-    return [slot_minor(y) for y in (x.codes, x.step, x.low) if y is not None]
-
-
 def value_blocks(v: Form, head: Array, place: Callable[[Array], Array]) -> list[Any]:
-    dtype = jnp.uint8 if v.bits else v.dtype
-    at = lambda i: (head, 0, place(i))  # noqa: E731
-    codes = plgpu.BlockSpec((None, v.width, v.tile), at, transforms=operand(v.tile, dtype))
-    return [codes, *[pl.BlockSpec((None, v.groups, v.tile), at)] * (2 if v.bits else 0)]
+    dtype = jnp.uint8 if v.coded else v.dtype
+    transforms = operand(v.tile, dtype)
+    return [plgpu.BlockSpec((None, v.width, v.tile), lambda i: (head, 0, place(i)), transforms=transforms)]
 
 
 RAISE = 2.0**14  # of weights times steps, which go to float16: the largest comes to this, subnormal is 2**-28 of it
 SPAN = 32  # of log2 of a step
 
 
-def weighty(ops: Ops, v: Form, s: Array, refs: list[Ref]) -> Array:
+def weighty(v: Form, s: Array, scales: Scales) -> Array:
     """What the running maximum is taken of: with log2 of a slot's largest step added to its logits f32[n,r].
 
     So weights times steps are 1 at most, however large or small steps are. Not known better than within 2**-SPAN to
     2**SPAN, for weights alone are float32 and must stay finite: from 2**(SPAN + 2) on a step makes weights infinite,
     and those of slots below 2**-SPAN lose their bits as the smallest weights do.
     """
-    if not v.bits:
+    if not scales:
         return s
-    step = functools.reduce(jnp.maximum, (jnp.abs(ops.row(refs[1].at[g]).astype(f32)) for g in range(v.groups)))
+    step = functools.reduce(jnp.maximum, (jnp.abs(step) for step, _ in scales))
     log = lax.bitcast_convert_type(step, i32).astype(f32) * 2.0**-23 - 127  # 0.09 too low at most; of NaN a number too
     return s + rows(jnp.minimum(jnp.maximum(log, -SPAN), SPAN), s.shape)
 
 
-def weigh(ops: Ops, v: Form, p: Array, pos: Array, refs: list[Ref], p_s: Ref) -> list[Array]:
+def weigh(ops: Ops, v: Form, p: Array, pos: Array, scales: Scales, p_s: Ref) -> list[Array]:
     """Writes the weights f32[n,r] times each group's steps to p_s; gives them times each group's low."""
     r, part = p.shape[1], v.tile // v.fold
     lows = []
     for g in range(v.groups):
-        w = p
-        if v.bits:  # a dead slot's scale may be NaN
-            step, low = (jnp.where(pos >= 0, ops.row(ref.at[g]).astype(f32), 0.0) for ref in refs[1:])
+        w = p * RAISE if v.coded else p
+        if scales:  # a dead slot's may be NaN
+            step, low = (jnp.where(pos >= 0, x, 0.0) for x in scales[g])
             w = p * rows(step * RAISE, p.shape)
             lows.append(folded_sum(p * rows(low, p.shape)))
         w = w.astype(v.dtype)
@@ -236,28 +276,33 @@ def folded_sum(x: Array) -> Array:
     return sum((x[i : i + 64] for i in range(64, x.shape[0], 64)), x[:64])
 
 
-def mix(ops: Ops, v: Form, pos_s: Ref, refs: list[Ref], p_s: Ref, r: int) -> list[Array]:
-    """f32[max(w, 64), r] for each field, group of the field and part of the tile; `gather` finds what is wanted."""
-    if not v.bits:
+def mix(ops: Ops, v: Form, refs: list[Ref], p_s: Ref, r: int) -> list[Array]:
+    """f32[max(w, 64), r] for each field, group of the field and part of the tile; `gather` finds what is wanted.
+
+    refs: codes; of floats also positions, for a dead slot may hold NaN.
+    """
+    if not v.coded:
         x = ops.matrix(refs[0])
-        alive = columns(ops.column(pos_s), x.shape) >= 0
+        alive = columns(ops.column(refs[1]), x.shape) >= 0
         return ops.matmul(([jnp.where(alive, x, jnp.zeros_like(x))], [p_s]))
     count = v.per_field * v.fold
     firsts = [j * v.groups // v.fields * v.fold for j in range(v.fields)]
     weights = [p_s.at[pl.ds(first * r, count * r)] for first in firsts]
-    fields = ops.codes(refs[0], v.bits, v.fold)
+    fields = ops.value_codes(refs[0], v.bits, v.fold, v.span)
     wide = ops.matmul(*(([x], [w]) for x, w in zip(fields, weights, strict=True)))
     return [x[:, i * r : (i + 1) * r] for x in wide for i in range(count)]
 
 
-def gather(v: Form, acc: Array, low: Array) -> Array:
-    """f32[...,r,D] of acc f32[...,blocks,max(w, 64),r] and low f32[...,m,r]."""
-    if not v.bits:
+def gather(v: Form, acc: Array, low: Array | None, unit: float) -> Array:
+    """f32[...,r,D] of acc f32[...,blocks,max(w, 64),r] and low f32[...,m,r]; unit: of a code."""
+    if not v.coded:
         return jnp.swapaxes(acc[..., 0, :, :], -1, -2)
     each = v.width // v.per_field  # rows of a block that are wanted
     parts = []
     for b in range(0, v.blocks, v.fold):
         begin = b // v.fold % v.per_field * each
-        parts.append(sum(acc[..., b + i, begin + i * v.width :, :][..., :each, :] for i in range(v.fold)))
-    total = jnp.concatenate(parts, -2) / RAISE + jnp.repeat(low, v.dim // v.groups, -2)
+        part = sum(acc[..., b + i, begin + i * v.width :, :][..., :each, :] for i in range(v.fold))
+        parts.append(part * 2.0 ** -(v.bits * (b // v.fold // v.per_field)))
+    total = jnp.concatenate(parts, -2) / (RAISE * unit)
+    total = total if low is None else total + jnp.repeat(low, v.dim // v.groups, -2)
     return jnp.swapaxes(total, -1, -2)

@@ -6,6 +6,7 @@ a row vector has a number for each of its rows, a column vector one for each of 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +16,29 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, vector
 
-try:
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-except ModuleNotFoundError as error:
-    if error.name != "absl":
-        raise
-    raise ModuleNotFoundError("jax's Mosaic GPU imports absl: pip install absl-py", name="absl") from error
+from jkv.kernels.decode_attention.gpu_order import (
+    UNIT,
+    UNIT8,
+    Bytes,
+    Take,
+    contracted,
+    key_bytes,
+    matrix_layout,
+    mgpu,
+    operand_order,
+    plgpu,
+    row_layout,
+    takes,
+    value_bytes,
+)
 
 f16, f32, i32 = jnp.float16, jnp.float32, jnp.int32
 WGMMA = plgpu.Layout.WGMMA
 ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 Ref = Any
+PLAIN = 2.0**14  # times which a subnormal code is a normal number
 
 
 def rows(x: Array, like: tuple[int, ...]) -> Array:
@@ -53,7 +63,7 @@ def operand(width: int, dtype: Any) -> tuple[Any, ...]:
 class Ops:
     """`interpret`: the interpreter knows no register layouts, no transposed refs, no wgmma on registers.
 
-    `plain`: unpack in jax.numpy, not in PTX.
+    `plain`: no code goes to the tensor cores as a subnormal number.
     """
 
     interpret: bool = False
@@ -65,14 +75,33 @@ class Ops:
     def full(self, shape: tuple[int, ...], value: float) -> Array:
         return self.place(jnp.full(shape, value, f32), WGMMA if len(shape) == 2 else COLUMN)
 
+    def unit(self, bits: int) -> float:
+        """What a code of 1 is in `key_codes` and `value_codes`."""
+        return (UNIT if bits else UNIT8) * (PLAIN if self.plain else 1)
+
     def row(self, ref: Ref) -> Array:
         return self.place(ref[...], ROW)
+
+    def read(self, ref: Ref, piece: int) -> Array:
+        """Of ref [n] in any memory what `as_row` makes a row vector, by `contracted` with a piece."""
+        if self.interpret:
+            return contracted(ref[...], piece)
+        return load(ref, row_layout(ref.shape[0], piece) if piece else ROW)
+
+    def as_row(self, x: Array, piece: int) -> Array:
+        return x if self.interpret or not piece else ordered_row(x, row_layout(x.shape[0], piece))
 
     def column(self, ref: Ref) -> Array:
         return self.place(ref[...], COLUMN)
 
     def matrix(self, ref: Ref) -> Array:
         return self.place(ref[...], WGMMA)
+
+    def ordered_matrix(self, ref: Ref, piece: int) -> Array:
+        """Floats [n,k] of ref, the rows by `contracted` with a piece."""
+        if self.interpret:
+            return contracted(ref[...], piece)
+        return renamed(ref, matrix_layout(ref.shape, piece))
 
     def row_index(self, shape: tuple[int, ...]) -> Array:
         if self.interpret:
@@ -126,13 +155,32 @@ class Ops:
         else:
             ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
-    def codes(self, ref: Ref, bits: int, fold: int = 1) -> list[Array]:
-        """Fields f16[w * fold, n / fold] of bytes [w,n]; folded, the tile's parts lie below each other."""
-        w, n = ref.shape
+    def key_codes(self, ref: Ref, bits: int, piece: int, span: int, shift: bool) -> list[Array]:
+        """Fields f16[n,w] of bytes [n,w], `contracted`: channels by `piece`, slots by `span`, 0: as they lie.
+
+        A code c of field j is c * 2**(bits * j) * unit; with `shift` c * unit. bits 0: floats of 8 bits.
+        """
         if self.interpret:
-            return plain_fields(jnp.concatenate([ref[:, i : i + n // fold] for i in range(0, n, n // fold)]), bits)
-        x = plgpu.layout_cast(ref[...], WGMMA) if fold == 1 else folded(ref, fold)
-        return plain_fields(x, bits) if self.plain else fast_fields(x, bits)
+            return plain_fields(contracted(contracted(ref[...], span), piece, 1), bits, shift, self.unit(bits))
+        return unpacked(ref, key_bytes(ref.shape, piece, span), bits, shift, self.plain)
+
+    def value_codes(self, ref: Ref, bits: int, fold: int, span: int) -> list[Array]:
+        """Fields f16[w * fold, n / fold] of bytes [w,n], slots `contracted` with the piece `span`; as without `shift`.
+
+        Folded, the parts of the tile lie below each other.
+        """
+        if self.interpret:
+            x = contracted(ref[...], span, 1)
+            below = jnp.concatenate(jnp.split(x, fold, 1))
+            return plain_fields(below, bits, False, self.unit(bits))
+        return unpacked(ref, value_bytes(ref.shape, fold, span), bits, False, self.plain)
+
+
+def load(ref: Ref, layout: Any) -> Array:
+    """Two rows may share banks, which a load that is to be free of it would refuse."""
+    read: Any = plgpu.load
+    index = () if jax.__version_info__ >= (0, 11) else ((),)
+    return read(ref, *index, layout=layout, optimized=False)
 
 
 def stacked(registers: list[np.ndarray]) -> np.ndarray:
@@ -145,64 +193,76 @@ def inline(layouts: list[Any], result: Any) -> Any:
     return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=result)
 
 
-def folded_layout(w: int, n: int) -> Any:
-    """Of bytes [w,n] in registers: each warp holds 16 rows of one part, in the order of wgmma's rows."""
-    tiling = plgpu.Tiling(((w, n), (16, n * w // 64), (16, 8), (8, 8), (2,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-8, -9) if w == 32 else (-8,), lane_dims=(-3, -2), vector_dim=-1)
+def renamed(ref: Ref, layout: Any) -> Array:
+    """The matrix in WGMMA of which a thread has the registers that it loads by a layout."""
+
+    @inline([layout], plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, WGMMA))
+    def name(_: Any, x: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)  # by way of which jax does not take the two for one
+        same = [mgpu.utils.bitcast(mgpu.utils.bitcast(y, word), y.type) for y in x.registers.flat]
+        return in_layout(WGMMA, x.shape, same)
+
+    return name(load(ref, layout))
 
 
-def folded(ref: Ref, fold: int) -> Array:
-    """uint8[64, n / fold] of bytes [64 / fold, n]: each warp loads its own part of the tile, and no byte moves."""
-    layout, shape = folded_layout(*ref.shape), (64, ref.shape[1] // fold)
+def ordered_row(x: Array, layout: Any) -> Array:
+    """A row vector whose entries a thread has in pairs."""
 
-    @inline([layout], plgpu.ShapeDtypeStruct(shape, jnp.uint8, WGMMA))
-    def rename(_: Any, x: Any) -> Any:
-        registers = x.registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape(shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=False)
+    @inline([layout], plgpu.ShapeDtypeStruct(x.shape, x.dtype, ROW))
+    def name(_: Any, x: Any) -> Any:
+        one = ir.VectorType.get((1,), x.mlir_dtype)
+        singles = [vector.extract_strided_slice(one, y, [i], [1], [1]) for y in x.registers.flat for i in range(2)]
+        return in_layout(ROW, x.shape, singles, x.is_signed)
 
-    return rename(plgpu.layout_cast(ref[...], layout))
-
-
-def plain_fields(x: Array, bits: int) -> list[Array]:
-    wide, mask = x.astype(jnp.int16), jnp.int16((1 << bits) - 1)  # bytes cannot be shifted here
-    return [((wide >> jnp.int16(bits * j)) & mask).astype(f16) for j in range(8 // bits)]
+    return name(x)
 
 
-def fast_fields(x: Array, bits: int) -> list[Array]:
-    """Two instructions for two codes: 0x6400 | field << k is the float 1024 + field * 2**k, and a multiply-add makes
-    it the field."""
-    count = 8 // bits
-    out_type = tuple(plgpu.ShapeDtypeStruct(x.shape, f16, WGMMA) for _ in range(count))
+def in_layout(layout: Any, shape: tuple[int, ...], registers: list[Any], signed: bool | None = None) -> Any:
+    target = layout.to_mgpu()
+    some = np.empty(len(registers), object)
+    some[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=some.reshape(target.registers_shape(shape)), _layout=target, _is_signed=signed
+    )
 
-    @inline([WGMMA], out_type)
+
+def unpacked(ref: Ref, how: Bytes, bits: int, shift: bool, plain: bool) -> list[Array]:
+    """Fields f16 of bytes."""
+    shape, fields = (64 * how.words.shape[0], 16 * how.words.shape[1]), takes(bits, shift)
+
+    @inline([how.layout], tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in fields))
     def unpack(_: Any, x: Any) -> Any:
         word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
-        several = llvm.StructType.get_literal([word] * count) if count > 1 else word
-        out = [np.empty_like(x.registers) for _ in range(count)]
-        for index, register in np.ndenumerate(x.registers):
-            two = arith.extui(word, mgpu.utils.bitcast(register, ir.IntegerType.get_signless(16)))
-            words: Any = llvm.inline_asm(several, [two], ptx(bits), ",".join(["=r"] * count + ["r"]))
-            for j in range(count):
-                one = llvm.extractvalue(word, words, [j]) if count > 1 else words
-                out[j][index] = mgpu.utils.bitcast(one, pair)
-        return tuple(mgpu.FragmentedArray(_registers=o, _layout=x.layout, _is_signed=None) for o in out)
+        mine = [y for register in x.registers.flat for y in words_of(register)]
 
-    return list(unpack(x))
+        def some(x: Any, move: int, mask: int) -> Any:
+            shift = arith.shrui if move > 0 else arith.shli
+            x = shift(x, mgpu.utils.c(abs(move), word)) if move else x
+            return arith.andi(x, mgpu.utils.c(mask, word))
+
+        def taken(i: int, take: Take) -> Any:
+            return mgpu.utils.bitcast(functools.reduce(arith.ori, [some(mine[i], *x) for x in take]), pair)
+
+        return tuple(in_layout(WGMMA, shape, [taken(*x) for x in operand_order(how.words, field)]) for field in fields)
+
+    out = list(unpack(load(ref, how.layout)))
+    return [y * jnp.full_like(y, PLAIN) for y in out] if plain else out
 
 
-def ptx(bits: int) -> str:
-    """Two bytes in the last operand -> pairs of float16 codes in the 8 // bits first ones."""
+def words_of(register: Any) -> list[Any]:
+    """The words of a register of bytes."""
+    word, count = ir.IntegerType.get_signless(32), ir.VectorType(register.type).shape[0] // 4
+    if count == 1:
+        return [mgpu.utils.bitcast(register, word)]
+    words = mgpu.utils.bitcast(register, ir.VectorType.get((count,), word))
+    return [vector.extract(words, [], [i]) for i in range(count)]
 
-    def both(value: float) -> int:
-        return int(np.float16(value).view(np.uint16)) * 0x10001
 
-    count = 8 // bits
-    text = [".reg .b32 w, f, s, o, m;", "mov.b32 m, 0x64006400;"]
-    text += [f"prmt.b32 w, ${count}, {0x64 if bits == 8 else 0}, 0x4140;"]
-    for j in range(count):
-        low = 2.0 ** -(bits * j)
-        mask = (((1 << bits) - 1) << bits * j) * 0x10001
-        field = "mov.b32 f, w;" if bits == 8 else f"lop3.b32 f, w, {mask}, m, 0xea;"
-        text += [f"mov.b32 s, {both(low)};", f"mov.b32 o, {both(-1024 * low)};", field]
-        text += [f"fma.rn.f16x2 ${j}, f, s, o;"]
-    return "{ " + " ".join(text) + " }"
+def plain_fields(x: Array, bits: int, shift: bool, unit: float) -> list[Array]:
+    """Fields of bytes, as numbers."""
+    if not bits:
+        wide = x.astype(jnp.uint16)
+        halves = (wide & 0x80) << 8 | (wide & 0x7F) << 7
+        return [jax.lax.bitcast_convert_type(halves, f16).astype(f32) * (unit / UNIT8)]
+    codes = [(x.astype(i32) >> (bits * j)) & ((1 << bits) - 1) for j in range(8 // bits)]
+    return [y.astype(f32) * (unit * 2.0 ** (0 if shift else bits * j)) for j, y in enumerate(codes)]

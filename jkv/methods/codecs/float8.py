@@ -9,7 +9,7 @@ from jax import Array
 
 from jkv.arrays.bits import bits_of, floats
 from jkv.arrays.tree import part
-from jkv.protocols import Code, Codec
+from jkv.protocols import Code, Codec, KernelCodes
 
 DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
@@ -40,6 +40,11 @@ class Float(Codec):
         most = float(jnp.finfo(dtype).max)
         y = jnp.clip(x.astype(jnp.float32) / self.scale, -most, most)
         return Code(slots=bits_of(y.astype(dtype)))
+
+    def kernel_codes(self, code: Code) -> KernelCodes | None:
+        if self.scale != 1 or self.format != "e4m3":
+            return None
+        return KernelCodes(codes=floats(code.slots, DTYPES[self.format]))
 
     def decode(self, code: Code) -> Array:
         x = floats(code.slots, DTYPES[self.format]).astype(jnp.float32)

@@ -1,0 +1,159 @@
+"""In which order the GPU kernel contracts bytes, and which of them each thread loads for that.
+
+Tensor cores take two codes in a register of 32 bits. In the lowest ten bits of its halves they are subnormal float16,
+so a mask is all that it takes to unpack them, and 2**-24 goes into a step. Of a word of four bytes, 0 and 2 are two
+codes, and 1 and 3 after a shift. So a thread loads 16 bytes of a row at once, and the columns of wgmma's operand,
+16 s + 8 h + 2 t + e with t the thread of four, are the bytes (t, s, e, h) of the row, slowest digit first. The order of
+channels or slots in a sum is free: queries and weights lie in the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+try:
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu.fragmented_array import Replicated
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ModuleNotFoundError as error:
+    if error.name != "absl":
+        raise
+    raise ModuleNotFoundError("jax's Mosaic GPU imports absl: pip install absl-py", name="absl") from error
+
+UNIT = 2.0**-24  # what a code of 1 is
+UNIT8 = 2.0**-8  # what 1 is, of e4m3: as float16, whose exponents have a bit more, it is so much of it
+
+
+def contracted(x: Array, piece: int, axis: int = 0) -> Array:
+    """In the order in which bytes that lie along an axis are contracted, piece by piece; 0: as they lie.
+
+    >>> contracted(jnp.arange(32), 32).tolist()[:16]
+    [0, 2, 8, 10, 16, 18, 24, 26, 1, 3, 9, 11, 17, 19, 25, 27]
+    """
+    if not piece:
+        return x
+    shape = x.shape
+    x = jnp.moveaxis(x, axis, 0)
+    rest = x.shape[1:]
+    x = x.reshape(-1, 4, piece // 16, 2, 2, *rest).swapaxes(1, 2).transpose(0, 1, 4, 2, 3, *range(5, 5 + len(rest)))
+    return jnp.moveaxis(x.reshape(shape[axis], *rest), 0, axis)
+
+
+Digits = list[tuple[int, str]]  # of an index, the slowest first: how many, and what has one each; "": a register
+
+
+def tiled(*axes: Digits) -> Any:
+    """The layout in which warps (W), lanes (L) and a register's entries (V) have these digits of the indices.
+
+    Warps and lanes are numbered as their names are sorted; registers lie as digits do, of all axes side by side.
+    """
+    depth, many = len(axes[0]), len(axes)
+    tiles = tuple(tuple(math.prod(n for n, _ in axis[i:]) for axis in axes) for i in range(depth))
+    places = {name: (i - depth) * many + j for j, axis in enumerate(axes) for i, (_, name) in enumerate(axis) if name}
+    sizes = {name: n for axis in axes for n, name in axis if name}
+    warps, lanes = ([name for name in sorted(places) if name[0] == kind] for kind in "WL")
+    missing = 32 // math.prod(sizes[x] for x in lanes)  # these lanes hold the same
+    layout = mgpu.TiledLayout(
+        plgpu.Tiling(tiles),
+        warp_dims=tuple(places[x] for x in warps),
+        lane_dims=(*(places[x] for x in lanes), *[Replicated(missing)] * (missing > 1)),
+        vector_dim=places["V"],
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        layout.tiling, warp_dims=layout.warp_dims, lane_dims=layout.lane_dims, vector_dim=layout.vector_dim
+    )
+
+
+def row_digits(n: int, piece: int) -> Digits:
+    """Of wgmma's rows that are entries in `contracted` order."""
+    steps = piece // 16
+    inner, outer = min(steps, 4), max(1, 4 // steps)
+    return [
+        (n // piece // outer, ""),
+        (outer, "W0"),
+        (4, "L0"),
+        (steps // inner, ""),
+        (inner, "W1"),
+        (2, "L1"),
+        (2, ""),
+    ]
+
+
+def row_layout(n: int, piece: int) -> Any:
+    *digits, (last, _) = row_digits(n, piece)
+    return tiled([*digits, (last, "V")])
+
+
+def matrix_layout(shape: tuple[int, int], piece: int) -> Any:
+    (n, k), one = shape, (1, "")
+    return tiled(row_digits(n, piece), [one, one, one, (k // 8, ""), one, (4, "L2"), (2, "V")])
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """How threads load a matrix of bytes, and what they load.
+
+    words [rows / 64, s, 2]: which of a thread's words of four bytes has columns 16 s and on of wgmma's rows, and of
+    those 8 below.
+    """
+
+    layout: Any
+    words: np.ndarray
+
+
+def key_bytes(shape: tuple[int, int], piece: int, span: int) -> Bytes:
+    """Of [n,w], channels `contracted` by piece and slots by span; 0: as they lie."""
+    n, w = shape
+    words = numbered(n // 64, w // piece, max(1, piece // 64), 2, min(piece, 64) // 16).swapaxes(3, 4)
+    return Bytes(key_layout(n, w, piece, span), words.reshape(n // 64, -1, 2))
+
+
+def value_bytes(shape: tuple[int, int], fold: int, span: int) -> Bytes:
+    """Of [w,n], slots `contracted` by span; folded, the parts of the tile lie below each other."""
+    w, n = shape
+    parts = (n // span, 2, span // 64) if fold == 1 else (1, 2, 1)
+    words = np.moveaxis(numbered(w * fold // 64, *parts, 4), 2, -1)
+    return Bytes(value_layout(w, n, fold, span), words.reshape(w * fold // 64, -1, 2))
+
+
+def numbered(*shape: int) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+def key_layout(n: int, w: int, piece: int, span: int) -> Any:
+    one, wide = (1, ""), min(piece // 4, 16)
+    pieces, parts = (w // piece, ""), (piece // 4 // wide, "")
+    if span:
+        return tiled(row_digits(n, span), [one, one, one, pieces, (4, "L2"), parts, (wide, "V")])
+    rows: Digits = [(n // 64, ""), (4, "W0"), one, (2, ""), (8, "L0")]
+    return tiled(rows, [pieces, (4, "L2"), parts, one, (wide, "V")])
+
+
+def value_layout(w: int, n: int, fold: int, span: int) -> Any:
+    """Folded, each warp holds 16 rows of one part, in the order of wgmma's rows."""
+    part, half = ("W0", "W1") if fold > 1 else ("", "")
+    rows: Digits = [(max(1, w // 64), ""), (min(w // 16, 4), "W2"), (2, ""), (8, "L0")]
+    return tiled(rows, [(n // span, part), (4, "L1"), (span // 64, half), (16, "V")])
+
+
+Take = list[tuple[int, int]]  # of what a register is put together: bits that a word is shifted right, and a mask
+
+
+def takes(bits: int, shift: bool) -> list[list[Take]]:
+    """For each field, what is taken of a word for its bytes 0 and 2, and what for 1 and 3."""
+    if not bits:
+        return [[[(8 * h - 8, 0x80008000), (8 * h - 7, 0x3F803F80)] for h in range(2)]]
+    mask, fields = ((1 << bits) - 1) * 0x10001, range(0, 8, bits)
+    return [[[(8 * h + shift * j, mask << (0 if shift else j))] for h in range(2)] for j in fields]
+
+
+def operand_order(words: np.ndarray, field: list[Take]) -> list[tuple[int, Take]]:
+    """Which word each register of wgmma's operand is taken of, and how."""
+    return [(int(i), how) for step in words.reshape(-1, 2) for how in field for i in step]

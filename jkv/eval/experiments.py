@@ -18,7 +18,9 @@ from jkv.eval.picks import asked
 from jkv.eval.picks import recovered as of_picks
 from jkv.eval.replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
+from jkv.eval.reuse import BEDS, WHOLE, Reuse
 from jkv.eval.tasks import Example
+from jkv.generation.renewals import renewal
 from jkv.host.results import versions
 from jkv.io.identity import fingerprint
 from jkv.methods import CATALOGUE, parse
@@ -379,4 +381,22 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
         }
 
     s.each(found, say, rows, run)
+    return found
+
+
+def reuse(s: Setting, names: Sequence[str], renews: Sequence[str], samples: int, length: int, say: Say) -> Results:
+    """One row a cache, bed and renewal, the prompt that is read whole first; and how values turn where agents talk."""
+    beds = {name: BEDS[name](s.params, samples, length, s.seed) for name in names}
+    prompts = [np.asarray(x.ids, np.int32).tobytes() for bed in beds.values() for x in bed]
+    found = s.results("reuse", prompts, length=length, samples=samples)
+    measured = {name: Reuse(s.params, bed) for name, bed in beds.items()}
+    rows = [
+        {"task": f"reuse/{name}", "renew": renew}
+        for name in names
+        for renew in (WHOLE, *renews)
+        if name != "agents" or renew == WHOLE or renewal(renew).alpha is None  # which weighs what it has read itself
+    ]
+    s.each(found, say, rows, lambda config, key: measured[key["task"].split("/")[1]](config, key["renew"]))
+    if "agents" in names and found.find(task="reuse/drift") is None:
+        found.add({"cache": "full", "task": "reuse/drift", "by_layer": measured["agents"].drift()})
     return found

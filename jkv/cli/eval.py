@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv.cli.options import Compared, Measured, Text, flat
+from jkv.cli.options import MODEL, Compared, Measured, Text, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -369,6 +369,40 @@ def reuse(
                 f"{row['task']} {row['cache']}, {row['renew']}: {row['read']:.1%} read in {row['first_ms']:.0f} ms, "
                 f"KL {row['kl']:.4g}{score}"
             )
+
+
+@app.command()
+def store(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help='JSON lines {"time": seconds, "prompt": ...}.')],
+    model: Annotated[str, typer.Option(help="Whose tokenizer reads texts and messages.")] = MODEL,
+    evict: Annotated[list[str] | None, typer.Option(help="lru, belady, lpc:FILE. Default: lru and belady.")] = None,
+    blocks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Blocks of 64 tokens. Default: shares of all.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Also write the rows to this file.")] = None,
+) -> None:
+    """What a store would have found of a trace of prompts, by what goes first when it is full; no model runs."""
+    from jkv.bench.results import check_path
+    from jkv.eval.results import PACKAGES, digest
+    from jkv.eval.store import encoder, rows
+    from jkv.eval.store import trace as read
+    from jkv.host.results import versions, write
+    from jkv.io.evict import policy
+
+    orders = evict or ["lru", "belady"]
+    for text in orders:
+        if text != "belady":
+            policy(text)
+    check_path(out)
+    visits = read(trace, encoder(model))
+    every = len({name for x in visits for name in x.names})
+    sizes = sorted(blocks or {max(every * share // 100, 1) for share in (1, 2, 5, 10, 20, 40)})
+    found = rows(visits, orders, sizes)
+    for row in found:
+        print(f"{row['evict']}, {row['blocks']:,} blocks: {row['hits']:.1%} of the blocks that were asked for")
+    if out is not None:
+        about = {"command": "store", "model": model, "prompts": len(visits), "blocks": every, "block": 64}
+        write(out, {**about, "trace": digest([repr(x.names) for x in visits]), "versions": versions(PACKAGES)}, found)
 
 
 @app.command()

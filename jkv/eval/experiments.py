@@ -18,9 +18,8 @@ from jkv.eval.picks import asked
 from jkv.eval.picks import recovered as of_picks
 from jkv.eval.replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
-from jkv.eval.reuse import BEDS, WHOLE, Reuse
+from jkv.eval.reuse import BEDS, WHOLE, beginnings, drift, quality, times
 from jkv.eval.tasks import Example
-from jkv.generation.renewals import renewal
 from jkv.host.results import versions
 from jkv.io.identity import fingerprint
 from jkv.methods import CATALOGUE, parse
@@ -384,19 +383,25 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
     return found
 
 
-def reuse(s: Setting, names: Sequence[str], renews: Sequence[str], samples: int, length: int, say: Say) -> Results:
-    """One row a cache, bed and renewal, the prompt that is read whole first; and how values turn where agents talk."""
-    beds = {name: BEDS[name](s.params, samples, length, s.seed) for name in names}
-    prompts = [np.asarray(x.ids, np.int32).tobytes() for bed in beds.values() for x in bed]
-    found = s.results("reuse", prompts, length=length, samples=samples)
-    measured = {name: Reuse(s.params, bed) for name, bed in beds.items()}
-    rows = [
-        {"task": f"reuse/{name}", "renew": renew}
-        for name in names
-        for renew in (WHOLE, *renews)
-        if name != "agents" or renew == WHOLE or renewal(renew).alpha is None  # which weighs what it has read itself
-    ]
-    s.each(found, say, rows, lambda config, key: measured[key["task"].split("/")[1]](config, key["renew"]))
-    if "agents" in names and found.find(task="reuse/drift") is None:
-        found.add({"cache": "full", "task": "reuse/drift", "by_layer": measured["agents"].drift()})
+def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: int, timed: bool, say: Say) -> Results:
+    """One row a cache and renewal of a bed, what is read whole first: what it costs, or how long it takes."""
+    bed = BEDS[name](s.params, samples, length, s.seed)
+    ids = [np.asarray(x.ids, np.int32).tobytes() for x in bed]
+    more = {"prefix": round(beginnings(bed) / sum(len(x.ids) for x in bed.measured), 4)} if bed.shared else {}
+    found = s.results("reuse", ids, bed=name, length=length, samples=samples, timed=timed, **more)
+    configs, ways, task = [parse(x) for x in s.caches], [WHOLE, *renews], {"task": f"reuse/{name}"}
+    missing = [x for x in configs if not all(found.find(cache=str(x), renew=y, **task) for y in ways)]
+    if timed:
+        for config in missing:
+            for renew in ways:
+                ms = times(s.params, bed, config, renew)
+                median = {"first_ms": round(float(np.median(ms)), 1), "samples": len(ms)}
+                found.add({"cache": str(config), **task, "renew": renew, **median})
+                say(f"{config} {renew}")
+    elif missing:
+        for (cache, renew), row in quality(s.params, bed, missing, ways).items():
+            found.add({"cache": cache, **task, "renew": renew, **row})
+            say(f"{cache} {renew}")
+        if name == "agents":
+            found.add({"cache": "full", "task": "reuse/drift", "by_layer": drift(s.params, bed)})
     return found

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jkv.attention.decoded import stored
+from jkv.core.compiled import Cost
 from jkv.eval import corpora, measure
 from jkv.eval.task import Example
 from jkv.eval.words import coined, numbers, prose
 from jkv.generation.api import generate
+from jkv.generation.begun import Begins, BegunPrompts, doubling
 from jkv.generation.follow import Follow
-from jkv.generation.passages import Passages, kind
+from jkv.generation.passages import Joins, Passages, kind
 from jkv.generation.prefill import prefilled
 from jkv.generation.report import divergence
 from jkv.io.store import chain
@@ -27,7 +29,7 @@ from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
 NEW = 16  # tokens after a prompt, over which caches are compared
-POOL, EACH, SAID = 10, 5, 128  # passages, those of a prompt; tokens that a run says
+POOL, EACH, SAID = 8, 4, 96  # passages, those of a prompt; tokens that a run says
 WHOLE = "none"  # the name of what is read whole
 
 
@@ -114,27 +116,30 @@ def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
 def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
     """A text is summed up by a run of the model, and what that said stands in a second run's prompt."""
     rng, full = np.random.default_rng(seed), CacheConfig()
+    about = {"prefix": "", "answers": ("",), "meta": {}}
+    told = [
+        sum(measure.cut(params, Example(context=f"{prose(rng, length)}\n\n", question="Explain this.", **about)), [])
+        for _ in range(samples)
+    ]
+    caches: list[Cache] = []
+    said: list[list[int]] = []
+    for some in (told[i : i + 5] for i in range(0, samples, 5)):
+        out = generate(params, full, some, max_new_tokens=SAID, stop_ids=())
+        said += out.tokens  # pyright: ignore[reportOperatorIssue]
+        caches += [out.cache.pick(jnp.array([i])) for i in range(len(some))]
 
-    def one() -> Asked:
-        text = prose(rng, length)
-        ask = Example(context=f"{text}\n\n", question="Explain what this says.", prefix="", answers=("",), meta={})
-        head, tail = measure.cut(params, ask)
-        out = generate(params, full, [*head, *tail], max_new_tokens=SAID, stop_ids=())
-        says = [int(x) for x in out.tokens]  # pyright: ignore[reportArgumentType]
+    def one(says: list[int], cache: Cache) -> Asked:
         example = Example(
             context="A colleague wrote about a text:\n\n",
             question="\n\nName the most important thing in it, and why it matters.",
-            prefix="",
-            answers=("",),
-            meta={},
+            **about,
         )
         before, after = measure.cut(params, example)
-        ids = [*before, *says, *after]
-        goes = generate(params, full, ids, max_new_tokens=NEW, stop_ids=())
-        follow = [int(x) for x in goes.tokens]  # pyright: ignore[reportArgumentType]
-        return Asked(ids, follow, lambda passages: passages.said(params, says, out.cache))
+        return Asked([*before, *says, *after], [], lambda passages: passages.said(params, says, cache))
 
-    return Bed([one() for _ in range(samples)], shared=False)
+    asked = [one(*x) for x in zip(said, caches, strict=True)]
+    goes = generate(params, full, [x.ids for x in asked], max_new_tokens=NEW, stop_ids=()).tokens
+    return Bed([replace(x, follow=y) for x, y in zip(asked, goes, strict=True)], shared=False)  # pyright: ignore
 
 
 BEDS: dict[str, Callable[[Params, int, int, int], Bed]] = {"documents": documents, "edits": edits, "agents": agents}
@@ -146,83 +151,131 @@ def _tokenizer(params: Params) -> Any:
     return params.tokenizer
 
 
-class Reuse:
-    """Prompts of a bed through caches, with passages and without."""
+class Ready(Begins):
+    """Prompts of one call that begin with what is there already, one each."""
 
-    def __init__(self, params: Params, bed: Bed) -> None:
-        self.params, self.bed = params, bed
-        self.whole: dict[str, list[Array]] = {}
+    def __init__(self, given: Sequence[tuple[Cache, int, int]], params: Params, config: CacheConfig) -> None:
+        super().__init__(params, config)
+        self.given = iter(given)
 
-    def __call__(self, config: CacheConfig, renew: str) -> dict[str, Any]:
-        """kl in nats to the same cache after the prompt that is read whole, a mean of texts, and its standard error;
-        score: the answers that are given word for word; read: of the tokens and layers of prompts; first_ms: the median
-        of what prompts take, without compilation; prefix: what a store of beginnings would have to read."""
-        logits, ms, read = self._run(config, renew)
-        if renew == WHOLE:
-            self.whole[str(config)] = logits
-        elif str(config) not in self.whole:
-            self.whole[str(config)] = self._run(config, WHOLE)[0]
-        asked = self.bed.measured
-        pairs = zip(self.whole[str(config)], logits, strict=True)
-        kl = np.array([float(divergence(a, b)[0].mean()) for a, b in pairs])
-        hits = [
-            (np.asarray(y[0, : x.answer]).argmax(-1) == x.follow[: x.answer]).all()
-            for x, y in zip(asked, logits, strict=True)
-            if x.answer
-        ]
-        total = sum(len(x.ids) for x in asked)
+    def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
+        return next(self.given)
+
+
+@dataclass
+class Tally:
+    """Of the prompts of a bed, one way to read them: KL of each, answers that are right, and tokens that were read."""
+
+    kl: list[float] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+    read: float = 0.0
+
+    def row(self, bed: Bed) -> dict[str, Any]:
+        """kl in nats to the same cache after the prompt that is read whole, a mean of prompts, and its standard error;
+        score: answers that are given word for word; read: of the prompts' tokens, in how many of the layers they are
+        read."""
+        total = sum(len(x.ids) for x in bed.measured)
         return {
-            "kl": round(float(kl.mean()), 6),
-            "kl_se": round(float(kl.std(ddof=1) / np.sqrt(len(kl))), 6) if len(kl) > 1 else None,
-            **({"score": round(float(np.mean(hits)), 4)} if hits else {}),
-            "samples": len(asked),
-            "tokens": round(total / len(asked)),
-            "read": round(read / total, 4),
-            **({"prefix": round(beginnings(self.bed) / total, 4)} if renew == WHOLE else {}),
-            "first_ms": round(float(np.median(ms)), 1),
+            "kl": round(float(np.mean(self.kl)), 6),
+            "kl_se": round(float(np.std(self.kl, ddof=1) / np.sqrt(len(self.kl))), 6) if len(self.kl) > 1 else None,
+            **({"score": round(float(np.mean(self.right)), 4)} if self.right else {}),
+            "samples": len(self.kl),
+            "tokens": round(total / len(self.kl)),
+            "read": round(self.read / total, 4),
         }
 
-    def _run(self, config: CacheConfig, renew: str) -> tuple[list[Array], list[float], float]:
-        """Logits f32[1,N,V] of what follows each prompt, milliseconds of each, and the tokens that were read."""
-        logits, ms, read, passages = [], [], 0.0, None if renew == WHOLE else Passages(renew)
-        for x in self.bed:
-            if passages is not None:
-                passages = passages if self.bed.shared else Passages(renew)
-                x.add(passages)
-                if not self.bed.shared:  # what is read before a prompt is no part of it
-                    self._prefill(config, x, passages)
-            before = 0.0 if passages is None else passages.read
-            cache, last, spent = self._prefill(config, x, passages)
-            if not x.counts:
-                continue
-            read += len(x.ids) if passages is None else passages.read - before
-            ms.append(spent)
-            run = Follow(self.params, cache, last, np.asarray([x.follow], np.int32))
-            logits.append(jnp.concatenate(list(run), 1))
-        return logits, ms, read
 
-    def _prefill(self, config: CacheConfig, x: Asked, passages: Passages | None) -> tuple[Cache, Array, float]:
-        start = time.perf_counter()
-        cache, logits, cost, _ = prefilled(self.params, config, [x.ids], 2 * NEW, 0, kind=kind(passages))
-        jax.block_until_ready(logits)
-        return cache, logits, 1e3 * (time.perf_counter() - start - cost.compiling)
+def quality(
+    params: Params, bed: Bed, configs: Sequence[CacheConfig], renews: Sequence[str]
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """A row (`Tally.row`) by cache and renewal, the first of which is `WHOLE`.
 
-    def drift(self) -> list[float]:
-        """1 - cos of the values of what was read before, as held and as read in the prompt, a mean of texts, by layer:
-        nothing of it is read again."""
-        out = []
-        for x in self.bed.measured:
-            passages = Passages("pie")
+    A prompt is read once in every way; then its caches, a row of a batch each, go through what follows. Caches that
+    take what was read as it is (the same records, and as many last tokens that are read in any case) share it.
+    ValueError for one that reads prompts whole.
+    """
+    tallies = {(str(config), renew): Tally() for config in configs for renew in renews}
+    alike: dict[tuple[str, int], list[CacheConfig]] = {}
+    for config in configs:
+        joins = Joins(Passages("pie"), params, config.bound(params))
+        if joins.refusal:
+            raise ValueError(f"{config}: {joins.refusal}, so nothing is reused: give another cache")
+        alike.setdefault((joins.root, joins.least), []).append(config.bound(params))
+    for some in alike.values():
+        kept = {renew: passages_of(renew) for renew in renews}
+        for x in bed:
+            if not bed.shared:
+                kept = {renew: passages_of(renew) for renew in renews}
+            begun = []
+            for renew, passages in kept.items():
+                if renew != WHOLE:
+                    x.add(passages)
+                before = passages.read
+                joins = Joins(passages, params, some[0])
+                begun.append(joins.read(params, x.ids, Cost(), doubling(max(joins.whole(len(x.ids)), 1))))
+                for config in some if x.counts else ():
+                    tallies[str(config), renew].read += passages.read - before
+            for config in some if x.counts else ():
+                cache, last, *_ = prefilled(
+                    params,
+                    config,
+                    [x.ids] * len(begun),
+                    2 * NEW,
+                    0,
+                    kind=partial(BegunPrompts, begins=partial(Ready, begun)),
+                )
+                run = Follow(params, cache, last, np.asarray([x.follow] * len(begun), np.int32))
+                logits = jnp.concatenate(list(run), 1)
+                kl = np.asarray(divergence(logits[:1], logits)[0].mean(1), float)
+                right = (np.asarray(logits[:, : x.answer].argmax(-1)) == x.follow[: x.answer]).all(1)
+                for renew, far, hit in zip(kept, kl, right, strict=True):
+                    tallies[str(config), renew].kl.append(float(far))
+                    tallies[str(config), renew].right += [bool(hit)] if x.answer else []
+    return {key: x.row(bed) for key, x in tallies.items()}
+
+
+def passages_of(renew: str) -> Passages:
+    """Passages of a renewal; of what is read whole none is ever added."""
+    return Passages("pie" if renew == WHOLE else renew)
+
+
+def times(params: Params, bed: Bed, config: CacheConfig, renew: str) -> list[float]:
+    """Milliseconds from each prompt that counts to its first logits, without compilation; what is read before a prompt
+    is no part of it. Of a bed in which every prompt has its own passages it is the second time that it is read."""
+    out, passages = [], passages_of(renew)
+    for x in bed:
+        passages = passages if bed.shared else passages_of(renew)
+        if renew != WHOLE:
             x.add(passages)
-            a, b = (
-                [np.asarray(y.v[0], float) for y in stored(self._prefill(CacheConfig(), x, z)[0])]
-                for z in (passages, None)
+        for last in (True,) if bed.shared else (False, True):
+            start = time.perf_counter()
+            _, logits, cost, _ = prefilled(
+                params, config, [x.ids], 2 * NEW, 0, kind=kind(None if renew == WHOLE else passages)
             )
-            here = np.concatenate([np.arange(y.place, y.place + y.length) for y in passages.match(x.ids[:-1])])
-            each = [[y[:, here].transpose(1, 0, 2).reshape(len(here), -1) for y in layers] for layers in (a, b)]
-            dots = [(y * z).sum(1) / np.sqrt((y * y).sum(1) * (z * z).sum(1)) for y, z in zip(*each, strict=True)]
-            out.append([1 - float(np.mean(y)) for y in dots])
-        return np.mean(out, axis=0).round(5).tolist()
+            jax.block_until_ready(logits)
+            if last and x.counts:
+                out.append(1e3 * (time.perf_counter() - start - cost.compiling))
+    return out
+
+
+def drift(params: Params, bed: Bed) -> list[float]:
+    """1 - cos of the values of what was read before, as held and as read in the prompt, a mean of prompts, by layer."""
+    out = []
+    for x in bed.measured:
+        passages = Passages("pie")
+        x.add(passages)
+        a, b = (
+            [
+                np.asarray(y.v[0], float)
+                for y in stored(prefilled(params, CacheConfig(), [x.ids], 0, 0, kind=kind(z))[0])
+            ]
+            for z in (passages, None)
+        )
+        here = np.concatenate([np.arange(y.place, y.place + y.length) for y in passages.match(x.ids[:-1])])
+        each = ([y[:, here].transpose(1, 0, 2).reshape(len(here), -1) for y in layers] for layers in (a, b))
+        dots = [(y * z).sum(1) / np.sqrt((y * y).sum(1) * (z * z).sum(1)) for y, z in zip(*each, strict=True)]
+        out.append([1 - float(np.mean(y)) for y in dots])
+    return np.mean(out, axis=0).round(5).tolist()
 
 
 def beginnings(bed: Bed) -> int:

@@ -231,8 +231,13 @@ ELSEWHERE: list[tuple[int, str, str, dict[str, str]]] = [
 ]  # fmt: skip
 
 
+GOOD = json.dumps({"prompt": "a", "max_tokens": 3, "stop": ["b"], "stream": False, "cache": "full", "temperature": 1})
+CUT = [GOOD[:i].encode() for i in range(1, len(GOOD))]
+
+
 def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.OpenAI, server: Any):
-    for path, bodies in ((TEXTS, BAD_TEXTS), (CHATS, BAD_CHATS)):
+    assert len(BAD_TEXTS) + len(CUT) + len(BAD_CHATS) + len(ELSEWHERE) >= 200
+    for path, bodies in ((TEXTS, [*BAD_TEXTS, *CUT]), (CHATS, BAD_CHATS)):
         for body in bodies:
             status, said = send(server, path, body)
             assert status == 400 and json.loads(said)["error"]["message"], (str(body)[:80], status, said)

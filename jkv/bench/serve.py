@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,24 +77,22 @@ def ask(port: int, body: dict[str, Any]) -> Answer:
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     ended = done = False
     try:
-        line = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-        line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        got = line.getresponse()
-        if got.status != 200:
-            answer.wrong = f"status {got.status}"
-            return answer
-        for raw in got:
-            if not raw.startswith(b"data: "):
-                continue
-            if raw.startswith(b"data: [DONE]"):
-                done = True
-                break
-            said = json.loads(raw[6:])
-            if any(x["text"] for x in said["choices"]):
-                answer.pieces.append(time.perf_counter() - start)
-            ended |= any(x["finish_reason"] for x in said["choices"])
-            answer.tokens = (said.get("usage") or {}).get("completion_tokens", answer.tokens)
-        line.close()
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)) as line:
+            line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            with line.getresponse() as got:
+                if got.status != 200:
+                    return Answer(wrong=f"status {got.status}")
+                for raw in got:
+                    if not raw.startswith(b"data: "):
+                        continue
+                    if raw.startswith(b"data: [DONE]"):
+                        done = True
+                        break
+                    said = json.loads(raw[6:])
+                    if any(x["text"] for x in said["choices"]):
+                        answer.pieces.append(time.perf_counter() - start)
+                    ended |= any(x["finish_reason"] for x in said["choices"])
+                    answer.tokens = (said.get("usage") or {}).get("completion_tokens", answer.tokens)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         answer.wrong = f"{type(error).__name__}: {error}"
     if not (ended and done and answer.tokens) and not answer.wrong:

@@ -100,7 +100,8 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
 def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
     """Code of `EACH * length` tokens, read before it was edited in four places, by a few tokens each."""
     rng, tokenizer, length = np.random.default_rng(seed), _tokenizer(params), EACH * length
-    windows = corpora.windows(tokenizer.encode(corpora.text("stdlib")), length + NEW, samples, seed)
+    text = corpora.text("stdlib")[: 20 * samples * (length + NEW)]
+    windows = corpora.windows(tokenizer.encode(text), length + NEW, samples, seed)
 
     def one(row: list[int]) -> Asked:
         old, new = row[:length], row[:length]

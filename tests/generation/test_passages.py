@@ -118,6 +118,7 @@ def test_answers_through_passages_say_how_many_tokens_were_there():
     assert out.tokens == want.tokens and out.report.tokens_stored == len(A)
 
 
+@pytest.mark.slow
 def test_variants_of_a_passage_know_what_they_owe():
     got, logits, passages = read(TWO, "cachecraft")  # its first prompt is read whole
     np.testing.assert_allclose(logits, jkv.prefill(TWO, "full", [PROMPT], room=16)[1], atol=1e-4)
@@ -162,6 +163,7 @@ def test_how_much_of_a_passage_is_read_again():
     assert one.share((2, 1), 1.0) == one.share((), 1.0) == 1 / (1 + np.exp(-1))
 
 
+@pytest.mark.slow
 def test_what_a_run_said_is_what_a_prompt_of_it_holds():
     out = jkv.generate(TWO, "full", A, max_new_tokens=40, temperature=1.0, stop_ids=())
     says = out.tokens

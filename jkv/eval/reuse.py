@@ -90,10 +90,10 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
         ids = [*head, *(x for i in which for x in texts[i]), *tail]
         return Asked(ids, after[about][:NEW], add, len(tokenizer.within(f" {codes[about]}")), counts)
 
-    order = rng.permutation(POOL)
-    first = [ask(some, int(some[0]), False) for some in np.split(order, POOL // EACH)]
+    order = rng.permutation(POOL).tolist()
+    first = [ask(order[i : i + EACH], order[i], False) for i in range(0, POOL, EACH)]
     odds = 1 / np.arange(1, POOL + 1)
-    drawn = [rng.choice(POOL, EACH, replace=False, p=odds / odds.sum()) for _ in range(samples)]
+    drawn = [rng.choice(POOL, EACH, replace=False, p=odds / odds.sum()).tolist() for _ in range(samples)]
     return Bed([*first, *(ask(some, int(rng.choice(some))) for some in drawn)], shared=True)
 
 
@@ -116,8 +116,13 @@ def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
 
 def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
     """A text is summed up by a run of the model, and what that said stands in a second run's prompt."""
-    rng, full = np.random.default_rng(seed), CacheConfig()
+    rng = np.random.default_rng(seed)
     about = {"prefix": "", "answers": ("",), "meta": {}}
+
+    def says(prompts: list[list[int]], new: int) -> tuple[list[list[int]], Cache]:
+        out: Any = generate(params, CacheConfig(), prompts, max_new_tokens=new, stop_ids=())
+        return out.tokens, out.cache
+
     told = [
         sum(measure.cut(params, Example(context=f"{prose(rng, length)}\n\n", question="Explain this.", **about)), [])
         for _ in range(samples)
@@ -125,22 +130,22 @@ def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
     caches: list[Cache] = []
     said: list[list[int]] = []
     for some in (told[i : i + 5] for i in range(0, samples, 5)):
-        out = generate(params, full, some, max_new_tokens=SAID, stop_ids=())
-        said += out.tokens  # pyright: ignore[reportOperatorIssue]
-        caches += [out.cache.pick(jnp.array([i])) for i in range(len(some))]
+        tokens, cache = says(some, SAID)
+        said += tokens
+        caches += [cache.pick(jnp.array([i])) for i in range(len(some))]
 
-    def one(says: list[int], cache: Cache) -> Asked:
+    def one(tokens: list[int], cache: Cache) -> Asked:
         example = Example(
             context="A colleague wrote about a text:\n\n",
             question="\n\nName the most important thing in it, and why it matters.",
             **about,
         )
         before, after = measure.cut(params, example)
-        return Asked([*before, *says, *after], [], lambda passages: passages.said(params, says, cache))
+        return Asked([*before, *tokens, *after], [], lambda passages: passages.said(params, tokens, cache))
 
     asked = [one(*x) for x in zip(said, caches, strict=True)]
-    goes = generate(params, full, [x.ids for x in asked], max_new_tokens=NEW, stop_ids=()).tokens
-    return Bed([replace(x, follow=y) for x, y in zip(asked, goes, strict=True)], shared=False)  # pyright: ignore
+    goes, _ = says([x.ids for x in asked], NEW)
+    return Bed([replace(x, follow=y) for x, y in zip(asked, goes, strict=True)], shared=False)
 
 
 BEDS: dict[str, Callable[[Params, int, int, int], Bed]] = {"documents": documents, "edits": edits, "agents": agents}

@@ -77,11 +77,11 @@ def relaycaching(
     of layers; here all from the first up to `check` are read, where states that were kept while decoding would spare
     those below the band. `jkv eval reuse` shows how far the values of a model turn, layer by layer.
     """
-    beyond = [_number(name, x, "so many times the mean", 0, 1e9) for name, x in (("diff", diff), ("down", down))]
+    diff, down = (_number(n, x, "so many times the mean", 0, 1e9) for n, x in (("diff", diff), ("down", down)))
     check, last = _layer("check", check), count("last", last, "newest tokens, 1 or more", 1)
     if until is not None and _layer("until", until) < check:
         raise ValueError(f"until={until}: tokens are chosen at layer check={check}; give that one or a later one")
-    return Renewal(Again(_share("most", most), check, until, Relayed(*beyond, last)))
+    return Renewal(Again(_share("most", most), check, until, Relayed(diff, down, last)))
 
 
 RENEWALS = {f.__name__: f for f in (pie, cacheblend, kvshare, cachecraft, relaycaching)}

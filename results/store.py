@@ -21,7 +21,7 @@ import numpy as np
 
 from jkv.io.load import read
 
-PARTS = {"train": 3000, "test": 1000}  # conversations
+PARTS = {"train": 3000, "test": 500}  # conversations
 EVERY = 5.0  # seconds between two that begin
 LONGEST = 4096  # tokens of a prompt
 

@@ -17,20 +17,21 @@ from jkv.io import checkpoint
 from jkv.io.evict import LAST, WORDS, Learned, pairs, size
 from jkv.training.optimiser import adamw, advance, cosine
 
-BATCH, HELD, PAUSES = 256, 0.1, 512  # prompts of a step; the share that is not trained on; pauses that are kept
+BATCH, DECAY = 256, 10.0  # prompts of a step; of the weights, as of AdamW
+HELD, PAUSES = 0.1, 512  # the share of prompts that is not trained on; pauses that are kept
 Arrays = dict[str, Any]
 
 
-def drawn(width: int, seed: int) -> Arrays:
-    """Weights to begin with."""
+def drawn(width: int, share: float, seed: int) -> Arrays:
+    """Weights to begin with, of which all prompts get the odds `share`, nearly: pairs of tokens say nothing yet."""
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.normal(0, 0.1, shape).astype(np.float32)  # noqa: E731
+    draw = lambda n: rng.normal(0, 0.5, n).astype(np.float32)  # noqa: E731
     return {
-        "pairs": draw(WORDS, width),
+        "pairs": np.zeros((WORDS, width), np.float32),
         "size": draw(width),
-        "bias": np.zeros(width, np.float32),
-        "out": draw(width),
-        "base": np.zeros(1, np.float32),
+        "bias": draw(width),
+        "out": draw(width) / width,
+        "base": np.log([share / (1 - share)]).astype(np.float32),
     }
 
 
@@ -49,7 +50,7 @@ def loss(w: Arrays, at: Array, sizes: Array, goes_on: Array) -> Array:
 
 
 def train(
-    visits: Sequence[Visit], out: Path, steps: int = 400, rate: float = 3e-3, width: int = 16, seed: int = 0
+    visits: Sequence[Visit], out: Path, steps: int = 1000, rate: float = 3e-2, width: int = 16, seed: int = 0
 ) -> dict[str, float]:
     """Write the predictor of a trace to a file; what it says of a tenth of the prompts, which it was not trained on.
 
@@ -71,13 +72,13 @@ def train(
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(some))
     held, rest = np.split(order, [max(int(HELD * len(order)), 1)])
-    tune = adamw(cosine(rate, 20, steps), decay=0.1)
+    tune = adamw(cosine(rate, 20, steps), decay=DECAY)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(w: Arrays, moments: Any, at: Array, sizes: Array, goes_on: Array) -> tuple[Arrays, Any]:
         return advance(tune, jax.grad(loss)(w, at, sizes, goes_on), moments, w)
 
-    w = jax.tree.map(jnp.asarray, drawn(width, seed))
+    w = jax.tree.map(jnp.asarray, drawn(width, float(goes_on.mean()), seed))
     moments = tune.init(w)
     for _ in range(steps):
         rows = rng.choice(rest, BATCH)

@@ -230,8 +230,8 @@ def continuing(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help='JSON lines {"time": seconds, "prompt": ...}.')],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the predictor goes: --store-evict lpc:FILE.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer reads texts and messages.")] = MODEL,
-    steps: Steps = 400,
-    rate: Rate = 3e-3,
+    steps: Steps = 1000,
+    rate: Rate = 3e-2,
     width: Width = 16,
     seed: Annotated[int, typer.Option(help="Seed of the weights, and of who is held back.")] = 0,
 ) -> None:

@@ -158,7 +158,7 @@ def rows(visits: Sequence[Visit], orders: Sequence[str], sizes: Sequence[int]) -
     found = [[replay(visits, order(text, visits), size) for size in sizes] for text in orders]
     hits = [[x["hits"] for x in some] for some in found]
     return [
-        {"evict": text, "blocks": size, **row, "alike": share}
+        {"evict": text.split(":")[0], "blocks": size, **row, "alike": share}
         for text, some, own in zip(orders, found, hits, strict=True)
         for size, row, share in zip(sizes, some, alike(sizes, own, hits[0]), strict=True)
     ]

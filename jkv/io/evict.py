@@ -94,7 +94,7 @@ def pairs(ids: Sequence[int]) -> np.ndarray:
 
 def size(ids: Sequence[int]) -> float:
     """What the predictor knows of a prompt's length."""
-    return log2(len(ids) + 1) / 10
+    return log2(len(ids) + 1) / 2 - 5
 
 
 def policy(text: str) -> Evict:

@@ -70,7 +70,7 @@ def test_pauses_are_those_between_two_questions_of_one_conversation():
 
 
 def test_a_predictor_learns_who_goes_on_and_finds_more(tmp_path: Path):
-    told = train(talks(300, 1), tmp_path / "lpc", steps=120, rate=1e-2, width=4)
+    told = train(talks(300, 1), tmp_path / "lpc", steps=300, width=4)
     assert told["entropy"] < 0.5 * told["entropy_of_mean"]
     visits = talks(80, 2)
     own = Learned.load(tmp_path / "lpc")

@@ -415,6 +415,20 @@ def hot() -> list[str]:
     return out
 
 
+def evicted() -> list[str]:
+    """What a store finds of a trace, by its order of eviction."""
+    rows = {(r["evict"], r["blocks"]): r for r in results("store")}
+    share = lambda row: "-" if row["alike"] is None else f"{row['alike']:.0%}"  # noqa: E731
+    return [
+        line(
+            f"{blocks:,}",
+            *(f"{rows[name, blocks]['hits']:.1%}" for name in ("lru", "lpc", "belady")),
+            *(share(rows[name, blocks]) for name in ("lpc", "belady")),
+        )
+        for blocks in dict.fromkeys(blocks for _, blocks in rows)
+    ]
+
+
 def head(*cells: str) -> str:
     return f"{line(*cells)}\n{'|---' * len(cells)}|\n"
 
@@ -438,6 +452,9 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
+    },
+    "docs/serve.md": {
+        head("blocks of 64 tokens", "lru", "lpc", "belady", "lpc needs", "belady needs"): evicted,
     },
     "docs/speed.md": {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,

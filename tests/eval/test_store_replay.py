@@ -69,6 +69,7 @@ def test_pauses_are_those_between_two_questions_of_one_conversation():
     assert pauses(visits).tolist() == [9.0] and continued(visits).tolist() == [True, False, False]
 
 
+@pytest.mark.slow
 def test_a_predictor_learns_who_goes_on_and_finds_more(tmp_path: Path):
     told = train(talks(300, 1), tmp_path / "lpc", steps=300, width=4)
     assert told["entropy"] < 0.5 * told["entropy_of_mean"]

@@ -352,7 +352,7 @@ def reuse(
 ) -> None:
     """Texts that were read before, in prompts: KL and needles beside prompts read whole, and tokens read."""
     from jkv.eval import experiments
-    from jkv.eval.reuse import BEDS
+    from jkv.eval.reuse import BEDS, summed
     from jkv.generation.renewals import renewal
 
     renews = renew or list(RENEWS)
@@ -361,13 +361,13 @@ def reuse(
     for x in renews:
         renewal(x)
     s = _setting(o, o.cache, length)
-    with console.progress(len(s.caches) * (1 + len(renews))) as say:
+    with console.progress(len(s.caches) * (1 + len(renews)) * (1 if timed else o.samples)) as say:
         found = experiments.reuse(s, bed, renews, o.samples, length, timed, say)
-    for row in found.rows:
-        if "first_ms" in row:
+    for row in found.rows if timed else summed(found.rows):
+        if timed:
             print(f"{row['cache']}, {row['renew']}: {row['first_ms']:.0f} ms to the first token")
-        elif "renew" in row:
-            score = f", needles {row['score']:.2f}" if "score" in row else ""
+        else:
+            score = f", needles {row['score']:.2f}" if row["score"] is not None else ""
             print(f"{row['cache']}, {row['renew']}: {row['read']:.1%} read, KL {row['kl']:.4g}{score}")
 
 

@@ -384,24 +384,31 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
 
 
 def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: int, timed: bool, say: Say) -> Results:
-    """One row a cache and renewal of a bed, what is read whole first: what it costs, or how long it takes."""
+    """A row a prompt of a bed, cache and renewal: what it costs; or one a cache and renewal, how long it takes."""
     bed = BEDS[name](s.params, samples, length, s.seed)
     ids = [np.asarray(x.ids, np.int32).tobytes() for x in bed]
     more = {"prefix": round(beginnings(bed) / sum(len(x.ids) for x in bed.measured), 4)} if bed.shared else {}
     found = s.results("reuse", ids, bed=name, length=length, samples=samples, timed=timed, **more)
-    configs, ways, task = [parse(x) for x in s.caches], [WHOLE, *renews], {"task": f"reuse/{name}"}
-    missing = [x for x in configs if not all(found.find(cache=str(x), renew=y, **task) for y in ways)]
+    configs, task = [parse(x) for x in s.caches], {"task": f"reuse/{name}"}
+    rows = [(str(config), renew) for config in configs for renew in (WHOLE, *renews)]
     if timed:
-        for config in missing:
-            for renew in ways:
+        for config, renew in ((config, renew) for config in configs for renew in (WHOLE, *renews)):
+            key = {"cache": str(config), **task, "renew": renew}
+            if found.find(**key) is None:
                 ms = times(s.params, bed, config, renew)
-                median = {"first_ms": round(float(np.median(ms)), 1), "samples": len(ms)}
-                found.add({"cache": str(config), **task, "renew": renew, **median})
-                say(f"{config} {renew}")
-    elif missing:
-        for (cache, renew), row in quality(s.params, bed, missing, ways).items():
-            found.add({"cache": cache, **task, "renew": renew, **row})
-            say(f"{cache} {renew}")
-        if name == "agents":
-            found.add({"cache": "full", "task": "reuse/drift", "by_layer": drift(s.params, bed)})
+                found.add({**key, "first_ms": round(float(np.median(ms)), 1), "samples": len(ms)})
+            say(f"{config} {renew}")
+        return found
+    done = [
+        i
+        for i in range(len(bed.asked))
+        if all(found.find(cache=cache, renew=renew, prompt=i, **task) for cache, renew in rows)
+    ]
+    for i, cache, renew, row in quality(s.params, bed, configs, renews, done):
+        key = {"cache": cache, **task, "renew": renew, "prompt": i}
+        if found.find(**key) is None:
+            found.add(key | row)
+        say(f"{cache} {renew}, prompt {i}")
+    if name == "agents" and found.find(task="reuse/drift") is None:
+        found.add({"cache": "full", "task": "reuse/drift", "by_layer": drift(s.params, bed)})
     return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -168,76 +168,48 @@ class Ready(Begins):
         return next(self.given)
 
 
-@dataclass
-class Tally:
-    """Of the prompts of a bed, one way to read them: KL of each, answers that are right, and tokens that were read."""
-
-    kl: list[float] = field(default_factory=list)
-    right: list[bool] = field(default_factory=list)
-    read: float = 0.0
-
-    def row(self, bed: Bed) -> dict[str, Any]:
-        """kl in nats to the same cache after the prompt that is read whole, a mean of prompts, and its standard error;
-        score: answers that are given word for word; read: of the prompts' tokens, in how many of the layers they are
-        read."""
-        total = sum(len(x.ids) for x in bed.measured)
-        return {
-            "kl": round(float(np.mean(self.kl)), 6),
-            "kl_se": round(float(np.std(self.kl, ddof=1) / np.sqrt(len(self.kl))), 6) if len(self.kl) > 1 else None,
-            **({"score": round(float(np.mean(self.right)), 4)} if self.right else {}),
-            "samples": len(self.kl),
-            "tokens": round(total / len(self.kl)),
-            "read": round(self.read / total, 4),
-        }
-
-
 def quality(
-    params: Params, bed: Bed, configs: Sequence[CacheConfig], renews: Sequence[str]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """A row (`Tally.row`) by cache and renewal, the first of which is `WHOLE`.
+    params: Params, bed: Bed, configs: Sequence[CacheConfig], renews: Sequence[str], done: Container[int] = ()
+) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+    """Of every prompt that counts, but for those `done`: its number, cache, renewal, and a row.
+
+    kl in nats to the same cache after the prompt that is read whole, a mean of what follows; right: whether the answer
+    is given word for word; read: the share of the prompt's tokens and layers that are read.
 
     A prompt is read once in every way; then its caches, a row of a batch each, go through what follows. Caches that
     take what was read as it is (the same records, and as many last tokens that are read in any case) share it.
     ValueError for one that reads prompts whole.
     """
-    tallies = {(str(config), renew): Tally() for config in configs for renew in renews}
     alike: dict[tuple[str, int], list[CacheConfig]] = {}
     for config in configs:
         joins = Joins(Passages("pie"), params, config.bound(params))
         if joins.refusal:
             raise ValueError(f"{config}: {joins.refusal}, so nothing is reused: give another cache")
         alike.setdefault((joins.root, joins.least), []).append(config.bound(params))
-    for some in alike.values():
-        kept = {renew: passages_of(renew) for renew in renews}
-        for x in bed:
+    ways = {key: {WHOLE: Passages("pie")} | {renew: Passages(renew) for renew in renews} for key in alike}
+    for number, x in enumerate(bed):
+        for key, some in alike.items():
             if not bed.shared:
-                kept = {renew: passages_of(renew) for renew in renews}
-            begun = []
-            for renew, passages in kept.items():
+                ways[key] = {WHOLE: Passages("pie")} | {renew: Passages(renew) for renew in renews}
+            begun, read = [], []
+            for renew, passages in ways[key].items():
                 if renew != WHOLE:
                     x.add(passages)
-                before = passages.read
-                joins = Joins(passages, params, some[0])
+                if number in done and passages.renew.alpha is None:  # which remembers nothing of a prompt
+                    continue
+                before, joins = passages.read, Joins(passages, params, some[0])
                 begun.append(joins.read(params, x.ids, Cost(), doubling(max(joins.whole(len(x.ids)), 1))))
-                for config in some if x.counts else ():
-                    tallies[str(config), renew].read += passages.read - before
-            for config in some if x.counts else ():
-                cache, last, *_ = prefilled(
-                    params,
-                    config,
-                    [x.ids] * len(begun),
-                    2 * NEW,
-                    0,
-                    kind=partial(BegunPrompts, begins=partial(Ready, begun)),
-                )
+                read.append((passages.read - before) / len(x.ids))
+            for config in some if x.counts and number not in done else ():
+                kind = partial(BegunPrompts, begins=partial(Ready, begun))
+                cache, last, *_ = prefilled(params, config, [x.ids] * len(begun), 2 * NEW, 0, kind=kind)
                 run = Follow(params, cache, last, np.asarray([x.follow] * len(begun), np.int32))
                 logits = jnp.concatenate(list(run), 1)
                 kl = np.asarray(divergence(logits[:1], logits)[0].mean(1), float)
                 right = (np.asarray(logits[:, : x.answer].argmax(-1)) == x.follow[: x.answer]).all(1)
-                for renew, far, hit in zip(kept, kl, right, strict=True):
-                    tallies[str(config), renew].kl.append(float(far))
-                    tallies[str(config), renew].right += [bool(hit)] if x.answer else []
-    return {key: x.row(bed) for key, x in tallies.items()}
+                for renew, far, hit, share in zip(ways[key], kl, right, read, strict=True):
+                    row = {"kl": round(float(far), 6), **({"right": bool(hit)} if x.answer else {})}
+                    yield number, str(config), renew, row | {"read": round(share, 4), "tokens": len(x.ids)}
 
 
 def passages_of(renew: str) -> Passages:
@@ -294,3 +266,27 @@ def beginnings(bed: Bed) -> int:
         seen |= set(names)
         read += (len(x.ids) - 64 * hits) * x.counts
     return read
+
+
+def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a cache and renewal of the rows of prompts: means, the standard error of kl, and the share of right
+    answers, None where nothing was asked."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "prompt" in row:
+            groups.setdefault((row["cache"], row["renew"]), []).append(row)
+    out = []
+    for (cache, renew), some in groups.items():
+        kl, right = np.array([x["kl"] for x in some]), [x["right"] for x in some if "right" in x]
+        out.append(
+            {
+                "cache": cache,
+                "renew": renew,
+                "kl": float(kl.mean()),
+                "kl_se": float(kl.std(ddof=1) / np.sqrt(len(kl))) if len(kl) > 1 else None,
+                "score": float(np.mean(right)) if right else None,
+                "read": float(np.average([x["read"] for x in some], weights=[x["tokens"] for x in some])),
+                "samples": len(some),
+            }
+        )
+    return out

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jkv
-from jkv.eval.reuse import EACH, POOL, WHOLE, Asked, Bed, beginnings, documents, edits, quality, times
+from jkv.eval.reuse import EACH, POOL, Asked, Bed, beginnings, documents, edits, quality, summed, times
 from jkv.generation.passages import Passages
 from jkv.methods import parse
 from support.speaking import TINY, byte_tokenizer
@@ -50,11 +51,18 @@ def test_a_store_of_beginnings_is_counted_by_whole_blocks():
 def test_all_tokens_read_again_cost_nothing_and_none_cost_something():
     bed = documents(PARAMS, 2, 64, seed=0)
     configs = [parse(x) for x in ("full", "int4", "snapkv(budget=48, window=8)")]
-    found = quality(PARAMS, bed, configs, [WHOLE, "pie", "cacheblend(ratio=1.0, check=0)"])
-    assert len(found) == 9
-    for (cache, renew), row in found.items():
-        assert row["samples"] == 2 and (row["read"] < 0.4) == (renew == "pie"), (cache, renew)
-        assert (row["kl"] > 1e-4) == (renew == "pie") and row["kl"] > -1e-6
+    ways = ["pie", "cacheblend(ratio=1.0, check=0)", "cachecraft"]
+    found = [*quality(PARAMS, bed, configs, ways)]
+    assert len(found) == 2 * 3 * 4 and {number for number, *_ in found} == {2, 3}
+    again = [*quality(PARAMS, bed, configs, ways, done={2})]  # a run that goes on
+    assert [x[:3] for x in again] == [x[:3] for x in found if x[0] == 3]
+    for (*_, a), (_, cache, renew, b) in zip(again, [x for x in found if x[0] == 3], strict=True):
+        np.testing.assert_allclose(a["kl"], b["kl"], atol=1e-5)
+        assert a["read"] == b["read"], (cache, renew)
+    for row in summed([{"cache": cache, "renew": renew, "prompt": i} | row for i, cache, renew, row in found]):
+        renew = row["renew"]
+        assert row["samples"] == 2 and (row["read"] == 1) == (renew != "pie" and renew != "cachecraft")
+        assert (row["kl"] > 1e-4) == (renew == "pie") or renew == "cachecraft"
     with pytest.raises(ValueError, match="h2o.*queries of the whole prompt, so nothing is reused"):
-        quality(PARAMS, bed, [parse("h2o(budget=48)")], [WHOLE])
+        [*quality(PARAMS, bed, [parse("h2o(budget=48)")], [])]
     assert len(times(PARAMS, bed, parse("full"), "pie")) == 2

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jkv import methods, models
 from jkv.bench.shapes import SHAPES
 from jkv.eval.points import wilson
+from jkv.eval.reuse import WHOLE, summed
 from jkv.generation import sizes
 from jkv.generation.report import moved_bytes
 from jkv.methods.selectors.forecast import Forecast, Linear
@@ -426,6 +427,22 @@ def evicted() -> list[str]:
             *(share(rows[name, blocks]) for name in ("lpc", "belady")),
         )
         for blocks in dict.fromkeys(blocks for _, blocks in rows)
+    ]
+
+
+def reused(bed: str) -> list[str]:
+    """What passages cost and save, by cache and renewal."""
+    times = {r["renew"]: r["first_ms"] for r in results("reuse/times")} if bed == "documents" else {}
+    return [
+        line(
+            code(r["cache"]),
+            "read whole" if r["renew"] == WHOLE else f"`{r['renew']}`",
+            f"{r['read']:.0%}",
+            "-" if r["renew"] == WHOLE else f"{r['kl']:.2g} ± {r['kl_se']:.1g}",
+            *([] if r["score"] is None else [f"{r['score']:.2f}"]),
+            *([f"{times[r['renew']]:,.0f}" if r["cache"] == "full" else ""] if times else []),
+        )
+        for r in summed(results(f"reuse/{bed}"))
     ]
 
 

@@ -174,7 +174,8 @@ def quality(
     """Of every prompt that counts, but for those `done`: its number, cache, renewal, and a row.
 
     kl in nats to the same cache after the prompt that is read whole, a mean of what follows; right: whether the answer
-    is given word for word; read: the share of the prompt's tokens and layers that are read.
+    is given word for word; read: the share of the prompt's tokens and layers that are read; ms: what that took, but for
+    the last tokens, which every cache reads itself, and for compilation.
 
     A prompt is read once in every way; then its caches, a row of a batch each, go through what follows. Caches that
     take what was read as it is (the same records, and as many last tokens that are read in any case) share it.
@@ -191,14 +192,20 @@ def quality(
         for key, some in alike.items():
             if not bed.shared:
                 ways[key] = {WHOLE: Passages("pie")} | {renew: Passages(renew) for renew in renews}
-            begun, read = [], []
+            begun, read, ms = [], [], []
             for renew, passages in ways[key].items():
                 if renew != WHOLE:
                     x.add(passages)
                 if number in done and passages.renew.alpha is None:  # which remembers nothing of a prompt
                     continue
-                before, joins = passages.read, Joins(passages, params, some[0])
-                begun.append(joins.read(params, x.ids, Cost(), doubling(max(joins.whole(len(x.ids)), 1))))
+                before, joins, cost, start = (
+                    passages.read,
+                    Joins(passages, params, some[0]),
+                    Cost(),
+                    time.perf_counter(),
+                )
+                begun.append(joins.read(params, x.ids, cost, doubling(max(joins.whole(len(x.ids)), 1))))
+                ms.append(1e3 * (time.perf_counter() - start - cost.compiling))
                 read.append((passages.read - before) / len(x.ids))
             for config in some if x.counts and number not in done else ():
                 kind = partial(BegunPrompts, begins=partial(Ready, begun))
@@ -207,9 +214,10 @@ def quality(
                 logits = jnp.concatenate(list(run), 1)
                 kl = np.asarray(divergence(logits[:1], logits)[0].mean(1), float)
                 right = (np.asarray(logits[:, : x.answer].argmax(-1)) == x.follow[: x.answer]).all(1)
-                for renew, far, hit, share in zip(ways[key], kl, right, read, strict=True):
+                for renew, far, hit, share, spent in zip(ways[key], kl, right, read, ms, strict=True):
                     row = {"kl": round(float(far), 6), **({"right": bool(hit)} if x.answer else {})}
-                    yield number, str(config), renew, row | {"read": round(share, 4), "tokens": len(x.ids)}
+                    row |= {"read": round(share, 4), "ms": round(spent, 1), "tokens": len(x.ids)}
+                    yield number, str(config), renew, row
 
 
 def passages_of(renew: str) -> Passages:
@@ -269,8 +277,8 @@ def beginnings(bed: Bed) -> int:
 
 
 def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a cache and renewal of the rows of prompts: means, the standard error of kl, and the share of right
-    answers, None where nothing was asked."""
+    """A row a cache and renewal of the rows of prompts: means, the standard error of kl, the share of right answers,
+    None where nothing was asked, and the median of ms."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "prompt" in row:
@@ -286,6 +294,7 @@ def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "kl_se": float(kl.std(ddof=1) / np.sqrt(len(kl))) if len(kl) > 1 else None,
                 "score": float(np.mean(right)) if right else None,
                 "read": float(np.average([x["read"] for x in some], weights=[x["tokens"] for x in some])),
+                "ms": float(np.median([x["ms"] for x in some])),
                 "samples": len(some),
             }
         )

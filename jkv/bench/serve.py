@@ -106,7 +106,9 @@ def resident(pid: int) -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
-def load(port: int, pid: int, model: str, caches: Sequence[str], clients: int, seconds: float, new: int) -> Any:
+def load(
+    port: int, pid: int, model: str, caches: Sequence[str], clients: int, seconds: float, new: int
+) -> tuple[list[Answer], list[float]]:
     """What clients that ask one thing after the other were told in so many seconds, and MiB of the server as they went
     on, four times a minute. Every cache has answered once before."""
     texts = [prose(np.random.default_rng([SEED, i]), WORDS[0] + 37 * i % (WORDS[1] - WORDS[0])) for i in range(64)]

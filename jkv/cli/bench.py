@@ -199,8 +199,8 @@ def serving(
 
     def found() -> Iterator[dict[str, Any]]:
         with under.started(arguments) as (port, pid):
-            asked = model, specs, clients, seconds, new
-            yield {"clients": clients, **under.row(*under.load(port, pid, *asked), seconds)}
+            answers, held = under.load(port, pid, model, specs, clients, seconds, new)
+            yield {"clients": clients, **under.row(answers, held, seconds)}
 
     says = lambda r: f"{r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
     about = results.meta(model, cores, dtype=dtype, caches=specs, rows=rows, new=new, seconds=seconds)

@@ -430,19 +430,18 @@ def evicted() -> list[str]:
     ]
 
 
-def reused(bed: str) -> list[str]:
+def reused() -> list[str]:
     """What passages cost and save, by cache and renewal."""
-    times = {r["renew"]: r["first_ms"] for r in results("reuse/times")} if bed == "documents" else {}
     return [
         line(
             code(r["cache"]),
-            "read whole" if r["renew"] == WHOLE else f"`{r['renew']}`",
+            r["renew"] if r["renew"] == WHOLE else f"`{r['renew']}`",
             f"{r['read']:.0%}",
-            "-" if r["renew"] == WHOLE else f"{r['kl']:.2g} ± {r['kl_se']:.1g}",
-            *([] if r["score"] is None else [f"{r['score']:.2f}"]),
-            *([f"{times[r['renew']]:,.0f}" if r["cache"] == "full" else ""] if times else []),
+            "" if r["renew"] == WHOLE else f"{r['kl']:.2g} ± {r['kl_se']:.1g}",
+            f"{r['score']:.2f}",
+            f"{r['ms']:,.0f}",
         )
-        for r in summed(results(f"reuse/{bed}"))
+        for r in summed(results("reuse/documents"))
     ]
 
 

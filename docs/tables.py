@@ -471,6 +471,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     },
     "docs/serve.md": {
         head("blocks of 64 tokens", "lru", "lpc", "belady", "lpc needs", "belady needs"): evicted,
+        head("cache", "passages", "read", "KL to read whole", "needles", "reading, ms"): reused,
     },
     "docs/speed.md": {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jkv import methods, models
 from jkv.bench.shapes import SHAPES
 from jkv.eval.points import wilson
+from jkv.eval.reuse import WHOLE, summed
 from jkv.generation import sizes
 from jkv.generation.report import moved_bytes
 from jkv.methods.selectors.forecast import Forecast, Linear
@@ -425,6 +426,35 @@ def hot() -> list[str]:
     return out
 
 
+def evicted() -> list[str]:
+    """What a store finds of a trace, by its order of eviction."""
+    rows = {(r["evict"], r["blocks"]): r for r in results("store")}
+    share = lambda row: "-" if row["alike"] is None else f"{row['alike']:.0%}"  # noqa: E731
+    return [
+        line(
+            f"{blocks:,}",
+            *(f"{rows[name, blocks]['hits']:.1%}" for name in ("lru", "lpc", "belady")),
+            *(share(rows[name, blocks]) for name in ("lpc", "belady")),
+        )
+        for blocks in dict.fromkeys(blocks for _, blocks in rows)
+    ]
+
+
+def reused() -> list[str]:
+    """What passages cost and save, by cache and renewal."""
+    return [
+        line(
+            code(r["cache"]),
+            r["renew"] if r["renew"] == WHOLE else f"`{r['renew']}`",
+            f"{r['read']:.0%}",
+            "" if r["renew"] == WHOLE else f"{r['kl']:.2g} ± {r['kl_se']:.1g}",
+            f"{r['score']:.2f}",
+            f"{r['ms']:,.0f}",
+        )
+        for r in summed(results("reuse/documents"))
+    ]
+
+
 def head(*cells: str) -> str:
     return f"{line(*cells)}\n{'|---' * len(cells)}|\n"
 
@@ -450,6 +480,10 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
+    },
+    "docs/serve.md": {
+        head("blocks of 64 tokens", "lru", "lpc", "belady", "lpc needs", "belady needs"): evicted,
+        head("cache", "passages", "read", "KL to read whole", "needles", "reading, ms"): reused,
     },
     "docs/speed.md": {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,

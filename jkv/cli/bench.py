@@ -181,6 +181,37 @@ def guesses(
     measure(len(asked) * (1 if context else len(drafts.KINDS)), found, says, drafts.table, about, machine.out)
 
 
+@app.command("serve")
+@flat
+def serving(
+    machine: Machine,
+    model: Model = MODEL,
+    cache: Annotated[list[str] | None, typer.Option(help="Of the requests, in turns. Default: full.")] = None,
+    clients: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 8,
+    seconds: Annotated[float, typer.Option(min=1, help="How long they ask.")] = 180,
+    new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the server's batches.")] = 8,
+) -> None:
+    """A server of its own under load: milliseconds to the first token and by token, answers lost, memory."""
+    specs = cache or ["full"]
+    cores, dtype = start(specs, machine, None)
+    from jkv.bench import results
+    from jkv.bench import serve as under
+
+    arguments = ["--model", model, "--dtype", dtype, "--port", "0", "--rows", str(rows)]
+    arguments += ["--prompt-tokens-limit", "512", "--new-tokens-limit", str(new), "--caches", str(len(set(specs)))]
+    arguments += [x for spec in dict.fromkeys(specs) for x in ("--cache", spec)]
+
+    def found() -> Iterator[dict[str, Any]]:
+        with under.started(arguments) as (port, pid):
+            answers, held = under.load(port, pid, model, specs, clients, seconds, new)
+            yield {"clients": clients, **under.row(answers, held, seconds)}
+
+    says = lambda r: f"{r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
+    about = results.meta(model, cores, dtype=dtype, caches=specs, rows=rows, new=new, seconds=seconds)
+    measure(1, found, says, under.table, about, machine.out)
+
+
 @app.command()
 @flat
 def kernel(

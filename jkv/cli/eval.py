@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv.cli.options import Compared, Measured, Text, flat
+from jkv.cli.options import MODEL, Compared, Measured, Text, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -336,6 +336,73 @@ def harness(
         for line in backend.flagged(receipts):
             print(f"{cache}: {line}", file=sys.stderr)
     console.show(backend.table(found.rows))
+
+
+RENEWS = ("pie", "cacheblend(ratio=0.16)", "kvshare")
+
+
+@app.command()
+@flat
+def reuse(
+    o: Compared = Compared(samples=20),
+    bed: Annotated[str, typer.Option(help="documents, edits or agents.")] = "documents",
+    renew: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(RENEWS)}.")] = None,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of a text that was read before.")] = 96,
+    timed: Annotated[bool, typer.Option("--times", help="Milliseconds to the first token instead.")] = False,
+) -> None:
+    """Texts that were read before, in prompts: KL and needles beside prompts read whole, and tokens read."""
+    from jkv.eval import experiments
+    from jkv.eval.reuse import BEDS, summed
+    from jkv.generation.renewals import renewal
+
+    renews = renew or list(RENEWS)
+    if bed not in BEDS:
+        raise ValueError(f"--bed {bed}: {', '.join(BEDS)}")
+    for x in renews:
+        renewal(x)
+    s = _setting(o, o.cache, length)
+    with console.progress(len(s.caches) * (1 + len(renews)) * (1 if timed else o.samples)) as say:
+        found = experiments.reuse(s, bed, renews, o.samples, length, timed, say)
+    for row in found.rows if timed else summed(found.rows):
+        if timed:
+            print(f"{row['cache']}, {row['renew']}: {row['first_ms']:.0f} ms to the first token")
+        else:
+            score = f", needles {row['score']:.2f}" if row["score"] is not None else ""
+            print(f"{row['cache']}, {row['renew']}: {row['read']:.1%} read, KL {row['kl']:.4g}{score}")
+
+
+@app.command()
+def store(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help='JSON lines {"time": seconds, "prompt": ...}.')],
+    model: Annotated[str, typer.Option(help="Whose tokenizer reads texts and messages.")] = MODEL,
+    evict: Annotated[list[str] | None, typer.Option(help="lru, belady, lpc:FILE. Default: lru and belady.")] = None,
+    blocks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Blocks of 64 tokens. Default: shares of all.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Also write the rows to this file.")] = None,
+) -> None:
+    """What a store would have found of a trace of prompts, by what goes first when it is full; no model runs."""
+    from jkv.bench.results import check_path
+    from jkv.eval.results import PACKAGES, digest
+    from jkv.eval.store import encoder, rows
+    from jkv.eval.store import trace as read
+    from jkv.host.results import versions, write
+    from jkv.io.evict import policy
+
+    orders = evict or ["lru", "belady"]
+    for text in orders:
+        if text != "belady":
+            policy(text)
+    check_path(out)
+    visits = read(trace, encoder(model))
+    every = len({name for x in visits for name in x.names})
+    sizes = sorted(blocks or {max(every * share // 100, 1) for share in (1, 2, 5, 10, 20, 40)})
+    found = rows(visits, orders, sizes)
+    for row in found:
+        print(f"{row['evict']}, {row['blocks']:,} blocks: {row['hits']:.1%} of the blocks that were asked for")
+    if out is not None:
+        about = {"command": "store", "model": model, "prompts": len(visits), "blocks": every, "block": 64}
+        write(out, {**about, "trace": digest([repr(x.names) for x in visits]), "versions": versions(PACKAGES)}, found)
 
 
 @app.command()

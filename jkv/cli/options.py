@@ -50,12 +50,13 @@ class Stored:
         str | None, typer.Option(metavar="FOLDER", help="Read beginnings of prompts from there that were read before.")
     ] = None
     store_bytes: Annotated[str, typer.Option(help="Most that the folder holds, such as 8GiB.")] = "8GiB"
+    store_evict: Annotated[str, typer.Option(help="What goes first: lru, or lpc:FILE, of jkv train lpc.")] = "lru"
 
     def open(self) -> Any:
         """A `jkv.Store`, or None."""
         from jkv.io.store import Store
 
-        return None if self.store is None else Store(self.store, self.store_bytes)
+        return None if self.store is None else Store(self.store, self.store_bytes, self.store_evict)
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:

@@ -225,6 +225,28 @@ def _trained(kind: Any) -> None:
     train.command(name, help=kind.__doc__)(flat(command))
 
 
+@train.command("lpc")
+def continuing(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help='JSON lines {"time": seconds, "prompt": ...}.')],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the predictor goes: --store-evict lpc:FILE.")],
+    model: Annotated[str, typer.Option(help="Whose tokenizer reads texts and messages.")] = MODEL,
+    steps: Steps = 1000,
+    rate: Rate = 3e-2,
+    width: Width = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, and of who is held back.")] = 0,
+) -> None:
+    """Which conversations go on, for a store that is full: a small network over a prompt's last tokens."""
+    try:
+        from jkv.training import continuing as predictor
+    except ImportError as error:
+        raise ImportError(f"training needs optax ({error}); {install('train')}") from error
+    from jkv.eval.store import encoder
+    from jkv.eval.store import trace as read
+
+    for name, value in predictor.train(read(trace, encoder(model)), out, steps, rate, width, seed).items():
+        print(f"{name}: {value}")
+
+
 def _check(chosen: dict[str, Any], length: int) -> None:
     """ValueError for numbers that do not go together."""
     held = {k: chosen[k] for k in ("budget", "window", "answer") if k in chosen}

@@ -2,22 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.gather import take_along
+from jkv.attention.attend import attend_window
+from jkv.attention.mask import causal, visible
 from jkv.core.blocks import attended, embedded, flushed, taken
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.loop import copied
-from jkv.memory.cache import Cache, LayerCache
+from jkv.memory.cache import Cache, LayerCache, Queries, Window
+from jkv.memory.layer import LayerView
 from jkv.models import ModelConfig, Params
+
+
+class Choice:
+    """Which of the tokens that are held a layer's values call for, to be read on.
+
+    last: newest tokens whose attention in this layer it asks for.
+    """
+
+    last: int = 0
+
+    def __call__(self, old: Array, new: Array, paid: Array | None, held: Array) -> Array:
+        """f32[B,T]: the highest first, -inf for those that are not read. old, new f[B,H,T,D]: their values as held, and
+        among the others; paid f32[B,T]: what the `last` tokens pay to each, over all heads; held bool[B,T]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Moved(Choice):
+    """By the squared change of a value; only beyond the mean by so many standard `deviations`, if that is asked."""
+
+    deviations: float | None = None
+
+    def __call__(self, old: Array, new: Array, paid: Array | None, held: Array) -> Array:
+        change = ((new - old).astype(jnp.float32) ** 2).sum((1, 3))
+        if self.deviations is None:
+            return change
+        mean, spread = (f(axis=1, keepdims=True, where=held) for f in (change.mean, change.std))
+        return jnp.where(change > mean + self.deviations * spread, change, -jnp.inf)
+
+
+@dataclass(frozen=True)
+class Relayed(Choice):
+    """By the direction of a value, 1 - cos over all heads, or by what the `last` tokens pay to it: those beyond so many
+    times the mean of either."""
+
+    diff: float
+    down: float
+    last: int
+
+    def __call__(self, old: Array, new: Array, paid: Array | None, held: Array) -> Array:
+        assert paid is not None
+        rounding, (old, new) = 8 * jnp.finfo(old.dtype).eps, (x.astype(jnp.float32) for x in (old, new))
+        dot, a, b = ((x * y).sum((1, 3)) for x, y in ((old, new), (old, old), (new, new)))
+        turned = 1 - dot / jnp.sqrt(jnp.maximum(a * b, 1e-30))
+        turned = jnp.where(turned > rounding, turned, 0)  # what a prompt and a step make of one token differs so much
+        beyond, far = jnp.zeros_like(paid), jnp.zeros(held.shape, bool)
+        for x, times in ((turned, self.diff), (paid, self.down)):
+            mean = x.mean(1, keepdims=True, where=held)
+            far |= x > times * mean
+            beyond = jnp.maximum(beyond, x / jnp.maximum(mean, 1e-30))
+        return jnp.where(far, beyond, -jnp.inf)
+
+
+@dataclass(frozen=True)
+class Again:
+    """Which of the tokens that are held are read again: at layer `check`, up to which all are, `choice` says who goes
+    on, at most `share` of them, up to layer `until` (None: the last). check None: none."""
+
+    share: float = 0.0
+    check: int | None = None
+    until: int | None = None
+    choice: Choice = Moved()
 
 
 @flow(
     arguments=(None, ANY, None, None, None, None, None),
     results=ANY,
-    static_argnames=("rows", "check", "deviations"),
+    static_argnames=("rows", "again", "parts"),
     donate_argnames=("cache",),
 )
 def blended(
@@ -27,41 +94,53 @@ def blended(
     old: Array,
     new: Array,
     most: Array,
-    rows: int,
-    check: int | None,
-    deviations: float | None,
+    part: Array,
+    rows: tuple[int, int],
+    again: Again,
+    parts: int,
     run: Run = call,
-) -> Cache:
+) -> tuple[Cache, tuple[Array, ...], tuple[Array, ...]]:
     """A cache made by `CacheConfig.uncompressed`, which holds the tokens i32[B,T] (right-aligned, -1: a pad) as they
-    were read apart, after some of them have been read again among the others.
+    were read apart, after some of them have been read again among the others; the positions i32[B,R] that each layer
+    read; and what these paid to each part of the prompt, f32[B,R,parts].
 
     old i32[B,T]: where they stood when they were read, whose keys are turned to where they stand; new bool[B,T]: tokens
-    of which nothing is held, which all layers read. Layers before `check` read every token. At `check` the squared
-    change of a token's value, over all heads, says who goes on: of those held at most `most` i32[], those that
-    changed most, and only beyond the mean by so many standard `deviations`. rows: at most so many are read from there
-    on, all of `new` among them. check None: nothing held is read again.
+    that all layers read, as nothing is held of them; of the others at most `most` i32[], as `again` says. rows: so many
+    are read at most from `again.check` on, and of `new` alone. part i32[B,T]: whose share of attention is wanted, or
+    parts=0: nobody's.
     """
-    model, stay = cache.model, cache.stay
+    model, stay, check = cache.model, cache.stay, again.check
     at = jnp.where(ids < 0, -1, jnp.cumsum(ids >= 0, 1) - 1)
     x, pos, counts, steps = run(embedded, params.ends, ids, cache.counts, cache.fill, at, stay=stay, later=False)
     layers: tuple[LayerCache, ...] = ()
+    read: tuple[Array, ...] = ()
+    paid: tuple[Array, ...] = ()
     if check is None:
-        x, pos = run(taken, x, pos, run(entries, new, rows=rows))
+        x, pos = run(taken, x, pos, run(entries, new, rows=rows[0]))
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
-        one = params.block(i)
+        one, view = params.block(i), plan.view
         layer = run(turned, layer, old, at, model=one.config, stay=stay)
         before = run(copied, layer.recent.v) if i == check else None
+        asks = parts or (i == check and again.choice.last)
+        if asks:
+            view = replace(view, needs=replace(view.needs, prompt=True))
         # of the last block nobody reads the output
-        how = {"fresh": True, "rows": 1 if i == model.depth - 1 else None, "placed": True}
-        x, window, observation, queries = run(attended, one, layer, plan.view, x, pos, steps, **how)
+        how = {"fresh": True, "rows": 1 if i == model.depth - 1 and not asks else None, "placed": True}
+        read += (pos,)
+        x, window, observation, queries = run(attended, one, layer, view, x, pos, steps, **how)
+        if parts:
+            paid += (run(shares, window, observation.new, part, view, model=one.config, parts=parts, stay=stay),)
         lower, how = plan.lower(layers), {"model": one.config, "fresh": True, "prunes": False}
         layer = replace(layer, queries=None)
-        layer, _ = run(flushed, layer, window, observation, plan, counts, lower, **how)
+        layer, _ = run(flushed, layer, window, replace(observation, new=None), plan, counts, lower, **how)
         if before is not None:
-            on = run(moved, before, layer.recent.v, at, new, most, rows=rows, stay=stay, deviations=deviations)
+            how = {"model": one.config, "rows": rows[0], "stay": stay, "choice": again.choice}
+            on = run(chosen, before, layer.recent, observation.new, at, new, most, view, **how)
             x, pos = run(taken, x, pos, on)
+        if check is not None and i == again.until and i < model.depth - 1:
+            x, pos = run(taken, x, pos, run(still, pos, new, at, rows=rows[1]))
         layers += (replace(layer, queries=queries),)
-    return replace(cache, layers=layers, counts=counts, fill=jnp.int32(stay))
+    return replace(cache, layers=layers, counts=counts, fill=jnp.int32(stay)), read, paid
 
 
 @program(arguments=(ANY, None, None), results=ANY, static_argnames=("model", "stay"), donate_argnames=("layer",))
@@ -80,18 +159,58 @@ def entries(chosen: Array, rows: int) -> Array:
     return jnp.sort(jnp.where(chosen, jnp.arange(chosen.shape[1]), -1), 1)[:, -rows:].astype(jnp.int32)
 
 
-@program(arguments=(None,) * 5, results=None, static_argnames=("rows", "stay", "deviations"))
-def moved(
-    before: Array, after: Array, at: Array, new: Array, most: Array, rows: int, stay: int, deviations: float | None
+@program(arguments=(None, None, None), results=None, static_argnames=("rows",))
+def still(pos: Array, new: Array, at: Array, rows: int) -> Array:
+    """i32[B,rows]: of rows at pos i32[B,R] those of tokens new bool[B,T] at i32[B,T], in order, behind -1."""
+    wanted = ((pos[:, :, None] == at[:, None]) & new[:, None] & (pos >= 0)[:, :, None]).any(2)
+    return entries(wanted, rows)
+
+
+@program(
+    arguments=(None,) * 6 + (ANY,),
+    results=None,
+    static_argnames=("model", "rows", "stay", "choice"),
+)
+def chosen(
+    before: Array,
+    window: Window,
+    queries: Queries | None,
+    at: Array,
+    new: Array,
+    most: Array,
+    view: LayerView,
+    model: ModelConfig,
+    rows: int,
+    stay: int,
+    choice: Choice,
 ) -> Array:
-    """i32[B,rows]: the entries that are read on, as `blended` says, by the values of windows before and after."""
-    here = slice(stay - at.shape[1], stay)
-    change = ((after[:, :, here] - before[:, :, here]).astype(jnp.float32) ** 2).sum((1, 3))
-    held = (at >= 0) & ~new
-    far = held
-    if deviations is not None:
-        mean = change.mean(1, keepdims=True, where=held)
-        spread = change.std(1, keepdims=True, where=held)
-        far &= change > mean + deviations * spread
-    rank = jnp.argsort(jnp.argsort(jnp.where(far, -change, jnp.inf), axis=1), axis=1)
-    return entries(new | (far & (rank < most)), rows)
+    """i32[B,rows]: the entries that are read on, as `blended` says, by values before and after a layer."""
+    here, held = slice(stay - at.shape[1], stay), (at >= 0) & ~new
+    old, now = before[:, :, here], window.v[:, :, here]
+    paid = None
+    if queries is not None:
+        last = queries.newest(choice.last)
+        logits = jnp.einsum("bhgnd,bhtd->bhgnt", last.q, window.k[:, :, here], preferred_element_type=jnp.float32)
+        see = visible(last.pos, at[:, None], view.window)[:, :, None]
+        logits = jnp.where(see, logits * model.scale - last.lse[..., None], -jnp.inf)
+        paid = jnp.exp(logits).sum((1, 2, 3))
+    rank = jnp.where(held, choice(old, now, paid, held), -jnp.inf)
+    order = jnp.argsort(jnp.argsort(-rank, axis=1), axis=1)
+    return entries(new | ((rank > -jnp.inf) & (order < most)), rows)
+
+
+@program(arguments=(ANY, None, None, ANY), results=None, static_argnames=("model", "parts", "stay"))
+def shares(
+    window: Window, queries: Queries, part: Array, view: LayerView, model: ModelConfig, parts: int, stay: int
+) -> Array:
+    """f32[B,N,parts]: of the attention of queries, a mean over heads, what is on the tokens of each part i32[B,T].
+
+    Attention whose values say of which part a key is.
+    """
+    at = jnp.cumsum(part >= 0, 1) - 1  # no token without a part
+    index = jnp.clip(window.pos, 0) + (part.shape[1] - at[:, -1:] - 1)
+    whose = jnp.where(window.pos < 0, -1, take_along(part, jnp.minimum(index, part.shape[1] - 1), 1))
+    values = jnp.broadcast_to(jax.nn.one_hot(whose, parts, dtype=window.k.dtype)[:, None], (*window.k.shape[:3], parts))
+    found = attend_window(queries.q, window.k, values, causal(queries.pos, view.window), window.pos, model.scale)
+    out = found.finish() * jnp.exp(found.lse - queries.lse)[..., None]  # less what sinks took
+    return jnp.where((queries.pos >= 0)[..., None], out.mean((1, 2)), 0)

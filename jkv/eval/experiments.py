@@ -18,6 +18,7 @@ from jkv.eval.picks import asked
 from jkv.eval.picks import recovered as of_picks
 from jkv.eval.replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
+from jkv.eval.reuse import BEDS, WHOLE, beginnings, drift, quality, times
 from jkv.eval.tasks import Example
 from jkv.host.results import versions
 from jkv.io.identity import fingerprint
@@ -379,4 +380,35 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
         }
 
     s.each(found, say, rows, run)
+    return found
+
+
+def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: int, timed: bool, say: Say) -> Results:
+    """A row a prompt of a bed, cache and renewal: what it costs; or one a cache and renewal, how long it takes."""
+    bed = BEDS[name](s.params, samples, length, s.seed)
+    ids = [np.asarray(x.ids, np.int32).tobytes() for x in bed]
+    more = {"prefix": round(beginnings(bed) / sum(len(x.ids) for x in bed.measured), 4)} if bed.shared else {}
+    found = s.results("reuse", ids, bed=name, length=length, samples=samples, timed=timed, **more)
+    configs, task = [parse(x) for x in s.caches], {"task": f"reuse/{name}"}
+    rows = [(str(config), renew) for config in configs for renew in (WHOLE, *renews)]
+    if timed:
+        for config, renew in ((config, renew) for config in configs for renew in (WHOLE, *renews)):
+            key = {"cache": str(config), **task, "renew": renew}
+            if found.find(**key) is None:
+                ms = times(s.params, bed, config, renew)
+                found.add({**key, "first_ms": round(float(np.median(ms)), 1), "samples": len(ms)})
+            say(f"{config} {renew}")
+        return found
+    done = [
+        i
+        for i in range(len(bed.asked))
+        if all(found.find(cache=cache, renew=renew, prompt=i, **task) for cache, renew in rows)
+    ]
+    for i, cache, renew, row in quality(s.params, bed, configs, renews, done):
+        key = {"cache": cache, **task, "renew": renew, "prompt": i}
+        if found.find(**key) is None:
+            found.add(key | row)
+        say(f"{cache} {renew}, prompt {i}")
+    if name == "agents" and found.find(task="reuse/drift") is None:
+        found.add({"cache": "full", "task": "reuse/drift", "by_layer": drift(s.params, bed)})
     return found

@@ -5,95 +5,35 @@ Reuse is approximate but for a prompt's beginning: a passage was read without wh
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from jkv.attention.decoded import stored
 from jkv.core.blend import blended
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_own
-from jkv.generation.begun import Begins, BegunPrompts, Piece, Records, doubling, loaded
+from jkv.generation.begun import Begins, BegunPrompts, Piece, Records, doubling, loaded, root
 from jkv.generation.prefill import Prompts
 from jkv.generation.prompts import encode_row
+from jkv.generation.renewals import renewal
 from jkv.generation.sizes import empty
 from jkv.generation.stored import Beginnings
-from jkv.host.arguments import count, numbers, short
+from jkv.generation.variants import Variant
 from jkv.io.store import Record, Store
 from jkv.memory.cache import Cache
 from jkv.memory.positions import pad
 from jkv.methods.config import CacheConfig
-from jkv.methods.text import read_one_of
 from jkv.models import Params
 
 LEAST = 16  # tokens in a row that a passage and a prompt have alike, before they count
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """Which tokens of passages are read again among the others: as `core.blend.blended` says."""
-
-    share: float = 0.0
-    check: int | None = None
-    deviations: float | None = None
-
-
-def pie() -> Renewal:
-    """None: keys are turned to their new place, only what no passage has is read (PIE, 2407.03157).
-
-    k' = Rot(p' - p) k. An edited text is the passage in front of the edit and the one behind it. Exact for a model of
-    one layer, whose keys and values depend on the token alone.
-    """
-    return Renewal()
-
-
-def cacheblend(ratio: float = 0.16, check: int = 1) -> Renewal:
-    """The share of tokens whose values moved most at layer `check`, up to which all are read (CacheBlend, 2405.16444).
-
-    d_i = sum over heads and channels of (v_i - v_i as stored)^2. One check, where the paper narrows the set layer by
-    layer; a query sees keys by position, where the authors' code lets chosen rows see later ones.
-    """
-    return Renewal(_share("ratio", ratio), count("check", check, "a layer, from 0"))
-
-
-def kvshare(kappa: float = 1.0, most: float = 0.15, check: int = 1) -> Renewal:
-    """Those whose value moved by more than mean + kappa deviations, at most a share `most` (KVShare, 2503.16525).
-
-    A reconstruction from the abstract, of its first stage: tokens are not renewed while decoding.
-    """
-    beyond = _number("kappa", kappa, "a number of standard deviations", -1e9, 1e9)
-    return Renewal(_share("most", most), count("check", check, "a layer, from 0"), beyond)
-
-
-RENEWALS = {"pie": pie, "cacheblend": cacheblend, "kvshare": kvshare}
-
-
-def renewal(text: str) -> Renewal:
-    """The renewal of a text; ValueError for one that is none.
-
-    >>> renewal("cacheblend(ratio=0.3)")
-    Renewal(share=0.3, check=1, deviations=None)
-    """
-    name, arguments = read_one_of(RENEWALS, text, "renewal")
-    known = inspect.signature(RENEWALS[name]).parameters
-    if unknown := [x for x in arguments if x not in known]:
-        raise ValueError(f"renew={text!r}: {unknown[0]}=; {name} takes {', '.join(known) or 'no arguments'}")
-    return RENEWALS[name](**arguments)
-
-
-def _share(name: str, x: Any) -> float:
-    return _number(name, x, "a share from 0 to 1", 0, 1)
-
-
-def _number(name: str, x: Any, want: str, least: float, most: float) -> float:
-    got = numbers(name, x, want, whole=False, least=least, most=most)
-    if got.ndim:
-        raise ValueError(f"{name}={short(x)}: give {want}")
-    return float(got)
 
 
 @dataclass(frozen=True)
@@ -113,14 +53,28 @@ class Found:
     start: int
     length: int
 
+    @property
+    def here(self) -> slice:
+        return slice(self.place, self.place + self.length)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held of such tokens: their keys and values, the position of the first when it was read, and bool[length]
+    which of them are read again."""
+
+    record: Record
+    first: int
+    again: np.ndarray
+
 
 class Passages:
-    """Texts that prompts hold at any place and in any order; each is read once, by itself, and not again with a prompt.
+    """Texts that prompts hold at any place and in any order; each is read once, and not again with every prompt.
 
-    renew: which of their tokens are read again: "cacheblend(ratio=0.16)", "kvshare" or "pie". A prompt is compared
-    token by token: text of a prompt may have other tokens at a passage's ends, and these are read. Give it as
-    `store=` to `generate`, `stream` and `prefill`. Prompts are read whole, passages or not, on a mesh, in chunks, and
-    for caches that score with queries of the whole prompt or note something of each token.
+    renew: which of their tokens are read again: "cacheblend(ratio=0.16)", "kvshare", "cachecraft", "relaycaching" or
+    "pie". A prompt is compared token by token: text of a prompt may have other tokens at a passage's ends, and these
+    are read. Give it as `store=` to `generate`, `stream` and `prefill`. Prompts are read whole, passages or not, on a
+    mesh, in chunks, and for caches that score with queries of the whole prompt or note something of each token.
     Keys and values of passages stay in memory as they are, as many bytes a token as the full cache has.
 
     >>> from jkv import models
@@ -133,14 +87,16 @@ class Passages:
     def __init__(self, renew: str = "cacheblend") -> None:
         self.renew = renewal(renew)
         self.passages: list[Passage] = []
-        self.reused = 0  # tokens of prompts that passages had
+        self.reused = 0  # tokens of prompts that were not read again in all layers
+        self.read = 0.0  # tokens of prompts that were read, each as the share of the layers that read it
         self._at: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        self._records: dict[tuple[str, int], Record] = {}
+        self._variants: dict[tuple[str, int], list[Variant]] = {}
 
     def add(self, params: Params, text: Any, lead: Any = None) -> None:
         """A passage, text or token ids, which is read behind `lead`, token ids; None: the token that begins texts.
 
-        Raises ValueError for one that is too short to be found, or longer than the model's context.
+        What `cachecraft` reads stands in a prompt, and no lead before it. Raises ValueError for one that is too short
+        to be found, or longer than the model's context.
         """
         if isinstance(text, str) and params.tokenizer is not None:
             text = params.tokenizer.within(text)
@@ -153,12 +109,44 @@ class Passages:
                 f"a passage of {len(front) + len(ids)} tokens: the model reads {params.config.context}; "
                 "give it in parts"
             )
+        self._add(Passage(ids, front))
+
+    def said(self, params: Params, tokens: Sequence[int], cache: Cache) -> None:
+        """What a run said, as it is in the run's cache: `said(params, out.tokens, out.cache)` of `generate`.
+
+        One row, whose last tokens these are. Raises ValueError for a cache that has not every token as it was, or one
+        of another model, and for `cachecraft`, which weighs what it has read itself.
+        """
+        ids = encode_row(params, list(tokens), "what was said")
+        if self.renew.alpha is not None:
+            raise ValueError("cachecraft weighs what it has read itself: give Passages(renew='relaycaching')")
+        if replace(cache.model, context=0) != replace(params.config, context=0) or cache.states:
+            raise ValueError("the cache is that of another model, or of blocks that recur: give this model's own")
+        exact = all(t.k.exact and t.v.exact and t.rope != "rank" for plan in cache.plan for t in plan.tiers)
+        if cache.rows != 1 or not exact or (np.asarray(cache.kept()) < int(cache.seen[0])).any():
+            raise ValueError(
+                f"{cache.name or 'the cache'} has not every token of one row as it was made: generate with 'full'"
+            )
+        stop = int(cache.seen[0])
+        if len(ids) > stop:
+            raise ValueError(f"{len(ids)} tokens were said, and the cache has {stop}: give those of its own run")
+        layers = jax.device_get(
+            [(x.k[0, :, stop - len(ids) : stop], x.v[0, :, stop - len(ids) : stop]) for x in stored(cache)]
+        )
+        record = {
+            side: np.stack(x).astype(cache.dtype) for side, x in zip("kv", zip(*layers, strict=True), strict=True)
+        }
+        number = self._add(Passage(tuple(ids), ()))
+        self._variants[root(params, None, ""), number] = [Variant(record, stop - len(ids))]
+
+    def _add(self, passage: Passage) -> int:
+        ids, number = passage.ids, len(self.passages)
         if len(ids) < LEAST:
             raise ValueError(f"a passage of {len(ids)} tokens: give {LEAST} or more")
-        number = len(self.passages)
-        self.passages.append(Passage(ids, front))
+        self.passages.append(passage)
         for i in range(len(ids) - LEAST + 1):
             self._at.setdefault(ids[i : i + LEAST], []).append((number, i))
+        return number
 
     def match(self, ids: Sequence[int]) -> list[Found]:
         """Stretches of token ids that passages have, from the first on, each as long as there is one."""
@@ -182,17 +170,56 @@ class Passages:
             n += 1
         return n
 
-    def record(self, root: str, params: Params, config: CacheConfig, found: Found, cost: Cost) -> Record:
-        """Keys and values of a stretch, for a config; a passage is read when it is first asked for."""
-        key, passage = (root, found.passage), self.passages[found.passage]
-        if key not in self._records:
-            ids = [*passage.lead, *passage.ids]
-            n = doubling(len(ids))
-            blank = empty(config.uncompressed(n), params.config, 1, n, 0, params.embed.dtype)
-            cache, _ = cost.run(prefill_own, params, blank, pad([ids], n), fresh=True)
-            self._records[key] = Records(cache, len(ids))(len(passage.lead), len(ids))
+    def held(
+        self, root: str, params: Params, config: CacheConfig, found: Found, before: Sequence[int], cost: Cost
+    ) -> Held | None:
+        """What is of use of a stretch behind the passages `before`; None: it is to be read whole, as a variant is.
+
+        A passage that is read by itself is read when it is first asked for.
+        """
+        some, alpha = self._variants.setdefault((root, found.passage), []), self.renew.alpha
+        if alpha is None and not some:
+            some.append(self._alone(params, config, self.passages[found.passage], cost))
+        share, best = min(
+            ((0.0 if alpha is None else x.share(before, alpha), x) for x in some), key=lambda x: x[0], default=(1, None)
+        )
+        if best is None or share == 1:
+            return None
+        best.used(share)
         here = slice(found.start, found.start + found.length)
-        return {name: x[:, :, here] if name in ("k", "v") else x[:, here] for name, x in self._records[key].items()}
+        record = {name: x[:, :, here] if name in ("k", "v") else x[:, here] for name, x in best.record.items()}
+        return Held(record, best.first + found.start, best.again(share)[here])
+
+    def _alone(self, params: Params, config: CacheConfig, passage: Passage, cost: Cost) -> Variant:
+        ids = [*passage.lead, *passage.ids]
+        n = doubling(len(ids))
+        blank = empty(config.uncompressed(n), params.config, 1, n, 0, params.embed.dtype)
+        cache, _ = cost.run(prefill_own, params, blank, pad([ids], n), fresh=True)
+        return Variant(Records(cache, len(ids))(len(passage.lead), len(ids)), len(passage.lead))
+
+    def whole(self, found: Found) -> bool:
+        """Whether these tokens are all of a passage."""
+        return found.length == len(self.passages[found.passage].ids)
+
+    def learn(self, root: str, found: Sequence[Found], i: int, record: Record, paid: Sequence[np.ndarray]) -> None:
+        """The i-th stretch as it was just read, a passage as a whole: a variant more, for one of the least use.
+
+        paid f32[T,parts] by layer: what its tokens paid to each stretch.
+        """
+        x, sizes = found[i], np.array([y.length for y in found[: i + 1]], float)
+        sums = np.stack([y[:, : i + 1].sum(0, dtype=float) for y in paid])
+        each = (sums / (sizes * x.length)).mean(0)
+        variant = Variant(
+            record,
+            x.place,
+            before=tuple(y.passage for y in found[:i]),
+            inter=sums[:, :i].mean(0),
+            ratio=float(each[:i].sum() / max(each[i], 1e-30)),
+            owed=np.sum([y[:, :i].sum(1) for y in paid], axis=0),
+            worth=inf,  # until the next one
+        )
+        kept = sorted(self._variants.setdefault((root, x.passage), []), key=lambda x: -x.worth)
+        self._variants[root, x.passage] = [*kept[: self.renew.variants - 1], variant]
 
 
 class Joins(Begins):
@@ -200,7 +227,7 @@ class Joins(Begins):
 
     def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
-        self.passages, check = passages, passages.renew.check
+        self.passages, check = passages, passages.renew.again.check
         if self.notes:
             self.refusal = "it notes something of each token, which its place among others changes"
         if not self.refusal and check is not None and check >= params.config.layers - 1:
@@ -209,29 +236,52 @@ class Joins(Begins):
             )
 
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
-        n, renew = self.whole(len(ids)), self.passages.renew
-        ids = [int(x) for x in ids[:n]]
-        found = self.passages.match(ids)
-        if not found:
-            cache = loaded(params, self.config, capacity, 0, [])
-            return cost.run(prefill_own, params, cache, pad([ids], capacity), fresh=True)[0] if n else cache, n, 0
+        n, passages, again = self.whole(len(ids)), self.passages, self.passages.renew.again
+        ids, rest = [int(x) for x in ids[:n]], len(ids) - n
+        found = passages.match(ids)
+        behind = [[x.passage for x in found[:i]] for i in range(len(found))]
+        held = [
+            passages.held(self.root, params, self.config, x, before, cost)
+            for x, before in zip(found, behind, strict=True)
+        ]
+        born = [i for i, x in enumerate(found) if held[i] is None and passages.whole(x)]
         old, new = np.arange(n), np.ones(n, bool)
         pieces: list[Piece] = []
-        for x in found:
-            here = slice(x.place, x.place + x.length)
-            first = len(self.passages.passages[x.passage].lead) + x.start
-            old[here], new[here] = np.arange(first, first + x.length), False
-            pieces.append((x.place, self.passages.record(self.root, params, self.config, x, cost)))
-        held = n - int(new.sum())
-        self.passages.reused += held
-        most = int(renew.share * held)
-        rows = min(doubling(max(n - held + most, 1)), capacity)
-        front = capacity - n
-        old, new = np.pad(old, (front, 0)).astype(np.int32)[None], np.pad(new, (front, 0))[None]
-        given = pad([ids], capacity), jnp.asarray(old), jnp.asarray(new), jnp.int32(most)
-        how = {"rows": rows, "check": renew.check, "deviations": renew.deviations}
+        for x, y in zip(found, held, strict=True):
+            if y is not None:
+                old[x.here], new[x.here] = np.arange(y.first, y.first + x.length), y.again
+                pieces.append((x.place, y.record))
+        fresh = int(new.sum())
+        passages.reused += n - fresh
+        if not pieces and not born:
+            passages.read += n + rest
+            cache = loaded(params, self.config, capacity, 0, [])
+            return cost.run(prefill_own, params, cache, pad([ids], capacity), fresh=True)[0] if n else cache, n, 0
+        most = int(again.share * (n - fresh))
+        rows = min(doubling(max(fresh + most, 1)), capacity), min(doubling(max(fresh, 1)), capacity)
+        part = np.full(n, len(found))
+        for i, x in enumerate(found):
+            part[x.here] = i
+        own = (old, 0, np.int32), (new, 0, bool), (part, -1, np.int32)
+        old, new, part = (np.pad(x, (capacity - n, 0), constant_values=y).astype(t)[None] for x, y, t in own)
+        given = pad([ids], capacity), jnp.asarray(old), jnp.asarray(new), jnp.int32(most), jnp.asarray(part)
+        how = {"rows": rows, "again": again, "parts": doubling(len(found) + 1) if born else 0}
         cache = loaded(params, self.config, capacity, n, pieces)
-        return cost.run(blended, params, cache, *given, **how), n, held
+        cache, read, paid = cost.run(blended, params, cache, *given, **how)
+        passages.read += rest + float(np.mean([(x >= 0).sum() for x in jax.device_get(read)]))
+        if born:
+            self._learn(cache, n, found, born, read[0], paid)
+        return cache, n, n - fresh
+
+    def _learn(
+        self, cache: Cache, n: int, found: Sequence[Found], born: Sequence[int], pos: Array, paid: Sequence[Array]
+    ) -> None:
+        """The passages that were read whole just now, as variants."""
+        records, at, owed = Records(cache, n), np.asarray(pos)[0], [x[0] for x in jax.device_get(paid)]
+        for i in born:
+            x = found[i]
+            rows = (at >= x.place) & (at < x.place + x.length)
+            self.passages.learn(self.root, found, i, records(x.place, x.place + x.length), [y[rows] for y in owed])
 
 
 BEGINS: dict[type, Any] = {Store: Beginnings, Passages: Joins}

@@ -40,8 +40,8 @@ class Beginnings(Begins):
 
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
         """What the store had not is read now, and put there."""
-        n = self.whole(len(ids))
-        ids = [int(x) for x in ids[:n]]
+        n, prompt = self.whole(len(ids)), [int(x) for x in ids]
+        ids = prompt[:n]
         found = self.store.match(self.root, ids)
         m = BLOCK * len(found)
         cache = loaded(params, self.config, capacity, m, [(BLOCK * i, x) for i, x in enumerate(found)])
@@ -49,7 +49,7 @@ class Beginnings(Begins):
             rest = pad([ids[m:]], doubling(n - m))
             cache, _ = cost.run(prefill_own, params, cache, rest, fresh=m == 0)
             records = Records(cache, n)
-            self.store.put(self.root, ids, lambda i: records(BLOCK * i, BLOCK * (i + 1)), len(found))
+            self.store.put(self.root, ids, lambda i: records(BLOCK * i, BLOCK * (i + 1)), len(found), prompt)
         return cache, n, m
 
     def prepare(self, params: Params, blank: Any, length: int, cost: Cost) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import time
 import warnings
@@ -16,10 +17,11 @@ from jkv.host.arguments import read_bytes
 from jkv.host.locks import locked
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
+from jkv.io.evict import Entry, policy
 
 BLOCK = 64  # tokens of a record
 SUFFIX = ".kv"
-EVICT = ("lru",)
+ODDS = ".odds.json"  # of records, where they are asked for: the name in front, and the probability
 
 Record = Mapping[str, np.ndarray]
 
@@ -44,10 +46,11 @@ def chain(root: str, ids: Sequence[int]) -> list[str]:
 class Store:
     """Blocks of prompts in a folder, at most `bytes` of them ("8GiB" or a number), for prompts that begin alike.
 
-    evict: "lru", what was used longest ago goes first, and the end of a prompt before its beginning. salt: of those who
-    may share: what one tenant stored, another with another salt does not find. A record is written whole or not at all;
-    one that is torn, or somebody else's, is a miss, and is deleted. What cannot be written is a RuntimeWarning: the
-    answer does not depend on it.
+    evict: "lru", what was used longest ago goes first, and the end of a prompt before its beginning; "lpc:FILE", what
+    belongs to the conversations that are the least likely to go on (`jkv train lpc`). salt: of those who may share:
+    what one tenant stored, another with another salt does not find. A record is written whole or not at all; one that
+    is torn, or somebody else's, is a miss, and is deleted. What cannot be written is a RuntimeWarning: the answer does
+    not depend on it.
 
     `jkv.generate(params, cache, prompt, store=store)` reads and writes it. Example:
 
@@ -60,8 +63,7 @@ class Store:
     """
 
     def __init__(self, folder: str | Path, bytes: int | str = "8GiB", evict: str = "lru", salt: str = "") -> None:
-        if evict not in EVICT:
-            raise ValueError(f"evict={evict!r}: give one of {', '.join(EVICT)}")
+        self.evict = policy(evict)
         self.folder, self.bytes, self.salt = Path(folder).expanduser(), read_bytes(bytes), salt
         self.reused = 0  # tokens that prompts of this process found here
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,21 +81,33 @@ class Store:
         self.reused += len(found) * BLOCK
         return found
 
-    def put(self, root: str, ids: Sequence[int], make: Callable[[int], Record], start: int = 0) -> None:
-        """Write make(i), the record of block i of token ids, from block `start` on, as many as there is room for."""
+    def put(
+        self,
+        root: str,
+        ids: Sequence[int],
+        make: Callable[[int], Record],
+        start: int = 0,
+        prompt: Sequence[int] | None = None,
+    ) -> None:
+        """Write make(i), the record of block i of token ids, from block `start` on, as many as there is room for.
+
+        prompt: of which these ids are the beginning, if there is more of it.
+        """
         names = chain(root, ids)
+        odds = self.evict.odds(ids if prompt is None else prompt)
         try:
             with locked(self.folder / ".lock"):
                 for path in self.folder.glob(".*.tmp"):  # of writers that were killed: none writes now
                     path.unlink(missing_ok=True)
                 self._touch(names[:start])
+                known = self._known(names, odds)
                 for i in range(start, len(names)):
                     path = self._path(names[i])
                     if path.exists():
                         continue
                     record = make(i)
                     size = sum(x.nbytes for x in record.values()) + (1 << 12)  # and a header
-                    if not self._make_room(size, {self._path(x).name for x in names}):
+                    if not self._make_room(size, {*names}, known):
                         break
                     checkpoint.write(path, record, {"name": names[i]})
                 self._touch(names)
@@ -123,19 +137,36 @@ class Store:
             with contextlib.suppress(OSError):
                 os.utime(self._path(name), ns=(now - i, now - i))
 
-    def _make_room(self, size: int, keep: set[str]) -> bool:
-        """Delete what was used longest ago until there is room for so many bytes; whether there is."""
-        held = []
+    def _known(self, names: Sequence[str], odds: float) -> dict[str, tuple[str, float]]:
+        """What is known of records beside their use, with the odds of those of a prompt."""
+        if not self.evict.learns:
+            return {}
+        known: dict[str, tuple[str, float]] = {}
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # none yet, or torn: nothing is known then
+            known = {x: (str(y), float(p)) for x, (y, p) in json.loads((self.folder / ODDS).read_text()).items()}
+        here = {x.name.removesuffix(SUFFIX) for x in os.scandir(self.folder)}
+        known = {x: y for x, y in known.items() if x in here}
+        known |= {name: (before, odds) for before, name in zip(["", *names], names, strict=False)}
+        temporary = self.folder / f"{ODDS}.tmp"
+        temporary.write_text(json.dumps(known))
+        os.replace(temporary, self.folder / ODDS)
+        return known
+
+    def _make_room(self, size: int, keep: set[str], known: Mapping[str, tuple[str, float]]) -> bool:
+        """Delete what goes first until there is room for so many bytes; whether there is."""
+        held, sizes = [], {}
         for entry in os.scandir(self.folder):
             if entry.name.endswith(SUFFIX):
                 with contextlib.suppress(FileNotFoundError):
-                    seen = entry.stat()
-                    held.append((seen.st_mtime_ns, seen.st_size, entry.name))
-        total = sum(n for _, n, _ in held) + size
-        for _, n, name in sorted(held):
+                    seen, name = entry.stat(), entry.name.removesuffix(SUFFIX)
+                    before, odds = known.get(name, ("", 1.0))
+                    held.append(Entry(name, before, seen.st_mtime_ns, odds))
+                    sizes[name] = seen.st_size
+        total = sum(sizes.values()) + size
+        for name in self.evict.order(held, time.time_ns()) if total > self.bytes else ():
             if total <= self.bytes:
                 break
             if name not in keep:
-                (self.folder / name).unlink(missing_ok=True)
-                total -= n
+                self._path(name).unlink(missing_ok=True)
+                total -= sizes[name]
         return total <= self.bytes

@@ -10,6 +10,7 @@ import pytest
 
 import jkv
 from jkv import models
+from jkv.attention.decoded import stored
 from jkv.core.loop import step
 from jkv.eval import attention, experiments, measure, shared, tasks
 from jkv.eval.measure import Fidelity, Texts
@@ -99,7 +100,7 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
     """Two ways to the same numbers: the decode loop, and dense attention over the decoded prefix."""
     texts = Texts(IDS[:2], PREFIX, frozen=True)
     run = texts.follow(PARAMS, parse(text), [0, 1])
-    held = attention.stored(run.cache)
+    held = stored(run.cache)
     own = np.concatenate([np.asarray(x) for x in run], 1)
     every = jnp.ones(PARAMS.config.layers, bool)
     seen = attention.dense(PARAMS, jnp.asarray(IDS[:2]), held, every, PREFIX)
@@ -112,7 +113,7 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
 def test_a_frozen_prefix_is_what_a_model_with_sinks_and_experts_sees():
     ids = IDS[:2] % tiny.SUNK.config.vocab
     run = Texts(ids, PREFIX, frozen=True).follow(tiny.SUNK, parse("snapkv(budget=48, window=8)"), [0, 1])
-    held, own = attention.stored(run.cache), np.concatenate([np.asarray(x) for x in run], 1)
+    held, own = stored(run.cache), np.concatenate([np.asarray(x) for x in run], 1)
     every, ids = jnp.ones(tiny.SUNK.config.layers, bool), jnp.asarray(ids)
     np.testing.assert_allclose(own, attention.dense(tiny.SUNK, ids, held, every, PREFIX), atol=2e-4)
     assert abs(own - attention.dense(tiny.SUNK, ids, held, ~every, PREFIX)).max() > 1e-2

@@ -1,4 +1,4 @@
-"""Prompts of passages that were read apart: with all tokens read again the prompt itself, with none of them PIE."""
+"""Prompts of passages that were read before: with all tokens read again the prompt itself, with none of them PIE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.generation.passages import LEAST, Passages, renewal
+from jkv.attention.decoded import stored
+from jkv.eval.attention import asked
+from jkv.generation.passages import LEAST, Passages
+from jkv.generation.renewals import renewal
+from jkv.generation.variants import Variant
 from support.tiny import PARAMS
 
 ONE = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
@@ -90,6 +94,9 @@ def test_what_cannot_be_reused_is_read_whole_or_refused_by_name():
         ("pie(ratio=1)", "ratio=; pie takes no arguments"),
         ("cacheblend(ratio=2)", "ratio=2.*: give a share from 0 to 1"),
         ("kvshare(check=-1)", "check=-1: give a layer"),
+        ("cachecraft(variants=0)", "variants=0: give how many"),
+        ("cachecraft(alpha=-1)", "alpha=-1.*: give a factor"),
+        ("relaycaching(check=2, until=1)", "until=1: tokens are chosen at layer check=2"),
     ):
         with pytest.raises(ValueError, match=why):
             renewal(text)
@@ -109,3 +116,82 @@ def test_answers_through_passages_say_how_many_tokens_were_there():
     out = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5, store=passages)
     want = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5)
     assert out.tokens == want.tokens and out.report.tokens_stored == len(A)
+
+
+@pytest.mark.slow
+def test_variants_of_a_passage_know_what_they_owe():
+    got, logits, passages = read(TWO, "cachecraft")  # its first prompt is read whole
+    np.testing.assert_allclose(logits, jkv.prefill(TWO, "full", [PROMPT], room=16)[1], atol=1e-4)
+    assert passages.reused == 0 and passages.read == len(PROMPT)
+    (of_b,), (of_a,) = (passages._variants[key] for key in sorted(passages._variants, key=lambda x: -x[1]))
+    assert (of_b.before, of_a.before, of_b.first, of_a.first) == ((), (1,), 20, 79)
+    p = [x[0].mean(0) for x in asked(TWO, jnp.asarray([PROMPT]), jnp.arange(len(PROMPT)))[1]]  # of the dense model
+    owed = [x[79:149, 20:70] for x in p]
+    inter, intra = np.mean([x.sum() for x in owed]), np.mean([x[79:149, 79:149].sum() for x in p])
+    np.testing.assert_allclose(of_a.inter, [inter], rtol=1e-4)
+    np.testing.assert_allclose(of_a.ratio, (inter / (70 * 50)) / (intra / 70**2), rtol=1e-4)
+    np.testing.assert_allclose(of_a.owed, np.sum([x.sum(1) for x in owed], axis=0), rtol=1e-4)
+
+    again, same = jkv.prefill(TWO, "full", [PROMPT], room=16, store=passages)  # as it was read: nothing to mend
+    np.testing.assert_allclose(same, logits, atol=1e-4)
+    assert passages.reused == len(A) + len(B)
+
+    other = [*HEAD, *A, *GAP, *B, *ASK]  # a stands behind nothing now: cci of it is read again, b owed nothing
+    before = passages.reused
+    jkv.prefill(TWO, "full", [other], room=16, store=passages)
+    assert before + 120 - passages.reused == np.ceil(70 / (1 + np.exp(-of_a.ratio)))
+
+    passages.renew = renewal("cachecraft(alpha=9.0, variants=2)")  # all of a: a variant more
+    _, near = jkv.prefill(TWO, "full", [other], room=16, store=passages)
+    want = jkv.prefill(TWO, "full", [other], room=16)[1]
+    mine = passages._variants[next(key for key in passages._variants if key[1] == 0)]
+    assert [x.before for x in mine] == [(1,), ()] and passages.reused == before + 120 - np.ceil(
+        70 / (1 + np.exp(-of_a.ratio))
+    ) + len(B)
+    assert (
+        np.abs(np.asarray(near) - np.asarray(want)).max()
+        < np.abs(np.asarray(read(TWO, "pie", prompt=other)[1]) - want).max()
+    )
+
+
+def test_how_much_of_a_passage_is_read_again():
+    record = {"k": np.zeros((1, 1, 10, 2))}
+    one = Variant(record, 0, before=(1, 2), inter=np.array([0.3, 0.7]), ratio=1.0, owed=np.arange(10.0))
+    share = one.share((1,), 1.0)
+    assert round(share, 4) == 0.5117 and one.again(share).nonzero()[0].tolist() == [4, 5, 6, 7, 8, 9]
+    assert one.share((7, 1, 8, 2), 1.0) == 0 and one.share((), 9.0) == 1  # in their order; nothing of it, much of it
+    assert one.share((2, 1), 1.0) == one.share((), 1.0) == 1 / (1 + np.exp(-1))
+
+
+@pytest.mark.slow
+def test_what_a_run_said_is_what_a_prompt_of_it_holds():
+    out = jkv.generate(TWO, "full", A, max_new_tokens=40, temperature=1.0, stop_ids=())
+    says = out.tokens
+    prompt = [*A, *says, *ASK]
+    want, logits = jkv.prefill(TWO, "full", [prompt], room=16)
+
+    def after(renew: str, prompt: list[int]) -> tuple[Any, Any, Passages]:
+        passages = Passages(renew)
+        passages.said(TWO, says, out.cache)
+        return *jkv.prefill(TWO, "full", [prompt], room=16, store=passages), passages
+
+    _, same, passages = after("pie", prompt)  # keys that were made while decoding are those of a prompt
+    np.testing.assert_allclose(same, logits, atol=1e-4)
+    assert passages.reused == len(says) == 40
+    moved = [*HEAD, *says, *GAP, *ASK]
+    whole = jkv.prefill(TWO, "full", [moved], room=16)[1]
+    all_read = "relaycaching(diff=0.0, down=0.0, most=1.0)"
+    np.testing.assert_allclose(after(all_read, moved)[1], whole, atol=1e-4)
+    got, near, passages = after("relaycaching(most=0.3, until=1)", moved)
+    read, held = np.asarray(stored(got)[2].v)[0, :, 20:60], np.asarray(stored(out.cache)[2].v)[0, :, 70:110]
+    np.testing.assert_allclose(read, held, atol=1e-5)  # above the band what the run made stands
+    assert 28 + 13 < passages.read < 28 + 13 + 40 and passages.reused == 40
+    with pytest.raises(ValueError, match="cachecraft weighs what it has read"):
+        Passages("cachecraft").said(TWO, says, out.cache)
+    with pytest.raises(ValueError, match="the cache is that of another model"):
+        Passages("pie").said(ONE, says, out.cache)
+    with pytest.raises(ValueError, match="200 tokens were said, and the cache has 110"):
+        Passages("pie").said(TWO, [1] * 200, out.cache)
+    lossy = jkv.prefill(TWO, "streaming(budget=40)", [A])[0]
+    with pytest.raises(ValueError, match="has not every token of one row as it was made: generate with 'full'"):
+        Passages("pie").said(TWO, A, lossy)

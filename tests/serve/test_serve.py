@@ -28,6 +28,7 @@ import uvicorn
 
 import jkv
 from jkv.batch.running import Running
+from jkv.bench import serve as under
 from jkv.cli.serve import read_token
 from jkv.methods import parse
 from jkv.serve.app import Access, Guard, Server
@@ -187,6 +188,21 @@ def test_many_clients_at_once_lose_nothing(client: openai.OpenAI, server: Any, a
     assert set(server.engine.running.values()) == {0} and not server.engine.waiting
 
 
+def test_load_is_counted_answer_by_answer(server: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(under, "WORDS", (3, 6))
+    before = server.metrics.new._value.get()
+    answers, held = under.load(server.port, os.getpid(), "tiny", ["full", SNAP], clients=4, seconds=1.0, new=10)
+    row = under.row(answers, held, 1.0)
+    assert row["answers"] == len(answers) >= 4 and row["lost"] == 0 and len(held) == 2 and held[0] > 50
+    assert server.metrics.new._value.get() - before == 10 * (len(answers) + 4)  # and two of each cache before them
+    assert row["tokens_per_s"] == 10 * len(answers) and 0 < row["first_ms"]["p50"] <= row["first_ms"]["p99"]
+    assert row["token_ms"]["p50"] > 0 and row["piece_ms"]["p99"] >= row["piece_ms"]["p50"]
+    gone = under.ask(server.port, {"model": "tiny", "prompt": ""})
+    assert gone.wrong == "status 400" and under.row([gone], [1.0], 1.0)["lost"] == 1
+    with pytest.raises(ChildProcessError, match="full was not answered.*status 404"):
+        under.load(server.port, os.getpid(), "other", ["full"], 1, 1.0, 4)
+
+
 # ------------------------------------------------------------------------------------------------------- what is not
 
 
@@ -231,8 +247,13 @@ ELSEWHERE: list[tuple[int, str, str, dict[str, str]]] = [
 ]  # fmt: skip
 
 
+GOOD = json.dumps({"prompt": "a", "max_tokens": 3, "stop": ["b"], "stream": False, "cache": "full", "temperature": 1})
+CUT = [GOOD[:i].encode() for i in range(1, len(GOOD))]
+
+
 def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.OpenAI, server: Any):
-    for path, bodies in ((TEXTS, BAD_TEXTS), (CHATS, BAD_CHATS)):
+    assert len(BAD_TEXTS) + len(CUT) + len(BAD_CHATS) + len(ELSEWHERE) >= 200
+    for path, bodies in ((TEXTS, [*BAD_TEXTS, *CUT]), (CHATS, BAD_CHATS)):
         for body in bodies:
             status, said = send(server, path, body)
             assert status == 400 and json.loads(said)["error"]["message"], (str(body)[:80], status, said)

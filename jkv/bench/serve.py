@@ -1,0 +1,179 @@
+"""A server under load: streaming clients for some time, and what they and its memory say of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from jkv.bench.results import SEED
+from jkv.eval.words import prose
+
+WAIT = 600  # seconds for a server to be there, and for a piece of an answer
+WORDS = (20, 160)  # of a prompt
+
+
+@dataclass
+class Answer:
+    """One stream: when pieces came, in seconds after the request, its tokens, and what was wrong with it."""
+
+    pieces: list[float] = field(default_factory=list)
+    tokens: int = 0
+    wrong: str = ""
+
+
+@contextmanager
+def started(arguments: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """The port and the process of a `jkv serve` with these arguments, which ends with the block, as SIGTERM does it.
+
+    ChildProcessError with what it said last, if it does not come up.
+    """
+    command = [sys.executable, "-m", "jkv.cli", "serve", *arguments]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    said: list[str] = []
+    port: list[int] = []
+    there = threading.Event()
+
+    def listen() -> None:
+        assert child.stderr is not None
+        for line in child.stderr:
+            said.append(line.rstrip())
+            if found := re.search(r"http://[^/]*:(\d+)/v1", line):
+                port.append(int(found[1]))
+                there.set()
+        there.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        if not there.wait(WAIT) or not port:
+            raise ChildProcessError(f"jkv serve did not start: {'; '.join(said[-3:]) or 'it said nothing'}")
+        yield port[0], child.pid
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+def ask(port: int, body: dict[str, Any]) -> Answer:
+    """One completion as a stream; nothing is raised: what is lost is counted."""
+    answer, start = Answer(), time.perf_counter()
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    ended = done = False
+    try:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)) as line:
+            line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            with line.getresponse() as got:
+                if got.status != 200:
+                    return Answer(wrong=f"status {got.status}")
+                for raw in got:
+                    if not raw.startswith(b"data: "):
+                        continue
+                    if raw.startswith(b"data: [DONE]"):
+                        done = True
+                        break
+                    said = json.loads(raw[6:])
+                    if any(x["text"] for x in said["choices"]):
+                        answer.pieces.append(time.perf_counter() - start)
+                    ended |= any(x["finish_reason"] for x in said["choices"])
+                    answer.tokens = (said.get("usage") or {}).get("completion_tokens", answer.tokens)
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        answer.wrong = f"{type(error).__name__}: {error}"
+    if not (ended and done and answer.tokens) and not answer.wrong:
+        answer.wrong = "no end"
+    return answer
+
+
+def resident(pid: int) -> float:
+    """MiB of a process that are in memory."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def load(
+    port: int, pid: int, model: str, caches: Sequence[str], clients: int, seconds: float, new: int
+) -> tuple[list[Answer], list[float]]:
+    """What clients that ask one thing after the other were told in so many seconds, and MiB of the server as they went
+    on, four times a minute. Every cache has answered once before."""
+    texts = [prose(np.random.default_rng([SEED, i]), WORDS[0] + 37 * i % (WORDS[1] - WORDS[0])) for i in range(64)]
+    request = {"model": model, "max_tokens": new, "temperature": 0.7}
+    for cache in caches:
+        for text in texts[:2]:
+            if wrong := ask(port, request | {"prompt": text, "cache": cache}).wrong:
+                raise ChildProcessError(f"{cache} was not answered ({wrong}): look at what the server says")
+    until, held = time.monotonic() + seconds, [resident(pid)]
+
+    def client(number: int) -> list[Answer]:
+        out = []
+        while time.monotonic() < until:
+            i = number + clients * len(out)
+            asked = {"prompt": texts[i % len(texts)], "seed": i, "cache": caches[i % len(caches)]}
+            out.append(ask(port, request | asked))
+        return out
+
+    def watch() -> None:
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(15, left))
+            held.append(resident(pid))
+
+    with ThreadPoolExecutor(clients + 1) as pool:
+        watching = pool.submit(watch)
+        answers = [x for some in pool.map(client, range(clients)) for x in some]
+        watching.result()
+    return answers, held
+
+
+def row(answers: Sequence[Answer], held: Sequence[float], seconds: float) -> dict[str, Any]:
+    """first_ms: to the first piece; piece_ms: between two pieces, of four tokens each but the last; token_ms: of an
+    answer, between its first piece and its last, by token; lost: answers without their end, and why; mib: of the
+    server, from the first request on."""
+    good = [x for x in answers if not x.wrong]
+    between = [b - a for x in good for a, b in zip(x.pieces, x.pieces[1:], strict=False)]
+    each = [(x.pieces[-1] - x.pieces[0]) / (x.tokens - 1) for x in good if len(x.pieces) > 1 and x.tokens > 1]
+    times = {"first_ms": [x.pieces[0] for x in good if x.pieces], "piece_ms": between, "token_ms": each}
+    return {
+        "answers": len(good),
+        "lost": len(answers) - len(good),
+        "why": sorted({x.wrong for x in answers if x.wrong}),
+        "tokens_per_s": round(sum(x.tokens for x in good) / seconds, 2),
+        **{
+            name: {f"p{p}": round(1e3 * float(np.percentile(x, p)), 1) for p in (50, 99)} if x else None
+            for name, x in times.items()
+        },
+        "mib": [round(x) for x in held],
+    }
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """The rows as a table that is markdown too."""
+    heads = (
+        "clients",
+        "answers",
+        "lost",
+        "tokens/s",
+        "first token, ms (p50, p99)",
+        "a token, ms",
+        "MiB, first and last",
+    )
+    out = Table(*heads, box=box.MARKDOWN)
+    for r in found:
+        both = [", ".join(f"{x:,.0f}" for x in (r[name] or {}).values()) for name in ("first_ms", "token_ms")]
+        memory = f"{r['mib'][0]:,}, {r['mib'][-1]:,}"
+        out.add_row(*(str(r[x]) for x in ("clients", "answers", "lost", "tokens_per_s")), *both, memory)
+    return out

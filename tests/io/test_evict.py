@@ -1,0 +1,96 @@
+"""Orders of eviction, and a store that asks a predictor: who is asked for again stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv.io import checkpoint
+from jkv.io.errors import FormatError
+from jkv.io.evict import LAST, WORDS, Entry, Evict, Learned, pairs, policy
+from jkv.io.store import BLOCK, ODDS, chain
+
+RNG = np.random.default_rng(0)
+SECOND = 10**9
+
+
+def predictor(says: dict[int, float] | None = None) -> Learned:
+    """One whose odds are those of a prompt's last token, where they are given; else 0.5."""
+    arrays = {
+        "pairs": np.zeros((WORDS, 2), np.float32),
+        "size": np.zeros(2, np.float32),
+        "bias": np.zeros(2, np.float32),
+        "out": np.array([1, -1], np.float32),
+        "base": np.zeros(1, np.float32),
+        "pauses": np.geomspace(1, 1000, 50).astype(np.float32),
+    }
+    for token, p in (says or {}).items():  # a prompt of one token, over and over
+        logit = float(np.log(p / (1 - p)))
+        arrays["pairs"][pairs([token] * LAST)[1]] = [max(logit, 0), max(-logit, 0)]
+    return Learned(arrays)
+
+
+def entries(n: int, odds: list[float]) -> list[Entry]:
+    used = RNG.permutation(n) * SECOND
+    return [Entry(f"{i}", "", int(used[i]), odds[i]) for i in range(n)]
+
+
+def test_equal_odds_are_the_order_of_use_and_certain_ones_go_first_and_last():
+    for p in (0.0, 0.1, 0.9, 1.0):
+        some = entries(60, [p] * 60)
+        assert predictor().order(some, 90 * SECOND) == Evict().order(some, 90 * SECOND)
+    odds = RNG.choice([0.0, 0.2, 0.7, 1.0], 60).tolist()
+    some = entries(60, odds)
+    order = [odds[int(name)] for name in predictor().order(some, 90 * SECOND)]
+    assert {*order[: odds.count(0)]} == {0.0} and {*order[-odds.count(1) :]} == {1.0}
+
+
+def test_the_worth_of_a_pause_is_bayes_by_hand():
+    own, pauses = predictor(), np.geomspace(1, 1000, 50)
+    for p, dt in ((0.3, 5.0), (0.8, 200.0), (0.5, 5000.0)):
+        longer = (np.sum(pauses > dt) + 1) / 51
+        assert own.alive(np.array([p]), np.array([dt]))[0] == pytest.approx(p * longer / (p * longer + 1 - p))
+
+
+def test_a_beginning_that_is_shared_is_worth_its_best_end():
+    shared, a, b = Entry("s", "", 3 * SECOND, 0.1), Entry("a", "s", 2 * SECOND, 0.9), Entry("b", "s", 1 * SECOND, 0.1)
+    lone = Entry("x", "", 4 * SECOND, 0.4)
+    assert predictor().order([shared, a, b, lone], 10 * SECOND) == ["b", "x", "a", "s"]
+    assert predictor().order([shared, b, lone], 10 * SECOND) == ["b", "s", "x"]
+
+
+def test_a_store_keeps_the_conversation_that_goes_on(tmp_path: Path):
+    path = tmp_path / "lpc.safetensors"
+    checkpoint.write(path, predictor({5: 0.95, 6: 0.05}).arrays, {"kind": "lpc"})
+
+    def make(i: int) -> dict[str, np.ndarray]:
+        return {"k": np.full(1000, i, np.float32)}
+
+    for evict, stays in ((f"lpc:{path}", 5), ("lru", 6)):
+        store = jkv.Store(tmp_path / evict[:3], 22_000, evict)
+        for token in (5, 6):  # the one that ends is the newer one
+            store.put("root", [token] * 2 * BLOCK, make)
+        store.put("root", [7] * 2 * BLOCK, make)
+        assert [len(store.match("root", [token] * 2 * BLOCK)) for token in (stays, 11 - stays, 7)] == [2, 0, 2]
+    known = json.loads((tmp_path / "lpc" / ODDS).read_text())
+    first, second = chain("root", [7] * 2 * BLOCK)
+    assert known[second][0] == first and known[first][0] == "" and known[first][1] == pytest.approx(0.5)
+    (tmp_path / "lpc" / ODDS).write_text("{torn")
+    jkv.Store(tmp_path / "lpc", 10**6, f"lpc:{path}").put("root", [8] * BLOCK, make)
+    assert len(json.loads((tmp_path / "lpc" / ODDS).read_text())) == 1
+
+
+def test_an_order_that_there_is_not_is_refused(tmp_path: Path):
+    for text, why in (("lfu", "give lru, or lpc:FILE"), ("belady", "knows what will be asked"), ("lpc:", "lpc:FILE")):
+        with pytest.raises(ValueError, match=why):
+            policy(text)
+    path = tmp_path / "other.safetensors"
+    checkpoint.write(path, {"x": np.zeros(1)}, {})
+    with pytest.raises(FormatError, match="no predictor of conversations"):
+        policy(f"lpc:{path}")
+    with pytest.raises(FormatError, match="there is no such file"):
+        policy(f"lpc:{tmp_path}/none")

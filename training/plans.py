@@ -23,9 +23,15 @@ def layers(
 
     The cost of a codec is the KL to the full cache if it keeps the keys, or the values, of one layer alone, over the
     second half of each text; costs of layers and sides are taken to add up. Raises ValueError for candidates that
-    differ in more than their codecs, or of which none has so few bits.
+    differ in more than their codecs, or of which none has so few bits, and for a model of latents.
     """
+    if params.config.latent:
+        raise ValueError("calibrate layers: this model caches latents, whose values are a part of their keys")
     configs = [config.bound(params) for config in plans.alike(candidates)]
+    if configs[0].exact_layers:
+        raise ValueError(
+            "calibrate layers: exact_layers= goes with the plan, as in planned(plan=..., exact_layers=[0])"
+        )
     model, ids = params.config, np.asarray(data.texts(params, SOURCES, length, texts, seed).ids)
     dims = (model.head_dim, model.value_dim)
     pairs = [config.codecs(config.tiers[-1]) for config in configs]  # tiers before it keep the first tokens
@@ -64,11 +70,11 @@ def divided(costs: np.ndarray, sizes: np.ndarray, most: float) -> np.ndarray:
     gains most for its size first; a choice that is the same in all rows wins where it is cheaper.
 
     >>> costs, sizes = np.array([[9.0, 1, 0], [2, 1, 0]]), np.array([[1.0, 2, 4], [1, 2, 4]])
-    >>> divided(costs, sizes, 5).tolist()
-    [1, 1]
+    >>> divided(costs, sizes, 5).tolist(), divided(costs, np.ones((2, 3)), 2).tolist()
+    ([1, 1], [2, 2])
     """
     n, rows = len(costs), np.arange(len(costs))
-    which = sizes.argmin(1)
+    which = np.lexsort((costs, sizes))[:, 0]  # of the smallest the cheapest
     left = most - sizes[rows, which].sum() + 1e-9
     steps = [(gain, row, a, b) for row in range(n) for gain, a, b in _hull(costs[row], sizes[row])]
     for _, row, a, b in sorted(steps, key=lambda step: -step[0]):
@@ -84,7 +90,7 @@ def divided(costs: np.ndarray, sizes: np.ndarray, most: float) -> np.ndarray:
 
 def _hull(costs: np.ndarray, sizes: np.ndarray) -> Iterator[tuple[float, int, int]]:
     """Steps of the lower convex hull from the smallest choice: what a unit of size gains, from where, and to where."""
-    at = int(sizes.argmin())
+    at = int(np.lexsort((costs, sizes))[0])
     while True:
         gains = [
             ((costs[at] - costs[i]) / (sizes[i] - sizes[at]), -sizes[i], i)

@@ -64,17 +64,20 @@ class Through:
             self.behind.begin(rows, new)
 
     def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+        new = [n < len(row) for n, row in zip(self.read, rows, strict=True)]  # the others have ended
         logits = self._reads(rows)
         assert self.cache is not None and logits is not None  # the last token of a row is new
         draws = sampling.make(len(rows), logits.shape[1], seeds=[0] * len(rows), stop_ids=())
         state = Decoding.start(jax.tree.map(jnp.copy, self.cache), logits, most)
+        state = replace(state, alive=jnp.asarray(new))
         params = self._reaching()
         if self.behind is None:
             out = np.asarray(run_blocks(params, state, draws, jnp.int32(most)).out).tolist()
         else:
             run = Drafting(params, state, draws, self.behind.branch(rows), Cost(), rows, self.pace)
             *_, out = run.rounds(most, [[] for _ in rows])
-        return [Guess(ids, range(-1, len(ids) - 1), float(len(ids))) for ids in out]
+        found = [[t for t in ids if t >= 0] for ids in out]
+        return [Guess(ids, range(-1, len(ids) - 1), float(len(ids))) for ids in found]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
         """Nothing: it reads what was taken before it guesses again."""

@@ -76,6 +76,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             "layers that read what another picked, as each has units of its own": config.select.follows,
             "a codec that codes several heads together": config.joins,
             "a merge": config.merge is not None,
+            "layers that see a window of the newest tokens, from which whole units would leave": any(model.windows),
         }
         alone(config, "units of tokens that are alike, in each head its own, do", others)
     if config.devices > 1 and config.select and config.select.stateful:

@@ -106,4 +106,4 @@ def bare(config: CacheConfig) -> tuple[Any, ...]:
     """What a config is beside its codecs."""
     tiers = tuple(replace(tier, k=None, v=None) for tier in config.tiers)
     frame = replace(config, codec=CacheConfig().codec, tiers=tiers, name="", exactness="")
-    return frame, *(tier.k is None for tier in config.tiers)
+    return frame, *((tier.k is None, tier.v is None) for tier in config.tiers)

@@ -18,9 +18,10 @@ from jkv.methods.config import resolve
 from jkv.methods.plans import METHOD, Plan
 from jkv.training import data
 from jkv.training.estimates import Batch
-from jkv.training.plans import divided
+from jkv.training.plans import divided, layers
 from support.planted import planted
 from support.rig import MODEL, PARAMS, SENSITIVITY, L
+from support.tiny import LATENT
 
 TEXTS = ("int8", "int4(rotate=True)", "turboquant(bits=3)")
 WEIGHED = tuple(f"kvtc(bits={bits}, sensitivity={SENSITIVITY!r})" for bits in (2, 3, 4))
@@ -97,6 +98,10 @@ def test_what_is_no_plan_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(ValueError, match=why):
             parse(f"planned(plan={folder(tmp_path / str(i), texts, keys=(0, 1), values=(1, 0))!r})")
+    spared = ("int8(exact_layers=[0])", "int4(exact_layers=[0])")
+    for params, texts, why in ((PARAMS, spared, "goes with the plan"), (LATENT, TEXTS, "this model caches latents")):
+        with pytest.raises(ValueError, match=why):
+            layers(params, 1, 64, 0, lambda _: None, texts, 6.0)
     with pytest.raises(FormatError, match="it chooses"):
         Plan.read(folder(tmp_path / "a", keys=(0, 3)))
     with pytest.raises(FormatError, match="its candidates are"):

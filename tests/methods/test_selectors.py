@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +120,13 @@ def test_what_was_picked_serves_queries_that_are_like_it():
         for row, same in enumerate(serves):
             np.testing.assert_array_equal(b[row], a[row] if same else new[row])
     assert (new[0] != a[0]).any() and (new[1] != a[1]).any()
+
+
+def test_a_row_that_paused_at_its_first_look_asks_at_its_next():
+    keys, select = KEYS.reshape(B, H, -1, 1, D), Similar(select=Exact(pages=3, sinks=0), threshold=-1.1)
+    blank = jax.tree.map(jnp.zeros_like, select.remember(looked(QUERIES, None, POS.repeat(U, 2), keys)))
+    _, memo = picked(select, QUERIES, keys, blank, alive=[True, False])
+    np.testing.assert_array_equal(picked(select, QUERIES, keys, memo)[0], picked(select.select, QUERIES, keys)[0])
 
 
 def test_the_first_tokens_are_read_whatever_their_score():
@@ -297,6 +306,7 @@ def test_no_more_is_taken_than_is_known(kind, says):
         ("tokenselect(tokens=0)", "1 or more"),
         ("lrqk(tokens=8, page=16)", "a page or more"),
         ("icecache | indexcache", "each has units of its own"),
+        ("reform(layers=3, states=((10, 0, 'v'),))", "give one"),
         ("knorm(budget=64) | rest | icecache", "not go with a merge"),
     ],
 )
@@ -307,3 +317,8 @@ def test_what_cannot_be_is_refused(text, says):
         config = parse(text)
         check(config, MODEL)
         resolve(config, MODEL, 100, 10)
+
+
+def test_units_of_tokens_that_are_alike_are_for_layers_that_see_all():
+    with pytest.raises(ValueError, match="a window of the newest tokens, from which whole units would leave"):
+        check(parse("icecache"), replace(MODEL, windows=(64, None)))

@@ -60,10 +60,6 @@ class Planned(Codec):
             raise ValueError(f"planned: its plan is of {len(self.which)} layers, and the model has {model.layers}")
         return self.choices[self.which[layer] if self.which else 0].for_layer(model, layer)
 
-    def check(self, dim: int) -> None:
-        for codec in self.used:
-            codec.check(dim)
-
     def rate(self, dim: int) -> float:
         rates = [self.choices[i].rate(dim) for i in self.which] or [self.choices[0].rate(dim)]
         return round(sum(rates) / len(rates), 4)

@@ -170,6 +170,10 @@ def reform(
     """
     if tokens <= 2 * ends or layers == 0:
         raise ValueError(f"reform: tokens={tokens}, ends={ends}, layers={layers}: more than both ends, and 1 or more")
+    if layers is not None and states:
+        raise ValueError(
+            f"reform: layers={layers}, states={states}: the draft ends with the last of its states; give one"
+        )
     if any(not isinstance(x, tuple | list) or len(x) != 3 for x in states):
         raise ValueError(
             f"reform: states={states}: a layer, a kv head and 'k' or 'v' each, as ((3, 0, 'v'), (5, 1, 'k'))"

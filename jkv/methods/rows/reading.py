@@ -218,8 +218,9 @@ def lrqk(
 ) -> Axes:
     """LRQK: a step reads the `tokens` of the largest products of proxies, `rank` numbers of a query and of a key each.
 
-    The maps that make them are learned of each prompt: of its keys and its last `window` queries. page: tokens that are
-    read together, by the best of them. It keeps every token and an index: it saves reads, not memory.
+    The maps that make them are learned of each prompt: of its keys and its last `window` queries; of one that is read
+    in chunks, or given bit by bit, of those of its beginning. page: tokens that are read together, by the best of them.
+    It keeps every token and an index: it saves reads, not memory.
     """
     if window > QUERIES:
         raise ValueError(f"lrqk: window={window}: queries that the maps are learned of, from 1 to {QUERIES}")

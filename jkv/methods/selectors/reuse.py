@@ -146,9 +146,9 @@ class Last:
 class Similar(Around):
     """What was picked serves as long as queries are like those of which it was.
 
-    cos(q, q') over all heads of a layer, q' the queries of which it was picked, is at least `threshold`. A flush begins
-    anew, so that the newest tokens can be picked. If one row of a batch picks, all are looked at; a row that has ended
-    does not. Source: TokenSelect's selection cache (2411.02886).
+    cos(q, q') over all heads of a layer, q' the queries of which it was picked, is at least `threshold`. A flush that
+    brings tokens begins anew, so that these can be picked. If one row of a batch picks, all are looked at; a row that
+    has ended does not. Source: TokenSelect's selection cache (2411.02886).
     """
 
     threshold: float = 0.9
@@ -177,7 +177,7 @@ class Similar(Around):
         fresh = jax.lax.cond(new.any(), lambda: self.select.pick(look)[0], lambda: last.units)
         units = jnp.where(new, fresh, last.units)
         q = jnp.where(new[..., None], q, last.q)
-        return units, Last(q=q, units=units, known=jnp.ones_like(last.known), own=last.own)
+        return units, Last(q=q, units=units, known=jnp.where(new[:, :, 0], 1, last.known), own=last.own)
 
 
 def _some(select: Selector | None, what: str) -> Selector:

@@ -227,7 +227,7 @@ class Joins(Begins):
     def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
         self.passages, check = passages, passages.renew.again.check
-        if self.notes:
+        if self.notes and not self.refusal:
             self.refusal = "it notes something of each token, which its place among others changes"
         if not self.refusal and check is not None and check >= params.config.layers - 1:
             raise ValueError(

@@ -81,16 +81,18 @@ def test_what_comes_at_one_time_comes_in_its_order():
 
 
 def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The same trace through both, whose blocks are all of one size; room for 64, of which two go at once."""
-    visits, blocks, now = talks(40, 3), 64, 0
-    monkeypatch.setattr("jkv.io.store.time.time_ns", lambda: now)
+    """The same trace through both, whose blocks are all of one size; room for 64, of which eight go at once."""
+    visits, blocks, clock = talks(40, 3), 64, [0]
+    monkeypatch.setattr("jkv.io.store.time.time_ns", lambda: clock[0])
+    for part in ("io", "eval"):
+        monkeypatch.setattr(f"jkv.{part}.store.AT_ONCE", 8)
     record = {"k": np.zeros(16_000, np.float32)}
     Store(tmp_path / "one").put("", [1] * BLOCK, lambda i: record)
     size = next((tmp_path / "one").glob("*.kv")).stat().st_size
     for evict in (Evict(), Labelled(visits)):
         store = Store(tmp_path / type(evict).__name__, blocks * size + 6 * HEADER)
         store.evict = evict
-        for x, now in zip(visits, moments(visits), strict=True):
+        for x, clock[0] in zip(visits, moments(visits), strict=True):
             found = len(store.match("", x.ids[:-1]))
             if found == len(x.names):
                 store.note("", x.ids[:-1], x.ids)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jkv.io.evict import LAST, WORDS, Learned, pairs, size
 from jkv.training.optimiser import adamw, advance, cosine
 
 BATCH, DECAY = 256, 10.0  # prompts of a step; of the weights, as of AdamW
-HELD, PAUSES = 0.1, 512  # the share of prompts that is not trained on; pauses that are kept
+HELD, PAUSES = 0.1, 512  # the share of conversations that is not trained on; pauses that are kept
 Arrays = dict[str, Any]
 
 
@@ -49,14 +50,31 @@ def loss(w: Arrays, at: Array, sizes: Array, goes_on: Array) -> Array:
     return (jnp.logaddexp(0, x) - x * goes_on).mean()
 
 
+def split(visits: Sequence[Visit], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The places of prompts in three parts: two of a twentieth of the conversations each, and the rest.
+
+    A conversation has the prompts that are alike up to the first block behind what all of them begin with, as a system
+    prompt. ValueError for fewer than three.
+    """
+    same = len(os.path.commonprefix([x.names for x in visits]))
+    _, which = np.unique([x.names[: same + 1][-1] for x in visits], return_inverse=True)
+    number = int(which.max()) + 1
+    if number < 3:
+        raise ValueError(f"in this trace are {number} conversations: give a longer one")
+    place, half = rng.permutation(number)[which], max(int(HELD * number / 2), 1)
+    fit, told, rest = (np.flatnonzero(np.minimum(place // half, 2) == i) for i in range(3))
+    return fit, told, rest
+
+
 def train(
     visits: Sequence[Visit], out: Path, steps: int = 1000, rate: float = 3e-2, width: int = 16, seed: int = 0
 ) -> dict[str, float]:
-    """Write the predictor of a trace to a file; what it says of a tenth of the prompts, which it was not trained on.
+    """Write the predictor of a trace to a file; what it says of conversations that it has not seen.
 
-    What is still open when the trace ends, within the longest pause but one in a hundred, is left out. The logits are
-    divided by the temperature that fits those held back best. ValueError for a trace in which no conversation goes on,
-    or none ends.
+    A tenth of them is not trained on: the logits are divided by the temperature that fits one half of it best, and
+    `entropy`, in nats a prompt, is that of the other half; `entropy_of_mean` if all of it had the odds of its mean.
+    What is still open when the trace ends, within the longest pause but one in a hundred, is left out. ValueError for
+    a trace in which no conversation goes on, or none ends, or of fewer than three.
     """
     waits = pauses(visits)
     known = visits[-1].at - (np.quantile(waits, 0.99) if len(waits) else 0)
@@ -70,8 +88,7 @@ def train(
         at[row, : len(places)] = places
     sizes = np.array([size(visits[i].ids) for i in some], np.float32)
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(some))
-    held, rest = np.split(order, [max(int(HELD * len(order)), 1)])
+    fit, told, rest = split([visits[i] for i in some], rng)
     tune = adamw(cosine(rate, 20, steps), decay=DECAY)
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -83,19 +100,22 @@ def train(
     for _ in range(steps):
         rows = rng.choice(rest, BATCH)
         w, moments = step(w, moments, at[rows], sizes[rows], goes_on[rows])
-    x, y = np.asarray(logits(w, jnp.asarray(at[held]), jnp.asarray(sizes[held]))), goes_on[held]
-    entropy = lambda t: float((np.logaddexp(0, x / t) - x / t * y).mean())  # noqa: E731
-    heat = min(np.geomspace(0.25, 8, 41), key=entropy)
+
+    def entropy(rows: np.ndarray) -> Callable[[float], float]:
+        x, y = np.asarray(logits(w, jnp.asarray(at[rows]), jnp.asarray(sizes[rows]))), goes_on[rows]
+        return lambda t: float((np.logaddexp(0, x / t) - x / t * y).mean())
+
+    heat = min(np.geomspace(0.25, 8, 41), key=entropy(fit))
     arrays = {name: np.asarray(z, np.float32) for name, z in w.items()}
     arrays |= {"out": arrays["out"] / np.float32(heat), "base": arrays["base"] / np.float32(heat)}
     arrays["pauses"] = np.quantile(waits, np.linspace(0, 1, PAUSES)).astype(np.float32)
     checkpoint.write(out, arrays, {"kind": "lpc", "prompts": len(some)})
-    p, base = np.clip(y.mean(), 1e-6, 1 - 1e-6), Learned(arrays)
+    p, base = np.clip(goes_on[told].mean(), 1e-6, 1 - 1e-6), Learned(arrays)
     assert np.isfinite(base.odds(visits[some[0]].ids))
     return {
         "prompts": len(some),
         "continued": round(float(goes_on.mean()), 4),
-        "entropy": round(entropy(heat), 4),
+        "entropy": round(entropy(told)(heat), 4),
         "entropy_of_mean": round(float(-(p * np.log(p) + (1 - p) * np.log(1 - p))), 4),
         "temperature": round(float(heat), 3),
     }

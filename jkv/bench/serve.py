@@ -100,24 +100,29 @@ def ask(port: int, body: dict[str, Any]) -> Answer:
     return answer
 
 
-def resident(pid: int) -> float:
-    """MiB of a process that are in memory."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1024 if found else 0.0
+def resident(pid: int) -> float | None:
+    """MiB of a process that are in memory; None: it has ended."""
+    try:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(found[1]) / 1024 if found else None  # of a child that nobody waited for, there is a line less
 
 
 def load(
     port: int, pid: int, model: str, caches: Sequence[str], clients: int, seconds: float, new: int
-) -> tuple[list[Answer], list[float]]:
-    """What clients that ask one thing after the other were told in so many seconds, and MiB of the server as they went
-    on, four times a minute. Every cache has answered once before."""
+) -> tuple[list[Answer], list[float], float]:
+    """What clients that ask one thing after the other were told in so many seconds, MiB of the server as they went on,
+    four times a minute, and the seconds until the last answer ended. Every cache has answered once before. A server
+    that ends is asked no more."""
     texts = [prose(np.random.default_rng([SEED, i]), WORDS[0] + 37 * i % (WORDS[1] - WORDS[0])) for i in range(64)]
     request = {"model": model, "max_tokens": new, "temperature": 0.7}
     for cache in caches:
         for text in texts[:2]:
             if wrong := ask(port, request | {"prompt": text, "cache": cache}).wrong:
                 raise ChildProcessError(f"{cache} was not answered ({wrong}): look at what the server says")
-    until, held = time.monotonic() + seconds, [resident(pid)]
+    start, held = time.monotonic(), [resident(pid) or 0.0]
+    until = start + seconds
 
     def client(number: int) -> list[Answer]:
         out = []
@@ -125,24 +130,29 @@ def load(
             i = number + clients * len(out)
             asked = {"prompt": texts[i % len(texts)], "seed": i, "cache": caches[i % len(caches)]}
             out.append(ask(port, request | asked))
+            if out[-1].wrong and resident(pid) is None:
+                break
         return out
 
     def watch() -> None:
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(15, left))
-            held.append(resident(pid))
+            if (now := resident(pid)) is None:
+                break
+            held.append(now)
 
     with ThreadPoolExecutor(clients + 1) as pool:
         watching = pool.submit(watch)
         answers = [x for some in pool.map(client, range(clients)) for x in some]
+        elapsed = time.monotonic() - start
         watching.result()
-    return answers, held
+    return answers, held, elapsed
 
 
 def row(answers: Sequence[Answer], held: Sequence[float], seconds: float) -> dict[str, Any]:
-    """first_ms: to the first piece; piece_ms: between two pieces, of four tokens each but the last; token_ms: of an
-    answer, between its first piece and its last, by token; lost: answers without their end, and why; mib: of the
-    server, from the first request on."""
+    """seconds: from the first request until the last answer ended. first_ms: to the first piece; piece_ms: between two
+    pieces, of four tokens each but the last; token_ms: of an answer, between its first piece and its last, by token;
+    lost: answers without their end, and why; mib: of the server, from the first request on."""
     good = [x for x in answers if not x.wrong]
     between = [b - a for x in good for a, b in zip(x.pieces, x.pieces[1:], strict=False)]
     each = [(x.pieces[-1] - x.pieces[0]) / (x.tokens - 1) for x in good if len(x.pieces) > 1 and x.tokens > 1]

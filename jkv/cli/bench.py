@@ -204,8 +204,8 @@ def serving(
 
     def found() -> Iterator[dict[str, Any]]:
         with under.started(arguments) as (port, pid):
-            answers, held = under.load(port, pid, model, specs, clients, seconds, new)
-            yield {"clients": clients, **under.row(answers, held, seconds)}
+            answers, held, elapsed = under.load(port, pid, model, specs, clients, seconds, new)
+            yield {"clients": clients, **under.row(answers, held, elapsed)}
 
     says = lambda r: f"{r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
     about = results.meta(model, cores, dtype=dtype, caches=specs, rows=rows, new=new, seconds=seconds)

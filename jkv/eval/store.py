@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 
 from jkv.io.errors import FormatError
-from jkv.io.evict import Entry, Evict, policy
+from jkv.io.evict import AT_ONCE, Entry, Evict, policy
 from jkv.io.load import read
 from jkv.io.store import BLOCK, chain
-
-AT_ONCE = 32  # the share of a store, 1 / so much, that is made free when it is full
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,19 +68,31 @@ def trace(path: str | Path, encode: Callable[[Any], Sequence[int]]) -> list[Visi
     return out
 
 
+def moments(visits: Sequence[Visit]) -> list[int]:
+    """When each came, in nanoseconds, rising: of those of one time the later one is later by more than its blocks.
+
+    >>> moments([Visit(1e-6, [], ("a", "b")), Visit(1e-6, [], ("a", "b")), Visit(2e-6, [], ("a",))])
+    [1000, 1003, 2000]
+    """
+    out: list[int] = []
+    for x in visits:
+        out.append(max(int(x.at * 1e9), out[-1] + len(x.names) + 1 if out else 0))
+    return out
+
+
 class Belady(Evict):
     """What is asked for latest, or never, goes first: no order finds more again, and none can know it beforehand."""
 
     def __init__(self, visits: Sequence[Visit]) -> None:
-        self.comes: dict[str, list[float]] = {}
-        for x in reversed(visits):
+        self.comes: dict[str, list[int]] = {}
+        for x, now in reversed([*zip(visits, moments(visits), strict=True)]):
             for name in x.names:
-                self.comes.setdefault(name, []).append(x.at)
+                self.comes.setdefault(name, []).append(now)
 
     def order(self, entries: Iterable[Entry], now: int) -> list[str]:
         def next_use(x: Entry) -> float:
             times = self.comes[x.name]
-            while times and times[-1] * 1e9 <= now:
+            while times and times[-1] <= now:
                 times.pop()
             return times[-1] if times else float("inf")
 
@@ -99,8 +109,8 @@ def replay(visits: Sequence[Visit], evict: Evict, blocks: int) -> dict[str, Any]
     found."""
     held: dict[str, Entry] = {}
     hits = total = 0
-    for x in visits:
-        now, odds = int(x.at * 1e9), evict.odds(x.ids)
+    for x, now in zip(visits, moments(visits), strict=True):
+        odds = evict.odds(x.ids)
         n = next((i for i, name in enumerate(x.names) if name not in held), len(x.names))
         hits, total = hits + n, total + len(x.names)
         over = len(held) + len(x.names) - n - blocks

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import Any
 
 import jax
@@ -183,7 +182,7 @@ class Passages:
         share, best = min(
             ((0.0 if alpha is None else x.share(before, alpha), x) for x in some), key=lambda x: x[0], default=(1, None)
         )
-        if best is None or share == 1:
+        if best is None or share >= self.renew.whole:
             return None
         best.used(share)
         here = slice(found.start, found.start + found.length)
@@ -216,10 +215,10 @@ class Passages:
             inter=sums[:, :i].mean(0),
             ratio=float(each[:i].sum() / max(each[i], 1e-30)),
             owed=np.sum([y[:, :i].sum(1) for y in paid], axis=0),
-            worth=inf,  # until the next one
         )
+        variant.used(1.0)  # all of it was read
         kept = sorted(self._variants.setdefault((root, x.passage), []), key=lambda x: -x.worth)
-        self._variants[root, x.passage] = [*kept[: self.renew.variants - 1], variant]
+        self._variants[root, x.passage] = [variant, *kept[: self.renew.variants - 1]]  # of equal use, the newer ones
 
 
 class Joins(Begins):
@@ -228,12 +227,14 @@ class Joins(Begins):
     def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
         self.passages, check = passages, passages.renew.again.check
-        if self.notes:
+        if self.notes and not self.refusal:
             self.refusal = "it notes something of each token, which its place among others changes"
         if not self.refusal and check is not None and check >= params.config.layers - 1:
             raise ValueError(
                 f"check={check}: the model has {params.config.layers} layers; give one before the last, or pie"
             )
+        if not self.refusal and (until := passages.renew.again.until or 0) >= params.config.layers:
+            raise ValueError(f"until={until}: the model has {params.config.layers} layers; give one of them, or None")
 
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
         n, passages, again = self.whole(len(ids)), self.passages, self.passages.renew.again

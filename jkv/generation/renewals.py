@@ -14,11 +14,13 @@ from jkv.methods.text import read_one_of
 @dataclass(frozen=True)
 class Renewal:
     """What is read again of the tokens that are held; alpha: by how much passages depend on those before them, whose
-    variants, at most so many of each, are read as prompts hold them; None: a passage is read once, by itself."""
+    variants, at most so many of each, are read as prompts hold them, where the best one would be read again by a share
+    `whole` or more; None: a passage is read once, by itself."""
 
     again: Again = Again()
     alpha: float | None = None
     variants: int = 1
+    whole: float = 1.0
 
 
 def pie() -> Renewal:
@@ -48,17 +50,21 @@ def kvshare(kappa: float = 1.0, most: float = 0.15, check: int = 1) -> Renewal:
     return Renewal(Again(_share("most", most), _layer("check", check), choice=Moved(beyond)))
 
 
-def cachecraft(alpha: float = 1.0, variants: int = 5) -> Renewal:
+def cachecraft(alpha: float = 1.0, variants: int = 5, whole: float = 0.5) -> Renewal:
     """Of each passage a share that says how much what it read stands before it again (Cache-Craft, 2502.15734).
 
     CFO = alpha CCI (1 - beta'), of its tokens those that paid most to what stood before, in all layers. A passage is
-    read as the first prompt that has it holds it. Where all of it is read again (CFO = 1), that is one variant more: of
-    each passage at most `variants` stay, those of most use, and the one that needs least is taken. After equations in
-    re-implementations; which variants are kept is a reconstruction. What is read again is so in every layer: the paper
-    stops early where the question looks elsewhere.
+    read as the first prompt that has it holds it. Where the variant that needs least needs a share `whole` or more, all
+    of the passage is read, one variant more: of each at most `variants` stay, the newest and those of most use. CCI
+    lies in [0.5, 1): at alpha=1 a half is reached wherever nothing of what a passage read stands before it, 1 never.
+    After equations in re-implementations; `whole`, and which variants are kept, are reconstructions. What is read again
+    is so in every layer: the paper stops early where the question looks elsewhere.
     """
-    alpha = _number("alpha", alpha, "a factor, 0 or more", 0, 1e9)
-    return Renewal(alpha=alpha, variants=count("variants", variants, "how many of a passage stay, 1 or more", 1))
+    return Renewal(
+        alpha=_number("alpha", alpha, "a factor, 0 or more", 0, 1e9),
+        variants=count("variants", variants, "how many of a passage stay, 1 or more", 1),
+        whole=_number("whole", whole, "a share above 0, up to 1", 1e-9, 1),
+    )
 
 
 def relaycaching(

@@ -50,6 +50,8 @@ class Beginnings(Begins):
             cache, _ = cost.run(prefill_own, params, cache, rest, fresh=m == 0)
             records = Records(cache, n)
             self.store.put(self.root, ids, lambda i: records(BLOCK * i, BLOCK * (i + 1)), len(found), prompt)
+        else:
+            self.store.note(self.root, ids, prompt)
         return cache, n, m
 
     def prepare(self, params: Params, blank: Any, length: int, cost: Cost) -> tuple[Any, Any]:

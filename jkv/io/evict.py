@@ -15,6 +15,8 @@ from jkv.io.errors import FormatError
 
 LEARNED = "lpc:"  # a file follows
 WORDS, LAST = 1 << 12, 64  # places of hashed pairs of tokens; tokens at the end of a prompt that are looked at
+AT_ONCE = 32  # the share of a store, 1 / so much, that is made free when it is full
+SURE = 0.999  # odds count as no more: what were certain would never go, asked for or not
 WHERE = 1 << 20  # a pair's hash is (WHERE a + b) mod a prime, mod WORDS
 
 
@@ -58,22 +60,26 @@ class Learned(Evict):
 
     @classmethod
     def load(cls, path: str | Path) -> Learned:
-        """What `jkv train lpc` wrote; FormatError for any other file."""
+        """What `jkv train lpc` wrote; FormatError for any other file, and for arrays of other shapes or numbers."""
         arrays, meta = checkpoint.read(Path(path).expanduser())
         if meta.get("kind") != "lpc":
             raise FormatError(Path(path), "it is no predictor of conversations", "make one: jkv train lpc")
+        if why := fault(arrays):
+            raise FormatError(Path(path), why, "make it again: jkv train lpc")
         return cls(arrays)
 
     def odds(self, ids: Sequence[int]) -> float:
         w = self.arrays
         seen = w["pairs"][pairs(ids)].mean(0) + size(ids) * w["size"] + w["bias"]
-        return float(1 / (1 + np.exp(-(np.maximum(seen, 0) @ w["out"] + w["base"][0]))))
+        logit = float(np.maximum(seen, 0) @ w["out"] + w["base"][0])
+        return 1 / (1 + float(np.exp(-max(logit, -700.0))))  # beyond which exp overflows
 
     def alive(self, odds: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """f64[n]: the probability that a conversation goes on which has paused so long."""
+        """f64[n]: the probability that a conversation goes on which has paused so long, of odds up to SURE."""
         pauses = self.arrays["pauses"]
         longer = (len(pauses) - np.searchsorted(pauses, seconds, "right") + 1) / (len(pauses) + 1)
-        return np.where(odds >= 1, 1.0, odds * longer / np.maximum(odds * longer + 1 - odds, 1e-30))
+        odds = np.minimum(odds, SURE)
+        return odds * longer / (odds * longer + 1 - odds)
 
     def order(self, entries: Iterable[Entry], now: int) -> list[str]:
         entries = sorted(entries, key=lambda x: (x.used, x.name))  # what follows comes before what it follows
@@ -84,6 +90,28 @@ class Learned(Evict):
             worth[x.name] = max(value, worth.get(x.name, 0.0))
             worth[x.parent] = max(worth.get(x.parent, 0.0), worth[x.name])
         return sorted((x.name for x in entries), key=worth.__getitem__)  # of equal ones, the oldest first
+
+
+def fault(arrays: Mapping[str, np.ndarray]) -> str:
+    """What is wrong with the arrays of a predictor, or "".
+
+    >>> fault({"pairs": np.zeros((WORDS, 2), np.float32)})
+    'it has the arrays pairs, and a predictor base, bias, out, pairs, pauses, size'
+    """
+    width = arrays["bias"].size if "bias" in arrays else 0
+    shapes = {"base": (1,), "pairs": (WORDS, width), "pauses": None} | dict.fromkeys(("bias", "out", "size"), (width,))
+    if {*arrays} != {*shapes}:
+        return f"it has the arrays {', '.join(sorted(arrays)) or 'none'}, and a predictor {', '.join(sorted(shapes))}"
+    for name, shape in shapes.items():
+        x = arrays[name]
+        if x.dtype != np.float32 or (x.ndim != 1 if shape is None else x.shape != shape) or not x.size:
+            want = ",".join(map(str, shape or ("n",)))
+            return f"{name} is {x.dtype}{list(x.shape)}, and of a predictor float32[{want}]"
+        if not np.isfinite(x).all():
+            return f"{name} has numbers that are not finite"
+    if arrays["pauses"][0] < 0 or (np.diff(arrays["pauses"]) < 0).any():
+        return "its pauses are not in order, from 0 on"
+    return ""
 
 
 def pairs(ids: Sequence[int]) -> np.ndarray:

@@ -8,8 +8,9 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -17,13 +18,16 @@ from jkv.host.arguments import read_bytes
 from jkv.host.locks import locked
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
-from jkv.io.evict import Entry, policy
+from jkv.io.evict import AT_ONCE, Entry, policy
 
 BLOCK = 64  # tokens of a record
 SUFFIX = ".kv"
+HEADER = 1 << 10  # bytes of a record beside its arrays, at most
 ODDS = ".odds.json"  # of records, where they are asked for: the name in front, and the probability
+BROKEN = OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError  # of a file that is none of ours
 
 Record = Mapping[str, np.ndarray]
+Held = Mapping[str, os.stat_result]  # records, by name
 
 
 def chain(root: str, ids: Sequence[int]) -> list[str]:
@@ -94,25 +98,39 @@ class Store:
         prompt: of which these ids are the beginning, if there is more of it.
         """
         names = chain(root, ids)
-        odds = self.evict.odds(ids if prompt is None else prompt)
+        with self._writing():
+            self._touch(names[:start])
+            held = self._held()
+            known = self._known(names, ids if prompt is None else prompt, held)
+            new, free = [i for i in range(start, len(names)) if names[i] not in held], 0
+            for i in new:
+                record = make(i)
+                size = sum(x.nbytes for x in record.values()) + HEADER
+                if i == new[0]:  # the records of a prompt are of one size
+                    free = self._make_room(size * len(new), {*names}, held, known)
+                free -= size
+                if free < 0:
+                    break
+                checkpoint.write(self._path(names[i]), record, {"name": names[i]})
+            self._touch(names)
+
+    def note(self, root: str, ids: Sequence[int], prompt: Sequence[int]) -> None:
+        """Note of records that were all found what an order that learns says of the prompt that begins with them."""
+        names = chain(root, ids)
+        if names and self.evict.learns:
+            with self._writing():
+                self._known(names, prompt, self._held())
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The folder is this process's alone; what cannot be written is a warning."""
         try:
             with locked(self.folder / ".lock"):
                 for path in self.folder.glob(".*.tmp"):  # of writers that were killed: none writes now
                     path.unlink(missing_ok=True)
-                self._touch(names[:start])
-                known = self._known(names, odds)
-                for i in range(start, len(names)):
-                    path = self._path(names[i])
-                    if path.exists():
-                        continue
-                    record = make(i)
-                    size = sum(x.nbytes for x in record.values()) + (1 << 12)  # and a header
-                    if not self._make_room(size, {*names}, known):
-                        break
-                    checkpoint.write(path, record, {"name": names[i]})
-                self._touch(names)
+                yield
         except OSError as error:
-            warnings.warn(f"the store {self.folder} could not take a prompt: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"the store {self.folder} could not take a prompt: {error}", RuntimeWarning, stacklevel=4)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
@@ -137,36 +155,48 @@ class Store:
             with contextlib.suppress(OSError):
                 os.utime(self._path(name), ns=(now - i, now - i))
 
-    def _known(self, names: Sequence[str], odds: float) -> dict[str, tuple[str, float]]:
+    def _held(self) -> Held:
+        """The records that there are, with their sizes and when they were used."""
+        held: dict[str, os.stat_result] = {}
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    held[entry.name.removesuffix(SUFFIX)] = entry.stat()
+        return held
+
+    def _known(self, names: Sequence[str], prompt: Sequence[int], held: Held) -> dict[str, tuple[str, float]]:
         """What is known of records beside their use, with the odds of those of a prompt."""
         if not self.evict.learns:
             return {}
         known: dict[str, tuple[str, float]] = {}
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # none yet, or torn: nothing is known then
-            known = {x: (str(y), float(p)) for x, (y, p) in json.loads((self.folder / ODDS).read_text()).items()}
-        here = {x.name.removesuffix(SUFFIX) for x in os.scandir(self.folder)}
-        known = {x: y for x, y in known.items() if x in here}
+        with contextlib.suppress(*BROKEN):  # none yet, or torn: nothing is known then
+            told = json.loads((self.folder / ODDS).read_text()).items()
+            known = {x: (str(y), float(p)) for x, (y, p) in told if x in held and 0 <= float(p) <= 1}
+        odds = self.evict.odds(prompt)
         known |= {name: (before, odds) for before, name in zip(["", *names], names, strict=False)}
         temporary = self.folder / f"{ODDS}.tmp"
         temporary.write_text(json.dumps(known))
         os.replace(temporary, self.folder / ODDS)
         return known
 
-    def _make_room(self, size: int, keep: set[str], known: Mapping[str, tuple[str, float]]) -> bool:
-        """Delete what goes first until there is room for so many bytes; whether there is."""
-        held, sizes = [], {}
-        for entry in os.scandir(self.folder):
-            if entry.name.endswith(SUFFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    seen, name = entry.stat(), entry.name.removesuffix(SUFFIX)
-                    before, odds = known.get(name, ("", 1.0))
-                    held.append(Entry(name, before, seen.st_mtime_ns, odds))
-                    sizes[name] = seen.st_size
-        total = sum(sizes.values()) + size
-        for name in self.evict.order(held, time.time_ns()) if total > self.bytes else ():
-            if total <= self.bytes:
+    def _make_room(self, size: int, keep: set[str], held: Held, known: Mapping[str, tuple[str, float]]) -> int:
+        """Delete what goes first until there is room for so many bytes, and some more at once; the bytes there are.
+
+        A record of which nothing is known, as another order had it, has the odds of the others in the mean.
+        """
+        free, freed = self.bytes - sum(x.st_size for x in held.values()), 0
+        if free >= size:
+            return free
+        mean = fmean([p for _, p in known.values()] or [0.5])
+        entries = []
+        for name, seen in held.items():
+            before, odds = known.get(name, ("", mean))
+            entries.append(Entry(name, before, seen.st_mtime_ns, odds))
+        for name in self.evict.order(entries, time.time_ns()):
+            if name in keep:
+                continue
+            if free + freed >= size and freed + held[name].st_size > self.bytes // AT_ONCE:
                 break
-            if name not in keep:
-                self._path(name).unlink(missing_ok=True)
-                total -= sizes[name]
-        return total <= self.bytes
+            self._path(name).unlink(missing_ok=True)
+            freed += held[name].st_size
+        return free + freed

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jkv.eval.store import Visit, continued, encoder, order, pauses, replay, rows, trace
+from jkv.eval.store import Visit, continued, encoder, moments, order, pauses, replay, rows, trace
 from jkv.io.errors import FormatError
-from jkv.io.evict import Evict, Learned
-from jkv.io.store import BLOCK, chain
+from jkv.io.evict import Entry, Evict, Learned
+from jkv.io.store import BLOCK, HEADER, Store, chain
 
 pytest.importorskip("optax")
-from jkv.training.continuing import train
+from jkv.training.continuing import split, train
 
 
 def visit(at: float, ids: list[int]) -> Visit:
@@ -47,6 +48,12 @@ class Told(Evict):
         return [x.name for x in sorted(entries, key=lambda x: (x.odds, x.used, x.name))]
 
 
+class Labelled(Told):
+    """As a predictor, in the eyes of a store."""
+
+    learns = True
+
+
 def test_a_store_of_all_blocks_finds_what_came_before_and_belady_finds_most():
     visits = talks(60, 0)
     every = {name for x in visits for name in x.names}
@@ -61,6 +68,51 @@ def test_a_store_of_all_blocks_finds_what_came_before_and_belady_finds_most():
         assert lru <= told <= best + 0.02 and lru <= best
     shares = [x["alike"] for x in rows(visits, ["lru", "belady"], [5, 10, 20, 40, 80])]
     assert shares[:5] == [1.0] * 5 and min(x for x in shares[5:] if x) < 0.9
+
+
+def test_what_comes_at_one_time_comes_in_its_order():
+    """Of two blocks the one that is asked for again in the same second stays."""
+    a, b = [1] * 65, [2] * 65
+    visits = [visit(1.0, a), visit(1.0, b), visit(1.0, a), visit(2.0, b)]
+    held = [Entry(x.names[0], "", i, 1.0) for i, x in enumerate(visits[:2])]
+    goes = order("belady", visits).order(held, moments(visits)[1])
+    assert goes == [visits[1].names[0], visits[0].names[0]]
+    assert replay([visit(1.0, x) for x in (a, b, b, a)], Evict(), 1)["tokens"] == BLOCK
+
+
+def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same trace through both, whose blocks are all of one size; room for 64, of which eight go at once."""
+    visits, blocks, clock = talks(40, 3), 64, [0]
+    monkeypatch.setattr("jkv.io.store.time.time_ns", lambda: clock[0])
+    for part in ("io", "eval"):
+        monkeypatch.setattr(f"jkv.{part}.store.AT_ONCE", 8)
+    record = {"k": np.zeros(16_000, np.float32)}
+    Store(tmp_path / "one").put("", [1] * BLOCK, lambda i: record)
+    size = next((tmp_path / "one").glob("*.kv")).stat().st_size
+    for evict in (Evict(), Labelled(visits)):
+        store = Store(tmp_path / type(evict).__name__, blocks * size + 6 * HEADER)
+        store.evict = evict
+        for x, clock[0] in zip(visits, moments(visits), strict=True):
+            found = len(store.match("", x.ids[:-1]))
+            if found == len(x.names):
+                store.note("", x.ids[:-1], x.ids)
+            else:
+                store.put("", x.ids[:-1], lambda i: record, found, x.ids)
+        want = replay(visits, evict, blocks)
+        assert 0.2 < want["hits"] < 0.6 and store.reused == want["tokens"]
+
+
+def test_conversations_are_held_back_whole():
+    """Three of a common beginning are apart, prompts of one are together; nothing is in two parts."""
+    rng = np.random.default_rng(0)
+    for front in ([], [3] * 2 * BLOCK):
+        visits = [replace(x, names=tuple(chain("", [*front, *x.ids[:-1]]))) for x in talks(60, 4)]
+        parts = split(visits, rng)
+        heads = [{visits[i].names[len(front) // BLOCK] for i in part} for part in parts]
+        assert sorted(np.concatenate(parts)) == [*range(len(visits))] and [len(x) for x in heads] == [3, 3, 54]
+        assert not heads[0] & heads[1] and not heads[2] & (heads[0] | heads[1])
+    with pytest.raises(ValueError, match="are 1 conversations: give a longer one"):
+        split(visits[:1], rng)
 
 
 def test_pauses_are_those_between_two_questions_of_one_conversation():

@@ -12,7 +12,7 @@ import pytest
 import jkv
 from jkv.attention.decoded import stored
 from jkv.eval.attention import asked
-from jkv.generation.passages import LEAST, Passages
+from jkv.generation.passages import LEAST, Found, Passages
 from jkv.generation.renewals import renewal
 from jkv.generation.variants import Variant
 from support.tiny import PARAMS
@@ -96,12 +96,15 @@ def test_what_cannot_be_reused_is_read_whole_or_refused_by_name():
         ("kvshare(check=-1)", "check=-1: give a layer"),
         ("cachecraft(variants=0)", "variants=0: give how many"),
         ("cachecraft(alpha=-1)", "alpha=-1.*: give a factor"),
+        ("cachecraft(whole=0)", "whole=0.*: give a share above 0"),
         ("relaycaching(check=2, until=1)", "until=1: tokens are chosen at layer check=2"),
     ):
         with pytest.raises(ValueError, match=why):
             renewal(text)
     with pytest.raises(ValueError, match="check=1: the model has 2 layers"):
         read(PARAMS, "cacheblend")
+    with pytest.raises(ValueError, match="until=99: the model has 2 layers"):
+        read(PARAMS, "relaycaching(check=0, until=99)")
     with pytest.raises(ValueError, match="a passage of 800 tokens: the model reads 512; give it in parts"):
         Passages().add(PARAMS, [1, 2, 3, 4] * 200)
     with pytest.raises(ValueError, match=f"a passage of 3 tokens: give {LEAST}"):
@@ -120,7 +123,7 @@ def test_answers_through_passages_say_how_many_tokens_were_there():
 
 @pytest.mark.slow
 def test_variants_of_a_passage_know_what_they_owe():
-    got, logits, passages = read(TWO, "cachecraft")  # its first prompt is read whole
+    got, logits, passages = read(TWO, "cachecraft(whole=1.0)")  # its first prompt is read whole
     np.testing.assert_allclose(logits, jkv.prefill(TWO, "full", [PROMPT], room=16)[1], atol=1e-4)
     assert passages.reused == 0 and passages.read == len(PROMPT)
     (of_b,), (of_a,) = (passages._variants[key] for key in sorted(passages._variants, key=lambda x: -x[1]))
@@ -141,17 +144,36 @@ def test_variants_of_a_passage_know_what_they_owe():
     jkv.prefill(TWO, "full", [other], room=16, store=passages)
     assert before + 120 - passages.reused == np.ceil(70 / (1 + np.exp(-of_a.ratio)))
 
-    passages.renew = renewal("cachecraft(alpha=9.0, variants=2)")  # all of a: a variant more
+    passages.renew = renewal("cachecraft(variants=2)")  # a half or more: all of a, a variant more
     _, near = jkv.prefill(TWO, "full", [other], room=16, store=passages)
     want = jkv.prefill(TWO, "full", [other], room=16)[1]
     mine = passages._variants[next(key for key in passages._variants if key[1] == 0)]
-    assert [x.before for x in mine] == [(1,), ()] and passages.reused == before + 120 - np.ceil(
+    assert [x.before for x in mine] == [(), (1,)] and passages.reused == before + 120 - np.ceil(
         70 / (1 + np.exp(-of_a.ratio))
     ) + len(B)
     assert (
         np.abs(np.asarray(near) - np.asarray(want)).max()
         < np.abs(np.asarray(read(TWO, "pie", prompt=other)[1]) - want).max()
     )
+
+
+def test_variants_come_where_nothing_of_them_stands_before_and_those_of_use_stay():
+    """Passage 3 behind others in turn, by numbers alone: it paid a tenth of what it paid to its own tokens."""
+    passages, found = Passages("cachecraft(variants=2)"), [Found(20 * i, i, 0, 20) for i in range(4)]
+    record = {x: np.zeros((1, 1, 20, 2), np.float32) for x in "kv"}
+    paid = [np.array([[0.1, 1.0]] * 20)]
+
+    def behind(i: int) -> bool:
+        """Whether it was there, where passage i alone stands before it; if not, it is read."""
+        there = passages.held("m", TWO, None, found[3], [i], None)  # type: ignore[arg-type]
+        if there is None:
+            passages.learn("m", [found[i], found[3]], 1, record, paid)
+        return there is not None
+
+    assert [behind(i) for i in (0, 1, 0, 0, 1)] == [False, False, True, True, True]
+    assert not behind(2) and [x.before for x in passages._variants["m", 3]] == [(2,), (0,)]  # used twice, 1 once
+    assert [behind(i) for i in (2, 0, 2, 2, 1)] == [True, True, True, True, False]
+    assert [x.before for x in passages._variants["m", 3]] == [(1,), (2,)]  # now 2 was of more use than 0
 
 
 def test_how_much_of_a_passage_is_read_again():

@@ -153,9 +153,9 @@ def test_several_query_tokens_and_one_selection_for_all_heads():
     check("int8", t=4, hs=1, g=2)
 
 
-@pytest.mark.parametrize(("form", "g"), [("int4", 1), ("20 and 32 of 64 channels", 1), ("20 and 32 of 64 channels", 8)])
+@pytest.mark.parametrize(("form", "g"), [("int4", 1), ("kivi", 1), ("20 and 32 of 64 channels", 8)])
 def test_all_heads_of_a_step_and_a_tier_that_is_no_whole_tile(form: str, g: int):
-    check(form, h=8, c=300, g=g)
+    check(form, h=8, c=320, g=g)
 
 
 @pytest.mark.parametrize("count", range(1, 65))
@@ -193,11 +193,12 @@ def test_many_tiles(monkeypatch, b: int, heads: int, selections: int, cores: int
     check("int8", b=b, c=640, h=heads, hs=selections, lengths=lengths, cores=cores)
 
 
-@pytest.mark.parametrize(("heads", "cores"), [(4, 1), (5, 2)])
-def test_the_last_step_may_begin_among_slots_of_the_one_before(monkeypatch, heads: int, cores: int):
-    """Of 384 slots a second step of 256 begins at the 128th; with two cores, each takes one."""
-    monkeypatch.setattr(kernel, "WORK", 256 * heads)
-    check("kivi", b=1, c=384, h=heads, g=1, lengths=(384, 0, 300, 200), cores=cores)
+@pytest.mark.parametrize(("form", "c", "heads", "cores"), [("int8", 384, 4, 1), ("kivi", 768, 5, 2)])
+def test_the_last_step_may_begin_among_slots_of_the_one_before(monkeypatch, form: str, c: int, heads: int, cores: int):
+    """Of 384 slots a second step of 256 begins at the 128th; with two cores, each takes one. Keys with a step per 32
+    tokens begin at whole 256."""
+    monkeypatch.setattr(kernel, "WORK", c // 3 * 2 * heads)
+    check(form, b=1, c=c, h=heads, g=1, lengths=(c, 0, 300, 200), cores=cores)
 
 
 def test_only_steps_that_have_tokens_are_walked():

@@ -52,7 +52,7 @@ CASES = [
     ("v5e:2x2", "int4", 128, 8, 512),
     *((chip, "int4", 128, 8, 16) for chip in ("v6e:2x2", "v5p:2x2x1")),
     *((chip, "int4", 128, 8, 0, "one line") for chip in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")),
-    # Few slots: a last step that begins among those of the one before, and rows of steps that are no whole tile.
+    # A last step that begins among slots of the one before; of 2,176 the kernel pads to what caches have, 2,304.
     *(("v5e:2x2", "kivi 2", 128, 8, 0, "one line", H, c) for c in (2176, 2304)),
     ("v5p:2x2x1", "kivi 2", 128, 8, 0, "one line", 1, 8320),  # two cores, one block
 ]

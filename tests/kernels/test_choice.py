@@ -44,8 +44,8 @@ def test_a_tpu_reads_them(text: str):
 
 @pytest.mark.parametrize("text", ["int8", *(f"kivi(group={n})" for n in (16, 32, 128))])
 def test_a_tpu_reads_the_tiers_of_a_cache_as_they_are(text: str):
-    """In whole tiles of its kernel, so that no step is padded; of 272 tokens kivi had 384 slots."""
-    cache = sizes.empty(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 272, 16, jnp.float32)
+    """In whole tiles of its kernel, so that no step is padded; of 400 tokens kivi(group=32) had 384 slots."""
+    cache = sizes.empty(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 400, 16, jnp.float32)
     config, tier = cache.plan[0].tiers[0], cache.layers[0].tiers[0]
     k, _ = jax.eval_shape(partial(kernel_codes, config=config), tier)
     assert k is not None and k.codes.shape[2] % least_tile(k) == 0 and kernels_of(cache) == "tpu"

@@ -25,7 +25,7 @@ from jkv.protocols import KernelCodes
 
 ROWS, HEADS, CONTEXT = "data", "model", "context"  # axes of a mesh: rows, kv heads, slots of tiers
 SLOTS = 128  # of a tier, that the kernels read together
-ROWS = 8  # of keys' steps that tokens share, that the TPU kernels read together
+STEPS = 8  # of keys' steps that tokens share, that the TPU kernels read together
 KERNELS = ("auto", "xla", "tpu", "gpu")
 # Versions of jax for which a GPU kernel's compiled loop is known, in tests/kernels/golden_gpu.json: Mosaic GPU may
 # change from one to the next. Others are for whoever asks for kernels="gpu".
@@ -82,7 +82,7 @@ def together(kernels: str, unit: int, grain: int) -> int:
     if name == "xla":
         return unit
     shared = name == "tpu" and 1 < grain <= SLOTS and SLOTS % grain == 0  # others no TPU kernel reads
-    return lcm(unit, SLOTS, ROWS * grain if shared else 1)
+    return lcm(unit, SLOTS, STEPS * grain if shared else 1)
 
 
 def check(kernels: str) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv.kernels import ROWS
+from jkv.kernels import STEPS
 from jkv.protocols import KernelCodes
 
 LANES = 128
@@ -60,9 +60,9 @@ class Side:
 
 
 def least_tile(k: KernelCodes) -> int:
-    """Slots that are read together: a line of lanes, and of steps that tokens share ROWS."""
+    """Slots that are read together: a line of lanes, and of steps that tokens share STEPS."""
     span = 1 if k.step is None else k.codes.shape[2] // k.step.shape[2]
-    return LANES if span == 1 else max(LANES, ROWS * span)
+    return LANES if span == 1 else max(LANES, STEPS * span)
 
 
 def _longer(more: int, x: Array, tokens: tuple[int, int] | None) -> Array:

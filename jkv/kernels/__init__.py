@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from math import lcm
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from jkv.protocols import KernelCodes
 
 ROWS, HEADS, CONTEXT = "data", "model", "context"  # axes of a mesh: rows, kv heads, slots of tiers
 SLOTS = 128  # of a tier, that the kernels read together
+STEPS = 8  # of keys' steps that tokens share, that the TPU kernels read together
 KERNELS = ("auto", "xla", "tpu", "gpu")
 # Versions of jax for which a GPU kernel's compiled loop is known, in tests/kernels/golden_gpu.json: Mosaic GPU may
 # change from one to the next. Others are for whoever asks for kernels="gpu".
@@ -66,6 +68,21 @@ def foreign() -> str:
 def wanted(kernels: str) -> str:
     """The kind that is asked for, "auto" made out."""
     return native() if kernels == "auto" else kernels
+
+
+def together(kernels: str, unit: int, grain: int) -> int:
+    """Slots of a tier that are read together, in whole `unit`s, where each `grain` of them share steps of their keys.
+
+    A multiple of it is read in place; kernels copy a tier of other sizes before they read it.
+
+    >>> together("xla", 32, 32), together("gpu", 32, 32), together("tpu", 32, 32), together("tpu", 1, 1)
+    (32, 128, 256, 128)
+    """
+    name = wanted(kernels)
+    if name == "xla":
+        return unit
+    shared = name == "tpu" and 1 < grain <= SLOTS and SLOTS % grain == 0  # others no TPU kernel reads
+    return lcm(unit, SLOTS, STEPS * grain if shared else 1)
 
 
 def check(kernels: str) -> None:

@@ -273,7 +273,7 @@ def _tier(
     if model.latent and alike and (config.merge is None or config.merge.changes == "none"):
         v = Within(keys=k, first=model.head_dim - model.value_dim)
     return TierConfig(
-        capacity=_whole(slots, config.unit, config),
+        capacity=_whole(slots, kernels.together(config.kernels, config.unit, k.grain), config.devices),
         most=slots,
         share=spec.size if isinstance(spec.size, float) else None,
         k=k,
@@ -320,10 +320,9 @@ def expiring(config: CacheConfig, model: ModelConfig) -> bool:
     return any(_born(score, model)[1] for score in scores)
 
 
-def _whole(slots: int, unit: int, config: CacheConfig) -> int:
-    """Slots in whole units on each device, or tiles of the kernels, which read 128 at a time; not all are used."""
-    tile = unit if kernels.wanted(config.kernels) == "xla" else lcm(unit, kernels.SLOTS)
-    return ceil(slots / (tile * config.devices)) * tile * config.devices
+def _whole(slots: int, tile: int, devices: int) -> int:
+    """Slots in whole tiles on each device, as they are read together; not all are used."""
+    return ceil(slots / (tile * devices)) * tile * devices
 
 
 def _slots(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:

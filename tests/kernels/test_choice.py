@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +16,12 @@ import pytest
 
 import jkv
 from jkv import kernels, methods, models
+from jkv.attention.tiers import kernel_codes
 from jkv.generation import sizes
 from jkv.generation.report import kernels_of, kernels_off
 from jkv.io.load import dtype_of
 from jkv.kernels.decode_attention import check, reference
+from jkv.kernels.decode_attention.tpu_sides import least_tile
 
 PARAMS = models.random(dict(models.TINY, hidden_size=256))
 
@@ -37,6 +40,15 @@ def made(text: str, kind: str) -> str:
 )
 def test_a_tpu_reads_them(text: str):
     assert made(text, "tpu") == "tpu"
+
+
+@pytest.mark.parametrize("text", ["int8", *(f"kivi(group={n})" for n in (16, 32, 128))])
+def test_a_tpu_reads_the_tiers_of_a_cache_as_they_are(text: str):
+    """In whole tiles of its kernel, so that no step is padded; of 400 tokens kivi(group=32) had 384 slots."""
+    cache = sizes.empty(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 400, 16, jnp.float32)
+    config, tier = cache.plan[0].tiers[0], cache.layers[0].tiers[0]
+    k, _ = jax.eval_shape(partial(kernel_codes, config=config), tier)
+    assert k is not None and k.codes.shape[2] % least_tile(k) == 0 and kernels_of(cache) == "tpu"
 
 
 @pytest.mark.parametrize(

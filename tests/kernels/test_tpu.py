@@ -153,9 +153,9 @@ def test_several_query_tokens_and_one_selection_for_all_heads():
     check("int8", t=4, hs=1, g=2)
 
 
-@pytest.mark.parametrize(("form", "g"), [("int4", 1), ("20 and 32 of 64 channels", 1), ("20 and 32 of 64 channels", 8)])
-def test_all_heads_of_a_step_and_a_tier_that_is_no_whole_tile(form: str, g: int):
-    check(form, h=8, c=300, g=g)
+@pytest.mark.parametrize(("form", "h", "g"), [("int4", 8, 1), ("kivi", 3, 1), ("20 and 32 of 64 channels", 8, 8)])
+def test_all_heads_of_a_step_and_a_tier_that_is_no_whole_tile(form: str, h: int, g: int):
+    check(form, h=h, c=320, g=g)
 
 
 @pytest.mark.parametrize("count", range(1, 65))
@@ -193,11 +193,12 @@ def test_many_tiles(monkeypatch, b: int, heads: int, selections: int, cores: int
     check("int8", b=b, c=640, h=heads, hs=selections, lengths=lengths, cores=cores)
 
 
-@pytest.mark.parametrize(("heads", "cores"), [(4, 1), (5, 2)])
-def test_the_last_step_may_begin_among_slots_of_the_one_before(monkeypatch, heads: int, cores: int):
-    """Of 384 slots a second step of 256 begins at the 128th; with two cores, each takes one."""
-    monkeypatch.setattr(kernel, "WORK", 256 * heads)
-    check("kivi", b=1, c=384, h=heads, g=1, lengths=(384, 0, 300, 200), cores=cores)
+@pytest.mark.parametrize(("form", "c", "heads", "cores"), [("int8", 384, 4, 1), ("kivi", 768, 3, 2)])
+def test_the_last_step_may_begin_among_slots_of_the_one_before(monkeypatch, form: str, c: int, heads: int, cores: int):
+    """Of 384 slots a second step of 256 begins at the 128th; with two cores, each takes one. Keys with a step per 32
+    tokens begin at whole 256."""
+    monkeypatch.setattr(kernel, "WORK", c // 3 * 2 * heads)
+    check(form, b=1, c=c, h=heads, g=1, lengths=(c, 0, 300, 200), cores=cores)
 
 
 def test_only_steps_that_have_tokens_are_walked():
@@ -223,6 +224,10 @@ def test_what_it_does_not_take_is_named():
     assert "keys of some channels in float32; bfloat16" in str(kernel.supports(some, full, 64, 8))
     narrow = codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, 16))))
     assert "whole multiples of 16 bytes" in str(kernel.supports(narrow, narrow, 16, 8))
+    shared = Affine(bits=8, axis="channel", group=128)
+    keys = jax.eval_shape(lambda x: codes.kernel_codes(shared, codes.encode(shared, x)), jnp.zeros((1, 1, 128, 64)))
+    assert "65 queries a kv head on keys with a step per 128 tokens; 64" in str(kernel.supports(keys, full, 64, 65))
+    assert kernel.supports(keys, full, 64, 64) is None
     with pytest.raises(ValueError, match="129 queries a kv head"):
         kernel.attention(jnp.zeros((1, 1, 129, 1, 64)), full, full, *[jnp.zeros((1, 1), jnp.int32)] * 3, 1.0)
 

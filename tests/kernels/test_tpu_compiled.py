@@ -47,8 +47,9 @@ def report(script: str, *args: str) -> Any:
 def test_the_kernel_compiles_and_costs_what_it_did(case: str):
     found, golden = report("tpu_costs.py")[case], GOLDEN["rows"][case]
     assert found["copies"] == 0
-    of_pages = case.endswith((" 16", " 512")) or "prompt" in case or "columns" in case  # or of prompts: as they were
-    assert found["temporaries"] < (max(MOST, golden["temporaries"] * SLACK) if of_pages else MOST)
+    # Of pages, of prompts, and of slots that no cache makes, which are padded: as they were.
+    as_was = case.endswith((" 16", " 512", " 2176", " 8320")) or "prompt" in case or "columns" in case
+    assert found["temporaries"] < (max(MOST, golden["temporaries"] * SLACK) if as_was else MOST)
     if jax.__version__ == GOLDEN["jax"]:  # another compiler makes another schedule
         assert found["cycles"] <= golden["cycles"] * SLACK
         assert 0 < found["vmem"] <= golden["vmem"] * SLACK

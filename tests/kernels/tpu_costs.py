@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.kernels.column_sums import tpu as columns
 from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
+from jkv.kernels.decode_attention.tpu_sides import least_tile
 from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.kernels.prefill_attention import tpu as prefill
 from jkv.methods.codecs import Sparse
@@ -51,6 +52,9 @@ CASES = [
     ("v5e:2x2", "int4", 128, 8, 512),
     *((chip, "int4", 128, 8, 16) for chip in ("v6e:2x2", "v5p:2x2x1")),
     *((chip, "int4", 128, 8, 0, "one line") for chip in ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")),
+    # A last step that begins among slots of the one before; of 2,176 the kernel pads to what caches have, 2,304.
+    *(("v5e:2x2", "kivi 2", 128, 8, 0, "one line", H, c) for c in (2176, 2304)),
+    ("v5p:2x2x1", "kivi 2", 128, 8, 0, "one line", 1, 8320),  # two cores, one block
 ]
 PROMPTS = [  # head dim, groups, tokens; a seventh word: of keys that not all later queries see
     ("v5e:2x2", "prompt", 64, 3, 2048, "until"),
@@ -68,7 +72,7 @@ COLUMNS = [
 
 
 def stored(
-    shape: Any, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None
+    shape: Any, h: int, c: int, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None
 ) -> KernelCodes:
     """A tier's codes with tokens last, as the compiler would keep them in a loop."""
 
@@ -77,40 +81,42 @@ def stored(
         return made.update(sharding=Format(Layout((0, 1, 2, 3)), made.sharding))
 
     if sparsity is not None:
-        values = lying((1, H, Sparse(sparsity=sparsity).kept(d), C), jnp.uint16)
-        return KernelCodes(codes=values, kept=shape((1, H, d // 8, C), jnp.uint8))
+        values = lying((1, h, Sparse(sparsity=sparsity).kept(d), c), jnp.uint16)
+        return KernelCodes(codes=values, kept=shape((1, h, d // 8, c), jnp.uint8))
     if not bits:
-        return KernelCodes(codes=shape((1, H, d, C), jnp.bfloat16))
-    sizes = (1, H, C // tokens, d) if tokens > 1 else (1, H, d // (group or d), C)
+        return KernelCodes(codes=shape((1, h, d, c), jnp.bfloat16))
+    sizes = (1, h, c // tokens, d) if tokens > 1 else (1, h, d // (group or d), c)
     step, low = (lying(sizes, jnp.uint16) for _ in range(2))
-    return KernelCodes(codes=shape((1, H, d * bits // 8, C), jnp.uint8), step=step, low=low, bits=bits)
+    return KernelCodes(codes=shape((1, h, d * bits // 8, c), jnp.uint8), step=step, low=low, bits=bits)
 
 
 def logical(x: KernelCodes) -> KernelCodes:
     """[B,H,C,...] again, and floats that are kept as their bits."""
 
     def turn(y: Any) -> Any:
-        y = jnp.swapaxes(y, 2, 3) if y.shape[3] == C else y
+        y = jnp.swapaxes(y, 2, 3) if y.shape[3] == x.codes.shape[3] else y
         return jax.lax.bitcast_convert_type(y, jnp.bfloat16) if y.dtype == jnp.uint16 else y
 
     return jax.tree.map(turn, x)
 
 
-def cost(folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0, line: str = "") -> dict[str, Any]:
+def cost(
+    folder: Path, topology: str, form: str, d: int, g: int, unit: int = 0, line: str = "", h: int = H, c: int = C
+) -> dict[str, Any]:
     """Of decode attention: cycles of a token and kv head, their fetching among them; of those in tiles of picked pages.
     line: of positions, that all heads share."""
     shape, mesh = placed(topology)
-    k, v = (stored(shape, d, **how) for how in FORMS[form])
+    k, v = (stored(shape, h, c, d, **how) for how in FORMS[form])
     bounds = shape((1, 1), jnp.int32)
-    arguments = shape((1, H, g, 1, d), jnp.bfloat16), k, v, shape((1, 1 if line else H, C), jnp.int32), bounds, bounds
+    arguments = shape((1, h, g, 1, d), jnp.bfloat16), k, v, shape((1, 1 if line else h, c), jnp.int32), bounds, bounds
 
     def run(q: Any, k: KernelCodes, v: KernelCodes, pos: Any, first: Any, last: Any, *pages: Any) -> Any:
         function = (lambda *x: paged(*x, *pages, unit)) if pages else attention
         return function(q, logical(k), logical(v), pos, first, last, d**-0.5)
 
-    pages = [shape((1, H, PAGES), jnp.int32)] if unit else []
-    name, tokens = ("paged_attention", TOGETHER) if unit else ("decode_attention", tile_of(k, v) * H)
-    found = compiled(mesh, run, name, *arguments, *pages)
+    pages = [shape((1, h, PAGES), jnp.int32)] if unit else []
+    name, tokens = ("paged_attention", TOGETHER) if unit else ("decode_attention", tile_of(k, v) * h)
+    found = compiled(mesh, run, name, *arguments, *pages, slots=c)
     return found | {"cycles": round(tpu.kernel_cycles(folder, name, tpu.loop) / tokens, 4)}
 
 
@@ -145,22 +151,23 @@ def placed(topology: str) -> tuple[Any, Mesh]:
     return lambda s, t: jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, PartitionSpec())), mesh
 
 
-def compiled(mesh: Mesh, function: Any, name: str, *arguments: Any) -> dict[str, Any]:
+def compiled(mesh: Mesh, function: Any, name: str, *arguments: Any, slots: int = C) -> dict[str, Any]:
     """Temporaries, copies of something large, and the kernel's memory on the chip, VMEM, all in bytes."""
     with jax.set_mesh(mesh):
         program = jax.jit(function).trace(*arguments).lower().compile()
     text = program.as_text()
     return {
         "temporaries": program.memory_analysis().temp_size_in_bytes,
-        "copies": len(re.findall(rf"= (?:u8|u16|bf16)\[1,{H},\d+,{C}\]\S* copy\(", text)),
+        "copies": len(re.findall(rf"= (?:u8|u16|bf16)\[1,\d+,\d+,{slots}\]\S* copy\(", text)),
         "vmem": tpu.kernel_memory(text, name),
     }
 
 
 def tile_of(k: KernelCodes, v: KernelCodes) -> int:
     """Tokens of a grid step."""
-    leaves = [x for x in jax.tree.leaves((k, v))]
-    return tile_size(sum(x.size * x.dtype.itemsize for x in leaves) // (H * C), H, C)
+    _, h, _, c = k.codes.shape
+    of_slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((k, v))) // (h * c)
+    return tile_size(of_slot, h, c, least_tile(jax.eval_shape(logical, k)))
 
 
 def main() -> None:

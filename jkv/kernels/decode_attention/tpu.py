@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv.arrays.partial import Partial, merge_all
 from jkv.kernels.decode_attention import lengths
-from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, value_side
+from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, least_tile, value_side
 from jkv.kernels.decode_attention.tpu_walk import Moving, Walk, device_cores, shares
 from jkv.protocols import KernelCodes
 
@@ -32,6 +32,7 @@ FLOOR = -5e29  # the running maximum before any key: half of what a masked logit
 MASKED = -1e30
 WORK = 16384  # tokens x heads x groups of 8 queries of one step: enough to bury its fixed cost
 TOGETHER = 1024  # slots of a step where each head has its own tiles
+LOGITS = 2**16  # of a head and step, of eight heads in VMEM
 BLOCKS = 8 * 2**20  # bytes of two steps' operands in VMEM; the compiler's own limit is 16 MiB on v5e
 LOG2E = 1.4426950408889634
 
@@ -55,6 +56,8 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
     if k.step is not None and (span := k.codes.shape[2] // k.step.shape[2]) > 1:
         if LANES % span or k.step.shape[3] != dim:
             return f"keys with a step per {span} tokens; a divisor of {LANES}, for each channel"
+        if queries > (most := LOGITS // least_tile(k)):
+            return f"{queries} queries a kv head on keys with a step per {span} tokens; {most} at most"
     return None
 
 
@@ -85,9 +88,11 @@ def attention(
     bounds = jnp.pad(bounds, pad)
     cores = device_cores() if cores is None else cores
     if tiles is None:
-        keys, values = (x.padded(-pos.shape[2] % LANES) for x in (keys, values))
-        pos = jnp.pad(pos, ((0, 0), (0, 0), (0, -pos.shape[2] % LANES)), constant_values=-1)
-        walk = _all(pos, h, keys.of_slot + values.of_slot, n, cores)
+        least = least_tile(k)
+        more = -pos.shape[2] % least
+        keys, values = (x.padded(more) for x in (keys, values))
+        pos = jnp.pad(pos, ((0, 0), (0, 0), (0, more)), constant_values=-1)
+        walk = _all(pos, h, keys.of_slot + values.of_slot, n, cores, least)
     else:  # every head is a row of its own
         pos, bounds = jnp.broadcast_to(pos, (b, h, pos.shape[2])).reshape(b * h, -1), jnp.repeat(bounds, h, 0)
         size = pos.shape[1] // tiles.shape[2]
@@ -113,12 +118,12 @@ def together(rows: int, heads: int) -> tuple[int, int]:
     return max(x for x in range(1, 9) if rows % x == 0 and (x == 1 or x * heads <= 8)), own
 
 
-def _all(pos: Array, heads: int, of_slot: int, n: int, cores: int) -> Walk:
-    """Every slot of pos i32[B,Hs,C] up to the last of the longest head of a block."""
+def _all(pos: Array, heads: int, of_slot: int, n: int, cores: int, least: int = LANES) -> Walk:
+    """Every slot of pos i32[B,Hs,C] up to the last of the longest head of a block, `least` of them together."""
     rows, own = together(pos.shape[0], heads)
     ends = jnp.broadcast_to(lengths(pos), (pos.shape[0], heads)).reshape(-1, rows * own).max(1)
     slots = -(-pos.shape[2] // shares(ends.shape[0], cores))
-    return Walk("decode_attention", rows, own, tile_size(of_slot, rows * own * n // 8, slots), 1, cores, ends)
+    return Walk("decode_attention", rows, own, tile_size(of_slot, rows * own * n // 8, slots, least), 1, cores, ends)
 
 
 def _some(pos: Array, tiles: Array, cores: int) -> tuple[Walk, Array]:
@@ -185,10 +190,11 @@ def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int
     return [x.reshape(walk.shares, all_, *x.shape[1:]) for x in found]
 
 
-def tile_size(of_slot: int, groups: int, slots: int) -> int:
-    """Slots of a step for `groups` of 8 queries, of `of_slot` bytes each; logits take room as codes do."""
-    most = min(WORK, BLOCKS // (2 * of_slot)) // (groups * LANES)
-    return min(max(most, 1), -(-slots // LANES)) * LANES
+def tile_size(of_slot: int, groups: int, slots: int, least: int = LANES) -> int:
+    """Slots of a step, in whole `least`, for `groups` of 8 queries, of `of_slot` bytes each; logits take room as codes
+    do."""
+    most = min(WORK, BLOCKS // (2 * of_slot)) // (groups * least)
+    return min(max(most, 1), -(-slots // least)) * least
 
 
 def _kernel(keys: Side, values: Side, walk: Walk, moving: list[Moving], slots: int, *refs: Any) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
+from jkv.kernels import STEPS
 from jkv.protocols import KernelCodes
 
 LANES = 128
@@ -56,6 +57,12 @@ class Side:
         own = [next(moving if tokens else still) for tokens in self.tokens]
         own = [x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in own]
         return lambda j, *args: self.work(*args, *(x[j] for x in own))
+
+
+def least_tile(k: KernelCodes) -> int:
+    """Slots that are read together: a line of lanes, and of steps that tokens share STEPS."""
+    span = 1 if k.step is None else k.codes.shape[2] // k.step.shape[2]
+    return LANES if span == 1 else max(LANES, STEPS * span)
 
 
 def _longer(more: int, x: Array, tokens: tuple[int, int] | None) -> Array:

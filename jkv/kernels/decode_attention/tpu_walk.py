@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jkv.kernels import STEPS
 from jkv.kernels.decode_attention.tpu_sides import LANES
 
 
@@ -119,7 +120,7 @@ class Moving:
         size = tile // len(starts) // self.per
         first = self.own * (block if self.common == 1 else lax.div(block, self.common))
         for part, start in enumerate(starts):
-            entry = pl.multiple_of(lax.div(start, self.per), LANES // self.per)
+            entry = pl.multiple_of(lax.div(start, self.per), LANES if self.axis == 2 else STEPS)
             where: list[Any] = [pl.ds(first, self.own), slice(None), slice(None)]
             to: list[Any] = [slice(None)] * 3
             where[self.axis], to[self.axis] = pl.ds(entry, size), pl.ds(part * size, size)

@@ -11,11 +11,9 @@ from jax import Array
 
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import tpu
-from jkv.kernels.decode_attention.tpu_sides import LANES
+from jkv.kernels.decode_attention.tpu_sides import least_tile
 from jkv.kernels.paged_attention import refusal, visits
 from jkv.protocols import KernelCodes
-
-ROWS = 8  # of a block of steps that tokens share
 
 
 def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int) -> str | None:
@@ -23,14 +21,8 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int) 
     return tpu.supports(k, v, dim, queries) or refusal(unit, least_tile(k))
 
 
-def least_tile(k: KernelCodes) -> int:
-    """Slots that are read together."""
-    span = 1 if k.step is None else k.codes.shape[2] // k.step.shape[2]
-    return LANES if span == 1 else max(LANES, ROWS * span)
-
-
 def tile_size(k: KernelCodes, unit: int) -> int:
-    """The same; of a large page as much as fits a step."""
+    """Slots that are read together; of a large page as much as fits a step."""
     tile = least_tile(k)
     while unit % (2 * tile) == 0 and 2 * tile <= tpu.TOGETHER:
         tile *= 2

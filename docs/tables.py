@@ -455,6 +455,19 @@ def reused() -> list[str]:
     ]
 
 
+def by_layer() -> list[str]:
+    """A plan beside one codec in every layer, on prose and on code."""
+    texts = [{r["cache"]: r for r in results(f"layers/heldout-{name}")} for name in ("pydoc", "stdlib")]
+    return [
+        line(
+            code(cache),
+            "{:.2f} / {:.2f}".format(*texts[0][cache]["bits"]),
+            *(f"{rows[cache][x]:{form}}" for x, form in (("kl", ".2g"), ("ppl", ".2f")) for rows in texts),
+        )
+        for cache in texts[0]
+    ]
+
+
 def head(*cells: str) -> str:
     return f"{line(*cells)}\n{'|---' * len(cells)}|\n"
 
@@ -473,6 +486,9 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         ): hot,
     },
     "docs/quality.md": {
+        head(
+            "cache", "bits (keys / values)", "KL, prose", "KL, code", "perplexity, prose", "perplexity, code"
+        ): by_layer,
         head("", "half of the tokens", "a quarter", "an eighth"): needles,
         head("", *SIZES): later,
         head("selector", "attention", "of the older tokens", "of their bytes, by tiles"): selectors,

@@ -57,7 +57,7 @@ __all__ = [
 # The module of each name. It is imported when the name is first used: `jkv --help` need not wait for jax.
 _HOMES = {
     "CATALOGUE": "methods",
-    "Cache": "core.cache",
+    "Cache": "memory.cache",
     "CacheConfig": "methods.config",
     "Report": "generation.report",
     "Result": "generation.api",

@@ -127,7 +127,7 @@ class Schedule(Protocol):
     def capacity(self) -> int: ...  # tokens that a head holds at most, in a pool their mean
 
     @property
-    def tiers(self) -> tuple[Any, ...]: ...  # `core.layer.TierConfig`, each with its `capacity`
+    def tiers(self) -> tuple[Any, ...]: ...  # `memory.layer.TierConfig`, each with its `capacity`
 
 
 class Evidence(Protocol):
@@ -151,7 +151,7 @@ class Evidence(Protocol):
     def window(self) -> Window: ...  # its exact tokens
 
     @property
-    def tiers(self) -> tuple[Any, ...]: ...  # `core.cache.Tier`; none at the first flush of a prompt
+    def tiers(self) -> tuple[Any, ...]: ...  # `memory.cache.Tier`; none at the first flush of a prompt
 
     @property
     def slots(self) -> int: ...  # of all tiers
@@ -163,7 +163,7 @@ class Evidence(Protocol):
     def new(self) -> Queries | None: ...  # the queries since the last flush, or None
 
     @property
-    def lower(self) -> Any: ...  # the `core.cache.LayerCache` of the lower layer that the score reads, or None
+    def lower(self) -> Any: ...  # the `memory.cache.LayerCache` of the lower layer that the score reads, or None
 
     @property
     def seen(self) -> Array: ...  # i32[B] tokens in all

@@ -103,7 +103,7 @@ class Prefill:
     beside: ClassVar[str] = ""  # what it does beside one pass, as the predicate of a sentence
 
     def pruning(self, model: ModelConfig, layer: int) -> Any:
-        """The `core.layer.Pruning` of the tokens that go on after a layer, or None: all do."""
+        """The `memory.layer.Pruning` of the tokens that go on after a layer, or None: all do."""
         return None
 
     def check(self, config: Any, model: ModelConfig, chunk: int) -> None:

@@ -42,20 +42,20 @@ class Once(Wrapper):
 
     def birth(self, new: Born) -> Columns:
         b, h, t, _ = new.k.shape
-        return self.score.birth(new) | {"once": jnp.full((b, h, t), jnp.inf)}
+        return self.score.birth(new) | {"once": jnp.full((b, h, t), LATER)}
 
     def observe(self, ev: Evidence) -> Columns:
         columns = self.score.observe(ev)
         if ev.tiers:
             return columns
-        every = replace(ev, columns=columns, may_go=ev.live)  # the newest have ranks too, for the flushes to come
-        rank = jnp.nan_to_num(self.score.rank(every))  # finite: what is not came later
-        return columns | {"once": jnp.broadcast_to(rank, columns["once"].shape)}
+        rank = self.score.rank(replace(ev, columns=columns, may_go=ev.live))  # the newest have ranks too, for later
+        below = jnp.where(jnp.isfinite(rank), jnp.minimum(rank, LATER / 2), rank)
+        return columns | {"once": jnp.broadcast_to(below, columns["once"].shape)}
 
     def rank(self, ev: Evidence) -> Array:
-        once = ev.columns["once"]
-        later = LATER * (1 + ev.pos.astype(jnp.float32) * 2.0**-21)  # to the position, up to two million
-        return jnp.where(jnp.isfinite(once), jnp.minimum(once, LATER / 2), later)
+        once = ev.columns["once"][:, :1] if self.uniform else ev.columns["once"]
+        later = 1 + ev.pos[:, : once.shape[1]].astype(jnp.float32) * 2.0**-21  # to the position, up to two million
+        return jnp.where(once == LATER, LATER * later, once)
 
 
 @part

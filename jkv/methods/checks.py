@@ -14,7 +14,7 @@ from jkv.attention.pool import HEADS
 from jkv.memory import codes
 from jkv.memory.hot import RANKS
 from jkv.memory.pages import reachable
-from jkv.methods.config import CacheConfig, expiring
+from jkv.methods.config import CacheConfig, expiring, follows
 from jkv.protocols import Demand, needs_of
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             "layers that read what another picked, as each has units of its own": config.select.follows,
             "a codec that codes several heads together": config.joins,
             "a merge": config.merge is not None,
+            "a score that reads what another layer keeps": follows(config, model),
             "layers that see a window of the newest tokens, from which whole units would leave": any(model.windows),
         }
         alone(config, "units of tokens that are alike, in each head its own, do", others)

@@ -316,8 +316,17 @@ def _columns(
 
 def expiring(config: CacheConfig, model: ModelConfig) -> bool:
     """Whether the tokens of some layer may expire."""
-    scores = (jax.tree.map(lambda x: x[i], config.score).for_layer(model, i) for i in range(model.layers))  # noqa: B023
-    return any(_born(score, model)[1] for score in scores)
+    return any(_born(score, model)[1] for score in _scores(config, model))
+
+
+def follows(config: CacheConfig, model: ModelConfig) -> bool:
+    """Whether the score of some layer reads the cache of a lower one."""
+    return any(score.needs.layer is not None for score in _scores(config, model))
+
+
+def _scores(config: CacheConfig, model: ModelConfig) -> list[Score]:
+    """The score of each layer."""
+    return [jax.tree.map(lambda x: x[i], config.score).for_layer(model, i) for i in range(model.layers)]  # noqa: B023
 
 
 def _whole(slots: int, tile: int, devices: int) -> int:

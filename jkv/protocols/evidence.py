@@ -199,7 +199,7 @@ class Evidence(Protocol):
         ...
 
     def fold(self, step: Callable[..., Any], queries: Queries, join: Callable[[Any, Any], Any] = ...) -> Any:
-        """Sums per key over the attention probabilities of queries, tile by tile; see `core.evidence`."""
+        """Sums per key over the attention probabilities of queries, tile by tile; see `attention.evidence`."""
         ...
 
     def sums(self, queries: Queries) -> Array:

@@ -306,6 +306,7 @@ def test_no_more_is_taken_than_is_known(kind, says):
         ("tokenselect(tokens=0)", "1 or more"),
         ("lrqk(tokens=8, page=16)", "a page or more"),
         ("icecache | indexcache", "each has units of its own"),
+        ("windowkv(budget=64) | icecache", "reads what another layer keeps"),
         ("reform(layers=3, states=((10, 0, 'v'),))", "give one"),
         ("knorm(budget=64) | rest | icecache", "not go with a merge"),
     ],

@@ -77,7 +77,7 @@ WRONG = {
     "stop_ids": [x for x in NO_COUNT if x is not None] + [[100], [10**9], [-2], [[1]], "ab", (x for x in IDS)],
     "chunk": [x for x in NO_COUNT if x is not None] + [[1]],
     "n": [*NO_COUNT, 0, [2]],
-    "draft": [5, "prefix", ["suffix"]],
+    "draft": [5, "prefix", [], ["suffix", "recycle"]],
     "store": [5, "folder", True],
     "compare": [None, 1, "yes", [True]],
     "until": [5, "f", [None]],

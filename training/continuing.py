@@ -109,9 +109,9 @@ def train(
     arrays = {name: np.asarray(z, np.float32) for name, z in w.items()}
     arrays |= {"out": arrays["out"] / np.float32(heat), "base": arrays["base"] / np.float32(heat)}
     arrays["pauses"] = np.quantile(waits, np.linspace(0, 1, PAUSES)).astype(np.float32)
+    assert np.isfinite(Learned(arrays).odds(visits[some[0]].ids))
     checkpoint.write(out, arrays, {"kind": "lpc", "prompts": len(some)})
-    p, base = np.clip(goes_on[told].mean(), 1e-6, 1 - 1e-6), Learned(arrays)
-    assert np.isfinite(base.odds(visits[some[0]].ids))
+    p = np.clip(goes_on[told].mean(), 1e-6, 1 - 1e-6)
     return {
         "prompts": len(some),
         "continued": round(float(goes_on.mean()), 4),

@@ -388,6 +388,7 @@ def store(
     from jkv.eval.store import trace as read
     from jkv.host.results import versions, write
     from jkv.io.evict import policy
+    from jkv.io.store import BLOCK
 
     orders = evict or ["lru", "belady"]
     for text in orders:
@@ -401,7 +402,7 @@ def store(
     for row in found:
         print(f"{row['evict']}, {row['blocks']:,} blocks: {row['hits']:.1%} of the blocks that were asked for")
     if out is not None:
-        about = {"command": "store", "model": model, "prompts": len(visits), "blocks": every, "block": 64}
+        about = {"command": "store", "model": model, "prompts": len(visits), "blocks": every, "block": BLOCK}
         write(out, {**about, "trace": digest([repr(x.names) for x in visits]), "versions": versions(PACKAGES)}, found)
 
 

@@ -258,6 +258,14 @@ def _check(chosen: dict[str, Any], length: int) -> None:
         raise ValueError(f"ratio={chosen['ratio']}: all tokens to those that stay; above 1, or nothing is to be marked")
 
 
+def _check_free(out: Path) -> None:
+    """ValueError for a folder in which weights are already."""
+    from jkv.io.learned import CARD
+
+    if (out / CARD).exists():
+        raise ValueError(f"{out} holds a {CARD} already: give another --out")
+
+
 def _calibrated(name: str, about: str, most: int, long: int) -> None:
     """Adds the command that finds a method's heads."""
 
@@ -275,8 +283,7 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         from jkv.io.load import load
         from jkv.training import channels, heads, moments, queries, sensitivity
 
-        if (out / learned.CARD).exists():
-            raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
+        _check_free(out)
         params = load(model, dtype, None, weights)
         layers = params.config.layers
         steps = {
@@ -330,8 +337,7 @@ def layers(
     from jkv.training.plans import CANDIDATES
     from jkv.training.plans import layers as planned
 
-    if (out / learned.CARD).exists():
-        raise ValueError(f"{out} holds a {learned.CARD} already: give another --out")
+    _check_free(out)
     asked = tuple(candidate or CANDIDATES)
     plans.alike(asked)
     params = load(model, dtype)

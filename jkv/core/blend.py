@@ -30,7 +30,7 @@ class Choice:
     def __call__(self, old: Array, new: Array, paid: Array | None, held: Array) -> Array:
         """f32[B,T]: the highest first, -inf for those that are not read. old, new f[B,H,T,D]: their values as held, and
         among the others; paid f32[B,T]: what the `last` tokens pay to each, over all heads; held bool[B,T]."""
-        raise NotImplementedError
+        raise NotImplementedError  # its own in every choice
 
 
 @dataclass(frozen=True)

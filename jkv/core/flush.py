@@ -29,7 +29,7 @@ from jkv.memory import codes
 from jkv.memory.cache import Counts, LayerCache, Observation, Tier, Window
 from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.memory.pages import is_far
-from jkv.protocols import Code, Codec, Columns, Entered, Queries
+from jkv.protocols import Code, Codec, Columns, Entered, Queries, Selector
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -290,6 +290,33 @@ def _contest(
     return slot, token
 
 
+def _indexed(
+    tier: Tier,
+    select: Selector,
+    k: Array,
+    pos: Array,
+    columns: Columns,
+    place: Array,
+    capacity: int,
+    queries: Queries | None,
+) -> tuple[Any, Any]:
+    """The summary with the units of tokens that enter at place i32[B,H,n] (capacity: nowhere), and the memo after them.
+
+    Keys are rotated, as queries meet them, however the codec stores them.
+    """
+    n, wanted = select.unit, select.needs.queries
+    entered = Entered(
+        k=in_units(k.astype(jnp.float32), n),
+        pos=in_units(jnp.where(place < capacity, pos, -1), n),
+        columns={name: in_units(x, n) for name, x in columns.items()},
+        queries=queries.newest(wanted) if queries is not None and wanted else None,
+        memo=tier.memo,
+    )
+    memo = select.renew(entered)
+    made, at = select.summarize(replace(entered, memo=memo)), per(place[:, :, ::n], n)
+    return jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), tier.summary, made), memo
+
+
 def _admit(
     tier: Tier,
     new: Newcomers,
@@ -321,21 +348,8 @@ def _admit(
 
     summary, memo = tier.summary, tier.memo
     if config.select is not None:
-        n = config.select.unit  # keys are rotated, as queries meet them, however the codec stores them
-        columns = {name: in_units(take(x, token), n) for name, x in new.columns.items()}
-        there = jnp.where(place < config.capacity, pos, -1)
-        wanted = config.select.needs.queries
-        entered = Entered(
-            k=in_units(k.astype(jnp.float32), n),
-            pos=in_units(there, n),
-            columns=columns,
-            queries=queries.newest(wanted) if queries is not None and wanted else None,
-            memo=memo,
-        )
-        memo = config.select.renew(entered)
-        made = config.select.summarize(replace(entered, memo=memo))
-        at = per(place[:, :, :: config.select.unit], config.select.unit)
-        summary = jax.tree.map(lambda x, y: context.write(x, at, y, tier.axes), summary, made)
+        columns = {name: take(x, token) for name, x in new.columns.items()}
+        summary, memo = _indexed(tier, config.select, k, pos, columns, place, config.capacity, queries)
     if group and config.k.layers > 1:
         k = _of_layers([take(x, token) for x, _ in group])
     if group and config.v.layers > 1:

@@ -390,9 +390,9 @@ def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: in
     more = {"prefix": round(beginnings(bed) / sum(len(x.ids) for x in bed.measured), 4)} if bed.shared else {}
     found = s.results("reuse", ids, bed=name, length=length, samples=samples, timed=timed, **more)
     configs, task = [parse(x) for x in s.caches], {"task": f"reuse/{name}"}
-    rows = [(str(config), renew) for config in configs for renew in (WHOLE, *renews)]
+    rows = [(config, renew) for config in configs for renew in (WHOLE, *renews)]
     if timed:
-        for config, renew in ((config, renew) for config in configs for renew in (WHOLE, *renews)):
+        for config, renew in rows:
             key = {"cache": str(config), **task, "renew": renew}
             if found.find(**key) is None:
                 ms = times(s.params, bed, config, renew)
@@ -402,7 +402,7 @@ def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: in
     done = [
         i
         for i in range(len(bed.asked))
-        if all(found.find(cache=cache, renew=renew, prompt=i, **task) for cache, renew in rows)
+        if all(found.find(cache=str(config), renew=renew, prompt=i, **task) for config, renew in rows)
     ]
     for i, cache, renew, row in quality(s.params, bed, configs, renews, done):
         key = {"cache": cache, **task, "renew": renew, "prompt": i}

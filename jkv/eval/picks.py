@@ -20,6 +20,7 @@ from jkv.attention.evidence import QUERIES
 from jkv.attention.mask import causal, visible
 from jkv.kernels import SLOTS
 from jkv.memory.cache import tree_bytes
+from jkv.memory.empty import index_shapes
 from jkv.methods.scores.attention import MASS
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
@@ -152,8 +153,7 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
         shares.append(float(share.mean()))
         if i >= spared:
             parts.append(float(read.mean()) / old)
-            unit = jax.ShapeDtypeStruct((1, 1, 1, own.unit, d), jnp.float32)
-            index = _index(own, unit, one.k.shape[1]) + (d if own.scans else 0)
+            index = _index(own, d, one.k.shape[1]) + (d if own.scans else 0)
             sizes.append(min(float(tiled.mean()) / old, 1.0) + index / (2 * d))
     late = shares[spared:]
     return {
@@ -164,24 +164,7 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
     }
 
 
-def _index(select: Selector, unit: Any, heads: int) -> float:
+def _index(select: Selector, dim: int, heads: int) -> float:
     """Numbers that are known of a token and head."""
-    k = jax.ShapeDtypeStruct((1, heads, *unit.shape[2:]), jnp.float32)
-    pos = jax.ShapeDtypeStruct(k.shape[:4], jnp.int32)
-
-    def index(k: Array, pos: Array) -> Any:
-        asked = jnp.zeros((1, heads, 1, k.shape[-1]))
-        look = Look(
-            q=asked,
-            pos=pos[..., -1],
-            summary=None,
-            memo=None,
-            given=None,
-            alive=jnp.ones(1, bool),
-            logits=lambda: asked,
-        )
-        new = Entered(k=k, pos=pos, columns={MASS: k[..., 0]}, queries=None, memo=select.remember(look))
-        return select.summarize(new)
-
-    made = jax.eval_shape(index, k, pos)
-    return tree_bytes(made) / 4 / heads / select.unit
+    summary, _ = index_shapes(select, (1, heads, 1, dim), select.unit, [MASS])
+    return tree_bytes(summary) / 4 / heads / select.unit

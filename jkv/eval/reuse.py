@@ -15,6 +15,7 @@ import numpy as np
 from jkv.attention.decoded import stored
 from jkv.core.compiled import Cost
 from jkv.eval import corpora, measure
+from jkv.eval.store import leading
 from jkv.eval.task import Example
 from jkv.eval.words import coined, numbers, prose
 from jkv.generation.api import generate
@@ -23,7 +24,7 @@ from jkv.generation.follow import Follow
 from jkv.generation.passages import Joins, Passages, kind
 from jkv.generation.prefill import prefilled
 from jkv.generation.report import divergence
-from jkv.io.store import chain
+from jkv.io.store import BLOCK, chain
 from jkv.memory.cache import Cache
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -187,11 +188,15 @@ def quality(
         if joins.refusal:
             raise ValueError(f"{config}: {joins.refusal}, so nothing is reused: give another cache")
         alike.setdefault((joins.root, joins.least), []).append(config.bound(params))
-    ways = {key: {WHOLE: Passages("pie")} | {renew: Passages(renew) for renew in renews} for key in alike}
+
+    def fresh() -> dict[str, Passages]:
+        return {renew: passages_of(renew) for renew in (WHOLE, *renews)}
+
+    ways = {key: fresh() for key in alike}
     for number, x in enumerate(bed):
         for key, some in alike.items():
             if not bed.shared:
-                ways[key] = {WHOLE: Passages("pie")} | {renew: Passages(renew) for renew in renews}
+                ways[key] = fresh()
             begun, read, ms = [], [], []
             for renew, passages in ways[key].items():
                 if renew != WHOLE:
@@ -270,9 +275,9 @@ def beginnings(bed: Bed) -> int:
     read = 0
     for x in bed:
         names = chain("", x.ids[:-1])
-        hits = next((i for i, name in enumerate(names) if name not in seen), len(names)) if bed.shared else 0
+        hits = leading(names, seen) if bed.shared else 0
         seen |= set(names)
-        read += (len(x.ids) - 64 * hits) * x.counts
+        read += (len(x.ids) - BLOCK * hits) * x.counts
     return read
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,6 +104,15 @@ def order(text: str, visits: Sequence[Visit]) -> Evict:
     return Belady(visits) if text == "belady" else policy(text)
 
 
+def leading(names: Sequence[str], held: Container[str]) -> int:
+    """How many first ones of the names are held.
+
+    >>> leading(["a", "b", "c"], {"a", "c"}), leading([], set())
+    (1, 0)
+    """
+    return next((i for i, name in enumerate(names) if name not in held), len(names))
+
+
 def replay(visits: Sequence[Visit], evict: Evict, blocks: int) -> dict[str, Any]:
     """hits: the share of prompts' whole blocks that a store of so many blocks has when they come; tokens: that were
     found."""
@@ -111,7 +120,7 @@ def replay(visits: Sequence[Visit], evict: Evict, blocks: int) -> dict[str, Any]
     hits = total = 0
     for x, now in zip(visits, moments(visits), strict=True):
         odds = evict.odds(x.ids)
-        n = next((i for i, name in enumerate(x.names) if name not in held), len(x.names))
+        n = leading(x.names, held)
         hits, total = hits + n, total + len(x.names)
         over = len(held) + len(x.names) - n - blocks
         if over > 0:

@@ -117,8 +117,7 @@ def drafter(what: Any, params: Params) -> Drafter:
     """
     first, *rest = what if isinstance(what, list | tuple) and what else [what]
     if rest:
-        behind = drafter(rest if len(rest) > 1 else rest[0], params)
-        one = drafter(first, params)
+        one, behind = drafter(first, params), drafter(rest, params)
         if not isinstance(one, Through):
             raise ValueError(f"draft={short(what)}: {short(first)} has no model that verifies what another guesses")
         return replace(one, behind=behind)

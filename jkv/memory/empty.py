@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -37,9 +38,18 @@ def empty_side(
 
 def empty_index(select: Selector, plan: LayerConfig, rows: int, model: ModelConfig, slots: int) -> tuple[Any, Any]:
     """The summary of units that hold nothing, and the memo of rows that remember nothing."""
-    b, h, g, d, n, u = rows, model.heads, model.groups, model.head_dim, slots // select.unit, select.unit
+    queries = rows, model.heads, model.groups, model.head_dim
+    found = index_shapes(select, queries, slots, plan.columns)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
+
+
+def index_shapes(
+    select: Selector, queries: tuple[int, int, int, int], slots: int, names: Iterable[str]
+) -> tuple[Any, Any]:
+    """The shapes of a selector's summary and memo, for a step's queries [B,H,G,D] and columns of these names."""
+    (b, h, g, d), n, u = queries, slots // select.unit, select.unit
     shape = jax.ShapeDtypeStruct
-    columns = {name: shape((b, h, n, u), jnp.float32) for name in plan.columns}
+    columns = {name: shape((b, h, n, u), jnp.float32) for name in names}
     k, pos = shape((b, h, n, u, d), jnp.float32), shape((b, h, n, u), jnp.int32)
 
     def made(k: Array, pos: Array, columns: Columns, q: Array) -> tuple[Any, Any]:
@@ -49,8 +59,7 @@ def empty_index(select: Selector, plan: LayerConfig, rows: int, model: ModelConf
         memo = select.remember(look)
         return select.summarize(Entered(k=k, pos=pos, columns=columns, queries=None, memo=memo)), memo
 
-    found = jax.eval_shape(made, k, pos, columns, shape((b, h, g, d), jnp.float32))
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
+    return jax.eval_shape(made, k, pos, columns, shape((b, h, g, d), jnp.float32))
 
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:

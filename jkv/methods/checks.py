@@ -15,7 +15,7 @@ from jkv.memory import codes
 from jkv.memory.hot import RANKS
 from jkv.memory.pages import reachable
 from jkv.methods.config import CacheConfig, expiring, follows
-from jkv.protocols import Demand, needs_of
+from jkv.protocols import Demand, Selector, needs_of
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -35,7 +35,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     spared = config.exact_layers
     if not isinstance(spared, tuple) or any(x not in range(model.layers) for x in spared):
         raise ValueError(f"exact_layers={spared}: numbers of layers that stay exact, of 0 to {model.layers - 1}")
-    if spared and any(codec.layers > 1 for tier in config.tiers for codec in config.codecs(tier)):
+    if spared and any(codec.layers > 1 for codec in config.all_codecs):
         raise ValueError(
             f"{config}: layers that are coded together do not stay exact one by one; leave out exact_layers="
         )
@@ -56,12 +56,22 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
     _check_codecs(config, model)
-    if config.relative and config.select:
+    if config.select:
+        _check_select(config, config.select, model)
+    _check_taught(config, model, chunk)
+    _check_host(config, model)
+    _check_residual(config, model)
+    _check_merge(config)
+    _check_budget(config, model)
+
+
+def _check_select(config: CacheConfig, select: Selector, model: ModelConfig) -> None:
+    if config.relative:
         raise ValueError(
-            f"{config}: relative positions move keys, and {type(config.select).__name__} knows them where they were "
+            f"{config}: relative positions move keys, and {type(select).__name__} knows them where they were "
             "written; leave out the selector, or use true positions (streaming(relative=False))"
         )
-    if config.select and config.select.follows:
+    if select.follows:
         others = {
             "a budget": config.budget.bounded or config.budget.statistic is not None,
             "several tiers, in which layers may put tokens in other places": len(config.tiers) > 1,
@@ -71,25 +81,20 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             is not None,
         }
         alone(config, "layers that read what another picked hold the same tokens as it, and do", others)
-    if config.select and config.select.arranges:
+    if select.arranges:
         others = {
-            "layers that read what another picked, as each has units of its own": config.select.follows,
+            "layers that read what another picked, as each has units of its own": select.follows,
             "a codec that codes several heads together": config.joins,
             "a merge": config.merge is not None,
             "a score that reads what another layer keeps": follows(config, model),
             "layers that see a window of the newest tokens, from which whole units would leave": any(model.windows),
         }
         alone(config, "units of tokens that are alike, in each head its own, do", others)
-    if config.devices > 1 and config.select and config.select.stateful:
+    if config.devices > 1 and select.stateful:
         raise ValueError(
             f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
             "tier (context in a mesh) do not know of each other; give them to data or model, or take quest"
         )
-    _check_taught(config, model, chunk)
-    _check_host(config, model)
-    _check_residual(config, model)
-    _check_merge(config)
-    _check_budget(config, model)
 
 
 def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
@@ -100,7 +105,7 @@ def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
     if chosen and all(tier.k and tier.v for tier in config.tiers):
         raise ValueError(f"{config}: every tier of this method has its own codecs; leave out the other codec")
     _check_pool(config, model)
-    made = any(codec.by_head for tier in config.tiers for codec in config.codecs(tier))
+    made = any(codec.by_head for codec in config.all_codecs)
     if (made and config.pooled is not None) or any(
         x.ndim < 2 or x.shape[1] not in _heads(config, model) for x in jax.tree.leaves((config.codec, config.tiers))
     ):
@@ -124,7 +129,7 @@ def _heads(config: CacheConfig, model: ModelConfig) -> set[int]:
     """Lengths that the axis of heads of a codec's arrays may have."""
     if config.pooled is not None:
         return {1}
-    together = {codec.for_layer(model, 0).heads for tier in config.tiers for codec in config.codecs(tier)}
+    together = {codec.for_layer(model, 0).heads for codec in config.all_codecs}
     return {1, model.heads, *(model.heads // g for g in together)}
 
 
@@ -249,7 +254,7 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
         return
     if not 0 <= config.pooled <= 1:
         raise ValueError(f"floor={config.pooled}: the share of an equal part that a head is sure of, from 0 to 1")
-    grains = [c.grain for tier in config.tiers for c in config.codecs(tier)]
+    grains = [codec.grain for codec in config.all_codecs]
     others = {
         "a codec that codes several heads together": config.joins,
         "a score that keeps the same tokens for all heads": config.score.uniform,

@@ -125,20 +125,25 @@ class CacheConfig:
         return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
+    def all_codecs(self) -> list[Codec]:
+        """Those of every tier, keys before values."""
+        return [codec for tier in self.tiers for codec in self.codecs(tier)]
+
+    @property
     def joins(self) -> bool:
         """Whether a codec codes several kv heads together."""
-        return any(codec.heads != 1 for tier in self.tiers for codec in self.codecs(tier))
+        return any(codec.heads != 1 for codec in self.all_codecs)
 
     @property
     def taught(self) -> bool:
         """Whether a codec learns of each prompt, when it is first encoded."""
-        return any(codec.taught for tier in self.tiers for codec in self.codecs(tier))
+        return any(codec.taught for codec in self.all_codecs)
 
     @property
     def unit(self) -> int:
         """Tokens that enter and leave a tier together."""
         page = self.select.unit if self.select else PAGE if self.host != "none" else 1
-        return lcm(*(c.grain for s in self.tiers for c in self.codecs(s)), page)
+        return lcm(*(codec.grain for codec in self.all_codecs), page)
 
     @property
     def steps(self) -> int:
@@ -159,7 +164,7 @@ class CacheConfig:
 
         ValueError for heads that are coded together, but not all, where devices divide the heads.
         """
-        some = {codec.heads for tier in self.tiers for codec in self.codecs(tier)} - {0, 1}
+        some = {codec.heads for codec in self.all_codecs} - {0, 1}
         if some and mesh.slots(True) > mesh.slots(False):
             raise ValueError(
                 f"{self}: {max(some)} kv heads are coded together, which devices that divide the heads (model in a "

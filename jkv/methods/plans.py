@@ -86,7 +86,7 @@ def alike(texts: Sequence[str]) -> list[CacheConfig]:
     """The caches of texts that differ in their codecs alone; ValueError for others, and for codecs that tie layers."""
     configs = [parse(text) for text in texts]
     for text, config in zip(texts, configs, strict=True):
-        if any(codec.taught or codec.layers > 1 or codec.heads != 1 for codec in codecs(config)):
+        if any(codec.taught or codec.layers > 1 or codec.heads != 1 for codec in config.all_codecs):
             raise ValueError(
                 f"{text!r}: a plan takes codecs that code each layer and head alone and learn of no prompt"
             )
@@ -96,10 +96,6 @@ def alike(texts: Sequence[str]) -> list[CacheConfig]:
                 "same tiers, budget, recent= and block="
             )
     return configs
-
-
-def codecs(config: CacheConfig) -> list[Codec]:
-    return [codec for tier in config.tiers for codec in config.codecs(tier)]
 
 
 def bare(config: CacheConfig) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.bench.results import use_cores
-from jkv.cli.measuring import PEERS, measure, numbers, start, subject
+from jkv.cli.measuring import PEERS, build, measure, numbers, start, subject
 from jkv.cli.options import CACHES, MODEL, Caches, Context, Dtype, Machine, Model, Rounds, Subject, Timed, flat
 from jkv.host import console
 
@@ -69,11 +69,11 @@ def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
     speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
 
     def found() -> Iterator[dict[str, Any]]:
-        params = models.build(source.config, source.tensors, dtype)
+        params = build(o, source, dtype)
         peer = speed.peer_of(vs, params, source, cores, dtype)
         return speed.rows(what, params, specs, contexts, batch=o.batch, steps=steps, rounds=o.rounds, peer=peer)
 
-    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, rounds=o.rounds)
+    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, weights=o.weights, rounds=o.rounds)
     says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
     measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
 
@@ -100,23 +100,23 @@ def drawing(
 @app.command("compile")
 @flat
 def compiling(
-    weights: Subject,
+    o: Subject,
     machine: Machine,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 1024,
     cache: Caches = None,
 ) -> None:
     """Seconds until the first tokens, nothing being compiled yet: layer by layer, and as one program."""
     specs = cache or CACHES
-    cores, dtype = start(specs, machine, weights.dtype)
+    cores, dtype = start(specs, machine, o.dtype)
     from jkv import models
     from jkv.bench import compile as waiting
     from jkv.bench import results
 
-    name, source = subject(weights, dtype)
+    name, source = subject(o, dtype)
     waiting.check(specs, context, models.read_config(source.config))
-    load = partial(models.build, source.config, source.tensors, dtype)
+    load = partial(build, o, source, dtype)
     says = lambda r: f"{r['cache']}, {r['how']}: {r['first_s']:.1f} s"  # noqa: E731
-    about = results.meta(name, cores, dtype=dtype, context=context)
+    about = results.meta(name, cores, dtype=dtype, weights=o.weights, context=context)
     measure(2 * len(specs), lambda: waiting.rows(load(), specs, context), says, waiting.table, about, machine.out)
 
 
@@ -281,7 +281,7 @@ def hardware(
 @app.command()
 @flat
 def growth(
-    weights: Subject,
+    o: Subject,
     machine: Machine,
     cache: Annotated[list[str] | None, typer.Option(help="A composition; repeatable.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless --marks is given.")] = 32768,
@@ -293,7 +293,7 @@ def growth(
 ) -> None:
     """Milliseconds a token and bytes while tokens are generated, all of them really."""
     specs = cache or ["streaming(budget=256)"]
-    cores, dtype = start(specs, machine, weights.dtype)
+    cores, dtype = start(specs, machine, o.dtype)
     from jkv import models
     from jkv.bench import growth as growing
     from jkv.bench import results
@@ -302,11 +302,11 @@ def growth(
     if plot is not None:
         inspect.check_path(plot)
     at = numbers(marks) if marks is not None else growing.doubling(tokens, over)
-    name, source = subject(weights, dtype)
+    name, source = subject(o, dtype)
     growing.check(specs, at, over, models.read_config(source.config))
-    load = partial(models.build, source.config, source.tensors, dtype)
+    load = partial(build, o, source, dtype)
     says = lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms"  # noqa: E731
-    about = results.meta(name, cores, dtype=dtype, over=over)
+    about = results.meta(name, cores, dtype=dtype, weights=o.weights, over=over)
     found = lambda: growing.rows(load(), specs, at, over)  # noqa: E731
     rows = measure(len(specs) * len(at), found, says, growing.table, about, machine.out)
     if plot is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.bench.results import use_cores
-from jkv.cli.options import Machine, Subject
+from jkv.cli.options import MODEL, Machine, Subject
 from jkv.host import console
 from jkv.host.extras import install
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jkv.io.source import Source
+    from jkv.models import Params
 
 Row = dict[str, Any]
 PEERS = {
@@ -72,9 +73,24 @@ def check_peer(vs: str, specs: Iterable[str]) -> None:
 
 
 def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
+    """The name of what is measured, and its config and tensors, read when called; raises ValueError."""
     from jkv.bench.shapes import subject
+    from jkv.io.load import check_weights
 
-    return subject(o.model, o.shape, o.random_weights, 4 if dtype == "float32" else 2, 1 + (vs in PEERS))
+    check_weights(o.weights)
+    if o.weights is not None and vs in PEERS:
+        raise ValueError(f"--weights {o.weights} beside {vs}: it has floats alone; leave --weights out")
+    size = 1 if o.weights else 4 if dtype == "float32" else 2
+    return subject(o.model, o.shape, o.random_weights, size, 1 + (vs in PEERS))
+
+
+def build(o: Subject, source: Source, dtype: str) -> Params:
+    """The weights, kept as --weights says; raises ValueError."""
+    from jkv import models
+    from jkv.io.load import kept
+
+    form, blocks = kept(o.shape or o.model or MODEL, source, dtype, o.weights)
+    return models.build(source.config, source.tensors, dtype, form=form, blocks=blocks)
 
 
 def numbers(text: str) -> list[int]:

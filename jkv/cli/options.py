@@ -153,6 +153,7 @@ class Subject:
         bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")
     ] = False
     dtype: Dtype = None
+    weights: Weights = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,14 +97,13 @@ def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
 
     from jkv import models
     from jkv.bench.shapes import SHAPES
-    from jkv.io.load import blocks_of, check_dtype, check_weights, read
+    from jkv.io.load import check_dtype, check_weights, kept, read
     from jkv.io.source import Source
 
     check_dtype(dtype)
     check_weights(weights)
     source = Source(SHAPES[model], {}) if model in SHAPES else read(model)
-    blocks = blocks_of(model, source, dtype) if weights == "file" else {}
-    form = None if weights == "file" else weights
+    form, blocks = kept(model, source, dtype, weights)
     return dict(model=models.read_config(source.config), dtype=jnp.dtype(dtype), form=form, blocks=blocks)
 
 

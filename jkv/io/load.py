@@ -53,6 +53,17 @@ def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
         raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(known)}, or left out: floats")
 
 
+def kept(
+    what: str | Path, source: Source, dtype: str, weights: str | None
+) -> tuple[str | None, Mapping[str, Callable[[], Any]]]:
+    """The form that matrices are kept in, and those that stay as they are in a file, as `models.build` takes both.
+
+    Raises ValueError for a form that there is not, here or in this file.
+    """
+    check_weights(weights)
+    return (None, blocks_of(what, source, dtype)) if weights == "file" else (weights, {})
+
+
 def blocks_of(what: str | Path, source: Source, dtype: str) -> Mapping[str, Callable[[], Any]]:
     """What a file has in codes, for weights that stand for `dtype`, as `models.build` takes it.
 
@@ -109,9 +120,7 @@ def load(
         model = read_config(source.config)
         over = sharding.here(mesh, model) if isinstance(mesh, str) else mesh
         put = sharding.placing(over)
-    blocks = blocks_of(what, source, dtype) if weights == "file" else {}
-    form = None if weights == "file" else weights
-    params = build(source.config, source.tensors, jnp.dtype(dtype), put, form, blocks)
+    params = build(source.config, source.tensors, jnp.dtype(dtype), put, *kept(what, source, dtype, weights))
     inner = None if prefill_dtype is None else jnp.dtype(prefill_dtype)
     return dataclasses.replace(params, tokenizer=source.tokenizer, prefill_dtype=inner)
 

@@ -209,6 +209,18 @@ def test_decode_writes_its_rows(tmp_path):
     assert len(result.stderr.splitlines()) == 2  # a line a row
 
 
+def test_weights_in_codes(tmp_path):
+    rows = {}
+    for weights in ((), ("--weights", "int8")):
+        out = tmp_path / f"{len(weights)}.json"
+        done = call("bench", "prefill", *TINY, "--context", 40, "--cache", "full", "--rounds", 1, *weights, "--json", out)
+        assert done.exit_code == 0, done.output
+        rows[weights] = json.loads(out.read_text())
+    floats, codes = rows.values()
+    assert (floats["meta"]["weights"], codes["meta"]["weights"]) == (None, "int8")
+    assert codes["rows"][0]["peak_bytes"] < floats["rows"][0]["peak_bytes"] - 20_000  # 71,648 bytes of weights less
+
+
 @pytest.mark.parametrize("what", ["prefill", "flush"])
 def test_prefill_and_flush(what, tmp_path):
     result = call(
@@ -309,6 +321,8 @@ KERNEL = ("bench", "kernel", "--shape", "tiny")
         (("bench", "prefill", *TINY, "--context", 513), "--context 513: the model's context is 512"),
         ((*DECODE, *TINY, "--context", 16, "--cache", "full"), "flushes every 16 tokens; give a context above that"),
         ((*DECODE, *TINY, "--dtype", "int8"), "must be one of float32"),
+        ((*DECODE, *TINY, "--weights", "int3"), "must be one of int8, int4, file"),
+        ((*DECODE, *TINY, "--context", 40, "--weights", "file"), "tiny has none: use int8 or int4"),
         ((*DECODE, *TINY, "--vs", "vllm"), "the peers are transformers and kvpress, and other caches: unknown method"),
         ((*DECODE, *TINY, "--vs", "sdpa"), "a column of jkv bench kernel"),
         ((*KERNEL, "--op", "flush"), "--op flush: there is decode_attention"),

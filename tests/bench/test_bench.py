@@ -213,7 +213,8 @@ def test_weights_in_codes(tmp_path):
     rows = {}
     for weights in ((), ("--weights", "int8")):
         out = tmp_path / f"{len(weights)}.json"
-        done = call("bench", "prefill", *TINY, "--context", 40, "--cache", "full", "--rounds", 1, *weights, "--json", out)
+        args = ("--context", 40, "--cache", "full", "--rounds", 1, "--json", out, *weights)
+        done = call("bench", "prefill", *TINY, *args)
         assert done.exit_code == 0, done.output
         rows[weights] = json.loads(out.read_text())
     floats, codes = rows.values()

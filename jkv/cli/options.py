@@ -51,12 +51,17 @@ class Stored:
     ] = None
     store_bytes: Annotated[str, typer.Option(help="Most that the folder holds, such as 8GiB.")] = "8GiB"
     store_evict: Annotated[str, typer.Option(help="What goes first: lru, or lpc:FILE, of jkv train lpc.")] = "lru"
+    store_codec: Annotated[
+        str, typer.Option(help='What it holds: "", keys and values as they are, or cachegen(level=1), 2 or 3.')
+    ] = ""
 
     def open(self) -> Any:
         """A `jkv.Store`, or None."""
         from jkv.io.store import Store
 
-        return None if self.store is None else Store(self.store, self.store_bytes, self.store_evict)
+        if self.store is None:
+            return None
+        return Store(self.store, self.store_bytes, self.store_evict, codec=self.store_codec)
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:

@@ -385,6 +385,7 @@ class Generation:
             kl=kl,
             divergence=divergence,
             tokens_stored=self.reused,
+            store_codec="" if self.store is None else self.store.codec.name,
             **({} if self.drafting is None else self.drafting.counts),
         )
         text = [""] * len(tokens)

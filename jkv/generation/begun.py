@@ -24,7 +24,8 @@ from jkv.generation.cache_file import weights
 from jkv.generation.prefill import Prompts
 from jkv.generation.sizes import empty, shaped
 from jkv.io.identity import fingerprint
-from jkv.io.store import BLOCK, Record
+from jkv.io.store import BLOCK
+from jkv.io.transit import Record
 from jkv.memory.cache import Cache, Window
 from jkv.memory.layer import LayerConfig
 from jkv.memory.positions import pad

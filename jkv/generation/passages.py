@@ -26,7 +26,8 @@ from jkv.generation.renewals import renewal
 from jkv.generation.sizes import empty
 from jkv.generation.stored import Beginnings
 from jkv.generation.variants import Variant
-from jkv.io.store import Record, Store
+from jkv.io.store import Store
+from jkv.io.transit import Exact, Record
 from jkv.memory.cache import Cache
 from jkv.memory.positions import pad
 from jkv.methods.config import CacheConfig
@@ -82,6 +83,8 @@ class Passages:
     >>> [(x.place, x.start, x.length) for x in passages.match([7, 7, *range(20, 40), 9, *range(18)])]
     [(2, 20, 20), (23, 0, 18)]
     """
+
+    codec = Exact()
 
     def __init__(self, renew: str = "cacheblend") -> None:
         self.renew = renewal(renew)

@@ -35,9 +35,10 @@ class Report:
     mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came; None
-    without drafts. tokens_stored: of the prompts, those that a store had; None without one. bytes_host: of those kept,
-    in the memory of the host; bytes_moved: of them to the device in a step; pages_hit, pages_missed: of
-    keys, and of values, that were on the device when a step asked for them, and that it waited for.
+    without drafts. tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded
+    them there, if anything. bytes_host: of those kept, in the memory of the host; bytes_moved: of them to the device
+    in a step; pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and
+    that it waited for.
     """
 
     config: str
@@ -72,6 +73,7 @@ class Report:
     drafted: int | None = None
     drafted_taken: int | None = None
     tokens_stored: int | None = None
+    store_codec: str = ""
     bytes_host: int = 0
     bytes_moved: int = 0
     pages_hit: int = 0
@@ -130,7 +132,8 @@ class Report:
             each = self.tokens_new / self.rows / max(self.passes, 1)
             lines.append(f"drafts       {each:.2f} tokens a pass, {self.drafted_taken} of {self.drafted} drafted taken")
         if self.tokens_stored is not None:
-            lines.append(f"store        {self.tokens_stored:,} of {self.tokens_prompt:,} prompt tokens were there")
+            by = f", rounded by {self.store_codec}" if self.store_codec else ""
+            lines.append(f"store        {self.tokens_stored:,} of {self.tokens_prompt:,} prompt tokens were there{by}")
         return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from math import ceil, exp
 
 import numpy as np
 
-from jkv.io.store import Record
+from jkv.io.transit import Record
 
 
 @dataclass(eq=False)

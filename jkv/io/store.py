@@ -17,16 +17,16 @@ import numpy as np
 from jkv.host.arguments import read_bytes
 from jkv.host.locks import locked
 from jkv.io import checkpoint
-from jkv.io.errors import FormatError
 from jkv.io.evict import AT_ONCE, Entry, policy
+from jkv.io.transit import Record
+from jkv.io.transit import codec as codec_of
 
 BLOCK = 64  # tokens of a record
 SUFFIX = ".kv"
-HEADER = 1 << 10  # bytes of a record beside its arrays, at most
+HEADER = 1 << 11  # bytes of a record beside its arrays, at most
 ODDS = ".odds.json"  # of records, where they are asked for: the name in front, and the probability
 BROKEN = OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError  # of a file that is none of ours
 
-Record = Mapping[str, np.ndarray]
 Held = Mapping[str, os.stat_result]  # records, by name
 
 
@@ -52,9 +52,10 @@ class Store:
 
     evict: "lru", what was used longest ago goes first, and the end of a prompt before its beginning; "lpc:FILE", what
     belongs to the conversations that are the least likely to go on (`jkv train lpc`). salt: of those who may share:
-    what one tenant stored, another with another salt does not find. A record is written whole or not at all; one that
-    is torn, or somebody else's, is a miss, and is deleted. What cannot be written is a RuntimeWarning: the answer does
-    not depend on it.
+    what one tenant stored, another with another salt does not find. codec: "", keys and values as they are, or
+    "cachegen(level=2)", rounded and entropy-coded: a prompt that is found has rounded keys and values then, one that
+    is read has not. A record is written whole or not at all; one that is torn, or somebody else's, is a miss, and is
+    deleted. What cannot be written is a RuntimeWarning: the answer does not depend on it.
 
     `jkv.generate(params, cache, prompt, store=store)` reads and writes it. Example:
 
@@ -66,8 +67,10 @@ class Store:
     [[0, 0]]
     """
 
-    def __init__(self, folder: str | Path, bytes: int | str = "8GiB", evict: str = "lru", salt: str = "") -> None:
-        self.evict = policy(evict)
+    def __init__(
+        self, folder: str | Path, bytes: int | str = "8GiB", evict: str = "lru", salt: str = "", codec: str = ""
+    ) -> None:
+        self.evict, self.codec = policy(evict), codec_of(codec)
         self.folder, self.bytes, self.salt = Path(folder).expanduser(), read_bytes(bytes), salt
         self.reused = 0  # tokens that prompts of this process found here
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,7 @@ class Store:
     def match(self, root: str, ids: Sequence[int]) -> list[Record]:
         """The records of the blocks that token ids begin with, as far as there are any."""
         found: list[Record] = []
-        names = chain(root, ids)
+        names = self._names(root, ids)
         for name in names:
             record = self._read(name)
             if record is None:
@@ -97,14 +100,14 @@ class Store:
 
         prompt: of which these ids are the beginning, if there is more of it.
         """
-        names = chain(root, ids)
+        names = self._names(root, ids)
         with self._writing():
             self._touch(names[:start])
             held = self._held()
             known = self._known(names, ids if prompt is None else prompt, held)
             new, free = [i for i in range(start, len(names)) if names[i] not in held], 0
             for i in new:
-                record = make(i)
+                record = self.codec.encode(make(i))
                 size = sum(x.nbytes for x in record.values()) + HEADER
                 if i == new[0]:  # the records of a prompt are of one size
                     free = self._make_room(size * len(new), {*names}, held, known)
@@ -116,10 +119,13 @@ class Store:
 
     def note(self, root: str, ids: Sequence[int], prompt: Sequence[int]) -> None:
         """Note of records that were all found what an order that learns says of the prompt that begins with them."""
-        names = chain(root, ids)
+        names = self._names(root, ids)
         if names and self.evict.learns:
             with self._writing():
                 self._known(names, prompt, self._held())
+
+    def _names(self, root: str, ids: Sequence[int]) -> list[str]:
+        return chain(self.codec.name + root, ids)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -140,8 +146,8 @@ class Store:
         try:
             with checkpoint.opened(path) as (meta, names, read):
                 if meta.get("name") == name:
-                    return read(names)
-        except FormatError as why:
+                    return self.codec.decode(read(names))
+        except (KeyError, ValueError) as why:  # FormatError is one
             if isinstance(why.__cause__, OSError) or not path.exists():  # nothing is known of the record then
                 return None
         with contextlib.suppress(OSError):

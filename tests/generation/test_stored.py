@@ -13,6 +13,7 @@ import pytest
 import jkv
 from jkv.batch.job import Job
 from jkv.batch.work import run
+from jkv.generation.stored import Beginnings
 from jkv.io import load as loading
 from jkv.memory.cache import Cache
 from jkv.methods import parse
@@ -67,6 +68,23 @@ def test_rows_share_what_other_caches_and_rows_have_read(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == files
     with pytest.raises(TypeError, match="give a jkv.Store"):
         jkv.prefill(PARAMS, "full", [LONG], store="folder")  # type: ignore[arg-type]
+
+
+def test_what_a_store_has_rounded_is_what_its_codec_says(tmp_path: Path):
+    """A prompt that is found: as the codec coded it, and in a store of exact records that were rounded by it."""
+    exact, rounded = jkv.Store(tmp_path / "a"), jkv.Store(tmp_path / "b")
+    coded = jkv.Store(tmp_path / "c", codec="cachegen")
+    for store in (exact, coded):
+        jkv.prefill(PARAMS, SNAP, [LONG], store=store)
+    root, codec = Beginnings(exact, PARAMS, parse(SNAP)).root, coded.codec
+    held = exact.match(root, LONG[:192])
+    rounded.put(root, LONG[:192], lambda i: codec.decode(codec.encode(held[i])))
+    found = jkv.generate(PARAMS, SNAP, LONG, max_new_tokens=1, store=coded)
+    want = jkv.generate(PARAMS, SNAP, LONG, max_new_tokens=1, store=rounded)
+    np.testing.assert_array_equal(found.logits, want.logits)
+    assert not np.array_equal(want.logits, jkv.generate(PARAMS, SNAP, LONG, max_new_tokens=1, store=exact).logits)
+    assert "store        192 of 250 prompt tokens were there, rounded by cachegen(level=2)" in str(found.report)
+    assert str(want.report).endswith("192 of 250 prompt tokens were there")
 
 
 def test_a_job_and_a_command_read_from_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

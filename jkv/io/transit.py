@@ -1,0 +1,156 @@
+"""What the records of a store are on disk: keys and values as they are, or rounded and entropy-coded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jkv.host.extras import install
+
+Record = Mapping[str, np.ndarray]
+SIDES = "k", "v"
+# Of a model of 32 layers: the first layer of each stretch, and the bins of its levels 1, 2 and 3.
+BINS = {
+    "k": ((0, (16, 32, 32)), (10, (16, 16, 32)), (20, (12, 16, 32))),
+    "v": ((0, (16, 32, 32)), (2, (12, 16, 32))),
+}
+LAYERS = 32
+FINE = 16  # steps of a spread's octave; a byte holds 2^-8 to 2^8
+LEAST = 0.1  # of a spread, in bins: a channel that was constant may be so no longer
+
+
+class Exact:
+    """Records as they are."""
+
+    name = ""
+
+    def encode(self, record: Record) -> Record:
+        return record
+
+    def decode(self, record: Record) -> Record:
+        return record
+
+
+@dataclass(frozen=True)
+class CacheGen(Exact):
+    """CacheGen (2310.07240): x = m (s - C) / C of symbols s in 0..2C, which an entropy coder writes.
+
+    m is the largest |x| of a token and layer over all heads, C = bins / 2 - 1, s = round(C x / m) + C, so x is wrong by
+    at most m / (2 C). Bins by level and depth are the authors'; lower layers have more. The range coder takes a
+    channel's symbols in a record as normal numbers rounded, of a mean and a spread that a byte each holds: the authors'
+    histograms need more bytes than the symbols of 64 tokens do. As in their code, and other than in their paper, no
+    token is written as its difference from another one; levels are not chosen by a link's speed.
+
+    Raises ValueError for a level that is not 1, 2 or 3 (the most bits), ModuleNotFoundError without constriction.
+    """
+
+    level: int = 2
+
+    def __post_init__(self) -> None:
+        if self.level not in (1, 2, 3):
+            raise ValueError(f"cachegen(level={self.level}): a level is 1, 2 or 3, which takes the most bits")
+        if find_spec("constriction") is None:
+            raise ModuleNotFoundError(f"cachegen codes with constriction, which is missing; {install('store')}")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"cachegen(level={self.level})"
+
+    def encode(self, record: Record) -> Record:
+        out = {name: x for name, x in record.items() if name not in SIDES}
+        for side in SIDES:
+            x = record[side]
+            if np.isfinite(x.astype(np.float32)).all():
+                out |= {f"{side}.{part}": y for part, y in self._coded(side, x).items()}
+            else:
+                out[side] = x
+        return out
+
+    def decode(self, record: Record) -> Record:
+        """Raises ValueError for arrays that no encoder wrote."""
+        out = {name: x for name, x in record.items() if name.split(".")[0] not in SIDES or name in SIDES}
+        return out | {side: self._decoded(side, record) for side in SIDES if side not in record}
+
+    def half(self, side: str, layers: int) -> np.ndarray:
+        """i64[L]: C of each layer.
+
+        >>> CacheGen(level=2).half("k", 4).tolist()
+        [15, 15, 7, 7]
+        """
+        out = np.zeros(layers, np.int64)
+        for first, levels in BINS[side]:
+            out[min(-(-first * layers // LAYERS), layers) :] = levels[self.level - 1] // 2 - 1
+        return out
+
+    def _coded(self, side: str, x: np.ndarray) -> Record:
+        """Of f[L,H,n,D]."""
+        layers, heads, n, width = x.shape
+        wide = x.astype(np.float32).transpose(0, 1, 3, 2).reshape(layers, heads * width, n)
+        top = np.abs(wide).max(1).astype(ml_dtypes.bfloat16)
+        half = self.half(side, layers)[:, None, None]
+        scaled = wide * half / np.maximum(top.astype(np.float32), np.finfo(np.float32).tiny)[:, None]
+        symbols = np.clip(np.rint(scaled) + half, 0, 2 * half).astype(np.int32)
+        mean = np.rint(symbols.mean(-1) / (2 * half[..., 0]) * 255).astype(np.uint8)
+        spread = np.clip(np.rint(np.log2(np.maximum(symbols.std(-1), LEAST)) * FINE) + 128, 0, 255).astype(np.uint8)
+        encoder = _coder().RangeEncoder()
+        for layer in range(layers):
+            encoder.encode(symbols[layer].reshape(-1), *self._model(half[layer, 0, 0], mean[layer], spread[layer], n))
+        return {
+            "code": encoder.get_compressed(),
+            "top": top.view(np.uint16),
+            "mean": mean,
+            "spread": spread,
+            "shape": np.array(x.shape, np.int32),
+            "like": np.zeros(0, x.dtype),
+        }
+
+    def _decoded(self, side: str, record: Record) -> np.ndarray:
+        code, top, mean, spread, shape, like = (
+            record[f"{side}.{part}"] for part in ("code", "top", "mean", "spread", "shape", "like")
+        )
+        layers, heads, n, width = shape.tolist()
+        channels = layers, heads * width
+        if top.shape != (layers, n) or mean.shape != channels or spread.shape != channels or code.dtype != np.uint32:
+            raise ValueError(f"a record's {side} are {shape.tolist()}, and what is known of them is not")
+        decoder, half = _coder().RangeDecoder(code), self.half(side, layers)
+        symbols = np.stack([decoder.decode(*self._model(c, *x, n)) for c, *x in zip(half, mean, spread, strict=True)])
+        scale = top.view(ml_dtypes.bfloat16).astype(np.float32)[:, None] / half[:, None, None]
+        x = (symbols.reshape(*channels, n) - half[:, None, None]) * scale
+        return x.reshape(layers, heads, width, n).transpose(0, 1, 3, 2).astype(like.dtype)
+
+    @staticmethod
+    def _model(half: int, mean: np.ndarray, spread: np.ndarray, n: int) -> tuple[Any, np.ndarray, np.ndarray]:
+        """How likely the symbols of channels u8[C] are, channel by channel: the model, and numbers of each symbol."""
+        import constriction
+
+        means = mean * (2 * int(half) / 255)
+        spreads = np.exp2((spread.astype(np.float64) - 128) / FINE)
+        family = constriction.stream.model.QuantizedGaussian(0, 2 * int(half))
+        return family, np.repeat(means, n), np.repeat(spreads, n)
+
+
+def _coder() -> Any:
+    import constriction
+
+    return constriction.stream.queue
+
+
+def codec(text: str) -> Exact:
+    """What records are by a text: "" as they are, "cachegen" or "cachegen(level=N)"; raises ValueError for others.
+
+    >>> codec("").name, codec("zip")
+    Traceback (most recent call last):
+    ValueError: codec='zip': give "", or cachegen(level=1), 2 or 3
+    """
+    if not text:
+        return Exact()
+    found = re.fullmatch(r"cachegen(?:\(level=(\d)\))?", text)
+    if found is None:
+        raise ValueError(f'codec={text!r}: give "", or cachegen(level=1), 2 or 3')
+    return CacheGen(int(found[1] or 2))

@@ -1,0 +1,102 @@
+"""Records that are rounded and entropy-coded: as wrong as the formula says, and as small as entropy allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jkv
+from jkv.io import checkpoint, transit
+from jkv.io.store import BLOCK
+
+L, H, N, D = 8, 2, BLOCK, 16
+RNG = np.random.default_rng(0)
+
+
+def record(dtype=np.float32) -> dict[str, np.ndarray]:
+    """Channels of scales and means of their own, values narrower than keys, and what a score notes."""
+    k = RNG.normal(RNG.normal(0, 2, (L, H, 1, D)), RNG.gamma(1, 1, (L, H, 1, D)), (L, H, N, D)).astype(dtype)
+    v = RNG.normal(0, RNG.gamma(1, 1, (L, H, 1, D // 2)), (L, H, N, D // 2)).astype(dtype)
+    return {"k": k, "v": v, "0.noted": RNG.normal(size=(H, N)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_no_number_is_wrong_by_more_than_half_a_bin(level, dtype):
+    codec, x = transit.CacheGen(level), record(dtype)
+    back = codec.decode(codec.encode(x))
+    assert set(back) == set(x) and np.array_equal(back["0.noted"], x["0.noted"])
+    for side in transit.SIDES:
+        assert back[side].dtype == x[side].dtype and back[side].shape == x[side].shape
+        exact, found = x[side].astype(np.float32), back[side].astype(np.float32)
+        most = np.abs(exact).max((1, 3), keepdims=True) / (2 * codec.half(side, L)[:, None, None, None])
+        rounding = 0 if dtype == np.float32 else np.abs(exact) * 2.0**-8  # of what the number is given back as
+        assert (np.abs(found - exact) <= most * 1.01 + rounding).all()
+
+
+def test_bins_by_level_and_depth_are_the_authors():
+    """Of 32 layers: 10 and 20, and 2, are where bins change."""
+    want = {1: ([16, 16, 12], [16, 12]), 2: ([32, 16, 16], [32, 16]), 3: ([32, 32, 32], [32, 32])}
+    for level, (keys, values) in want.items():
+        assert (2 * (transit.CacheGen(level).half("k", 32) + 1)).tolist() == np.repeat(keys, [10, 10, 12]).tolist()
+        assert (2 * (transit.CacheGen(level).half("v", 32) + 1)).tolist() == np.repeat(values, [2, 30]).tolist()
+
+
+def test_whole_numbers_of_bins_zeros_and_constants_come_back_exactly():
+    codec = transit.CacheGen(1)  # of one layer: 16 bins, -7..7
+    k = RNG.integers(-7, 8, (1, H, N, D)).astype(np.float32)
+    k[..., 0] = 7
+    for x in (k, np.zeros_like(k), np.full_like(k, -3.5)):
+        np.testing.assert_array_equal(codec.decode(codec.encode({"k": x, "v": x}))["k"], x)
+    k[0, 0, 0, 0] = np.inf  # what is not finite is kept as it is
+    np.testing.assert_array_equal(codec.decode(codec.encode({"k": k, "v": k}))["v"], k)
+
+
+def test_symbols_take_little_more_than_their_entropy():
+    codec, x = transit.CacheGen(2), record()
+    coded, bits, symbols = codec.encode(x), 0.0, 0
+    for side in transit.SIDES:
+        half, wide = codec.half(side, L)[:, None, None, None], x[side]
+        s = np.rint(wide * half / np.abs(wide).max((1, 3), keepdims=True)).astype(int)
+        for channel in s.transpose(0, 1, 3, 2).reshape(-1, N):
+            share = np.unique(channel, return_counts=True)[1] / N
+            bits -= N * (share * np.log2(share)).sum()
+        symbols += s.size
+    taken = sum(coded[f"{side}.code"].nbytes for side in transit.SIDES) * 8
+    assert bits < taken < 1.12 * bits and taken < 0.75 * symbols * np.log2(16)
+    assert sum(x.nbytes for x in coded.values()) < sum(x.nbytes for x in record(np.float16).values()) / 3
+
+
+def test_a_store_rounds_what_it_holds_and_finds_no_other_codecs_records(tmp_path: Path):
+    ids, held = list(range(2 * BLOCK)), [record(), record()]
+    store = jkv.Store(tmp_path, codec="cachegen")
+    store.put("root", ids, lambda i: held[i])
+    for x, found in zip(held, store.match("root", ids), strict=True):
+        want = store.codec.decode(store.codec.encode(x))
+        assert all(np.array_equal(found[name], want[name]) for name in want)
+        assert not np.array_equal(found["k"], x["k"])
+    assert [len(jkv.Store(tmp_path, codec=x).match("root", ids)) for x in ("", "cachegen(level=3)")] == [0, 0]
+    assert sum(x.stat().st_size for x in tmp_path.glob("*.kv")) < sum(x.nbytes for y in held for x in y.values()) / 5
+    for wrong in ("zip", "cachegen(level=4)", "cachegen()"):
+        with pytest.raises(ValueError, match="cachegen"):
+            jkv.Store(tmp_path, codec=wrong)
+
+
+def test_what_no_encoder_wrote_is_a_miss_and_goes(tmp_path: Path):
+    store, ids = jkv.Store(tmp_path, codec="cachegen"), list(range(BLOCK))
+    store.put("root", ids, lambda i: record())
+    (path,) = tmp_path.glob("*.kv")
+    arrays, meta = checkpoint.read(path)
+    without = {name: x for name, x in arrays.items() if name != "v.top"}
+    for other in ({"k.mean": arrays["k.mean"][:1]}, {"k.code": arrays["k.code"].view(np.int32)}, None):
+        checkpoint.write(path, without if other is None else arrays | other, meta)
+        assert store.match("root", ids) == [] and not path.exists()
+
+
+def test_without_the_coder_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(transit, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"constriction, which is missing; run pip install -e '.\[store\]'"):
+        jkv.Store("nowhere", codec="cachegen")

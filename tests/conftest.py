@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import defaultdict
 from importlib.metadata import version
 
 # Tiny models spend their time in the compiler. test_compiled.py looks at programs that are compiled as a user's are.
@@ -35,7 +36,8 @@ jax.config.update("jax_enable_compilation_cache", "JAX_COMPILATION_CACHE_DIR" in
 
 from support import rig  # noqa: E402  (what it imports has shapes then)
 
-TELLING = {str(case) for case in rig.TELLING}
+COMMON = {str(case) for case in rig.COMMON}
+FEW = 3  # cases of a test that `make test` runs
 
 
 def composition(item) -> str:
@@ -44,15 +46,27 @@ def composition(item) -> str:
     return str(case) if type(case).__module__ == "support.rig" else ""
 
 
+def few(cases: list) -> list:
+    """The first, the last and one between."""
+    return [cases[i] for i in sorted({round(i * (len(cases) - 1) / (FEW - 1)) for i in range(FEW)})]
+
+
 @pytest.hookimpl(tryfirst=True)  # what is slow is known before -m chooses
 def pytest_collection_modifyitems(items):
-    """Of the catalogue's compositions those with traits of their own are not slow: `make test-all` holds all of them.
+    """`make test` runs every test: with compositions in common use, or with a few of its cases where it has none of
+    these. The other cases are slow, and `make test-all` runs them.
 
     What is said of one composition comes one after the other: one worker of several compiles its programs, once.
     """
+    cases = defaultdict(list)
     for item in items:
-        if composition(item) not in {"", *TELLING}:
-            item.add_marker(pytest.mark.slow)
+        if not any(item.get_closest_marker(name) for name in ("slow", "hardware", "peers")):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for test in cases.values():
+        kept = [item for item in test if composition(item) in COMMON] or few(test)
+        for item in test:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
     first: dict[str, int] = {}
 
     def place(i: int) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -171,11 +170,6 @@ class Case:
         return self.config.select.unit if self.config.select else 0
 
     @property
-    def arranged(self) -> bool:
-        """Whether pages are of tokens that are no neighbours in time."""
-        return self.config.select is not None and self.config.select.arranges
-
-    @property
     def uniform(self) -> bool:
         return self.plan[-1].uniform
 
@@ -217,15 +211,6 @@ class Case:
     def measured(self) -> bool:
         """Whether layers divide the budget by what they ask."""
         return self.config.budget.statistic is not None
-
-    @property
-    def traits(self) -> set[tuple[str, Any]]:
-        """What the laws, and the programs, depend on."""
-        flags = "budget page arranged pooled merges appends grows prunes follows measured whole rest draft odds "
-        flags += "later ranked"
-        some = {(name, bool(getattr(self, name))) for name in flags.split()}
-        lossy, prefill = self.slot.lossy, type(self.config.prefill)
-        return some | {("model", self.model), ("tiers", self.tiers), ("lossy", lossy), ("prefill", prefill)}
 
     def __str__(self) -> str:
         text = self.tight.replace(FOLDER.name, "tiny")  # the same in every worker
@@ -392,19 +377,8 @@ OTHERS = [
 # of the model with sinks and experts: evicted by attention, and picked by pages
 OTHERS += [replace(case, model="gpt_oss") for case in (CASES["snapkv"][1], CASES["quest"][0])]
 
-
-def telling(cases: Sequence[Case]) -> list[Case]:
-    """Those that have a trait which none before them has: what `make test` holds the laws against."""
-    found, known = [], set[tuple[str, Any]]()
-    for case in cases:
-        if case.traits - known:
-            found.append(case)
-            known |= case.traits
-    return found
-
-
+# what `make test` holds the laws against
 COMMON = [CASES[name][-1] for name in ("full", "h2o", "snapkv", "kivi", "quest", "adakv", "trimkv", "kvzip")]
-TELLING = telling([*COMMON, *ALL, *OTHERS])
 
 
 def compositions() -> list[CacheConfig]:

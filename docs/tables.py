@@ -440,6 +440,15 @@ def evicted() -> list[str]:
     ]
 
 
+def coded() -> list[str]:
+    """Records that are rounded: by text and codec."""
+    texts = {"pydoc": "Python's manual", "stdlib": "code"}
+    return [
+        line(texts[r["corpus"]], code(r["codec"]), f"{r['bits']:.2f}", f"{r['kl']:.2g} ± {r['kl_se']:.1g}")
+        for r in results("transit")
+    ]
+
+
 def reused() -> list[str]:
     """What passages cost and save, by cache and renewal."""
     return [
@@ -499,6 +508,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     },
     "docs/serve.md": {
         head("blocks of 64 tokens", "lru", "lpc", "belady", "lpc needs", "belady needs"): evicted,
+        head("text", "codec", "bits of a number", "KL"): coded,
         head("cache", "passages", "read", "KL to read whole", "needles", "reading, ms"): reused,
     },
     "docs/speed.md": {

@@ -177,8 +177,8 @@ class Recycling:
     token. After a pass the likeliest tokens after every verified token, taken or not, replace its line; of equal tokens
     the first breadth-first counts. The tree has the nodes that are likeliest if the token of rank r comes with
     probability RANKS[r], where the authors' has 80 of its own. Rows share the table, which stays from one generation to
-    the next. Beyond the paper: a token's successor in a row, of the prompt too, comes to the front of its line, and what
-    follows a token whose line is empty has no chance.
+    the next. Beyond the paper: a token's successor in a row, of the prompt too, comes to the front of its line, and
+    what follows a token whose line is empty has no chance.
 
     >>> one = Recycling(100)
     >>> [guess.parent for guess in one.propose([[1, 2, 3]], 3)]

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_block
@@ -39,8 +38,8 @@ def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
 class Drafting:
     """A generation with drafts, and its counts: passes and steps, and of drafted tokens those verified and taken.
 
-    pauses: from which generated token to which none was guessed, as no guess would have paid. clock: in seconds; what it
-    says decides which tokens are drafted together, and never a token.
+    pauses: from which generated token to which none was guessed, as no guess would have paid. clock: in seconds; what
+    it says decides which tokens are drafted together, and never a token.
     """
 
     params: Params

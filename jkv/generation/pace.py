@@ -90,9 +90,7 @@ class Pace:
         some = guess.best(n)
         if trying:
             return sum(some.chance)
-        return sum(
-            min(p * self.came[d] / self.hoped[d], 1.0) for p, d in zip(some.chance, some.depths, strict=True)
-        )
+        return sum(min(p * self.came[d] / self.hoped[d], 1.0) for p, d in zip(some.chance, some.depths, strict=True))
 
     def guessed(self, seconds: float, used: bool) -> None:
         """Guesses were made; used: for a pass, whose cost has this in it."""

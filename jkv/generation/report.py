@@ -35,9 +35,10 @@ class Report:
     mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came;
-    draft_pauses: from which new token to which none was guessed, as no guess would have paid; None without drafts. tokens_stored: of the prompts, those that a store had; None without one. bytes_host: of those kept,
-    in the memory of the host; bytes_moved: of them to the device in a step; pages_hit, pages_missed: of
-    keys, and of values, that were on the device when a step asked for them, and that it waited for.
+    draft_pauses: from which new token to which none was guessed, as no guess would have paid; None without drafts.
+    tokens_stored: of the prompts, those that a store had; None without one. bytes_host: of those kept, in the memory of
+    the host; bytes_moved: of them to the device in a step; pages_hit, pages_missed: of keys, and of values, that were
+    on the device when a step asked for them, and that it waited for.
     """
 
     config: str

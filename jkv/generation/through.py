@@ -1,14 +1,12 @@
-"""Drafts by models, through caches of their own, and what a caller names as a draft."""
+"""Drafts by models, through caches of their own."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import exp, log
 from operator import mul
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +17,16 @@ from jkv.core import sampling
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_own, run_blocks
 from jkv.core.sharding import over
-from jkv.generation.drafters import Drafter, Guess, Recycling, Suffix
+from jkv.generation.drafters import Drafter, Guess
 from jkv.generation.drafting import Drafting
 from jkv.generation.pace import Pace
 from jkv.generation.prefill import prefilled
-from jkv.host.arguments import short
 from jkv.memory.cache import Cache, Decoding
 from jkv.memory.positions import pad
-from jkv.methods.catalogue import CATALOGUE
 from jkv.methods.config import CacheConfig
-from jkv.methods.text import parse, read_one_of
 from jkv.models import Params
 
 PIECE = 8  # tokens that a model reads at a time
-DRAFTERS = {"suffix": Suffix, "recycle": Recycling}
 Drawn = tuple[int, list[int], list[float]]  # tokens of a row, those drafted after it, and their probabilities
 
 
@@ -44,7 +38,7 @@ def probabilities(trace: Array) -> Array:
 
 @dataclass
 class Odds:
-    """How likely a drafted token comes, of the drafter's own probability q: sigmoid(bias + slope * log(q / (1 - q)) / 6).
+    """How likely a drafted token comes, by the drafter's own probability q: sigmoid(bias + slope log(q / (1 - q)) / 6).
 
     The log-odds of q are cut at 6. A logistic regression: each token of which it became known whether it came is a step
     down the binary cross-entropy. OmniDraft (2507.02659) predicts it from hidden states. It starts at 0.88 for every q.
@@ -172,53 +166,14 @@ class Through:
         """Read what is new of rows but their last `keep` tokens; the logits f32[B,V] after it, None: nothing is new."""
         assert self.cache is not None
         logits = None
-        while any(n < len(row) - keep for n, row in zip(self.read, rows, strict=True)):
-            piece = [row[n : min(n + PIECE, len(row) - keep)] for n, row in zip(self.read, rows, strict=True)]
+        left = [len(row) - keep - n for n, row in zip(self.read, rows, strict=True)]
+        for later in range(PIECE * ((max(left) - 1) // PIECE), -1, -PIECE):  # rows end together, as `logits` asks for
+            now = [min(max(x - later, 0), PIECE) for x in left]
+            piece = [row[n : n + x] for n, x, row in zip(self.read, now, rows, strict=True)]
+            left = [x - y for x, y in zip(left, now, strict=True)]
             self.cache, logits = prefill_own(self._reaching(), self.cache, pad(piece, PIECE), later=True)
             self.read = [n + len(x) for n, x in zip(self.read, piece, strict=True)]
         return logits
-
-
-def drafter(what: Any, params: Params) -> Drafter:
-    """The drafter for a model that a caller names, or gives.
-
-    A text such as "suffix(p_min=0.2)"; a text of a cache, through which the model's own weights guess; a smaller model;
-    a Drafter. Or several: each verifies what the next one guesses. Raises ValueError or TypeError for anything else.
-    """
-    first, *rest = what if isinstance(what, list | tuple) and what else [what]
-    if rest:
-        one, behind = drafter(first, params), drafter(rest, params)
-        if not isinstance(one, Through):
-            raise ValueError(f"draft={short(what)}: {short(first)} has no model that verifies what another guesses")
-        return replace(one, behind=behind)
-    if isinstance(first, Params):
-        vocab = params.config.vocab
-        if first.config.vocab != vocab:
-            raise ValueError(
-                f"draft=: its model has {first.config.vocab} words and this one {vocab}; give one of the same"
-            )
-        return Through(first)
-    if isinstance(first, str):
-        return _named(first, params)
-    if isinstance(first, Drafter):
-        return first
-    raise TypeError(
-        f"draft is {short(first)}: give 'suffix', 'recycle', a cache such as 'triforce(budget=512)', a smaller model, "
-        "or a Drafter"
-    )
-
-
-def _named(text: str, params: Params) -> Drafter:
-    word = re.split(r"[(|]", text, maxsplit=1)[0].strip()
-    if word in CATALOGUE:
-        return Through(params, parse(text))
-    name, arguments = read_one_of(DRAFTERS, text, "drafter")
-    given = {"vocab": params.config.vocab} if name == "recycle" else {}
-    try:
-        return DRAFTERS[name](**given, **arguments)
-    except TypeError:
-        known = [f.name for f in fields(DRAFTERS[name]) if f.init and f.name not in given]
-        raise ValueError(f"draft={text!r}: {name} takes {', '.join(known) or 'no arguments'}") from None
 
 
 def check(params: Params, cache: CacheConfig | Cache) -> None:

@@ -15,8 +15,9 @@ from jkv.core import sharding
 from jkv.generation import api, through
 from jkv.generation.drafters import Guess, Recycling, Suffix, template
 from jkv.generation.drafting import Drafting, drafts
+from jkv.generation.named import drafter
 from jkv.generation.pace import NODES, SURE, WIDTHS, Pace
-from jkv.generation.through import Through, drafter
+from jkv.generation.through import Through
 from jkv.methods import parse
 from jkv.models import TINY, random
 from support import commands

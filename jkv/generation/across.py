@@ -74,7 +74,7 @@ class Across:
             self.translation.translate(*draft) if not x.begun else ([], [])
             for x, draft in zip(self.rows, drawn, strict=True)
         ]
-        self.newest = [(len(row), *x) for row, x in zip(rows, found, strict=True)]
+        self.newest = [(len(row), ids, qs) for row, (ids, qs) in zip(rows, found, strict=True)]
         return [self._guess(ids, qs, most) for ids, qs in found]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:

@@ -119,7 +119,7 @@ class Through:
         for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # none at first
             self.odds.saw(qs, ids, row[length:])
         found = self.draw(rows, most)
-        self.newest = [(len(row), *x) for row, x in zip(rows, found, strict=True)]
+        self.newest = [(len(row), ids, qs) for row, (ids, qs) in zip(rows, found, strict=True)]
         return [Guess(ids, range(-1, len(ids) - 1), self.odds.along(qs)) for ids, qs in found]
 
     def draw(self, rows: list[list[int]], most: int) -> list[tuple[list[int], list[float]]]:

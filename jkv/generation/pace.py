@@ -29,7 +29,8 @@ class Pace:
     A pass of n tokens brings 1 + E(n) and costs c(n) steps; the n of the largest (1 + E(n)) / c(n) above 1 is taken.
     E(n): the chances of the n - 1 likeliest guessed tokens, each times came / hoped of its depth, at most 1: how often
     tokens of that depth have come, of how often they were expected to, the older the less. c(n): medians of the newest
-    measures, guessing included; of a width that has not been measured, on a line through the nearest one and a step.
+    measures, guessing included; of a width that has not been measured, on a line through the nearest one and a step, or
+    of 0.2 a token beyond it if that is less.
     What has misled is tried again after some steps, twice as many after every time that it failed.
 
     Whatever is expected, no pass runs that could bring what all have lost above SLACK: 1.5 steps and 2% of the tokens;
@@ -69,8 +70,9 @@ class Pace:
         if not step or not known:
             return 1 + ROW * (width - 1) + self._guessing
         near = min(known, key=lambda w: abs(w - width))
-        more = median(self.passes[near]) / step - 1
-        return 1 + more * (width - 1) / (near - 1) + self._guessing
+        beyond = median(self.passes[near]) / step - 1
+        row = beyond / (near - 1)
+        return 1 + beyond + (width - near) * (row if width < near else min(row, ROW)) + self._guessing
 
     @property
     def _guessing(self) -> float:
@@ -80,10 +82,12 @@ class Pace:
         """Tokens of a pass that verifies guesses of rows which advance together; 0: steps are faster."""
         best, out, trying = 1.0, 0, self.waited >= self.patience
         for width in (WIDTHS if self.passes else WIDTHS[:-1]) if self.steps else ():
-            cost = self.cost(width)
+            cost = held = self.cost(width)
+            if trying and len(self.passes.get(width, ())) < 3:  # the few measures may have been of a busy moment
+                held = min(cost, 1 + ROW * (width - 1) + self._guessing)
             brings = 1 + min((self._expected(x, width - 1, trying) for x in guesses), default=0.0)
-            if brings / cost > best and self.lost + cost - 1 <= SLACK[0] + SLACK[1] * self.tokens:
-                best, out = brings / cost, width
+            if brings / held > best and self.lost + cost - 1 <= SLACK[0] + SLACK[1] * self.tokens:
+                best, out = brings / held, width
         return out
 
     def _expected(self, guess: Guess, n: int, trying: bool) -> float:

@@ -137,6 +137,20 @@ def test_what_has_misled_is_believed_less_and_tried_again_later():
     assert pace.patience == 8 and pace.stride == 1 and pace.width([SURE.best(2)]) > 0
 
 
+def test_one_slow_pass_is_no_verdict():
+    """Of a busy moment: it is tried again once the others may lose as much, and the median tells."""
+    pace, widths = Pace(), []
+    pace.stepped(4.0, 4, paused=False)
+    pace.passed(6.0, 2, SURE.best(1), 1)
+    for _ in range(160):
+        if width := pace.width([SURE.best(1)]):
+            widths.append(width)
+            pace.passed(1.2, width, SURE.best(1), 1)
+        else:
+            pace.stepped(8.0, 8, paused=True)
+    assert len(widths) > 20 and {*widths} == {2} and pace.cost(2) == pytest.approx(1.2)
+
+
 @pytest.mark.parametrize("row", [0.02, 0.2, 1.0])
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.9, "at first", "in turns"])
 def test_drafting_is_never_below_095_of_plain_decoding(row: float, right: float | str):

@@ -21,7 +21,10 @@ from jkv.batch.running import Shapes
 from jkv.batch.together import spans
 from jkv.core.sharding import MeshPlan
 from jkv.generation.cache_file import fingerprint, weights
+from jkv.generation.drafters import Drafter, Recycling, Suffix
+from jkv.generation.named import drafter
 from jkv.generation.prompts import reaching
+from jkv.generation.through import check
 from jkv.host.results import versions
 from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
@@ -40,7 +43,8 @@ class Job:
     source, out: local, or in an object store (`jkv.io.remote.place`). batch 0: as many rows at once as fit; over: the
     mesh of this process, or of all processes, if there is one; shares: whether common beginnings are prefilled once,
     where the cache allows it; most_new: new tokens of a row, where the cache has no limit of its own; retry: whether
-    rows that failed before are run again; store: of beginnings of prompts, which then are not shared within the job.
+    rows that failed before are run again; store: of beginnings of prompts, which then are not shared within the job;
+    draft: "suffix" or "recycle", whose guesses change no token.
     """
 
     source: Place
@@ -54,6 +58,18 @@ class Job:
     most_new: int = MOST_NEW
     retry: bool = False
     store: Store | None = None
+    draft: str | None = None
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """A new one; ValueError for a draft that cannot be: models read the rows of one generation."""
+        if self.draft is None:
+            return None
+        check(self.params, self.divided)
+        made = drafter(self.draft, self.params)
+        if not isinstance(made, Suffix | Recycling):
+            raise ValueError(f"--draft {self.draft}: rows of a job come and go; give suffix or recycle")
+        return made
 
     @property
     def unit(self) -> int:

@@ -12,7 +12,9 @@ class Report:
     """What a job came to. Rows and tokens are those of all runs and all processes; speeds are of this run's work.
 
     failed: rows written with an error; saved: prompt tokens that common beginnings spared this run, of `prompt` that
-    its rows have; cache_bytes: of the largest running batch of a process; stopped: rows are left.
+    its rows have; cache_bytes: of the largest running batch of a process; stopped: rows are left; drafts: of the
+    first process, passes of batches, tokens of a row that they verified beside each next one, and those of them that
+    came; None: no drafts.
     """
 
     cache: str
@@ -32,6 +34,7 @@ class Report:
     compile_s: float
     processes: int
     stopped: bool
+    drafts: dict[str, int] | None = None
 
     @property
     def code(self) -> int:
@@ -53,6 +56,15 @@ class Report:
                     if b["chunk"]
                 ),
                 f"cache        {self.cache}, {self.cache_bytes / 2**20:,.1f} MiB, {self.batch} rows at once",
+                *([] if self.drafts is None else [f"drafts       {_drafts(**self.drafts)}"]),
                 f"programs     {self.programs} compiled in {self.compile_s:.1f} s",
             ]
         )
+
+
+def _drafts(passes: int = 0, drafted: int = 0, taken: int = 0) -> str:
+    """
+    >>> _drafts(4, 10, 6)
+    '2.50 tokens a pass, 6 of 10 drafted taken'
+    """
+    return f"{(passes + taken) / max(passes, 1):.2f} tokens a pass, {taken} of {drafted} drafted taken"

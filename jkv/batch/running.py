@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,9 @@ from jkv.core.compiled import Cost
 from jkv.core.loop import admit, prefill_after, prefill_own, run_blocks
 from jkv.generation.api import cut
 from jkv.generation.begun import doubling, tail
+from jkv.generation.drafters import Drafter
+from jkv.generation.drafting import Drafting
+from jkv.generation.pace import Pace
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.sizes import empty, sized
 from jkv.generation.stored import Beginnings
@@ -90,9 +94,12 @@ class Shapes:
 class Running:
     """One bucket's batch. `answers` is the loop; between two of its yields a job may stop, and nothing is lost."""
 
-    def __init__(self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None) -> None:
+    def __init__(
+        self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None, drafter: Drafter | None = None
+    ) -> None:
         """store: where prompts begin, if that is of use for the cache and they are read whole; then `shapes.several`
-        is 1."""
+        is 1. drafter: guesses the next tokens of all rows, which advance together, by the fewest that one of them
+        takes; told of each row that ends."""
         begins = None if store is None or shapes.bucket.chunk else Beginnings(store, params, shapes.config)
         self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
@@ -103,6 +110,7 @@ class Running:
         self.empty_heads = self.maker(shapes.heads)
         self.state, self.heads = self.maker(shapes.state)(), None
         self.prefilled = self.saved = 0  # prompt tokens
+        self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
 
     def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
         """`make`, whose value is made where it will lie."""
@@ -160,6 +168,8 @@ class Running:
         for slot, row in zip(free, wave.rows, strict=True):
             self.slots[slot] = row, []
         self.entering = ()
+        if self.drafter is not None:
+            self.drafter.begin(self.texts, 0)
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(
@@ -197,7 +207,21 @@ class Running:
             if answer is not None:
                 ended.append(answer)
                 self.slots[slot] = None
+                self.tell(request, tokens)
         return ended
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Of each slot the prompt and the tokens so far; one token of a slot that is free."""
+        return [[*x[0].tokens, *x[1]] if x else [0] for x in self.slots]
+
+    def tell(self, request: Request, tokens: list[int]) -> None:
+        """The drafter has all of a row that ended, and of the others what it had."""
+        if self.drafter is not None:
+            prompt = [*request.tokens]
+            self.drafter.begin([prompt], 0)
+            self.drafter.end([[*prompt, *tokens]])
+            self.drafter.begin(self.texts, 0)
 
     def advance(self) -> list[tuple[int, Request, list[int], list[int]]]:
         """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them."""
@@ -205,7 +229,7 @@ class Running:
         stop = min(max(left), self.state.out.shape[1])
         alive = jnp.asarray([n > 0 for n in left])
         state = replace(self.state, alive=alive, count=jnp.int32(0))
-        self.state = self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
+        self.state = self.ran(state, stop)
         out = np.asarray(self.state.out)[:, : int(self.state.count)]
         rows = []
         for slot, x in enumerate(self.slots):
@@ -214,6 +238,16 @@ class Running:
                 x[1].extend(new)
                 rows.append((slot, *x, new))
         return rows
+
+    def ran(self, state: Decoding, stop: int) -> Decoding:
+        """The state after `stop` tokens, or fewer if all rows end before."""
+        if self.drafter is None:
+            return self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
+        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, self.texts, self.pace)
+        for _ in run.rounds(stop, [[] for _ in self.slots]):
+            pass
+        self.drafted.update(passes=run.passes + run.steps, drafted=run.drafted, taken=run.taken)
+        return run.state
 
     def ended(self, request: Request, tokens: list[int]) -> Answer | Refused | None:
         """The answer of a row, if these tokens end it, or the error of one whose tokens make no text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -47,6 +48,7 @@ class Work:
         self.parts: dict[int, dict[int, Answer]] = {}  # of rows that have answers, and not all of them
         self.buckets = self.arranged(self.requests, job.shares and job.config.splits and job.store is None)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
+        self.drafter, self.drafted = job.drafter, Counter[str]()
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
 
@@ -104,9 +106,8 @@ class Work:
             try:
                 if running is None:
                     rows = min(most or self.size(bucket), fit.whole(len(bucket.rows), unit))
-                    running = Running(
-                        self.job.params, self.job.shapes(bucket, self.requests, rows), self.cost, self.job.store
-                    )
+                    shapes = self.job.shapes(bucket, self.requests, rows)
+                    running = Running(self.job.params, shapes, self.cost, self.job.store, self.drafter)
                     answers = running.answers(self.done)
                 ended = next(answers, None)
             except BaseException as error:
@@ -126,6 +127,7 @@ class Work:
         if running is not None:
             self.prefilled += running.prefilled
             self.saved += running.saved
+            self.drafted.update(running.drafted)
         return [] if failure is None else self.otherwise(bucket, rows, failure)
 
     def write(self, running: Running, ended: Sequence[Answer | Refused]) -> None:
@@ -212,6 +214,7 @@ class Work:
             compile_s=self.cost.compiling,
             processes=jax.process_count(),
             stopped=stopped > 0,
+            drafts=dict(self.drafted) if self.drafter is not None else None,
         )
         if jax.process_index() == 0:
             output(self.job.out).report(json.dumps(asdict(report), indent=1) + "\n")
@@ -246,6 +249,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
     check(job.divided, job.params.config, job.config.chunk or 0)
     check_prefill(job.config, "jkv batch")
     checked(job.defaults, job.params)
+    job.drafter  # noqa: B018  # refused before anything is read
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
     if job.store is not None and job.over is not None:

@@ -16,7 +16,7 @@ from jkv.bench.speed import number
 from jkv.eval import corpora
 from jkv.generation.api import Result, generate
 from jkv.generation.drafters import Drafter
-from jkv.generation.through import drafter
+from jkv.generation.named import drafter
 from jkv.models import Params
 
 Found = tuple[float, float, float, bool]  # ms a token plain and with drafts, tokens a pass, the same tokens or not

@@ -43,6 +43,7 @@ def batch(
     new_tokens_limit: Annotated[
         int, typer.Option(min=1, help="Largest max_new_tokens of a row, if the cache has no limit of its own.")
     ] = MOST_NEW,
+    draft: Annotated[str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
     stored: Stored = Stored(),
     dtype: Dtype = None,
@@ -67,7 +68,9 @@ def batch(
 
         settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), n=n)
         with console.meter() as tell:
-            options = dict(batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open())
+            options = dict(
+                batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open(), draft=draft
+            )
             report = start(source, out, model, cache, mesh, settings, dtype, weights, hosts, stopped, tell, options)
         print(report)
     if report.code:

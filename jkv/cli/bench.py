@@ -164,7 +164,7 @@ def guesses(
     """Decoding with drafts beside plain decoding, in turns: ms a token, tokens a pass, by kind of text."""
     cores, dtype = start((cache,), machine, None)
     from jkv.bench import drafts, results
-    from jkv.generation.through import drafter
+    from jkv.generation.named import drafter
     from jkv.io.load import load
 
     asked, params = draft or ["suffix", "recycle"], load(model, dtype)

@@ -12,9 +12,10 @@ from jax import Array
 from jkv import methods
 from jkv.core import sampling
 from jkv.generation.drafters import Drafter
+from jkv.generation.named import drafter
 from jkv.generation.passages import Passages
 from jkv.generation.prompts import check_length
-from jkv.generation.through import check, drafter
+from jkv.generation.through import check
 from jkv.host import forked
 from jkv.host.arguments import count, numbers, short
 from jkv.io.store import Store

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -15,12 +16,40 @@ RANKS = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)  # how often the r-th li
 
 @dataclass(frozen=True)
 class Guess:
-    """A tree of guessed tokens of one row: ids i32[n] and parents i32[n], -1: the row's last token, which is the root;
-    expected: how many of them the drafter expects to be right."""
+    """A tree of guessed tokens of one row: ids i32[n] and parents i32[n], each before its children, -1: the row's last
+    token, which is the root; chance f[n]: how likely the drafter holds each token, with all of those before it."""
 
     ids: Sequence[int]
     parent: Sequence[int]
-    expected: float
+    chance: Sequence[float]
+
+    @property
+    def depths(self) -> list[int]:
+        """How many guessed tokens come before each.
+
+        >>> Guess([7, 8, 9], [-1, 0, -1], [0.5, 0.4, 0.3]).depths
+        [0, 1, 0]
+        """
+        out: list[int] = []
+        for parent in self.parent:
+            out.append(0 if parent < 0 else out[parent] + 1)
+        return out
+
+    def best(self, n: int) -> Guess:
+        """The n likeliest of the tokens; none without its parent.
+
+        >>> Guess([7, 8, 9], [-1, 0, -1], [0.5, 0.2, 0.3]).best(2).ids
+        [7, 9]
+        """
+        if n >= len(self.ids):
+            return self
+        chance: list[float] = []
+        for parent, p in zip(self.parent, self.chance, strict=True):
+            chance.append(p if parent < 0 else min(p, chance[parent]))
+        kept = sorted(sorted(range(len(chance)), key=lambda i: -chance[i])[:n])
+        index = {-1: -1} | {i: at for at, i in enumerate(kept)}
+        ids, parents = [self.ids[i] for i in kept], [index[self.parent[i]] for i in kept]
+        return Guess(ids, parents, [self.chance[i] for i in kept])
 
 
 @runtime_checkable
@@ -63,8 +92,8 @@ class Suffix:
     instead of from a tree of suffixes: the same numbers.
 
     >>> guess = Suffix().propose([[1, 2, 3, 1, 2]], 8)[0]
-    >>> guess.ids, guess.expected
-    ([3, 1], 1.0)
+    >>> guess.ids, guess.chance
+    ([3, 1], [0.5, 0.5])
     """
 
     alpha: float = 1.0
@@ -103,26 +132,27 @@ class Suffix:
 
     def _best(self, row: np.ndarray, most: int) -> Guess:
         own, past = (self._of(text, row, most) for text in (row, self.outputs))
-        return past if past.expected > own.expected else own
+        return past if sum(past.chance) > sum(own.chance) else own
 
     def _of(self, text: np.ndarray, row: np.ndarray, most: int) -> Guess:
         """The best guess by one text."""
-        best, last = Guess([], [], 0.0), min(len(row) - 1, self.depth)
+        best, last = Guess([], [], []), min(len(row) - 1, self.depth)
         ends = np.flatnonzero(text == row[-1]) if len(row) else np.zeros(0, np.int64)
         for m in range(1, last + 1):
             longer = ends[ends >= m]
             longer = longer[text[longer - m] == row[-m - 1]] if m < last else longer[:0]
             if len(longer) < len(ends):  # or a token more matches at the same places: as far, and farther
-                ids, score = self._follow(text, ends, min(most, int(self.alpha * m + self.beta)))
-                if ids and score >= best.expected:
-                    best = Guess(ids, list(range(-1, len(ids) - 1)), score)
+                ids, chance = self._follow(text, ends, min(most, int(self.alpha * m + self.beta)))
+                if ids and sum(chance) >= sum(best.chance):
+                    best = Guess(ids, list(range(-1, len(ids) - 1)), chance)
             ends = longer
         return best
 
-    def _follow(self, text: np.ndarray, ends: np.ndarray, most: int) -> tuple[list[int], float]:
-        """The likeliest tokens after places of a text, and the sum of their probabilities."""
+    def _follow(self, text: np.ndarray, ends: np.ndarray, most: int) -> tuple[list[int], list[float]]:
+        """The likeliest tokens after places of a text, and their probabilities."""
         ids: list[int] = []
-        p, score = 1.0, 0.0
+        chance: list[float] = []
+        p = 1.0
         while len(ids) < most:
             after = ends[ends + 1 < len(text)] + 1
             tokens = text[after]
@@ -134,8 +164,9 @@ class Suffix:
             if p < self.p_min:
                 break
             ids.append(token)
-            score, ends = score + p, after[tokens == token]
-        return ids, score
+            chance.append(p)
+            ends = after[tokens == token]
+        return ids, chance
 
 
 @dataclass
@@ -146,25 +177,33 @@ class Recycling:
     token. After a pass the likeliest tokens after every verified token, taken or not, replace its line; of equal tokens
     the first breadth-first counts. The tree has the nodes that are likeliest if the token of rank r comes with
     probability RANKS[r], where the authors' has 80 of its own. Rows share the table, which stays from one generation to
-    the next.
+    the next. Beyond the paper: a token's successor in a row, of the prompt too, comes to the front of its line, and
+    what follows a token whose line is empty has no chance.
 
-    >>> [guess.parent for guess in Recycling(100).propose([[1, 2, 3]], 3)]
+    >>> one = Recycling(100)
+    >>> [guess.parent for guess in one.propose([[1, 2, 3]], 3)]
     [[-1, -1, 0]]
+    >>> one.propose([[1, 2, 3, 1]], 3)[0].ids, one.propose([[9]], 3)[0].chance
+    ([2, 0, 3], [0.0, 0.0, 0.0])
     """
 
     vocab: int
     top: int = field(default=len(RANKS), init=False)
     table: np.ndarray = field(init=False, repr=False)
+    met: np.ndarray = field(init=False, repr=False)  # entries of each line that are known
+    read: list[int] = field(default_factory=list, init=False, repr=False)  # tokens of each row whose successors are
 
     def __post_init__(self) -> None:
         if self.vocab < self.top:
             raise ValueError(f"recycle: a vocabulary of {self.vocab} tokens; it remembers {self.top} after each")
-        self.table = np.zeros((self.vocab, self.top), np.int32)
+        self.table, self.met = np.zeros((self.vocab, self.top), np.int32), np.zeros(self.vocab, np.int32)
 
     def begin(self, rows: list[list[int]], new: int) -> None:
-        """Nothing: what was learned stays."""
+        """What was learned stays."""
+        self.read = [0] * len(rows)
 
     def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+        self._reads(rows)
         tree = template(most)
         return [self._filled(row[-1], *tree) for row in rows]
 
@@ -173,27 +212,41 @@ class Recycling:
         for row, best in zip(ids, top, strict=True):
             tokens, first = np.unique(row, return_index=True)
             first = first[tokens >= 0]
-            self.table[row[first]] = best[first]
+            self.table[row[first]], self.met[row[first]] = best[first], self.top
 
     def branch(self, rows: list[list[int]]) -> Recycling:
         return self
 
     def end(self, rows: list[list[int]]) -> None:
-        """Nothing: all was learned."""
+        self._reads(rows)
 
-    def _filled(self, root: int, parent: list[int], rank: list[int], expected: float) -> Guess:
+    def _reads(self, rows: list[list[int]]) -> None:
+        """Successors that are new in rows come to the front."""
+        read = self.read if len(self.read) == len(rows) else [0] * len(rows)
+        for start, row in zip(read, rows, strict=True):
+            for a, b in pairwise(row[max(start - 1, 0) :]):
+                line = self.table[a, : self.met[a]].tolist()
+                if line[:1] != [b]:
+                    line = [b, *(x for x in line if x != b)][: self.top]
+                    self.table[a, : len(line)], self.met[a] = line, len(line)
+        self.read = [len(row) for row in rows]
+
+    def _filled(self, root: int, parent: list[int], rank: list[int], expected: list[float]) -> Guess:
         ids: list[int] = []
-        for p, r in zip(parent, rank, strict=True):
-            ids.append(int(self.table[root if p < 0 else ids[p], r]))
-        return Guess(ids, parent, expected)
+        chance: list[float] = []
+        for p, r, x in zip(parent, rank, expected, strict=True):
+            before, likely = (root, 1.0) if p < 0 else (ids[p], chance[p])
+            ids.append(int(self.table[before, r]))
+            chance.append(x if likely and r < self.met[before] else 0.0)
+        return Guess(ids, parent, chance)
 
 
 @lru_cache
-def template(most: int) -> tuple[list[int], list[int], float]:
-    """Parents and ranks of the `most` likeliest nodes of a tree, breadth first, and how many are expected to be right.
+def template(most: int) -> tuple[list[int], list[int], list[float]]:
+    """Parents and ranks of the `most` likeliest nodes of a tree, breadth first, and their probabilities.
 
     >>> template(2)
-    ([-1, 0], [0, 0], 0.75)
+    ([-1, 0], [0, 0], [0.5, 0.25])
     """
     heap: list[tuple[float, tuple[int, ...]]] = [(-p, (r,)) for r, p in enumerate(RANKS)]
     nodes: list[tuple[tuple[int, ...], float]] = []
@@ -205,4 +258,4 @@ def template(most: int) -> tuple[list[int], list[int], float]:
             heapq.heappush(heap, (p * chance, (*ranks, r)))
     nodes.sort(key=lambda node: (len(node[0]), node[0]))
     index = {ranks: i for i, (ranks, _) in enumerate(nodes)}
-    return [index.get(x[:-1], -1) for x in index], [x[-1] for x in index], sum(p for _, p in nodes)
+    return [index.get(x[:-1], -1) for x in index], [x[-1] for x in index], [p for _, p in nodes]

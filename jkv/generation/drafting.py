@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_block
 from jkv.core.sampling import Sampling, sample
 from jkv.generation.drafters import Drafter, Guess
+from jkv.generation.pace import NODES, SURE, Pace
 from jkv.generation.verify import Draft, verify
 from jkv.memory.cache import Decoding
 from jkv.models import Params
 
-NODES = 8  # tokens of a pass, the root among them
-ROW = 0.08  # of a step's time, what one more token of a pass takes, until it is measured
-STRIDE = 16  # steps at once, at most
-PATIENCE = (8, 64)  # steps without a pass, after which one is tried all the same: at first, and at most
 drawn = jax.jit(sample)
 
 
@@ -40,51 +35,12 @@ def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
 
 
 @dataclass
-class Pace:
-    """Whether a pass pays: by its time beside a step's, and by how many of the expected tokens came true.
-
-    Times are medians of the newest. came, expected: tokens of passes, the older the less; what has misled is believed
-    less, and tried again after some steps, twice as many after every time that it failed. stride: steps before guesses
-    are asked for again, as a program of one step takes longer than one of sixteen takes a step: twice as many each time
-    that none paid.
-    """
-
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    passes: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    came: float = 4.0
-    expected: float = 4.0
-    waited: int = 0
-    patience: int = PATIENCE[0]
-    stride: int = 1
-
-    @property
-    def cost(self) -> float:
-        """Steps that a pass takes as long as."""
-        if len(self.steps) < 3 or len(self.passes) < 3:
-            return 1 + ROW * (NODES - 1)
-        return median(self.passes) / median(self.steps)
-
-    def pays(self, expected: float) -> bool:
-        """Whether a pass would, whose guesses are expected to bring so many tokens; it may be time to try."""
-        likely = 1 + expected * min(self.came / self.expected, 1) > self.cost
-        return likely or (expected > 0 and self.waited >= self.patience)
-
-    def stepped(self, seconds: float, steps: int) -> None:
-        self.steps.append(seconds / steps)
-        self.waited += steps
-        self.stride = min(2 * self.stride, STRIDE)
-
-    def passed(self, seconds: float, expected: float, came: int) -> None:
-        self.passes.append(seconds)
-        self.came, self.expected = 0.9 * self.came + came, 0.9 * self.expected + expected
-        worth = 1 + came > self.cost
-        self.waited, self.patience = 0, PATIENCE[0] if worth else min(2 * self.patience, PATIENCE[1])
-        self.stride = 1 if worth else self.stride
-
-
-@dataclass
 class Drafting:
-    """A generation with drafts, and its counts: passes and steps, and of drafted tokens those verified and taken."""
+    """A generation with drafts, and its counts: passes and steps, and of drafted tokens those verified and taken.
+
+    pauses: from which generated token to which none was guessed, as no guess would have paid. clock: in seconds; what
+    it says decides which tokens are drafted together, and never a token.
+    """
 
     params: Params
     state: Decoding
@@ -93,16 +49,19 @@ class Drafting:
     cost: Cost
     rows: list[list[int]]
     pace: Pace = field(default_factory=Pace)
+    clock: Callable[[], float] = time.perf_counter
     passes: int = 0
     steps: int = 0
     drafted: int = 0
     taken: int = 0
+    pauses: list[tuple[int, int]] = field(default_factory=list)
     passed: bool = False  # whether the newest tokens came by a pass
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """What the receipt says of it."""
-        return {"passes": self.passes + self.steps, "drafted": self.drafted, "drafted_taken": self.taken}
+        drafted = {"drafted": self.drafted, "drafted_taken": self.taken}
+        return {"passes": self.passes + self.steps, "draft_pauses": self.pauses, **drafted}
 
     def run(self, new: int) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
@@ -115,71 +74,76 @@ class Drafting:
 
     def rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
         """`run` of a drafter that has begun; the tokens go into lists, one a row."""
-        count = 0
+        count = int(self.state.count)
         while count < new and bool(self.state.alive.any()):
-            token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)
-            texts = [[*a, *b, t] for a, b, t in zip(self.rows, tokens, token.tolist(), strict=True)]
-            if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
-                newest = np.asarray([text[-2:-1] for text in texts])
-                self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
-            self._advance(texts, count, new)
+            if most := self.pace.width([SURE]):
+                self._advance(self._texts(tokens), count, new, most)
+            else:
+                self._steps(count, new, paused=True)
             before, count = count, int(self.state.count)
+            if not most:
+                start = self.pauses.pop()[0] if self.pauses and self.pauses[-1][1] == before else before
+                self.pauses.append((start, count))
             out = np.asarray(self.state.out)[:, before:count]  # on the host: each slice would be a program
             for row, more in zip(tokens, out.tolist(), strict=True):
                 row.extend(t for t in more if t >= 0)
             yield tokens
 
-    def _advance(self, texts: list[list[int]], count: int, new: int) -> None:
-        """One pass if guesses are worth it for all rows that go on, which advance together; else some steps."""
-        alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
-        start, before = time.perf_counter(), self.cost.compiling
-        guesses: list[Guess] = []
-        expected = 0.0
-        if self.pace.pays(NODES - 1):  # or no guess would
-            guesses = self.drafter.propose(texts, NODES - 1)
-            expected = min(guess.expected for guess, on in zip(guesses, alive, strict=True) if on)
-        self.passed = passes = self.pace.pays(expected)
-        if passes:
-            ids = self._verify(guesses, jnp.int32(new), full)
-        else:
-            self.state = self.cost.begin(
-                run_block,
-                self.params,
-                self.state,
-                self.sampling,
-                jnp.int32(min(count + self.pace.stride, new)),
-                full=full,
-            )
-        ran = int(self.state.count) - count
-        seconds = time.perf_counter() - start
-        if passes:
-            self.passes, self.drafted, self.taken = self.passes + 1, self.drafted + ids, self.taken + ran - 1
-        else:
-            self.steps += ran
-        if self.cost.compiling > before or full:  # no measure of either
-            return
-        if passes:
-            self.pace.passed(seconds, expected, ran - 1)
-        elif ran:
-            self.pace.stepped(seconds, ran)
+    def _texts(self, tokens: list[list[int]]) -> list[list[int]]:
+        """Each row, its new tokens and the next one, of which the drafter is told what it has not seen."""
+        token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)
+        texts = [[*a, *b, t] for a, b, t in zip(self.rows, tokens, token.tolist(), strict=True)]
+        if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
+            newest = np.asarray([text[-2:-1] for text in texts])
+            self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
+        return texts
 
-    def _verify(self, guesses: list[Guess], stop: Array, full: bool) -> int:
-        """One pass; the tokens that it verifies of a row, at most."""
+    def _advance(self, texts: list[list[int]], count: int, new: int, most: int) -> None:
+        """One pass of at most so many tokens if it pays for all rows that go on, which advance together; else steps."""
+        alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
+        start = self.clock()
+        guesses = self.drafter.propose(texts, most - 1)
+        going = [guess for guess, on in zip(guesses, alive, strict=True) if on]
+        width, guessing = self.pace.width(going), self.clock() - start
+        self.pace.guessed(guessing, used=width > 0)
+        if not width:
+            return self._steps(count, new, paused=False)
+        start, before = self.clock(), self.cost.compiling
+        guesses = [guess.best(width - 1) for guess in guesses]
         top = self.drafter.top
         self.state, found = self.cost.begin(
-            verify, self.params, self.state, self.sampling, drafts(guesses), stop, full=full, top=top
+            verify, self.params, self.state, self.sampling, drafts(guesses, width), jnp.int32(new), full=full, top=top
         )
         self.drafter.learn(np.asarray(found.ids), None if found.top is None else np.asarray(found.top))
-        return max(len(guess.ids) for guess in guesses)
+        came = int(self.state.count) - count - 1
+        seconds = None if full else self._since(start, before)
+        least = min((g.best(width - 1) for g in going), key=lambda g: sum(g.chance))
+        self.pace.passed(seconds, width, least, came)
+        self.passed, self.passes, self.taken = True, self.passes + 1, self.taken + came
+        self.drafted += max(len(guess.ids) for guess in guesses)
+
+    def _steps(self, count: int, new: int, paused: bool) -> None:
+        """Some plain steps."""
+        full = int(self.state.cache.fill) >= self.state.cache.room
+        start, before, stop = self.clock(), self.cost.compiling, jnp.int32(min(count + self.pace.stride, new))
+        self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, stop, full=full)
+        ran = int(self.state.count) - count
+        seconds = None if full else self._since(start, before)  # a flush is no step
+        self.pace.stepped(seconds, ran, paused)
+        self.passed, self.steps = False, self.steps + ran
+
+    def _since(self, start: float, compiling: float) -> float:
+        """Seconds but those of compiling, which another clock has taken."""
+        return max(self.clock() - start - (self.cost.compiling - compiling), 0.0)
 
 
-def drafts(guesses: list[Guess]) -> Draft:
-    """Guesses as one draft, whose node 0 is the root.
+def drafts(guesses: list[Guess], width: int = NODES) -> Draft:
+    """Guesses as one draft of so many tokens, whose node 0 is the root.
 
-    >>> drafts([Guess([7, 8], [-1, 0], 1.0)]).parent.tolist()
-    [[-1, 0, 1, -1, -1, -1, -1, -1]]
+    >>> drafts([Guess([7, 8], [-1, 0], [1.0, 1.0])], 4).parent.tolist()
+    [[-1, 0, 1, -1]]
     """
-    ids = np.zeros((len(guesses), NODES), np.int32)
+    ids = np.zeros((len(guesses), width), np.int32)
     parent = np.full(ids.shape, -1, np.int32)
     for i, guess in enumerate(guesses):
         n = len(guess.ids)

@@ -34,11 +34,12 @@ class Report:
     values in tiers, metadata included (0: there are no tiers). kernels_off: why kernels of the platform do not run. kl:
     mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
-    drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came; None
-    without drafts. tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded
-    them there, if anything. bytes_host: of those kept, in the memory of the host; bytes_moved: of them to the device
-    in a step; pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and
-    that it waited for.
+    drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came;
+    draft_pauses: from which new token to which none was guessed, as no guess would have paid; None without drafts.
+    tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded them there, if
+    anything. bytes_host: of those kept, in the memory of the host; bytes_moved: of them to the device in a step;
+    pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and that it
+    waited for.
     """
 
     config: str
@@ -72,6 +73,7 @@ class Report:
     passes: int | None = None
     drafted: int | None = None
     drafted_taken: int | None = None
+    draft_pauses: list[tuple[int, int]] | None = None
     tokens_stored: int | None = None
     store_codec: str = ""
     bytes_host: int = 0
@@ -129,8 +131,11 @@ class Report:
             where = "none" if self.divergence == -1 else f"at token {self.divergence}"
             lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
         if self.passes is not None and self.drafted is not None:
-            each = self.tokens_new / self.rows / max(self.passes, 1)
+            each, pauses = self.tokens_new / self.rows / max(self.passes, 1), self.draft_pauses or []
             lines.append(f"drafts       {each:.2f} tokens a pass, {self.drafted_taken} of {self.drafted} drafted taken")
+            if pauses:
+                first = ", ".join(f"{a} to {b}" for a, b in pauses[:3]) + ", ..." * (len(pauses) > 3)
+                lines[-1] += f"; paused for {sum(b - a for a, b in pauses)} tokens: {first}"
         if self.tokens_stored is not None:
             by = f", rounded by {self.store_codec}" if self.store_codec else ""
             lines.append(f"store        {self.tokens_stored:,} of {self.tokens_prompt:,} prompt tokens were there{by}")

@@ -1,0 +1,72 @@
+"""The drafter that a caller names, or gives."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+from jkv.generation.across import Across
+from jkv.generation.drafters import Drafter, Recycling, Suffix
+from jkv.generation.through import Through
+from jkv.generation.vocabularies import Translation
+from jkv.host.arguments import short
+from jkv.methods.catalogue import CATALOGUE
+from jkv.methods.text import parse, read_one_of
+from jkv.models import Params
+
+DRAFTERS = {"suffix": Suffix, "recycle": Recycling}
+
+
+def drafter(what: Any, params: Params) -> Drafter:
+    """The drafter for a model that a caller names, or gives.
+
+    A text such as "suffix(p_min=0.2)"; a text of a cache, through which the model's own weights guess; a smaller model,
+    of another vocabulary too if both have tokenizers; a Drafter. Or several: each verifies what the next one guesses.
+    Raises ValueError or TypeError for anything else.
+    """
+    first, *rest = what if isinstance(what, list | tuple) and what else [what]
+    if rest:
+        one, behind = drafter(first, params), drafter(rest, params)
+        if not isinstance(one, Through):
+            raise ValueError(f"draft={short(what)}: {short(first)} has no model that verifies what another guesses")
+        return replace(one, behind=behind)
+    if isinstance(first, Params):
+        return _model(first, params)
+    if isinstance(first, str):
+        return _named(first, params)
+    if isinstance(first, Drafter):
+        return first
+    raise TypeError(
+        f"draft is {short(first)}: give 'suffix', 'recycle', a cache such as 'triforce(budget=512)', a smaller model, "
+        "or a Drafter"
+    )
+
+
+def _named(text: str, params: Params) -> Drafter:
+    word = re.split(r"[(|]", text, maxsplit=1)[0].strip()
+    if word in CATALOGUE:
+        return Through(params, parse(text))
+    name, arguments = read_one_of(DRAFTERS, text, "drafter")
+    given = {"vocab": params.config.vocab} if name == "recycle" else {}
+    try:
+        return DRAFTERS[name](**given, **arguments)
+    except TypeError:
+        known = [f.name for f in fields(DRAFTERS[name]) if f.init and f.name not in given]
+        raise ValueError(f"draft={text!r}: {name} takes {', '.join(known) or 'no arguments'}") from None
+
+
+def _model(small: Params, params: Params) -> Drafter:
+    """A model as a drafter: as it is if its tokens are those of the model, else through their text."""
+    own, other = params.tokenizer, small.tokenizer
+    same = small.config.vocab == params.config.vocab
+    if own is None or other is None:
+        if not same:
+            raise ValueError(
+                f"draft=: its model has {small.config.vocab} words and this one {params.config.vocab}; give one of the "
+                "same words, or tokenizers with both"
+            )
+        return Through(small)
+    if same and own.core.get_vocab() == other.core.get_vocab():
+        return Through(small)
+    return Across(small, Translation(own, other))

@@ -1,0 +1,148 @@
+"""One vocabulary's tokens as another's, through their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jkv.io.tokenizer import Tokenizer
+
+COMMON = 0.01  # of the tokens of a drafter, at least, must be tokens of the model
+ANCHOR = "\n"  # stands before text that goes on, where a tokenizer begins every text with a space
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that tokens of bytes write as they are
+BYTES = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTED}))}
+
+
+def pieces(tokenizer: Tokenizer) -> list[bytes | None]:
+    """The bytes of each token, None of those that stand for no text.
+
+    Tokens of bytes (GPT-2) are written with a character for each byte; others with U+2581 for a space, and such as
+    <0x0A> for a byte alone.
+    """
+    core = tokenizer.core
+    added, of_bytes = core.get_added_tokens_decoder(), "ByteLevel" in repr(core.decoder)
+    out: list[bytes | None] = [None] * tokenizer.vocab_size
+    for text, i in core.get_vocab(with_added_tokens=True).items():
+        if i in added:
+            out[i] = None if added[i].special else added[i].content.encode()
+        elif of_bytes and all(c in BYTES for c in text):
+            out[i] = bytes(BYTES[c] for c in text)
+        elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            out[i] = bytes.fromhex(text[3:5])
+        else:
+            out[i] = text.replace("\u2581", " ").encode()
+    return out
+
+
+@dataclass
+class Translation:
+    """A drafter's tokens as a model's (OmniDraft, 2507.02659).
+
+    direct i32[V]: the model's token of the same bytes, -1: none. grams: of several of the drafter's tokens the one of
+    the model that they make, learned from tokens that the model has given, at most `limit`, the newest. Beyond the
+    paper, where a token without another of the same bytes stops the draft: it becomes the several ones that the model's
+    tokenizer makes of its text. The first token that ends a text is the model's first one.
+
+    Raises ValueError where fewer than 1% of the drafter's tokens are tokens of the model.
+    """
+
+    model: Tokenizer
+    drafter: Tokenizer
+    limit: int = 100_000
+    model_bytes: list[bytes | None] = field(init=False, repr=False)
+    drafter_bytes: list[bytes | None] = field(init=False, repr=False)
+    direct: np.ndarray = field(init=False, repr=False)
+    grams: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
+    longest: int = field(default=1, init=False)
+    seen: set[int] = field(default_factory=set, init=False, repr=False)
+    begins: bool = field(init=False, repr=False)  # whether the drafter's tokenizer begins every text with a space
+
+    def __post_init__(self) -> None:
+        self.model_bytes, self.drafter_bytes = pieces(self.model), pieces(self.drafter)
+        index = {x: i for i, x in reversed([*enumerate(self.model_bytes)]) if x}
+        self.direct = np.asarray([-1 if x is None else index.get(x, -1) for x in self.drafter_bytes], np.int32)
+        common, every = int((self.direct >= 0).sum()), sum(bool(x) for x in self.drafter_bytes)
+        if common < COMMON * every or not common:
+            raise ValueError(
+                f"draft=: {common} of its model's {every} tokens are tokens of this one: too few to guess with; give a "
+                "model whose tokens are more alike"
+            )
+        if self.model.eos_ids and self.drafter.eos_ids:
+            self.direct[self.drafter.eos_ids[0]] = self.model.eos_ids[0]
+        self.begins = self.text_of(self.drafter.within(ANCHOR)) != ANCHOR.encode()
+
+    def text_of(self, ids: Sequence[int]) -> bytes:
+        """The bytes of tokens of the drafter."""
+        return b"".join(self.drafter_bytes[i] or b"" for i in ids)
+
+    def read(self, ids: Sequence[int]) -> bytes:
+        """The bytes of tokens that the model has given, which are learned."""
+        for token in ids:
+            self._learn(token)
+        return b"".join(self.model_bytes[i] or b"" for i in ids)
+
+    def within(self, text: str) -> list[int]:
+        """Tokens of the drafter of text that follows another."""
+        if not self.begins:
+            return self.drafter.within(text)
+        ids, skipped = self.drafter.within(ANCHOR + text), b""
+        while ids and len(skipped) < len(f" {ANCHOR}"):
+            skipped += self.drafter_bytes[ids.pop(0)] or b""
+        return ids
+
+    def _learn(self, token: int) -> None:
+        text = self.model_bytes[token]
+        if token in self.seen or not text:
+            return
+        self.seen.add(token)
+        parts = tuple(self.within(text.decode(errors="replace")))
+        if len(parts) > 1 and self.text_of(parts) == text:
+            self.grams[parts] = token
+            self.longest = max(self.longest, len(parts))
+        if len(self.grams) > self.limit:
+            del self.grams[next(iter(self.grams))]
+
+    def translate(self, ids: Sequence[int], chance: Sequence[float]) -> tuple[list[int], list[float]]:
+        """Tokens of the model of a draft, and their probabilities: of several in one, the product of theirs.
+
+        From left to right, the longest of `grams` first; where no token fits, it ends.
+        """
+        out: list[int] = []
+        each: list[float] = []
+        at = 0
+        while at < len(ids):
+            sizes = range(min(self.longest, len(ids) - at), 1, -1)
+            n = next((n for n in sizes if tuple(ids[at : at + n]) in self.grams), 1)
+            new = [self.grams[tuple(ids[at : at + n])]] if n > 1 else self._one(ids[at])
+            if not new:
+                break
+            out += new
+            each += [float(np.prod(chance[at : at + n])), *[1.0] * (len(new) - 1)]
+            at += n
+        return out, each
+
+    def _one(self, token: int) -> list[int]:
+        if self.direct[token] >= 0:
+            return [int(self.direct[token])]
+        text = self.drafter_bytes[token]
+        try:
+            ids = self.model.within(text.decode()) if text else []
+        except UnicodeDecodeError:  # a part of a character
+            return []
+        return ids if b"".join(self.model_bytes[i] or b"" for i in ids) == text else []
+
+
+def whole(text: bytes) -> tuple[str, bytes]:
+    """Text without the bytes at its end that only begin a character, and these.
+
+    >>> whole("a\u00e9".encode()[:-1])
+    ('a', b'\\xc3')
+    """
+    for n in range(min(4, len(text) + 1)):
+        try:
+            return text[: len(text) - n].decode(), text[len(text) - n :]
+        except UnicodeDecodeError:
+            continue
+    return text.decode(errors="replace"), b""

@@ -368,7 +368,10 @@ def reuse(
             print(f"{row['cache']}, {row['renew']}: {row['first_ms']:.0f} ms to the first token")
         else:
             score = f", needles {row['score']:.2f}" if row["score"] is not None else ""
-            print(f"{row['cache']}, {row['renew']}: {row['read']:.1%} read, KL {row['kl']:.4g}{score}")
+            edits = f", {row['edits']} edits" if row["edits"] else ""
+            kl = "" if row["kl"] is None else ", KL {:.4g} ± {:.2g}".format(*row["kl"])
+            said = f"{row['samples']} prompts, {row['read']:.1%} read{kl}{score}"
+            print(f"{row['cache']}, {row['renew']}{edits}: {said}")
 
 
 @app.command()

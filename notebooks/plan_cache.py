@@ -1,11 +1,10 @@
-"""Agentic Plan Caching (2506.14852): a plan that worked is kept as a template, and adapted for the next task of its kind.
+"""Agentic Plan Caching (2506.14852): a plan that worked is a template, which the next task of its kind adapts.
 
 python notebooks/plan_cache.py [--tasks 60] [--capacity 8]
 
 A scripted world in which a large model plans, a small one adapts plans, and an actor takes their steps: calls and
-tokens (words) of each, with the cache and without. Whether an adapted plan is as good is the script's to say, so the
-table is one of counts, and no measure of quality. A template that is asked for often is a prompt that begins alike:
-`jkv.generate(..., store=jkv.Store(folder))` then reads it once.
+tokens (words) of each, with the cache and without; whether an adapted plan is as good is the script's to say. Prompts
+that begin with the same template are read once with `jkv.generate(..., store=jkv.Store(folder))`.
 """
 
 from __future__ import annotations
@@ -114,12 +113,10 @@ def run(tasks: Sequence[Task], plans: Plans | None, guide: str = "rule " * 200) 
         for step in task.plan:
             told.asked("act", step, "done")
         told.done.append(task.well)
-        if plans is None:
-            continue
         told.hits, told.misses = told.hits + (kept is not None), told.misses + (kept is None)
-        if kept is None:
+        if plans is not None and kept is None:
             plans.put(key, template(made, task.names), task.well)
-        else:
+        elif plans is not None:
             plans.told(key, task.well)
     return told
 
@@ -127,7 +124,8 @@ def run(tasks: Sequence[Task], plans: Plans | None, guide: str = "rule " * 200) 
 def scripted(tasks: int, seed: int = 0, fails: float = 0.1) -> list[Task]:
     """Tasks of ten kinds, some asked for more often than others, about ever other names and years."""
     rng = np.random.default_rng(seed)
-    kinds = [f"{x} the {y} of" for x in ("Compare", "Summarise") for y in ("revenue", "staff", "debts", "offers", "risks")]
+    matters = ("revenue", "staff", "debts", "offers", "risks")
+    kinds = [f"{x} the {y} of" for x in ("Compare", "Summarise") for y in matters]
     odds = 1 / np.arange(1, len(kinds) + 1)
     out = []
     for kind in rng.choice(len(kinds), tasks, p=odds / odds.sum()):
@@ -139,8 +137,8 @@ def scripted(tasks: int, seed: int = 0, fails: float = 0.1) -> list[Task]:
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--tasks", type=int, default=60)
-    asked.add_argument("--capacity", type=int, default=8)
+    for name, default in (("--tasks", 60), ("--capacity", 8)):
+        asked.add_argument(name, type=int, default=default)
     given = asked.parse_args()
     tasks = scripted(given.tasks)
     for name, plans in (("without a cache", None), (f"{given.capacity} templates", Plans(given.capacity))):

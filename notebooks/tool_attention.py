@@ -2,10 +2,9 @@
 
 python notebooks/tool_attention.py [--model NAME] [--turns 8] [--tools 40]
 
-A conversation's turns by three layouts: `published`, the schemas in front of the history, as the paper has it, so that
-a change of tools spoils the beginning that the turns share; `last`, behind the history; `chunks`, in front, as passages
-that keep their keys at any place (approximate). Prompt tokens, and rows that were prefilled, counted by `jkv.Store` and
-`jkv.Passages`; beside them a prompt with every schema, read once. The paper's gate is MiniLM's; here it is any encoder.
+Three layouts: `published`, schemas in front of the history, where a change of tools spoils the beginning that turns
+share; `last`, behind the history; `chunks`, in front, as passages (approximate). Prompt tokens, and rows prefilled, by
+`jkv.Store` and `jkv.Passages`. The paper's gate is MiniLM's; here it is any encoder.
 """
 
 from __future__ import annotations
@@ -103,11 +102,11 @@ def counted(params: Any, gate: Gate, turns: Sequence[Turn], layout: str, cache: 
             active = gate.active(turn.says, turn.facts)
             texts = [within(x) for x in parts(layout, gate.tools, active, history, turn.says)]
             ids, before = [i for x in texts for i in x], store.read if layout == "chunks" else store.reused
-            for x in map(tuple, texts) if layout == "chunks" else ():
-                if len(x) >= 16 and x not in known:  # a shorter one is read with every prompt
+            for x in {*map(tuple, texts)} - known if layout == "chunks" else ():
+                if len(x) >= 16:  # a shorter one is read with every prompt
                     store.add(params, list(x), lead=[])
-                    known.add(x)
                     told["rows"] += len(x)
+            known |= {*map(tuple, texts)}
             jkv.prefill(params, cache, [ids], room=0, store=store)
             told["tokens"] += len(ids)
             told["rows"] += round(store.read - before) if layout == "chunks" else len(ids) - (store.reused - before)
@@ -135,10 +134,10 @@ def scripted(tools: int, turns: int, seed: int = 0) -> tuple[list[Tool], list[Tu
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--model", default="smollm2-135m")
-    asked.add_argument("--turns", type=int, default=8)
-    asked.add_argument("--tools", type=int, default=40)
+    for name, default in (("--turns", 8), ("--tools", 40)):
+        asked.add_argument(name, type=int, default=default)
     given = asked.parse_args()
     params, (tools, turns) = jkv.load(given.model), scripted(given.tools, given.turns)
     encode = embedding(params, [x.summary for x in tools])

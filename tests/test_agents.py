@@ -1,4 +1,4 @@
-"""Examples of agents' layers: what a gate lets in and what layouts cost, what a cache of plans saves; each claim once."""
+"""Examples of agents' layers: what a gate lets in and what layouts cost, what a cache of plans saves."""
 
 from __future__ import annotations
 

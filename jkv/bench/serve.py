@@ -120,7 +120,9 @@ def beside(path: Path, options: str, threads: int) -> Iterator[tuple[int, int]]:
         while not _well(port):
             if child.poll() is not None or time.monotonic() > until:
                 said = (path / "server.log").read_text(errors="replace").strip().splitlines()
-                raise ChildProcessError(f"transformers serve did not start: {'; '.join(said[-3:]) or 'it said nothing'}")
+                raise ChildProcessError(
+                    f"transformers serve did not start: {'; '.join(said[-3:]) or 'it said nothing'}"
+                )
             time.sleep(0.2)
         yield port, child.pid
     finally:

@@ -183,7 +183,8 @@ def quality(
 
     kl in nats to the same cache after the prompt that is read whole, a mean of what follows; right: whether the answer
     is given word for word; read: the share of the prompt's tokens and layers that are read; ms: what that took, but for
-    the last tokens, which every cache reads itself, and for compilation.
+    the last tokens, which every cache reads itself, and for compilation; where every prompt has its own texts, reading
+    those by themselves is a part of it (`times` leaves it out).
 
     A prompt is read once in every way; then its caches, a row of a batch each, go through what follows. Caches that
     take what was read as it is (the same records, and as many last tokens that are read in any case) share it.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import subprocess
 import sys
 import threading
 import time
-
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -61,7 +59,7 @@ def test_a_server_that_dies_leaves_its_answers(monkeypatch: pytest.MonkeyPatch):
     assert row(answers, held, elapsed)["lost"] == 1
 
 
-PEER = '''
+PEER = """
 import http.server, sys
 if "--broken" in sys.argv:
     sys.exit("no fastapi")
@@ -79,7 +77,7 @@ class Says(http.server.BaseHTTPRequestHandler):
 port = int(sys.argv[sys.argv.index("--port") + 1])
 assert sys.argv[1:5] == ["serve", sys.argv[2], "--dtype", "float32"] and sys.argv[-1] == "--continuous-batching"
 http.server.HTTPServer(("127.0.0.1", port), Says).serve_forever()
-'''
+"""
 
 
 def test_a_peer_is_asked_for_no_cache_and_says_no_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -183,8 +183,10 @@ def test_the_page_streams_an_answer_and_maps_its_cache(
             return tab.does("at('status').textContent")
 
         assert ask("nothing(") and tab.does("at('status').className") == "bad"
-        tab.does("window.looks = [], new MutationObserver(() => looks.push(at('answer').textContent)).observe("
-                 "at('answer'), {childList: true})")
+        tab.does(
+            "window.looks = [], new MutationObserver(() => looks.push(at('answer').textContent)).observe("
+            "at('answer'), {childList: true})"
+        )
         assert ask(SNAP).startswith("20 tokens in ") and tab.does("at('status').className") == ""
         assert tab.does("at('answer').textContent") == said.message.content
         looks = tab.does("looks.filter(x => x)")
@@ -299,7 +301,8 @@ BAD_TEXTS: list[Any] = [
         {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}, {"temprature": 1},
         {"cache": "snapkw(budget=3)"}, {"cache": "snapkv(budget=-3)"}, {"cache": 3}, {"cache": "full" * 300},
         {"cache": "trimkv(budget=9, gate='/etc')"}, {"cache": "__import__('os')"}, {"cache": ""},
-        {"max_tokens": 3, "max_completion_tokens": 4}, {"receipts": True}, {"receipts": 1, "stream": True}, {"stop": "a" * 257}, {"stop": ["a"] * 17},
+        {"receipts": True}, {"receipts": 1, "stream": True},
+        {"max_tokens": 3, "max_completion_tokens": 4}, {"stop": "a" * 257}, {"stop": ["a"] * 17},
         {"cache": "trimkv(budget=9, gate='x')"}, {"cache": "trimkv(budget=9, gate='')"},
         {"cache": "snapkv(budget=9, block='a')"}, {"cache": "snapkv(budget={[]:1})"}, {"cache": "full(chunk=-1)"},
     ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.cli.options import MODEL, Compared, Measured, Text, flat
+from jkv.cli.pack import pack, unpack
 from jkv.cli.tokens import tokens
 from jkv.host import console
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
-app.command()(tokens)
+for command in (tokens, pack, unpack):
+    app.command()(command)
 
 Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
 ENDLESS = "streaming(budget=512)"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jkv import methods, models
 from jkv.bench.shapes import SHAPES
 from jkv.eval.points import wilson
-from jkv.eval.reuse import WHOLE, summed
+from jkv.eval.reuse import PLAIN, WHOLE, summed
 from jkv.generation import sizes
 from jkv.generation.report import moved_bytes
 from jkv.methods.selectors.forecast import Forecast, Linear
@@ -449,18 +450,27 @@ def coded() -> list[str]:
     ]
 
 
-def reused() -> list[str]:
-    """What passages cost and save, by cache and renewal."""
+def reused(bed: str, *names: str) -> list[str]:
+    """What passages cost and save, by cache and renewal; names: of what a row of this bed says besides."""
+    mean = lambda pair, form: "" if pair is None else f"{pair[0]:{form}} ± {pair[1]:.1g}"  # noqa: E731
+    more = {
+        "edits": lambda r: str(r["edits"]),
+        "score": lambda r: f"{r['score']:.2f}",
+        "fewer": lambda r: mean(r["fewer"], "+.2f") if r["renew"] != WHOLE else "",
+    }
     return [
         line(
             code(r["cache"]),
             r["renew"] if r["renew"] == WHOLE else f"`{r['renew']}`",
+            *(more[x](r) for x in names),
+            str(r["samples"]),
             f"{r['read']:.0%}",
-            "" if r["renew"] == WHOLE else f"{r['kl']:.2g} ± {r['kl_se']:.1g}",
-            f"{r['score']:.2f}",
-            f"{r['ms']:,.0f}",
+            "" if r["renew"] == WHOLE else mean(r["kl"], ".2g"),
+            "" if r["renew"] in (WHOLE, PLAIN) else mean(r["less"], ".2g"),
+            *([] if bed == "edits" else [f"{r['ms']:,.0f}"]),
         )
-        for r in summed(results("reuse/documents"))
+        for r in summed(results(f"reuse/{bed}"))
+        if r["renew"] != WHOLE or bed != "edits"
     ]
 
 
@@ -509,7 +519,16 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/serve.md": {
         head("blocks of 64 tokens", "lru", "lpc", "belady", "lpc needs", "belady needs"): evicted,
         head("text", "codec", "bits of a number", "KL"): coded,
-        head("cache", "passages", "read", "KL to read whole", "needles", "reading, ms"): reused,
+        head(
+            *("cache", "passages", "needles", "fewer", "prompts", "read", "KL to read whole", "less than pie"),
+            "reading, ms",
+        ): partial(reused, "documents", "score", "fewer"),
+        head("cache", "passages", "edits", "prompts", "read", "KL to read whole", "less than pie"): partial(
+            reused, "edits", "edits"
+        ),
+        head("cache", "passages", "prompts", "read", "KL to read whole", "less than pie", "reading, ms"): partial(
+            reused, "agents"
+        ),
     },
     "docs/speed.md": {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,

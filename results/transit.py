@@ -65,12 +65,12 @@ def store_root(params: Any, store: Any) -> str:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    rows = json.loads(out.read_text()) if out.exists() else []
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
     params = jkv.load("smollm2-135m")
     for corpus in CORPORA:
         for codec in CODECS:
             key = {"corpus": corpus, "codec": codec, "texts": TEXTS}
             if not any(key.items() <= row.items() for row in rows):
                 rows.append(key | measured(params, corpus, codec))
-                out.write_text(json.dumps(rows, indent=1) + "\n")
+                out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
                 print(rows[-1], flush=True)

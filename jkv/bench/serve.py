@@ -1,11 +1,15 @@
-"""A server under load: streaming clients for some time, and what they and its memory say of it."""
+"""A server under load: streaming clients for some time, and what they and its memory say of it; transformers' server
+on the same weights beside it."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from rich import box
 from rich.table import Table
 
 from jkv.bench.results import SEED
 from jkv.eval.words import prose
+from jkv.io.source import Source
 
+DONE = b"data: [DONE]"  # the last line of a stream; transformers' server has none
 WAIT = 600  # seconds for a server to be there, and for a piece of an answer
 WORDS = (20, 160)  # of a prompt
 
@@ -64,18 +71,79 @@ def started(arguments: Sequence[str]) -> Iterator[tuple[int, int]]:
             raise ChildProcessError(f"jkv serve did not start: {'; '.join(said[-3:]) or 'it said nothing'}")
         yield port[0], child.pid
     finally:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(WAIT)
-        except subprocess.TimeoutExpired:
-            child.kill()
+        _end(child)
 
 
-def ask(port: int, body: dict[str, Any]) -> Answer:
-    """One completion as a stream; nothing is raised: what is lost is counted."""
+def _end(child: subprocess.Popen[Any]) -> None:
+    child.send_signal(signal.SIGTERM)
+    try:
+        child.wait(WAIT)
+    except subprocess.TimeoutExpired:
+        child.kill()
+
+
+def folder(source: Source, path: Path) -> Path:
+    """The model in a folder that transformers reads: config, float32 tensors, tokenizer. ValueError without one."""
+    if source.tokenizer is None:
+        raise ValueError("the model has no tokenizer, and a server is about texts: give a model that has one")
+    from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]  an extra
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS,
+    )
+
+    path.mkdir(parents=True, exist_ok=True)
+    config, ends = source.config, {"eos_token_id": list(source.tokenizer.eos_ids)}
+    named = {"config": {"architectures": [MODELS[config["model_type"]]], **config, **ends}, "generation_config": ends}
+    for name, said in (named | {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}}).items():
+        (path / f"{name}.json").write_text(json.dumps(said))
+    source.tokenizer.core.save(str(path / "tokenizer.json"))
+    tensors = {name: np.ascontiguousarray(get(), np.float32) for name, get in source.tensors.items()}
+    safetensors.numpy.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@contextmanager
+def beside(path: Path, options: str, threads: int) -> Iterator[tuple[int, int]]:
+    """The port and the process of a `transformers serve` of this folder in float32 on the CPU, as `started` has it.
+
+    options: more of its own, such as "--continuous-batching".
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(path), "--dtype", "float32"]
+    command += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *shlex.split(options)]
+    own = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    with (path / "server.log").open("wb") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log, env=own)
+    try:
+        until = time.monotonic() + WAIT
+        while not _well(port):
+            if child.poll() is not None or time.monotonic() > until:
+                said = (path / "server.log").read_text(errors="replace").strip().splitlines()
+                raise ChildProcessError(
+                    f"transformers serve did not start: {'; '.join(said[-3:]) or 'it said nothing'}"
+                )
+            time.sleep(0.2)
+        yield port, child.pid
+    finally:
+        _end(child)
+
+
+def _well(port: int) -> bool:
+    try:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as line:
+            line.request("GET", "/health")
+            return line.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def ask(port: int, body: dict[str, Any], last: bytes = DONE) -> Answer:
+    """One completion as a stream that ends with the line `last`, b"": with any; nothing is raised: what is lost is
+    counted."""
     answer, start = Answer(), time.perf_counter()
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    ended = done = False
+    ended, done = False, not last
     try:
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)) as line:
             line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -85,7 +153,7 @@ def ask(port: int, body: dict[str, Any]) -> Answer:
                 for raw in got:
                     if not raw.startswith(b"data: "):
                         continue
-                    if raw.startswith(b"data: [DONE]"):
+                    if raw.startswith(DONE):
                         done = True
                         break
                     said = json.loads(raw[6:])
@@ -110,17 +178,28 @@ def resident(pid: int) -> float | None:
 
 
 def load(
-    port: int, pid: int, model: str, caches: Sequence[str], clients: int, seconds: float, new: int
+    port: int,
+    pid: int,
+    model: str,
+    caches: Sequence[str],
+    clients: int,
+    seconds: float,
+    new: int,
+    last: bytes = DONE,
 ) -> tuple[list[Answer], list[float], float]:
     """What clients that ask one thing after the other were told in so many seconds, MiB of the server as they went on,
-    four times a minute, and the seconds until the last answer ended. Every cache has answered once before. A server
-    that ends is asked no more."""
+    four times a minute, and the seconds until the last answer ended. Every cache has answered once before; a server
+    that knows none is asked for "". A server that ends is asked no more."""
     texts = [prose(np.random.default_rng([SEED, i]), WORDS[0] + 37 * i % (WORDS[1] - WORDS[0])) for i in range(64)]
-    request = {"model": model, "max_tokens": new, "temperature": 0.7}
+
+    def request(i: int, cache: str) -> dict[str, Any]:
+        asked = {"model": model, "max_tokens": new, "temperature": 0.7, "prompt": texts[i % len(texts)]}
+        return asked | ({"cache": cache} if cache else {})
+
     for cache in caches:
-        for text in texts[:2]:
-            if wrong := ask(port, request | {"prompt": text, "cache": cache}).wrong:
-                raise ChildProcessError(f"{cache} was not answered ({wrong}): look at what the server says")
+        for i in range(2):
+            if wrong := ask(port, request(i, cache), last).wrong:
+                raise ChildProcessError(f"{cache or model} was not answered ({wrong}): look at what the server says")
     start, held = time.monotonic(), [resident(pid) or 0.0]
     until = start + seconds
 
@@ -128,8 +207,7 @@ def load(
         out = []
         while time.monotonic() < until:
             i = number + clients * len(out)
-            asked = {"prompt": texts[i % len(texts)], "seed": i, "cache": caches[i % len(caches)]}
-            out.append(ask(port, request | asked))
+            out.append(ask(port, request(i, caches[i % len(caches)]) | {"seed": i}, last))
             if out[-1].wrong and resident(pid) is None:
                 break
         return out
@@ -173,6 +251,7 @@ def row(answers: Sequence[Answer], held: Sequence[float], seconds: float) -> dic
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """The rows as a table that is markdown too."""
     heads = (
+        "",
         "clients",
         "answers",
         "lost",
@@ -185,5 +264,5 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     for r in found:
         both = [", ".join(f"{x:,.0f}" for x in (r[name] or {}).values()) for name in ("first_ms", "token_ms")]
         memory = f"{r['mib'][0]:,}, {r['mib'][-1]:,}"
-        out.add_row(*(str(r[x]) for x in ("clients", "answers", "lost", "tokens_per_s")), *both, memory)
+        out.add_row(r["server"], *(str(r[x]) for x in ("clients", "answers", "lost", "tokens_per_s")), *both, memory)
     return out

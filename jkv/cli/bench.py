@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -191,12 +192,19 @@ def serving(
     seconds: Annotated[float, typer.Option(min=1, help="How long they ask.")] = 180,
     new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the server's batches.")] = 8,
+    vs: Annotated[
+        list[str] | None,
+        typer.Option(help='Then "transformers" and options of its `serve`, on the same weights; repeatable.'),
+    ] = None,
 ) -> None:
     """A server of its own under load: milliseconds to the first token and by token, answers lost, memory."""
-    specs = cache or ["full"]
-    cores, dtype = start(specs, machine, None)
+    specs, peers = cache or ["full"], [x.partition(" ") for x in vs or []]
+    if unknown := [name for name, *_ in peers if name != "transformers"]:
+        raise ValueError(f"--vs {unknown[0]}: transformers, the only server beside jkv's")
+    cores, dtype = start(specs, machine, None, vs="transformers" if peers else None)
     from jkv.bench import results
     from jkv.bench import serve as under
+    from jkv.io.load import read
 
     arguments = ["--model", model, "--dtype", dtype, "--port", "0", "--rows", str(rows)]
     arguments += ["--prompt-tokens-limit", "512", "--new-tokens-limit", str(new), "--caches", str(len(set(specs)))]
@@ -205,11 +213,17 @@ def serving(
     def found() -> Iterator[dict[str, Any]]:
         with under.started(arguments) as (port, pid):
             answers, held, elapsed = under.load(port, pid, model, specs, clients, seconds, new)
-            yield {"clients": clients, **under.row(answers, held, elapsed)}
+            yield {"server": "jkv", "clients": clients, **under.row(answers, held, elapsed)}
+        with TemporaryDirectory() as place:
+            path = under.folder(read(model), Path(place) / "model") if peers else Path(place)
+            for name, _, options in peers:
+                with under.beside(path, options, cores) as (port, pid):
+                    answers, held, elapsed = under.load(port, pid, str(path), [""], clients, seconds, new, b"")
+                yield {"server": f"{name} {options}".strip(), "clients": clients, **under.row(answers, held, elapsed)}
 
-    says = lambda r: f"{r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
+    says = lambda r: f"{r['server']}, {r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
     about = results.meta(model, cores, dtype=dtype, caches=specs, rows=rows, new=new, seconds=seconds)
-    measure(1, found, says, under.table, about, machine.out)
+    measure(1 + len(peers), found, says, under.table, about, machine.out)
 
 
 @app.command()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.cli.options import MODEL, Compared, Measured, Text, flat
+from jkv.cli.pack import pack, unpack
+from jkv.cli.tokens import tokens
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
+for command in (tokens, pack, unpack):
+    app.command()(command)
 
 Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
 ENDLESS = "streaming(budget=512)"
@@ -368,7 +372,10 @@ def reuse(
             print(f"{row['cache']}, {row['renew']}: {row['first_ms']:.0f} ms to the first token")
         else:
             score = f", needles {row['score']:.2f}" if row["score"] is not None else ""
-            print(f"{row['cache']}, {row['renew']}: {row['read']:.1%} read, KL {row['kl']:.4g}{score}")
+            edits = f", {row['edits']} edits" if row["edits"] else ""
+            kl = "" if row["kl"] is None else ", KL {:.4g} ± {:.2g}".format(*row["kl"])
+            said = f"{row['samples']} prompts, {row['read']:.1%} read{kl}{score}"
+            print(f"{row['cache']}, {row['renew']}{edits}: {said}")
 
 
 @app.command()

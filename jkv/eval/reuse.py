@@ -31,19 +31,22 @@ from jkv.models import Params
 
 NEW = 16  # tokens after a prompt, over which caches are compared
 POOL, EACH, SAID = 8, 4, 96  # passages, those of a prompt; tokens that a run says
-WHOLE = "none"  # the name of what is read whole
+APART, EDITS = 24, (1, 4, 8)  # tokens between two places of edits; how many of them
+WHOLE, PLAIN = "none", "pie"  # names: what is read whole, and passages of which no token is read again
 
 
 @dataclass(frozen=True)
 class Asked:
     """A prompt, token ids; what follows it, of which the first `answer` tokens answer it; add(passages): what has been
-    read before it. counts: whether it is measured, and does not only fill the passages."""
+    read before it. counts: whether it is measured, and does not only fill the passages; edits: places where what was
+    read before was another text."""
 
     ids: list[int]
     follow: list[int]
     add: Callable[[Passages], None]
     answer: int = 0
     counts: bool = True
+    edits: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,20 +102,24 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
 
 
 def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
-    """Code of `EACH * length` tokens, read before it was edited in four places, by a few tokens each."""
+    """Code of `EACH * length` tokens, read before it was edited: in one, four or eight places, prompt by prompt.
+
+    An edit takes 0 to 5 tokens away and puts 0 to 5 of the same code there: an insertion, a deletion or both.
+    """
     rng, tokenizer, length = np.random.default_rng(seed), _tokenizer(params), EACH * length
     text = corpora.text("stdlib")[: 20 * samples * (length + NEW)]
     windows = corpora.windows(tokenizer.encode(text), length + NEW, samples, seed)
+    sizes = [(gone, size) for gone in range(6) for size in range(6) if gone or size]
 
-    def one(row: list[int]) -> Asked:
+    def one(row: list[int], places: int) -> Asked:
         old, new = row[:length], row[:length]
-        for at in sorted(rng.choice(np.arange(40, length - 40, 40), 4, replace=False), reverse=True):
-            gone, size = int(rng.integers(0, 6)), int(rng.integers(1, 6))
-            place = int(rng.integers(length - size))
-            new[at : at + gone] = row[place : place + size]
-        return Asked(new, row[length:], lambda passages: passages.add(params, old))
+        for at in sorted(rng.choice(np.arange(APART, length - APART, APART), places, replace=False), reverse=True):
+            gone, size = sizes[int(rng.integers(len(sizes)))]
+            other = int(rng.integers(length - size))
+            new[at : at + gone] = row[other : other + size]
+        return Asked(new, row[length:], lambda passages: passages.add(params, old), edits=places)
 
-    return Bed([one(row) for row in windows.tolist()], shared=False)
+    return Bed([one(row, EDITS[i % len(EDITS)]) for i, row in enumerate(windows.tolist())], shared=False)
 
 
 def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
@@ -176,7 +183,8 @@ def quality(
 
     kl in nats to the same cache after the prompt that is read whole, a mean of what follows; right: whether the answer
     is given word for word; read: the share of the prompt's tokens and layers that are read; ms: what that took, but for
-    the last tokens, which every cache reads itself, and for compilation.
+    the last tokens, which every cache reads itself, and for compilation; where every prompt has its own texts, reading
+    those by themselves is a part of it (`times` leaves it out).
 
     A prompt is read once in every way; then its caches, a row of a batch each, go through what follows. Caches that
     take what was read as it is (the same records, and as many last tokens that are read in any case) share it.
@@ -184,7 +192,7 @@ def quality(
     """
     alike: dict[tuple[str, int], list[CacheConfig]] = {}
     for config in configs:
-        joins = Joins(Passages("pie"), params, config.bound(params))
+        joins = Joins(Passages(PLAIN), params, config.bound(params))
         if joins.refusal:
             raise ValueError(f"{config}: {joins.refusal}, so nothing is reused: give another cache")
         alike.setdefault((joins.root, joins.least), []).append(config.bound(params))
@@ -222,12 +230,13 @@ def quality(
                 for renew, far, hit, share, spent in zip(ways[key], kl, right, read, ms, strict=True):
                     row = {"kl": round(float(far), 6), **({"right": bool(hit)} if x.answer else {})}
                     row |= {"read": round(share, 4), "ms": round(spent, 1), "tokens": len(x.ids)}
+                    row |= {"edits": x.edits} if x.edits else {}
                     yield number, str(config), renew, row
 
 
 def passages_of(renew: str) -> Passages:
     """Passages of a renewal; of what is read whole none is ever added."""
-    return Passages("pie" if renew == WHOLE else renew)
+    return Passages(PLAIN if renew == WHOLE else renew)
 
 
 def times(params: Params, bed: Bed, config: CacheConfig, renew: str) -> list[float]:
@@ -253,7 +262,7 @@ def drift(params: Params, bed: Bed) -> list[float]:
     """1 - cos of the values of what was read before, as held and as read in the prompt, a mean of prompts, by layer."""
     out = []
     for x in bed.measured:
-        passages = Passages("pie")
+        passages = Passages(PLAIN)
         x.add(passages)
         a, b = (
             [
@@ -282,25 +291,49 @@ def beginnings(bed: Bed) -> int:
 
 
 def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a cache and renewal of the rows of prompts: means, the standard error of kl, the share of right answers,
-    None where nothing was asked, and the median of ms."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """A row a cache, number of edits and renewal of the rows of prompts: means, and the median of ms.
+
+    score: the share of right answers, None where nothing was asked. fewer, less: right answers that the same prompts
+    lose beside those read whole, and nats that they lose less than with `PLAIN`; None beside what was not measured.
+    Each mean that says more than its name has its standard error beside it, as (mean, error).
+    """
+    groups: dict[tuple[str, int, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
         if "prompt" in row:
-            groups.setdefault((row["cache"], row["renew"]), []).append(row)
+            groups.setdefault((row["cache"], row.get("edits", 0), row["renew"]), {})[row["prompt"]] = row
     out = []
-    for (cache, renew), some in groups.items():
-        kl, right = np.array([x["kl"] for x in some]), [x["right"] for x in some if "right" in x]
+    for (cache, places, renew), own in groups.items():
+        some = [*own.values()]
+        paired = {
+            name: [(own[i][key], other[i][key]) for i in own if i in other and key in own[i]]
+            for name, key, other in (
+                ("fewer", "right", groups.get((cache, places, WHOLE), {})),
+                ("less", "kl", groups.get((cache, places, PLAIN), {})),
+            )
+        }
+        right = [x["right"] for x in some if "right" in x]
         out.append(
             {
                 "cache": cache,
                 "renew": renew,
-                "kl": float(kl.mean()),
-                "kl_se": float(kl.std(ddof=1) / np.sqrt(len(kl))) if len(kl) > 1 else None,
+                "edits": places,
+                "kl": spread([x["kl"] for x in some]),
                 "score": float(np.mean(right)) if right else None,
+                **{name: spread([float(b) - float(a) for a, b in pairs]) for name, pairs in paired.items()},
                 "read": float(np.average([x["read"] for x in some], weights=[x["tokens"] for x in some])),
                 "ms": float(np.median([x["ms"] for x in some])),
                 "samples": len(some),
             }
         )
     return out
+
+
+def spread(values: Sequence[float]) -> tuple[float, float] | None:
+    """Their mean and its standard error; None of fewer than two.
+
+    >>> spread([1.0, 2.0, 3.0, 2.0]), spread([1.0])
+    ((2.0, 0.408248290463863), None)
+    """
+    if len(values) < 2:
+        return None
+    return float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values)))

@@ -56,7 +56,7 @@ class CacheGen(Exact):
         if self.level not in (1, 2, 3):
             raise ValueError(f"cachegen(level={self.level}): a level is 1, 2 or 3, which takes the most bits")
         if find_spec("constriction") is None:
-            raise ModuleNotFoundError(f"cachegen codes with constriction, which is missing; {install('store')}")
+            raise ModuleNotFoundError(f"cachegen codes with constriction, which is missing; {install('entropy')}")
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jkv.io.tokenizer import Tokenizer
 from jkv.serve.asked import Asked
-from jkv.serve.tickets import Echo, End, Event, Piece, Token
+from jkv.serve.tickets import Echo, End, Event, Kept, Piece, Token
 
 
 def error(status: int, message: str) -> dict[str, Any]:
@@ -68,9 +68,11 @@ class Answer:
 
     def chunk(self, i: int, event: Event) -> dict[str, Any]:
         """The chunk of an event of row i."""
+        empty: Any = {} if self.asked.chat else ""
         if isinstance(event, End):
-            empty: Any = {} if self.asked.chat else ""
             return self._chunk(i, empty, [], self._ended(event))
+        if isinstance(event, Kept):
+            return self._chunk(i, empty, [], {"finish_reason": None, "receipt": asdict(event.receipt)})
         if isinstance(event, Echo):
             assert self.asked.echo is not None
             return self._chunk(i, self.asked.echo[i], event.tokens)

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,8 +24,10 @@ from jkv.serve.answers import Answer, error
 from jkv.serve.asked import Asked, NotFound, Reader
 from jkv.serve.engine import Engine, Full
 from jkv.serve.metrics import Metrics
+from jkv.serve.page import page
 from jkv.serve.tickets import End, Event, Fault
 
+OPEN = ("/", "/health")  # what needs no token: the page asks for it
 AGAIN = {429: "2", 503: "10"}  # seconds after which to ask again
 PATIENCE = 30.0  # seconds that a body may take to arrive
 
@@ -70,7 +72,7 @@ class Guard:
         if self.access.token:
             kind, _, given = headers.get("authorization", "").partition(" ")
             right = hmac.compare_digest(given.strip().encode(), self.access.token.encode())
-            if scope["path"] != "/health" and not (right and kind.lower() == "bearer"):
+            if scope["path"] not in OPEN and not (right and kind.lower() == "bearer"):
                 return failure(
                     401, "give the server's token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"}
                 )
@@ -96,6 +98,7 @@ class Server:
         self.engine, self.name, self.metrics, self.access = engine, name, metrics, access
         self.reader = Reader(engine, name, caches)
         routes = [
+            Route("/", self.page),
             Route("/health", self.health),
             Route("/metrics", self.told),
             Route("/v1/models", self.models),
@@ -119,6 +122,10 @@ class Server:
 
     async def left(self, _: Request, why: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
+
+    async def page(self, _: Request) -> Response:
+        text, policy = page()
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"}) if self.engine.well else failure(503, "the engine has stopped")

@@ -17,7 +17,7 @@ from jkv.methods.text import known, read_call
 from jkv.serve.engine import Engine
 from jkv.serve.tickets import TOP, Event, Ticket
 
-DOES = ("cache", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "n", "best_of")
+DOES = ("cache", "receipts", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "n", "best_of")
 SHORT = 16  # tokens of a completion that says nothing of its length, as OpenAI has it
 TEXT_TOP = 5  # alternatives that a completion's logprobs can ask for, as OpenAI has it
 LONGEST_CACHE = 1000  # characters of a cache's text
@@ -32,7 +32,7 @@ class NotFound(ValueError):
 class Asked:
     """One call: its rows, prompt by prompt and n of each; whether it streams, and what else the answer has.
 
-    echo: the prompts' texts, or None; n: answers to each prompt.
+    echo: the prompts' texts, or None; n: answers to each prompt; follows: a stream has receipts as it goes.
     """
 
     chat: bool
@@ -43,12 +43,13 @@ class Asked:
     top: int | None
     echo: tuple[str, ...] | None
     generates: bool
+    follows: bool = False
     n: int = 1
 
     def tickets(self, tell: Callable[[int], Callable[[Event], None]]) -> list[Ticket]:
         """tell(i): who is told of row i."""
         scores = self.echo is not None and self.top is not None
-        how: dict[str, Any] = dict(top=self.top, scores=scores, generates=self.generates)
+        how: dict[str, Any] = dict(top=self.top, scores=scores, generates=self.generates, follows=self.follows)
         return [Ticket(x, self.config, tell(i), **how) for i, x in enumerate(self.requests)]
 
 
@@ -69,9 +70,11 @@ class Reader:
         model = body.get("model")
         if model is not None and model != self.name:
             raise NotFound(f"the model {str(model)[:80]!r} is not here: this is {self.name!r}")
-        flags = {name: _of(body, name, bool, False) for name in ("stream", "echo")}
+        flags = {name: _of(body, name, bool, False) for name in ("stream", "echo", "receipts")}
         if chat and flags["echo"]:
             raise ValueError("echo: of completions only")
+        if flags["receipts"] and not flags["stream"]:
+            raise ValueError("receipts needs stream=true: an answer that comes whole has one in any case")
         top = _chat_top(body) if chat else _text_top(body)
         n = _of(body, "n", int, 1)
         if not 1 <= n <= self.engine.limits.queue:
@@ -96,6 +99,7 @@ class Reader:
             top=top,
             echo=tuple(self._text(row) for row in rows for _ in range(n)) if flags["echo"] else None,
             generates=generates,
+            follows=flags["receipts"],
             n=n,
         )
 

@@ -30,7 +30,7 @@ from jkv.memory.cache import tree_bytes
 from jkv.methods.checks import check, check_prefill
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.serve.tickets import TOP, Echo, End, Fault, Ticket, Token, tokens_of
+from jkv.serve.tickets import TOP, Echo, End, Fault, Kept, Receipt, Ticket, Token, tokens_of
 
 STRIDE = 4  # tokens of a row between two looks at it: a stream's pieces
 LEAST = 64  # the shortest padded prompt; the others double
@@ -290,15 +290,20 @@ class Engine:
         if any(ticket.top is not None for _, ticket, _ in fresh):
             assert running.state.trace is not None
             logs = jax.device_get(best(running.state.trace, running.state.out))
-        ended = {}
+        ended, followed = {}, {}
         for slot, ticket, new in fresh:
             told = [] if logs is None else tokens_of(new, [x[slot] for x in logs], ticket.top)
             self._time(ticket, len(new))
             why = ticket.take(new, told, running.stop_ids)
             if why is not None:
                 ended[slot] = ticket, why
-        if ended:
-            self._end(seats, ended)
+            elif ticket.follows:
+                followed[slot] = ticket
+        if ended or followed:
+            receipts = self._receipts(running, followed | {slot: ticket for slot, (ticket, _) in ended.items()})
+            for slot, ticket in followed.items():
+                ticket.tell(Kept(receipt=receipts[slot]))
+            self._end(seats, ended, receipts)
 
     def _enter(self, seats: Seats, ticket: Ticket) -> None:
         """A row is prefilled into a free slot; a row that fails takes nobody along."""
@@ -326,20 +331,25 @@ class Engine:
             self.watch.later((now - ticket.last) / new, new)
         ticket.last = now
 
-    def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]]) -> None:
-        """Receipts, and free slots."""
-        running, cache = seats.running, seats.running.state.cache
+    def _receipts(self, running: Running, tickets: dict[int, Ticket]) -> dict[int, Receipt]:
+        """What the cache keeps of the rows in these slots, after the stride that they have just taken."""
+        cache = running.state.cache
         kept, seen, model = np.asarray(held(cache)), np.asarray(cache.seen), cache.model
         fixed = tree_bytes(cache.states) // cache.rows
         token = model.layers * model.heads * model.cached * cache.dtype.itemsize
-        for slot, (ticket, why) in ended.items():
+        out = {}
+        for slot, ticket in tickets.items():
             most = min(int(seen[slot]), len(ticket.request.tokens) + ticket.count)  # others may have gone on
-            receipt = ticket.receipt(
-                most, np.minimum(kept[:, slot], most).tolist(), cache.nbytes // cache.rows, token, fixed
-            )
-            running.slots[slot] = None
+            own = np.minimum(kept[:, slot], most).tolist()
+            out[slot] = ticket.receipt(most, own, cache.nbytes // cache.rows, token, fixed)
+        return out
+
+    def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]], receipts: dict[int, Receipt]) -> None:
+        """Last events, and free slots."""
+        for slot, (ticket, why) in ended.items():
+            seats.running.slots[slot] = None
             del seats.tickets[ticket.request.line]
-            ticket.tell(End(why=why, tokens=ticket.count, receipt=receipt))
+            ticket.tell(End(why=why, tokens=ticket.count, receipt=receipts[slot]))
 
     def _score(self) -> None:
         """One slice of the prompt that is scored."""

@@ -51,6 +51,13 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the cache keeps after a stride."""
+
+    receipt: Receipt
+
+
+@dataclass(frozen=True, kw_only=True)
 class Echo:
     """The prompt's tokens with their log-probabilities."""
 
@@ -74,13 +81,14 @@ class Fault:
     error: str
 
 
-Event = Piece | Echo | End | Fault
+Event = Piece | Kept | Echo | End | Fault
 
 
 class Ticket:
     """One row. tell(event): called by the engine's thread; top: alternatives that logprobs tell, None: no logprobs.
 
-    scores: the prompt's own log-probabilities are wanted; generates: an answer is.
+    scores: the prompt's own log-probabilities are wanted; generates: an answer is; follows: what the cache keeps is,
+    after every stride.
     """
 
     def __init__(
@@ -92,9 +100,10 @@ class Ticket:
         top: int | None = None,
         scores: bool = False,
         generates: bool = True,
+        follows: bool = False,
     ) -> None:
         self.request, self.config, self.tell = request, config, tell
-        self.top, self.scores, self.generates = top, scores, generates
+        self.top, self.scores, self.generates, self.follows = top, scores, generates, follows
         self.gone = False  # the client is, whatever thread says so
         self.asked = self.last = time.monotonic()
         self.reused = 0

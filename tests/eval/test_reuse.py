@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -32,12 +33,34 @@ def test_documents_are_all_there_before_the_first_prompt_that_counts():
         assert "The lighthouse keeper of" in PARAMS.tokenizer.decode(x.ids)
 
 
-def test_an_edited_text_is_found_again_but_for_its_edits():
-    (x,) = edits(PARAMS, 1, 96, seed=0)
-    passages = Passages("pie")
-    x.add(passages)
-    held = sum(y.length for y in passages.match(x.ids))
-    assert len(passages.passages[0].ids) == EACH * 96 and len(x.ids) - 4 * 15 - 4 * 6 <= held < len(x.ids)
+def test_edited_texts_are_found_again_but_for_their_edits():
+    bed = edits(PARAMS, 3, 96, seed=0)
+    assert [x.edits for x in bed] == [1, 4, 8]
+    for x in bed:
+        passages = Passages("pie")
+        x.add(passages)
+        old = passages.passages[0].ids
+        blocks = difflib.SequenceMatcher(None, list(old), x.ids, autojunk=False).get_matching_blocks()
+        assert len(old) == EACH * 96 and sum(y.size for y in blocks) >= len(old) - 5 * x.edits and x.ids != list(old)
+        held = sum(y.length for y in passages.match(x.ids))
+        assert len(x.ids) - x.edits * (16 + 5) <= held < len(x.ids)
+
+
+def test_rows_are_paired_by_prompt():
+    kl = {"none": [0, 0, 0], "pie": [0.5, 0.1, 0.3], "kvshare": [0.2, 0.1, 0.2]}
+    row = {"cache": "full", "read": 0.5, "tokens": 9, "ms": 1.0}
+    rows = [
+        row | {"renew": renew, "prompt": i, "kl": x, "right": i > (renew != "none")}
+        for renew, some in kl.items()
+        for i, x in enumerate(some)
+    ]
+    found = {x["renew"]: x for x in summed([*rows, {"cache": "full", "task": "reuse/drift", "by_layer": []}])}
+    np.testing.assert_allclose(found["kvshare"]["less"], (0.4 / 3, np.std([0.3, 0, 0.1], ddof=1) / 3**0.5))
+    np.testing.assert_allclose(found["kvshare"]["fewer"], (1 / 3, np.std([0, 1, 0], ddof=1) / 3**0.5))
+    np.testing.assert_allclose(found["pie"]["kl"], (0.3, 0.2 / 3**0.5))
+    assert found["none"]["score"] == 2 / 3 and found["pie"]["less"] == (0, 0) == found["none"]["fewer"]
+    alone = summed([x for x in rows if x["renew"] == "kvshare" and x["prompt"] < 1])[0]
+    assert alone["samples"] == 1 and alone["kl"] is alone["less"] is alone["fewer"] is None
 
 
 def test_a_store_of_beginnings_is_counted_by_whole_blocks():

@@ -98,5 +98,5 @@ def test_what_no_encoder_wrote_is_a_miss_and_goes(tmp_path: Path):
 
 def test_without_the_coder_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(transit, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"constriction, which is missing; run pip install -e '.\[store\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"constriction, which is missing; run pip install -e '.\[entropy\]'"):
         jkv.Store("nowhere", codec="cachegen")

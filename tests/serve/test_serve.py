@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +38,7 @@ from jkv.serve.app import Access, Guard, Server
 from jkv.serve.engine import Engine, Limits
 from jkv.serve.metrics import Metrics
 from support import ggufs
+from support.browser import CHROMIUM, browsing
 from support.speaking import TINY, byte_tokenizer
 
 PARAMS = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=byte_tokenizer())
@@ -57,7 +61,7 @@ def server() -> Iterator[Any]:
     thread.start()
     while not web.started:
         time.sleep(0.01)
-    yield SimpleNamespace(engine=engine, metrics=metrics, port=door.getsockname()[1])
+    yield SimpleNamespace(engine=engine, metrics=metrics, door=made.app, port=door.getsockname()[1])
     web.should_exit = True
     thread.join()
     assert not engine.thread.is_alive()
@@ -131,6 +135,76 @@ def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
     stop = text[6:8]
     cut = client.chat.completions.create(**asked | dict(stop=stop))
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):
+    for cache in ("full", SNAP):
+        asked: Any = dict(model="tiny", prompt=PROMPTS[9], max_tokens=22, stream=True)
+        chunks = list(client.completions.create(**asked, extra_body={"cache": cache, "receipts": True}))
+        found = [x.choices[0].receipt for x in chunks if getattr(x.choices[0], "receipt", None)]
+        seen = [x["tokens_seen"] - len(PROMPTS[9]) for x in found]
+        assert seen == sorted(set(seen)) and seen[-1] == 22 and len(found) > 4
+        assert [x.choices[0].finish_reason for x in chunks if getattr(x.choices[0], "receipt", None)][-1] == "length"
+        assert all((x["kept"] == [[x["tokens_seen"]] * 2]) == (cache == "full") for x in found)
+        plain = list(client.completions.create(**asked, extra_body={"cache": cache}))
+        assert "".join(x.choices[0].text for x in plain) == "".join(x.choices[0].text for x in chunks)
+        assert sum(bool(getattr(x.choices[0], "receipt", None)) for x in plain) == 1
+
+
+def test_the_page_names_nobody_else(server: Any):
+    line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    line.request("GET", "/")
+    with line.getresponse() as got:
+        assert got.status == 200 and got.headers["content-type"] == "text/html; charset=utf-8"
+        text, policy = got.read().decode(), got.headers["content-security-policy"]
+    line.close()
+    assert text.startswith("<!doctype html>") and "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert not re.search(r"https?:|src=|href=|@import|url\(|innerHTML|\beval\b", text)
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_the_page_streams_an_answer_and_maps_its_cache(
+    client: openai.OpenAI, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    said = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=20, temperature=0, extra_body={"cache": SNAP}
+    ).choices[0]
+    with browsing(f"http://127.0.0.1:{server.port}/", tmp_path) as tab:
+        tab.until("document.getElementById('status').textContent.startsWith('tiny: ')")
+        assert tab.does("document.getElementById('most').max") == "24"
+
+        def ask(cache: str) -> str:
+            tab.does(f"at('message').value = 'hello', at('cache').value = {json.dumps(cache)}, at('most').value = 20")
+            tab.does("at('form').requestSubmit()")
+            tab.until("!at('send').disabled")
+            return tab.does("at('status').textContent")
+
+        assert ask("nothing(") and tab.does("at('status').className") == "bad"
+        tab.does(
+            "window.looks = [], new MutationObserver(() => looks.push(at('answer').textContent)).observe("
+            "at('answer'), {childList: true})"
+        )
+        assert ask(SNAP).startswith("20 tokens in ") and tab.does("at('status').className") == ""
+        assert tab.does("at('answer').textContent") == said.message.content
+        looks = tab.does("looks.filter(x => x)")
+        assert len(looks) > 1 and all(b.startswith(a) for a, b in zip(looks, looks[1:], strict=False))
+        cells = tab.does("[...at('map').tBodies[0].rows].map(x => [...x.cells].slice(1).map(y => +y.textContent))")
+        assert np.transpose(cells).tolist() == said.receipt["kept"]  # heads down, layers to the right
+        shares = tab.does("[...at('map').querySelectorAll('tbody td')].map(x => getComputedStyle(x).backgroundColor)")
+        assert all("srgb" in x or "rgb" in x for x in shares)
+        receipt = tab.does("at('receipt').innerText")
+        assert SNAP in receipt and f"of {said.receipt['tokens_seen']} (" in receipt
+        ask("full")
+        assert tab.does("[...at('runs').tBodies[0].rows].map(x => x.cells[0].textContent)") == [SNAP, "full"]
+        assert not [x for x in tab.said if "'source': 'network'" not in x]  # no exception, no word of the policy
+        monkeypatch.setattr(server.door, "access", Access(token="open-sesame"))
+        assert "token" in ask("full") and not tab.does("at('bearer').hidden")
+        assert tab.does("document.activeElement.id") == "token"
+        tab.does("at('token').value = 'open-sesame'")
+        assert ask("full").startswith("20 tokens in ")
 
 
 def test_log_probabilities_are_those_of_score(client: openai.OpenAI):
@@ -227,6 +301,7 @@ BAD_TEXTS: list[Any] = [
         {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}, {"temprature": 1},
         {"cache": "snapkw(budget=3)"}, {"cache": "snapkv(budget=-3)"}, {"cache": 3}, {"cache": "full" * 300},
         {"cache": "trimkv(budget=9, gate='/etc')"}, {"cache": "__import__('os')"}, {"cache": ""},
+        {"receipts": True}, {"receipts": 1, "stream": True},
         {"max_tokens": 3, "max_completion_tokens": 4}, {"stop": "a" * 257}, {"stop": ["a"] * 17},
         {"cache": "trimkv(budget=9, gate='x')"}, {"cache": "trimkv(budget=9, gate='')"},
         {"cache": "snapkv(budget=9, block='a')"}, {"cache": "snapkv(budget={[]:1})"}, {"cache": "full(chunk=-1)"},
@@ -351,7 +426,7 @@ def test_only_who_bears_the_token_is_answered(tmp_path: Path, monkeypatch: pytes
         401
     ] * 4
     assert status("/v1/models", token, authorization="Bearer sésame") == 401
-    assert status("/health", token) == 200
+    assert status("/health", token) == status("/", token) == 200
     assert [status("/", Access(), host=x) for x in ("localhost:80", "[::1]:80", "evil.example")] == [200, 200, 403]
     (tmp_path / "token").write_text("open-sesame\n")
     monkeypatch.setenv("JKV_TOKEN", "of-the-environment")

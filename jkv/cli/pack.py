@@ -1,0 +1,60 @@
+"""jkv eval pack and unpack. Import jax only when they run."""
+
+from __future__ import annotations
+
+import lzma
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jkv.cli.options import MODEL, Dtype, Model, Weights, flat
+from jkv.host.console import status
+
+CACHE = "streaming(budget=512) | int4"
+
+
+@flat
+def pack(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text.")],
+    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="The packed file.")],
+    model: Model = MODEL,
+    cache: Annotated[str, typer.Option(help="The cache whose steps give the probabilities.")] = CACHE,
+    dtype: Dtype = None,
+    weights: Weights = None,
+) -> None:
+    """A text in as many bits as the model is surprised by it, through a cache; what packed it unpacks it."""
+    try:
+        text = file.expanduser().read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {file} ({error}): give a UTF-8 text") from error
+    from jkv.eval import pack as own
+    from jkv.io.load import load
+    from jkv.methods import parse
+
+    parse(cache)
+    with status("packing"):
+        tokens = own.pack(load(model, dtype, None, weights), text, cache, out)
+    raw, size = text.encode(), out.stat().st_size
+    xz = len(lzma.compress(raw, preset=9))
+    print(f"{tokens:,} tokens, {len(raw):,} bytes: {size:,} packed ({8 * size / len(raw):.2f} bits a byte), xz {xz:,}")
+
+
+@flat
+def unpack(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of jkv eval pack.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Default: stdout.")] = None,
+    model: Model = MODEL,
+    dtype: Dtype = None,
+    weights: Weights = None,
+) -> None:
+    """The text of a packed file, by the model and the cache that packed it."""
+    from jkv.eval import pack as own
+    from jkv.io.load import load
+
+    text = own.unpack(load(model, dtype, None, weights), file)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        out.expanduser().write_bytes(text.encode())

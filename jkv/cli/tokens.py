@@ -1,0 +1,65 @@
+"""jkv eval tokens. Imports jax only when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from jkv.cli.options import Compared, Text, flat
+from jkv.host import console
+
+
+@flat
+def tokens(
+    o: Compared,
+    text: Text = Text(prefix=1024, rest=256),
+    train: Annotated[
+        list[int] | None, typer.Option(min=256, help="Tokens of tokenizers trained here instead; no model; repeatable.")
+    ] = None,
+    megabytes: Annotated[list[float] | None, typer.Option(help="To train each on; repeatable. Default: 1.")] = None,
+) -> None:
+    """Entropies of a tokenizer's tokens, bits by the model, and bytes of keys and values for a byte of text."""
+    from jkv.eval import corpora, experiments
+    from jkv.eval import tokens as own
+    from jkv.eval.results import digest
+    from jkv.host.results import versions, write
+
+    if train:
+        rows = own.study(text.corpus, train, megabytes or [1.0])
+        for row in rows:
+            _say(f"{row['vocabulary']:,} tokens of {row['megabytes']:g} MB", row)
+        if o.out is not None:
+            about = {"command": "tokens", "corpus": text.corpus, "text": digest([corpora.text(text.corpus)])}
+            write(o.out, {**about, "versions": versions(("jkv", "numpy", "tokenizers"))}, rows)
+        return
+    from jkv.io.load import load
+    from jkv.methods import parse
+
+    names = list(dict.fromkeys(o.cache or ["full"]))
+    for name in names:
+        parse(name)
+    s = experiments.Setting(o.model, load(o.model, o.dtype, o.mesh, o.weights), names, o.batch, o.out, o.seed)
+    ids, source = experiments.texts(
+        s.params, text.corpus, text.text, text.tokens, text.prefix, text.rest, o.samples, s.seed
+    )
+    if s.params.tokenizer is None or text.tokens is not None:
+        raise ValueError("bytes of a text are asked for: give a model with a tokenizer, and a text for --tokens")
+    whole = corpora.text(str(text.text) if text.text else text.corpus)
+    with console.progress(len(names)) as say:
+        found = own.measured(s, ids, source, text.prefix, whole, say)
+    for row in found.rows:
+        if "once" in row:
+            _say(source, row)
+        else:
+            print(f"{row['cache']}: {row['bits_token']:.3f} bits a token, {row['bits_byte']:.3f} a byte; ", end="")
+            print(f"{row['kv_byte']:,.0f} bytes of cache for a byte of text")
+
+
+def _say(what: str, row: dict[str, Any]) -> None:
+    from jkv.eval.tokens import ENOUGH
+
+    bits = [f"{x:.2f}{'*' if once > ENOUGH else ''}" for x, once in zip(row["bits"], row["once"], strict=True)]
+    short = f" (*: more than {ENOUGH:.0%} of the n-grams occur once)" if any("*" in x for x in bits) else ""
+    print(f"{what}: {row['bytes_token']:.2f} bytes a token; bits by order {', '.join(bits)}{short}; ", end="")
+    print(f"{row['use']:.0%} of log2 V")

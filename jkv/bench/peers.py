@@ -39,6 +39,17 @@ class Held:
     here: np.ndarray
     ppl: float
 
+    @classmethod
+    def joined(cls, rows: Sequence[Held]) -> Held:
+        """Of texts of one length, in a batch.
+
+        >>> one, two = (Held(np.ones((1, 1, 1, 3), bool), x) for x in (2.0, 8.0))
+        >>> Held.joined([one, two]).here.shape, round(Held.joined([one, two]).ppl, 6)
+        ((1, 2, 1, 3), 4.0)
+        """
+        mean = np.mean([np.log(x.ppl) for x in rows])
+        return cls(np.concatenate([x.here for x in rows], 1), float(np.exp(mean)))
+
 
 def ppl(logits: Any, ids: np.ndarray) -> float:
     """exp of the mean loss of ids i32[B,T] under logits f32[B,T,V].
@@ -103,7 +114,11 @@ class Kvpress:
         return out.transpose(1, 2), None
 
     def run(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
-        """Every peer at every keep, and ("full", 1)."""
+        """Every peer at every keep, and ("full", 1); a text at a time, as some presses take those of row 0 for all."""
+        found = [self._row(ids[i : i + 1], prompt) for i in range(len(ids))]
+        return {key: Held.joined([row[key] for row in found]) for key in found[0]}
+
+    def _row(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
         presses = {(p.method, keep): p.press(self.kv, 1 - keep, int(keep * prompt)) for p in PEERS for keep in KEEPS}
         relative = {p.method for p in PEERS if p.relative}
         cut: dict[Any, list[Any]] = {key: [] for key in presses} | {("full", 1.0): []}

@@ -234,7 +234,7 @@ def _contest(
 
 
 def quality() -> str:
-    """KL to the full cache against bytes, the frontier named; below it codes and evictions together, on longer texts."""
+    """KL to the full cache against bytes, the frontier named; below, codes and evictions together on longer texts."""
     rows: list[dict[str, Any]] = json.loads((ROOT / "results" / "fidelity.json").read_text())["rows"]
     found = [(100 * r["bytes"] / r["bytes_full"], r["kl"], r["cache"]) for r in rows]
     front = [p for p in pareto(found, lambda p: (p[0], p[1])) if p[1] or p[2] == "full"]

@@ -234,12 +234,13 @@ def _contest(
 
 
 def quality() -> str:
-    """KL to the full cache against bytes, the frontier named."""
+    """KL to the full cache against bytes, the frontier named; below, codes and evictions together on longer texts."""
     rows: list[dict[str, Any]] = json.loads((ROOT / "results" / "fidelity.json").read_text())["rows"]
     found = [(100 * r["bytes"] / r["bytes_full"], r["kl"], r["cache"]) for r in rows]
     front = [p for p in pareto(found, lambda p: (p[0], p[1])) if p[1] or p[2] == "full"]
-    c = Canvas(800, 500, "KL to the full cache against bytes; the frontier named")
-    left, right, top, bottom = 84, 776, 24, 430
+    c = Canvas(960, 880, "KL to the full cache against bytes; the frontiers named")
+    left, right, top, bottom = 84, 936, 46, 430
+    c.text(left, 26, "KL on prose, 1,024 tokens and 128 after them", 15, bold=True)
 
     def at(share: float, kl: float) -> Place:
         x = left + (right - left) * (log10(share) - log10(2.5)) / (log10(240) - log10(2.5))
@@ -253,7 +254,7 @@ def quality() -> str:
         x = at(share, 1)[0]
         c.line((x, bottom), (x, bottom + 6), stroke=LINE, width=1)
         c.text(x, bottom + 22, f"{share}%", 14, "middle", SOFT)
-    c.text((left + right) / 2, bottom + 48, "bytes of the cache, of a full one", 15, "middle")
+    c.text((left + right) / 2, bottom + 46, "bytes of the cache, of a full one", 14, "middle")
     turn = f'transform="translate(22 {(top + bottom) / 2:g}) rotate(-90)"'
     c.items.append(f'<text {turn} text-anchor="middle" font-size="15" fill="{INK}">KL to the full cache, nats</text>')
     for share, kl, _ in found:
@@ -272,6 +273,9 @@ def quality() -> str:
     c.text(124, 371, "frontier: no cache has fewer bytes and less KL", 13)
     c.dot(112, 390, 3, "#c5cdd6")
     c.text(124, 395, f"the other {len(found) - len(front)} caches measured", 13)
+    for i, panel in enumerate(PANELS[:2]):  # other texts and lengths: frames of their own
+        _panel(c, 56 + 470 * i, 540, *panel)
+    _legend(c, 860)
     return c.svg()
 
 
@@ -290,11 +294,16 @@ def compositions() -> str:
     c = Canvas(960, 720, "Quality against bytes: codes, evictions, and both together")
     for i, panel in enumerate(PANELS):
         _panel(c, 56 + 470 * (i % 2), 40 + 330 * (i // 2), *panel)
-    for x, fill, name in ((250, READ, "both"), (350, EXACT, "codes alone"), (500, "#c5cdd6", "all other caches")):
-        c.dot(x, 700, 4.5, fill)
-        c.text(x + 10, 705, name, 13)
-    c.text(56, 705, "bytes, of a full cache's;", 13, fill=SOFT)
+    _legend(c, 705, others=True)
     return c.svg()
+
+
+def _legend(c: Canvas, y: float, others: bool = False) -> None:
+    every = ((250, READ, "codes and evictions"), (420, EXACT, "codes alone"), (540, "#c5cdd6", "all other caches"))
+    for x, fill, name in every if others else every[:2]:
+        c.dot(x, y - 5, 4.5, fill)
+        c.text(x + 10, y, name, 13)
+    c.text(56, y, "bytes, of a full cache's;", 13, fill=SOFT)
 
 
 def _panel(c: Canvas, left: float, top: float, name: str, metric: str, more: str, title: str, marks: Any) -> None:
@@ -333,7 +342,7 @@ def _panel(c: Canvas, left: float, top: float, name: str, metric: str, more: str
         (x, y): name for x, y, name in pareto([(*shown[x], x) for x in shown], lambda p: (p[0], p[1] if low else -p[1]))
     }
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in (at(*place) for place in shown.values())]
-    for place, cache in front.items():
+    for place, cache in sorted(front.items(), reverse=True):  # a line down from the left passes names on its right
         _beside(c, at(*place), cache.replace("(rotate=True)", ""), taken, left, left + width)
 
 
@@ -341,16 +350,18 @@ def _beside(c: Canvas, place: Place, name: str, taken: list[Box], left: float, r
     """A name beside its dot, where it hides no other dot or name, if there is such a place."""
     (x, y), wide = place, 6.1 * len(name)
     boxes = [(x + 8, 0), (x + 6, 12), (x + 6, -12), (x - wide / 2, 14), (x - wide / 2, -14), (x - wide - 8, 0)]
-    boxes += [(x + 8, dy) for dy in range(26, 120, 13)]  # with a line to its dot
-    free = [
-        (at, dy)
-        for at, dy in boxes
-        if left < at
-        and at + wide < right + 20
-        and all(at > b[2] or at + wide < b[0] or y + dy - 7 > b[3] or y + dy + 7 < b[1] for b in taken)
-    ]
-    at, dy = (free or boxes)[0]
-    taken.append((at, y + dy - 7, at + wide, y + dy + 7))
+    boxes += [(x + 8, dy) for dy in range(26, 160, 13)]  # with a line to its dot
+
+    def parts(at: float, dy: float) -> list[Box]:
+        line = [(x - 2, y + 6, x + 2, y + dy)] if dy > 14 else []
+        return [(at, y + dy - 7, at + wide, y + dy + 7), *line]
+
+    def clear(a: Box) -> bool:
+        return all(a[0] > b[2] or a[2] < b[0] or a[1] > b[3] or a[3] < b[1] for b in taken)
+
+    inside = [(at, dy) for at, dy in boxes if left < at and at + wide < right + 20]
+    at, dy = next((place for place in inside if all(map(clear, parts(*place)))), boxes[0])
+    taken += parts(at, dy)
     if dy > 14:
         c.line((x, y + 6), (x, y + dy), (at - 2, y + dy), stroke=LINE, width=1)
     c.text(at, y + dy + 4, name, 12)

@@ -25,6 +25,7 @@ from jkv.bench.results import check_path, meta, save, use_cores
 from jkv.core.compiled import forget
 from jkv.eval import corpora
 from jkv.eval.attention import here, marked
+from jkv.eval.replay import Prefills
 from jkv.generation.follow import Follow, surprise
 from jkv.host import console
 from jkv.models import Params
@@ -38,6 +39,17 @@ class Held:
 
     here: np.ndarray
     ppl: float
+
+    @classmethod
+    def joined(cls, rows: Sequence[Held]) -> Held:
+        """Of texts of one length, in a batch.
+
+        >>> one, two = (Held(np.ones((1, 1, 1, 3), bool), x) for x in (2.0, 8.0))
+        >>> Held.joined([one, two]).here.shape, round(Held.joined([one, two]).ppl, 6)
+        ((1, 2, 1, 3), 4.0)
+        """
+        mean = np.mean([np.log(x.ppl) for x in rows])
+        return cls(np.concatenate([x.here for x in rows], 1), float(np.exp(mean)))
 
 
 def ppl(logits: Any, ids: np.ndarray) -> float:
@@ -61,18 +73,23 @@ def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------- jkv
 
 
-def ours(params: Params, ids: np.ndarray, prompt: int) -> dict[str, Held]:
-    """Every spec of every keep, and "full"."""
-    wanted = {p.key(int(keep * prompt)): (p.text(int(keep * prompt)), p.chunk) for p in PEERS for keep in KEEPS}
-    out, (before, after) = {}, np.split(ids, [prompt], 1)
-    for key, (text, chunk) in ({"full": ("full", 0)} | wanted).items():
-        config = replace(methods.parse(text), block=after.shape[1])  # no flush before the end of the continuation
-        cache, logits = jkv.prefill(params, config, before, room=after.shape[1], chunk=chunk)
-        predicted = np.concatenate(list(Follow(params, cache, logits, after)), 1)
-        out[key] = Held(here(cache, prompt), ppl(predicted, after))
-        print(f"jkv {key}: {out[key].ppl:.3f}", flush=True)
-        forget()
-    return out
+def texts(prompt: int) -> dict[str, tuple[str, int]]:
+    """The cache, and the chunks that it reads a prompt in, of every spec of every keep, and of "full"."""
+    return {"full": ("full", 0)} | {
+        p.key(n): (p.text(n), p.chunk) for p in PEERS for n in (int(keep * prompt) for keep in KEEPS)
+    }
+
+
+def ours(params: Params, ids: np.ndarray, prompt: int, text: str, chunk: int, prefill: Prefills) -> Held:
+    """One of `texts`."""
+    before, after = np.split(ids, [prompt], 1)
+    config = replace(methods.parse(text), block=after.shape[1], chunk=chunk)  # no flush before the continuation's end
+    cache, logits = prefill(params, config, before, after.shape[1])
+    predicted = np.concatenate(list(Follow(params, cache, logits, after)), 1)
+    found = Held(here(cache, prompt), ppl(predicted, after))
+    print(f"jkv {text}: {found.ppl:.3f}", flush=True)
+    forget()
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- kvpress
@@ -103,7 +120,11 @@ class Kvpress:
         return out.transpose(1, 2), None
 
     def run(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
-        """Every peer at every keep, and ("full", 1)."""
+        """Every peer at every keep, and ("full", 1); a text at a time, as some presses take those of row 0 for all."""
+        found = [self._row(ids[i : i + 1], prompt) for i in range(len(ids))]
+        return {key: Held.joined([row[key] for row in found]) for key in found[0]}
+
+    def _row(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
         presses = {(p.method, keep): p.press(self.kv, 1 - keep, int(keep * prompt)) for p in PEERS for keep in KEEPS}
         relative = {p.method for p in PEERS if p.relative}
         cut: dict[Any, list[Any]] = {key: [] for key in presses} | {("full", 1.0): []}
@@ -161,7 +182,7 @@ class Kvpress:
 
 
 def compared(prompt: int, mine: dict[str, Held], theirs: dict[tuple[str, float], Held]) -> list[dict[str, Any]]:
-    """Every row of what `ours` and `Kvpress.run` found."""
+    """Every row of what `ours`, by `texts`, and `Kvpress.run` found."""
     keys = [("full", 1.0, "full", "")]
     keys += [(p.method, keep, p.key(int(keep * prompt)), p.note) for p in PEERS for keep in KEEPS]
     return [line(method, keep, mine[key], theirs[method, keep], note) for method, keep, key, note in keys]
@@ -217,7 +238,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert params.tokenizer is not None
     ids = corpora.windows(params.tokenizer.encode(corpora.text("pydoc")), args.prompt + args.new, args.windows)
     theirs = Kvpress(args.model, args.threads).run(ids, args.prompt)
-    lines = compared(args.prompt, ours(params, ids, args.prompt), theirs)
+    prefill = Prefills()
+    mine = {key: ours(params, ids, args.prompt, *what, prefill) for key, what in texts(args.prompt).items()}
+    lines = compared(args.prompt, mine, theirs)
     save(args.out, about(args, ids), lines)
     console.show(table(lines))
 

@@ -114,6 +114,18 @@ def sized(kv: Any, gone: float, n: int) -> Any:
     return Sized(gone, window_size=WINDOW)
 
 
+def latest(kv: Any, gone: float, n: int) -> Any:
+    """kvpress's CUR, which keeps the newest 16 too."""
+
+    class Latest(kv.CURPress):
+        def score(self, *args: Any) -> Any:
+            scores = super().score(*args)
+            scores[..., -16:] = float("inf")
+            return scores
+
+    return Latest(gone)
+
+
 PEERS = (
     Peer(
         method="streaming",
@@ -195,7 +207,8 @@ PEERS = (
         method="chunkkv",
         spec=f"chunkkv(budget={{n}}, window={WINDOW})",
         press=PRESSES["chunkkv"],
-        note="no pooling, chunks of 10, in both; kvpress keeps whole chunks alone, and fewer tokens for it",
+        note="no pooling, chunks of 10, in both; kvpress keeps whole chunks alone, and fewer tokens for it: "
+        "8, 12 and 14, nearly all that differs",
     ),
     Peer(
         method="criticalkv",
@@ -215,13 +228,19 @@ PEERS = (
         spec="lagkv(budget={n})",
         press=PRESSES["lagkv"],
         note="blocks of at most 128 tokens, a quarter of what is kept; jkv keeps the newest 2 lag - 1, kvpress the "
-        "last block and what follows it; ranks tie across blocks, and jkv keeps the older",
+        "last block and what follows it: 15 tokens of 1,024, all that differs",
     ),
     Peer(
         method="curdkv",
         spec="curdkv(budget={n})",
         press=PRESSES["curdkv"],
-        note="jkv keeps the newest 16",
+        note="jkv keeps the newest 16, which is all that differs, and most of the loss",
+    ),
+    Peer(
+        method="curdkv (newest 16)",
+        spec="curdkv(budget={n})",
+        press=latest,
+        note="kvpress keeps the newest 16 too",
     ),
     Peer(
         method="compactor",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jkv.cli import answers
+from jkv.cli.evaluating import Catalogue, drawn, setting, show
 from jkv.cli.options import MODEL, Compared, Measured, Text, flat
 from jkv.cli.pack import pack, unpack
 from jkv.cli.tokens import tokens
@@ -18,42 +18,14 @@ from jkv.host import console
 if TYPE_CHECKING:
     from jkv.eval.experiments import Setting
     from jkv.eval.results import Results
-    from jkv.models import Params
 
 app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
 for command in (tokens, pack, unpack):
     app.command()(command)
 
-Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
 ENDLESS = "streaming(budget=512)"
 Frozen = Annotated[bool, typer.Option("--frozen", help="Compress the prefix only, nothing after it.")]
 Layers = Annotated[bool, typer.Option("--layers", help="Also compress one layer at a time.")]
-Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
-Names = Annotated[list[str] | None, typer.Option("--tasks", help="A task; repeatable. Default: all.")]
-Seen = Annotated[str, typer.Option("--question", help="seen: compressed with the question; unseen: before it; both.")]
-
-
-def _setting(
-    o: Measured,
-    caches: list[str] | None,
-    length: int | Callable[[Params], int],
-    batch: int = 1,
-    catalogue: bool = False,
-) -> Setting:
-    """The setting; length: of what is compressed, of which the catalogue takes its shares."""
-    from jkv.eval import experiments
-    from jkv.io.load import load
-    from jkv.methods import parse
-
-    names = list(caches or ([] if catalogue else ["full"]))
-    for name in names:  # what is wrong is said before anything is loaded
-        parse(name)
-    if batch < 1:
-        raise ValueError(f"batch={batch}: rows at a time, 1 or more")
-    params = load(o.model, o.dtype, o.mesh, o.weights)
-    if catalogue:
-        names += experiments.catalogue(length if isinstance(length, int) else length(params), params)
-    return experiments.Setting(o.model, params, list(dict.fromkeys(names)), batch, o.out, o.seed)
 
 
 def _texts(s: Setting, text: Text, rest: int, samples: int, endless: bool = False) -> tuple[Any, Any]:
@@ -65,28 +37,11 @@ def _texts(s: Setting, text: Text, rest: int, samples: int, endless: bool = Fals
     )
 
 
-def _show(found: Results) -> None:
-    from jkv.eval.points import points
-    from jkv.eval.report import table
-
-    console.show(table(points([("", found.meta, found.rows)])))
-    if found.path is not None:
-        print(f"written: {found.path}", file=sys.stderr)
-
-
 def _spare(found: Results) -> None:
     """Which layers to spare, of what was measured layer by layer."""
     for row in found.rows:
         if "spare" in row:
             print(f"{row['cache']}: spare layers {row['spare'] or 'none'}")
-
-
-def _draw(found: list[tuple[str, Any, list[Any]]], folder: Path) -> None:
-    from jkv.eval import report
-    from jkv.eval.points import points
-
-    for path in report.draw([row for *_, rows in found for row in rows], points(found), folder):
-        print(f"drawn: {path}")
 
 
 @app.command()
@@ -95,11 +50,11 @@ def ppl(o: Compared, text: Text, catalogue: Catalogue = False, frozen: Frozen = 
     """Perplexity of a text's continuation, token by token through the compressed cache of its beginning."""
     from jkv.eval import experiments
 
-    s = _setting(o, o.cache, text.prefix, o.batch, catalogue)
+    s = setting(o, o.cache, text.prefix, o.batch, catalogue)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
         found = experiments.perplexity(s, ids, source, text.prefix, frozen, say)
-    _show(found)
+    show(found)
 
 
 @app.command()
@@ -114,11 +69,11 @@ def fidelity(
     """KL to the full cache, top-1 agreement, first divergence, attention kept; which layers to spare."""
     from jkv.eval import experiments
 
-    s = _setting(o, o.cache, text.prefix, o.batch, catalogue)
+    s = setting(o, o.cache, text.prefix, o.batch, catalogue)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
         found = experiments.fidelity(s, ids, source, text.prefix, frozen, layers, say)
-    _show(found)
+    show(found)
     _spare(found)
 
 
@@ -128,7 +83,7 @@ def codecs(o: Compared, text: Text = Text(prefix=128, rest=896), layers: Layers 
     """What codecs cost, a forward pass each: every token attends to keys and values as they are stored."""
     from jkv.eval import experiments
 
-    s = _setting(o, o.cache, text.prefix)
+    s = setting(o, o.cache, text.prefix)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
         found = experiments.codecs(s, ids, source, text.prefix, layers, say)
@@ -146,7 +101,7 @@ def spare(o: Compared = Compared(samples=1), text: Text = Text(prefix=128, rest=
 
     if not o.cache:
         raise ValueError("--cache: name a cache whose codes are to be tried, such as int4")
-    s = _setting(o, o.cache, text.prefix)
+    s = setting(o, o.cache, text.prefix)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
         found = experiments.spare(s, ids, source, text.prefix, say)
@@ -170,7 +125,7 @@ def endless(
     """Perplexity ever farther into one text, beside that of the same tokens after the few before them alone."""
     from jkv.eval import experiments
 
-    s = _setting(o, cache or [ENDLESS], text.prefix)
+    s = setting(o, cache or [ENDLESS], text.prefix)
     ids, source = _texts(s, text, length - text.prefix, 1, endless=True)
     with console.progress(len(s.caches) * points) as say:
         found = experiments.endless(s, ids[0], source, points, text.prefix, text.rest, say)
@@ -191,7 +146,7 @@ def attention(
     """The share of the full model's attention that each step of a cache reads: what eviction or selection leaves."""
     from jkv.eval import experiments
 
-    s = _setting(o, o.cache, text.prefix, o.batch)
+    s = setting(o, o.cache, text.prefix, o.batch)
     _check_spared(s, spared)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
@@ -210,7 +165,7 @@ def picks(
     """The share of attention in what selectors pick of a full cache: one pass of the model, and no cache."""
     from jkv.eval import experiments
 
-    s = _setting(o, o.cache, text.prefix, o.batch)
+    s = setting(o, o.cache, text.prefix, o.batch)
     _check_spared(s, spared)
     ids, source = _texts(s, text, text.rest, o.samples)
     with console.progress(len(s.caches)) as say:
@@ -228,119 +183,8 @@ def _check_spared(s: Setting, spared: int) -> None:
         raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {layers} layers")
 
 
-def _asked(question: str) -> list[bool]:
-    ways = {"seen": [True], "unseen": [False], "both": [True, False]}
-    if question not in ways:
-        raise ValueError(f"--question {question}: seen, unseen or both")
-    return ways[question]
-
-
-@app.command()
-@flat
-def ruler(
-    o: Compared,
-    catalogue: Catalogue = False,
-    task: Names = None,
-    length: Length = 1024,
-    question: Seen = "seen",
-) -> None:
-    """The 13 RULER tasks (2404.06654) in our own words, generated offline."""
-    from jkv.eval import experiments, tasks
-
-    names = task or [t.name for t in tasks.TASKS.values() if t.suite == "ruler"]
-    for name in names:
-        tasks.find(tasks.TASKS, name)
-    s, seen = _setting(o, o.cache, length, o.batch, catalogue), _asked(question)
-    with console.progress(len(s.caches) * len(names) * len(seen)) as say:
-        found = experiments.ruler(s, names, length, o.samples, seen, say)
-    _show(found)
-
-
-@app.command()
-@flat
-def niah(
-    o: Compared = Compared(samples=1),
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: 512, 1024.")] = None,
-    depths: Annotated[int, typer.Option(help="Even depths from start to end.")] = 5,
-    question: Seen = "seen",
-    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the heat maps.")] = None,
-) -> None:
-    """Needle in a haystack: a grid of lengths and depths, and its heat map."""
-    from jkv.eval import experiments
-
-    if depths < 2:
-        raise ValueError(f"depths={depths}: 2 or more, the start and the end are the first two")
-    s = _setting(o, o.cache, 1024, o.batch)
-    lengths, places = length or [512, 1024], [i / (depths - 1) for i in range(depths)]
-    seen = _asked(question)
-    with console.progress(len(s.caches) * len(lengths) * depths * len(seen)) as say:
-        found = experiments.needle(s, lengths, places, o.samples, seen, say)
-    _show(found)
-    if plot is not None:
-        _draw([("", found.meta, found.rows)], plot)
-
-
-@app.command()
-@flat
-def multiturn(
-    o: Compared = Compared(samples=2, batch=6),
-    catalogue: Catalogue = False,
-    task: Names = None,
-    length: Length = 1536,
-    mode: Annotated[list[str] | None, typer.Option(help="reused, turns, rebuilt; repeatable. Default: all.")] = None,
-) -> None:
-    """Several questions about one context in the manner of SCBench (2412.10319), and one that has no answer."""
-    from jkv.eval import experiments, shared, tasks
-
-    names, modes = task or list(shared.SESSIONS), mode or ["reused", "turns", "rebuilt"]
-    for name in names:
-        tasks.find(shared.SESSIONS, name)
-    if unknown := [m for m in modes if m not in ("reused", "turns", "rebuilt")]:
-        raise ValueError(f"--mode {unknown[0]}: reused, turns or rebuilt")
-
-    def held(params: Params) -> int:
-        return experiments.context(params, names, length, o.samples, o.seed)
-
-    s = _setting(o, o.cache, held, o.batch, catalogue)
-    with console.progress(len(s.caches) * len(names) * len(modes)) as say:
-        found = experiments.multiturn(s, names, length, o.samples, modes, say)
-    _show(found)
-
-
-@app.command()
-@flat
-def harness(
-    o: Compared = Compared(samples=0, batch=8),
-    tasks: Annotated[list[str] | None, typer.Option("--tasks", help="A task's name; repeatable.")] = None,
-    include: Annotated[Path | None, typer.Option(metavar="FOLDER", help="More tasks: a folder of their YAML.")] = None,
-    shots: Annotated[int | None, typer.Option(help="Worked examples in a prompt. Default: the task's own.")] = None,
-    question: Annotated[str, typer.Option(help="seen: compressed with the context; unseen: read after it.")] = "seen",
-    marker: Annotated[str, typer.Option(help="Text that begins a question which is not seen.")] = "\nQuestion:",
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts in the model's chat template.")] = False,
-) -> None:
-    """Tasks of lm-evaluation-harness through compressed caches, and whether they reached the budget at all.
-
-    --samples: examples of a task; 0: all.
-    """
-    from jkv.eval import harness as backend
-
-    if not tasks:
-        raise ValueError("--tasks: name a task of lm-evaluation-harness, such as arc_easy")
-    s = _setting(o, o.cache, 0, o.batch)
-    asked = {"limit": o.samples or None, "num_fewshot": shots, "apply_chat_template": chat}
-    asked["include"] = str(include) if include else None
-    about = {"question": question, "marker": marker, "chat": chat, "samples": o.samples, "shots": shots}
-    found = s.results("harness", tasks, **about, harness=backend.version())
-    for cache in s.caches:
-        rest = [name for name in tasks if not found.find(cache=cache, task=name)]
-        lm = backend.harness(s.params, cache, batch=o.batch, question=question, marker=marker)
-        scores, receipts = backend.evaluated(lm, rest, **asked) if rest else ({}, {})
-        for name, numbers in scores.items():
-            found.add({"cache": cache, "task": name, "metrics": backend.plain(numbers), "receipt": receipts[name]})
-        for line in backend.flagged(receipts):
-            print(f"{cache}: {line}", file=sys.stderr)
-    console.show(backend.table(found.rows))
-
+for command in answers.COMMANDS:
+    app.command()(command)
 
 RENEWS = ("pie", "cacheblend(ratio=0.16)", "kvshare")
 
@@ -364,7 +208,7 @@ def reuse(
         raise ValueError(f"--bed {bed}: {', '.join(BEDS)}")
     for x in renews:
         renewal(x)
-    s = _setting(o, o.cache, length)
+    s = setting(o, o.cache, length)
     with console.progress(len(s.caches) * (1 + len(renews)) * (1 if timed else o.samples)) as say:
         found = experiments.reuse(s, bed, renews, o.samples, length, timed, say)
     for row in found.rows if timed else summed(found.rows):
@@ -428,7 +272,7 @@ def report(
         raise ValueError("these files have no rows yet: run jkv eval first")
     console.show(table(measured))
     if plots is not None:
-        _draw(found, plots)
+        drawn(found, plots)
     if html is not None:
         from jkv.eval import page
 

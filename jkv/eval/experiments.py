@@ -303,19 +303,39 @@ def _asked(
         task, aware = row(key["task"]), key["question"] == "seen"
         answers, cost = measure.answer(s.params, config, prompts[key["task"]], task.new, aware, s.batch)
         got = [task.score(text, e.answers) for text, e in zip(answers, made[key["task"]], strict=True)]
-        said = [text.strip()[:120] for text in answers]
-        return {"score": round(float(np.mean(got)), 4), "samples": len(got), **vars(cost), "said": said}
+        return {"score": round(float(np.mean(got)), 4), "samples": len(got), **vars(cost), "said": answers}
 
     s.each(found, say, _rows(made, seen), run)
     return found
 
 
-def ruler(s: Setting, names: Sequence[str], length: int, samples: int, seen: Sequence[bool], say: Say) -> Results:
-    """One row a cache, task and way of asking."""
-    counted = count(s.params)
-    made = {
-        f"{tasks.find(tasks.TASKS, n).suite}/{n}": tasks.examples(n, length, samples, s.seed, counted) for n in names
+def drawn(s: Setting, names: Sequence[str], length: int, samples: int) -> dict[str, list[Example]]:
+    """The prompts of RULER's tasks, as results call them."""
+    counted, rows = count(s.params), [tasks.find(tasks.TASKS, name) for name in names]
+    return {f"{row.suite}/{row.name}": tasks.examples(row.name, length, samples, s.seed, counted) for row in rows}
+
+
+def columns(made: dict[str, list[Example]]) -> dict[str, list[dict[str, Any]]]:
+    """What kvpress's table of predictions says of each prompt beside the prediction; see `leaderboard.publish`."""
+    return {
+        name: [
+            {
+                "question": e.question,
+                "answer_prefix": e.prefix,
+                "answer": list(e.answers),
+                "task": name.split("/")[1],
+                "max_new_tokens": tasks.TASKS[name.split("/")[1]].new,
+            }
+            for e in some
+        ]
+        for name, some in made.items()
     }
+
+
+def ruler(
+    s: Setting, made: dict[str, list[Example]], length: int, samples: int, seen: Sequence[bool], say: Say
+) -> Results:
+    """One row a cache, task and way of asking, of what `drawn` gave."""
     prompts = [e.prompt for examples in made.values() for e in examples]
     found = s.results("ruler", prompts, length=length, samples=samples)
     return _asked(s, found, made, lambda name: tasks.TASKS[name.split("/")[1]], say, seen)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jkv.eval.results import read
+from jkv.eval.results import document, holds, read
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -95,10 +95,18 @@ def pareto(found: Iterable[T], of: Callable[[T], tuple[float, float]]) -> list[T
 
 
 def load(patterns: Sequence[str]) -> list[tuple[str, Row, list[Row]]]:
-    """(file, meta, rows) of result files; a pattern may have wildcards. Raises ValueError as `results.read` does."""
-    names = [n for p in patterns for n in (sorted(glob.glob(p, recursive=True)) if glob.has_magic(p) else [p])]
-    found = [(name, read(name)) for name in dict.fromkeys(names)]
-    return [(name, held["meta"], held["rows"]) for name, held in found]
+    """(file, meta, rows) of result files. Of a pattern with wildcards, JSON that holds no results is passed over.
+
+    Raises ValueError as `results.read` does.
+    """
+    found: dict[str, Any] = {}
+    for pattern in patterns:
+        for name in sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else ():
+            if holds(held := document(name)):
+                found.setdefault(name, held)
+        if not glob.has_magic(pattern):
+            found.setdefault(pattern, read(pattern))
+    return [(name, held["meta"], held["rows"]) for name, held in found.items()]
 
 
 def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:

@@ -83,16 +83,26 @@ class Results:
             ) from error
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """A result file; ValueError says what is wrong with it."""
+def holds(found: Any) -> bool:
+    """Whether a JSON document is of this form."""
+    rows = found.get("rows") if isinstance(found, dict) else None
+    return isinstance(rows, list) and isinstance(found.get("meta"), dict) and all(isinstance(r, dict) for r in rows)
+
+
+def document(path: str | Path) -> Any:
+    """What a JSON file holds; ValueError if it cannot be read."""
     path = Path(path).expanduser()
     try:
-        found = json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; give a file that `jkv eval` wrote") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON that can be read ({error}); give a file that `jkv eval` wrote") from error
-    rows = found.get("rows") if isinstance(found, dict) else None
-    if not (isinstance(rows, list) and isinstance(found.get("meta"), dict) and all(isinstance(r, dict) for r in rows)):
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A result file; ValueError says what is wrong with it."""
+    found = document(path)
+    if not holds(found):
         raise ValueError(f"{path} holds no results: it must be {{'meta': {{...}}, 'rows': [{{...}}]}}")
     return found

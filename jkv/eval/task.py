@@ -205,7 +205,7 @@ def none_named(prediction: str, answers: Sequence[str]) -> float:
 
 def _normal(text: str) -> list[str]:
     plain = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return [word for word in plain.split() if word not in ("a", "an", "the")]
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
 
 def _f1(prediction: list[str], answer: list[str]) -> float:

@@ -197,9 +197,8 @@ def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
                 text=[answer(ids) for ids in rows], cache=cache
             ),
         )
-        found = experiments.ruler(
-            setting, [n.name for n in tasks.TASKS.values() if n.suite == "ruler"], 4000, 2, [True], str
-        )
+        made = experiments.drawn(setting, [n.name for n in tasks.TASKS.values() if n.suite == "ruler"], 4000, 2)
+        found = experiments.ruler(setting, made, 4000, 2, [True], str)
         assert len(found.rows) == 13 and {r["score"] for r in found.rows} == {score}
 
 

@@ -52,3 +52,16 @@ def test_files_by_name_and_by_wildcard(tmp_path):
     assert load([f"{tmp_path}/none*.json"]) == []
     with pytest.raises(ValueError, match="none.json: No such file"):
         load([str(tmp_path / "none.json")])
+
+
+def test_a_pattern_passes_over_what_is_no_result_and_a_name_does_not(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"meta": {}, "rows": [{"cache": "full"}]}))
+    (tmp_path / "card.json").write_text(json.dumps({"method": "layers"}))
+    assert [(name, rows) for name, _, rows in load([f"{tmp_path}/*.json"])] == [
+        (str(tmp_path / "a.json"), [{"cache": "full"}])
+    ]
+    with pytest.raises(ValueError, match="card.json holds no results"):
+        load([str(tmp_path / "card.json")])
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(ValueError, match="b.json is no JSON"):
+        load([f"{tmp_path}/*.json"])

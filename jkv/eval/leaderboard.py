@@ -1,0 +1,131 @@
+"""Results as kvpress's evaluation writes them: a folder of config.yaml, metrics.json and predictions.csv a cache."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jkv.eval.results import Results
+from jkv.host.results import overwrite
+from jkv.methods.text import parse
+
+Columns = Mapping[str, Sequence[Mapping[str, Any]]]  # of each task of a result file, what is known of each of its rows
+SIZES = ("kept", "context", "bytes", "bytes_full")
+
+
+def by_task(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """RULER's metrics of scores 0..1: percents.
+
+    >>> by_task({"vt": 0.75})
+    {'vt': {'string_match': 75.0}}
+    """
+    return {task: {"string_match": round(100 * score, 2)} for task, score in sorted(scores.items())}
+
+
+def alone(scores: Mapping[str, float]) -> float:
+    """LongBench's metric of the score of one task: a percent."""
+    (score,) = scores.values()
+    return round(100 * score, 2)
+
+
+def publish(
+    out: Path, found: Results, asked: Columns, metrics: Callable[[Mapping[str, float]], Any], **config: Any
+) -> list[Path]:
+    """A folder in `out` for each cache and way of asking of which all tasks of `asked` were measured.
+
+    compression_ratio is the share of the full cache's bytes that a cache saves; `press_name` its text. A folder that is
+    there already gets a numbered one inside, as in kvpress. config: of kvpress's own fields, what they are here. Raises
+    OSError.
+    """
+    made, ways = [], dict.fromkeys((row["cache"], row["question"]) for row in found.rows if row.get("task") in asked)
+    for cache, question in ways:
+        rows = {task: found.find(cache=cache, question=question, task=task) for task in asked}
+        if not all(rows.values()):
+            continue
+        some = {task: row for task, row in rows.items() if row is not None}
+        gone = {task: 1 - row["bytes"] / row["bytes_full"] for task, row in some.items()}
+        ratio = round(sum(gone.values()) / len(gone), 4)
+        said = [
+            {**row, "predicted_answer": text, "compression_ratio": round(gone[task], 4)}
+            for task in asked
+            for row, text in zip(asked[task], some[task]["said"], strict=True)
+        ]
+        scores = {task.split("/")[-1]: row["score"] for task, row in some.items()}
+        told = {
+            "dataset": None,
+            "data_dir": None,
+            "model": found.meta["model"],
+            "device": None,
+            "press_name": cache,
+            "compression_ratio": ratio,
+            "key_channel_compression_ratio": None,
+            "fraction": 1.0,
+            "max_new_tokens": None,
+            "max_context_length": None,
+            "query_aware": question == "seen",
+            "needle_depth": None,
+            "compression_interval": None,
+            "target_size": None,
+            "hidden_states_buffer_size": None,
+            "output_dir": str(out),
+            "log_level": "INFO",
+            "model_kwargs": {"dtype": found.meta["dtype"]},
+            "press_init_command": f"jkv.parse({cache!r})",
+            "seed": found.meta["seed"],
+            "fp8": False,
+            **config,
+            "jkv": {
+                "versions": found.meta["versions"],
+                "exactness": parse(cache).exactness,
+                "held": {task: {name: row[name] for name in SIZES} for task, row in some.items()},
+            },
+        }
+        folder = _fresh(out / _name(told))
+        overwrite(folder / "predictions.csv", table(said))
+        overwrite(folder / "metrics.json", json.dumps(metrics(scores), indent=4))
+        # values in JSON are YAML
+        overwrite(folder / "config.yaml", "".join(f"{name}: {json.dumps(x)}\n" for name, x in told.items()))
+        made.append(folder)
+    return made
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """As kvpress's evaluate.py calls it; of a cache's text what may be in a file's name."""
+    parts = [
+        config["dataset"],
+        config["data_dir"],
+        config["model"].replace("/", "--"),
+        re.sub(r"[^\w.=(),-]+", "_", config["press_name"]),
+        f"{config['compression_ratio']:.2f}",
+        f"fraction{config['fraction']:.3f}" if config["fraction"] < 1 else "",
+        f"max_context{config['max_context_length']}" if config["max_context_length"] else "",
+        "query_aware" if config["query_aware"] else "",
+    ]
+    return "__".join(str(x) for x in parts if x)
+
+
+def _fresh(folder: Path) -> Path:
+    """The folder, made; where it was there, the first that was not of folder/1, folder/2 ..."""
+    at, i = folder, 0
+    while True:
+        try:
+            at.mkdir(parents=True)
+            return at
+        except FileExistsError:
+            i += 1
+            at = folder / str(i)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """CSV of rows; lists as Python writes them, nothing for what a row lacks."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -116,6 +116,13 @@ def test_the_width_of_a_pass_is_that_of_most_tokens_in_its_time():
     assert pace.width([powers(0.75)]) == 0
 
 
+def test_a_width_that_was_not_measured_lies_on_a_line_through_the_nearest_one():
+    for width, at, want in ((8, 2.4, {2: 1.2, 4: 1.6, 8: 2.4}), (2, 1.1, {4: 1.3, 8: 1.7}), (2, 3.0, {4: 3.4, 8: 4.2})):
+        pace = Pace(passes={width: deque([10 * at])})
+        pace.stepped(160.0, 16, paused=False)
+        assert {n: pace.cost(n) for n in want} == pytest.approx(want)
+
+
 def test_what_has_misled_is_believed_less_and_tried_again_later():
     pace, tries = Pace(), []
     pace.stepped(160.0, 16, paused=False)

@@ -193,8 +193,14 @@ def test_the_page_streams_an_answer_and_maps_its_cache(
         assert len(looks) > 1 and all(b.startswith(a) for a, b in zip(looks, looks[1:], strict=False))
         cells = tab.does("[...at('map').tBodies[0].rows].map(x => [...x.cells].slice(1).map(y => +y.textContent))")
         assert np.transpose(cells).tolist() == said.receipt["kept"]  # heads down, layers to the right
-        shares = tab.does("[...at('map').querySelectorAll('tbody td')].map(x => getComputedStyle(x).backgroundColor)")
-        assert all("srgb" in x or "rgb" in x for x in shares)
+        asked = {"tokens_seen": 8, "kept": [[1, 2], [4, 8], [5, 6]], "bytes_kept": 1, "bytes_full": 1}
+        tab.does(f"show({json.dumps(said.receipt | asked)})")  # of more layers than the tiny model has
+        look = "[...at('map').tBodies[0].rows].map(x => [...x.cells].slice(1).map(y => {}))"
+        assert tab.does(look.format("+y.textContent")) == [[1, 4, 5], [2, 8, 6]]
+        shares = tab.does(look.format("y.style.getPropertyValue('--share')"))
+        assert [[float(x) for x in row] for row in shares] == [[0.125, 0.5, 0.625], [0.25, 1, 0.75]]
+        assert tab.does(look.format("y.title"))[1][2] == "layer 2, head 1: 6 of 8 tokens"
+        tab.does(f"show({json.dumps(said.receipt)})")
         receipt = tab.does("at('receipt').innerText")
         assert SNAP in receipt and f"of {said.receipt['tokens_seen']} (" in receipt
         ask("full")

@@ -271,7 +271,7 @@ def test_many_clients_at_once_lose_nothing(client: openai.OpenAI, server: Any, a
 def test_load_is_counted_answer_by_answer(server: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(under, "WORDS", (3, 6))
     before = server.metrics.new._value.get()
-    answers, held = under.load(server.port, os.getpid(), "tiny", ["full", SNAP], clients=4, seconds=1.0, new=10)
+    answers, held, _ = under.load(server.port, os.getpid(), "tiny", ["full", SNAP], clients=4, seconds=1.0, new=10)
     row = under.row(answers, held, 1.0)
     assert row["answers"] == len(answers) >= 4 and row["lost"] == 0 and len(held) == 2 and held[0] > 50
     assert server.metrics.new._value.get() - before == 10 * (len(answers) + 4)  # and two of each cache before them

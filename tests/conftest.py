@@ -47,14 +47,14 @@ def composition(item) -> str:
 
 
 def few(cases: list) -> list:
-    """The first, the last and one between."""
-    return [cases[i] for i in sorted({round(i * (len(cases) - 1) / (FEW - 1)) for i in range(FEW)})]
+    """The first, the last and one between, if there are any."""
+    return cases and [cases[i] for i in sorted({round(i * (len(cases) - 1) / (FEW - 1)) for i in range(FEW)})]
 
 
 @pytest.hookimpl(tryfirst=True)  # what is slow is known before -m chooses
 def pytest_collection_modifyitems(items):
-    """`make test` runs every test: with compositions in common use, or with a few of its cases where it has none of
-    these. The other cases are slow, and `make test-all` runs them.
+    """`make test` runs every test: with compositions in common use, and with a few of its other cases. All the rest is
+    slow, and `make test-all` runs it.
 
     What is said of one composition comes one after the other: one worker of several compiles its programs, once.
     """
@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(items):
         if not any(item.get_closest_marker(name) for name in ("slow", "hardware", "peers")):
             cases[item.nodeid.split("[")[0]].append(item)
     for test in cases.values():
-        kept = [item for item in test if composition(item) in COMMON] or few(test)
+        common = [item for item in test if composition(item) in COMMON]
+        kept = common + few([item for item in test if not composition(item)]) or few(test)
         for item in test:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)

@@ -102,6 +102,7 @@ class Job:
             # What the cache's text names may be trained again.
             "trained": weights((self.config.score, self.config.merge, self.config.select)) or None,
             "processes": self.place[1],
+            **({"store_codec": self.store.codec.name} if self.store and self.store.codec.name else {}),
             **asdict(self.defaults),
         }
 

@@ -78,6 +78,8 @@ def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]
     from jkv.io.load import check_weights
 
     check_weights(o.weights)
+    if o.weights == "file" and o.random_weights:
+        raise ValueError("--weights file: random weights are of no file; use int8 or int4")
     if o.weights is not None and vs in PEERS:
         raise ValueError(f"--weights {o.weights} beside {vs}: it has floats alone; leave --weights out")
     size = 1 if o.weights else 4 if dtype == "float32" else 2

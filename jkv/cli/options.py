@@ -56,10 +56,12 @@ class Stored:
     ] = ""
 
     def open(self) -> Any:
-        """A `jkv.Store`, or None."""
+        """A `jkv.Store`, or None; raises ValueError."""
         from jkv.io.store import Store
 
         if self.store is None:
+            if self != Stored():
+                raise ValueError("--store-bytes, --store-evict and --store-codec are of a folder: give --store too")
             return None
         return Store(self.store, self.store_bytes, self.store_evict, codec=self.store_codec)
 

@@ -256,12 +256,15 @@ class Generation:
             read = prefilled(params, config, rows, self.room, asked.chunk, begin, kind(asked.store), self.n)
             self.cache, logits, self.prefill_cost, self.chunks = read
         self.reused = None if self.store is None else self.store.reused - before
+        self.store_codec = self.store.codec.name if self.store is not None and self.reused else ""
         if self.n > 1:
             self.cache, logits = self.prefill_cost.run(forks, self.cache, logits, n=self.n)
         self.params = replace(params, config=self.cache.model)
         self.draft, self.drafting = asked.draft, None
         if params.prefill_dtype is not None:
             self.exactness += f"; the prompt's products in {params.prefill_dtype}"
+        if self.store_codec:
+            self.exactness += f"; what was stored rounded by {self.store_codec}"
         self.predicted = self.cache.nbytes
         self.state = self._start(
             jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
@@ -385,7 +388,7 @@ class Generation:
             kl=kl,
             divergence=divergence,
             tokens_stored=self.reused,
-            store_codec="" if self.store is None else self.store.codec.name,
+            store_codec=self.store_codec,
             **({} if self.drafting is None else self.drafting.counts),
         )
         text = [""] * len(tokens)

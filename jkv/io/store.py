@@ -53,9 +53,10 @@ class Store:
     evict: "lru", what was used longest ago goes first, and the end of a prompt before its beginning; "lpc:FILE", what
     belongs to the conversations that are the least likely to go on (`jkv train lpc`). salt: of those who may share:
     what one tenant stored, another with another salt does not find. codec: "", keys and values as they are, or
-    "cachegen(level=2)", rounded and entropy-coded: a prompt that is found has rounded keys and values then, one that
-    is read has not. A record is written whole or not at all; one that is torn, or somebody else's, is a miss, and is
-    deleted. What cannot be written is a RuntimeWarning: the answer does not depend on it.
+    "cachegen(level=2)", rounded and entropy-coded: of a prompt that is found in part, keys and values of that part are
+    rounded, and what follows is read behind them. A record is written whole or not at all; one that is torn, or
+    somebody else's, is a miss, and is deleted. What cannot be written is a RuntimeWarning: the answer does not depend
+    on it.
 
     `jkv.generate(params, cache, prompt, store=store)` reads and writes it. Example:
 
@@ -105,15 +106,16 @@ class Store:
             self._touch(names[:start])
             held = self._held()
             known = self._known(names, ids if prompt is None else prompt, held)
-            new, free = [i for i in range(start, len(names)) if names[i] not in held], 0
-            for i in new:
+            new = [i for i in range(start, len(names)) if names[i] not in held]
+            free = self.bytes - sum(x.st_size for x in held.values())
+            for n, i in enumerate(new):
                 record = self.codec.encode(make(i))
                 size = sum(x.nbytes for x in record.values()) + HEADER
-                if i == new[0]:  # the records of a prompt are of one size
-                    free = self._make_room(size * len(new), {*names}, held, known)
-                free -= size
-                if free < 0:
+                if free < size:  # for those that follow too, which are about as large
+                    free = self._make_room(size * (len(new) - n), {*names}, self._held(), known)
+                if free < size:
                     break
+                free -= size
                 checkpoint.write(self._path(names[i]), record, {"name": names[i]})
             self._touch(names)
 

@@ -114,12 +114,23 @@ class CacheGen(Exact):
         code, top, mean, spread, shape, like = (
             record[f"{side}.{part}"] for part in ("code", "top", "mean", "spread", "shape", "like")
         )
+        if shape.dtype != np.int32 or shape.shape != (4,) or shape.min() < 1:
+            raise ValueError(f"{side}.shape is {shape.dtype}{shape.tolist()}, not four numbers")
         layers, heads, n, width = shape.tolist()
-        channels = layers, heads * width
-        if top.shape != (layers, n) or mean.shape != channels or spread.shape != channels or code.dtype != np.uint32:
-            raise ValueError(f"a record's {side} are {shape.tolist()}, and what is known of them is not")
-        decoder, half = _coder().RangeDecoder(code), self.half(side, layers)
-        symbols = np.stack([decoder.decode(*self._model(c, *x, n)) for c, *x in zip(half, mean, spread, strict=True)])
+        channels, half = (layers, heads * width), self.half(side, layers)
+        known = {"code": ("<u4", code.shape[:1]), "top": ("<u2", (layers, n)), "mean": ("u1", channels)}
+        for part, (dtype, size) in (known | {"spread": known["mean"]}).items():
+            x = record[f"{side}.{part}"]
+            if x.dtype != dtype or x.shape != size or not x.size:
+                raise ValueError(f"{side}.{part} is {x.dtype}{list(x.shape)}, not {dtype}{list(size)}")
+        decoder = _coder().RangeDecoder(code)
+        try:
+            found = [decoder.decode(*self._model(c, *x, n)) for c, *x in zip(half, mean, spread, strict=True)]
+        except AssertionError as error:  # of the coder, for bits that no encoder made
+            raise ValueError(f"the code of {side} cannot be read: {error}") from error
+        if not decoder.maybe_exhausted():
+            raise ValueError(f"the code of {side} goes on behind the last number")
+        symbols = np.stack(found)
         scale = top.view(ml_dtypes.bfloat16).astype(np.float32)[:, None] / half[:, None, None]
         x = (symbols.reshape(*channels, n) - half[:, None, None]) * scale
         return x.reshape(layers, heads, width, n).transpose(0, 1, 3, 2).astype(like.dtype)

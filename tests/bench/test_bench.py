@@ -323,7 +323,7 @@ KERNEL = ("bench", "kernel", "--shape", "tiny")
         ((*DECODE, *TINY, "--context", 16, "--cache", "full"), "flushes every 16 tokens; give a context above that"),
         ((*DECODE, *TINY, "--dtype", "int8"), "must be one of float32"),
         ((*DECODE, *TINY, "--weights", "int3"), "must be one of int8, int4, file"),
-        ((*DECODE, *TINY, "--context", 40, "--weights", "file"), "tiny has none: use int8 or int4"),
+        ((*DECODE, *TINY, "--context", 40, "--weights", "file"), "random weights are of no file; use int8 or int4"),
         ((*DECODE, *TINY, "--vs", "vllm"), "the peers are transformers and kvpress, and other caches: unknown method"),
         ((*DECODE, *TINY, "--vs", "sdpa"), "a column of jkv bench kernel"),
         ((*KERNEL, "--op", "flush"), "--op flush: there is decode_attention"),

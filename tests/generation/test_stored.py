@@ -84,6 +84,9 @@ def test_what_a_store_has_rounded_is_what_its_codec_says(tmp_path: Path):
     np.testing.assert_array_equal(found.logits, want.logits)
     assert not np.array_equal(want.logits, jkv.generate(PARAMS, SNAP, LONG, max_new_tokens=1, store=exact).logits)
     assert "store        192 of 250 prompt tokens were there, rounded by cachegen(level=2)" in str(found.report)
+    assert found.report.exactness.endswith("; what was stored rounded by cachegen(level=2)")
+    refused = jkv.generate(PARAMS, SNAP, LONG[:9], max_new_tokens=1, store=coded).report
+    assert (refused.tokens_stored, refused.store_codec, refused.exactness) == (0, "", want.report.exactness)
     assert str(want.report).endswith("192 of 250 prompt tokens were there")
 
 
@@ -103,3 +106,4 @@ def test_a_job_and_a_command_read_from_a_store(tmp_path: Path, monkeypatch: pyte
     said = [commands.call(*command, "--store", tmp_path / "store") for _ in range(2)]
     assert [json.loads(x.stdout)["report"]["tokens_stored"] for x in said] == [0, 128]
     commands.refused(commands.call(*command, "--store", tmp_path / "store", "--store-bytes", "much"), "bytes='much'")
+    commands.refused(commands.call(*command, "--store-codec", "cachegen"), "give --store too")

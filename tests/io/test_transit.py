@@ -85,15 +85,35 @@ def test_a_store_rounds_what_it_holds_and_finds_no_other_codecs_records(tmp_path
             jkv.Store(tmp_path, codec=wrong)
 
 
-def test_what_no_encoder_wrote_is_a_miss_and_goes(tmp_path: Path):
+@pytest.mark.parametrize("part", ["code", "top", "mean", "spread", "shape", "like"])
+def test_what_no_encoder_wrote_is_a_miss_and_goes(tmp_path: Path, part: str):
+    """Arrays that are not there, too short, of another type; a code that ends too early, or is of other numbers."""
     store, ids = jkv.Store(tmp_path, codec="cachegen"), list(range(BLOCK))
     store.put("root", ids, lambda i: record())
     (path,) = tmp_path.glob("*.kv")
     arrays, meta = checkpoint.read(path)
-    without = {name: x for name, x in arrays.items() if name != "v.top"}
-    for other in ({"k.mean": arrays["k.mean"][:1]}, {"k.code": arrays["k.code"].view(np.int32)}, None):
-        checkpoint.write(path, without if other is None else arrays | other, meta)
-        assert store.match("root", ids) == [] and not path.exists()
+    x, name = arrays[f"k.{part}"], f"k.{part}"
+    harms = [{name: x.astype(np.float64)}, {name: x[None]}, {name: x[:-1]}, {name: x[:0]}]
+    if part == "like":
+        harms = []
+    if part == "code":
+        harms += [{name: x[: len(x) // 2]}, {name: x[::-1].copy()}]
+    for harm in [None, *harms]:
+        without = {other: y for other, y in arrays.items() if other != name}
+        checkpoint.write(path, without if harm is None else arrays | harm, meta)
+        assert store.match("root", ids) == [] and not path.exists(), harm
+
+
+def test_records_of_unlike_sizes_have_the_room_that_there_is(tmp_path: Path):
+    """A beginning that takes little says nothing of what follows."""
+    old, new = list(range(11 * BLOCK)), list(range(1000, 1000 + 6 * BLOCK))
+    nothing = {side: np.zeros_like(record()[side]) for side in transit.SIDES}
+    size = len(jkv.Store(tmp_path / "one", codec="cachegen").codec.encode(record())["k.code"]) * 4 * 2 + 6000
+    store = jkv.Store(tmp_path / "store", bytes=12 * size, codec="cachegen")
+    store.put("root", old, lambda i: record())
+    store.put("root", new, lambda i: record() if i else nothing)
+    assert len(store.match("root", new)) == 6
+    assert sum(x.stat().st_size for x in store.folder.glob("*.kv")) <= 12 * size
 
 
 def test_without_the_coder_the_error_says_what_to_install(monkeypatch):

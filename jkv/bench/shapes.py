@@ -165,7 +165,7 @@ def noise(config: Mapping[str, Any], itemsize: int, copies: int) -> Source:
     if need > left:
         raise ValueError(
             f"the random weights of {sum(sizes) / 1e9:.2f} billion parameters need {need / 2**30:.1f} GiB and "
-            f"{left / 2**30:.1f} GiB are free; use --weights int8, --dtype bfloat16, a smaller shape, no --vs, or a larger "
-            "machine"
+            f"{left / 2**30:.1f} GiB are free; use --weights int8, --dtype bfloat16, a smaller shape, no --vs, or a "
+            "larger machine"
         )
     return Source(dict(config), weights.seeded(c, table, SEED), None)

@@ -180,7 +180,7 @@ def test_random_weights_must_fit(monkeypatch):
     shapes.noise(models.TINY, 4, 1)
     for copies, free in ((1, need + largest - 1), (2, need + largest)):
         monkeypatch.setattr(memory, "available", lambda free=free: free)
-        with pytest.raises(ValueError, match="GiB are free; use --dtype bfloat16"):
+        with pytest.raises(ValueError, match="GiB are free; use --weights int8"):
             shapes.noise(models.TINY, 4, copies)
     monkeypatch.setattr(memory, "available", lambda: 1 << 30)
     refused(

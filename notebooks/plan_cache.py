@@ -3,8 +3,8 @@
 python notebooks/plan_cache.py [--tasks 60] [--capacity 8]
 
 A scripted world in which a large model plans, a small one adapts plans, and an actor takes their steps: calls and
-tokens (words) of each, with the cache and without; whether an adapted plan is as good is the script's to say. Prompts
-that begin with the same template are read once with `jkv.generate(..., store=jkv.Store(folder))`.
+tokens (words) of each, with the cache and without; whether an adapted plan is as good is the script's to say. No model
+runs: what a model would be asked is counted, and texts that begin alike are counted each time.
 """
 
 from __future__ import annotations

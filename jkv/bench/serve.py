@@ -29,6 +29,7 @@ from rich.table import Table
 from jkv.bench.results import SEED
 from jkv.eval.words import prose
 from jkv.io.source import Source
+from jkv.serve.engine import STRIDE
 
 DONE = b"data: [DONE]"  # the last line of a stream; transformers' server has none
 WAIT = 600  # seconds for a server to be there, and for a piece of an answer
@@ -37,10 +38,12 @@ WORDS = (20, 160)  # of a prompt
 
 @dataclass
 class Answer:
-    """One stream: when pieces came, in seconds after the request, its tokens, and what was wrong with it."""
+    """One stream: when pieces came, in seconds after the request, its tokens, those of the first piece, and what was
+    wrong with it."""
 
     pieces: list[float] = field(default_factory=list)
     tokens: int = 0
+    first: int = 1
     wrong: str = ""
 
 
@@ -139,9 +142,9 @@ def _well(port: int) -> bool:
 
 
 def ask(port: int, body: dict[str, Any], last: bytes = DONE) -> Answer:
-    """One completion as a stream that ends with the line `last`, b"": with any; nothing is raised: what is lost is
-    counted."""
-    answer, start = Answer(), time.perf_counter()
+    """One completion as a stream that ends with the line `last`, b"": with any, as transformers' server does, whose
+    pieces are single tokens; nothing is raised: what is lost is counted."""
+    answer, start = Answer(first=STRIDE if last else 1), time.perf_counter()
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     ended, done = False, not last
     try:
@@ -229,11 +232,14 @@ def load(
 
 def row(answers: Sequence[Answer], held: Sequence[float], seconds: float) -> dict[str, Any]:
     """seconds: from the first request until the last answer ended. first_ms: to the first piece; piece_ms: between two
-    pieces, of four tokens each but the last; token_ms: of an answer, between its first piece and its last, by token;
-    lost: answers without their end, and why; mib: of the server, from the first request on."""
+    pieces, which are strides of jkv's server; token_ms: of an answer, between its first piece and its last, by token
+    that came after the first piece; lost: answers without their end, and why; mib: of the server, from the first
+    request on."""
     good = [x for x in answers if not x.wrong]
     between = [b - a for x in good for a, b in zip(x.pieces, x.pieces[1:], strict=False)]
-    each = [(x.pieces[-1] - x.pieces[0]) / (x.tokens - 1) for x in good if len(x.pieces) > 1 and x.tokens > 1]
+    each = [
+        (x.pieces[-1] - x.pieces[0]) / (x.tokens - x.first) for x in good if len(x.pieces) > 1 and x.tokens > x.first
+    ]
     times = {"first_ms": [x.pieces[0] for x in good if x.pieces], "piece_ms": between, "token_ms": each}
     return {
         "answers": len(good),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import json
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,7 @@ from jkv.serve.asked import Asked, NotFound, Reader
 from jkv.serve.engine import Engine, Full
 from jkv.serve.metrics import Metrics
 from jkv.serve.page import page
-from jkv.serve.tickets import End, Event, Fault
+from jkv.serve.tickets import End, Event, Fault, Kept
 
 OPEN = ("/", "/health")  # what needs no token: the page asks for it
 AGAIN = {429: "2", 503: "10"}  # seconds after which to ask again
@@ -174,19 +176,41 @@ class Server:
         return bytes(raw)
 
 
+class Unsent:
+    """Events of rows in their order, until they are taken; of a row's receipts under way only the newest, as a client
+    may read more slowly than its rows decode."""
+
+    def __init__(self) -> None:
+        self.events: OrderedDict[Any, tuple[int, Event]] = OrderedDict()
+        self.there = asyncio.Event()
+        self.numbers = itertools.count()
+
+    def put(self, i: int, event: Event) -> None:
+        key = ("kept", i) if isinstance(event, Kept) else next(self.numbers)
+        self.events.pop(key, None)
+        self.events[key] = i, event
+        self.there.set()
+
+    async def get(self) -> tuple[int, Event]:
+        while not self.events:
+            self.there.clear()
+            await self.there.wait()
+        return self.events.popitem(last=False)[1]
+
+
 class Call(Response):
     """The answer of one call, while its rows run; where the client goes away, they end."""
 
     def __init__(self, server: Server, asked: Asked) -> None:
         self.server, self.asked = server, asked
-        self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.events = Unsent()
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop, engine = asyncio.get_running_loop(), self.server.engine
 
         def tell(i: int) -> Any:
-            return lambda event: loop.call_soon_threadsafe(self.events.put_nowait, (i, event))
+            return lambda event: loop.call_soon_threadsafe(self.events.put, i, event)
 
         tickets = self.asked.tickets(tell)
         try:

@@ -318,7 +318,8 @@ class Engine:
             if not survivable(error) or any(x.is_deleted() for x in jax.tree.leaves(running.state)):
                 raise
             return
-        ticket.reused = 0 if self.store is None else self.store.reused - before
+        if self.store is not None and self.store.reused > before:
+            ticket.reused, ticket.store_codec = self.store.reused - before, self.store.codec.name
         seats.tickets[request.line] = ticket
         ticket.begin(self.params)
         self.watch.read(len(request.tokens), ticket.reused)

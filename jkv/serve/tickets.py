@@ -29,7 +29,8 @@ class Receipt:
     """What the cache kept of a row.
 
     tokens_kept: a mean over layers and heads, and `kept` of each of them; bytes: of the row's slots, used or not, and
-    of a full cache of exactly the tokens that were seen; reused: prompt tokens that came from the store.
+    of a full cache of exactly the tokens that were seen; reused: prompt tokens that came from the store, and
+    store_codec: what rounded their keys and values there, if anything.
     """
 
     cache: str
@@ -39,6 +40,7 @@ class Receipt:
     bytes_kept: int
     bytes_full: int
     reused: int
+    store_codec: str
     kept: list[list[int]] = field(repr=False)
 
 
@@ -106,7 +108,7 @@ class Ticket:
         self.top, self.scores, self.generates, self.follows = top, scores, generates, follows
         self.gone = False  # the client is, whatever thread says so
         self.asked = self.last = time.monotonic()
-        self.reused = 0
+        self.reused, self.store_codec = 0, ""
         self.count, self.held, self.text = 0, "", None
 
     def begin(self, params: Params) -> None:
@@ -143,6 +145,7 @@ class Ticket:
             bytes_kept=kept_bytes,
             bytes_full=seen * token_bytes + fixed,
             reused=self.reused,
+            store_codec=self.store_codec,
             kept=kept,
         )
 

@@ -21,10 +21,10 @@ from support import ggufs
 
 
 def test_rates_are_by_the_time_that_passed(monkeypatch: pytest.MonkeyPatch):
-    answers = [Answer([0.1, 0.3], 5), Answer([0.2, 0.6], 5), Answer(wrong="no end")]
+    answers = [Answer([0.1, 0.3], 5), Answer([0.2, 0.8], 8, first=4), Answer(wrong="no end")]
     got = row(answers, [1.0, 2.0], 4.0)
-    assert (got["answers"], got["lost"], got["tokens_per_s"], got["mib"]) == (2, 1, 2.5, [1, 2])
-    assert got["token_ms"]["p50"] == 75.0 and got["first_ms"]["p50"] == 150.0
+    assert (got["answers"], got["lost"], got["tokens_per_s"], got["mib"]) == (2, 1, 3.25, [1, 2])
+    assert got["token_ms"]["p50"] == 100.0 and got["first_ms"]["p50"] == 150.0
 
     def slow(port: int, body: dict[str, object], last: bytes) -> Answer:
         time.sleep(0.3 if "seed" in body else 0)
@@ -90,7 +90,11 @@ def test_a_peer_is_asked_for_no_cache_and_says_no_last_word(tmp_path: Path, monk
     with beside(tmp_path, "--continuous-batching", 1) as (port, pid):
         assert ask(port, {"prompt": "x"}).wrong == "no end" and ask(port, {"prompt": "x"}, b"").wrong == ""
         answers, held, _ = load(port, pid, "m", [""], 2, 0.1, 8, b"")
-        assert answers and all((x.wrong, x.tokens, len(x.pieces)) == ("", 2, 1) for x in answers) and held[0] > 0
+        assert (
+            answers
+            and all((x.wrong, x.tokens, len(x.pieces), x.first) == ("", 2, 1, 1) for x in answers)
+            and held[0] > 0
+        )
         assert ask(port, {"prompt": "x", "cache": "full"}, b"").wrong == "status 422"
     assert resident(pid) is None
     with pytest.raises(ChildProcessError, match="no fastapi"), beside(tmp_path, "--broken", 1):

@@ -30,13 +30,15 @@ import pytest
 import uvicorn
 
 import jkv
+from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running
 from jkv.bench import serve as under
 from jkv.cli.serve import read_token
 from jkv.methods import parse
-from jkv.serve.app import Access, Guard, Server
+from jkv.serve.app import Access, Guard, Server, Unsent
 from jkv.serve.engine import Engine, Limits
 from jkv.serve.metrics import Metrics
+from jkv.serve.tickets import Kept, Piece, Ticket
 from support import ggufs
 from support.browser import CHROMIUM, browsing
 from support.speaking import TINY, byte_tokenizer
@@ -143,7 +145,7 @@ def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):
         chunks = list(client.completions.create(**asked, extra_body={"cache": cache, "receipts": True}))
         found = [x.choices[0].receipt for x in chunks if getattr(x.choices[0], "receipt", None)]
         seen = [x["tokens_seen"] - len(PROMPTS[9]) for x in found]
-        assert seen == sorted(set(seen)) and seen[-1] == 22 and len(found) > 4
+        assert seen == sorted(set(seen)) and seen[0] == under.STRIDE and seen[-1] == 22 and len(found) > 4
         assert [x.choices[0].finish_reason for x in chunks if getattr(x.choices[0], "receipt", None)][-1] == "length"
         assert all((x["kept"] == [[x["tokens_seen"]] * 2]) == (cache == "full") for x in found)
         plain = list(client.completions.create(**asked, extra_body={"cache": cache}))
@@ -199,18 +201,69 @@ def test_the_page_streams_an_answer_and_maps_its_cache(
         assert tab.does(look.format("+y.textContent")) == [[1, 4, 5], [2, 8, 6]]
         shares = tab.does(look.format("y.style.getPropertyValue('--share')"))
         assert [[float(x) for x in row] for row in shares] == [[0.125, 0.5, 0.625], [0.25, 1, 0.75]]
-        assert tab.does(look.format("y.title"))[1][2] == "layer 2, head 1: 6 of 8 tokens"
+        assert tab.does(look.format("y.title"))[1][2] == "attention layer 2, head 1: 6 of 8 tokens"
+        tab.does(f"show({json.dumps(said.receipt | dict(reused=64, store_codec='cachegen(level=2)'))})")
+        assert "64 tokens, rounded by cachegen(level=2)" in tab.does("at('receipt').innerText")
         tab.does(f"show({json.dumps(said.receipt)})")
         receipt = tab.does("at('receipt').innerText")
         assert SNAP in receipt and f"of {said.receipt['tokens_seen']} (" in receipt
         ask("full")
         assert tab.does("[...at('runs').tBodies[0].rows].map(x => x.cells[0].textContent)") == [SNAP, "full"]
+        tab.does(
+            "window.asked = 0, window.own = fetch, "
+            "window.fetch = (path, set) => (asked += path.endsWith('completions'), own(path, set))"
+        )
+        tab.does("model = null, at('form').requestSubmit(), at('form').requestSubmit()")  # the model is not known yet
+        tab.until("asked && !at('send').disabled")
+        assert tab.does("asked") == 1
         assert not [x for x in tab.said if "'source': 'network'" not in x]  # no exception, no word of the policy
         monkeypatch.setattr(server.door, "access", Access(token="open-sesame"))
         assert "token" in ask("full") and not tab.does("at('bearer').hidden")
         assert tab.does("document.activeElement.id") == "token"
         tab.does("at('token').value = 'open-sesame'")
         assert ask("full").startswith("20 tokens in ")
+
+
+def test_a_receipt_says_what_rounded_the_keys_that_a_store_had(tmp_path: Path):
+    store = jkv.Store(tmp_path, codec="cachegen(level=2)")
+    engine, prompt = Engine(PARAMS, LIMITS, store=store), np.arange(64, dtype=np.int32)
+    for found, codec in ((0, ""), (48, "cachegen(level=2)")):
+
+        def admit(wave: Any) -> None:
+            store.reused += found  # noqa: B023
+
+        seats: Any = SimpleNamespace(
+            running=SimpleNamespace(admit=admit, shapes=SimpleNamespace(bucket=LIMITS)), tickets={}
+        )
+        ticket = Ticket(Request(line=1, id=1, tokens=prompt, settings=Settings()), parse("full"), lambda _: None)
+        engine._enter(seats, ticket)
+        receipt = seats.tickets[1].receipt(64, [[64]], 1, 1, 0)
+        assert (receipt.reused, receipt.store_codec) == (found, codec)
+
+
+def test_a_client_that_reads_slowly_gets_the_newest_receipt_of_each_row():
+    def kept(seen: int) -> Kept:
+        ticket = Ticket(Request(line=1, id=1, tokens=np.zeros(1, np.int32), settings=Settings()), parse("full"), print)
+        return Kept(receipt=ticket.receipt(seen, [], 0, 0, 0))
+
+    async def taken() -> list[tuple[int, Any]]:
+        unsent, out = Unsent(), []
+        late = asyncio.ensure_future(unsent.get())
+        await asyncio.sleep(0)
+        unsent.put(0, kept(1))
+        out.append(await late)
+        for seen in range(2, 100):
+            unsent.put(0, Piece(text=str(seen), tokens=[]))
+            unsent.put(0, kept(seen))
+            unsent.put(1, kept(seen))
+        while unsent.events:
+            out.append(await unsent.get())
+        return out
+
+    got = asyncio.run(taken())
+    assert [x.text for _, x in got if isinstance(x, Piece)] == [str(i) for i in range(2, 100)]
+    assert [(i, x.receipt.tokens_seen) for i, x in got if isinstance(x, Kept)] == [(0, 1), (0, 99), (1, 99)]
+    assert isinstance(got[1][1], Piece) and isinstance(got[-1][1], Kept)
 
 
 def test_log_probabilities_are_those_of_score(client: openai.OpenAI):

@@ -59,7 +59,7 @@ class CacheGen(Exact):
             raise ModuleNotFoundError(f"cachegen codes with constriction, which is missing; {install('entropy')}")
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         return f"cachegen(level={self.level})"
 
     def encode(self, record: Record) -> Record:
@@ -98,7 +98,7 @@ class CacheGen(Exact):
         symbols = np.clip(np.rint(scaled) + half, 0, 2 * half).astype(np.int32)
         mean = np.rint(symbols.mean(-1) / (2 * half[..., 0]) * 255).astype(np.uint8)
         spread = np.clip(np.rint(np.log2(np.maximum(symbols.std(-1), LEAST)) * FINE) + 128, 0, 255).astype(np.uint8)
-        encoder = _coder().RangeEncoder()
+        encoder = _streams().queue.RangeEncoder()
         for layer in range(layers):
             encoder.encode(symbols[layer].reshape(-1), *self._model(half[layer, 0, 0], mean[layer], spread[layer], n))
         return {
@@ -123,9 +123,9 @@ class CacheGen(Exact):
             x = record[f"{side}.{part}"]
             if x.dtype != dtype or x.shape != size or not x.size:
                 raise ValueError(f"{side}.{part} is {x.dtype}{list(x.shape)}, not {dtype}{list(size)}")
-        decoder = _coder().RangeDecoder(code)
+        decoder = _streams().queue.RangeDecoder(code)
         try:
-            found = [decoder.decode(*self._model(c, *x, n)) for c, *x in zip(half, mean, spread, strict=True)]
+            found = [decoder.decode(*self._model(*x, n)) for x in zip(half, mean, spread, strict=True)]
         except AssertionError as error:  # of the coder, for bits that no encoder made
             raise ValueError(f"the code of {side} cannot be read: {error}") from error
         if not decoder.maybe_exhausted():
@@ -138,18 +138,18 @@ class CacheGen(Exact):
     @staticmethod
     def _model(half: int, mean: np.ndarray, spread: np.ndarray, n: int) -> tuple[Any, np.ndarray, np.ndarray]:
         """How likely the symbols of channels u8[C] are, channel by channel: the model, and numbers of each symbol."""
-        import constriction
-
         means = mean * (2 * int(half) / 255)
         spreads = np.exp2((spread.astype(np.float64) - 128) / FINE)
-        family = constriction.stream.model.QuantizedGaussian(0, 2 * int(half))
+        family = _streams().model.QuantizedGaussian(0, 2 * int(half))
         return family, np.repeat(means, n), np.repeat(spreads, n)
 
 
-def _coder() -> Any:
+def _streams() -> Any:
+    """Of constriction, which has no types."""
     import constriction
 
-    return constriction.stream.queue
+    package: Any = constriction
+    return package.stream
 
 
 def codec(text: str) -> Exact:

@@ -158,7 +158,7 @@ def _texts(value: Any) -> tuple[str, ...] | None:
 
 
 def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[bool], say: Say) -> Results:
-    """A row a cache, task and way of asking; `said` has every answer.
+    """A row a cache, task and way of asking; `said` has every answer, of as many tokens as its row says at most.
 
     length: tokens that contexts are cut to, from their ends on; None: they are whole. Raises ValueError for a prompt
     that the model's context has no room for.
@@ -167,8 +167,11 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
     for row in asked:
         by_task.setdefault(row.task, []).append(row)
     prompts = {task: [row.ids(s.params, length) for row in rows] for task, rows in by_task.items()}
-    new = {task: max(row.max_new_tokens for row in rows) for task, rows in by_task.items()}
-    whole = max(len(head) + len(rest) + new[task] for task, some in prompts.items() for head, rest in some)
+    whole = max(
+        len(head) + len(rest) + row.max_new_tokens
+        for task, some in prompts.items()
+        for (head, rest), row in zip(some, by_task[task], strict=True)
+    )
     longest = max(len(head) for some in prompts.values() for head, _ in some)
     most = s.params.config.context
     if whole > most and not all(parse(cache).unlimited for cache in s.caches):
@@ -177,14 +180,21 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
             f"is {most}: give --length {max(longest - (whole - most), 1)}, which cuts the ends of contexts, or another "
             "model"
         )
-    texts = [row.context + row.question + row.answer_prefix for row in asked]
-    found = s.results("dataset", texts, length=longest, cut=length)
+    found = s.results("dataset", [*map(repr, asked)], length=longest, cut=length)
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
         task, aware = key["task"].split("/")[1], key["question"] == "seen"
-        answers, cost = measure.answer(s.params, config, prompts[task], new[task], aware, s.batch)
-        got = [row.score(text) for row, text in zip(by_task[task], answers, strict=True)]
-        return {"score": round(float(np.mean(got)), 6), "samples": len(got), **vars(cost), "said": answers}
+        rows, cost = by_task[task], []
+        answers = [""] * len(rows)
+        for new in sorted({row.max_new_tokens for row in rows}):
+            same = [i for i, row in enumerate(rows) if row.max_new_tokens == new]
+            texts, held = measure.answer(s.params, config, [prompts[task][i] for i in same], new, aware, s.batch)
+            cost += held
+            for i, text in zip(same, texts, strict=True):
+                answers[i] = text
+        got = [row.score(text) for row, text in zip(rows, answers, strict=True)]
+        about = {"score": round(float(np.mean(got)), 6), "samples": len(got)}
+        return {**about, **vars(measure.mean(cost)), "said": answers}
 
     ways = ["seen" if x else "unseen" for x in seen]
     names = [f"{rows[0].suite}/{task}" for task, rows in by_task.items()]

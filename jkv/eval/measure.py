@@ -251,8 +251,8 @@ Prompt = tuple[list[int], list[int]]  # token ids of the context, and of what co
 
 def answer(
     params: Params, config: CacheConfig, prompts: Sequence[Prompt], new: int, seen: bool, batch: int
-) -> tuple[list[str], Held]:
-    """Greedy answers to prompts, and what the cache held of each, on average.
+) -> tuple[list[str], list[Held]]:
+    """Greedy answers to prompts, and what the cache held of each.
 
     seen: the question is part of what is compressed (query-aware); else the context is compressed alone, as for a
     cache that will serve questions that nobody knows yet, and the question comes after it.
@@ -269,7 +269,7 @@ def answer(
             cost += held(params, config, cache, count)
             out = generate(params, cache, tails, max_new_tokens=new)
         texts += out.text[:count]
-    return texts, mean(cost)
+    return texts, cost
 
 
 def _room(params: Params, heads: Sequence[Sequence[int]], n: int) -> int:
@@ -290,7 +290,8 @@ def converse(
     questions = [*session.turns, session.probe]
     prompts = [cut(params, q) for q in questions]
     if mode == "rebuilt":
-        return answer(params, config, prompts, new, True, batch)
+        texts, cost = answer(params, config, prompts, new, True, batch)
+        return texts, mean(cost)
     head, tails = prompts[0][0], [tail for _, tail in prompts]
     if mode == "reused":
         cache, _ = prefill(params, config, [head], room=_room(params, [head], new + max(map(len, tails))))

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from jkv.cli.app import app
 from jkv.eval import dataset, leaderboard, measure
 from jkv.eval.dataset import Asked, read
+from jkv.eval.experiments import Setting
 from jkv.eval.results import Results
 from jkv.io import load as loading
 from support.speaking import PARAMS, byte_tokenizer
@@ -126,7 +127,7 @@ def test_a_run_is_written_as_kvpress_writes_one_and_twice_is_kept_twice(tmp_path
 
     def answered(params, config, prompts, new, seen, batch):
         held = measure.Held(kept=1.0, context=400, bytes=25 + seen, bytes_full=100, bits=(8.0, 8.0))
-        return [f" X1 of {len(head)}, {len(tail)}, {new}" for head, tail in prompts], held
+        return [f" X1 of {len(head)}, {len(tail)}, {new}" for head, tail in prompts], [held] * len(prompts)
 
     monkeypatch.setattr(measure, "answer", answered)
     run(data, "--json", result, "--samples", 1)
@@ -152,6 +153,23 @@ def test_a_run_is_written_as_kvpress_writes_one_and_twice_is_kept_twice(tmp_path
     assert metrics == {task: {"string_match": round(100 * x, 2)} for task, x in scores.items()}
     said = [row["said"] for row in json.loads(result.read_text())["rows"] if row["question"] == "unseen"]
     assert [row["predicted_answer"] for row in rows] == [text for some in said for text in some]
+
+
+def test_answers_have_the_room_of_their_rows_and_a_file_of_other_rows_is_not_gone_on_with(tmp_path, monkeypatch):
+    asked = [dataset._asked(VT | {"max_new_tokens": new, "question": f"{new}? "}, "") for new in (3, 9, 3)]
+
+    def answered(params, config, prompts, new, seen, batch):
+        held = measure.Held(kept=1.0, context=400, bytes=10 * new, bytes_full=100, bits=(8.0, 8.0))
+        said = [PARAMS.tokenizer.decode(tail).split("?")[0] for _, tail in prompts]
+        return [f"{question} in {new}" for question in said], [held] * len(prompts)
+
+    monkeypatch.setattr(measure, "answer", answered)
+    setting = Setting("m", PARAMS, ["full"], 2, tmp_path / "x.json")
+    (row,) = dataset.ask(setting, asked, None, [True], str).rows
+    assert row["said"] == ["3 in 3", "9 in 9", "3 in 3"] and row["bytes"] == 50
+    for change in ({"answers": ("3",)}, {"max_new_tokens": 9}):
+        with pytest.raises(ValueError, match="another experiment, with other prompts"):
+            dataset.ask(setting, [replace(asked[0], **change), *asked[1:]], None, [True], str)
 
 
 def test_longbench_is_a_folder_a_task_with_one_number(tmp_path):

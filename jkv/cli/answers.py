@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jkv.cli.evaluating import Catalogue, drawn, setting, show
+from jkv.cli.evaluating import Catalogue, drawn, folder, setting, show
 from jkv.cli.options import Compared, flat
 from jkv.host import console
 
@@ -50,7 +50,8 @@ def ruler(
     names = task or [t.name for t in tasks.TASKS.values() if t.suite == "ruler"]
     for name in names:
         tasks.find(tasks.TASKS, name)
-    s, seen = setting(o, o.cache, length, o.batch, catalogue), _asked(question)
+    seen, kvpress = _asked(question), kvpress and folder(kvpress)
+    s = setting(o, o.cache, length, o.batch, catalogue)
     made = experiments.drawn(s, names, length, o.samples)
     with console.progress(len(s.caches) * len(names) * len(seen)) as say:
         found = experiments.ruler(s, made, length, o.samples, seen, say)
@@ -76,8 +77,9 @@ def dataset(
     from jkv.eval import dataset as files
     from jkv.eval import leaderboard
 
-    seen, every = _asked(question), files.read(path)
+    seen, every = _asked(question), files.read(path.expanduser())
     some = files.first(every, o.samples, task or [])
+    kvpress = kvpress and folder(kvpress)
     s = setting(o, o.cache, length or 0, o.batch)
     columns = files.columns(some)
     with console.progress(len(s.caches) * len(columns) * len(seen)) as say:

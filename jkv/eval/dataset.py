@@ -109,7 +109,9 @@ def _rows(file: Path) -> Iterable[Any]:
         csv.field_size_limit(sys.maxsize)
         return csv.DictReader(text.splitlines(keepends=True))
     if file.suffix == ".json":
-        return json.loads(text)
+        if not isinstance(rows := json.loads(text), list):
+            raise ValueError(f"{file} holds a {type(rows).__name__}, and should hold a list of rows: [{{...}}, {{...}}]")
+        return rows
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
@@ -127,11 +129,13 @@ def _asked(row: Any, where: str) -> Asked:
             f"{where} is of the task {task!r}, and scores are known of RULER's ({', '.join(RULER)}) and of LongBench's "
             f"English ones ({', '.join(longbench.METRICS)})"
         )
-    if not answers:
-        raise ValueError(f"{where}: its {right} is {row[right]!r}, and should be texts, in CSV a list of them")
+    if not answers or (task not in longbench.METRICS and not all(x.strip() for x in answers)):  # "" is in any answer
+        raise ValueError(f"{where}: its {right} is {row[right]!r}, and should be texts, none empty, in CSV a list of them")
     if not str(row["max_new_tokens"]).isdecimal() or int(row["max_new_tokens"]) < 1:
         raise ValueError(f"{where}: its max_new_tokens is {row['max_new_tokens']!r}, and should be 1 or more")
-    classes = _texts(row.get("all_classes")) or ()
+    classes = _texts(row.get("all_classes") or [])
+    if classes is None:
+        raise ValueError(f"{where}: its all_classes is {row['all_classes']!r}, and should be texts, in CSV a list of them")
     if longbench.METRICS.get(task) is longbench.METRICS["trec"] and not classes:
         raise ValueError(f"{where} has no all_classes, the names that {task} chooses from")
     said = {name: str(row[name]) for name in TEXTS}
@@ -141,17 +145,24 @@ def _asked(row: Any, where: str) -> Asked:
 def _texts(value: Any) -> tuple[str, ...] | None:
     """Of a list of texts, of one text, or of the text of a list; None for what is neither."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            told = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            return None
-        if value != repr(told) and value != json.dumps(told, ensure_ascii=False):
-            return None  # such as "['a' 'b']", as numpy writes two texts and Python reads one
-        value = told
+        value = _list(value)
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
         return None
     return tuple(value)
+
+
+def _list(text: str) -> Any:
+    """Of JSON, or of what Python writes; None for what is neither."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        told = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return None
+    return told if text == repr(told) else None  # not "['a' 'b']", as numpy writes two texts and Python reads one
 
 
 # -------------------------------------------------------------------------------------------------------- experiment
@@ -222,12 +233,15 @@ def columns(asked: Sequence[Asked]) -> dict[str, list[dict[str, Any]]]:
 
 
 def first(asked: Sequence[Asked], samples: int, tasks: Sequence[str]) -> list[Asked]:
-    """The first `samples` rows of each of `tasks`, 0: all rows, none: all tasks; ValueError for one that is not there.
+    """The first `samples` rows of each of `tasks`, 0: all rows, none: all tasks; ValueError for one that is not there,
+    and for less than 0 rows.
 
     >>> rows = [Asked("", "", "", name, 1, ("x",)) for name in ("vt", "cwe", "vt", "vt")]
     >>> [row.task for row in first(rows, 2, [])], len(first(rows, 0, ["vt"]))
     (['vt', 'cwe', 'vt'], 3)
     """
+    if samples < 0:
+        raise ValueError(f"samples={samples}: rows of a task, 1 or more, or 0 for all")
     there = list(dict.fromkeys(row.task for row in asked))
     if missing := [task for task in tasks if task not in there]:
         raise ValueError(f"no task {missing[0]!r} there: {', '.join(there)}")

@@ -69,6 +69,16 @@ def test_rows_are_the_same_from_every_kind_of_file_and_from_a_folder(tmp_path):
     assert len(read(tmp_path)) == 6 and read(written(tmp_path / "one.jsonl", [LONG]))[0].suite == "longbench"
 
 
+@pytest.mark.parametrize("answer", ['["X1","Y2"]', '["X1", "Y2"]', "['X1', 'Y2']", '[ "X1", "\\u00592" ]'])
+def test_lists_in_csv_are_json_or_what_python_writes(answer, tmp_path):
+    assert read(written(tmp_path / "x.csv", [VT | {"answer": answer}]))[0].answers == ("X1", "Y2")
+
+
+def test_a_negative_number_of_rows_is_refused():
+    with pytest.raises(ValueError, match="samples=-1: rows of a task, 1 or more, or 0 for all"):
+        dataset.first([dataset._asked(VT, "")], -1, [])
+
+
 @pytest.mark.peers
 def test_rows_of_parquet(tmp_path):
     from pyarrow import Table, parquet
@@ -81,11 +91,14 @@ def test_rows_of_parquet(tmp_path):
     "change, said",
     [
         ({"answer_prefix": None}, "row 1 has no answer_prefix; a row has context, question"),
-        ({"answer": "['a' 'b']"}, "should be texts, in CSV a list of them"),
+        ({"answer": "['a' 'b']"}, "should be texts, none empty, in CSV a list of them"),
         ({"answer": [5]}, "should be texts"),
+        ({"answer": ["X1", ""]}, "should be texts, none empty"),
         ({"max_new_tokens": "0"}, "should be 1 or more"),
         ({"task": "loogle"}, "scores are known of RULER's (niah, vt"),
         ({"task": "trec"}, "has no all_classes, the names that trec chooses from"),
+        ({"task": "trec", "all_classes": ""}, "has no all_classes"),
+        ({"task": "trec", "all_classes": "['a' 'b']"}, "its all_classes is \"['a' 'b']\", and should be texts"),
     ],
 )
 def test_a_row_that_is_no_task_is_named(tmp_path, change, said):
@@ -95,7 +108,8 @@ def test_a_row_that_is_no_task_is_named(tmp_path, change, said):
 
 
 def test_what_is_no_file_of_rows_is_said(tmp_path):
-    broken = (("a.jsonl", "{", "is no JSONL"), ("b.json", '{"a": 1}', "row 0"), ("c.json", "[]", "no rows"))
+    broken = (("a.jsonl", "{", "is no JSONL"), ("c.json", "[]", "no rows"))
+    broken += tuple(("b.json", x, "b.json holds a .*, and should hold a list") for x in ("5", "null", '{"rows": [{}]}'))
     for name, text, said in broken:
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -13,6 +13,7 @@ from jkv.cli.options import Compared, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
+    from jkv.eval.results import Results
     from jkv.models import Params
 
 Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
@@ -22,12 +23,27 @@ Folders = Annotated[
 ]
 Seen = Annotated[str, typer.Option("--question", help="seen: compressed with the question; unseen: before it; both.")]
 
+CUT = 120  # characters that were once kept of an answer
+
 
 def _asked(question: str) -> list[bool]:
     ways = {"seen": [True], "unseen": [False], "both": [True, False]}
     if question not in ways:
         raise ValueError(f"--question {question}: seen, unseen or both")
     return ways[question]
+
+
+def _check_whole(found: Results) -> None:
+    """ValueError for a file with rows of an older jkv, which kept the beginnings of answers."""
+    longest: dict[tuple[str, str], int] = {}
+    for row in found.rows:
+        key = row["cache"], row["question"]
+        longest[key] = max(longest.get(key, 0), *map(len, row["said"]))
+    if CUT in longest.values() or not all("context" in row for row in found.rows):
+        raise ValueError(
+            f"{found.path} has answers that an older jkv cut to {CUT} characters, and --kvpress writes whole ones: "
+            "measure into another --json"
+        )
 
 
 def _published(made: list[Path]) -> None:
@@ -57,6 +73,7 @@ def ruler(
         found = experiments.ruler(s, made, length, o.samples, seen, say)
     show(found)
     if kvpress is not None:
+        _check_whole(found)
         told = {"dataset": "jkv_ruler", "data_dir": str(length)}
         _published(leaderboard.publish(kvpress, found, experiments.columns(made), leaderboard.by_task, **told))
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import jkv
 from jkv import models
+from jkv.cli import answers
 from jkv.cli.app import app
 from jkv.core import loop
 from jkv.eval import experiments, measure
@@ -239,6 +240,24 @@ def test_where_an_output_goes_is_tried_before_a_model_is_loaded(args, tmp_path, 
     done = run(*args, code=1)
     assert done.stderr.startswith(f"error: {tmp_path}/file: ") and done.stderr.count("\n") == 1
     assert {x.name for x in tmp_path.iterdir()} == {"rows.jsonl", "file"}
+
+
+@pytest.mark.parametrize("older, code", [({"said": ["x" * 120, "y"]}, 1), ({"context": None}, 1), ({}, 0)])
+def test_answers_that_were_cut_are_not_published(older, code, tmp_path, monkeypatch):
+    sizes = {"kept": 1.0, "context": 9, "bytes": 1, "bytes_full": 2}
+    row = {"cache": "full", "question": "seen", "task": "ruler/vt", "score": 1.0, "said": ["x" * 121, "y" * 120]}
+    row = {name: x for name, x in (row | sizes | older).items() if x is not None}
+
+    def ruler(s, *_):
+        found = s.results("ruler", [])
+        found.add(row)
+        return found
+
+    monkeypatch.setattr(experiments, "ruler", ruler)
+    monkeypatch.setattr(answers, "show", lambda _: None)
+    given = ("--tasks", "vt", "--length", 1500, "--samples", 2, "--json", tmp_path / "x.json")
+    done = run("ruler", *given, "--kvpress", tmp_path / "out", code=code)
+    assert ("cut to 120 characters" in done.stderr) == bool(code) != any((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def _check_whole(found: Results) -> None:
 
 
 def _published(made: list[Path]) -> None:
-    for folder in made:
-        print(f"written: {folder}", file=sys.stderr)
+    for path in made:
+        print(f"written: {path}", file=sys.stderr)
 
 
 @flat

@@ -110,7 +110,7 @@ def _rows(file: Path) -> Iterable[Any]:
         return csv.DictReader(text.splitlines(keepends=True))
     if file.suffix == ".json":
         if not isinstance(rows := json.loads(text), list):
-            raise ValueError(f"{file} holds a {type(rows).__name__}, and should hold a list of rows: [{{...}}, {{...}}]")
+            raise ValueError(f"{file} holds a {type(rows).__name__}, and should hold a list of rows: [{{...}}, ...]")
         return rows
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
@@ -129,13 +129,15 @@ def _asked(row: Any, where: str) -> Asked:
             f"{where} is of the task {task!r}, and scores are known of RULER's ({', '.join(RULER)}) and of LongBench's "
             f"English ones ({', '.join(longbench.METRICS)})"
         )
-    if not answers or (task not in longbench.METRICS and not all(x.strip() for x in answers)):  # "" is in any answer
-        raise ValueError(f"{where}: its {right} is {row[right]!r}, and should be texts, none empty, in CSV a list of them")
+    blank = task not in longbench.METRICS and not all(x.strip() for x in answers or ())  # "" is in every prediction
+    if not answers or blank:
+        said = f"its {right} is {row[right]!r}"
+        raise ValueError(f"{where}: {said}, and should be texts, none empty, in CSV a list of them")
     if not str(row["max_new_tokens"]).isdecimal() or int(row["max_new_tokens"]) < 1:
         raise ValueError(f"{where}: its max_new_tokens is {row['max_new_tokens']!r}, and should be 1 or more")
-    classes = _texts(row.get("all_classes") or [])
-    if classes is None:
-        raise ValueError(f"{where}: its all_classes is {row['all_classes']!r}, and should be texts, in CSV a list of them")
+    told = row.get("all_classes")
+    if (classes := _texts(told or [])) is None:
+        raise ValueError(f"{where}: its all_classes is {told!r}, and should be texts, in CSV a list of them")
     if longbench.METRICS.get(task) is longbench.METRICS["trec"] and not classes:
         raise ValueError(f"{where} has no all_classes, the names that {task} chooses from")
     said = {name: str(row[name]) for name in TEXTS}

@@ -303,7 +303,8 @@ def _asked(
         task, aware = row(key["task"]), key["question"] == "seen"
         answers, cost = measure.answer(s.params, config, prompts[key["task"]], task.new, aware, s.batch)
         got = [task.score(text, e.answers) for text, e in zip(answers, made[key["task"]], strict=True)]
-        return {"score": round(float(np.mean(got)), 4), "samples": len(got), **vars(measure.mean(cost)), "said": answers}
+        about = {"score": round(float(np.mean(got)), 4), "samples": len(got)}
+        return {**about, **vars(measure.mean(cost)), "said": answers}
 
     s.each(found, say, _rows(made, seen), run)
     return found

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jkv.cli.evaluating import Catalogue, drawn, setting, show
+from jkv.cli.evaluating import Catalogue, drawn, folder, setting, show
 from jkv.cli.options import Compared, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
+    from jkv.eval.results import Results
     from jkv.models import Params
 
 Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
@@ -22,6 +23,8 @@ Folders = Annotated[
 ]
 Seen = Annotated[str, typer.Option("--question", help="seen: compressed with the question; unseen: before it; both.")]
 
+CUT = 120  # characters that were once kept of an answer
+
 
 def _asked(question: str) -> list[bool]:
     ways = {"seen": [True], "unseen": [False], "both": [True, False]}
@@ -30,9 +33,22 @@ def _asked(question: str) -> list[bool]:
     return ways[question]
 
 
+def _check_whole(found: Results) -> None:
+    """ValueError for a file with rows of an older jkv, which kept the beginnings of answers."""
+    longest: dict[tuple[str, str], int] = {}
+    for row in found.rows:
+        key = row["cache"], row["question"]
+        longest[key] = max(longest.get(key, 0), *map(len, row["said"]))
+    if CUT in longest.values() or not all("context" in row for row in found.rows):
+        raise ValueError(
+            f"{found.path} has answers that an older jkv cut to {CUT} characters, and --kvpress writes whole ones: "
+            "measure into another --json"
+        )
+
+
 def _published(made: list[Path]) -> None:
-    for folder in made:
-        print(f"written: {folder}", file=sys.stderr)
+    for path in made:
+        print(f"written: {path}", file=sys.stderr)
 
 
 @flat
@@ -50,12 +66,14 @@ def ruler(
     names = task or [t.name for t in tasks.TASKS.values() if t.suite == "ruler"]
     for name in names:
         tasks.find(tasks.TASKS, name)
-    s, seen = setting(o, o.cache, length, o.batch, catalogue), _asked(question)
+    seen, kvpress = _asked(question), kvpress and folder(kvpress)
+    s = setting(o, o.cache, length, o.batch, catalogue)
     made = experiments.drawn(s, names, length, o.samples)
     with console.progress(len(s.caches) * len(names) * len(seen)) as say:
         found = experiments.ruler(s, made, length, o.samples, seen, say)
     show(found)
     if kvpress is not None:
+        _check_whole(found)
         told = {"dataset": "jkv_ruler", "data_dir": str(length)}
         _published(leaderboard.publish(kvpress, found, experiments.columns(made), leaderboard.by_task, **told))
 
@@ -76,8 +94,9 @@ def dataset(
     from jkv.eval import dataset as files
     from jkv.eval import leaderboard
 
-    seen, every = _asked(question), files.read(path)
+    seen, every = _asked(question), files.read(path.expanduser())
     some = files.first(every, o.samples, task or [])
+    kvpress = kvpress and folder(kvpress)
     s = setting(o, o.cache, length or 0, o.batch)
     columns = files.columns(some)
     with console.progress(len(s.caches) * len(columns) * len(seen)) as say:

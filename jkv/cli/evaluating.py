@@ -43,6 +43,15 @@ def setting(
     return experiments.Setting(o.model, params, list(dict.fromkeys(names)), batch, o.out, o.seed)
 
 
+def folder(path: Path) -> Path:
+    """A folder, made, that files can be written into; OSError says why not, before anything is measured."""
+    from jkv.bench.results import check_path
+
+    path = path.expanduser()
+    check_path(path / "trial")
+    return path
+
+
 def show(found: Results) -> None:
     from jkv.eval.points import points
     from jkv.eval.report import table

@@ -29,11 +29,13 @@ def pack(
         text = file.expanduser().read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {file} ({error}): give a UTF-8 text") from error
+    from jkv.bench.results import check_path
     from jkv.eval import pack as own
     from jkv.io.load import load
     from jkv.methods import parse
 
     parse(cache)
+    check_path(out := out.expanduser())
     with status("packing"):
         tokens = own.pack(load(model, dtype, None, weights), text, cache, out)
     raw, size = text.encode(), out.stat().st_size
@@ -50,11 +52,13 @@ def unpack(
     weights: Weights = None,
 ) -> None:
     """The text of a packed file, by the model and the cache that packed it."""
+    from jkv.bench.results import check_path
     from jkv.eval import pack as own
     from jkv.io.load import load
 
-    text = own.unpack(load(model, dtype, None, weights), file)
+    check_path(out := out and out.expanduser())
+    text = own.unpack(load(model, dtype, None, weights), file.expanduser())
     if out is None:
         sys.stdout.write(text)
     else:
-        out.expanduser().write_bytes(text.encode())
+        out.write_bytes(text.encode())

@@ -20,18 +20,26 @@ def tokens(
     megabytes: Annotated[list[float] | None, typer.Option(help="To train each on; repeatable. Default: 1.")] = None,
 ) -> None:
     """Entropies of a tokenizer's tokens, bits by the model, and bytes of keys and values for a byte of text."""
+    from jkv.bench.results import check_path
     from jkv.eval import corpora, experiments
     from jkv.eval import tokens as own
     from jkv.eval.results import digest
     from jkv.host.results import versions, write
 
+    model = {"--text": text.text, "--tokens": text.tokens, "--cache": o.cache, "--weights": o.weights}
+    model |= {"--dtype": o.dtype, "--mesh": o.mesh}
+    if train and (given := [name for name, x in model.items() if x is not None]):
+        raise ValueError(f"--train trains on --corpus, and no model runs: leave out {', '.join(given)}, or --train")
+    if megabytes and not train:
+        raise ValueError("--megabytes is what tokenizers are trained on: give --train N with it, or leave it out")
     if train:
+        check_path(out := o.out and o.out.expanduser())
         rows = own.study(text.corpus, train, megabytes or [1.0])
         for row in rows:
             _say(f"{row['vocabulary']:,} tokens of {row['megabytes']:g} MB", row)
-        if o.out is not None:
+        if out is not None:
             about = {"command": "tokens", "corpus": text.corpus, "text": digest([corpora.text(text.corpus)])}
-            write(o.out, {**about, "versions": versions(("jkv", "numpy", "tokenizers"))}, rows)
+            write(out, {**about, "versions": versions(("jkv", "numpy", "tokenizers"))}, rows)
         return
     from jkv.io.load import load
     from jkv.methods import parse

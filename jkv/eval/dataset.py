@@ -109,7 +109,9 @@ def _rows(file: Path) -> Iterable[Any]:
         csv.field_size_limit(sys.maxsize)
         return csv.DictReader(text.splitlines(keepends=True))
     if file.suffix == ".json":
-        return json.loads(text)
+        if not isinstance(rows := json.loads(text), list):
+            raise ValueError(f"{file} holds a {type(rows).__name__}, and should hold a list of rows: [{{...}}, ...]")
+        return rows
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
@@ -127,11 +129,15 @@ def _asked(row: Any, where: str) -> Asked:
             f"{where} is of the task {task!r}, and scores are known of RULER's ({', '.join(RULER)}) and of LongBench's "
             f"English ones ({', '.join(longbench.METRICS)})"
         )
-    if not answers:
-        raise ValueError(f"{where}: its {right} is {row[right]!r}, and should be texts, in CSV a list of them")
+    blank = task not in longbench.METRICS and not all(x.strip() for x in answers or ())  # "" is in every prediction
+    if not answers or blank:
+        said = f"its {right} is {row[right]!r}"
+        raise ValueError(f"{where}: {said}, and should be texts, none empty, in CSV a list of them")
     if not str(row["max_new_tokens"]).isdecimal() or int(row["max_new_tokens"]) < 1:
         raise ValueError(f"{where}: its max_new_tokens is {row['max_new_tokens']!r}, and should be 1 or more")
-    classes = _texts(row.get("all_classes")) or ()
+    told = row.get("all_classes")
+    if (classes := _texts(told or [])) is None:
+        raise ValueError(f"{where}: its all_classes is {told!r}, and should be texts, in CSV a list of them")
     if longbench.METRICS.get(task) is longbench.METRICS["trec"] and not classes:
         raise ValueError(f"{where} has no all_classes, the names that {task} chooses from")
     said = {name: str(row[name]) for name in TEXTS}
@@ -141,24 +147,31 @@ def _asked(row: Any, where: str) -> Asked:
 def _texts(value: Any) -> tuple[str, ...] | None:
     """Of a list of texts, of one text, or of the text of a list; None for what is neither."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            told = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            return None
-        if value != repr(told) and value != json.dumps(told, ensure_ascii=False):
-            return None  # such as "['a' 'b']", as numpy writes two texts and Python reads one
-        value = told
+        value = _list(value)
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
         return None
     return tuple(value)
 
 
+def _list(text: str) -> Any:
+    """Of JSON, or of what Python writes; None for what is neither."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        told = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return None
+    return told if text == repr(told) else None  # not "['a' 'b']", as numpy writes two texts and Python reads one
+
+
 # -------------------------------------------------------------------------------------------------------- experiment
 
 
 def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[bool], say: Say) -> Results:
-    """A row a cache, task and way of asking; `said` has every answer.
+    """A row a cache, task and way of asking; `said` has every answer, of as many tokens as its row says at most.
 
     length: tokens that contexts are cut to, from their ends on; None: they are whole. Raises ValueError for a prompt
     that the model's context has no room for.
@@ -167,8 +180,11 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
     for row in asked:
         by_task.setdefault(row.task, []).append(row)
     prompts = {task: [row.ids(s.params, length) for row in rows] for task, rows in by_task.items()}
-    new = {task: max(row.max_new_tokens for row in rows) for task, rows in by_task.items()}
-    whole = max(len(head) + len(rest) + new[task] for task, some in prompts.items() for head, rest in some)
+    whole = max(
+        len(head) + len(rest) + row.max_new_tokens
+        for task, some in prompts.items()
+        for (head, rest), row in zip(some, by_task[task], strict=True)
+    )
     longest = max(len(head) for some in prompts.values() for head, _ in some)
     most = s.params.config.context
     if whole > most and not all(parse(cache).unlimited for cache in s.caches):
@@ -177,14 +193,21 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
             f"is {most}: give --length {max(longest - (whole - most), 1)}, which cuts the ends of contexts, or another "
             "model"
         )
-    texts = [row.context + row.question + row.answer_prefix for row in asked]
-    found = s.results("dataset", texts, length=longest, cut=length)
+    found = s.results("dataset", [*map(repr, asked)], length=longest, cut=length)
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
         task, aware = key["task"].split("/")[1], key["question"] == "seen"
-        answers, cost = measure.answer(s.params, config, prompts[task], new[task], aware, s.batch)
-        got = [row.score(text) for row, text in zip(by_task[task], answers, strict=True)]
-        return {"score": round(float(np.mean(got)), 6), "samples": len(got), **vars(cost), "said": answers}
+        rows, cost = by_task[task], []
+        answers = [""] * len(rows)
+        for new in sorted({row.max_new_tokens for row in rows}):
+            same = [i for i, row in enumerate(rows) if row.max_new_tokens == new]
+            texts, held = measure.answer(s.params, config, [prompts[task][i] for i in same], new, aware, s.batch)
+            cost += held
+            for i, text in zip(same, texts, strict=True):
+                answers[i] = text
+        got = [row.score(text) for row, text in zip(rows, answers, strict=True)]
+        about = {"score": round(float(np.mean(got)), 6), "samples": len(got)}
+        return {**about, **vars(measure.mean(cost)), "said": answers}
 
     ways = ["seen" if x else "unseen" for x in seen]
     names = [f"{rows[0].suite}/{task}" for task, rows in by_task.items()]
@@ -212,12 +235,15 @@ def columns(asked: Sequence[Asked]) -> dict[str, list[dict[str, Any]]]:
 
 
 def first(asked: Sequence[Asked], samples: int, tasks: Sequence[str]) -> list[Asked]:
-    """The first `samples` rows of each of `tasks`, 0: all rows, none: all tasks; ValueError for one that is not there.
+    """The first `samples` rows of each of `tasks`, 0: all rows, none: all tasks; ValueError for one that is not there,
+    and for less than 0 rows.
 
     >>> rows = [Asked("", "", "", name, 1, ("x",)) for name in ("vt", "cwe", "vt", "vt")]
     >>> [row.task for row in first(rows, 2, [])], len(first(rows, 0, ["vt"]))
     (['vt', 'cwe', 'vt'], 3)
     """
+    if samples < 0:
+        raise ValueError(f"samples={samples}: rows of a task, 1 or more, or 0 for all")
     there = list(dict.fromkeys(row.task for row in asked))
     if missing := [task for task in tasks if task not in there]:
         raise ValueError(f"no task {missing[0]!r} there: {', '.join(there)}")

@@ -303,7 +303,8 @@ def _asked(
         task, aware = row(key["task"]), key["question"] == "seen"
         answers, cost = measure.answer(s.params, config, prompts[key["task"]], task.new, aware, s.batch)
         got = [task.score(text, e.answers) for text, e in zip(answers, made[key["task"]], strict=True)]
-        return {"score": round(float(np.mean(got)), 4), "samples": len(got), **vars(cost), "said": answers}
+        about = {"score": round(float(np.mean(got)), 4), "samples": len(got)}
+        return {**about, **vars(measure.mean(cost)), "said": answers}
 
     s.each(found, say, _rows(made, seen), run)
     return found
@@ -381,13 +382,12 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
         task = shared.SESSIONS[key["task"].split("/")[1]]
-        got, honest, cost = [], [], None
+        got, honest, cost = [], [], []
         for session in made[task.name]:
             *answers, last = (found := measure.converse(s.params, config, session, task.new, key["mode"], s.batch))[0]
-            cost = cost or found[1]
+            cost.append(found[1])
             got.append([task.score(text, e.answers) for text, e in zip(answers, session.turns, strict=True)])
             honest.append(measure.honest(session, last))
-        assert cost is not None
         by_turn = np.mean(got, 0)
         return {
             "question": "seen" if key["mode"] == "rebuilt" else "unseen",
@@ -396,7 +396,7 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
             "honest": round(float(np.mean(honest)), 4),
             "samples": len(got),
             "answers": len(got) * len(by_turn),
-            **vars(cost),
+            **vars(measure.mean(cost)),
         }
 
     s.each(found, say, rows, run)

@@ -17,7 +17,7 @@ from jkv.eval.tasks import Example, none_named
 from jkv.generation.api import extend, generate, prefill
 from jkv.generation.follow import SLICE, Follow, surprise
 from jkv.generation.prompts import encode
-from jkv.generation.report import divergence, full_bytes, tier_bits
+from jkv.generation.report import divergence, full_bytes, kept_by_row, tier_bits
 from jkv.generation.sizes import layout
 from jkv.memory.cache import Cache, tree_bytes
 from jkv.methods.config import CacheConfig
@@ -41,24 +41,40 @@ class Held:
     bits: tuple[float, float]
 
 
-def held(params: Params, config: CacheConfig, cache: Cache) -> Held:
-    """Of a cache as it is now. `bytes` are all arrays of one that is made for just the tokens seen: no room to grow.
+def held(params: Params, config: CacheConfig, cache: Cache, count: int | None = None) -> list[Held]:
+    """Of each of the first `count` rows (None: all) of a cache as it is now, whatever rows are beside it.
 
-    But for the steps of its recent window, which are as many as this cache has room for.
+    `bytes` are all arrays of one that is made for just the tokens that the row has seen: no room to grow, but for the
+    steps of its recent window, which are as many as this cache has room for.
     """
-    seen = np.asarray(cache.seen)
-    kept = np.asarray(cache.kept(), float) / seen[None, :, None]
+    seen, states = np.asarray(cache.seen), tree_bytes(cache.states)
+    token = (full_bytes(cache) - states) // int(seen.sum())
     sizes = None
     if config.budget.statistic:  # as its prompt divided it
         sizes = Sizes(layers=tuple(replace(plan.size, beyond=0) for plan in cache.plan))
     config = replace(config.bound(params), block=cache.plan[0].block) if cache.plan else config
-    _, made = layout(config, cache.model, 1, int(seen.max()), 0, cache.dtype, sizes)
+    made = {n: tree_bytes(layout(config, cache.model, 1, n, 0, cache.dtype, sizes)[1]) for n in set(seen.tolist())}
+    bits = tier_bits(cache)
+    return [
+        Held(kept=float(kept) / n, context=n, bytes=made[n], bytes_full=n * token + states // cache.rows, bits=bits)
+        for n, kept in zip(seen.tolist()[:count], kept_by_row(cache), strict=False)
+    ]
+
+
+def mean(rows: Sequence[Held]) -> Held:
+    """What rows hold on average.
+
+    >>> a, b = (Held(kept=x, context=10, bytes=10 + i, bytes_full=20, bits=(8, 8)) for i, x in ((0, 0.5), (2, 1.0)))
+    >>> mean([a, b])
+    Held(kept=0.75, context=10, bytes=11, bytes_full=20, bits=(8.0, 8.0))
+    """
+    k, v = (round(float(np.mean(side)), 4) for side in zip(*(x.bits for x in rows), strict=True))
     return Held(
-        kept=round(float(kept.mean()), 4),
-        context=round(float(seen.mean())),
-        bytes=tree_bytes(made),
-        bytes_full=int(full_bytes(cache) / cache.rows),
-        bits=tier_bits(cache),
+        kept=round(float(np.mean([x.kept for x in rows])), 4),
+        context=round(float(np.mean([x.context for x in rows]))),
+        bytes=int(np.mean([x.bytes for x in rows])),
+        bytes_full=int(np.mean([x.bytes_full for x in rows])),
+        bits=(k, v),
     )
 
 
@@ -98,14 +114,13 @@ class Texts:
 
 def perplexity(params: Params, config: CacheConfig, texts: Texts) -> dict[str, Any]:
     """Of what follows the prefix: ppl = exp(mean nll in nats); `nll_se`: its standard error over the texts."""
-    by_text, ms, cost = [], [], None
+    by_text, ms, cost = [], [], []
     for rows, count in batches(len(texts.ids), texts.batch):
         run = texts.follow(params, config, rows)
-        cost = cost or held(params, config, run.cache)
+        cost += held(params, config, run.cache, count)
         by_text.append(np.concatenate([_surprise(run, i, part) for i, part in enumerate(run)], 1)[:count].mean(1))
         ms += run.ms
-    assert cost is not None
-    return {**_ppl(np.concatenate(by_text)), **vars(cost), "ms_token": _median(ms)}
+    return {**_ppl(np.concatenate(by_text)), **vars(mean(cost)), "ms_token": _median(ms)}
 
 
 def _median(ms: Sequence[float]) -> float:
@@ -165,10 +180,10 @@ class Fidelity:
         layers: also `by_layer`, the KL if one layer alone is compressed, as the prefix left it, over the first batch,
         and `spare`, the layers that cost most.
         """
-        kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], None, []
+        kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], [], []
         for (rows, count), full, whole in zip(self.groups, self.full, self.paid, strict=True):
             run = self.texts.follow(self.params, config, rows)
-            cost = cost or held(self.params, config, run.cache)
+            cost += held(self.params, config, run.cache, count)
             masses.append(mass(whole, run.cache)[:, :count])
             if layers and not by_layer:
                 by_layer = sweep(self.params, run.cache, self.texts.ids[rows])
@@ -179,7 +194,6 @@ class Fidelity:
             kl, same, nll, ms = [*kl, k], [*same, s], [*nll, n.mean(1)], ms + run.ms
         k, s = np.concatenate(kl), np.concatenate(same)
         first = np.where(s.all(1), s.shape[1], s.argmin(1))
-        assert cost is not None
         return {
             "kl": round(float(k.mean()), 6),
             "kl_by_text": k.mean(1, dtype=float).round(6).tolist(),
@@ -189,7 +203,7 @@ class Fidelity:
             **_ppl(np.concatenate(nll)),
             "mass": np.concatenate(masses, 1).mean(1, dtype=float).round(4).tolist(),
             **({"by_layer": [round(x, 6) for x in by_layer], "spare": to_spare(by_layer)} if layers else {}),
-            **vars(cost),
+            **vars(mean(cost)),
             "ms_token": round(float(np.median(ms)), 2),
         }
 
@@ -237,25 +251,24 @@ Prompt = tuple[list[int], list[int]]  # token ids of the context, and of what co
 
 def answer(
     params: Params, config: CacheConfig, prompts: Sequence[Prompt], new: int, seen: bool, batch: int
-) -> tuple[list[str], Held]:
-    """Greedy answers to prompts, and what the cache held.
+) -> tuple[list[str], list[Held]]:
+    """Greedy answers to prompts, and what the cache held of each.
 
     seen: the question is part of what is compressed (query-aware); else the context is compressed alone, as for a
     cache that will serve questions that nobody knows yet, and the question comes after it.
     """
     texts: list[str] = []
-    cost = None
+    cost: list[Held] = []
     for rows, count in batches(len(prompts), batch):
         heads, tails = [prompts[i][0] for i in rows], [prompts[i][1] for i in rows]
         if seen:
             out = generate(params, config, [a + b for a, b in zip(heads, tails, strict=True)], max_new_tokens=new)
-            cost = cost or held(params, config, out.cache)
+            cost += held(params, config, out.cache, count)
         else:
             cache, _ = prefill(params, config, heads, room=_room(params, heads, new + max(map(len, tails))))
-            cost = cost or held(params, config, cache)
+            cost += held(params, config, cache, count)
             out = generate(params, cache, tails, max_new_tokens=new)
         texts += out.text[:count]
-    assert cost is not None
     return texts, cost
 
 
@@ -277,7 +290,8 @@ def converse(
     questions = [*session.turns, session.probe]
     prompts = [cut(params, q) for q in questions]
     if mode == "rebuilt":
-        return answer(params, config, prompts, new, True, batch)
+        texts, cost = answer(params, config, prompts, new, True, batch)
+        return texts, mean(cost)
     head, tails = prompts[0][0], [tail for _, tail in prompts]
     if mode == "reused":
         cache, _ = prefill(params, config, [head], room=_room(params, [head], new + max(map(len, tails))))
@@ -285,12 +299,12 @@ def converse(
         for rows, count in batches(len(tails), batch):
             asked = [tails[i] for i in rows]
             texts += generate(params, cache.fork(len(rows)), asked, max_new_tokens=new).text[:count]
-        return texts, held(params, config, cache)
+        return texts, mean(held(params, config, cache))
     spoken = [said(params, questions[: i + 1]) for i in range(len(questions))]
     ends = [spoken[0].index(session.context) + len(session.context), *map(len, spoken)]
     tails = [added(params, text[end:]) for text, end in zip(spoken, ends, strict=False)]
     cache, _ = prefill(params, config, [head], room=_room(params, [head], new + sum(map(len, tails))))
-    cost, texts = held(params, config, cache), []
+    cost, texts = mean(held(params, config, cache)), []
     for tail in tails:
         texts.append(generate(params, cache, [tail], max_new_tokens=new).text[0])
         cache, _ = extend(params, cache, [tail])

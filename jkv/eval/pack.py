@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.eval.results import digest
 from jkv.generation.api import prefill
 from jkv.generation.steps import step
 from jkv.host.extras import install
+from jkv.host.results import versions
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
 from jkv.io.identity import fingerprint
@@ -26,12 +30,15 @@ def pack(params: Params, text: str, cache: str, path: Path) -> int:
     """Write a text as codes of its tokens, each in -log2 p(token | tokens before it) bits; how many tokens it has.
 
     The cache steps from token to token, and its flushes are where they fall: what a step says depends on the machine,
-    jax and its version, so `unpack` asks for the same ones. Raises ValueError for an empty text, for one that the
-    tokenizer does not give back as it was, and for one that the cache has no room for.
+    jax and its version, so `unpack` asks for the same ones, and the file has a digest of the tokens. Raises ValueError
+    for an empty text, for one that the tokenizer does not give back as it was, and for one that the cache has no room
+    for.
     """
     tokenizer = _tokenizer(params)
+    if not text:
+        raise ValueError("the text is empty: give one that has a character or more")
     ids = tokenizer.within(text)
-    if not ids or tokenizer.core.decode(ids, skip_special_tokens=False) != text:
+    if tokenizer.core.decode(ids, skip_special_tokens=False) != text:
         raise ValueError("the tokenizer does not give this text back as it is: pack it as another file, or with xz")
     coder = _constriction().stream.queue.RangeEncoder()
     rest = iter(ids)
@@ -42,14 +49,17 @@ def pack(params: Params, text: str, cache: str, path: Path) -> int:
         return token
 
     _walk(params, cache, len(ids), choose)
-    checkpoint.write(path, {"words": coder.get_compressed()}, _meta(params, cache, len(ids)))
+    checkpoint.write(path, {"words": coder.get_compressed()}, _meta(params, cache, len(ids)) | {"ids": _ids(ids)})
     return len(ids)
 
 
 def unpack(params: Params, path: Path) -> str:
-    """The text of a file of `pack`. Raises FormatError for one that is cut or none of its own, and ValueError for one
-    of another model or another jax."""
-    arrays, meta = checkpoint.read(path)
+    """The text of a file of `pack`. Raises ValueError for one that is cut or none of its own, for one of another model,
+    jax or processor, and where this machine computes other probabilities all the same."""
+    try:
+        arrays, meta = checkpoint.read(path)
+    except FormatError as error:
+        raise ValueError(str(error).replace("write the checkpoint again", "pack the text again")) from error
     if meta.get("kind") != KIND or set(arrays) != {"words"}:
         raise FormatError(path, "it is no text that jkv packed", "give a file of jkv eval pack")
     own = _meta(params, meta["cache"], meta["tokens"])
@@ -58,29 +68,59 @@ def unpack(params: Params, path: Path) -> str:
         raise ValueError(f"{path}: it was packed with another {said}: unpack it with what packed it")
     coder = _constriction().stream.queue.RangeDecoder(arrays["words"])
     ids: list[int] = []
+    otherwise = ValueError(
+        f"{path}: its text does not come back, as another machine or jaxlib packed it: unpack it with that one"
+    )
 
     def choose(odds: Any) -> int:
-        ids.append(int(coder.decode(odds)))
+        try:
+            ids.append(int(coder.decode(odds)))
+        except AssertionError as error:  # of constriction, where no token is at such a place
+            raise otherwise from error
         return ids[-1]
 
     _walk(params, meta["cache"], meta["tokens"], choose)
+    if _ids(ids) != meta["ids"]:
+        raise otherwise
     return _tokenizer(params).core.decode(ids, skip_special_tokens=False)
 
 
 def _walk(params: Params, cache: str, tokens: int, choose: Callable[[Any], int]) -> None:
     """One token after the other: what is chosen of the odds after those before it."""
     config, categorical = parse(cache), _constriction().stream.model.Categorical
-    start = params.tokenizer.encode("")[:1] or list(params.tokenizer.eos_ids[:1]) or [0]
-    held, logits = prefill(params, config, [start], room=None if config.unlimited else tokens, chunk=0)
+    room = None if config.unlimited else tokens
+    held, logits = prefill(params, config, [_start(params)], room=room, chunk=0)
     for _ in range(tokens):
         odds = np.asarray(jax.nn.softmax(logits[0].astype(jnp.float32)), np.float64)
         token = choose(categorical(odds / odds.sum(), perfect=False))
         held, logits = step(params, held, jnp.asarray([token], jnp.int32))
 
 
+def _start(params: Params) -> list[int]:
+    """The token before the text."""
+    tokenizer = _tokenizer(params)
+    return tokenizer.encode("")[:1] or list(tokenizer.eos_ids[:1]) or [0]
+
+
 def _meta(params: Params, cache: str, tokens: int) -> dict[str, Any]:
-    about = {"model": fingerprint(params), "dtype": str(params.embed.dtype), "jax": jax.__version__}
-    return {"kind": KIND, "cache": cache, "tokens": tokens, **about, "device": jax.devices()[0].device_kind}
+    """All that probabilities depend on, as far as it is known."""
+    about = {"model": fingerprint(params), "dtype": str(params.embed.dtype), **versions(("jax", "jaxlib", "numpy"))}
+    about |= {"device": jax.devices()[0].device_kind, "cpu": _cpu()}
+    about["tokenizer"] = digest([_tokenizer(params).core.to_str(), repr(_start(params))])
+    return {"kind": KIND, "cache": cache, "tokens": tokens, **about}
+
+
+def _cpu() -> str:
+    """The processor's model, and a digest of its features, by which instructions are chosen."""
+    info = Path("/proc/cpuinfo")
+    first = info.read_text().split("\n\n")[0] if info.exists() else ""
+    told = {name.strip(): x.strip() for name, _, x in (line.partition(":") for line in first.splitlines())}
+    model = told.get("model name") or told.get("CPU part") or platform.processor() or platform.machine()
+    return f"{model} {digest([told.get('flags') or told.get('Features') or ''])}"
+
+
+def _ids(ids: list[int]) -> str:
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
 
 
 def _tokenizer(params: Params) -> Any:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from jkv.cli.app import app
 from jkv.eval import dataset, leaderboard, measure
 from jkv.eval.dataset import Asked, read
+from jkv.eval.experiments import Setting
 from jkv.eval.results import Results
 from jkv.io import load as loading
 from support.speaking import PARAMS, byte_tokenizer
@@ -68,6 +69,16 @@ def test_rows_are_the_same_from_every_kind_of_file_and_from_a_folder(tmp_path):
     assert len(read(tmp_path)) == 6 and read(written(tmp_path / "one.jsonl", [LONG]))[0].suite == "longbench"
 
 
+@pytest.mark.parametrize("answer", ['["X1","Y2"]', '["X1", "Y2"]', "['X1', 'Y2']", '[ "X1", "\\u00592" ]'])
+def test_lists_in_csv_are_json_or_what_python_writes(answer, tmp_path):
+    assert read(written(tmp_path / "x.csv", [VT | {"answer": answer}]))[0].answers == ("X1", "Y2")
+
+
+def test_a_negative_number_of_rows_is_refused():
+    with pytest.raises(ValueError, match="samples=-1: rows of a task, 1 or more, or 0 for all"):
+        dataset.first([dataset._asked(VT, "")], -1, [])
+
+
 @pytest.mark.peers
 def test_rows_of_parquet(tmp_path):
     from pyarrow import Table, parquet
@@ -80,11 +91,14 @@ def test_rows_of_parquet(tmp_path):
     "change, said",
     [
         ({"answer_prefix": None}, "row 1 has no answer_prefix; a row has context, question"),
-        ({"answer": "['a' 'b']"}, "should be texts, in CSV a list of them"),
+        ({"answer": "['a' 'b']"}, "should be texts, none empty, in CSV a list of them"),
         ({"answer": [5]}, "should be texts"),
+        ({"answer": ["X1", ""]}, "should be texts, none empty"),
         ({"max_new_tokens": "0"}, "should be 1 or more"),
         ({"task": "loogle"}, "scores are known of RULER's (niah, vt"),
         ({"task": "trec"}, "has no all_classes, the names that trec chooses from"),
+        ({"task": "trec", "all_classes": ""}, "has no all_classes"),
+        ({"task": "trec", "all_classes": "['a' 'b']"}, "its all_classes is \"['a' 'b']\", and should be texts"),
     ],
 )
 def test_a_row_that_is_no_task_is_named(tmp_path, change, said):
@@ -94,7 +108,8 @@ def test_a_row_that_is_no_task_is_named(tmp_path, change, said):
 
 
 def test_what_is_no_file_of_rows_is_said(tmp_path):
-    broken = (("a.jsonl", "{", "is no JSONL"), ("b.json", '{"a": 1}', "row 0"), ("c.json", "[]", "no rows"))
+    broken = (("a.jsonl", "{", "is no JSONL"), ("c.json", "[]", "no rows"))
+    broken += tuple(("b.json", x, "b.json holds a .*, and should hold a list") for x in ("5", "null", '{"rows": [{}]}'))
     for name, text, said in broken:
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=said):
@@ -126,7 +141,7 @@ def test_a_run_is_written_as_kvpress_writes_one_and_twice_is_kept_twice(tmp_path
 
     def answered(params, config, prompts, new, seen, batch):
         held = measure.Held(kept=1.0, context=400, bytes=25 + seen, bytes_full=100, bits=(8.0, 8.0))
-        return [f" X1 of {len(head)}, {len(tail)}, {new}" for head, tail in prompts], held
+        return [f" X1 of {len(head)}, {len(tail)}, {new}" for head, tail in prompts], [held] * len(prompts)
 
     monkeypatch.setattr(measure, "answer", answered)
     run(data, "--json", result, "--samples", 1)
@@ -152,6 +167,23 @@ def test_a_run_is_written_as_kvpress_writes_one_and_twice_is_kept_twice(tmp_path
     assert metrics == {task: {"string_match": round(100 * x, 2)} for task, x in scores.items()}
     said = [row["said"] for row in json.loads(result.read_text())["rows"] if row["question"] == "unseen"]
     assert [row["predicted_answer"] for row in rows] == [text for some in said for text in some]
+
+
+def test_answers_have_the_room_of_their_rows_and_a_file_of_other_rows_is_not_gone_on_with(tmp_path, monkeypatch):
+    asked = [dataset._asked(VT | {"max_new_tokens": new, "question": f"{new}? "}, "") for new in (3, 9, 3)]
+
+    def answered(params, config, prompts, new, seen, batch):
+        held = measure.Held(kept=1.0, context=400, bytes=10 * new, bytes_full=100, bits=(8.0, 8.0))
+        said = [PARAMS.tokenizer.decode(tail).split("?")[0] for _, tail in prompts]
+        return [f"{question} in {new}" for question in said], [held] * len(prompts)
+
+    monkeypatch.setattr(measure, "answer", answered)
+    setting = Setting("m", PARAMS, ["full"], 2, tmp_path / "x.json")
+    (row,) = dataset.ask(setting, asked, None, [True], str).rows
+    assert row["said"] == ["3 in 3", "9 in 9", "3 in 3"] and row["bytes"] == 50
+    for change in ({"answers": ("3",)}, {"max_new_tokens": 9}):
+        with pytest.raises(ValueError, match="another experiment, with other prompts"):
+            dataset.ask(setting, [replace(asked[0], **change), *asked[1:]], None, [True], str)
 
 
 def test_longbench_is_a_folder_a_task_with_one_number(tmp_path):

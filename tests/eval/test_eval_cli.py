@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 import jkv
 from jkv import models
+from jkv.cli import answers
 from jkv.cli.app import app
 from jkv.core import loop
 from jkv.eval import experiments, measure
+from jkv.eval import tokens as tokens_study
 from jkv.io import load as loading
 from support.speaking import PARAMS, TINY, byte_tokenizer
 
@@ -205,6 +207,8 @@ def saved(path, *arrays, **named):
         (("niah", "--depths", 1), "depths=1"),
         (("multiturn", "--tasks", "multihop"), "did you mean 'multi_hop'?"),
         (("multiturn", "--mode", "again"), "reused, turns or rebuilt"),
+        (("tokens", "--train", 300, "--text", "a.txt", "--cache", "int4"), "leave out --text, --cache, or --train"),
+        (("tokens", "--megabytes", 2), "give --train N with it"),
         (("report", "nothing.json"), "nothing.json: No such file"),
         (("report", "*.json"), "no rows yet"),
         (("report", "nothing.json", "--html", "page.html"), "nothing.json: No such file"),
@@ -214,6 +218,46 @@ def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run(*args, code=1)
     assert why in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("pack", "~/file", "--out", "~/file/out"),
+        ("unpack", "~/file", "--out", "~/file/out"),
+        ("dataset", "~/rows.jsonl", "--kvpress", "~/file"),
+        ("ruler", "--tasks", "vt", "--kvpress", "~/file"),
+        ("tokens", "--train", 300, "--json", "~/file/out"),
+    ],
+)
+def test_where_an_output_goes_is_tried_before_a_model_is_loaded(args, tmp_path, monkeypatch):
+    row = {"context": "a", "question": "b", "answer_prefix": "", "answer": ["c"], "task": "vt", "max_new_tokens": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "file").write_text("a text")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(tokens_study, "study", lambda *_: pytest.fail("trained"))
+    done = run(*args, code=1)
+    assert done.stderr.startswith(f"error: {tmp_path}/file: ") and done.stderr.count("\n") == 1
+    assert {x.name for x in tmp_path.iterdir()} == {"rows.jsonl", "file"}
+
+
+@pytest.mark.parametrize("older, code", [({"said": ["x" * 120, "y"]}, 1), ({"context": None}, 1), ({}, 0)])
+def test_answers_that_were_cut_are_not_published(older, code, tmp_path, monkeypatch):
+    sizes = {"kept": 1.0, "context": 9, "bytes": 1, "bytes_full": 2}
+    row = {"cache": "full", "question": "seen", "task": "ruler/vt", "score": 1.0, "said": ["x" * 121, "y" * 120]}
+    row = {name: x for name, x in (row | sizes | older).items() if x is not None}
+
+    def ruler(s, *_):
+        found = s.results("ruler", [])
+        found.add(row)
+        return found
+
+    monkeypatch.setattr(experiments, "ruler", ruler)
+    monkeypatch.setattr(answers, "show", lambda _: None)
+    given = ("--tasks", "vt", "--length", 1500, "--samples", 2, "--json", tmp_path / "x.json")
+    done = run("ruler", *given, "--kvpress", tmp_path / "out", code=code)
+    assert ("cut to 120 characters" in done.stderr) == bool(code) != any((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jkv.core.loop import step
 from jkv.eval import attention, experiments, measure, shared, tasks
 from jkv.eval.measure import Fidelity, Texts
 from jkv.generation.report import divergence
+from jkv.generation.sizes import empty
 from jkv.io import learned
 from jkv.io.load import load
 from jkv.memory.cache import Cache, LayerCache
@@ -56,8 +57,24 @@ def test_a_window_counts_for_as_many_steps_as_can_follow():
     """And not for the whole period of a method that cuts what it generates."""
     config = parse("rpc(window=3, period=1000)")
     cache, _ = jkv.prefill(PARAMS, config, IDS[:, :PREFIX].tolist(), room=16)
-    found = measure.held(PARAMS, config, cache)
+    found = measure.mean(measure.held(PARAMS, config, cache))
     assert found.kept == 1 and found.bytes < 1.5 * found.bytes_full
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_bytes_are_of_every_prompt_whatever_is_read_beside_it(batch, monkeypatch):
+    config, lengths = parse("snapkv(keep=0.25)"), [200, 60, 120, 60, 330]
+
+    def generate(params, config, rows, max_new_tokens):
+        n = jnp.asarray([*map(len, rows)])
+        cache = empty(config, PARAMS.config, len(rows), int(n.max()), 16, jnp.float32)
+        return SimpleNamespace(text=[""] * len(rows), cache=replace(cache, counts=replace(cache.counts, seen=n)))
+
+    monkeypatch.setattr(measure, "generate", generate)
+    _, held = measure.answer(PARAMS, config, [([1] * n, []) for n in lengths], 16, True, batch)
+    found = measure.mean(held)
+    alone = [empty(config, PARAMS.config, 1, n, 0, jnp.float32).nbytes for n in lengths]
+    assert (found.context, found.bytes, found.bytes_full) == (154, sum(alone) // 5, 154 * 2 * 2 * 2 * 16 * 4)
 
 
 def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():

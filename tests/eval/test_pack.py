@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.eval import pack as own
 from jkv.eval.pack import pack, unpack
 from jkv.io import checkpoint
 from support.speaking import TINY, byte_tokenizer
@@ -31,7 +32,7 @@ def test_a_text_comes_back_and_what_is_cut_or_foreign_does_not(tmp_path: Path):
     raw = path.read_bytes()
     for cut in (raw[:-5], raw[:9], b""):
         (tmp_path / "cut").write_bytes(cut)
-        with pytest.raises(ValueError, match="truncated or corrupt"):
+        with pytest.raises(ValueError, match="truncated or corrupt; pack the text again"):
             unpack(PARAMS, tmp_path / "cut")
     (tmp_path / "cut").write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(ValueError, match="SHA-256"):
@@ -41,6 +42,41 @@ def test_a_text_comes_back_and_what_is_cut_or_foreign_does_not(tmp_path: Path):
         unpack(PARAMS, tmp_path / "foreign")
     with pytest.raises(ValueError, match="another model"):
         unpack(replace(PARAMS, embed=PARAMS.embed + 1), path)
-    with pytest.raises(ValueError, match="does not give this text back"):
-        pack(PARAMS, "", CACHE, path)
     assert path.read_bytes() == raw and meta["cache"] == CACHE
+
+
+def test_an_empty_text_is_refused_as_empty(tmp_path: Path):
+    with pytest.raises(ValueError, match="the text is empty"):
+        pack(PARAMS, "", CACHE, tmp_path / "a.jkv")
+    assert not list(tmp_path.iterdir())
+
+
+def test_probabilities_that_drift_are_refused_and_so_are_other_machines(tmp_path: Path, monkeypatch):
+    path, table = tmp_path / "a.jkv", 3 * np.random.default_rng(0).normal(size=(len(TEXT) * 2, 256)).astype(np.float32)
+
+    def drifting(by: float):
+        logits = iter(table + np.float32(by) * np.roll(table, 1, 0))
+        monkeypatch.setattr(own, "prefill", lambda *_, **__: (None, next(logits)[None]))
+        monkeypatch.setattr(own, "step", lambda *_: (None, next(logits)[None]))
+
+    monkeypatch.setattr(own, "fingerprint", lambda _: "f")
+    drifting(0)
+    pack(PARAMS, TEXT, CACHE, path)
+    drifting(0)
+    assert unpack(PARAMS, path) == TEXT
+    for by in (1e-6, 1e-3, 1e-1, 1, 30):
+        drifting(by)
+        with pytest.raises(ValueError, match="its text does not come back, as another machine or jaxlib"):
+            unpack(PARAMS, path)
+    arrays, meta = checkpoint.read(path)
+    drifting(0)
+    checkpoint.write(tmp_path / "b.jkv", {"words": np.full_like(arrays["words"], 2**32 - 1)}, meta)
+    with pytest.raises(ValueError, match="its text does not come back"):
+        unpack(PARAMS, tmp_path / "b.jkv")
+    other = byte_tokenizer()
+    other.core.add_tokens(["line"])
+    with pytest.raises(ValueError, match="another tokenizer"):
+        unpack(replace(PARAMS, tokenizer=other), path)
+    monkeypatch.setattr(own, "_cpu", lambda: "Z80")
+    with pytest.raises(ValueError, match="another cpu .*, and not Z80: unpack it with what packed it"):
+        unpack(PARAMS, path)

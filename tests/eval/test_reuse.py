@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.eval.reuse import EACH, POOL, Asked, Bed, beginnings, documents, edits, quality, summed, times
+from jkv.eval import corpora
+from jkv.eval.reuse import APART, EACH, POOL, Asked, Bed, beginnings, documents, edits, quality, summed, times
 from jkv.generation.passages import Passages
 from jkv.methods import parse
 from support.speaking import TINY, byte_tokenizer
@@ -44,6 +45,15 @@ def test_edited_texts_are_found_again_but_for_their_edits():
         assert len(old) == EACH * 96 and sum(y.size for y in blocks) >= len(old) - 5 * x.edits and x.ids != list(old)
         held = sum(y.length for y in passages.match(x.ids))
         assert len(x.ids) - x.edits * (16 + 5) <= held < len(x.ids)
+
+
+def test_edits_are_at_places_of_their_own(monkeypatch):
+    monkeypatch.setattr(corpora, "windows", lambda ids, width, n, seed: np.tile(np.arange(width), (n, 1)))
+    for x in edits(PARAMS, 6, 64, seed=0):  # up to 8 of 9 places
+        old = list(range(EACH * 64))
+        told = difflib.SequenceMatcher(None, old, x.ids, autojunk=False).get_opcodes()
+        places = [start for what, start, *_ in told if what != "equal"]
+        assert len(places) == x.edits and {start % APART for start in places} == {0}
 
 
 def test_rows_are_paired_by_prompt():

@@ -49,6 +49,7 @@ def test_more_tokens_hold_more_bytes_and_more_bits_each():
         study("pydoc", [300], [900])
 
 
+@pytest.mark.slow
 def test_bytes_of_a_cache_are_counted_by_those_of_its_text():
     params = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=byte_tokenizer())
     text = corpora.text("pydoc")[:4000]

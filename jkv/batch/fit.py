@@ -16,7 +16,9 @@ from jkv.batch.running import Shapes
 from jkv.core.compiled import Cost, compiled, peak_bytes
 from jkv.core.loop import prefill_own, run_block, run_blocks
 from jkv.core.sharding import MeshPlan
+from jkv.generation.pace import NODES
 from jkv.generation.prompts import stop_ids_of
+from jkv.generation.verify import Draft, verify
 from jkv.memory.cache import tree_bytes
 from jkv.models import Params
 from jkv.plan.programs import bytes_of, search
@@ -41,7 +43,8 @@ def whole(rows: int, unit: int) -> int:
 
 
 def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
-    """Bytes on each device beside the weights: of a block, or of a wave's prefill beside the running rows."""
+    """Bytes on each device beside the weights: of a block, of a pass if there are drafts, or of a wave's prefill beside
+    the running rows."""
     params = replace(params, config=shapes.model)
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
     draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
@@ -51,6 +54,9 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
     if over is None:
         block, prefill = Cost(runs=False), Cost(runs=False)
         block.begin(run_block, params, state, draws, shape(()))
+        if shapes.top is not None:
+            nodes = shape((shapes.rows, NODES))
+            block.begin(verify, params, state, draws, Draft(ids=nodes, parent=nodes), shape(()), top=shapes.top)
         prefill.begin(prefill_own, params, blank, ids, fresh=not chunk)
         held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
         return max(block.peak, held + prefill.peak)

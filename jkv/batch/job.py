@@ -65,6 +65,8 @@ class Job:
         """A new one; ValueError for a draft that cannot be: models read the rows of one generation."""
         if self.draft is None:
             return None
+        if self.over is not None:
+            raise ValueError("--draft: guesses are verified on one device; leave out --mesh, or --draft")
         check(self.params, self.divided)
         made = drafter(self.draft, self.params)
         if not isinstance(made, Suffix | Recycling):
@@ -108,7 +110,7 @@ class Job:
 
     def shapes(self, bucket: Bucket, rows: Sequence[Request], batch: int) -> Shapes:
         """Of a batch of the bucket, in a job of these rows."""
-        model, longest = self.params.config, bucket.length + bucket.new
+        model, longest, guesses = self.params.config, bucket.length + bucket.new, self.drafter
         return Shapes(
             config=self.divided,
             model=reaching(model, longest) if self.config.unlimited else model,
@@ -118,6 +120,7 @@ class Job:
             dtype=self.params.embed.dtype,
             greedy=all(r.settings.temperature == 0 for r in rows),
             penalised=any(r.settings.repetition_penalty != 1 for r in rows),
+            top=None if guesses is None else guesses.top,
         )
 
 

@@ -49,7 +49,7 @@ class Shapes:
 
     greedy, penalised: of every row of the job, so that its programs are the same whoever runs together. stride: tokens
     that are generated before somebody looks, at most a block; 0: a block. traced: the logits that they were drawn from
-    are kept until then.
+    are kept until then. top: of how many of the likeliest tokens after each draft the drafter is told; None: no drafts.
     """
 
     config: CacheConfig
@@ -62,6 +62,7 @@ class Shapes:
     penalised: bool
     stride: int = 0
     traced: bool = False
+    top: int | None = None
 
     def cache(self, rows: int) -> Cache:
         """An empty cache. A budget in bytes is that of one row: what a row keeps does not depend on the batch."""
@@ -168,8 +169,6 @@ class Running:
         for slot, row in zip(free, wave.rows, strict=True):
             self.slots[slot] = row, []
         self.entering = ()
-        if self.drafter is not None:
-            self.drafter.begin(self.texts, 0)
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(
@@ -206,8 +205,8 @@ class Running:
             answer = self.ended(request, tokens)
             if answer is not None:
                 ended.append(answer)
+                self.tell(slot, request)
                 self.slots[slot] = None
-                self.tell(request, tokens)
         return ended
 
     @property
@@ -215,13 +214,12 @@ class Running:
         """Of each slot the prompt and the tokens so far; one token of a slot that is free."""
         return [[*x[0].tokens, *x[1]] if x else [0] for x in self.slots]
 
-    def tell(self, request: Request, tokens: list[int]) -> None:
+    def tell(self, slot: int, request: Request) -> None:
         """The drafter has all of a row that ended, and of the others what it had."""
         if self.drafter is not None:
-            prompt = [*request.tokens]
-            self.drafter.begin([prompt], 0)
-            self.drafter.end([[*prompt, *tokens]])
-            self.drafter.begin(self.texts, 0)
+            rows = self.texts
+            self.drafter.begin([*rows[:slot], [*request.tokens], *rows[slot + 1 :]], 0)
+            self.drafter.end(rows)
 
     def advance(self) -> list[tuple[int, Request, list[int], list[int]]]:
         """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them."""
@@ -243,7 +241,9 @@ class Running:
         """The state after `stop` tokens, or fewer if all rows end before."""
         if self.drafter is None:
             return self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
-        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, self.texts, self.pace)
+        rows = self.texts
+        self.drafter.begin(rows, 0)
+        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, rows, self.pace)
         for _ in run.rounds(stop, [[] for _ in self.slots]):
             pass
         self.drafted.update(passes=run.passes + run.steps, drafted=run.drafted, taken=run.taken)

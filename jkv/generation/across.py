@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from jkv.generation.through import PIECE, Drawn, Odds, Through
 from jkv.generation.vocabularies import Translation, whole
 from jkv.models import Params
 
-HELD = 4  # of a drafter's newest tokens, which more text may change
+HELD = 4  # of a drafter's newest tokens, which more text may change; more where they begin inside a character
+CONTINUING = {bytes([b]) for b in range(0x80, 0xC0)}  # of UTF-8, with which no character begins
 
 
 @dataclass
@@ -58,15 +60,20 @@ class Across:
 
     def begin(self, rows: list[list[int]], new: int) -> None:
         self.rows, self.newest = [self._begun(row) for row in rows], []
-        self.room = max(len(x.sure) for x in self.rows) + 2 * new + PIECE
-        self.model.begin([x.sure for x in self.rows], 2 * new + PIECE)
+        length = max(len(x.sure) for x in self.rows)
+        ahead = min(2 * new + PIECE, max(self.params.config.context - length, 1))
+        self.room = length + ahead
+        self.model.begin([x.sure for x in self.rows], ahead)
 
     def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
         for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # none at first
             self.odds.saw(qs, ids, row[length:])
+        self.newest = []
         for x, row in zip(self.rows, rows, strict=True):
             self._follow(x, row)
-        if max(len(x.sure) + len(x.open) for x in self.rows) + most > self.room:  # as none would fit
+        lengths = [len(x.sure) + len(x.open) for x in self.rows]
+        unread = any(n < length for n, length in zip(self.model.read, lengths, strict=True))
+        if not unread or max(lengths) + most > self.room:  # as no text is new, or none would fit
             return [Guess([], [], []) for _ in rows]
         sure = [x.sure for x in self.rows]
         drawn = self.model.branch(sure).draw([x.sure + x.open for x in self.rows], most)
@@ -81,9 +88,11 @@ class Across:
         """Nothing: it learns of tokens as it reads them."""
 
     def branch(self, rows: list[list[int]]) -> Across:
-        branch = Across(self.params, self.translation, self.threshold)
-        branch.begin(rows, PIECE)
-        branch.odds = self.odds
+        for x, row in zip(self.rows, rows, strict=True):
+            self._follow(x, row)
+        branch = copy(self)
+        branch.rows, branch.newest = [replace(x) for x in self.rows], []
+        branch.model = self.model.branch([x.sure for x in self.rows])
         return branch
 
     def end(self, rows: list[list[int]]) -> None:
@@ -97,7 +106,7 @@ class Across:
         text, begun = whole(self.translation.read(row))
         tokenizer = self.translation.drafter
         ids = tokenizer.encode(text) or [0]  # a row of marks alone has no text, and something must be read
-        n = max(len(ids) - HELD, 1)
+        n = self._until(ids, max(len(ids) - HELD, 1)) or len(ids)  # as something must be read
         return Reading(sure=ids[:n], open=ids[n:], of=len(row), begun=begun)
 
     def _follow(self, x: Reading, row: list[int]) -> None:
@@ -107,5 +116,11 @@ class Across:
         new = self.translation.text_of(x.open) + x.begun + self.translation.read(row[x.of :])
         text, x.begun = whole(new)
         ids = self.translation.within(text)
-        n = max(len(ids) - HELD, 0)
+        n = self._until(ids, max(len(ids) - HELD, 0))
         x.sure, x.open, x.of = x.sure + ids[:n], ids[n:], len(row)
+
+    def _until(self, ids: list[int], n: int) -> int:
+        """The largest count of tokens, at most n, after which no character goes on."""
+        while n and self.translation.text_of(ids[n:])[:1] in CONTINUING:
+            n -= 1
+        return n

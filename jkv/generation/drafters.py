@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -127,7 +128,8 @@ class Suffix:
         return self
 
     def end(self, rows: list[list[int]]) -> None:
-        new = [np.asarray([*row[start:], -1], np.int32) for row, start in zip(rows, self.starts, strict=True)]
+        outputs = [row[start:] for row, start in zip(rows, self.starts, strict=True)]
+        new = [np.asarray([*x, -1], np.int32) for x in outputs if x]
         self.outputs = np.concatenate([self.outputs, *new])[-self.limit :] if self.limit else self.outputs
 
     def _best(self, row: np.ndarray, most: int) -> Guess:
@@ -191,7 +193,8 @@ class Recycling:
     top: int = field(default=len(RANKS), init=False)
     table: np.ndarray = field(init=False, repr=False)
     met: np.ndarray = field(init=False, repr=False)  # entries of each line that are known
-    read: list[int] = field(default_factory=list, init=False, repr=False)  # tokens of each row whose successors are
+    # Rows whose successors are known. None: of a branch, whose rows may be refused.
+    read: list[list[int]] | None = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.vocab < self.top:
@@ -199,8 +202,7 @@ class Recycling:
         self.table, self.met = np.zeros((self.vocab, self.top), np.int32), np.zeros(self.vocab, np.int32)
 
     def begin(self, rows: list[list[int]], new: int) -> None:
-        """What was learned stays."""
-        self.read = [0] * len(rows)
+        """What was learned stays, and rows that go on in their places are not read again."""
 
     def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
         self._reads(rows)
@@ -215,21 +217,27 @@ class Recycling:
             self.table[row[first]], self.met[row[first]] = best[first], self.top
 
     def branch(self, rows: list[list[int]]) -> Recycling:
-        return self
+        """The table is the same."""
+        self._reads(rows)
+        branch = copy(self)
+        branch.read = None
+        return branch
 
     def end(self, rows: list[list[int]]) -> None:
         self._reads(rows)
 
     def _reads(self, rows: list[list[int]]) -> None:
         """Successors that are new in rows come to the front."""
-        read = self.read if len(self.read) == len(rows) else [0] * len(rows)
-        for start, row in zip(read, rows, strict=True):
+        if self.read is None:
+            return
+        for before, row in zip_longest(self.read[: len(rows)], rows, fillvalue=[]):
+            start = len(before) if row[: len(before)] == before else 0
             for a, b in pairwise(row[max(start - 1, 0) :]):
                 line = self.table[a, : self.met[a]].tolist()
                 if line[:1] != [b]:
                     line = [b, *(x for x in line if x != b)][: self.top]
                     self.table[a, : len(line)], self.met[a] = line, len(line)
-        self.read = [len(row) for row in rows]
+        self.read = [[*row] for row in rows]
 
     def _filled(self, root: int, parent: list[int], rank: list[int], expected: list[float]) -> Guess:
         ids: list[int] = []

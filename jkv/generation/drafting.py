@@ -76,8 +76,9 @@ class Drafting:
         """`run` of a drafter that has begun; the tokens go into lists, one a row."""
         count = int(self.state.count)
         while count < new and bool(self.state.alive.any()):
-            if most := self.pace.width([SURE]):
-                self._advance(self._texts(tokens), count, new, most)
+            limit = min(self._room, new - count)  # tokens of a pass that could come
+            if most := self.pace.width([SURE.best(limit - 1)]):
+                self._advance(tokens, count, new, min(most, limit))
             else:
                 self._steps(count, new, paused=True)
             before, count = count, int(self.state.count)
@@ -89,38 +90,45 @@ class Drafting:
                 row.extend(t for t in more if t >= 0)
             yield tokens
 
-    def _texts(self, tokens: list[list[int]]) -> list[list[int]]:
-        """Each row, its new tokens and the next one, of which the drafter is told what it has not seen."""
+    @property
+    def _room(self) -> int:
+        """Tokens until the next flush, or until the one after it where it is due."""
+        cache, fill = self.state.cache, int(self.state.cache.fill)
+        return cache.room - (fill if fill < cache.room else cache.stay)
+
+    def _texts(self, tokens: list[list[int]], alive: list[bool]) -> list[list[int]]:
+        """Each row, its new tokens and the next one where it goes on; the drafter is told what it has not seen."""
         token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)
-        texts = [[*a, *b, t] for a, b, t in zip(self.rows, tokens, token.tolist(), strict=True)]
+        rows = zip(self.rows, tokens, token.tolist(), alive, strict=True)
+        texts = [[*a, *b, *([t] if on else [])] for a, b, t, on in rows]
         if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
-            newest = np.asarray([text[-2:-1] for text in texts])
+            newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
             self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
         return texts
 
-    def _advance(self, texts: list[list[int]], count: int, new: int, most: int) -> None:
+    def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
         """One pass of at most so many tokens if it pays for all rows that go on, which advance together; else steps."""
         alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
         start = self.clock()
-        guesses = self.drafter.propose(texts, most - 1)
+        guesses = self.drafter.propose(self._texts(tokens, alive), most - 1)
         going = [guess for guess, on in zip(guesses, alive, strict=True) if on]
         width, guessing = self.pace.width(going), self.clock() - start
         self.pace.guessed(guessing, used=width > 0)
         if not width:
             return self._steps(count, new, paused=False)
         start, before = self.clock(), self.cost.compiling
-        guesses = [guess.best(width - 1) for guess in guesses]
-        top = self.drafter.top
+        guesses, going = ([guess.best(width - 1) for guess in some] for some in (guesses, going))
+        draft, top = drafts(guesses, width, self.params.config.vocab), self.drafter.top
         self.state, found = self.cost.begin(
-            verify, self.params, self.state, self.sampling, drafts(guesses, width), jnp.int32(new), full=full, top=top
+            verify, self.params, self.state, self.sampling, draft, jnp.int32(new), full=full, top=top
         )
         self.drafter.learn(np.asarray(found.ids), None if found.top is None else np.asarray(found.top))
         came = int(self.state.count) - count - 1
         seconds = None if full else self._since(start, before)
-        least = min((g.best(width - 1) for g in going), key=lambda g: sum(g.chance))
+        least = min(going, key=lambda guess: sum(guess.chance))
         self.pace.passed(seconds, width, least, came)
         self.passed, self.passes, self.taken = True, self.passes + 1, self.taken + came
-        self.drafted += max(len(guess.ids) for guess in guesses)
+        self.drafted += max(len(guess.ids) for guess in going)
 
     def _steps(self, count: int, new: int, paused: bool) -> None:
         """Some plain steps."""
@@ -137,8 +145,8 @@ class Drafting:
         return max(self.clock() - start - (self.cost.compiling - compiling), 0.0)
 
 
-def drafts(guesses: list[Guess], width: int = NODES) -> Draft:
-    """Guesses as one draft of so many tokens, whose node 0 is the root.
+def drafts(guesses: list[Guess], width: int = NODES, words: int = 2**31) -> Draft:
+    """Guesses as one draft of so many tokens, whose node 0 is the root; words: of the model, which has no others.
 
     >>> drafts([Guess([7, 8], [-1, 0], [1.0, 1.0])], 4).parent.tolist()
     [[-1, 0, 1, -1]]
@@ -147,5 +155,5 @@ def drafts(guesses: list[Guess], width: int = NODES) -> Draft:
     parent = np.full(ids.shape, -1, np.int32)
     for i, guess in enumerate(guesses):
         n = len(guess.ids)
-        ids[i, 1 : n + 1], parent[i, 1 : n + 1] = guess.ids, np.add(guess.parent, 1)
+        ids[i, 1 : n + 1], parent[i, 1 : n + 1] = np.minimum(guess.ids, words - 1), np.add(guess.parent, 1)
     return Draft(ids=jnp.asarray(ids), parent=jnp.asarray(parent))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 from jkv.generation.across import Across
@@ -11,6 +12,7 @@ from jkv.generation.drafters import Drafter, Recycling, Suffix
 from jkv.generation.through import Through
 from jkv.generation.vocabularies import Translation
 from jkv.host.arguments import short
+from jkv.io.tokenizer import Tokenizer
 from jkv.methods.catalogue import CATALOGUE
 from jkv.methods.text import parse, read_one_of
 from jkv.models import Params
@@ -28,6 +30,8 @@ def drafter(what: Any, params: Params) -> Drafter:
     first, *rest = what if isinstance(what, list | tuple) and what else [what]
     if rest:
         one, behind = drafter(first, params), drafter(rest, params)
+        if isinstance(one, Across):
+            raise ValueError("draft=: a model of another vocabulary cannot verify what another guesses; give it last")
         if not isinstance(one, Through):
             raise ValueError(f"draft={short(what)}: {short(first)} has no model that verifies what another guesses")
         return replace(one, behind=behind)
@@ -59,14 +63,19 @@ def _named(text: str, params: Params) -> Drafter:
 def _model(small: Params, params: Params) -> Drafter:
     """A model as a drafter: as it is if its tokens are those of the model, else through their text."""
     own, other = params.tokenizer, small.tokenizer
-    same = small.config.vocab == params.config.vocab
+    words = params.config.vocab, small.config.vocab
     if own is None or other is None:
-        if not same:
+        if words[0] != words[1]:
             raise ValueError(
                 f"draft=: its model has {small.config.vocab} words and this one {params.config.vocab}; give one of the "
                 "same words, or tokenizers with both"
             )
         return Through(small)
-    if same and own.core.get_vocab() == other.core.get_vocab():
-        return Through(small)
-    return Across(small, Translation(own, other))
+    translation = _translation(own, other, words)
+    return Through(small) if translation is None else Across(small, translation)
+
+
+@lru_cache(maxsize=4)  # what it learns stays
+def _translation(own: Tokenizer, other: Tokenizer, words: tuple[int, int]) -> Translation | None:
+    """Of two tokenizers, None of those with the same tokens: models may have more words than these."""
+    return None if own.core.get_vocab() == other.core.get_vocab() else Translation(own, other, words=words)

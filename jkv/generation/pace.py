@@ -34,9 +34,9 @@ class Pace:
     What has misled is tried again after some steps, twice as many after every time that it failed.
 
     Whatever is expected, no pass runs that could bring what all have lost above SLACK: 1.5 steps and 2% of the tokens;
-    none before a step has been measured, and none of the largest width before a narrower one. The clock is the
-    caller's. stride: steps before guesses are asked for again, as a program of one step takes longer
-    than one of sixteen takes a step.
+    none before a step has been measured, and none of the largest width before a narrower one. Compiling is not counted,
+    nor is the first guess, which compiles too. The clock is the caller's. stride: steps before guesses are asked for
+    again, as a program of one step takes longer than one of sixteen takes a step.
 
     >>> pace, sure = Pace(), Guess([5, 6, 7], [-1, 0, 1], [0.9, 0.8, 0.7])
     >>> pace.width([sure])
@@ -100,8 +100,9 @@ class Pace:
         """Guesses were made; used: for a pass, whose cost has this in it."""
         if self.asked:
             self.guesses.append(seconds)
+            if self.step:
+                self.lost += seconds / self.step - (self._guessing if used else 0.0)
         self.asked = True
-        self.lost += 0.0 if used else self._guessing
 
     def stepped(self, seconds: float | None, steps: int, paused: bool) -> None:
         """Plain steps ran; seconds None: that is no measure, as more than steps did; paused: no guess was asked for."""

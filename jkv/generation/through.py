@@ -109,8 +109,11 @@ class Through:
     def begin(self, rows: list[list[int]], new: int) -> None:
         length, model = max(map(len, rows)), self.params.config
         if length + new > model.context:
-            raise ValueError(f"draft=: {length + new} tokens, and its model's context is {model.context}")
-        self.cache, *_ = prefilled(self.params, self.config, rows, new + 2 * PIECE, None)
+            raise ValueError(
+                f"draft=: {length + new} tokens, and its model's context is {model.context}; give a model that reads "
+                "more, a shorter text, or leave draft= out"
+            )
+        self.cache, *_ = prefilled(self.params, self.config, [*map(self._known, rows)], new + 2 * PIECE, None)
         self.read, self.newest = [len(row) for row in rows], []
         if self.behind is not None:
             self.behind.begin(rows, new)
@@ -150,13 +153,18 @@ class Through:
         self._reads(rows, keep=1)
         behind = None if self.behind is None else self.behind.branch(rows)
         branch = replace(self, behind=behind)
-        branch.cache, branch.read, branch.odds = jax.tree.map(jnp.copy, self.cache), [*self.read], self.odds
+        branch.cache, branch.read = jax.tree.map(jnp.copy, self.cache), [*self.read]
+        branch.odds, branch.pace = self.odds, self.pace
         return branch
 
     def end(self, rows: list[list[int]]) -> None:
         self.cache = None
         if self.behind is not None:
             self.behind.end(rows)
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        """Tokens, those that only the verifying model has as the last of its own, which pads its words."""
+        return np.minimum(np.asarray(ids, np.int64), self.params.config.vocab - 1).tolist()
 
     def _reaching(self) -> Params:
         assert self.cache is not None
@@ -169,7 +177,7 @@ class Through:
         left = [len(row) - keep - n for n, row in zip(self.read, rows, strict=True)]
         for later in range(PIECE * ((max(left) - 1) // PIECE), -1, -PIECE):  # rows end together, as `logits` asks for
             now = [min(max(x - later, 0), PIECE) for x in left]
-            piece = [row[n : n + x] for n, x, row in zip(self.read, now, rows, strict=True)]
+            piece = [self._known(row[n : n + x]) for n, x, row in zip(self.read, now, rows, strict=True)]
             left = [x - y for x, y in zip(left, now, strict=True)]
             self.cache, logits = prefill_own(self._reaching(), self.cache, pad(piece, PIECE), later=True)
             self.read = [n + len(x) for n, x in zip(self.read, piece, strict=True)]

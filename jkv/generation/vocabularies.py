@@ -10,21 +10,22 @@ import numpy as np
 from jkv.io.tokenizer import Tokenizer
 
 COMMON = 0.01  # of the tokens of a drafter, at least, must be tokens of the model
-ANCHOR = "\n"  # stands before text that goes on, where a tokenizer begins every text with a space
+ANCHORS = "\n0."  # one stands before text that goes on, where a tokenizer begins every text with a space
 PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that tokens of bytes write as they are
 BYTES = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTED}))}
 
 
-def pieces(tokenizer: Tokenizer) -> list[bytes | None]:
-    """The bytes of each token, None of those that stand for no text.
+def pieces(tokenizer: Tokenizer, words: int = 0) -> list[bytes | None]:
+    """The bytes of each of at least so many tokens, None of those that stand for no text or pad a model's words.
 
     Tokens of bytes (GPT-2) are written with a character for each byte; others with U+2581 for a space, and such as
     <0x0A> for a byte alone.
     """
     core = tokenizer.core
     added, of_bytes = core.get_added_tokens_decoder(), "ByteLevel" in repr(core.decoder)
-    out: list[bytes | None] = [None] * tokenizer.vocab_size
-    for text, i in core.get_vocab(with_added_tokens=True).items():
+    every = core.get_vocab(with_added_tokens=True)
+    out: list[bytes | None] = [None] * max(words, 1 + max(every.values(), default=-1))
+    for text, i in every.items():
         if i in added:
             out[i] = None if added[i].special else added[i].content.encode()
         elif of_bytes and all(c in BYTES for c in text):
@@ -43,7 +44,8 @@ class Translation:
     direct i32[V]: the model's token of the same bytes, -1: none. grams: of several of the drafter's tokens the one of
     the model that they make, learned from tokens that the model has given, at most `limit`, the newest. Beyond the
     paper, where a token without another of the same bytes stops the draft: it becomes the several ones that the model's
-    tokenizer makes of its text. The first token that ends a text is the model's first one.
+    tokenizer makes of its text. The first token that ends a text is the model's first one. words: of the model and of
+    the drafter, where they have more than their tokenizers.
 
     Raises ValueError where fewer than 1% of the drafter's tokens are tokens of the model.
     """
@@ -51,6 +53,7 @@ class Translation:
     model: Tokenizer
     drafter: Tokenizer
     limit: int = 100_000
+    words: tuple[int, int] = (0, 0)
     model_bytes: list[bytes | None] = field(init=False, repr=False)
     drafter_bytes: list[bytes | None] = field(init=False, repr=False)
     direct: np.ndarray = field(init=False, repr=False)
@@ -60,7 +63,7 @@ class Translation:
     begins: bool = field(init=False, repr=False)  # whether the drafter's tokenizer begins every text with a space
 
     def __post_init__(self) -> None:
-        self.model_bytes, self.drafter_bytes = pieces(self.model), pieces(self.drafter)
+        self.model_bytes, self.drafter_bytes = map(pieces, (self.model, self.drafter), self.words)
         index = {x: i for i, x in reversed([*enumerate(self.model_bytes)]) if x}
         self.direct = np.asarray([-1 if x is None else index.get(x, -1) for x in self.drafter_bytes], np.int32)
         common, every = int((self.direct >= 0).sum()), sum(bool(x) for x in self.drafter_bytes)
@@ -71,7 +74,7 @@ class Translation:
             )
         if self.model.eos_ids and self.drafter.eos_ids:
             self.direct[self.drafter.eos_ids[0]] = self.model.eos_ids[0]
-        self.begins = self.text_of(self.drafter.within(ANCHOR)) != ANCHOR.encode()
+        self.begins = self.text_of(self.drafter.within(ANCHORS)) != ANCHORS.encode()
 
     def text_of(self, ids: Sequence[int]) -> bytes:
         """The bytes of tokens of the drafter."""
@@ -87,10 +90,13 @@ class Translation:
         """Tokens of the drafter of text that follows another."""
         if not self.begins:
             return self.drafter.within(text)
-        ids, skipped = self.drafter.within(ANCHOR + text), b""
-        while ids and len(skipped) < len(f" {ANCHOR}"):
-            skipped += self.drafter_bytes[ids.pop(0)] or b""
-        return ids
+        for anchor in ANCHORS:
+            ids, skipped = self.drafter.within(anchor + text), b""
+            while ids and len(skipped) < len(f" {anchor}"):
+                skipped += self.drafter_bytes[ids.pop(0)] or b""
+            if skipped == f" {anchor}".encode():  # else a token has a part of the text too
+                return ids
+        return self.drafter.within(text)
 
     def _learn(self, token: int) -> None:
         text = self.model_bytes[token]

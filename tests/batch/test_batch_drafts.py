@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jkv import methods
-from jkv.batch import running
+from jkv.batch import fit, running
+from jkv.batch.arrange import arrange
 from jkv.batch.job import Job
 from jkv.batch.report import Report
+from jkv.batch.requests import Request, Settings
+from jkv.batch.running import Running
 from jkv.batch.work import run
+from jkv.core import sharding
+from jkv.generation.drafters import Recycling, Suffix
 from jkv.generation.drafting import Drafting
+from jkv.generation.verify import verify
 from jkv.models import TINY, random
 
 PARAMS = random(TINY | dict(num_hidden_layers=1), 1)  # whose answers repeat themselves
@@ -58,3 +68,43 @@ def test_what_a_job_cannot_guess_with_is_refused_by_name(tmp_path: Path):
         with pytest.raises(ValueError, match=why):
             answers(job(tmp_path, draft))
         assert not (tmp_path / draft).exists()
+    over = sharding.MeshPlan(sharding.named("model=1", jax.devices(), PARAMS.config))
+    with pytest.raises(ValueError, match="--draft: guesses are verified on one device; leave out --mesh, or --draft"):
+        replace(job(tmp_path, "suffix"), over=over).drafter  # noqa: B018
+
+
+def asked(n: int, tokens: list[int]) -> Request:
+    return Request(line=n, id=n, tokens=np.asarray(tokens, np.int32), settings=Settings(max_new_tokens=8))
+
+
+def test_a_row_that_ends_is_told_of_alone():
+    """The others are not read again, and a slot that is free has nothing to say."""
+    one: Any = SimpleNamespace(slots=[(asked(0, [7, 4]), [5, 6]), None, (asked(1, [1, 2]), [3])])
+    for one.drafter in (Suffix(), Recycling(100)):
+        one.texts = Running.texts.fget(one)  # type: ignore
+        one.drafter.propose(one.texts, 3)
+        if isinstance(one.drafter, Recycling):
+            one.drafter.learn(np.asarray([[1, 7]]), np.tile(np.arange(20, 28), (1, 2, 1)))
+        Running.tell(one, 0, one.slots[0][0])
+        if isinstance(one.drafter, Suffix):
+            assert one.drafter.outputs.tolist() == [5, 6, -1]
+        else:
+            assert one.drafter.table[1, 0] == one.drafter.table[7, 0] == 20 and one.drafter.met[0] == 0
+
+
+def test_the_memory_of_a_pass_counts_where_the_job_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Said:
+        def __init__(self, runs: bool) -> None:
+            self.peak = 0
+
+        def begin(self, flow: Any, *args: Any, **more: Any) -> None:
+            passes = flow is verify
+            assert not passes or (args[3].ids.shape == (2, 8) and more["top"] in (0, 8))
+            self.peak = max(self.peak, 10**12 if passes else 1)
+
+    monkeypatch.setattr(fit, "Cost", Said)
+    requests = [asked(i, [1, 2]) for i in range(2)]
+    (bucket,) = arrange(requests, False)
+    for draft in (None, "suffix", "recycle"):
+        shapes = job(tmp_path, draft).shapes(bucket, requests, 2)
+        assert (fit.needed(PARAMS, shapes, None) >= 10**12) == (draft is not None)

@@ -15,7 +15,8 @@ from tokenizers.models import BPE
 import jkv
 from jkv.generation import api
 from jkv.generation.across import Across
-from jkv.generation.drafting import Drafting
+from jkv.generation.drafters import Guess
+from jkv.generation.drafting import Drafting, drafts
 from jkv.generation.named import drafter
 from jkv.generation.through import Odds, Through
 from jkv.generation.vocabularies import Translation, pieces, whole
@@ -100,6 +101,83 @@ def test_text_that_goes_on_gets_no_space_before_it():
     assert whole("a\u20ac".encode()[:-1]) == ("a", "\u20ac".encode()[:2]) and whole(b"a") == ("a", b"")
 
 
+def test_words_that_only_pad_a_model_are_no_tokens_of_the_other():
+    one = Translation(of_bytes(), of_bytes(), words=(320, 300))
+    assert one.read([*one.model.within("a"), 319]) == b"a" and one.text_of([299]) == b""
+    assert one.translate([*one.drafter.within("a"), 299], [0.5, 0.5]) == (one.model.within("a"), [0.5])
+    assert pieces(Tokenizer(tokenizers.Tokenizer(BPE({"a": 0, "b": 9}, [])))) == [b"a", *[None] * 8, b"b"]
+
+
+def test_text_that_goes_on_with_a_line_is_whole():
+    one = Translation(of_bytes(), of_spaces(["\nab0"], [("\n", "\n"), ("0", "\n")]))
+    assert one.begins and [one.text_of(one.within(x)) for x in ("\nab", "ab", "\n\n")] == [b"\nab", b"ab", b"\n\n"]
+
+
+class Asked:
+    """What stands for the model behind an Across: it guesses the same tokens after every row."""
+
+    def __init__(self) -> None:
+        self.read, self.rows, self.ahead, self.guess = [], [], 0, []
+
+    def begin(self, rows, new):
+        self.read, self.ahead = [len(row) for row in rows], new
+
+    def branch(self, rows):
+        return self
+
+    def draw(self, rows, most):
+        self.rows = rows
+        return [(self.guess[:most], [0.9] * len(self.guess[:most])) for _ in rows]
+
+
+def asking(own: Tokenizer, other: Tokenizer) -> tuple[Across, Asked]:
+    one, asked = Across(random(dict(TINY, num_hidden_layers=1)), Translation(own, other)), Asked()
+    one.model = asked  # type: ignore
+    return one, asked
+
+
+def test_a_character_of_several_tokens_stays_one():
+    own = of_bytes()
+    text = "\u65e5\u672c\u8a9e\u65e5\u672c\u8a9eabc\U0001f600\U0001f600"
+    ids = own.within(text)
+    for begun in (1, 3, 6, 9):
+        one, _ = asking(own, own)
+        at = one._begun(ids[:begun])
+        for n in range(begun + 1, len(ids) + 1):
+            one._follow(at, ids[:n])
+            assert at.sure and len(at.open) <= 7
+        marks = [0] * (begun < 3)  # what is read where there is no text yet
+        assert at.sure + at.open == [*marks, *ids]
+
+
+def test_nothing_is_guessed_where_no_text_is_new_or_none_fits():
+    own = of_bytes()
+    one, asked = asking(own, own)
+    a = own.within("a")
+    asked.guess = own.within("bcd")
+    one.begin([a], 40)
+    assert one.propose([[*a, *own.within("\u20ac")[:1]]], 4)[0].ids == [] and not asked.rows  # a part of a character
+    assert one.propose([[*a, *own.within("\u20acx")]], 4)[0].ids == asked.guess
+    one.begin([a * 60], 2000)  # of a context of 512 or fewer
+    room = one.params.config.context
+    assert 0 < asked.ahead == room - 56 and one.room == room
+    row = a * (room - 3)
+    assert one.propose([row[:-4]], 4)[0].ids and one.newest
+    assert one.propose([row], 4)[0].ids == [] and not one.newest  # or odds would learn of it again
+
+
+def test_a_branch_reads_on_from_where_its_drafter_is():
+    own = of_bytes()
+    one, asked = asking(own, own)
+    row = own.within("the lamp")
+    one.begin([row], 40)
+    one.model.begin = None  # type: ignore  # no prompt is read again
+    branch = one.branch([[*row, *own.within(" of")]])
+    branch.propose([[*row, *own.within(" of the tower")]], 4)
+    assert asked.rows == [own.within("the lamp of the tower")]
+    assert one.rows[0].of == len("the lamp of") and branch.odds is one.odds and branch.room == one.room
+
+
 @pytest.mark.parametrize("cut", [1, 3, 8, 20])
 def test_a_drafter_reads_the_text_however_it_arrives(cut: int):
     """Its tokens make the text, of characters that are whole."""
@@ -151,6 +229,18 @@ def test_odds_learn_what_a_probability_is_worth():
     assert one == other and one.along([0.9, 0.9])[1] == pytest.approx(one.of(0.9) ** 2)
 
 
+def test_models_with_one_tokenizer_and_unlike_words_share_their_tokens():
+    hf = dict(TINY, num_hidden_layers=1)
+    own, padded = (replace(random(dict(hf, vocab_size=n)), tokenizer=of_bytes()) for n in (256, 320))
+    for one, other in ((own, padded), (padded, own)):
+        assert isinstance(drafter(other, one), Through)
+    assert Through(own)._known([7, 319]) == [7, 255]
+    assert drafts([Guess([7, 319], [-1, 0], [1.0, 1.0])], 4, 256).ids.tolist() == [[0, 7, 255, 0]]
+    other = replace(own, tokenizer=of_bytes(np.roll(np.arange(256), 7)))
+    assert drafter(other, padded).translation is drafter(other, padded).translation  # type: ignore
+    assert len(drafter(other, padded).translation.model_bytes) == 320  # type: ignore
+
+
 def test_what_cannot_guess_is_refused_by_name():
     params = replace(random(dict(TINY, vocab_size=256)), tokenizer=of_bytes())
     with pytest.raises(ValueError, match="its model has 300 words and this one 256; give one of the same words, or"):
@@ -159,5 +249,10 @@ def test_what_cannot_guess_is_refused_by_name():
     small = replace(random(dict(TINY, vocab_size=300)), tokenizer=Tokenizer(strange))
     with pytest.raises(ValueError, match="0 of its model's 300 tokens are tokens of this one"):
         drafter(small, params)
+    other = replace(params, tokenizer=of_bytes(np.roll(np.arange(256), 7)))
+    with pytest.raises(ValueError, match="of another vocabulary cannot verify what another guesses; give it last"):
+        drafter([other, "suffix"], params)
+    with pytest.raises(ValueError, match="its model's context is 32; give a model that reads more, a shorter text"):
+        Through(random(dict(TINY, num_hidden_layers=1, max_position_embeddings=32))).begin([[1] * 32], 1)
     with pytest.raises(ValueError, match="threshold=1.5"):
         Across(params, Translation(of_bytes(), of_bytes()), threshold=1.5)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 import jkv
 from jkv.core import sharding
-from jkv.generation import api, through
+from jkv.generation import api, drafting, through
 from jkv.generation.drafters import Guess, Recycling, Suffix, template
 from jkv.generation.drafting import Drafting, drafts
 from jkv.generation.named import drafter
@@ -88,6 +90,113 @@ def test_recycling_reads_the_table_level_by_level():
     assert got.ids[0] == 4 and got.ids[parent.index(0)] == best[0, 1, rank[parent.index(0)]]
     one.learn(np.asarray([[-1, 3]]), np.zeros((1, 2, 8), int))
     assert one.table[-1].tolist() == [0] * 8 and got.chance == [*expected[:3], 0.0]  # 8 is new
+
+
+def test_recycling_learns_of_rows_what_is_new_in_them():
+    """Rows that go on in their places are not read again, or the order of what a pass told would be lost."""
+    one = Recycling(100)
+    one.begin([[7, 4, 5], [9, 8]], 9)
+    one.propose([[7, 4, 5], [9, 8]], 3)
+    best = np.asarray([[[6, 4, 5, 0, 1, 2, 3, 9]]])
+    one.learn(np.asarray([[7]]), best)
+    one.begin([[7, 4, 5], [3]], 9)  # one has ended
+    one.propose([[7, 4, 5, 2], [3, 1]], 3)
+    assert one.table[7].tolist() == best[0, 0].tolist() and (one.table[5, 0], one.table[3, 0]) == (2, 1)
+    one.begin([[7, 4]], 9)
+    one.propose([[7, 4]], 3)
+    assert one.table[7, :3].tolist() == [4, 6, 5]
+
+
+def test_a_branch_of_recycling_learns_nothing_of_rows_that_may_be_refused():
+    one = Recycling(100)
+    one.begin([[7, 4]], 9)
+    branch = one.branch([[7, 4, 5]])
+    branch.propose([[7, 4, 5, 60, 61]], 3)
+    assert one.table[4, 0] == 5 and one.met[5] == one.met[60] == 0
+    one.propose([[7, 4, 5, 9]], 3)
+    branch.learn(np.asarray([[7]]), np.full((1, 1, 8), 3))
+    assert one.table[5, 0] == 9 and one.table[7, 0] == 3  # the table is one
+
+
+def test_a_branch_goes_on_with_what_its_drafter_knows_of_costs(monkeypatch):
+    monkeypatch.setattr(Through, "_reads", lambda *_, **__: None)
+    one = Through(PARAMS, behind=Suffix())
+    assert one.branch([[1]]).pace is one.pace
+
+
+class Told(Recycling):
+    """It guesses 5 and 6 for the first row, 5 for the others, and remembers what it was asked and told."""
+
+    asked: Any = None
+    told: Any = ()
+    clock: Any = int
+
+    def propose(self, rows, most):
+        self.asked = rows, most
+        return [Guess([5, 6], [-1, 0], [0.9, 0.9]), *[Guess([5], [-1], [0.9])] * (len(rows) - 1)]
+
+    def learn(self, ids, top):
+        self.told += (ids.tolist(),)
+        self.clock()
+
+
+def state_of(count: int, fill: int, alive: list[bool]) -> Any:
+    """A state as far as a generation with drafts reads it itself."""
+    cache = SimpleNamespace(fill=fill, room=20, stay=4, seen=None)
+    out, logits = np.full((len(alive), 64), 3), np.tile(np.arange(9.0), (len(alive), 1))
+    return SimpleNamespace(count=count, alive=np.asarray(alive), cache=cache, out=out, logits=logits, used=None)
+
+
+def test_no_pass_is_longer_than_tokens_can_come():
+    """Until the window is full, or the answer: 20 entries, of which 4 stay after a flush."""
+    found = []
+
+    class Cut(Drafting):
+        def _advance(self, tokens, count, new, most):
+            found.append(most)
+            self.state.count, self.state.cache.fill = count + most, (self.state.cache.fill - 4) % 16 + 4 + most
+
+        def _steps(self, count, new, paused):
+            found.append(0)
+            self.state.count += 1
+
+    class Wide(Pace):
+        def width(self, guesses):
+            return 8 if guesses[0].ids else 0
+
+    run = Cut(PARAMS, state_of(0, 15, [True]), None, Told(100), None, [[1]], Wide())  # type: ignore
+    for _ in run.rounds(22, [[]]):
+        pass
+    assert found == [5, 8, 8, 0]
+
+
+def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
+    """And what a guess takes has in it what is told before it."""
+    monkeypatch.setattr(drafting, "drawn", lambda *_: np.asarray([2, 2, 2]))
+    monkeypatch.setattr(drafting, "drafts", lambda guesses, *_: None)
+    told, now = Told(100), iter(range(100))
+    told.clock = lambda: next(now)
+    after = SimpleNamespace(count=1, alive=np.ones(3, bool))
+    verdict = SimpleNamespace(ids=np.zeros((3, 1)), top=None)
+    cost: Any = SimpleNamespace(compiling=0.0, begin=lambda *_, **__: (after, verdict))
+    pace = Pace(asked=True)
+    pace.stepped(1.0, 1, paused=False)
+    monkeypatch.setattr(pace, "width", lambda guesses: 4)
+    state = state_of(0, 4, [False, False, True])
+    run = Drafting(PARAMS, state, None, told, cost, [[0], [8, 9], [6, 7]], pace, told.clock)  # type: ignore
+    run._advance([[], [], []], 0, 40, 4)
+    assert told.asked == ([[0], [8, 9], [6, 7, 2]], 3) and told.told[0] == [[-1], [-1], [7]]
+    assert run.drafted == 1 and pace.guesses[-1] == 2
+
+
+def test_a_guess_is_charged_what_it_took():
+    pace = Pace(asked=True)
+    pace.stepped(10.0, 10, paused=False)
+    for seconds in (0.25, 0.25, 4.0):
+        pace.guessed(seconds, used=False)
+    assert pace.lost == 4.5
+    pace.guessed(3.0, used=True)
+    assert pace.lost == 4.5 + 3.0 - pace._guessing  # the rest is in the cost of the pass
 
 
 def test_the_tree_has_the_likeliest_nodes_parents_first():

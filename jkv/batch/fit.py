@@ -55,8 +55,9 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
         block, prefill = Cost(runs=False), Cost(runs=False)
         block.begin(run_block, params, state, draws, shape(()))
         if shapes.top is not None:
-            nodes = shape((shapes.rows, NODES))
-            block.begin(verify, params, state, draws, Draft(ids=nodes, parent=nodes), shape(()), top=shapes.top)
+            nodes = jnp.zeros((shapes.rows, NODES), jnp.int32)
+            draft = jax.eval_shape(lambda: Draft(ids=nodes, parent=nodes))
+            block.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
         prefill.begin(prefill_own, params, blank, ids, fresh=not chunk)
         held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
         return max(block.peak, held + prefill.peak)

@@ -100,7 +100,7 @@ def read(path: Path) -> list[Asked]:
 def _rows(file: Path) -> Iterable[Any]:
     if file.suffix == ".parquet":
         try:
-            from pyarrow import parquet  # pyright: ignore[reportMissingImports]  of an extra
+            from pyarrow import parquet
         except ImportError as error:
             raise ValueError(f"{file}: Parquet needs the package datasets; {install('datasets')}") from error
         return parquet.read_table(file).to_pylist()

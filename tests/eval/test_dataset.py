@@ -79,7 +79,6 @@ def test_a_negative_number_of_rows_is_refused():
         dataset.first([dataset._asked(VT, "")], -1, [])
 
 
-@pytest.mark.peers
 def test_rows_of_parquet(tmp_path):
     from pyarrow import Table, parquet
 

@@ -16,7 +16,7 @@ demo: .venv/installed  ## a real model generates through a compressed cache, and
 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15
 
-test: .venv/installed  ## every test with a few of its cases: what is not `slow`, `hardware` or `peers`
+test: .venv/installed  ## short tests with a few of their cases: what is not `slow`, `hardware` or `peers`
 	$(BIN)/jkv fetch smollm2-135m
 	$(PYTEST) -m "not (slow or hardware or peers)"
 

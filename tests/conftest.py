@@ -53,8 +53,8 @@ def few(cases: list) -> list:
 
 @pytest.hookimpl(tryfirst=True)  # what is slow is known before -m chooses
 def pytest_collection_modifyitems(items):
-    """`make test` runs every test: with compositions in common use, and with a few of its other cases. All the rest is
-    slow, and `make test-all` runs it.
+    """`make test` runs a test with compositions in common use, and with a few of its other cases. All the rest is slow,
+    and `make test-all` runs it.
 
     What is said of one composition comes one after the other: one worker of several compiles its programs, once.
     """

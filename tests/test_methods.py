@@ -214,6 +214,7 @@ def test_what_goes_together_answers(text):
     assert 0 < out.report.kl < 2  # of a model whose logits are far from even
 
 
+@pytest.mark.slow
 def test_receipts_say_what_reads_every_composition():
     for case in [*rig.ALL, *rig.OTHERS]:
         cache = rig.empty(case.tight, params=case.params)
@@ -266,6 +267,7 @@ def test_the_page_of_methods_is_what_the_catalogue_says():
 TABLES = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "tables.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES["TABLES"])
 def test_tables_are_what_the_results_say(name: str):
     root = Path(__file__).parent.parent

@@ -125,6 +125,7 @@ def reached(sources: dict[str, str]) -> set[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_every_module_is_of_use_to_the_package_and_not_to_tests_alone():
     sources = {name: path.read_text("utf-8") for name, path in modules().items()}
     assert sources.keys() - reached(sources) == set()

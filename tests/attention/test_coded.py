@@ -43,6 +43,7 @@ def dense(text: str, row: int) -> np.ndarray:
     return np.asarray(net.head(PARAMS, x))[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["kivi(group=16, recent=8)", "nsnquant(window=16)"])
 def test_queries_see_what_a_flush_will_store_and_the_newest_exact(text: str):
     plain, (_, coded) = rig.begun(text)[1], rig.begun(f"{text} | coded")

@@ -72,6 +72,7 @@ def test_equal_heads_share_equally_and_the_protected_stay():
     assert [len(x) for x in kept(strong, 13, 0.0)] == [1, 0, 12]
 
 
+@pytest.mark.slow
 def test_a_floor_of_one_is_snapkv_and_a_lower_one_is_not():
     texts = "snapkv(budget=48, window=8, pool=7, kind='max')", "adakv(budget=48, window=8, floor=1.0)"
     plain, floored = (loop.prefill(rig.PARAMS, rig.empty(x), jnp.asarray(PROMPT), fresh=True)[0] for x in texts)
@@ -127,6 +128,7 @@ def test_a_head_may_hold_what_another_has_not():
     assert FORCED.shape[1] < len(counts)
 
 
+@pytest.mark.slow
 def test_a_slot_remembers_what_its_head_paid():
     """Where everything is held, each slot's accumulated attention is that of the same token without a pool."""
     by_place = []

@@ -77,6 +77,7 @@ def same(got: Cache, want: Cache, params: Params) -> None:
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["full", "knorm(budget=120)"], ids=["full", "budgeted"])
 def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
     """In tiers and windows, before anything is evicted."""
@@ -85,6 +86,7 @@ def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
     same(cache, at_once(empty(text, ALONE), ALONE), ALONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)", "keydiff(budget=48)"])
 def test_tokens_given_once_more_see_what_came_before_them(text: str):
     """Several layers: the later piece is read again where it stands, in a window, and then all is compressed."""

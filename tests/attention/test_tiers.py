@@ -250,6 +250,7 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: i
 MELTING = [CASES[row.name][-1].tight for row in CATALOGUE.values() if row.filled.get("merge")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", MELTING, ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
 def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
     """After flushes: no selector remembers keys that a merge has changed since."""

@@ -126,6 +126,7 @@ def said(params: Params, cache: Cache, token: np.ndarray) -> np.ndarray:
     return np.asarray(net.head(params, x))[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", MODELS.values(), ids=list(MODELS))
 @pytest.mark.parametrize("config", READ.values(), ids=list(READ))
 def test_a_step_is_attention_over_what_is_held(config: CacheConfig, made: Callable[[int], Params]):
@@ -143,6 +144,7 @@ def test_a_step_is_attention_over_what_is_held(config: CacheConfig, made: Callab
     np.testing.assert_allclose(loop.step(params, cache, jnp.asarray(token))[1], said(params, cache, token), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_values_that_lose_nothing_by_the_lift_change_no_logit():
     """Columns of the lift to 32 channels are orthonormal."""
     for text in ("full", "snapkv(budget=48, window=8)", f"razorattention(local=48, share=0.0, heads={rig.KEEPERS!r})"):

@@ -104,6 +104,7 @@ POISON: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_a_line_is_the_other_rows_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every kind of poison, each between two good rows, by the command."""
     lines: list[Any] = [{"id": "first"} | good(0)]
@@ -257,6 +258,7 @@ def row(length: int, new: int) -> Request:
     return Request(line=1, id=None, tokens=np.zeros(length, np.int32), settings=Settings(max_new_tokens=new))
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_too_large_runs_in_smaller_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -86,6 +86,7 @@ def asked() -> dict[str, list[dict[str, Any]]]:
     return {cache: rows(14, draws) for cache, draws, _ in CACHES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "draws", "programs"), CACHES, ids=["full", "snapkv"])
 def test_rows_are_those_of_generate(tmp_path: Path, asked: Any, cache: str, draws: dict[str, float], programs: int):
     task = job(tmp_path, asked[cache], cache)
@@ -130,6 +131,7 @@ def test_a_stopped_job_goes_on_with_the_rows_that_are_left(tmp_path: Path, asked
     assert written(task) == written(whole)
 
 
+@pytest.mark.slow
 def test_killed_twenty_times_with_input_and_output_in_a_bucket(
     tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -173,6 +175,7 @@ def full(*_: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 def test_several_answers_to_a_prompt_are_one_row(tmp_path: Path):
     """As `jkv.generate` gives them, though rows come and go; none is written before all are there, also when killed."""
     draws = dict(temperature=0.8, top_k=20)
@@ -212,6 +215,7 @@ def test_a_sample_that_fails_fails_its_row_alone(tmp_path: Path, monkeypatch: py
     assert written(task)[2]["tokens"] and "error" not in written(task)[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["snapkv(budget=40, window=8)", "snapkv(budget=40, window=8, chunk=64)"])
 def test_prompts_without_room_are_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
     """In those of one row, whatever the batch: as `jkv.generate` reads them; or as the cache asks."""
@@ -311,6 +315,7 @@ def test_a_greedy_row_beside_others_takes_the_best_token():
     assert not mixed.greedy and (draws == logits.argmax(1)).all(0).tolist() == [True, False, True]
 
 
+@pytest.mark.slow
 def test_a_prompt_in_two_pieces_is_the_prompt():
     """Nothing is evicted or coded before both are there, so the cache is that of the prompt in one piece."""
     text = f"streaming(budget=48) | {rig.KIVI_TEXT}"

@@ -109,6 +109,7 @@ def test_a_selector_reads_its_index_and_its_picks(params):
     assert measure.cache_bytes(cache) == recent + slots * (token + 4) + index + picked
 
 
+@pytest.mark.slow
 def test_a_round_of_decoding_starts_before_a_flush(params):
     engine = engines.Jkv(params, "snapkv(budget=48, window=16)", 2, 200)
     ids = np.random.default_rng(0).integers(0, 100, (2, 100))
@@ -123,6 +124,7 @@ def test_a_round_of_decoding_starts_before_a_flush(params):
     assert int(flushed.fill) == flushed.plan[0].stay
 
 
+@pytest.mark.slow
 def test_a_cache_of_relative_positions_goes_beyond_the_context(params):
     spec = "streaming(budget=64)"
     assert engines.Jkv(params, spec, 1, 632).params.config.ropes[0].longest == 632
@@ -133,6 +135,7 @@ def test_a_cache_of_relative_positions_goes_beyond_the_context(params):
         speed.check("decode", ["full"], [600], 16, params.config)
 
 
+@pytest.mark.slow
 def test_rates_follow_from_times(params, monkeypatch):
     monkeypatch.setattr(speed, "turns", lambda trials, rounds: [[[1.0, 3.0]] * rounds])
     row = next(speed.rows("decode", params, ["full"], [40], batch=2, steps=2, rounds=3))
@@ -191,6 +194,7 @@ def test_random_weights_must_fit(monkeypatch):
 # ---------------------------------------------------------------- the commands
 
 
+@pytest.mark.slow
 def test_decode_writes_its_rows(tmp_path):
     out = tmp_path / "new" / "d.json"
     args = ("--cache", "full", "--cache", "knorm(budget=32)", "--context", 40)
@@ -222,6 +226,7 @@ def test_weights_in_codes(tmp_path):
     assert codes["rows"][0]["peak_bytes"] < floats["rows"][0]["peak_bytes"] - 20_000  # 71,648 bytes of weights less
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["prefill", "flush"])
 def test_prefill_and_flush(what, tmp_path):
     result = call(
@@ -232,6 +237,7 @@ def test_prefill_and_flush(what, tmp_path):
     assert row["what"] == what and row["ms"] > 0 and ("ms_per_token" in row) == (what == "flush")
 
 
+@pytest.mark.slow
 def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     params = models.random(dict(models.TINY, vocab_size=256, max_position_embeddings=2048))
     params = dataclasses.replace(params, tokenizer=commands.tokenizer())
@@ -258,6 +264,7 @@ def test_sampling_writes_a_row_for_each_way(tmp_path):
     assert all(r["ms"] > 0 for r in rows) and "temperature 0.7" in result.stdout
 
 
+@pytest.mark.slow
 def test_growth_draws_and_writes(tmp_path):
     pytest.importorskip("matplotlib")
     args = ("--marks", "160,200", "--over", 16, "--cache", "streaming(budget=64)", "--cache", "full")
@@ -370,6 +377,7 @@ def test_what_only_jkv_has_is_not_compared_with_kvpress(monkeypatch, cache):
 # ---------------------------------------------------------------- one operation
 
 
+@pytest.mark.slow
 def test_a_kernel_is_beside_dense_attention(tmp_path):
     args = ("--cache", "int8", "--cache", "kivi(bits=2)", "--context", 96, "--batch", 2, "--rounds", 2)
     result = call(*KERNEL, *args, "--json", tmp_path / "k.json")
@@ -390,6 +398,7 @@ def test_a_kernel_is_beside_dense_attention(tmp_path):
     assert "of copy rate" in result.stdout and len(result.stderr.splitlines()) == 6
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path):
     right = kernel.attend_tier
     args = ("--cache", "int8", "--context", 96, "--json", tmp_path / "k.json")
@@ -552,6 +561,7 @@ def test_no_evidence_is_said(tmp_path):
     refused(call(*args, "--results", tmp_path / "bad.json"), "bad.json is no JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["decode", "prefill"])
 def test_another_cache_takes_turns(what, tmp_path, monkeypatch):
     out, seen = tmp_path / "x.json", []
@@ -566,6 +576,7 @@ def test_another_cache_takes_turns(what, tmp_path, monkeypatch):
     assert "streaming(budget=32) ms" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_other_cache_runs_what_is_asked():
     ids = np.random.default_rng(0).integers(0, 100, (2, 40))
     peer = speed.Beside(models.random(models.TINY), "streaming(budget=32)")

@@ -28,6 +28,7 @@ def generate(*args, cache=CACHE, new=4, stdin=None):
     return call("generate", *args, "--cache", cache, "--max-new-tokens", new, stdin=stdin)
 
 
+@pytest.mark.slow
 def test_text_goes_to_stdout_and_the_receipt_to_stderr(tiny):
     result = generate(TEXT)
     assert result.exit_code == 0, result.output

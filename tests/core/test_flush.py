@@ -25,6 +25,7 @@ from support import rig
 from support.rig import BUDGET, LONGEST, MODEL, D, H
 
 
+@pytest.mark.slow
 def test_a_pause_changes_no_token_of_the_full_cache():
     paused = rig.run("full", forced=rig.PAUSES)
     for row in range(2):
@@ -39,6 +40,7 @@ def test_a_fraction_follows_the_row():
     np.testing.assert_array_equal(kept[0], [[45, 45], [36, 36]])  # floor of half of 90 and of 73
 
 
+@pytest.mark.slow
 def test_units_hold_neighbours_in_time():
     cache = rig.shared(f"knorm(budget=48) | {rig.KIVI_TEXT}").caches[-1]
     pos = np.asarray(cache.layers[0].tiers[0].pos)

@@ -78,6 +78,7 @@ def same(a, b):
         np.testing.assert_allclose(x, y, atol=1e-5 * max(1, abs(y).max()), rtol=0)
 
 
+@pytest.mark.slow
 @KINDS
 def test_generation_is_the_models_own(params):
     out, _ = answered(params.config.family)
@@ -117,6 +118,7 @@ def check_states(program, kind, out, params):
     assert not made["flush"] and "copy" not in made["once"]
 
 
+@pytest.mark.slow
 @BOTH
 def test_chunks_and_extensions_give_the_same_state(params):
     whole, want = jkv.prefill(params, "full", PROMPTS, room=64)
@@ -215,6 +217,7 @@ def test_what_cannot_work_is_refused():
         jkv.prefill(HYBRID, "fastkv(budget=40, layer=0)", PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_batch_job_gives_each_row_what_it_gets_alone(tmp_path, monkeypatch):
     """Rows come and go, and some begin alike: their state is taken where the common part ends."""
     from support.commands import call

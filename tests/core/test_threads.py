@@ -101,6 +101,7 @@ def test_few_programs_are_kept_whatever_threads_do(made, monkeypatch):
     assert len(compiled.PROGRAMS) == 2 and not compiled.BEGUN
 
 
+@pytest.mark.slow
 def test_threads_generate_what_one_does():
     params = jkv.models.random(dict(jkv.models.TINY, num_hidden_layers=1))
     prompts = [[(7 * i + j) % 97 for i in range(20)] for j in range(3)]

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jkv import methods
 from jkv.core import loop
@@ -14,6 +15,7 @@ N, PREFIX, PAGE, RECENT = 3, LENGTHS[1] - 3, 8, 16
 IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])
 
 
+@pytest.mark.slow
 def test_what_quest_reads_of_the_first_layer_is_what_its_bounds_promise():
     config = methods.parse(f"quest(pages=3, page={PAGE}, dense_layers=0)")
     cache = empty(config, MODEL, 2, LENGTHS[1], N, jnp.float32)

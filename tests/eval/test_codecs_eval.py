@@ -47,6 +47,7 @@ def dense(text: str, ids: np.ndarray) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(net.head(PARAMS, x))[0], np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["kivi(group=16)", "nsnquant(window=16)"])
 def test_one_pass_measures_attention_to_what_is_stored(text: str):
     got = Codecs(PARAMS, IDS, PREFIX)(parse(text))
@@ -64,6 +65,7 @@ def test_the_full_cache_costs_nothing():
     assert got["kl"] < 1e-6 and got["agree"] == 1 and got["bits"] == [32.0, 32.0]
 
 
+@pytest.mark.slow
 def test_layers_are_coded_one_by_one():
     """What is said of a layer is what it costs if all others are spared; together they cost about as much as all."""
     beside = Codecs(PARAMS, IDS[:1], PREFIX)
@@ -80,6 +82,7 @@ def test_layers_are_coded_one_by_one():
     assert min(found["by_band"]) > 0 and sum(found["by_band"]) == pytest.approx(keys, rel=0.5)
 
 
+@pytest.mark.slow
 def test_the_layer_that_stands_out_is_found_in_one_pass(monkeypatch):
     ids = IDS % models.TINY["vocab_size"]
     same, bad = (Codecs(planted(size), ids, PREFIX) for size in (1, 100))
@@ -98,6 +101,7 @@ def test_the_layer_that_stands_out_is_found_in_one_pass(monkeypatch):
     assert "--cache: name a cache" in CliRunner().invoke(app, args[:-2]).output
 
 
+@pytest.mark.slow
 def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     tokens, out = tmp_path / "tokens.npz", tmp_path / "found.json"

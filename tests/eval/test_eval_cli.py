@@ -50,6 +50,7 @@ def ppl(tokens, *more, code=0):
     return run("ppl", "--tokens", tokens, "--prefix", 64, "--continue", 32, *more, code=code)
 
 
+@pytest.mark.slow
 def test_perplexity_writes_a_row_a_cache(tokens, tmp_path):
     out = tmp_path / "ppl.json"
     done = ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out)
@@ -86,6 +87,7 @@ def test_an_endless_text_beside_the_last_of_it(tmp_path):
     assert "two places or more" in run(*given, "--cache", cache, "--points", 1, code=1).stderr
 
 
+@pytest.mark.slow
 def test_the_full_cache_reads_all_of_the_attention(tokens, tmp_path):
     out, given = tmp_path / "attention.json", ("attention", "--tokens", tokens, "--prefix", 92, "--continue", 4)
     run(*given, "--spared", 1, "--json", out)
@@ -95,6 +97,7 @@ def test_the_full_cache_reads_all_of_the_attention(tokens, tmp_path):
     assert "--spared 2: 0 or more, and fewer than the model's 2 layers" in done.output
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
     out, real, calls = tmp_path / "ppl.json", measure.perplexity, []
 
@@ -145,6 +148,7 @@ def test_a_missing_dataset_is_one_clear_line(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_fidelity_by_layer_and_its_pictures(tokens, tmp_path):
     out = tmp_path / "fid.json"
     args = ("--tokens", tokens, "--prefix", 64, "--continue", 32, "--cache", OWN, "--layers", "--json", out)

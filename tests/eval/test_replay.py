@@ -39,6 +39,7 @@ def same(a: object, b: object) -> None:
         np.testing.assert_allclose(np.asarray(x, float), np.asarray(y, float), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sharing_changes_no_cache(case: Case):
     asked: list[int] = []

@@ -33,6 +33,7 @@ def held(cache: Cache) -> np.ndarray:
     return np.stack([np.logical_or(*rig.held(cache, i)) for i in range(L)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
     """On top of the budget and at no cost to the prompt, where a method compresses prompts; else within the budget."""

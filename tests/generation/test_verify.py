@@ -103,6 +103,7 @@ def same(got: loop.Decoding, want: loop.Decoding, lossy: bool = False) -> None:
             np.testing.assert_allclose(a.queries.lse, b.queries.lse, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["greedy", "drawn"])
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_passes_give_the_tokens_of_steps(case: rig.Case, kind: str):

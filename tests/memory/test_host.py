@@ -73,6 +73,7 @@ def same(text: str, host: str, more: str = "") -> Cache:
 LEARNS = pytest.param("lrqk(tokens=16, page=8, rank=4)", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LEARNS, "icecache(pages=3, page=8, sinks=8)"])
 def test_what_flushes_teach_or_arrange_is_picked_on_the_host_as_on_the_device(text: str):
     (logits, _), (found, far) = ran(text), ran(f"{text[:-1]}, host='all', hot=3)")
@@ -80,6 +81,7 @@ def test_what_flushes_teach_or_arrange_is_picked_on_the_host_as_on_the_device(te
     assert sum(pages_asked(far)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["values", "all"])
 def test_codes_on_the_host_give_the_logits_of_codes_on_the_device_bit_for_bit(host: str):
     same(f"int4 | {QUEST})", host)
@@ -102,6 +104,7 @@ def test_so_do_other_codecs_and_selectors_and_tiers_that_are_read_tile_by_tile(t
     same(text, "all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["lru", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fifo", "uses"))])
 def test_pages_that_stay_on_the_device_change_nothing_and_are_counted(rank: str):
     far = same(f"int4 | {QUEST})", "all", f", hot=5, hot_by={rank!r}")

@@ -18,6 +18,7 @@ from support.selections import prompt_taps
 ROWS = [row[row >= 0].tolist() for row in PROMPT]
 
 
+@pytest.mark.slow
 def test_a_page_counts_what_the_last_queries_paid_it():
     cache = rig.prompted(CASES["alisa"][0].tight)
     assert cache.plan[0].tiers[0].select.pages == 6  # type: ignore[union-attr]

@@ -102,6 +102,7 @@ def test_bytes_are_filled_and_not_exceeded(name: str):
     assert 0.9 * most < tree_bytes(less) < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.parametrize("form", ["keep", "bytes"])
 def test_what_was_asked_is_what_a_prompt_leaves(name: str, form: str):
@@ -197,6 +198,7 @@ def test_upper_layers_get_what_lower_ones_cannot_fill(layers: int, group: int, m
         assert got == pyramid(40, layers, 20, group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_budget_that_a_short_row_fills_is_filled(name: str):
     """Most of a text, divided: layers that want more than the text leave it to the others."""

@@ -52,6 +52,7 @@ def test_attention_that_moves_counts_more():
     np.testing.assert_allclose(plain, scene.p.sum(2).mean(1) / 8, atol=1e-6)  # snapkv
 
 
+@pytest.mark.slow
 def test_the_layers_of_a_prompt_divide_its_budget():
     (case,) = CASES["cake"]
     cache = rig.prompted(case.tight)

@@ -50,6 +50,7 @@ def answered(config: CacheConfig) -> jkv.Result:
     return jkv.generate(PARAMS, config, PROMPTS, max_new_tokens=NEW, stop_ids=())
 
 
+@pytest.mark.slow
 @configs
 def test_every_layer_and_head_reads_what_its_own_table_decodes(config: CacheConfig):
     cache, token = answered(config).cache, jnp.asarray([3, 5])

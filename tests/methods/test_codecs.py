@@ -141,6 +141,7 @@ def test_the_leaves_follow_the_slots(codec):
     assert all(x.shape[0] == 16 // codec.grain for x in jax.tree.leaves(full.grains))
 
 
+@pytest.mark.slow
 @codecs
 def test_codes_do_not_depend_on_later_tokens(codec):
     x = draw(0, 32, 16)

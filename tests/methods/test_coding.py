@@ -166,6 +166,7 @@ def reference(x: np.ndarray, codec: Nsn) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(out), np.concatenate(means)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "scalar"), [(1, 0.3634), (2, 0.1175)])
 def test_codes_are_those_of_normalise_shift_normalise(bits: int, scalar: float):
     x = (draw(0, 64, 64) + 2 * draw(1, 1, 64)) * np.exp(draw(2, 64, 1) / 2)

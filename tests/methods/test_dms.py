@@ -89,6 +89,7 @@ def forgotten(row: int):
     return np.asarray(net.head(PARAMS, x))[0, -1], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_prompt_sees_what_it_would_have_seen_token_by_token(row: int):
     run, n = rig.shared(TEXT), LENGTHS[row]

@@ -114,6 +114,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", PLACES.values(), ids=list(PLACES))
 def test_a_step_attends_to_what_decodes(config: CacheConfig):
     cache, token = prompted(config), jnp.asarray([3, 5])

@@ -230,6 +230,7 @@ def positions_of(cache, layer: int) -> list[set[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_what_is_given_in_a_later_turn_stays_and_what_was_generated_before_it_is_still_the_path():
     asked, _ = turns("rpc(window=4, period=16)", 41, 37, 21)
     cache, given = turns("rpc(window=4, period=16)", 41, 37, 21, 50)
@@ -239,6 +240,7 @@ def test_what_is_given_in_a_later_turn_stays_and_what_was_generated_before_it_is
             assert {*given} <= held and len(held - {*given}) <= 4 + 16 + 0.25 * (37 + 50)
 
 
+@pytest.mark.slow
 def test_a_question_neither_melts_into_its_context_nor_leaves_before_it_is_answered():
     before, _ = turns("elasticcache(budget=48, newest=20)", 60, 5)
     after, given = turns("elasticcache(budget=48, newest=20)", 60, 5, 26)
@@ -320,6 +322,7 @@ def test_a_fixed_place_leaves():
     assert rank.argmin() == 75
 
 
+@pytest.mark.slow
 def test_a_prompt_melts_and_generated_tokens_leave_by_place():
     caches = rig.run("elasticcache(budget=48, newest=20)", forced=FORCED[:, :20]).caches
     cache, flushed = caches[0], caches[rig.flushed(caches)[0]]
@@ -343,6 +346,7 @@ def test_a_prompt_melts_and_generated_tokens_leave_by_place():
         np.testing.assert_array_equal(np.flatnonzero(after), [*old[:28], *old[-20:], now])
 
 
+@pytest.mark.slow
 def test_pages_are_chosen_by_the_last_query_once_and_later_tokens_take_the_worst_ones_slots():
     """TriForce: of each page the last query with the mean key, over the group; the first page is kept."""
     run = rig.run("triforce(budget=72, page=8, newest=16)", params=PARAMS)

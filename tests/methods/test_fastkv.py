@@ -50,6 +50,7 @@ def dense(row: int) -> tuple[np.ndarray, list[int]]:
     return np.asarray(net.head(PARAMS, x[:, -1:])[0, 0]), on
 
 
+@pytest.mark.slow
 def test_upper_layers_see_what_the_layer_before_looks_at():
     cache, logits = jkv.prefill(PARAMS, "fastkv(budget=90, window=8, layer=0, share=0.4)", ROWS)
     for row, n in enumerate(LENGTHS):
@@ -83,6 +84,7 @@ def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred(
         assert plan.budget.limit(plan, Counts(seen=seen, prompt=seen, later=none), None).tolist() == [100]
 
 
+@pytest.mark.slow
 def test_what_follows_a_prompt_goes_on_whole():
     cache, _ = jkv.prefill(PARAMS, TEXT, ROWS, room=64)
     more, logits = jkv.extend(PARAMS, cache, [[5, 6, 7, 8] * 5, [9, 10] * 6])

@@ -62,6 +62,7 @@ def test_a_token_is_ranked_in_its_block_against_the_next_block():
     np.testing.assert_array_equal(got[:, 3:], want[:, 3:])
 
 
+@pytest.mark.slow
 def test_what_a_token_was_told_does_not_depend_on_when():
     """In the first layer, whose keys no eviction changes: told at three flushes, or of the whole text at once."""
     text = f"lagkv(budget={BUDGET})"
@@ -80,6 +81,7 @@ def test_what_a_token_was_told_does_not_depend_on_when():
     np.testing.assert_array_equal(told[use], np.take_along_axis(whole, pos, 2)[use])
 
 
+@pytest.mark.slow
 def test_what_a_token_was_told_stays_when_the_rest_of_its_block_has_left():
     scene = Scene("lagkv(budget=20, lag=4, sinks=3)")
     ev, old = scene.ev, scene.ev.window

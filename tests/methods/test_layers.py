@@ -84,6 +84,7 @@ def with_lost(token: Token, k, v, gone) -> Token:
     return MeanToken().absorb(token, SimpleNamespace(pos=jnp.zeros((1, 1, n))), Lost(index=index, k=k, v=v))
 
 
+@pytest.mark.slow
 def test_a_mean_token_weighs_what_it_stands_for():
     attend = MeanToken().attend
     nothing = Token(k=jnp.full((1, 1, 1), jnp.nan), v=jnp.full((1, 1, 1), jnp.nan), count=jnp.zeros((1, 1)))

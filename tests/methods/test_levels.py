@@ -66,6 +66,7 @@ def test_an_unbiased_scale_keeps_the_length_along_each_token():
     assert ((x * short.decode(short.encode(x))).sum(1) / jnp.square(x).sum(1)).mean() < 0.93
 
 
+@pytest.mark.slow
 def test_block_floats_round_to_their_step_and_saturate():
     codec = Bfp(mantissa=4, block=4)
     x = jnp.array([[1, 0.5, 0.25, 8], [1, 0.5, 0.25, 0.75], [8, 9, 10, 15], [0, 0, 0, 0]], jnp.float32)

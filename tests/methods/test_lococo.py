@@ -42,6 +42,7 @@ def read(text: str, pieces: list[int], steps: int = 0):
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [0, 6])
 def test_mixtures_are_those_of_the_paper_piece_by_piece(local: int):
     pieces = [40, 80, 110]

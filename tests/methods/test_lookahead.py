@@ -105,6 +105,7 @@ def test_the_repetition_stands_in_the_turn_of_the_answer():
     assert Rebuilt(piece=40).texts(talks, ROWS, greedy)[0].ids[0] == Words().within(AGAIN) + ROWS[0][:40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["dapq(budget={}, tokens=10)", "kvzip(budget={}, piece=40)"])
 def test_nothing_of_a_probe_stays(text):
     new = dict(max_new_tokens=12, stop_ids=())
@@ -140,6 +141,7 @@ def test_the_best_by_what_was_learned_stay(form: str):
         assert len(kept ^ set(best[: 24 * H * L])) <= 2 * L  # a layer's places are whole tokens a head
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_refused(tmp_path):
     long = [[1] * 500]
     with pytest.raises(ValueError, match="531 tokens, and the model's context is 512: take dapq: fewer tokens="):

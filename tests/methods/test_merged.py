@@ -75,6 +75,7 @@ def test_the_tokens_that_differ_most_stay_as_they_are():
         assert sorted(np.flatnonzero(exact)) == sorted(far)
 
 
+@pytest.mark.slow
 def test_where_every_token_stays_apart_the_cache_is_the_full_one():
     text = "minicache(kept=96)"
     for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):

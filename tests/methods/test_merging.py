@@ -91,6 +91,7 @@ def test_probes_are_the_last_and_a_seeded_sample_of_each_row():
 RAGGED = [(20, 20, 0.6, (58, 41)), (4, 8, 0.6, (37, 3))]  # 0.6 of 25 is above 15 in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group, block, share, lengths", RAGGED)
 def test_every_token_of_a_ragged_batch_is_kept(group: int, block: int, share: float, lengths: tuple[int, int]):
     text = f"zipcache(group={group}, block={block}, share={share})"
@@ -113,6 +114,7 @@ def decoded(codec, code):
     return decode(codec, code)
 
 
+@pytest.mark.slow
 def test_the_salient_prompt_tokens_are_in_four_bits_and_within_half_a_step():
     cache = rig.shared(ZIP).caches[0]
     layer, plan = cache.layers[0], cache.plan[0]
@@ -233,6 +235,7 @@ def test_a_member_counts_the_more_the_more_its_key_is_alike():
 BLIND = loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, steps", [(ALL, 40), ("elasticcache(budget=48, newest=20)", 16)])
 def test_what_melts_is_still_there_if_all_keys_are_the_same(text: str, steps: int):
     """An entry then counts as many tokens as went into it: the logits are those of the full model.
@@ -244,6 +247,7 @@ def test_what_melts_is_still_there_if_all_keys_are_the_same(text: str, steps: in
     assert (np.asarray(got.caches[-1].kept()) < np.asarray(want.caches[-1].kept())).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [ALL, "ems(budget=48, window=8, candidates=90, threshold=-1.1)"])
 def test_no_token_is_lost_without_a_place_that_counts_it(text: str):
     for cache in (rig.shared(text).caches[i] for i in (0, *rig.flushed(rig.shared(text).caches))):
@@ -273,6 +277,7 @@ def snapshot(layer, row: int, head: int):
     return tuple(dict(zip(pos[live], np.asarray(x)[row, head][live], strict=True)) for x in arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "alone"), [(ALL, 0), (MERGE, 16)])
 def test_a_prompt_melts_into_its_pivots(text, alone):
     cache = rig.shared(text).caches[0]
@@ -340,6 +345,7 @@ def test_kvmerger_holds_its_budget_and_its_sinks():
         assert all(rig.held(cache, layer)[0][..., :4].all() for layer in range(L))
 
 
+@pytest.mark.slow
 def test_integers_that_survive_keep_their_bits():
     caches = rig.shared(f"{MERGE} | int8").caches
     before = codes(caches[0])
@@ -362,6 +368,7 @@ def test_the_dead_and_the_neighbours_change_nothing(text: str):
     np.testing.assert_allclose(np.stack(apart.logits)[:, 1], np.stack(clean.logits)[:, 1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_dead_slots_of_a_shrunken_row_stay_out():
     """A flush in which one row has no newcomer at all leaves that row's tier as it was."""
     cache = rig.shared(MERGE).caches[20]

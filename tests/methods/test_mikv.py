@@ -58,6 +58,7 @@ TIERS = {  # score, bits of the lower tier, tokens of the upper one and of both 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TIERS)
 def test_the_best_stay_as_they_are_and_the_next_at_few_bits(text: str):
     score, bits, sizes = TIERS[text]

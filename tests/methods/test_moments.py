@@ -146,6 +146,7 @@ def test_what_is_not_moments_is_refused(tmp_path):
         Moments.read(str(broken))
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_used(tmp_path, monkeypatch):
     speaking = replace(commands.PARAMS, config=replace(commands.PARAMS.config, context=64))
     codes = replace(models.random(speaking.config, form="int8"), tokenizer=speaking.tokenizer)

@@ -70,6 +70,7 @@ def test_bits_go_where_they_gain_most():
         assert paid <= min(costs[:, i].sum() for i in range(4) if (i,) * 4 in fits)
 
 
+@pytest.mark.slow
 def test_the_layer_that_needs_more_bits_has_them(tmp_path, monkeypatch):
     params, ids = planted(100), np.random.default_rng(5).integers(3, 90, (1, 96))
     batch = Batch(ids=jnp.asarray(ids), pos=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))

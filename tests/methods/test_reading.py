@@ -132,6 +132,7 @@ def taken():
     return out, replay
 
 
+@pytest.mark.slow
 def test_a_step_reads_the_sinks_the_pages_that_were_forecast_and_the_recent_tokens():
     run, (steps, _) = rig.shared(CASE.tight), taken()
     for i, (read, _, _, logits) in enumerate(steps):

@@ -61,6 +61,7 @@ def begun(config: CacheConfig, params=PARAMS):
     return loop.prefill(params, state, jnp.asarray(PROMPT), fresh=True)
 
 
+@pytest.mark.slow
 def test_a_linear_remainder_is_a_state_like_any_other():
     """Keys that are all 0: then phi(q) . phi(k) = 1 = exp(q . k), and the logits are those of the full model."""
     blind = replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))

@@ -96,6 +96,7 @@ def expected(queries: np.ndarray, future: int) -> np.ndarray:
     return np.asarray(score.rank(evidence(KEYS, VALUES, q, score, ROPE, q_pos=at)))[0, 0]
 
 
+@pytest.mark.slow
 def test_without_spread_the_expected_attention_is_that_of_the_mean_query():
     mean = RNG.standard_normal((2, 1, 4))
     q = np.asarray(ROPE.rotate(jnp.asarray(mean, jnp.float32), jnp.full((1, 1), 10)))
@@ -104,6 +105,7 @@ def test_without_spread_the_expected_attention_is_that_of_the_mean_query():
     np.testing.assert_allclose(got, p * np.linalg.norm(VALUES, axis=1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_expected_attention_is_the_mean_over_gaussian_queries():
     queries = 0.5 * RNG.standard_normal((1, 6, 4))
     mu, cov = queries[0].mean(0), np.cov(queries[0].T, bias=True)
@@ -168,6 +170,7 @@ class Record(Score):
         return ev.pos.astype(jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept, block", [(0, 8), (5, 8), (11, 8), (30, 8)])
 def test_every_query_is_new_once_and_the_newest_are_kept_in_order(kept: int, block: int):
     """A prompt, steps, a text that is added in the middle of a block, shorter or longer than the ring, and steps."""

@@ -163,6 +163,7 @@ def by_rank(token, ks, vs, rank, see):
     return net.head(PARAMS, x)[:, 0], taps
 
 
+@pytest.mark.slow
 def test_relative_places_are_ranks_of_the_kept():
     run = rig.shared("streaming(budget=48)")
     ks, vs = np.zeros((L, 2, H, LONGEST, D), np.float32), np.zeros((L, 2, H, LONGEST, D), np.float32)
@@ -190,6 +191,7 @@ MOVING = {codec: parse(f"lacache(budget=48) | {codec}") for codec in ("int8", "m
 MOVING["separable"] = replace(parse("lacache(budget=48)"), codec=(Separable(bits=4, group=4),) * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", MOVING.values(), ids=list(MOVING))
 def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
     cache, _ = loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
@@ -270,6 +272,7 @@ def test_a_prompt_teaches_the_maps_by_which_its_tokens_are_known():
     np.testing.assert_allclose(got[live], known[live], atol=0.01 * abs(known).max())
 
 
+@pytest.mark.slow
 def test_pages_of_what_is_alike_hold_the_whole_prompt_once():
     cache = rig.prompted(rig.CASES["icecache"][0].tight)
     pos = np.asarray(cache.layers[0].tiers[0].pos)

@@ -28,6 +28,7 @@ def prompted(what: str | CacheConfig) -> Cache:
     return jkv.prefill(PARAMS, what, PROMPTS, room=30)[0]
 
 
+@pytest.mark.slow
 def test_spared_layers_keep_floats_and_the_others_their_codes():
     coded, spared = prompted("int4"), prompted("int4(exact_layers=[1])")
     assert [plan.tiers[0].k.exact for plan in spared.plan] == [i == 1 for i in range(L)]
@@ -71,6 +72,7 @@ def test_the_first_tokens_stay_exact_whatever_else_stays():
         assert plan.tiers[0].k.exact and not plan.tiers[1].k.exact
 
 
+@pytest.mark.slow
 def test_a_prompt_that_attends_to_its_codes_sees_its_first_tokens_exact():
     """Nothing but exact first tokens is the full cache, and what is behind them makes a difference."""
     low, exact = Affine(bits=2), TierSpec(k=Dense(), v=Dense(), size=61, first=True)

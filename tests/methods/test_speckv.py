@@ -24,6 +24,7 @@ from support.selections import best, newest
 ROWS = [row[row >= 0].tolist() for row in PROMPT]
 
 
+@pytest.mark.slow
 def test_a_draft_looks_back():
     (case,) = CASES["speckv"]
     cache = rig.prompted(case.tight)
@@ -95,6 +96,7 @@ def test_one_that_is_alike_brings_what_is_about_it():
     assert smoothed(score, 131, 1, 129) == [0, *range(136, 265), 399]
 
 
+@pytest.mark.slow
 def test_what_is_not_chosen_was_never_there():
     text = CASES["specpc"][0].tight
     got = jkv.generate(PARAMS, text, ROWS, max_new_tokens=1, stop_ids=())

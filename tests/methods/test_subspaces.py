@@ -140,6 +140,7 @@ def test_all_channels_are_exact():
     np.testing.assert_allclose(codes.decode(codec, codes.encode(codec, x)), x, atol=1e-4 * float(abs(x).max()))
 
 
+@pytest.mark.slow
 def test_latents_of_all_channels_are_the_full_cache():
     text = f"palu(keys=1, values=1, moments={MOMENTS!r})"
     for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):
@@ -195,6 +196,7 @@ def test_a_step_of_a_stretch_is_that_of_its_channel_and_its_bits():
     np.testing.assert_allclose(beyond[0, :12], x[:, :12].max(0), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught():
     text = "svdq(values=4)"
     before = rig.prompted(text)
@@ -211,6 +213,7 @@ def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught():
             assert ((second >= first) | (second < 0)).all() and (second >= 0).sum() >= 2 * 30
 
 
+@pytest.mark.slow
 def test_what_has_no_room_behind_a_prompt_is_refused():
     """It has slots of its own, and would push out its older tokens."""
     rows = [[t % 90 for t in range(3, 63)], [t % 90 for t in range(5, 78)]]
@@ -271,6 +274,7 @@ def test_heads_that_do_not_divide_are_refused():
     assert [x.shape[:2] for x in jax.tree.leaves(arrays.tiers)] == [(L, 1)] * 4
 
 
+@pytest.mark.slow
 def test_rows_keep_what_their_prompts_taught_when_they_are_picked():
     text = "shadowkv(rank=8)"
     cache = rig.prompted(text)
@@ -304,6 +308,7 @@ def exact(width: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(got, 1).astype(float), np.concatenate(plain, 1).astype(float)
 
 
+@pytest.mark.slow
 def test_a_group_of_layers_loses_what_its_smallest_singular_values_hold():
     for width in (8, 24):
         got, plain = exact(width)
@@ -311,12 +316,14 @@ def test_a_group_of_layers_loses_what_its_smallest_singular_values_hold():
         np.testing.assert_allclose(np.square(got - plain).sum(), np.square(lost).sum(), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_layers_with_all_directions_are_the_full_cache():
     text = f"xkv(keys=1, values=1, layers={L})"
     for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_one_layer_holds_the_codes_that_all_of_its_group_read():
     cache = prompted("xkv(layers=2)")
     first, second = (layer.tiers[0] for layer in cache.layers)
@@ -338,6 +345,7 @@ def test_what_does_not_go_with_layers_together_is_refused(text: str, chunk: int)
         check(alone, MODEL)
 
 
+@pytest.mark.slow
 def test_a_selector_over_codes_of_some_heads_reads_what_it_picks():
     """Two heads at a time of four: all pages picked is no selector."""
     params = models.random(dict(models.TINY, num_attention_heads=8, num_key_value_heads=4))

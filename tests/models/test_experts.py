@@ -170,6 +170,7 @@ def test_an_expert_of_the_wrong_shape_or_number_is_named():
         models.build(hf | {"num_local_experts": 3}, tensors, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_blocks_that_are_alike_share_a_config_and_a_draft_keeps_its_own(name):
     p = models.random(CASES[name])

@@ -46,6 +46,7 @@ def test_codes_and_what_is_no_matrix_stay_as_they_are():
     assert replace(p, prefill_dtype=None).reading.layers[0]["qkv"] is p.layers[0]["qkv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_is_near_and_what_follows_is_exact(kind):
     exact = models.random(KINDS[kind])
@@ -82,6 +83,7 @@ def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
     assert set(products(step.jaxpr)) == {"float32"}
 
 
+@pytest.mark.slow
 def test_no_second_copy_of_the_weights():
     deep = dict(models.TINY, hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
     p = models.abstract(models.read_config(deep))
@@ -95,6 +97,7 @@ def test_no_second_copy_of_the_weights():
     assert more < tree_bytes(p.layers) / 8  # a matrix or two of one layer, in half the bytes
 
 
+@pytest.mark.slow
 def test_the_receipt_says_so_and_the_comparison_is_to_exact_products():
     p = replace(models.random(models.TINY), prefill_dtype=BF16)
     out = jkv.generate(p, "full", [[3, 1, 4] * 20], max_new_tokens=4, compare=True)

@@ -58,6 +58,7 @@ def test_turned_back_is_what_it_was(rope: Rope, part: bool):
     np.testing.assert_allclose(rope.rotate(rope.rotate(x, pos, inverse=True), pos), x, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MOVED, ids=str)
 def test_keys_that_are_turned_at_read_are_those_of_the_model(case: rig.Case):
     """Nothing leaves, so ranks are positions, and the logits are those of the model without a cache."""

@@ -146,6 +146,7 @@ def tiny():
     return {form: models.random(dict(models.TINY, hidden_size=64), form=form) for form in (None, "int8", "int4")}
 
 
+@pytest.mark.slow
 def test_a_model_in_codes_is_near_its_floats(tiny):
     ids = jnp.arange(1, 9)[None]
     want = models.forward(tiny[None], ids, ids - 1)
@@ -169,6 +170,7 @@ def test_a_form_is_another_model(tiny):
     assert fingerprint(codes, "bfloat16") != fingerprint(codes)
 
 
+@pytest.mark.slow
 def test_generation_counts_what_it_holds(tiny):
     out = jkv.generate(tiny["int8"], "streaming(budget=32, recent=8)", [3, 1, 4] * 20, max_new_tokens=4)
     report = out.report
@@ -176,6 +178,7 @@ def test_generation_counts_what_it_holds(tiny):
     assert f"{report.bytes_weights:,}, int8" in str(report)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_file_are_kept(tmp_path, monkeypatch):
     file = coded_file(tmp_path, "Q8_0")
     kept, floats = load.load(file, weights="file"), load.load(file)

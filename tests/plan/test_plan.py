@@ -31,6 +31,7 @@ JOB = plan.Job(
 )
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_the_arrays():
     prefill, decode = plan.programs(JOB, target("cpu"))
     new = 64  # half of the context
@@ -163,6 +164,7 @@ def test_the_cycles_of_a_schedule_are_counted_where_they_are_spent():
     assert hlo.cycles(LOOPS) == {"once": 2000, "step": 1707}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["int8", "h2o(budget=40)"])
 def test_a_prompt_is_planned_in_the_largest_chunks_that_fit(text: str):
     """Whole if that fits; a method that needs it whole is planned so; what the compiler refuses is planned smaller."""
@@ -180,6 +182,7 @@ def test_a_prompt_is_planned_in_the_largest_chunks_that_fit(text: str):
     assert asked.what == whole.what and not asked.fits(machine)
 
 
+@pytest.mark.slow
 def test_a_file_is_planned_with_the_blocks_that_it_has(tmp_path):
     kinds = {name: gguf.GGMLQuantizationType.Q8_0 for name, x in ggufs.weights().items() if x.ndim == 2}
     path, out = ggufs.tiny(tmp_path / "m.gguf", kinds=kinds), tmp_path / "out.json"

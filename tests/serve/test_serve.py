@@ -104,6 +104,7 @@ def alone() -> dict[str, list[str]]:
     return {cache: jkv.generate(PARAMS, cache, PROMPTS, **draws).text for cache in ("full", SNAP)}
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_generate_by_any_cache(client: openai.OpenAI, alone: Any):
     assert [x.id for x in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").owned_by == "jkv"
     i, prompt = 9, PROMPTS[9]
@@ -266,6 +267,7 @@ def test_a_client_that_reads_slowly_gets_the_newest_receipt_of_each_row():
     assert isinstance(got[1][1], Piece) and isinstance(got[-1][1], Kept)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_score(client: openai.OpenAI):
     prompt = "abcdefgh"
     said = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0, logprobs=3, echo=True)

@@ -64,6 +64,7 @@ def graded():
     return slope.gate, {name: float(x) for name, x in told.items()}
 
 
+@pytest.mark.slow
 def test_the_divergence_is_that_of_plain_numpy(graded):
     want = kl(f64(GATE))
     assert want > 1e-4
@@ -146,6 +147,7 @@ def test_twenty_steps_mark_tokens_and_a_killed_training_ends_the_same(tmp_path):
     assert float(np.asarray(cache.kept()).mean()) < 0.9 * int(cache.seen[0])
 
 
+@pytest.mark.slow
 def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
     learned.write(tmp_path, vars(GATE), {"method": "dms", "model": learned.identities(PARAMS)})
     made = RECIPE.finished(PARAMS, BATCH, trained(tmp_path, Delayed(window=0)))

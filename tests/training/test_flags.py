@@ -77,6 +77,7 @@ def test_a_prompt_forgets_before_it_attends():
         assert 0.2 < held.mean() < 0.8
 
 
+@pytest.mark.slow
 def test_a_gate_that_is_open_is_the_plain_model_and_a_shut_one_keeps_nothing():
     ids = RNG.integers(0, MODEL.vocab, 50).tolist()
 
@@ -94,6 +95,7 @@ def test_a_gate_that_is_open_is_the_plain_model_and_a_shut_one_keeps_nothing():
     assert (np.asarray(cache.kept()) == 20).all()  # what is generated stays
 
 
+@pytest.mark.slow
 def test_a_threshold_moves_what_is_kept():
     ids = [RNG.integers(0, MODEL.vocab, 50).tolist()]
     kept = [int(jkv.prefill(PARAMS, config(LOOK, threshold=t), ids)[0].kept().sum()) for t in (0.0, 0.3, 0.7)]
@@ -130,6 +132,7 @@ def expected(look: Look) -> tuple[float, float, np.ndarray]:
     return float(np.mean(losses)), float(np.mean(kept)), np.concatenate(slopes, 1)
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradient_by_finite_differences():
     teacher, look = trainer.lesson(PARAMS, BATCH, 0), f64(LOOK)
     recipe = flags.Recipe(answer=ANSWER, share=0.3, weight=0.7)

@@ -93,6 +93,7 @@ def test_the_error_and_its_gradient_are_those_of_plain_numpy():
         np.testing.assert_allclose(got, (ends[0] - ends[1]) / 2e-6, rtol=2e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_network_begins_as_its_baseline():
     line, some = Linear(weights=jnp.array([0.5, -0.2, 0.3])), data(3, 6, 8)
     net = forecast.start(line, 8, jax.random.key(2))

@@ -65,6 +65,7 @@ def graded():
     return slope.gate, {name: float(x) for name, x in told.items()}, teacher
 
 
+@pytest.mark.slow
 def test_every_part_of_the_loss_is_that_of_plain_numpy(graded):
     want = expected(f64(GATE))
     assert want["capacity"] > 0.02 and want["kl"] > 1e-4
@@ -81,6 +82,7 @@ def test_gradients_are_finite_differences(graded, name):
     np.testing.assert_allclose((np.asarray(getattr(graded[0], name)) * direction).sum(), want, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_layers_and_heads_are_over_capacity_together():
     """Make Each Token Count: value, gradient, and a last product that stays one for all layers."""
     begun = deeper(MODEL, 5, 3.0, jax.random.key(2))
@@ -153,6 +155,7 @@ def test_a_gate_that_forgets_nothing_is_plain_attention_bit_for_bit():
     assert np.abs(np.asarray(forgetful(3.0)) - np.asarray(plain)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_in_the_limit_the_soft_cache_is_the_hard_set():
     drop = np.random.default_rng(5).random((MODEL.layers, 2, MODEL.heads, 150)) < 0.5
 
@@ -167,6 +170,7 @@ def test_in_the_limit_the_soft_cache_is_the_hard_set():
         np.testing.assert_allclose(got[row][pos >= 0], want[pos >= 0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_trains_gates_in_float32(graded):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     recipe = Recipe(budget=BUDGET, weight=0.7)

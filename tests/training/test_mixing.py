@@ -37,6 +37,7 @@ def whole() -> np.ndarray:
     return np.stack([np.stack([attention(q[h], k[h], v[h], at, t) for t in at], 1) for h in range(H)])
 
 
+@pytest.mark.slow
 def test_the_loss_is_what_attention_over_the_rest_is_off():
     arrays, _ = learned.read(MIXTURES, "lococo")
     gate = Blend(**{name: jnp.asarray(x[0], jnp.float32) for name, x in arrays.items()})
@@ -68,6 +69,7 @@ def test_its_gradient_is_that_of_differences():
     np.testing.assert_allclose((at(1e-2) - at(-1e-2)) / 2e-2, norm, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_mixtures_get_better():
     gate = jax.tree.map(lambda x: x[0], start(MODEL, BUDGET // 2, 5, jax.random.key(0)))
     trained, losses = fit(gate, texts(2), jax.random.key(1), RECIPE, MODEL.scale)

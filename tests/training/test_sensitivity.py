@@ -50,6 +50,7 @@ def gradients(ids: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return [np.asarray(x) for x in seen], [np.asarray(x[:, 0]) for x in by]
 
 
+@pytest.mark.slow
 def test_squared_gradients_lie_where_their_numbers_do():
     seen, by = gradients(IDS)
     low = np.stack([x[0].min(1) for x in seen]) - 1e-3  # all lie within

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jkv.io import load as loading
 from jkv.models import family
@@ -17,6 +18,7 @@ def test_training_takes_models_without(tmp_path, monkeypatch):
     assert result.exit_code and "sinks in its softmax" in result.output and not (tmp_path / "gate").exists()
 
 
+@pytest.mark.slow
 def test_what_a_head_pays_is_what_its_sink_leaves():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 100, (1, 20)))
     q, k, _, want = dense_prompt(ids, SUNK)[1][0]

@@ -58,6 +58,7 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_twenty_steps_learn_something_that_is_used(whole):
     rows = metrics(whole)
     assert [row["number"] for row in rows] == list(range(1, 23)) and sum("warm" in row for row in rows) == 2
@@ -91,6 +92,7 @@ def test_a_model_in_codes_is_trained_for_as_the_floats_that_they_say(tiny, tmp_p
         jkv.generate(floats, text, "the quick brown fox " * 4, max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_a_training_may_begin_where_another_ended(whole, tmp_path):
     more = [*ARGUMENTS[: ARGUMENTS.index("--width")], *ARGUMENTS[ARGUMENTS.index("--width") + 2 :], "--start", whole]
     result = call("train", "trimkv", "--out", tmp_path / "on", *more, "--warm", 0, "--steps", 1, "--rate", 1e-9)

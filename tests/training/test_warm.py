@@ -28,6 +28,7 @@ def own(seed: int = 0):
     return jax.tree.map(lambda a: a[0], start(MODEL, 16, 5.0, jax.random.key(seed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_loss_is_the_attention_that_is_left_and_what_is_over(window):
     layer, gate, at = data(0), own(), np.array([3, 40, 95])
@@ -60,6 +61,7 @@ def test_a_layer_learns_which_tokens_are_asked_for():
     assert (np.sort(kept, -1)[..., :11] % 8 == 5).mean() > 0.9  # all of 12, but perhaps the newest of them
 
 
+@pytest.mark.slow
 def test_every_layer_goes_on_from_the_one_before():
     params = models.random(dict(models.TINY, max_position_embeddings=64))
     ids = np.random.default_rng(4).integers(0, 100, (2, 40))
@@ -142,6 +144,7 @@ def test_the_loss_of_flags():
     np.testing.assert_allclose(got, left(logits(layer, at), fade, None, at) + 0.7 * share, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_switches_and_flags_learn_which_tokens_are_asked_for():
     """By their own layer alone. A switch speaks of the token before and has no offset: x says what is not asked."""
     seen, unseen = data(1), data(9)

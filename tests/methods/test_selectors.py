@@ -175,7 +175,8 @@ def test_one_pair_of_channels_finds_what_all_find():
 
 
 def test_proxies_are_those_of_the_alternation_over_all_queries_and_keys():
-    q, k = RNG.normal(0, 1, (40, D)) * np.arange(1, D + 1), RNG.normal(0, 1, (30, D)) @ RNG.normal(0, 1, (D, D))
+    rng = np.random.default_rng(5)
+    q, k = rng.normal(0, 1, (40, D)) * np.arange(1, D + 1), rng.normal(0, 1, (30, D)) @ rng.normal(0, 1, (D, D))
     for rank in (3, D):
         a_q, a_k = (x[:, np.argsort(-(x**2).sum(0), kind="stable")[:rank]] for x in (q, k))
         inverse = lambda x: np.linalg.inv(x + 1e-6 * np.eye(len(x)))  # noqa: E731

@@ -25,7 +25,7 @@ def host(**kw: Any) -> Any:
 
 def _register(cls: type[T], default: str) -> type[T]:
     cls = dataclass(frozen=True, kw_only=True)(cls)
-    kind = {f.name: f.metadata.get("kind", default) for f in fields(cls)}  # type: ignore[arg-type]
+    kind = {f.name: f.metadata.get("kind", default) for f in fields(cls)}  # type: ignore[arg-type]  # it is one by now
     return jax.tree_util.register_dataclass(
         cls,
         data_fields=[n for n, k in kind.items() if k == "leaf"],

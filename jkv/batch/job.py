@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -60,9 +60,9 @@ class Job:
     store: Store | None = None
     draft: str | None = None
 
-    @property
+    @cached_property
     def drafter(self) -> Drafter | None:
-        """A new one; ValueError for a draft that cannot be: models read the rows of one generation."""
+        """The only one of the job; ValueError for a draft that cannot be: models read the rows of one generation."""
         if self.draft is None:
             return None
         if self.over is not None:

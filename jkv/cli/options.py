@@ -92,7 +92,7 @@ def flat(run: Callable[..., None]) -> Callable[..., None]:
         made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         run(**made, **given)
 
-    command.__signature__ = flattened  # type: ignore[attr-defined]
+    command.__signature__ = flattened  # type: ignore[attr-defined]  # inspect reads it
     command.__annotations__ = {o.name: o.annotation for o in options}
     return command
 

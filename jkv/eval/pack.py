@@ -15,11 +15,11 @@ import numpy as np
 from jkv.eval.results import digest
 from jkv.generation.api import prefill
 from jkv.generation.steps import step
-from jkv.host.extras import install
 from jkv.host.results import versions
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
 from jkv.io.identity import fingerprint
+from jkv.io.transit import streams
 from jkv.methods import parse
 from jkv.models import Params
 
@@ -40,7 +40,7 @@ def pack(params: Params, text: str, cache: str, path: Path) -> int:
     ids = tokenizer.within(text)
     if tokenizer.core.decode(ids, skip_special_tokens=False) != text:
         raise ValueError("the tokenizer does not give this text back as it is: pack it as another file, or with xz")
-    coder = _constriction().stream.queue.RangeEncoder()
+    coder = streams("packing").queue.RangeEncoder()
     rest = iter(ids)
 
     def choose(odds: Any) -> int:
@@ -66,7 +66,7 @@ def unpack(params: Params, path: Path) -> str:
     if other := sorted(k for k in own if own[k] != meta.get(k)):
         said = ", ".join(f"{k} {meta.get(k)}, and not {own[k]}" for k in other)
         raise ValueError(f"{path}: it was packed with another {said}: unpack it with what packed it")
-    coder = _constriction().stream.queue.RangeDecoder(arrays["words"])
+    coder = streams("packing").queue.RangeDecoder(arrays["words"])
     ids: list[int] = []
     otherwise = ValueError(
         f"{path}: its text does not come back, as another machine or jaxlib packed it: unpack it with that one"
@@ -87,7 +87,7 @@ def unpack(params: Params, path: Path) -> str:
 
 def _walk(params: Params, cache: str, tokens: int, choose: Callable[[Any], int]) -> None:
     """One token after the other: what is chosen of the odds after those before it."""
-    config, categorical = parse(cache), _constriction().stream.model.Categorical
+    config, categorical = parse(cache), streams("packing").model.Categorical
     room = None if config.unlimited else tokens
     held, logits = prefill(params, config, [_start(params)], room=room, chunk=0)
     for _ in range(tokens):
@@ -127,11 +127,3 @@ def _tokenizer(params: Params) -> Any:
     if params.tokenizer is None:
         raise ValueError("texts are packed by tokens: this model was built without a tokenizer")
     return params.tokenizer
-
-
-def _constriction() -> Any:
-    try:
-        import constriction
-    except ImportError as error:
-        raise ImportError(f"packing needs constriction: {install('entropy')}") from error
-    return constriction

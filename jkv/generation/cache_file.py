@@ -124,6 +124,7 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         made, this = meta.get("jkv", "another"), versions(("jkv",)).get("jkv", "this one")
         cause = f"{config} meant other numbers to the jkv that wrote it ({made}) than to this one ({this})"
         raise FormatError(path, cause, _AGAIN)
+    # shapes stand for arrays until these are read
     vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     return Cache(
         layers=layers,

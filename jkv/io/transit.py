@@ -55,8 +55,7 @@ class CacheGen(Exact):
     def __post_init__(self) -> None:
         if self.level not in (1, 2, 3):
             raise ValueError(f"cachegen(level={self.level}): a level is 1, 2 or 3, which takes the most bits")
-        if find_spec("constriction") is None:
-            raise ModuleNotFoundError(f"cachegen codes with constriction, which is missing; {install('entropy')}")
+        streams("cachegen")
 
     @property
     def name(self) -> str:
@@ -98,7 +97,7 @@ class CacheGen(Exact):
         symbols = np.clip(np.rint(scaled) + half, 0, 2 * half).astype(np.int32)
         mean = np.rint(symbols.mean(-1) / (2 * half[..., 0]) * 255).astype(np.uint8)
         spread = np.clip(np.rint(np.log2(np.maximum(symbols.std(-1), LEAST)) * FINE) + 128, 0, 255).astype(np.uint8)
-        encoder = _streams().queue.RangeEncoder()
+        encoder = streams("cachegen").queue.RangeEncoder()
         for layer in range(layers):
             encoder.encode(symbols[layer].reshape(-1), *self._model(half[layer, 0, 0], mean[layer], spread[layer], n))
         return {
@@ -123,7 +122,7 @@ class CacheGen(Exact):
             x = record[f"{side}.{part}"]
             if x.dtype != dtype or x.shape != size or not x.size:
                 raise ValueError(f"{side}.{part} is {x.dtype}{list(x.shape)}, not {dtype}{list(size)}")
-        decoder = _streams().queue.RangeDecoder(code)
+        decoder = streams("cachegen").queue.RangeDecoder(code)
         try:
             found = [decoder.decode(*self._model(*x, n)) for x in zip(half, mean, spread, strict=True)]
         except AssertionError as error:  # of the coder, for bits that no encoder made
@@ -140,12 +139,14 @@ class CacheGen(Exact):
         """How likely the symbols of channels u8[C] are, channel by channel: the model, and numbers of each symbol."""
         means = mean * (2 * int(half) / 255)
         spreads = np.exp2((spread.astype(np.float64) - 128) / FINE)
-        family = _streams().model.QuantizedGaussian(0, 2 * int(half))
+        family = streams("cachegen").model.QuantizedGaussian(0, 2 * int(half))
         return family, np.repeat(means, n), np.repeat(spreads, n)
 
 
-def _streams() -> Any:
-    """Of constriction, which has no types."""
+def streams(what: str) -> Any:
+    """The coders of constriction, which has no types; ModuleNotFoundError says what `what` lacks without it."""
+    if find_spec("constriction") is None:
+        raise ModuleNotFoundError(f"{what} codes with constriction, which is missing; {install('entropy')}")
     import constriction
 
     package: Any = constriction

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def _base(x: Any, cls: type[T]) -> T:
     """The part of x that a class which it extends declares."""
-    return cls(**{f.name: getattr(x, f.name) for f in fields(cls)})  # type: ignore[arg-type]
+    return cls(**{f.name: getattr(x, f.name) for f in fields(cls)})  # type: ignore[arg-type]  # all parts are dataclasses
 
 
 @part

@@ -162,7 +162,7 @@ def ask(port: int, body: dict[str, Any], last: bytes = DONE) -> Answer:
                     said = json.loads(raw[6:])
                     if any(x["text"] for x in said["choices"]):
                         answer.pieces.append(time.perf_counter() - start)
-                    ended |= any(x["finish_reason"] for x in said["choices"])
+                    ended |= any(x.get("finish_reason") for x in said["choices"])  # transformers leaves a null out
                     answer.tokens = (said.get("usage") or {}).get("completion_tokens", answer.tokens)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         answer.wrong = f"{type(error).__name__}: {error}"

@@ -250,6 +250,22 @@ def drafts() -> list[str]:
     ]
 
 
+def loaded() -> list[str]:
+    """Servers under load: beside each other, and for ten minutes."""
+    pair = lambda x, of, form: f"{x['p50'] / of:{form}} ({x['p99'] / of:{form}})"  # noqa: E731
+    out = []
+    for name in ("beside", "ten_minutes"):
+        found = json.loads((ROOT / "results" / "serve" / f"{name}.json").read_text())
+        for r in found["rows"]:
+            mib = r["mib"][0], max(r["mib"]), r["mib"][-1]
+            counts = f"{found['meta']['seconds'] / 60:.0f}", f"{r['answers']:,}", str(r["lost"])
+            times = pair(r["first_ms"], 1e3, ".1f"), pair(r["token_ms"], 1, ".0f")
+            out.append(
+                line(f"`{r['server']}`", *counts, f"{r['tokens_per_s']:.1f}", *times, ", ".join(f"{x:,}" for x in mib))
+            )
+    return out
+
+
 def waiting() -> list[str]:
     """How long the compiler keeps a user waiting."""
     return [
@@ -517,6 +533,10 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
     },
     "docs/serve.md": {
+        head(
+            *("server", "minutes", "answers", "lost", "tokens/s", "first token, s (99%)", "ms a token (99%)"),
+            "MiB at first, most, last",
+        ): loaded,
         head("blocks of 64 tokens", "lru", "lpc", "belady", "lpc needs", "belady needs"): evicted,
         head("text", "codec", "bits of a number", "KL"): coded,
         head(

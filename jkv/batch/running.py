@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
@@ -218,8 +219,11 @@ class Running:
         """The drafter has all of a row that ended, and of the others what it had."""
         if self.drafter is not None:
             rows = self.texts
-            self.drafter.begin([*rows[:slot], [*request.tokens], *rows[slot + 1 :]], 0)
-            self.drafter.end(rows)
+            try:
+                self.drafter.begin([*rows[:slot], [*request.tokens], *rows[slot + 1 :]], 0)
+                self.drafter.end(rows)
+            except Exception as error:
+                self.undrafted(said(error))
 
     def advance(self) -> list[tuple[int, Request, list[int], list[int]]]:
         """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them."""
@@ -242,12 +246,19 @@ class Running:
         if self.drafter is None:
             return self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
         rows = self.texts
-        self.drafter.begin(rows, 0)
         run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, rows, self.pace)
+        run.ask(self.drafter.begin, rows, 0)
         for _ in run.rounds(stop, [[] for _ in self.slots]):
             pass
         self.drafted.update(passes=run.passes + run.steps, drafted=run.drafted, taken=run.taken)
+        if run.failed:
+            self.undrafted(run.failed)
         return run.state
+
+    def undrafted(self, why: str) -> None:
+        """Plain steps from here on, said once."""
+        self.drafter = None
+        print(f"note: plain steps from here on, as the drafter failed ({why})", file=sys.stderr, flush=True)
 
     def ended(self, request: Request, tokens: list[int]) -> Answer | Refused | None:
         """The answer of a row, if these tokens end it, or the error of one whose tokens make no text."""

@@ -325,7 +325,8 @@ class Generation:
     def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
         """The same with drafts, after every pass."""
         start = time.perf_counter()
-        self.drafting = run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
+        run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
+        run.watched, self.drafting = bool(self.stop or self.until), run
         for tokens in run.run(self.new):
             self.state = run.state
             yield tokens

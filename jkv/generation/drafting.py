@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from textwrap import shorten
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.core.compiled import Cost
-from jkv.core.loop import run_block
+from jkv.core.loop import borders, run_block
 from jkv.core.sampling import Sampling, sample
 from jkv.generation.drafters import Drafter, Guess
 from jkv.generation.pace import NODES, SURE, Pace
@@ -20,6 +21,7 @@ from jkv.generation.verify import Draft, verify
 from jkv.memory.cache import Decoding
 from jkv.models import Params
 
+T = TypeVar("T")
 drawn = jax.jit(sample)
 
 
@@ -38,8 +40,10 @@ def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
 class Drafting:
     """A generation with drafts, and its counts: passes and steps, and of drafted tokens those verified and taken.
 
-    pauses: from which generated token to which none was guessed, as no guess would have paid. clock: in seconds; what
-    it says decides which tokens are drafted together, and never a token.
+    pauses: from which generated token to which none was guessed, as no guess would have paid. watched: whether whoever
+    reads the tokens may end rows where a block ends. failed: what the drafter raised, or what is wrong with its guess,
+    "": nothing; plain steps follow then. clock: in seconds; what it says decides which tokens are drafted
+    together, and never a token.
     """
 
     params: Params
@@ -55,13 +59,24 @@ class Drafting:
     drafted: int = 0
     taken: int = 0
     pauses: list[tuple[int, int]] = field(default_factory=list)
+    watched: bool = False
+    failed: str = ""
     passed: bool = False  # whether the newest tokens came by a pass
 
     @property
     def counts(self) -> dict[str, Any]:
         """What the receipt says of it."""
         drafted = {"drafted": self.drafted, "drafted_taken": self.taken}
-        return {"passes": self.passes + self.steps, "draft_pauses": self.pauses, **drafted}
+        why = {"draft_failed": self.failed} if self.failed else {}
+        return {"passes": self.passes + self.steps, "draft_pauses": self.pauses, **drafted, **why}
+
+    def ask(self, what: Callable[..., T], *given: Any) -> T | None:
+        """What the drafter says; None, and drafting ends, if that fails: no token depends on it."""
+        try:
+            return None if self.failed else what(*given)
+        except Exception as error:  # whatever a drafter of the caller's own, or the device that it runs on, may raise
+            self.failed = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
+            return None
 
     def run(self, new: int) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
@@ -70,14 +85,14 @@ class Drafting:
         try:
             yield from self.rounds(new, tokens)
         finally:  # also where the reader stops
-            self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
+            self.ask(self.drafter.end, [[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
 
     def rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
         """`run` of a drafter that has begun; the tokens go into lists, one a row."""
         count = int(self.state.count)
         while count < new and bool(self.state.alive.any()):
             limit = min(self._room, new - count)  # tokens of a pass that could come
-            if most := self.pace.width([SURE.best(limit - 1)]):
+            if most := 0 if self.failed else self.pace.width([SURE.best(limit - 1)]):
                 self._advance(tokens, count, new, min(most, limit))
             else:
                 self._steps(count, new, paused=True)
@@ -103,14 +118,17 @@ class Drafting:
         texts = [[*a, *b, *([t] if on else [])] for a, b, t, on in rows]
         if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
             newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
-            self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
+            self.ask(self.drafter.learn, newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
         return texts
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
         """One pass of at most so many tokens if it pays for all rows that go on, which advance together; else steps."""
         alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
         start = self.clock()
-        guesses = self.drafter.propose(self._texts(tokens, alive), most - 1)
+        texts = self._texts(tokens, alive)
+        guesses = self.ask(lambda: legal(self.drafter.propose(texts, most - 1), len(texts)))
+        if guesses is None:
+            return self._steps(count, new, paused=False)
         going = [guess for guess, on in zip(guesses, alive, strict=True) if on]
         width, guessing = self.pace.width(going), self.clock() - start
         self.pace.guessed(guessing, used=width > 0)
@@ -122,7 +140,7 @@ class Drafting:
         self.state, found = self.cost.begin(
             verify, self.params, self.state, self.sampling, draft, jnp.int32(new), full=full, top=top
         )
-        self.drafter.learn(np.asarray(found.ids), None if found.top is None else np.asarray(found.top))
+        self.ask(self.drafter.learn, np.asarray(found.ids), None if found.top is None else np.asarray(found.top))
         came = int(self.state.count) - count - 1
         seconds = None if full else self._since(start, before)
         least = min(going, key=lambda guess: sum(guess.chance))
@@ -131,18 +149,40 @@ class Drafting:
         self.drafted += max(len(guess.ids) for guess in going)
 
     def _steps(self, count: int, new: int, paused: bool) -> None:
-        """Some plain steps."""
-        full = int(self.state.cache.fill) >= self.state.cache.room
-        start, before, stop = self.clock(), self.cost.compiling, jnp.int32(min(count + self.pace.stride, new))
-        self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, stop, full=full)
+        """Some plain steps, to the end of a block at most; where drafting pauses, several blocks without a look between."""
+        blocks = borders(self.state, min(count + self.pace.stride, new))[: None if paused and not self.watched else 1]
+        start, before = self.clock(), self.cost.compiling
+        for stop, full in blocks:
+            self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(stop), full=full)
         ran = int(self.state.count) - count
-        seconds = None if full else self._since(start, before)  # a flush is no step
+        seconds = None if any(full for _, full in blocks) else self._since(start, before)
         self.pace.stepped(seconds, ran, paused)
         self.passed, self.steps = False, self.steps + ran
 
-    def _since(self, start: float, compiling: float) -> float:
-        """Seconds but those of compiling, which another clock has taken."""
-        return max(self.clock() - start - (self.cost.compiling - compiling), 0.0)
+    def _since(self, start: float, compiling: float) -> float | None:
+        """Seconds, or None where something was compiled: a program that runs for the first time takes longer too."""
+        return self.clock() - start if self.cost.compiling == compiling else None
+
+
+def legal(guesses: Sequence[Guess], rows: int) -> Sequence[Guess]:
+    """The guesses of so many rows, which may be a caller's own; ValueError for what is no tree of tokens.
+
+    >>> legal([Guess([5], [0], [0.5])], 1)
+    Traceback (most recent call last):
+    ValueError: guess of row 0: token 0 has the parent 0; give one before it, or -1
+    """
+    if len(guesses) != rows:
+        raise ValueError(f"{len(guesses)} guesses for {rows} rows; give one a row")
+    for row, guess in enumerate(guesses):
+        if not len(guess.ids) == len(guess.parent) == len(guess.chance):
+            counts = ", ".join(str(len(x)) for x in (guess.ids, guess.parent, guess.chance))
+            raise ValueError(f"guess of row {row}: {counts} ids, parents and chances; give as many of each")
+        for i, (token, parent, chance) in enumerate(zip(guess.ids, guess.parent, guess.chance, strict=True)):
+            if not -1 <= parent < i:
+                raise ValueError(f"guess of row {row}: token {i} has the parent {parent}; give one before it, or -1")
+            if token < 0 or not 0 <= chance <= 1:
+                raise ValueError(f"guess of row {row}: token {token} by {chance}; give ids, and chances from 0 to 1")
+    return guesses
 
 
 def drafts(guesses: list[Guess], width: int = NODES, words: int = 2**31) -> Draft:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import linear_regression, median
 
 from jkv.generation.drafters import Guess
 
 WIDTHS = (2, 4, 8)  # tokens of a pass, the root among them; each is a program of its own
 NODES = WIDTHS[-1]
 ROW = 0.2  # of a step's time, what one more token of a pass takes, until it is measured
-STRIDE, PAUSE = 16, 64  # steps at once, at most: before guesses are asked for again, and where none would pay
+LOOK = 0.2  # of a step's time, what the device waits for the host before a stride, until it is measured
+STRIDE, PAUSE = 16, 32  # steps at once, at most: before guesses are asked for again, and where none would pay
 PATIENCE = (8, 64)  # steps without a pass, after which one is tried all the same: at first, and at most
-SLACK = (1.5, 0.02)  # steps that passes may have lost, at first, and more by each token
+SLACK = (1.0, 0.02)  # steps that passes may have lost, at first, and more by each token
+RENEW = 64  # tokens by passes after which a stride is measured again: the last one may have met a busy moment
 SURE = Guess(range(NODES - 1), range(-1, NODES - 2), (1.0,) * (NODES - 1))  # no guess brings more
 
 
@@ -33,10 +35,10 @@ class Pace:
     of 0.2 a token beyond it if that is less.
     What has misled is tried again after some steps, twice as many after every time that it failed.
 
-    Whatever is expected, no pass runs that could bring what all have lost above SLACK: 1.5 steps and 2% of the tokens;
-    none before a step has been measured, and none of the largest width before a narrower one. Compiling is not counted,
-    nor is the first guess, which compiles too. The clock is the caller's. stride: steps before guesses are asked for
-    again, as a program of one step takes longer than one of sixteen takes a step.
+    Whatever is expected, no pass runs that could bring what all have lost above SLACK: a step and 2% of the tokens;
+    none before a step has been measured, and none of the largest width before a narrower one. What the device waits
+    for the host before a stride is among it; compiling is not, nor is the first guess, which compiles too. The clock is
+    the caller's. stride: steps before guesses are asked for again.
 
     >>> pace, sure = Pace(), Guess([5, 6, 7], [-1, 0, 1], [0.9, 0.8, 0.7])
     >>> pace.width([sure])
@@ -51,8 +53,9 @@ class Pace:
     guesses: deque[float] = field(default_factory=_times)
     came: list[float] = field(default_factory=lambda: [2.0] * (NODES - 1))
     hoped: list[float] = field(default_factory=lambda: [2.0] * (NODES - 1))
-    lost: float = 0.0  # steps: what passes and guesses took, beyond the tokens that they brought
+    lost: float = 0.0  # steps: what passes, guesses and looks took, beyond the tokens that they brought
     tokens: int = 0
+    since: int = 0  # tokens that passes have brought since a stride was measured
     waited: int = 0
     patience: int = PATIENCE[0]
     stride: int = 4
@@ -60,9 +63,20 @@ class Pace:
 
     @property
     def step(self) -> float | None:
-        """Seconds of a plain step, by the longest strides; None: not known yet."""
-        most = max((n for _, n in self.steps), default=0)
-        return median(s / n for s, n in self.steps if 2 * n >= most) if self.steps else None
+        """Seconds of a plain step: the slope of what strides took by their steps, near what one took at best; None: not
+        known yet."""
+        if not self.steps:
+            return None
+        seconds, counts = zip(*self.steps, strict=True)
+        best = min(s / n for s, n in self.steps)
+        if len(set(counts)) == 1:
+            return best / (1 + LOOK / counts[0])
+        return min(max(linear_regression(counts, seconds).slope, best / (1 + LOOK)), best)
+
+    @property
+    def look(self) -> float:
+        """Steps that pass while the device waits for the host, before each stride."""
+        return max(median(s - n * self.step for s, n in self.steps) / self.step, 0.0) if self.step else 0.0
 
     def cost(self, width: int) -> float:
         """Steps that a pass of so many tokens takes as long as, and guessing them."""
@@ -80,6 +94,8 @@ class Pace:
 
     def width(self, guesses: Sequence[Guess]) -> int:
         """Tokens of a pass that verifies guesses of rows which advance together; 0: steps are faster."""
+        if self.since >= RENEW:
+            return 0
         best, out, trying = 1.0, 0, self.waited >= self.patience
         for width in (WIDTHS if self.passes else WIDTHS[:-1]) if self.steps else ():
             cost = held = self.cost(width)
@@ -108,6 +124,8 @@ class Pace:
         """Plain steps ran; seconds None: that is no measure, as more than steps did; paused: no guess was asked for."""
         if seconds is not None:
             self.steps.append((seconds, steps))
+            self.since = 0
+        self.lost += self.look
         self.tokens, self.waited = self.tokens + steps, self.waited + steps
         self.stride = min(2 * self.stride, PAUSE if paused else STRIDE)
 
@@ -121,7 +139,7 @@ class Pace:
                 self.hoped[depth] = 0.9 * self.hoped[depth] + hoped
                 self.came[depth] = 0.9 * self.came[depth] + (came > depth)
         gain = 1 + came - self.cost(width)
-        self.lost, self.tokens = self.lost - gain, self.tokens + 1 + came
+        self.lost, self.tokens, self.since = self.lost - gain, self.tokens + 1 + came, self.since + 1 + came
         if gain > 0:  # and is tried again at once
             self.patience = self.waited = PATIENCE[0]
             self.stride = 1

@@ -108,3 +108,23 @@ def test_the_memory_of_a_pass_counts_where_the_job_drafts(tmp_path: Path, monkey
     for draft in (None, "suffix", "recycle"):
         shapes = job(tmp_path, draft).shapes(bucket, requests, 2)
         assert (fit.needed(PARAMS, shapes, None) >= 10**12) == (draft is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["propose", "begin", "end"])
+def test_a_job_goes_on_without_drafts_after_its_drafter_failed(where: str, tmp_path: Path, monkeypatch, capfd):
+    """Each batch says so once; rows and tokens are those without drafts."""
+    monkeypatch.setattr(running, "Drafting", partial(Drafting, clock=lambda: 0.0))
+    want, _ = answers(job(tmp_path, None))
+    own, asked = getattr(Suffix, where), []
+
+    def fails(self: Suffix, *given: Any) -> Any:
+        asked.append(where)
+        if len(asked) == 2:
+            raise RuntimeError("no room")
+        return own(self, *given)
+
+    monkeypatch.setattr(Suffix, where, fails)
+    got, report = answers(job(tmp_path, "suffix"))
+    assert got == want and report.failed == 0 and report.drafts is not None
+    assert capfd.readouterr().err.count("plain steps from here on, as the drafter failed (RuntimeError: no room)") == 1

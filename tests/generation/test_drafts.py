@@ -191,12 +191,40 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
 
 def test_a_guess_is_charged_what_it_took():
     pace = Pace(asked=True)
-    pace.stepped(10.0, 10, paused=False)
+    for n in (10, 5):  # a step takes a second, and a look nothing
+        pace.stepped(float(n), n, paused=False)
+    pace.lost = 0.0
     for seconds in (0.25, 0.25, 4.0):
         pace.guessed(seconds, used=False)
     assert pace.lost == 4.5
     pace.guessed(3.0, used=True)
     assert pace.lost == 4.5 + 3.0 - pace._guessing  # the rest is in the cost of the pass
+
+
+def test_a_step_and_what_a_look_takes_are_told_apart_by_strides_of_unlike_lengths():
+    """A stride of n takes o + n b: until two lengths are known, a look is taken for 0.2 steps."""
+    one, two = Pace(), Pace()
+    one.stepped(4.2, 4, paused=False)
+    assert one.step == pytest.approx(1.0) and one.lost == pytest.approx(0.2)
+    for n in (8, 16, 16, 1):
+        two.stepped(2.0 * n + 0.6, n, paused=False)
+    assert (two.step, two.look) == pytest.approx((2.0, 0.3))
+
+
+def test_a_busy_moment_when_steps_were_measured_is_found_out():
+    """A step that seemed to take four makes every pass look as if it gained."""
+    pace, took, at = Pace(), [0.0], [0]
+    pace.stepped(16.0, 4, paused=False)
+    for _ in range(400):
+        if width := pace.width([SURE]):
+            took.append(2.0)
+            pace.passed(took[-1], width, SURE.best(width - 1), 0)
+        else:
+            took.append(pace.stride + 0.2)
+            pace.stepped(took[-1], pace.stride, paused=True)
+        at.append(pace.tokens)
+    assert took[1:65] == [2.0] * 64 and at[64] == 64
+    assert sum(took[101:]) < 1.05 * (at[-1] - at[100])
 
 
 def test_the_tree_has_the_likeliest_nodes_parents_first():
@@ -213,9 +241,9 @@ def chain(*chance: float) -> Guess:
 def test_the_width_of_a_pass_is_that_of_most_tokens_in_its_time():
     """c(n) = 1 + 0.2 (n - 1): of chances a, a^2 ... the best n of (1 + a + ... + a^(n-1)) / c(n), by hand."""
     pace, powers = Pace(waited=-99), lambda a: chain(*(a**d for d in range(1, 8)))
-    for _ in range(3):
-        pace.stepped(160.0, 16, paused=False)
-    pace.passes[8] = deque([24.0])
+    for n in (16, 8, 16):
+        pace.stepped(10.0 * n, n, paused=False)
+    pace.lost, pace.passes[8] = 0.0, deque([24.0])
     for a in (0.1, 0.25, 0.5, 0.75, 0.95):
         rates = {n: sum(a**d for d in range(n)) / (1 + 0.2 * (n - 1)) for n in WIDTHS}
         best = max(rates, key=rates.__getitem__)
@@ -228,7 +256,8 @@ def test_the_width_of_a_pass_is_that_of_most_tokens_in_its_time():
 def test_a_width_that_was_not_measured_lies_on_a_line_through_the_nearest_one():
     for width, at, want in ((8, 2.4, {2: 1.2, 4: 1.6, 8: 2.4}), (2, 1.1, {4: 1.3, 8: 1.7}), (2, 3.0, {4: 3.4, 8: 4.2})):
         pace = Pace(passes={width: deque([10 * at])})
-        pace.stepped(160.0, 16, paused=False)
+        for n in (16, 8):
+            pace.stepped(10.0 * n, n, paused=False)
         assert {n: pace.cost(n) for n in want} == pytest.approx(want)
 
 
@@ -243,7 +272,7 @@ def test_what_has_misled_is_believed_less_and_tried_again_later():
             pace.passed(24.0, width, SURE.best(width - 1), 0)
         else:
             pace.stepped(80.0, 8, paused=True)
-    assert tries[0] == 0 and pace.patience == 64 and pace.stride == 64
+    assert tries[0] == 0 and pace.patience == 64 and pace.stride == 32
     gaps = np.diff(tries)
     assert gaps[-1] >= 7 and len(tries) < 14
     pace.waited = 64
@@ -263,7 +292,7 @@ def test_one_slow_pass_is_no_verdict():
             widths.append(width)
             pace.passed(1.2, width, SURE.best(1), 1)
         else:
-            pace.stepped(8.0, 8, paused=True)
+            pace.stepped(float(pace.stride), pace.stride, paused=True)
     assert len(widths) > 20 and {*widths} == {2} and pace.cost(2) == pytest.approx(1.2)
 
 
@@ -287,7 +316,7 @@ def test_drafting_is_never_below_095_of_plain_decoding(row: float, right: float 
                 at += 1 + came
             else:
                 n = min(pace.stride, new - at)
-                seconds = n + 0.05
+                seconds = n + 0.3  # the device waits for the host
                 pace.stepped(seconds, n, paused=True)
                 at += n
             took += seconds + guessing
@@ -319,10 +348,57 @@ def test_a_drafter_of_mine_is_asked_and_told():
             ]
 
     want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
-    mine = Mine(100)
-    got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=mine, compare=True)
+    for mine in (Mine(100), Mine(100)):  # what runs for the first time is no measure
+        got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=mine, compare=True)
     assert got.tokens == want.tokens and got.report.kl < 1e-6
     assert mine.asked == got.report.passes - 4 < 40 / 6 and mine.table.any()
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("propose", "RuntimeError: no room"),
+        ("learn", "RuntimeError: no room"),
+        ("end", "RuntimeError: no room"),
+        ("rows", "2 guesses for 1 rows"),
+        ("parent", "the parent 0"),
+        ("chance", "chances from 0 to 1"),
+        ("count", "1, 2, 1 ids"),
+    ],
+)
+def test_after_a_drafter_that_fails_come_plain_steps_and_the_receipt_says_so(where: str, why: str):
+    wrong = {
+        "rows": [Guess([5], [-1], [0.9])] * 2,
+        "parent": [Guess([5], [0], [0.9])],
+        "chance": [Guess([5], [-1], [float("nan")])],
+        "count": [Guess([5], [-1, 0], [0.9])],
+    }
+
+    class Fails(Recycling):
+        asked = 0
+
+        def propose(self, rows, most):
+            self.asked += 1
+            if self.asked > 2 and where in wrong:
+                return wrong[where]
+            self.fail("propose")
+            return [Guess(want.tokens[len(rows[0]) - len(TEXT) :][:1], [-1], [0.9])]
+
+        def learn(self, ids, top):
+            self.fail("learn")
+
+        def end(self, rows):
+            self.fail("end")
+
+        def fail(self, here):
+            if self.asked > 2 and where == here:
+                raise RuntimeError("no room")
+
+    want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=30, stop_ids=())
+    got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=30, stop_ids=(), draft=(mine := Fails(100)))
+    assert got.tokens == want.tokens and why in got.report.draft_failed and why in str(got.report)
+    assert mine.asked == 3 or where == "end"
+    assert got.report.passes + got.report.drafted_taken == 30 and got.report.drafted_taken > 0
 
 
 def test_a_smaller_model_guesses_and_the_larger_one_decides():
@@ -330,7 +406,7 @@ def test_a_smaller_model_guesses_and_the_larger_one_decides():
     how = {"max_new_tokens": 40, "stop_ids": ()}
     for rows in (TEXT, [TEXT, [3, 4, 5]]):
         want = jkv.generate(PARAMS, "int8", rows, **how)
-        for seed, few in ((None, 9), (7, 40)):  # the first four by steps, which are measured
+        for seed, few in ((None, 10), (7, 40)):  # the first four by steps, which are measured
             small = PARAMS if seed is None else random(TINY, seed=seed)
             got = jkv.generate(PARAMS, "int8", rows, draft=small, **how)
             assert got.tokens == want.tokens and got.report.passes <= few
@@ -351,13 +427,13 @@ def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_
     rows, behind = [TEXT, [3, 4, 5]], Behind()
     want = jkv.generate(PARAMS, "int8", rows, **how)
     for draft, passes in (
-        ("triforce(budget=96, newest=16)", range(5, 10)),
-        (["full", behind], range(5, 10)),
+        ("triforce(budget=96, newest=16)", range(5, 11)),
+        (["full", behind], range(5, 11)),
         (["triforce(budget=48, newest=16)", random(TINY, seed=7)], range(5, 41)),
     ):
         got = jkv.generate(PARAMS, "int8", rows, draft=draft, **how)
         assert got.tokens == want.tokens and got.report.passes in passes
-    assert behind.asked > 4
+    assert behind.asked > 1  # if nothing was compiled: what runs for the first time is no measure
 
 
 def test_what_a_branch_reads_leaves_its_drafter_as_it_is():

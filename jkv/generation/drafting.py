@@ -149,7 +149,7 @@ class Drafting:
         self.drafted += max(len(guess.ids) for guess in going)
 
     def _steps(self, count: int, new: int, paused: bool) -> None:
-        """Some plain steps, to the end of a block at most; where drafting pauses, several blocks and no look between."""
+        """Some plain steps, to the end of a block at most; where drafting pauses, several and no look between."""
         blocks = borders(self.state, min(count + self.pace.stride, new))[: None if paused and not self.watched else 1]
         start, before = self.clock(), self.cost.compiling
         for stop, full in blocks:

@@ -19,7 +19,8 @@ from jkv import kernels
 from jkv.host import disk, forked
 from jkv.host.disk import cache_dir
 from jkv.memory.cache import Cache, Decoding, device_bytes
-from jkv.memory.pages import KIND, settled
+from jkv.memory.lines import KIND
+from jkv.memory.pages import settled
 from jkv.models import Params
 
 if TYPE_CHECKING:

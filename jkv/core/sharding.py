@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.kernels import CONTEXT, HEADS, ROWS
 from jkv.memory.cache import Cache, Decoding, Tier
-from jkv.memory.pages import KIND, is_far
+from jkv.memory.lines import KIND
+from jkv.memory.pages import is_far
 from jkv.models import ModelConfig, Params
 from jkv.models.params import EACH
 from jkv.models.states import State
@@ -193,11 +194,6 @@ def _shape(x: Any, where: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) if where.memory_kind == KIND else x
 
 
-def _far(where: Any) -> Any:
-    """The shardings of pages, whose data lie on the host."""
-    return replace(where, data=where.data.with_memory_kind(KIND))
-
-
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
     """Shardings of a cache or a decode state: of arrays [B], [B,n], [B,1,...] or [B,H,...], in tiers [B,H,C,...].
 
@@ -221,7 +217,8 @@ def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
         if not isinstance(x, Tier):
             return where(x)
         slots = jax.tree.map(lambda y: where(y, x.axes), replace(x, memo=None, taught=(None, None)))
-        far = {name: _far(y) for name, y in (("k", slots.k), ("v", slots.v)) if is_far(y)}
+        sides = ("k", slots.k), ("v", slots.v)
+        far = {name: replace(y, lines=y.lines.placed()) for name, y in sides if is_far(y)}
         slots = replace(slots, **far)
         return replace(slots, memo=jax.tree.map(where, x.memo), taught=jax.tree.map(where, x.taught))
 

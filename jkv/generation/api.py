@@ -41,6 +41,7 @@ from jkv.generation.report import (
 )
 from jkv.generation.steps import forks
 from jkv.host.arguments import count, short
+from jkv.host.records import told
 from jkv.io.store import Store
 from jkv.memory.cache import Cache, Decoding, tree_bytes
 from jkv.memory.positions import bucket
@@ -62,6 +63,7 @@ class Result:
     report: Report
 
 
+@told()
 def prefill(
     params: Params,
     config: str | CacheConfig | None,
@@ -98,6 +100,7 @@ def prefill(
     return cache, logits
 
 
+@told()
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     """The cache after more text, and the logits f32[B,V] of what comes next; the given cache stays as it was.
 
@@ -230,6 +233,7 @@ def _tokens(out: Array) -> list[list[int]]:
 class Generation:
     """One generation: prefill at construction, then blocks, then the result."""
 
+    @told()
     def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:
         fit(params, asked, rows)
         self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
@@ -296,10 +300,12 @@ class Generation:
         return self.state.logits.argmax(-1)[:, None].tolist()
 
     def blocks(self) -> Iterator[list[list[int]]]:
-        """Tokens so far, row by row, after every block.
+        """Tokens so far, row by row, after every block."""
+        with told():
+            yield from self._blocks()
 
-        The device runs one block ahead of the reader, unless what is read may end a row.
-        """
+    def _blocks(self) -> Iterator[list[list[int]]]:
+        """The device runs one block ahead of the reader, unless what is read may end a row."""
         if self.draft is not None:
             yield from self._drafted(self.draft)
             return
@@ -368,6 +374,7 @@ class Generation:
             bytes_bfloat16=roomy_bytes(state.cache, longest, jnp.bfloat16),
             bytes_kept=state.cache.nbytes,
             bytes_host=state.cache.on_host,
+            bytes_disk=state.cache.on_disk,
             bytes_moved=moved_bytes(state.cache, ran=True),
             pages_hit=hits,
             pages_missed=misses,

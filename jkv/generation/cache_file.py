@@ -40,7 +40,7 @@ def weights(plan: Any) -> str:
 def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
     check_there(cache)
-    leaves = jax.tree_util.tree_leaves_with_path(_arrays(cache))
+    leaves = jax.tree_util.tree_leaves_with_path(_whole(cache))
     meta = {
         "model": fingerprint(params),
         **versions(("jkv",)),
@@ -69,7 +69,7 @@ def load_cache(path: str | Path, params: Params, config: CacheConfig | None = No
             cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
             raise FormatError(path, cause, "load the model that the cache was made with")
         empty = _described(path, meta, params, config)
-        found, tree = jax.tree_util.tree_flatten_with_path(_arrays(empty))
+        found, tree = jax.tree_util.tree_flatten_with_path(_whole(empty))
         arrays = read(jax.tree_util.keystr(where) for where, _ in found)
     leaves: list[Any] = []
     for where, want in found:
@@ -83,19 +83,23 @@ def load_cache(path: str | Path, params: Params, config: CacheConfig | None = No
     cache = replace(empty, layers=layers, states=states, counts=counts, fill=fill)
     if (wrong := _impossible(cache)) is not None:
         raise FormatError(path, f"its {wrong} cannot be so", _AGAIN)
-    fields = dict(zip(_FIELDS, _arrays(cache), strict=True))
-    return replace(
-        cache,
-        **jax.tree.map(
-            lambda x: settled(replace(x, hot=jax.tree.map(jnp.array, x.hot))) if is_far(x) else jnp.array(x),
-            fields,
-            is_leaf=is_far,
-        ),
-    )
+    return replace(cache, **jax.tree.map(_placed, _fields(empty), _fields(cache), is_leaf=is_far))
 
 
-def _arrays(cache: Cache) -> tuple[Any, ...]:
-    return tuple(getattr(cache, name) for name in _FIELDS)
+def _placed(want: Any, x: Any) -> Any:
+    if not is_far(want):
+        return jnp.array(x)
+    return settled(replace(x, lines=want.lines.of(x.lines), hot=jax.tree.map(jnp.array, x.hot)))
+
+
+def _fields(cache: Cache) -> dict[str, Any]:
+    return {name: getattr(cache, name) for name in _FIELDS}
+
+
+def _whole(cache: Cache) -> tuple[Any, ...]:
+    """Its arrays, with pages as they are in memory, wherever they lie."""
+    whole = lambda x: replace(x, lines=x.lines.whole()) if is_far(x) else x  # noqa: E731
+    return tuple(jax.tree.map(whole, list(_fields(cache).values()), is_leaf=is_far))
 
 
 def _numbers(plan: Any) -> str:

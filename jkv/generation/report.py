@@ -38,7 +38,8 @@ class Report:
     draft_pauses: from which new token to which none was guessed, as no guess would have paid; None without drafts;
     draft_failed: what ended drafting, after which plain steps ran.
     tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded them there, if
-    anything. bytes_host: of those kept, in the memory of the host; bytes_moved: of them to the device in a step;
+    anything. bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to
+    the device in a step;
     pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and that it
     waited for.
     """
@@ -79,6 +80,7 @@ class Report:
     tokens_stored: int | None = None
     store_codec: str = ""
     bytes_host: int = 0
+    bytes_disk: int = 0
     bytes_moved: int = 0
     pages_hit: int = 0
     pages_missed: int = 0
@@ -121,13 +123,15 @@ class Report:
             lines.append(f"kernels off  {self.kernels_off}")
         if self.bytes_states:
             lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
-        if self.bytes_host:
+        if self.bytes_host or self.bytes_disk:
+            away, where = (self.bytes_disk, "disk") if self.bytes_disk else (self.bytes_host, "the host")
+            near = self.bytes_kept - self.bytes_host - self.bytes_disk
             hits, every = self.pages_hit, self.pages_hit + self.pages_missed
             asked = f", {hits:,} of {every:,} pages were there" if every else ""
             lines.insert(
                 3,
-                f"placement    {self.bytes_host:,} of these bytes on the host, {self.bytes_kept - self.bytes_host:,} "
-                f"on the device; a step moves {self.bytes_moved:,} to it{asked}",
+                f"placement    {away:,} of these bytes on {where}, {near:,} on the device; a step moves "
+                f"{self.bytes_moved:,} to it{asked}",
             )
         if self.kl is not None:
             where = "none" if self.divergence == -1 else f"at token {self.divergence}"
@@ -187,7 +191,7 @@ def tier_bits(cache: Cache) -> tuple[float, float]:
 
 
 def moved_bytes(cache: Cache, ran: bool = False) -> int:
-    """Bytes that a decode step brings from the host: of each tier the pages it picks, or all.
+    """Bytes that a decode step brings from the host, its memory or its disk: of each tier the pages it picks, or all.
 
     ran: of what stays on the device, those that had to come, the mean of the steps of a cache that ran; else all.
     """

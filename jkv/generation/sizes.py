@@ -13,7 +13,8 @@ import numpy as np
 
 from jkv.memory.cache import Cache, Counts, device_bytes, tree_bytes
 from jkv.memory.empty import empty_layer
-from jkv.memory.pages import is_far, reachable, settled
+from jkv.memory.lines import reachable
+from jkv.memory.pages import is_far
 from jkv.methods.budgets import Size
 from jkv.methods.config import CacheConfig, resolve
 from jkv.models import ModelConfig, rule
@@ -48,7 +49,7 @@ def _emptied(s: Any) -> Any:
         hot = s.hot and replace(
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), s.hot), units=jnp.full(s.hot.units.shape, -1)
         )
-        return settled(replace(s, data=np.zeros(s.data.shape, s.data.dtype), hot=hot))  # no device ever has all data
+        return replace(s, lines=s.lines.emptied(), hot=hot)
     return jnp.full(s.shape, -1 if s.dtype == jnp.int32 else 0, s.dtype)
 
 
@@ -148,4 +149,4 @@ def places(config: CacheConfig) -> tuple[str, ...]:
     """What `host` may become, the first that fits: the device as long as it has room, or as there is nothing else."""
     if config.host != "auto":
         return (config.host,)
-    return ("kept", "values", "all") if reachable() else ("kept",)
+    return ("kept", "values", "all") if config.disk or reachable() else ("kept",)

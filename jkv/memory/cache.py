@@ -12,7 +12,7 @@ from jax import Array
 
 from jkv.arrays.tree import static, value
 from jkv.kernels import CONTEXT, HEADS
-from jkv.memory.pages import is_far
+from jkv.memory.pages import Pages, is_far
 from jkv.protocols import Code, Codec, Columns, Counts, Needs, Queries, Window
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Observation:
 class Tier:
     """Encoded tokens in a fixed number of slots, in no particular order.
 
-    k, v: Code of C slots, or the Pages of one on the host; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at
+    k, v: Code of C slots, or the Pages of one that lies elsewhere; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at
     i32[B,Hs,C] where keys act, or None: at pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and
     where every other axis of heads is 1 too, or None: every head has C of its own; summary: the selector's index of the
     units, or None; memo: what it remembers of each row, leaves [B,H,...], or None; taught: the codecs of keys and of
@@ -137,6 +137,11 @@ class Cache:
     def on_host(self) -> int:
         """Those of them that lie in the memory of the host."""
         return host_bytes(self.layers)
+
+    @property
+    def on_disk(self) -> int:
+        """Those that lie on disk, if every slot has its token."""
+        return disk_bytes(self.layers)
 
     @property
     def stay(self) -> int:
@@ -307,18 +312,27 @@ def _sides(source: Tier, tier: Tier, config: TierView) -> tuple[tuple[Code, Code
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays (or shapes) in a pytree."""
-    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes of all arrays (or shapes) in a pytree, and of what its pages have on disk."""
+    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree)) + disk_bytes(tree)
 
 
 def host_bytes(tree: Any) -> int:
     """Those that lie in the memory of the host."""
-    return tree_bytes([x.data for x in jax.tree.leaves(tree, is_leaf=is_far) if is_far(x)])
+    return sum(x.lines.on_host for x in _far(tree))
+
+
+def disk_bytes(tree: Any) -> int:
+    """Those that lie on disk."""
+    return sum(x.lines.on_disk for x in _far(tree))
 
 
 def device_bytes(tree: Any) -> int:
     """Those that lie on the device."""
-    return tree_bytes(tree) - host_bytes(tree)
+    return tree_bytes(tree) - host_bytes(tree) - disk_bytes(tree)
+
+
+def _far(tree: Any) -> list[Pages]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_far) if is_far(x)]
 
 
 def layer_kept(layer: LayerCache) -> Array:

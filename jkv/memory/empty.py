@@ -71,7 +71,10 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
     v, own_v = empty_side(tier.v, rows, heads, c, model.value_dim, dtype, tier.together, tier.lender)
     _check_hot(tier)
     sides = zip((k, v), tier.far, strict=True)
-    k, v = (Pages.of(x, c // tier.unit, tier.hot, tier.hot_by) if far and jax.tree.leaves(x) else x for x, far in sides)
+    k, v = (
+        Pages.of(x, c // tier.unit, tier.hot, tier.hot_by, tier.disk) if far and jax.tree.leaves(x) else x
+        for x, far in sides
+    )
     return Tier(
         k=k,
         v=v,

@@ -95,7 +95,8 @@ class TierConfig(TierView):
     """A tier of one layer: also its slots, how many may be in use, its share of what is stored, whether it evicts.
 
     together: layers that are coded together, this one being the `lender`-th of them. far: whether codes of keys, and of
-    values, lie on the host; hot: pages of a head that then stay on the device, by which rank.
+    values, lie on the host; disk: in which folder then, "": in its memory; hot: pages of a head that stay on the
+    device, by which rank.
     """
 
     capacity: int
@@ -104,6 +105,7 @@ class TierConfig(TierView):
     evicts: bool
     together: int
     far: tuple[bool, bool] = (False, False)
+    disk: str = ""
     hot: int = 0
     hot_by: str = "lru"
 

@@ -173,6 +173,7 @@ ARGUMENTS = (
     "exact_layers",
     "kernels",
     "host",
+    "disk",
     "hot",
     "hot_by",
     "device_bytes",

@@ -13,7 +13,7 @@ from jkv import kernels
 from jkv.attention.pool import HEADS
 from jkv.memory import codes
 from jkv.memory.hot import RANKS
-from jkv.memory.pages import reachable
+from jkv.memory.lines import reachable
 from jkv.methods.config import CacheConfig, expiring, follows
 from jkv.protocols import Demand, Selector, needs_of
 
@@ -181,14 +181,16 @@ def _check_host(config: CacheConfig, model: ModelConfig) -> None:
         raise ValueError(f"hot={config.hot!r}: pages of a head that stay on the device; 0 or more")
     if config.hot and (config.select is None or config.host == "none"):
         raise ValueError(f"{config}: hot={config.hot} pages stay where a selector picks those of the host: give host=")
+    if type(config.disk) is not str or (config.disk and config.host == "none"):
+        raise ValueError(f"{config}: disk={config.disk!r} is a folder for the codes that host= takes off the device")
     if config.host == "none":
         return
     if config.host == "auto" and most is None:
         raise ValueError(f"{config}: host='auto' moves codes to the host until a cache fits: give device_bytes=")
-    if config.host != "auto" and not reachable():
+    if config.host != "auto" and not (config.disk or reachable()):
         raise ValueError(
             f"{config}: programs of this backend reach no memory of the host (pinned_host); take host='auto', which "
-            "then keeps codes on the device"
+            "then keeps codes on the device, or disk=, a folder"
         )
     if config.select is not None and config.select.unit != config.unit:
         raise ValueError(

@@ -74,10 +74,10 @@ class CacheConfig:
     what the evicted leave; select: what a step reads; recent: newest tokens, always exact; block: a flush every so many
     steps; chunk: prompt tokens prefilled at a time (0: all), or None: as many as memory has room for, all if it can;
     prefill: how a prompt gets in; host: codes in the memory of the host, "none", "values" or "all", or "auto":
-    as few as let a cache fit into device_bytes, and none where programs reach no such memory; device_bytes: what a
-    cache may take of each device; hot: of what is on the host, pages of a head that stay on the device, those of the
-    highest "lru", "fifo" or "uses" (hot_by); kernels: "auto", "xla", "tpu" or "gpu"; devices: that divide the slots of
-    each tier; name: the text it was made from.
+    as few as let a cache fit into device_bytes, and none where programs reach no such memory; disk: a folder on the
+    host where these codes lie instead; device_bytes: what a cache may take of each device; hot: of what is on the host,
+    pages of a head that stay on the device, those of the highest "lru", "fifo" or "uses" (hot_by); kernels: "auto",
+    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -93,6 +93,7 @@ class CacheConfig:
     chunk: int | None = None
     prefill: Prefill = Prefill()
     host: str = "none"
+    disk: str = ""
     hot: int = 0
     hot_by: str = "lru"
     device_bytes: int | None = None
@@ -290,6 +291,7 @@ def _tier(
         lender=i % group,
         together=min(group, model.layers - i // group * group),
         far=FAR[config.host],
+        disk=config.disk,
         hot=config.hot if select else 0,
         hot_by=config.hot_by,
         kernels=kernels.plain(config.kernels, model.capped),

@@ -19,7 +19,7 @@ from jkv.core import loop, sampling, sharding
 from jkv.generation import sizes
 from jkv.generation.chunks import Chunks, chosen, gib, spare
 from jkv.generation.report import kernels_of, moved_bytes, prefill_kernel_of
-from jkv.memory.pages import KIND
+from jkv.memory.lines import KIND
 from jkv.methods import checks
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig

@@ -151,7 +151,7 @@ def test_sizes_that_a_prompt_decided_are_those_of_the_file(tmp_path, text):
 
 def integers(cache: jkv.Cache) -> list[str]:
     """Names of all arrays of whole numbers that say where or how many, which codes do not."""
-    leaves = jax.tree_util.tree_leaves_with_path(cache_file._arrays(cache))
+    leaves = jax.tree_util.tree_leaves_with_path(cache_file._whole(cache))
     names = [(jax.tree_util.keystr(where), x) for where, x in leaves]
     return [name for name, x in names if x.dtype == jnp.int32 or name.endswith(".head")]
 

@@ -60,7 +60,7 @@ def same(text: str, host: str, more: str = "") -> Cache:
     np.testing.assert_array_equal(found, logits)
     for a, b in zip(own.layers, far.layers, strict=True):
         for x, y in zip(a.tiers, b.tiers, strict=True):
-            assert isinstance(y.v, Pages) and y.v.data.sharding.memory_kind == "pinned_host"
+            assert isinstance(y.v, Pages) and y.v.lines.data.sharding.memory_kind == "pinned_host"
             assert isinstance(y.k, Pages) == (host == "all") or not jax.tree.leaves(x.k)
             live = (np.asarray(x.pos) >= 0).reshape(-1)
             for p, q in zip(jax.tree.leaves((x.k, x.v)), jax.tree.leaves((near(y.k), near(y.v))), strict=True):
@@ -242,7 +242,7 @@ def test_rows_are_picked_put_and_saved_as_those_of_the_device_are(tmp_path):
     (_, own), (_, far) = ran(f"int4 | {QUEST})"), ran(f"int4 | {QUEST}, host='all')")
     jkv.save_cache(far, tmp_path / "cache", ONE)
     again = jkv.load_cache(tmp_path / "cache", ONE)
-    assert again.layers[0].tiers[0].v.data.sharding.memory_kind == "pinned_host"
+    assert again.layers[0].tiers[0].v.lines.data.sharding.memory_kind == "pinned_host"
 
     @jax.jit
     def swapped(cache: Cache) -> Any:

@@ -74,11 +74,7 @@ def batch(
         settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), n=n)
         with console.meter() as tell:
             options = dict(
-                batch=at_once,
-                most_new=new_tokens_limit,
-                retry=retry_failed,
-                store=stored.open(),
-                draft=draft,
+                batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open(), draft=draft
             )
             report = start(
                 source, out, model, cache, mesh, settings, dtype, weights, hosts, stages, stopped, tell, options
@@ -125,9 +121,9 @@ def start(
     config, asked, answers = parse(cache), remote.place(source), remote.place(out)
     if not remote.is_file(asked):
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
+    workers = None if stages is None else divided(stages)
     if hosts is not None:
         join(hosts)
-    workers = None if stages is None else divided(stages)
     load = partial(loading.load, model, dtype, mesh, weights)
     params = load()
     over, shares = sharding.over(params), workers is None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from jkv.batch.stages.simulate import Asked, Costs, Served, Simulation, arrivals, best, in_time, plans
+from jkv.cli.app import app
 
 COSTS = Costs(token=1.0, step=0.5, slots=2, block=4, ahead=1)
 
@@ -65,3 +69,20 @@ def test_the_planner_finds_the_division_that_the_work_asks_for():
 def test_costs_are_those_of_a_report_with_stages():
     with pytest.raises(ValueError, match="give that of a job with --stages"):
         Costs.of({"batch": 4, "stages": None})
+
+
+def test_the_command_simulates_with_the_times_of_a_job(tmp_path: Path):
+    """Prompts of 10 s and answers of no time: three workers of four have to prefill."""
+    answered = {"line": 1, "key": "a", "tokens": [1, 2], "prompt_tokens": 10}
+    (tmp_path / "rows-00000-of-00001.jsonl").write_text(json.dumps(answered) + "\n")
+    done = {"prefill": {"seconds": 20, "units": 20}, "decode": {"seconds": 1, "units": 1000}, "handed": {"block": 16}}
+    (tmp_path / "report.json").write_text(json.dumps({"batch": 4, "stages": done}))
+    call = ["bench", "stages", str(tmp_path), "--first", "60", "--later", "1", "--rate", "0.15", "--rate", "0.25"]
+    result = CliRunner().invoke(app, [*call, "--json", str(tmp_path / "out.json"), "--requests", "100"])
+    assert result.exit_code == 0 and "| 3 " in result.stdout and "*" in result.stdout, result.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 6 and result.stderr.count("in time\n") == 6
+    chosen = best(rows)
+    assert chosen is not None and (chosen["prefill"], chosen["rate"]) == (3, 0.25)
+    (tmp_path / "report.json").write_text(json.dumps({"batch": 4, "stages": None}))
+    assert "give that of a job with --stages" in CliRunner().invoke(app, call).stderr

@@ -15,8 +15,8 @@ class Report:
     failed: rows written with an error; saved: prompt tokens that common beginnings spared this run, of `prompt` that
     its rows have; cache_bytes: of the largest running batch of a process; stopped: rows are left; drafts: of the
     first process, passes of batches, tokens of a row that they verified beside each next one, and those of them that
-    came; None: no drafts. stages: of a job of several stages, the rows, tokens or steps (units), seconds and most
-    bytes of each, what was handed over, rows that were done again, and changes of a worker's stage.
+    came; None: no drafts. stages: of a job of several stages, the workers that were in each, their rows, tokens or
+    steps (units), seconds and most bytes, what was handed over, rows that were done again, and changes of a stage.
     """
 
     cache: str

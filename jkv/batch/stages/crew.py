@@ -232,6 +232,7 @@ class Crew:
         for stage in STAGES:
             mine = [x for x in self.stays if x.stage == stage]
             stages[stage] = {
+                "workers": len(mine),
                 "rows": sum(x.rows for x in mine),
                 "units": sum(x.units for x in mine),
                 "seconds": sum(x.running for x in mine),

@@ -130,6 +130,7 @@ def test_a_job_of_stages_writes_the_rows_of_one_process(tmp_path: Path, whole: A
     assert report.prefilled == report.tokens_prompt and report.programs > 0
     stages = report.stages
     assert stages is not None and stages["changes"] == [] and stages["redone"] == 0
+    assert stages["prefill"]["workers"] == stages["decode"]["workers"] == 1
     assert stages["prefill"]["rows"] == stages["decode"]["rows"] == stages["handed"]["rows"] == 9
     assert stages["prefill"]["units"] >= report.tokens_prompt and stages["decode"]["units"] >= 9 + 22
     assert min(stages[x]["peak_bytes"] for x in ("prefill", "decode")) > 50 << 20
@@ -147,6 +148,7 @@ def test_workers_change_their_stage_while_rows_are_under_way(tmp_path: Path, who
     assert written(task) == whole and report.stages is not None
     assert "prefill to decode" in report.stages["changes"]
     assert report.stages["prefill"]["rows"] == report.stages["decode"]["rows"] == 9
+    assert report.stages["prefill"]["workers"] >= 3 and report.stages["decode"]["workers"] >= 2
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_the_command_simulates_with_the_times_of_a_job(tmp_path: Path):
     (tmp_path / "report.json").write_text(json.dumps({"batch": 4, "stages": done}))
     call = ["bench", "stages", str(tmp_path), "--first", "60", "--later", "1", "--rate", "0.15", "--rate", "0.25"]
     result = CliRunner().invoke(app, [*call, "--json", str(tmp_path / "out.json"), "--requests", "100"])
-    assert result.exit_code == 0 and "| 3 " in result.stdout and "*" in result.stdout, result.output
+    assert result.exit_code == 0 and "| 3 " in result.stdout and "% *" in result.stdout, result.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 6 and result.stderr.count("in time\n") == 6
     chosen = best(rows)

@@ -167,6 +167,11 @@ def _early(rows: Sequence[Request]) -> float:
     return -sum(r.new for r in rows) / sum(len(r.tokens) for r in rows)
 
 
+def alone(bucket: Bucket, row: Request) -> Wave:
+    """A row that is prefilled by itself, whole."""
+    return Wave(rows=(row,), tails=(row.tokens,), length=_enough(bucket.lengths, len(row.tokens)))
+
+
 def _alike(rows: Sequence[tuple[Request, np.ndarray, int | None]], lengths: Sequence[int], several: int) -> list[Wave]:
     """Waves of (row, the tokens to prefill, the head that they go on from): of like lengths, the eager ones first."""
     rows = sorted(rows, key=lambda x: -len(x[1]))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.batch.requests import Settings
-from jkv.batch.running import Shapes
+from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost, compiled, peak_bytes
 from jkv.core.loop import prefill_own, run_block, run_blocks
 from jkv.core.sharding import MeshPlan

@@ -17,7 +17,7 @@ from jkv import models
 from jkv.batch import MOST_NEW, fit
 from jkv.batch.arrange import Bucket
 from jkv.batch.requests import Request, Settings
-from jkv.batch.running import Shapes
+from jkv.batch.shapes import Shapes
 from jkv.batch.together import spans
 from jkv.core.sharding import MeshPlan
 from jkv.generation.cache_file import fingerprint, weights

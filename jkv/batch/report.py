@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jkv.batch.signals import FAILED, STOPPED
 
@@ -14,7 +15,8 @@ class Report:
     failed: rows written with an error; saved: prompt tokens that common beginnings spared this run, of `prompt` that
     its rows have; cache_bytes: of the largest running batch of a process; stopped: rows are left; drafts: of the
     first process, passes of batches, tokens of a row that they verified beside each next one, and those of them that
-    came; None: no drafts.
+    came; None: no drafts. stages: of a job of several stages, the workers that were in each, their rows, tokens or
+    steps (units), seconds and most bytes, what was handed over, rows that were done again, and changes of a stage.
     """
 
     cache: str
@@ -35,6 +37,7 @@ class Report:
     processes: int
     stopped: bool
     drafts: dict[str, int] | None = None
+    stages: dict[str, Any] | None = None
 
     @property
     def code(self) -> int:
@@ -57,9 +60,27 @@ class Report:
                 ),
                 f"cache        {self.cache}, {self.cache_bytes / 2**20:,.1f} MiB, {self.batch} rows at once",
                 *([] if self.drafts is None else [f"drafts       {_drafts(**self.drafts)}"]),
+                *([] if self.stages is None else _stages(**self.stages)),
                 f"programs     {self.programs} compiled in {self.compile_s:.1f} s",
             ]
         )
+
+
+def _stages(handed: dict[str, int], redone: int, changes: list[str], **stages: dict[str, Any]) -> list[str]:
+    """
+    >>> _stages({"rows": 2, "bytes": 1 << 20, "file_bytes": 1 << 20, "ahead": 2, "most_ahead": 1}, 0, [])
+    ['handed over  2 rows, 1.0 MiB of caches, 1 of 2 ahead at most, 0 done again']
+    """
+    out = [
+        f"{name:<12} {x['rows']} rows, {x['seconds']:,.1f} s, {x['peak_bytes'] / 2**20:,.0f} MiB at most"
+        for name, x in stages.items()
+    ]
+    again = "".join(f", {x}" for x in changes)
+    return [
+        *out,
+        f"handed over  {handed['rows']} rows, {handed['bytes'] / 2**20:,.1f} MiB of caches, "
+        f"{handed['most_ahead']} of {handed['ahead']} ahead at most, {redone} done again{again}",
+    ]
 
 
 def _drafts(passes: int = 0, drafted: int = 0, taken: int = 0) -> str:

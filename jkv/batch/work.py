@@ -21,7 +21,8 @@ from jkv.batch.job import Job, Tell, made
 from jkv.batch.output import Rows, output
 from jkv.batch.report import Report
 from jkv.batch.requests import Refused, Request, checked, failed, limits, lines, read, said, survivable
-from jkv.batch.running import Answer, Running
+from jkv.batch.running import Running
+from jkv.batch.slots import Answer
 from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.generation.chunks import LEAST, chosen, spare
@@ -51,6 +52,7 @@ class Work:
         self.drafter, self.drafted = job.drafter, Counter[str]()
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
+        self.stages: dict[str, Any] | None = None
 
     def finish(self, stop: Callable[[], bool]) -> None:
         """Rows at once are halved where a bucket cannot run, and then its rows; one alone gets its error."""
@@ -119,24 +121,25 @@ class Work:
                 break
             if ended is None:
                 break
-            self.write(running, ended)
+            self.write(running.nbytes, ended)
             wrote = wrote or bool(ended)
             if stop():
                 self.stopped = len(self.shard.done) < self.share
                 break
         if running is not None:
-            self.prefilled += running.prefilled
-            self.saved += running.saved
+            self.prefilled += running.prompts.prefilled
+            self.saved += running.prompts.saved
             self.drafted.update(running.drafted)
         return [] if failure is None else self.otherwise(bucket, rows, failure)
 
-    def write(self, running: Running, ended: Sequence[Answer | Refused]) -> None:
+    def write(self, nbytes: int, ended: Sequence[Answer | Refused]) -> None:
+        """Rows that ended, beside caches of so many bytes."""
         if rows := {row["line"]: row for x in ended if (row := self.whole(x))}:  # once, if several samples failed
             self.shard.add(list(rows.values()))
         self.new += sum(len(x.tokens) for x in ended if isinstance(x, Answer))
-        self.cache_bytes = max(self.cache_bytes, running.nbytes)
+        self.cache_bytes = max(self.cache_bytes, nbytes)
         speed = self.new / (time.perf_counter() - self.start)
-        self.tell(len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {running.nbytes / 2**20:,.0f} MiB")
+        self.tell(len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {nbytes / 2**20:,.0f} MiB")
 
     def whole(self, x: Answer | Refused) -> dict[str, Any] | None:
         """The row that is written: when all of its samples have ended, or one has failed."""
@@ -215,6 +218,7 @@ class Work:
             processes=jax.process_count(),
             stopped=stopped > 0,
             drafts=dict(self.drafted) if self.drafter is not None else None,
+            stages=self.stages,
         )
         if jax.process_index() == 0:
             output(self.job.out).report(json.dumps(asdict(report), indent=1) + "\n")
@@ -238,8 +242,12 @@ def _row(x: Answer | Refused, *more: Answer) -> dict[str, Any]:
     return {"line": request.line, **shown, "tokens": tokens, "prompt_tokens": read_, "key": request.key}
 
 
-def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
-    """Answers every row that is not yet in the folder, until all are or `stop` says so.
+By = Callable[[Work, Callable[[], bool]], None]  # answers the rows of a job that are left
+
+
+def run(job: Job, stop: Callable[[], bool], tell: Tell, by: By = Work.finish) -> Report:
+    """Answers every row that is not yet in the folder, until all are or `stop` says so. by: how, here or by other
+    processes (`stages.crew.staged`).
 
     Raises ValueError for a job that cannot run or a folder of another job, OSError if the output cannot be written;
     what was written before is kept, and the same job goes on from there.
@@ -272,7 +280,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell) -> Report:
                 {r.line: None for r, is_done in zip(rows, done, strict=True) if is_done and not job.writes}
             )
         work = Work(job, shard, len(rows), own, tell)
-        work.finish(stop)
+        by(work, stop)
     finally:
         shard.close()
     return work.report()

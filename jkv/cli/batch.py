@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +45,10 @@ def batch(
         int, typer.Option(min=1, help="Largest max_new_tokens of a row, if the cache has no limit of its own.")
     ] = MOST_NEW,
     draft: Annotated[str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle.")] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Processes that prefill and that decode, such as prefill=1,decode=1. Default: one for both."),
+    ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
     stored: Stored = Stored(),
     dtype: Dtype = None,
@@ -71,7 +76,9 @@ def batch(
             options = dict(
                 batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open(), draft=draft
             )
-            report = start(source, out, model, cache, mesh, settings, dtype, weights, hosts, stopped, tell, options)
+            report = start(
+                source, out, model, cache, mesh, settings, dtype, weights, hosts, stages, stopped, tell, options
+            )
         print(report)
     if report.code:
         raise typer.Exit(report.code)
@@ -96,13 +103,16 @@ def start(
     dtype: str | None,
     weights: str | None,
     hosts: str | None,
+    stages: str | None,
     stopped: Callable[[], bool],
     tell: Tell,
     options: dict[str, Any],
 ) -> Report:
     """Loads the model and runs the job; what is wrong with the cache or the input is said before anything is loaded."""
     from jkv.batch.job import Job
-    from jkv.batch.work import run
+    from jkv.batch.stages.crew import staged
+    from jkv.batch.stages.roles import divided
+    from jkv.batch.work import Work, run
     from jkv.core import sharding
     from jkv.io import load as loading
     from jkv.io import remote
@@ -111,12 +121,16 @@ def start(
     config, asked, answers = parse(cache), remote.place(source), remote.place(out)
     if not remote.is_file(asked):
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
+    workers = None if stages is None else divided(stages)
     if hosts is not None:
         join(hosts)
-    params = loading.load(model, dtype, mesh, weights)
-    over = sharding.over(params)
-    job = Job(source=asked, out=answers, params=params, config=config, defaults=settings, over=over, **options)
-    return run(job, stopped, tell)
+    load = partial(loading.load, model, dtype, mesh, weights)
+    params = load()
+    over, shares = sharding.over(params), workers is None
+    job = Job(
+        source=asked, out=answers, params=params, config=config, defaults=settings, over=over, shares=shares, **options
+    )
+    return run(job, stopped, tell, Work.finish if workers is None else staged(job, workers, load))
 
 
 def join(hosts: str) -> None:

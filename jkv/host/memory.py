@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,3 +43,19 @@ def _left() -> Iterator[int]:
                 if (folder / limit).exists() and (text := (folder / limit).read_text().strip()).isdigit():
                     stat = dict(x.split() for x in (folder / "memory.stat").read_text().splitlines())
                     yield int(text) - int((folder / used).read_text()) + int(stat[cached])
+
+
+def peak() -> int:
+    """The most bytes of main memory that this process has held (VmHWM), since `forget_peak`."""
+    status = Path("/proc/self/status")
+    found = [x for x in status.read_text().splitlines() if x.startswith("VmHWM:")] if status.exists() else []
+    if found:
+        return int(found[0].split()[1]) << 10
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most << 10
+
+
+def forget_peak() -> None:
+    """From now on `peak` counts anew, where the system can do that."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

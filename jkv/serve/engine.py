@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.batch.arrange import Bucket, Wave
+from jkv.batch.arrange import Bucket, alone
 from jkv.batch.requests import Settings, said, survivable
-from jkv.batch.running import Running, Shapes
+from jkv.batch.running import Running
+from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.loop import admit, prefill_own, run_block
 from jkv.generation.api import prefill
@@ -308,11 +309,9 @@ class Engine:
     def _enter(self, seats: Seats, ticket: Ticket) -> None:
         """A row is prefilled into a free slot; a row that fails takes nobody along."""
         running, request = seats.running, ticket.request
-        lengths = running.shapes.bucket.lengths
-        length = next(n for n in lengths if n >= len(request.tokens))
         before = 0 if self.store is None else self.store.reused
         try:
-            running.admit(Wave(rows=(request,), tails=(request.tokens,), length=length))
+            running.admit(alone(running.shapes.bucket, request))
         except BaseException as error:
             self._fail([ticket], 500, said(error))
             if not survivable(error) or any(x.is_deleted() for x in jax.tree.leaves(running.state)):
@@ -424,11 +423,11 @@ class Engine:
         cost.begin(run_block, params, state, draws, shape(()))
         running = Running(self.params, shapes, Cost(), self.store)
         chunk, most = shapes.bucket.chunk, self.limits.prompt
-        if running.reads is not None:
-            rows, logits = running.reads.prepare(params, blank, most, cost)
+        if running.prompts.reads is not None:
+            rows, logits = running.prompts.reads.prepare(params, blank, most, cost)
         elif 0 < chunk < most:
             rows, logits = cost.begin(prefill_own, params, blank, shape((1, chunk)))
-        for length in shapes.bucket.lengths if running.reads is None else ():
+        for length in shapes.bucket.lengths if running.prompts.reads is None else ():
             if not 0 < chunk < length:
                 rows, logits = cost.begin(prefill_own, params, blank, shape((1, length)), fresh=True)
         used = jax.ShapeDtypeStruct((1, shapes.model.vocab), bool)

@@ -18,7 +18,8 @@ import jkv
 from jkv import methods
 from jkv.batch.arrange import arrange
 from jkv.batch.requests import Request, Settings
-from jkv.batch.running import Running, Shapes
+from jkv.batch.running import Running
+from jkv.batch.shapes import Shapes
 from jkv.core import loop, sampling, sharding
 from jkv.core.compiled import Cost, compiled
 from jkv.generation import sizes

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jkv import methods
-from jkv.batch import fit, running
+from jkv.batch import fit, slots
 from jkv.batch.arrange import arrange
 from jkv.batch.job import Job
 from jkv.batch.report import Report
@@ -51,7 +51,7 @@ def answers(task: Job) -> tuple[list[list[int]], Report]:
 
 @pytest.mark.slow
 def test_the_rows_of_a_job_with_drafts_are_those_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(running, "Drafting", partial(Drafting, clock=lambda: 0.0))
+    monkeypatch.setattr(slots, "Drafting", partial(Drafting, clock=lambda: 0.0))
     want, plain = answers(job(tmp_path, None))
     assert plain.drafts is None and [len(x) for x in want] == [12, 21, 30, 39, 48]
     for draft in ("suffix", "recycle"):

@@ -27,8 +27,9 @@ from jkv.batch import MOST_NEW, fit, work
 from jkv.batch import job as jobs
 from jkv.batch.job import Job
 from jkv.batch.requests import Refused, Request, Settings, limits, read
-from jkv.batch.running import Answer, Running
+from jkv.batch.running import Running
 from jkv.batch.signals import FAILED, STOPPED
+from jkv.batch.slots import Answer
 from jkv.batch.work import run
 from jkv.batch.written import parsed
 from jkv.cli.app import app
@@ -175,7 +176,8 @@ class Pretend:
     bad: ClassVar[frozenset[int]]
 
     def __init__(self, params: Any, shapes: Any, cost: Any, store: Any = None, drafter: Any = None) -> None:
-        self.shapes, self.under_way, self.prefilled, self.saved, self.nbytes = shapes, [], 0, 0, 0
+        self.shapes, self.under_way, self.nbytes = shapes, [], 0
+        self.prompts = SimpleNamespace(prefilled=0, saved=0)
         self.drafted: dict[str, int] = {}
         if not self.late:
             self.take()

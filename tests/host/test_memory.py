@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import psutil
 import pytest
 
@@ -65,3 +66,13 @@ def test_those_who_ask_get_the_same(groups):
     assert chunks.spare(None) == 4 * GB and memory.free(jax.devices()[0]) == 5 * GB
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80, "bytes_in_use": 30})
     assert memory.free(device) == 50
+
+
+def test_the_peak_is_of_what_was_held_since_it_was_forgotten():
+    held = np.ones(40 << 20, np.uint8)
+    high = memory.peak()
+    del held
+    memory.forget_peak()
+    low = memory.peak()
+    held = np.ones(20 << 20, np.uint8)
+    assert low < high - (30 << 20) and memory.peak() > low + (15 << 20) and held.size

@@ -1,0 +1,104 @@
+"""What prefills: prompts of a bucket in, rows of a cache and their logits out, wherever they decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.batch.arrange import Wave
+from jkv.batch.requests import Request
+from jkv.batch.shapes import Shapes
+from jkv.core.compiled import Cost
+from jkv.core.loop import prefill_after, prefill_own
+from jkv.generation.begun import doubling, tail
+from jkv.generation.stored import Beginnings
+from jkv.io.store import Store
+from jkv.memory.cache import Cache, tree_bytes
+from jkv.memory.positions import pad
+from jkv.models import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """Prompts that were read: what was asked, and in the first rows of a cache of `several` what is kept of each, and
+    the logits f32[several,V] of what comes next."""
+
+    rows: tuple[Request, ...]
+    cache: Cache
+    logits: Array
+
+
+class Prefilling:
+    """The prompts of one bucket. Of decoding it needs the shapes alone, which say what a row of the cache is."""
+
+    def __init__(self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None) -> None:
+        """store: where prompts begin, if that is of use for the cache and they are read whole; then `shapes.several`
+        is 1."""
+        begins = None if store is None or shapes.bucket.chunk else Beginnings(store, params, shapes.config)
+        self.reads = None if begins is None or begins.refusal else begins
+        self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
+        self.empty_rows = maker(partial(shapes.cache, shapes.several), cost)
+        self.empty_heads = maker(shapes.heads, cost)
+        self.heads = None
+        self.prefilled = self.saved = 0  # prompt tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Of the common beginnings."""
+        return tree_bytes(self.heads.layers) if self.heads is not None else 0
+
+    def read(self, wave: Wave) -> Filled:
+        """The rows of a wave, which stand at the border of a block."""
+        several = self.shapes.several
+        if wave.heads:
+            ids = _padded(wave.heads, several, self.shapes.bucket.first)
+            self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
+        ran = sum(map(len, (*wave.heads, *wave.tails)))
+        if self.reads is not None:
+            cache, logits, stored = self.begun(self.reads, wave)
+            ran -= stored
+        elif wave.at:
+            cache, ids = self.empty_rows(), _padded(wave.tails, several, wave.length)
+            index = jnp.asarray([*wave.at, *[0] * (several - len(wave.at))], jnp.int32)
+            cache, logits = self.cost.run(prefill_after, self.params, cache, self.heads, index, ids)
+        else:
+            cache, logits = self.whole(self.empty_rows(), _padded(wave.tails, several, wave.length))
+        self.prefilled += ran
+        self.saved += sum(len(r.tokens) for r in wave.rows) - ran
+        return Filled(rows=wave.rows, cache=cache, logits=logits)
+
+    def whole(self, cache: Cache, ids: Any) -> tuple[Cache, Any]:
+        """The cache after prompts, at once or in chunks, and the logits of what comes next."""
+        chunk, logits = self.shapes.bucket.chunk, None
+        if not 0 < chunk < ids.shape[1]:
+            return self.cost.run(prefill_own, self.params, cache, ids, fresh=True)
+        ids = np.pad(np.asarray(ids), ((0, 0), (-ids.shape[1] % chunk, 0)), constant_values=-1)
+        for i in range(0, ids.shape[1], chunk):
+            cache, logits = self.cost.run(prefill_own, self.params, cache, jnp.asarray(ids[:, i : i + chunk]))
+        return cache, logits
+
+    def begun(self, begins: Beginnings, wave: Wave) -> tuple[Cache, Array, int]:
+        """The cache and logits of a wave of one row that begins in the store, and how many tokens that had."""
+        ids = wave.tails[0].tolist()
+        head, n, stored = begins.read(self.params, ids, self.cost, doubling(max(begins.whole(len(ids)), 1)))
+        rest = pad([ids[n:]], tail(len(ids) - n))
+        cache, logits = self.cost.run(prefill_after, self.params, self.empty_rows(), head, None, rest)
+        return cache, logits, stored
+
+
+def maker(make: Callable[[], Any], cost: Cost) -> Callable[[], Any]:
+    """`make`, whose value is made where it will lie."""
+    over = cost.over
+    return jax.jit(make, out_shardings=None if over is None else over.shardings(jax.eval_shape(make)))
+
+
+def _padded(rows: tuple[np.ndarray, ...], several: int, length: int) -> Any:
+    """i32[several,length]; the rows that are too few have no tokens."""
+    return pad([*(r.tolist() for r in rows), *[[]] * (several - len(rows))], length)

@@ -1,0 +1,151 @@
+"""What decodes: slots that rows enter between two blocks, wherever they were prefilled, and leave one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.batch.prefilling import Filled, maker
+from jkv.batch.requests import Refused, Request, Settings, failed, said, survivable
+from jkv.batch.shapes import Shapes
+from jkv.core.compiled import Cost
+from jkv.core.loop import admit, run_blocks
+from jkv.generation.api import cut
+from jkv.generation.drafters import Drafter
+from jkv.generation.drafting import Drafting
+from jkv.generation.pace import Pace
+from jkv.generation.prompts import stop_ids_of
+from jkv.memory.cache import Decoding
+from jkv.models import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished row: its tokens, its text up to a stop text (None: no tokenizer), and what ended it."""
+
+    request: Request
+    tokens: list[int]
+    text: str | None
+    end: str  # "stop" or "length"
+
+
+class Slots:
+    """The rows of one bucket that decode together."""
+
+    def __init__(self, params: Params, shapes: Shapes, cost: Cost, drafter: Drafter | None = None) -> None:
+        """drafter: guesses the next tokens of all rows, which advance together, by the fewest that one of them takes;
+        told of each row that ends."""
+        self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
+        self.stop_ids = stop_ids_of(params)
+        self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
+        self.state = maker(shapes.state, cost)()
+        self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the caches of the rows."""
+        return self.state.cache.nbytes
+
+    @property
+    def under_way(self) -> list[Request]:
+        """The rows that have begun, and have not ended."""
+        return [x[0] for x in self.slots if x]
+
+    @property
+    def open(self) -> bool:
+        """Whether rows can be seated: all that run have finished a block, as one `fill` serves all rows."""
+        return not any(self.slots) or int(self.state.cache.fill) >= self.state.cache.room
+
+    def seat(self, filled: Filled) -> None:
+        """Give rows that were prefilled free slots."""
+        shapes, several = self.shapes, filled.cache.rows
+        free = [i for i, x in enumerate(self.slots) if x is None][: len(filled.rows)]
+        used = None
+        if shapes.penalised:
+            table = np.zeros((several, shapes.model.vocab), bool)
+            for i, row in enumerate(filled.rows):
+                table[i, row.tokens] = True
+            used = jnp.asarray(table)
+        slots = jnp.asarray([*free, *[shapes.rows] * (several - len(free))], jnp.int32)
+        self.state = self.cost.run(admit, self.state, filled.cache, filled.logits, used, slots)
+        for slot, row in zip(free, filled.rows, strict=True):
+            self.slots[slot] = row, []
+        nobody = Settings()
+        requests = [x[0] if x else None for x in self.slots]
+        self.sampling = shapes.sampling(
+            [r.settings if r else nobody for r in requests], [r.seed if r else 0 for r in requests], self.stop_ids
+        )
+
+    def block(self) -> list[Answer | Refused]:
+        """A stride of tokens for every row, or fewer if all rows end within it; the rows that ended."""
+        ended = []
+        for slot, request, tokens, _ in self.advance():
+            answer = self.ended(request, tokens)
+            if answer is not None:
+                ended.append(answer)
+                self.tell(slot, request)
+                self.slots[slot] = None
+        return ended
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Of each slot the prompt and the tokens so far; one token of a slot that is free."""
+        return [[*x[0].tokens, *x[1]] if x else [0] for x in self.slots]
+
+    def tell(self, slot: int, request: Request) -> None:
+        """The drafter has all of a row that ended, and of the others what it had."""
+        if self.drafter is not None:
+            rows = self.texts
+            self.drafter.begin([*rows[:slot], [*request.tokens], *rows[slot + 1 :]], 0)
+            self.drafter.end(rows)
+
+    def advance(self) -> list[tuple[int, Request, list[int], list[int]]]:
+        """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them."""
+        left = [x[0].new - len(x[1]) if x else 0 for x in self.slots]
+        stop = min(max(left), self.state.out.shape[1])
+        alive = jnp.asarray([n > 0 for n in left])
+        state = replace(self.state, alive=alive, count=jnp.int32(0))
+        self.state = self.ran(state, stop)
+        out = np.asarray(self.state.out)[:, : int(self.state.count)]
+        rows = []
+        for slot, x in enumerate(self.slots):
+            if x is not None:
+                new = [int(t) for t in out[slot][: left[slot]] if t >= 0]
+                x[1].extend(new)
+                rows.append((slot, *x, new))
+        return rows
+
+    def ran(self, state: Decoding, stop: int) -> Decoding:
+        """The state after `stop` tokens, or fewer if all rows end before."""
+        if self.drafter is None:
+            return self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
+        rows = self.texts
+        self.drafter.begin(rows, 0)
+        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, rows, self.pace)
+        for _ in run.rounds(stop, [[] for _ in self.slots]):
+            pass
+        self.drafted.update(passes=run.passes + run.steps, drafted=run.drafted, taken=run.taken)
+        return run.state
+
+    def ended(self, request: Request, tokens: list[int]) -> Answer | Refused | None:
+        """The answer of a row, if these tokens end it, or the error of one whose tokens make no text."""
+        try:
+            return self.answer(request, tokens)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            return failed(request, said(error))
+
+    def answer(self, request: Request, tokens: list[int]) -> Answer | None:
+        tokenizer, stop = self.params.tokenizer, request.settings.stop
+        over = tokens[-1] in self.stop_ids
+        if stop and not over:
+            text = tokenizer.decode(tokens)
+            over = any(s in text for s in stop)
+        if not over and len(tokens) < request.new:
+            return None
+        text = None if tokenizer is None else cut(tokenizer.decode(tokens), stop)
+        return Answer(request=request, tokens=tokens, text=text, end="stop" if over else "length")

@@ -1,0 +1,42 @@
+"""How many workers each stage has, and when one of them goes to another stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+PREFILL = "prefill"
+STAGES = PREFILL, "decode"
+MOST = 64  # processes of one machine, each with the weights
+
+
+def divided(text: str) -> tuple[int, ...]:
+    """The workers of each of STAGES, one at least; ValueError for a text that does not say them. Example:
+
+    >>> divided("prefill=1,decode=3")
+    (1, 3)
+    """
+    pairs = [x.strip().split("=") for x in text.split(",")]
+    found = {x[0].strip(): x[1].strip() for x in pairs if len(x) == 2}
+    if len(pairs) != len(found) or found.keys() != set(STAGES) or not all(x.isdecimal() for x in found.values()):
+        raise ValueError(f"--stages {text}: give a number of processes for each, such as prefill=1,decode=1")
+    out = tuple(int(found[stage]) for stage in STAGES)
+    if min(out) < 1 or sum(out) > MOST:
+        raise ValueError(f"--stages {text}: each stage has one process or more, all together {MOST} at most")
+    return out
+
+
+def decide(queues: Sequence[int], workers: Sequence[int]) -> tuple[int, int] | None:
+    """The stage that gives a worker and the one that gets it, or None (EPD, 2501.05460).
+
+    queues: rows that wait for each stage; workers: of each stage. The longest queue gets one, if another queue is
+    shorter than half of it; of the stages with shorter queues the one with the most workers gives, if it keeps one.
+    Of equals the first. Example:
+
+    >>> decide((9, 1, 1), (1, 3, 2)), decide((9, 5, 6), (1, 3, 2)), decide((9, 1), (1, 1))
+    ((1, 0), None, None)
+    """
+    longest = max(queues)
+    if all(2 * n >= longest for n in queues):
+        return None
+    donors = [i for i, n in enumerate(queues) if n < longest and workers[i] > 1]
+    return (max(donors, key=lambda i: workers[i]), queues.index(longest)) if donors else None

@@ -1,0 +1,46 @@
+"""jkv bench stages. Imports jax only when it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jkv.cli.measuring import measure
+
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+def stages(
+    job: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Output folder of a job that ran with jkv batch --stages.")
+    ],
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Processes, of which each stage gets one or more.")] = 4,
+    first: Annotated[float, typer.Option(min=0, help="Seconds within which the first token has to come.")] = 5.0,
+    later: Annotated[float, typer.Option(min=0, help="Seconds within which each other token has to come.")] = 0.1,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(min=1e-6, help=f"Requests a second; repeatable. Default: {', '.join(f'{x:g}' for x in RATES)}."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a simulation, as long as the job's rows.")] = 500,
+    every: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds between two looks at the queues. Default: no roles change.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")
+    ] = None,
+) -> None:
+    """Simulate each division of processes into those that prefill and those that decode: which is in time how often?"""
+    from jkv.bench import results
+    from jkv.bench import stages as simulated
+
+    costs, lengths = simulated.measured(job, inf if every is None else every)
+    rates = rate or list(RATES)
+    results.check_path(out)
+    found = partial(simulated.rows, costs, lengths, requests, workers, rates, first, later)
+    about = results.meta(str(job), 1, workers=workers, first=first, later=later, requests=requests, every=every)
+    says = lambda r: f"{r['prefill']} + {r['decode']}, {r['rate']:g} a second: {r['share']:.0%} in time"  # noqa: E731
+    measure((workers - 1) * len(rates), found, says, simulated.table, about, out)

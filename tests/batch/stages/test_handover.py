@@ -1,0 +1,222 @@
+"""Rows that one process prefills and another decodes get the tokens of one process, whoever is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import methods
+from jkv.batch.arrange import Bucket, alone
+from jkv.batch.job import Job
+from jkv.batch.prefilling import Prefilling
+from jkv.batch.requests import Request, Settings
+from jkv.batch.running import Running
+from jkv.batch.shapes import Shapes
+from jkv.batch.slots import Answer, Slots
+from jkv.batch.stages import crew as crews
+from jkv.batch.stages.crew import Crew, staged
+from jkv.batch.work import run
+from jkv.core import sharding
+from jkv.core.compiled import Cost
+from jkv.generation.cache_file import load_cache, save_cache
+from jkv.io.errors import FormatError
+from support import rig
+
+HF = jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1)
+LOAD = partial(jkv.models.random, HF, 0, jnp.float32)
+DRAWN = dict(temperature=0.8, top_k=20, repetition_penalty=1.2)
+
+
+def requests(n: int) -> tuple[Request, ...]:
+    """Every other one is drawn; the others are greedy."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 90, 20 + 9 * i).astype(np.int32) for i in range(n)]
+    draws = [DRAWN if i % 2 else {} for i in range(n)]
+    return tuple(
+        Request(line=i, id=i, tokens=x, settings=Settings(max_new_tokens=9 + 11 * i % 30, **d))
+        for i, (x, d) in enumerate(zip(prompts, draws, strict=True))
+    )
+
+
+def tokens(answers: Iterator[list[Any]]) -> dict[int, list[int]]:
+    return {x.request.line: x.tokens for ended in answers for x in ended if isinstance(x, Answer)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", rig.COMMON, ids=str)
+def test_rows_that_were_handed_over_have_the_tokens_of_one_process(case: rig.Case, tmp_path: Path):
+    """Each through a file, in an order that is not theirs, into slots that others have left."""
+    rows = requests(5)
+    bucket = Bucket(lengths=(64,), new=64, rows=rows)
+    shapes = Shapes(
+        config=methods.parse(case.tight).bound(case.params), model=case.params.config, bucket=bucket, rows=2,
+        several=1, dtype=jnp.float32, greedy=False, penalised=True,
+    )  # fmt: skip
+    whole = tokens(Running(case.params, shapes, Cost()).answers(()))
+    prompts, slots = Prefilling(case.params, shapes, Cost()), Slots(case.params, shapes, Cost())
+    handed, path = [], tmp_path / "row.cache"
+    for row in rows:
+        filled = prompts.read(alone(bucket, row))
+        save_cache(filled.cache, path, case.params)
+        handed.append(replace(filled, cache=load_cache(path, case.params), logits=np.asarray(filled.logits)))
+
+    def answers() -> Iterator[list[Any]]:
+        left = [handed[i] for i in (3, 0, 4, 2, 1)]
+        while left or slots.under_way:
+            while left and slots.open and None in slots.slots:
+                slots.seat(left.pop(0))
+            yield slots.block()
+
+    assert tokens(answers()) == whole and whole.keys() == set(range(5))
+    with pytest.raises(FormatError, match="belongs to the model"):
+        load_cache(path, jkv.models.random(HF, 1, jnp.float32))
+
+
+# --------------------------------------------------------------------------------------------------- real processes
+
+
+def job(tmp_path: Path, **more: Any) -> Job:
+    source = tmp_path / "in.jsonl"
+    asked = [
+        {"id": r.id, "tokens": r.tokens.tolist(), "max_new_tokens": r.new, **(DRAWN if r.line % 2 else {})}
+        for r in requests(9)
+    ]
+    source.write_text("".join(json.dumps(x) + "\n" for x in asked))
+    config = methods.parse("snapkv(budget=40, window=8) | int4")
+    options = dict(batch=2, shares=False) | more
+    return Job(source=source, out=tmp_path / "out", params=LOAD(), config=config, **options)  # type: ignore[arg-type]
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def never() -> bool:
+    return False
+
+
+def written(job: Job) -> dict[int, dict[str, Any]]:
+    """The rows by line; each is there once."""
+    found = [json.loads(x) for x in (Path(str(job.out)) / "rows-00000-of-00001.jsonl").read_text().splitlines()]
+    assert len({r["line"] for r in found}) == len(found)
+    return {r["line"]: r for r in found}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    task = job(tmp_path_factory.mktemp("one"))
+    assert run(task, never, nothing).done == 9
+    return written(task)
+
+
+@pytest.mark.slow
+def test_a_job_of_stages_writes_the_rows_of_one_process(tmp_path: Path, whole: Any):
+    task = job(tmp_path)
+    report = run(task, never, nothing, staged(task, (1, 1), LOAD))
+    assert written(task) == whole and not (tmp_path / "out" / crews.FOLDER).exists()
+    assert (report.done, report.failed, report.stopped, report.saved) == (9, 0, False, 0)
+    assert report.prefilled == report.tokens_prompt and report.programs > 0
+    stages = report.stages
+    assert stages is not None and stages["changes"] == [] and stages["redone"] == 0
+    assert stages["prefill"]["workers"] == stages["decode"]["workers"] == 1
+    assert stages["prefill"]["rows"] == stages["decode"]["rows"] == stages["handed"]["rows"] == 9
+    assert stages["prefill"]["units"] >= report.tokens_prompt and stages["decode"]["units"] >= 9 + 22
+    assert min(stages[x]["peak_bytes"] for x in ("prefill", "decode")) > 50 << 20
+    assert 1 <= stages["handed"]["most_ahead"] <= stages["handed"]["ahead"] == 4
+    assert stages["handed"]["bytes"] < stages["handed"]["file_bytes"] < 2 * stages["handed"]["bytes"]
+    assert "handed over  9 rows" in str(report)
+    assert run(task, never, nothing, staged(task, (1, 1), LOAD)).done == 9  # and nobody is started for nothing
+
+
+@pytest.mark.slow
+def test_workers_change_their_stage_while_rows_are_under_way(tmp_path: Path, whole: Any):
+    """Of three that prefill two, and later one, go to the one that decodes, or back."""
+    task = job(tmp_path)
+    report = run(task, never, nothing, staged(task, (3, 1), LOAD, every=0.0))
+    assert written(task) == whole and report.stages is not None
+    assert "prefill to decode" in report.stages["changes"]
+    assert report.stages["prefill"]["rows"] == report.stages["decode"]["rows"] == 9
+    assert report.stages["prefill"]["workers"] >= 3 and report.stages["decode"]["workers"] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_worker_that_is_killed_in_a_hand_over_loses_no_row(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, stage: str
+):
+    """As soon as it has its second row: kill -9."""
+    give, killed = Crew._give, []
+
+    def gives(self: Crew, member: Any) -> None:
+        give(self, member)
+        if member.stage == stage and len(self.ledger.held(member.number)) == (2 if stage == "decode" else 1):
+            if not killed:
+                killed.extend(x.part for x in self.ledger.held(member.number))
+                os.kill(member.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Crew, "_give", gives)
+    task = job(tmp_path)
+    report = run(task, never, nothing, staged(task, (1, 1), LOAD))
+    assert killed and report.stages is not None and report.stages["redone"] == len(killed)
+    assert (report.done, report.failed) == (9, 0) and written(task) == whole
+    assert not (tmp_path / "out" / crews.FOLDER).exists()
+
+
+@pytest.mark.slow
+def test_a_row_whose_workers_are_killed_twice_fails_and_no_other_does(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+):
+    give = Crew._give
+
+    def gives(self: Crew, member: Any) -> None:
+        give(self, member)
+        if any(x.part == (4, 0) for x in self.ledger.read.get(member.number, {}).values()):
+            os.kill(member.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Crew, "_give", gives)
+    task = job(tmp_path)
+    report = run(task, never, nothing, staged(task, (1, 1), LOAD))
+    got = written(task)
+    assert (report.done, report.failed) == (8, 1) and "exit code -9" in got[4]["error"]
+    assert {i: x for i, x in got.items() if i != 4} == {i: x for i, x in whole.items() if i != 4}
+
+
+@pytest.mark.slow
+def test_a_worker_of_another_model_is_refused_by_its_fingerprint(tmp_path: Path):
+    task = job(tmp_path)
+    other = partial(jkv.models.random, HF, 1, jnp.float32)
+    with pytest.raises(ValueError, match="a worker has the model .*caches would be another model's"):
+        run(task, never, nothing, staged(task, (1, 1), other))
+    assert written(task) == {}
+
+
+@pytest.mark.slow
+def test_a_job_of_stages_that_is_stopped_goes_on(tmp_path: Path, whole: Any):
+    task, said = job(tmp_path), []
+    report = run(task, lambda: len(said) > 1, lambda *x: said.append(x), staged(task, (1, 1), LOAD))
+    assert report.stopped and 0 < len(written(task)) < 9 and not (tmp_path / "out" / crews.FOLDER).exists()
+    assert run(task, never, nothing).done == 9 and written(task) == whole  # by one process, too
+
+
+def test_jobs_that_stages_cannot_run_are_refused(tmp_path: Path):
+    task = job(tmp_path)
+    mesh = sharding.MeshPlan(sharding.named("model=1", jax.devices(), task.params.config))
+    for refused, why in (
+        (replace(task, over=mesh), "leave out --mesh"),
+        (replace(task, shares=True), "share beginnings by a store only"),
+        (replace(task, config=replace(task.config, name="")), "told the cache as a text"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            staged(refused, (1, 1), LOAD)

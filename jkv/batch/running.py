@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jkv.batch.arrange import Bucket, Wave, waves
-from jkv.batch.requests import DRAWS, Refused, Request, Settings, failed, said, survivable
+from jkv.batch.requests import DRAWS, Refused, Request, Settings, failed
 from jkv.core import sampling
 from jkv.core.compiled import Cost
 from jkv.core.loop import admit, prefill_after, prefill_own, run_blocks
@@ -26,6 +26,8 @@ from jkv.generation.pace import Pace
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.sizes import empty, sized
 from jkv.generation.stored import Beginnings
+from jkv.generation.trial import Trial
+from jkv.host.failures import said, survivable
 from jkv.io.store import Store
 from jkv.memory.cache import Cache, Decoding, tree_bytes
 from jkv.memory.positions import pad
@@ -96,11 +98,17 @@ class Running:
     """One bucket's batch. `answers` is the loop; between two of its yields a job may stop, and nothing is lost."""
 
     def __init__(
-        self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None, drafter: Drafter | None = None
+        self,
+        params: Params,
+        shapes: Shapes,
+        cost: Cost,
+        store: Store | None = None,
+        drafter: Drafter | None = None,
+        trial: Trial | None = None,
     ) -> None:
         """store: where prompts begin, if that is of use for the cache and they are read whole; then `shapes.several`
         is 1. drafter: guesses the next tokens of all rows, which advance together, by the fewest that one of them
-        takes; told of each row that ends."""
+        takes; told of each row that ends. trial: of the drafter, which other batches may have too."""
         begins = None if store is None or shapes.bucket.chunk else Beginnings(store, params, shapes.config)
         self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
@@ -112,6 +120,7 @@ class Running:
         self.state, self.heads = self.maker(shapes.state)(), None
         self.prefilled = self.saved = 0  # prompt tokens
         self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
+        self.trial = trial or Trial()
 
     def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
         """`make`, whose value is made where it will lie."""
@@ -216,8 +225,10 @@ class Running:
 
     def tell(self, slot: int, request: Request) -> None:
         """The drafter has all of a row that ended, and of the others what it had."""
-        if self.drafter is not None:
-            rows = self.texts
+        if self.drafter is None or self.trial.failure:
+            return
+        rows = self.texts
+        with self.trial:
             self.drafter.begin([*rows[:slot], [*request.tokens], *rows[slot + 1 :]], 0)
             self.drafter.end(rows)
 
@@ -239,11 +250,12 @@ class Running:
 
     def ran(self, state: Decoding, stop: int) -> Decoding:
         """The state after `stop` tokens, or fewer if all rows end before."""
-        if self.drafter is None:
+        if self.drafter is None or self.trial.failure:
             return self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
         rows = self.texts
-        self.drafter.begin(rows, 0)
-        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, rows, self.pace)
+        with self.trial:
+            self.drafter.begin(rows, 0)
+        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, rows, self.pace, trial=self.trial)
         for _ in run.rounds(stop, [[] for _ in self.slots]):
             pass
         self.drafted.update(passes=run.passes + run.steps, drafted=run.drafted, taken=run.taken)

@@ -14,8 +14,9 @@ import numpy as np
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_block
 from jkv.core.sampling import Sampling, sample
-from jkv.generation.drafters import Drafter, Guess
+from jkv.generation.drafters import Drafter, Guess, legal
 from jkv.generation.pace import NODES, SURE, Pace
+from jkv.generation.trial import Trial
 from jkv.generation.verify import Draft, verify
 from jkv.memory.cache import Decoding
 from jkv.models import Params
@@ -39,7 +40,8 @@ class Drafting:
     """A generation with drafts, and its counts: passes and steps, and of drafted tokens those verified and taken.
 
     pauses: from which generated token to which none was guessed, as no guess would have paid. clock: in seconds; what
-    it says decides which tokens are drafted together, and never a token.
+    it says decides which tokens are drafted together, and never a token. trial: of the drafter; once that has failed,
+    plain steps go on from the same state.
     """
 
     params: Params
@@ -50,6 +52,7 @@ class Drafting:
     rows: list[list[int]]
     pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.perf_counter
+    trial: Trial = field(default_factory=Trial)
     passes: int = 0
     steps: int = 0
     drafted: int = 0
@@ -61,28 +64,32 @@ class Drafting:
     def counts(self) -> dict[str, Any]:
         """What the receipt says of it."""
         drafted = {"drafted": self.drafted, "drafted_taken": self.taken}
-        return {"passes": self.passes + self.steps, "draft_pauses": self.pauses, **drafted}
+        passes = {"passes": self.passes + self.steps, "draft_pauses": self.pauses}
+        return {**passes, **drafted, "draft_failed": self.trial.failed}
 
     def run(self, new: int) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
-        self.drafter.begin(self.rows, new)
+        with self.trial:
+            self.drafter.begin(self.rows, new)
         tokens: list[list[int]] = [[] for _ in self.rows]
         try:
             yield from self.rounds(new, tokens)
         finally:  # also where the reader stops
-            self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
+            with self.trial:
+                self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
 
     def rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
         """`run` of a drafter that has begun; the tokens go into lists, one a row."""
         count = int(self.state.count)
         while count < new and bool(self.state.alive.any()):
             limit = min(self._room, new - count)  # tokens of a pass that could come
-            if most := self.pace.width([SURE.best(limit - 1)]):
+            failed = bool(self.trial.failure)
+            if most := 0 if failed else self.pace.width([SURE.best(limit - 1)]):
                 self._advance(tokens, count, new, min(most, limit))
             else:
                 self._steps(count, new, paused=True)
             before, count = count, int(self.state.count)
-            if not most:
+            if not (most or failed):
                 start = self.pauses.pop()[0] if self.pauses and self.pauses[-1][1] == before else before
                 self.pauses.append((start, count))
             out = np.asarray(self.state.out)[:, before:count]  # on the host: each slice would be a program
@@ -96,21 +103,28 @@ class Drafting:
         cache, fill = self.state.cache, int(self.state.cache.fill)
         return cache.room - (fill if fill < cache.room else cache.stay)
 
-    def _texts(self, tokens: list[list[int]], alive: list[bool]) -> list[list[int]]:
-        """Each row, its new tokens and the next one where it goes on; the drafter is told what it has not seen."""
+    def _guesses(self, tokens: list[list[int]], alive: list[bool], most: int) -> list[Guess]:
+        """After each row, its new tokens and the next one where it goes on; the drafter is told what it has not seen.
+
+        None at all if the drafter fails.
+        """
         token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)
         rows = zip(self.rows, tokens, token.tolist(), alive, strict=True)
         texts = [[*a, *b, *([t] if on else [])] for a, b, t, on in rows]
-        if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
-            newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
-            self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
-        return texts
+        with self.trial:
+            if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
+                newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
+                self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
+            return legal(self.drafter.propose(texts, most), len(texts))
+        return []
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
         """One pass of at most so many tokens if it pays for all rows that go on, which advance together; else steps."""
         alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
         start = self.clock()
-        guesses = self.drafter.propose(self._texts(tokens, alive), most - 1)
+        guesses = self._guesses(tokens, alive, most - 1)
+        if self.trial.failure:
+            return self._steps(count, new, paused=True)
         going = [guess for guess, on in zip(guesses, alive, strict=True) if on]
         width, guessing = self.pace.width(going), self.clock() - start
         self.pace.guessed(guessing, used=width > 0)
@@ -122,8 +136,11 @@ class Drafting:
         self.state, found = self.cost.begin(
             verify, self.params, self.state, self.sampling, draft, jnp.int32(new), full=full, top=top
         )
-        self.drafter.learn(np.asarray(found.ids), None if found.top is None else np.asarray(found.top))
         came = int(self.state.count) - count - 1
+        self.trial.came(came + 1)
+        ids, likely = np.asarray(found.ids), None if found.top is None else np.asarray(found.top)
+        with self.trial:
+            self.drafter.learn(ids, likely)
         seconds = None if full else self._since(start, before)
         least = min(going, key=lambda guess: sum(guess.chance))
         self.pace.passed(seconds, width, least, came)
@@ -131,11 +148,13 @@ class Drafting:
         self.drafted += max(len(guess.ids) for guess in going)
 
     def _steps(self, count: int, new: int, paused: bool) -> None:
-        """Some plain steps."""
+        """Some plain steps; up to the end of a block if the drafter has failed."""
         full = int(self.state.cache.fill) >= self.state.cache.room
-        start, before, stop = self.clock(), self.cost.compiling, jnp.int32(min(count + self.pace.stride, new))
+        start, before = self.clock(), self.cost.compiling
+        stop = jnp.int32(new if self.trial.failure else min(count + self.pace.stride, new))
         self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, stop, full=full)
         ran = int(self.state.count) - count
+        self.trial.came(ran)
         seconds = None if full else self._since(start, before)  # a flush is no step
         self.pace.stepped(seconds, ran, paused)
         self.passed, self.steps = False, self.steps + ran

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from jkv.batch.arrange import Bucket, Wave
-from jkv.batch.requests import Settings, said, survivable
+from jkv.batch.requests import Settings
 from jkv.batch.running import Running, Shapes
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.loop import admit, prefill_own, run_block
@@ -25,6 +25,7 @@ from jkv.generation.api import prefill
 from jkv.generation.chunks import gib, spare
 from jkv.generation.follow import Follow
 from jkv.generation.prompts import reaching, stop_ids_of
+from jkv.host.failures import said, survivable
 from jkv.io.store import Store
 from jkv.memory.cache import tree_bytes
 from jkv.methods.checks import check, check_prefill

@@ -392,6 +392,62 @@ def test_with_texts_that_stop_a_row_ends_where_it_does_without_drafts():
     assert (got.text, got.tokens) == (want.text, want.tokens) and len(want.tokens) < 60
 
 
+class Failing(Suffix):
+    """Fails at the n-th call of a function, or answers with a guess that cannot be."""
+
+    def __init__(self, where: str, nth: int, error: BaseException | Guess) -> None:
+        super().__init__()
+        self.top, self.left = 8 * (where == "learn"), {where: nth}
+        self.error = error
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in ("begin", "propose", "learn", "end"):
+            return found
+
+        def called(*args):
+            self.left[name] = self.left.get(name, -1) - 1
+            if self.left[name]:
+                return found(*args)
+            if isinstance(self.error, Guess):
+                return [self.error]
+            raise self.error
+
+        return called
+
+
+@pytest.mark.parametrize(
+    ("where", "nth", "error", "why"),
+    [
+        ("begin", 1, MemoryError("no room"), "MemoryError: no room"),
+        ("propose", 3, ValueError("no guess"), "no guess"),
+        ("propose", 1, Guess([7], [0], [0.5]), "token 0 has parent 0"),
+        ("propose", 2, Guess([-7], [-1], [0.5]), "token 0 is -7"),
+        ("propose", 2, Guess([7], [-1], [float("nan")]), "chance nan"),
+        ("propose", 2, Guess([7, 8], [-1], [0.5]), "2 ids, 1 parents and 1 chances"),
+        ("learn", 2, RuntimeError("RESOURCE_EXHAUSTED"), "RuntimeError: RESOURCE_EXHAUSTED"),
+        ("end", 1, KeyError("row"), "KeyError: 'row'"),
+    ],
+)
+def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where, nth, error, why):
+    how = {"max_new_tokens": 40, "stop_ids": ()}
+    want = jkv.generate(PARAMS, None, TEXT, **how)
+    one = Failing(where, nth, error)
+    got = jkv.generate(PARAMS, None, TEXT, draft=one, **how)
+    assert got.tokens == want.tokens and got.report.draft_failed is not None
+    at, said = got.report.draft_failed
+    assert why in said and f"plain steps from token {at} on: {said}" in str(got.report)
+    assert (at == 40) == (where == "end") and (at == 0) == (where == "begin")
+    if where == "propose":
+        assert one.left["propose"] == 0  # nobody asked again
+
+
+def test_who_interrupts_a_drafter_interrupts_the_generation():
+    one = Failing("propose", 1, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        jkv.generate(PARAMS, None, TEXT, max_new_tokens=9, stop_ids=(), draft=one)
+
+
 def test_what_cannot_be_is_refused_by_name():
     for draft, why in (
         ("sufix", "did you mean 'suffix'"),

@@ -83,12 +83,14 @@ class Refusal(ValueError):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses what follows. `top`: how many of the likeliest tokens after each drafted one `learn` is told.
+    """Guesses what follows. `top`: how many of the likeliest tokens after each drafted one `learn` is told;
+    `rows_change`: whether rows may come and go between two calls, as in a batch.
 
     Whatever it raises, but a Refusal in `begin`, ends drafting, and plain steps go on.
     """
 
     top: int
+    rows_change: bool
 
     def begin(self, rows: list[list[int]], new: int) -> None:
         """Rows of tokens, before any of at most `new` tokens is generated."""
@@ -134,6 +136,7 @@ class Suffix:
     depth: int = 64
     limit: int = 1_000_000
     top: int = field(default=0, init=False)
+    rows_change: bool = field(default=True, init=False, repr=False)
     outputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), init=False, repr=False)
     starts: list[int] = field(default_factory=list, init=False, repr=False)
 
@@ -222,6 +225,7 @@ class Recycling:
 
     vocab: int
     top: int = field(default=len(RANKS), init=False)
+    rows_change: bool = field(default=True, init=False, repr=False)
     table: np.ndarray = field(init=False, repr=False)
     met: np.ndarray = field(init=False, repr=False)  # entries of each line that are known
     # Rows whose successors are known. None: of a branch, whose rows may be refused.

@@ -96,6 +96,7 @@ class Through:
     config: CacheConfig = CacheConfig()
     behind: Drafter | None = None
     top: int = field(default=0, init=False)
+    rows_change: bool = field(default=False, init=False, repr=False)
     pace: Pace = field(default_factory=Pace, init=False, repr=False)  # of what is behind
     odds: Odds = field(default_factory=Odds, init=False, repr=False)
     cache: Cache | None = field(default=None, init=False, repr=False)

@@ -21,8 +21,8 @@ from jkv.batch.shapes import Shapes
 from jkv.batch.together import spans
 from jkv.core.sharding import MeshPlan
 from jkv.generation.cache_file import fingerprint, weights
-from jkv.generation.drafters import Drafter, Recycling, Suffix
-from jkv.generation.named import drafter
+from jkv.generation.drafters import Drafter
+from jkv.generation.named import of_batch
 from jkv.generation.prompts import reaching
 from jkv.generation.through import check
 from jkv.host.results import versions
@@ -68,10 +68,7 @@ class Job:
         if self.over is not None:
             raise ValueError("--draft: guesses are verified on one device; leave out --mesh, or --draft")
         check(self.params, self.divided)
-        made = drafter(self.draft, self.params)
-        if not isinstance(made, Suffix | Recycling):
-            raise ValueError(f"--draft {self.draft}: rows of a job come and go; give suffix or recycle")
-        return made
+        return of_batch(self.draft, self.params)
 
     @property
     def unit(self) -> int:

@@ -15,8 +15,9 @@ class Report:
     failed: rows written with an error; saved: prompt tokens that common beginnings spared this run, of `prompt` that
     its rows have; cache_bytes: of the largest running batch of a process; stopped: rows are left; drafts: of the
     first process, passes of batches, tokens of a row that they verified beside each next one, and those of them that
-    came; None: no drafts. stages: of a job of several stages, the workers that were in each, their rows, tokens or
-    steps (units), seconds and most bytes, what was handed over, rows that were done again, and changes of a stage.
+    came; None: no drafts; draft_failed: after how many tokens of its batches the drafter was left out, as it failed,
+    and its error. stages: of a job of several stages, the workers that were in each, their rows, tokens or steps
+    (units), seconds and most bytes, what was handed over, rows that were done again, and changes of a stage.
     """
 
     cache: str
@@ -38,11 +39,18 @@ class Report:
     stopped: bool
     drafts: dict[str, int] | None = None
     stages: dict[str, Any] | None = None
+    draft_failed: tuple[int, str] | None = None
 
     @property
     def code(self) -> int:
         """The exit code: STOPPED if rows are left, FAILED if all are written and some are errors, 0 otherwise."""
         return STOPPED if self.stopped else FAILED if self.failed else 0
+
+    @property
+    def _failed(self) -> str:
+        if self.draft_failed is None:
+            return ""
+        return f"; plain steps after {self.draft_failed[0]} tokens of its batches: {self.draft_failed[1]}"
 
     def __str__(self) -> str:
         share = self.saved / max(self.saved + self.prefilled, 1)
@@ -59,7 +67,7 @@ class Report:
                     if b["chunk"]
                 ),
                 f"cache        {self.cache}, {self.cache_bytes / 2**20:,.1f} MiB, {self.batch} rows at once",
-                *([] if self.drafts is None else [f"drafts       {_drafts(**self.drafts)}"]),
+                *([] if self.drafts is None else [f"drafts       {_drafts(**self.drafts)}{self._failed}"]),
                 *([] if self.stages is None else _stages(**self.stages)),
                 f"programs     {self.programs} compiled in {self.compile_s:.1f} s",
             ]

@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from jkv.batch import MOST_NEW
 from jkv.batch.forms import PLAIN, Form, form_of
 from jkv.core import sampling
 from jkv.generation.prompts import check_length, encode_row
+from jkv.host.failures import said, survivable
 from jkv.io.remote import read_bytes
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -146,17 +146,6 @@ def limits(params: Params, config: CacheConfig, most_new: int = MOST_NEW) -> Lim
 
 def _digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()[:32]
-
-
-def survivable(error: BaseException) -> bool:
-    """Whether it is about a row, or some rows: a panic of a package written in Rust is no Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def said(error: BaseException) -> str:
-    """An error in one line."""
-    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    return textwrap.shorten(text, 800) or type(error).__name__
 
 
 def lines(path: Place) -> list[tuple[int, bytes]]:

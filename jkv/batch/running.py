@@ -11,6 +11,7 @@ from jkv.batch.shapes import Shapes
 from jkv.batch.slots import Answer, Slots
 from jkv.core.compiled import Cost
 from jkv.generation.drafters import Drafter
+from jkv.generation.trial import Trial
 from jkv.io.store import Store
 from jkv.models import Params
 
@@ -20,9 +21,15 @@ class Running(Slots):
     a job may stop, and nothing is lost."""
 
     def __init__(
-        self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None, drafter: Drafter | None = None
+        self,
+        params: Params,
+        shapes: Shapes,
+        cost: Cost,
+        store: Store | None = None,
+        drafter: Drafter | None = None,
+        trial: Trial | None = None,
     ) -> None:
-        super().__init__(params, shapes, cost, drafter)
+        super().__init__(params, shapes, cost, drafter, trial)
         self.prompts = Prefilling(params, shapes, cost, store)
         self.entering: tuple[Request, ...] = ()
 

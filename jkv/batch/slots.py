@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.batch.prefilling import Filled, maker
-from jkv.batch.requests import Refused, Request, Settings, failed, said, survivable
+from jkv.batch.requests import Refused, Request, Settings, failed
 from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost
 from jkv.core.loop import admit, run_blocks
@@ -18,6 +18,8 @@ from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
 from jkv.generation.pace import Pace
 from jkv.generation.prompts import stop_ids_of
+from jkv.generation.trial import Trial
+from jkv.host.failures import said, survivable
 from jkv.memory.cache import Decoding
 from jkv.models import Params
 
@@ -35,14 +37,17 @@ class Answer:
 class Slots:
     """The rows of one bucket that decode together."""
 
-    def __init__(self, params: Params, shapes: Shapes, cost: Cost, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, params: Params, shapes: Shapes, cost: Cost, drafter: Drafter | None = None, trial: Trial | None = None
+    ) -> None:
         """drafter: guesses the next tokens of all rows, which advance together, by the fewest that one of them takes;
-        told of each row that ends."""
+        told of each row that ends. trial: of the drafter, which other batches may have too."""
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.stop_ids = stop_ids_of(params)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
         self.state = maker(shapes.state, cost)()
         self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
+        self.trial = trial or Trial()
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +102,10 @@ class Slots:
 
     def tell(self, slot: int, request: Request) -> None:
         """The drafter has all of a row that ended, and of the others what it had."""
-        if self.drafter is not None:
-            rows = self.texts
+        if self.drafter is None or self.trial.failure:
+            return
+        rows = self.texts
+        with self.trial:
             self.drafter.begin([*rows[:slot], [*request.tokens], *rows[slot + 1 :]], 0)
             self.drafter.end(rows)
 
@@ -120,11 +127,12 @@ class Slots:
 
     def ran(self, state: Decoding, stop: int) -> Decoding:
         """The state after `stop` tokens, or fewer if all rows end before."""
-        if self.drafter is None:
+        if self.drafter is None or self.trial.failure:
             return self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
         rows = self.texts
-        self.drafter.begin(rows, 0)
-        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, rows, self.pace)
+        with self.trial:
+            self.drafter.begin(rows, 0)
+        run = Drafting(self.params, state, self.sampling, self.drafter, self.cost, rows, self.pace, trial=self.trial)
         for _ in run.rounds(stop, [[] for _ in self.slots]):
             pass
         self.drafted.update(passes=run.passes + run.steps, drafted=run.drafted, taken=run.taken)

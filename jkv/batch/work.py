@@ -20,12 +20,14 @@ from jkv.batch.forms import Answered
 from jkv.batch.job import Job, Tell, made
 from jkv.batch.output import Rows, output
 from jkv.batch.report import Report
-from jkv.batch.requests import Refused, Request, checked, failed, limits, lines, read, said, survivable
+from jkv.batch.requests import Refused, Request, checked, failed, limits, lines, read
 from jkv.batch.running import Running
 from jkv.batch.slots import Answer
 from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.generation.chunks import LEAST, chosen, spare
+from jkv.generation.trial import Trial
+from jkv.host.failures import said, survivable
 from jkv.methods.checks import check, check_prefill
 
 
@@ -50,6 +52,7 @@ class Work:
         self.buckets = self.arranged(self.requests, job.shares and job.config.splits and job.store is None)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
         self.drafter, self.drafted = job.drafter, Counter[str]()
+        self.trial = Trial()  # of the drafter, in all batches of this run
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
         self.stages: dict[str, Any] | None = None
@@ -109,7 +112,7 @@ class Work:
                 if running is None:
                     rows = min(most or self.size(bucket), fit.whole(len(bucket.rows), unit))
                     shapes = self.job.shapes(bucket, self.requests, rows)
-                    running = Running(self.job.params, shapes, self.cost, self.job.store, self.drafter)
+                    running = Running(self.job.params, shapes, self.cost, self.job.store, self.drafter, self.trial)
                     answers = running.answers(self.done)
                 ended = next(answers, None)
             except BaseException as error:
@@ -219,6 +222,7 @@ class Work:
             stopped=stopped > 0,
             drafts=dict(self.drafted) if self.drafter is not None else None,
             stages=self.stages,
+            draft_failed=self.trial.failed,
         )
         if jax.process_index() == 0:
             output(self.job.out).report(json.dumps(asdict(report), indent=1) + "\n")

@@ -119,6 +119,8 @@ def _pair(params: Params, cache: str, draft: str, text: str, kind: str, new: int
 class Sure:
     """Always so many tokens, and sure of them: its passes have the width that they need, whatever comes of it."""
 
+    rows_change = False
+
     def __init__(self, n: int, top: int) -> None:
         self.n, self.top = n, top
 

@@ -34,6 +34,7 @@ def serve(
         Path | None, typer.Option(metavar="PATH", help=f"File with the token of callers. Default: {TOKEN}, or none.")
     ] = None,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that calls may take after SIGTERM.")] = 30,
+    draft: Annotated[str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle.")] = None,
     stored: Stored = Stored(),
     dtype: Dtype = None,
     weights: Weights = None,
@@ -57,7 +58,7 @@ def serve(
     limits = Limits(rows=rows, prompt=prompt_tokens_limit, new=new_tokens_limit, caches=caches, queue=queue)
     with status("loading"):
         params = loading.load(model, dtype, None, weights, prefill_dtype)
-    run(params, name or model, given, limits, Access(token=token), host, port, grace, store)
+    run(params, name or model, given, limits, Access(token=token), host, port, grace, store, draft)
 
 
 def read_token(path: Path | None) -> str:

@@ -47,6 +47,7 @@ class Across:
     translation: Translation
     threshold: float = 0.9
     top: int = field(default=0, init=False)
+    rows_change: bool = field(default=False, init=False, repr=False)
     odds: Odds = field(default_factory=Odds, init=False, repr=False)
     model: Through = field(init=False, repr=False)
     rows: list[Reading] = field(default_factory=list, init=False, repr=False)

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, zip_longest
+from operator import index
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -53,11 +54,43 @@ class Guess:
         return Guess(ids, parents, [self.chance[i] for i in kept])
 
 
+def legal(guesses: Sequence[Guess], rows: int) -> list[Guess]:
+    """The guesses; ValueError if they are not one a row, each a tree of tokens with a chance from 0 to 1.
+
+    >>> legal([Guess([7], [0], [0.5])], 1)
+    Traceback (most recent call last):
+    ValueError: the guess's token 0 has parent 0; a parent is -1 or a token before it
+    """
+    if len(guesses) != rows:
+        raise ValueError(f"{len(guesses)} guesses for {rows} rows; propose gives one a row")
+    for guess in guesses:
+        sizes = len(guess.ids), len(guess.parent), len(guess.chance)
+        if len({*sizes}) > 1:
+            raise ValueError(f"a guess of {sizes[0]} ids, {sizes[1]} parents and {sizes[2]} chances; give as many")
+        for i, (token, parent, p) in enumerate(zip(guess.ids, guess.parent, guess.chance, strict=True)):
+            if not 0 <= index(token) < 2**31:
+                raise ValueError(f"the guess's token {i} is {token}; an id is 0 or more")
+            if not -1 <= index(parent) < i:
+                raise ValueError(f"the guess's token {i} has parent {parent}; a parent is -1 or a token before it")
+            if not 0 <= p <= 1:
+                raise ValueError(f"the guess's token {i} has chance {p}; a chance is from 0 to 1")
+    return [*guesses]
+
+
+class Refusal(ValueError):
+    """What a drafter's `begin` raises where it cannot serve what is asked for: an error, before any token."""
+
+
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses what follows. `top`: how many of the likeliest tokens after each drafted one `learn` is told."""
+    """Guesses what follows. `top`: how many of the likeliest tokens after each drafted one `learn` is told;
+    `rows_change`: whether rows may come and go between two calls, as in a batch.
+
+    Whatever it raises, but a Refusal in `begin`, ends drafting, and plain steps go on.
+    """
 
     top: int
+    rows_change: bool
 
     def begin(self, rows: list[list[int]], new: int) -> None:
         """Rows of tokens, before any of at most `new` tokens is generated."""
@@ -103,6 +136,7 @@ class Suffix:
     depth: int = 64
     limit: int = 1_000_000
     top: int = field(default=0, init=False)
+    rows_change: bool = field(default=True, init=False, repr=False)
     outputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), init=False, repr=False)
     starts: list[int] = field(default_factory=list, init=False, repr=False)
 
@@ -191,6 +225,7 @@ class Recycling:
 
     vocab: int
     top: int = field(default=len(RANKS), init=False)
+    rows_change: bool = field(default=True, init=False, repr=False)
     table: np.ndarray = field(init=False, repr=False)
     met: np.ndarray = field(init=False, repr=False)  # entries of each line that are known
     # Rows whose successors are known. None: of a branch, whose rows may be refused.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from textwrap import shorten
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,13 @@ import numpy as np
 from jkv.core.compiled import Cost
 from jkv.core.loop import borders, run_block
 from jkv.core.sampling import Sampling, sample
-from jkv.generation.drafters import Drafter, Guess
+from jkv.generation.drafters import Drafter, Guess, legal
 from jkv.generation.pace import NODES, SURE, Pace
+from jkv.generation.trial import Trial
 from jkv.generation.verify import Draft, verify
 from jkv.memory.cache import Decoding
 from jkv.models import Params
 
-T = TypeVar("T")
 drawn = jax.jit(sample)
 
 
@@ -40,10 +39,9 @@ def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
 class Drafting:
     """A generation with drafts, and its counts: passes and steps, and of drafted tokens those verified and taken.
 
-    pauses: from which generated token to which none was guessed, as no guess would have paid. watched: whether whoever
-    reads the tokens may end rows where a block ends. failed: what the drafter raised, or what is wrong with its guess,
-    "": nothing; plain steps follow then. clock: in seconds; what it says decides which tokens are drafted
-    together, and never a token.
+    pauses: from which generated token to which none was guessed, as no guess would have paid. clock: in seconds; what
+    it says decides which tokens are drafted together, and never a token. trial: of the drafter; once that has failed,
+    plain steps go on from the same state. watched: whether whoever reads the tokens may end rows where a block ends.
     """
 
     params: Params
@@ -54,50 +52,45 @@ class Drafting:
     rows: list[list[int]]
     pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.perf_counter
+    trial: Trial = field(default_factory=Trial)
     passes: int = 0
     steps: int = 0
     drafted: int = 0
     taken: int = 0
     pauses: list[tuple[int, int]] = field(default_factory=list)
     watched: bool = False
-    failed: str = ""
     passed: bool = False  # whether the newest tokens came by a pass
 
     @property
     def counts(self) -> dict[str, Any]:
         """What the receipt says of it."""
         drafted = {"drafted": self.drafted, "drafted_taken": self.taken}
-        why = {"draft_failed": self.failed} if self.failed else {}
-        return {"passes": self.passes + self.steps, "draft_pauses": self.pauses, **drafted, **why}
-
-    def ask(self, what: Callable[..., T], *given: Any) -> T | None:
-        """What the drafter says; None, and drafting ends, if that fails: no token depends on it."""
-        try:
-            return None if self.failed else what(*given)
-        except Exception as error:  # whatever a drafter of the caller's own, or the device that it runs on, may raise
-            self.failed = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
-            return None
+        passes = {"passes": self.passes + self.steps, "draft_pauses": self.pauses}
+        return {**passes, **drafted, "draft_failed": self.trial.failed}
 
     def run(self, new: int) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
-        self.drafter.begin(self.rows, new)
+        with self.trial:
+            self.drafter.begin(self.rows, new)
         tokens: list[list[int]] = [[] for _ in self.rows]
         try:
             yield from self.rounds(new, tokens)
         finally:  # also where the reader stops
-            self.ask(self.drafter.end, [[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
+            with self.trial:
+                self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
 
     def rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
         """`run` of a drafter that has begun; the tokens go into lists, one a row."""
         count = int(self.state.count)
         while count < new and bool(self.state.alive.any()):
             limit = min(self._room, new - count)  # tokens of a pass that could come
-            if most := 0 if self.failed else self.pace.width([SURE.best(limit - 1)]):
+            failed = bool(self.trial.failure)
+            if most := 0 if failed else self.pace.width([SURE.best(limit - 1)]):
                 self._advance(tokens, count, new, min(most, limit))
             else:
                 self._steps(count, new, paused=True)
             before, count = count, int(self.state.count)
-            if not most:
+            if not (most or failed):
                 start = self.pauses.pop()[0] if self.pauses and self.pauses[-1][1] == before else before
                 self.pauses.append((start, count))
             out = np.asarray(self.state.out)[:, before:count]  # on the host: each slice would be a program
@@ -111,24 +104,28 @@ class Drafting:
         cache, fill = self.state.cache, int(self.state.cache.fill)
         return cache.room - (fill if fill < cache.room else cache.stay)
 
-    def _texts(self, tokens: list[list[int]], alive: list[bool]) -> list[list[int]]:
-        """Each row, its new tokens and the next one where it goes on; the drafter is told what it has not seen."""
+    def _guesses(self, tokens: list[list[int]], alive: list[bool], most: int) -> list[Guess]:
+        """After each row, its new tokens and the next one where it goes on; the drafter is told what it has not seen.
+
+        None at all if the drafter fails.
+        """
         token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)
         rows = zip(self.rows, tokens, token.tolist(), alive, strict=True)
         texts = [[*a, *b, *([t] if on else [])] for a, b, t, on in rows]
-        if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
-            newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
-            self.ask(self.drafter.learn, newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
-        return texts
+        with self.trial:
+            if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
+                newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
+                self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
+            return legal(self.drafter.propose(texts, most), len(texts))
+        return []
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
         """One pass of at most so many tokens if it pays for all rows that go on, which advance together; else steps."""
         alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
         start = self.clock()
-        texts = self._texts(tokens, alive)
-        guesses = self.ask(lambda: legal(self.drafter.propose(texts, most - 1), len(texts)))
-        if guesses is None:
-            return self._steps(count, new, paused=False)
+        guesses = self._guesses(tokens, alive, most - 1)
+        if self.trial.failure:
+            return self._steps(count, new, paused=True)
         going = [guess for guess, on in zip(guesses, alive, strict=True) if on]
         width, guessing = self.pace.width(going), self.clock() - start
         self.pace.guessed(guessing, used=width > 0)
@@ -140,8 +137,11 @@ class Drafting:
         self.state, found = self.cost.begin(
             verify, self.params, self.state, self.sampling, draft, jnp.int32(new), full=full, top=top
         )
-        self.ask(self.drafter.learn, np.asarray(found.ids), None if found.top is None else np.asarray(found.top))
         came = int(self.state.count) - count - 1
+        self.trial.came(came + 1)
+        ids, likely = np.asarray(found.ids), None if found.top is None else np.asarray(found.top)
+        with self.trial:
+            self.drafter.learn(ids, likely)
         seconds = None if full else self._since(start, before)
         least = min(going, key=lambda guess: sum(guess.chance))
         self.pace.passed(seconds, width, least, came)
@@ -155,34 +155,14 @@ class Drafting:
         for stop, full in blocks:
             self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(stop), full=full)
         ran = int(self.state.count) - count
-        seconds = None if any(full for _, full in blocks) else self._since(start, before)
+        self.trial.came(ran)
+        seconds = None if any(full for _, full in blocks) else self._since(start, before)  # a flush is no step
         self.pace.stepped(seconds, ran, paused)
         self.passed, self.steps = False, self.steps + ran
 
     def _since(self, start: float, compiling: float) -> float | None:
         """Seconds, or None where something was compiled: a program that runs for the first time takes longer too."""
         return self.clock() - start if self.cost.compiling == compiling else None
-
-
-def legal(guesses: Sequence[Guess], rows: int) -> Sequence[Guess]:
-    """The guesses of so many rows, which may be a caller's own; ValueError for what is no tree of tokens.
-
-    >>> legal([Guess([5], [0], [0.5])], 1)
-    Traceback (most recent call last):
-    ValueError: guess of row 0: token 0 has the parent 0; give one before it, or -1
-    """
-    if len(guesses) != rows:
-        raise ValueError(f"{len(guesses)} guesses for {rows} rows; give one a row")
-    for row, guess in enumerate(guesses):
-        if not len(guess.ids) == len(guess.parent) == len(guess.chance):
-            counts = ", ".join(str(len(x)) for x in (guess.ids, guess.parent, guess.chance))
-            raise ValueError(f"guess of row {row}: {counts} ids, parents and chances; give as many of each")
-        for i, (token, parent, chance) in enumerate(zip(guess.ids, guess.parent, guess.chance, strict=True)):
-            if not -1 <= parent < i:
-                raise ValueError(f"guess of row {row}: token {i} has the parent {parent}; give one before it, or -1")
-            if token < 0 or not 0 <= chance <= 1:
-                raise ValueError(f"guess of row {row}: token {token} by {chance}; give ids, and chances from 0 to 1")
-    return guesses
 
 
 def drafts(guesses: list[Guess], width: int = NODES, words: int = 2**31) -> Draft:

@@ -47,6 +47,14 @@ def drafter(what: Any, params: Params) -> Drafter:
     )
 
 
+def of_batch(text: str, params: Params) -> Drafter:
+    """A drafter whose rows may change, by its name; ValueError for any other, and for no drafter."""
+    made = drafter(text, params)
+    if not made.rows_change:
+        raise ValueError(f"--draft {text}: rows of a batch come and go; give suffix or recycle")
+    return made
+
+
 def _named(text: str, params: Params) -> Drafter:
     word = re.split(r"[(|]", text, maxsplit=1)[0].strip()
     if word in CATALOGUE:

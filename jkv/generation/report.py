@@ -35,8 +35,8 @@ class Report:
     mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came;
-    draft_pauses: from which new token to which none was guessed, as no guess would have paid; None without drafts;
-    draft_failed: what ended drafting, after which plain steps ran.
+    draft_pauses: from which new token to which none was guessed, as no guess would have paid; draft_failed: from which
+    new token on the drafter was left out, as it failed, and its error; None without drafts.
     tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded them there, if
     anything. bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to
     the device in a step;
@@ -76,7 +76,7 @@ class Report:
     drafted: int | None = None
     drafted_taken: int | None = None
     draft_pauses: list[tuple[int, int]] | None = None
-    draft_failed: str = ""
+    draft_failed: tuple[int, str] | None = None
     tokens_stored: int | None = None
     store_codec: str = ""
     bytes_host: int = 0
@@ -142,8 +142,8 @@ class Report:
             if pauses:
                 first = ", ".join(f"{a} to {b}" for a, b in pauses[:3]) + ", ..." * (len(pauses) > 3)
                 lines[-1] += f"; paused for {sum(b - a for a, b in pauses)} tokens: {first}"
-            if self.draft_failed:
-                lines[-1] += f"; plain steps after the drafter failed ({self.draft_failed})"
+            if self.draft_failed is not None:
+                lines[-1] += f"; plain steps from token {self.draft_failed[0]} on: {self.draft_failed[1]}"
         if self.tokens_stored is not None:
             by = f", rounded by {self.store_codec}" if self.store_codec else ""
             lines.append(f"store        {self.tokens_stored:,} of {self.tokens_prompt:,} prompt tokens were there{by}")

@@ -17,7 +17,7 @@ from jkv.core import sampling
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_own, run_blocks
 from jkv.core.sharding import over
-from jkv.generation.drafters import Drafter, Guess
+from jkv.generation.drafters import Drafter, Guess, Refusal
 from jkv.generation.drafting import Drafting
 from jkv.generation.pace import Pace
 from jkv.generation.prefill import prefilled
@@ -89,13 +89,14 @@ class Through:
     it. Through a cache that evicts, and with a smaller model behind: TriForce (2404.11912). The chances of its guesses
     are `Odds` of its own probabilities.
 
-    Raises ValueError where the text does not fit the context or the cache.
+    Raises Refusal where the text does not fit the context or the cache.
     """
 
     params: Params
     config: CacheConfig = CacheConfig()
     behind: Drafter | None = None
     top: int = field(default=0, init=False)
+    rows_change: bool = field(default=False, init=False, repr=False)
     pace: Pace = field(default_factory=Pace, init=False, repr=False)  # of what is behind
     odds: Odds = field(default_factory=Odds, init=False, repr=False)
     cache: Cache | None = field(default=None, init=False, repr=False)
@@ -109,7 +110,7 @@ class Through:
     def begin(self, rows: list[list[int]], new: int) -> None:
         length, model = max(map(len, rows)), self.params.config
         if length + new > model.context:
-            raise ValueError(
+            raise Refusal(
                 f"draft=: {length + new} tokens, and its model's context is {model.context}; give a model that reads "
                 "more, a shorter text, or leave draft= out"
             )
@@ -140,6 +141,8 @@ class Through:
             run = Drafting(params, state, draws, self.behind.branch(rows), Cost(), rows, self.pace)
             for _ in run.rounds(most, [[] for _ in rows]):
                 pass
+            if run.trial.failure:  # of the whole chain, so that whoever verifies says so
+                raise RuntimeError(f"what guesses for it failed: {run.trial.failure}")
             state = run.state
         assert state.trace is not None
         each = zip(np.asarray(state.out).tolist(), np.asarray(probabilities(state.trace)).tolist(), strict=True)

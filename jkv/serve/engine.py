@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,15 +17,21 @@ import numpy as np
 from jax import Array
 
 from jkv.batch.arrange import Bucket, alone
-from jkv.batch.requests import Settings, said, survivable
+from jkv.batch.requests import Settings
 from jkv.batch.running import Running
 from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.core.loop import admit, prefill_own, run_block
 from jkv.generation.api import prefill
 from jkv.generation.chunks import gib, spare
+from jkv.generation.drafters import Drafter
 from jkv.generation.follow import Follow
+from jkv.generation.named import of_batch
+from jkv.generation.pace import NODES, WIDTHS
 from jkv.generation.prompts import reaching, stop_ids_of
+from jkv.generation.through import check as verifiable
+from jkv.generation.verify import Draft, verify
+from jkv.host.failures import said, survivable
 from jkv.io.store import Store
 from jkv.memory.cache import tree_bytes
 from jkv.methods.checks import check, check_prefill
@@ -77,12 +83,15 @@ class Watch:
     """What is told of every row as it goes, for metrics.
 
     read(n, m): its prompt has n tokens, m of which the store had; first(s, n): its first n tokens, s seconds after it
-    was asked for; later(s, n): n more, s seconds each.
+    was asked for; later(s, n): n more, s seconds each. drafted(n, m): of a batch's stride, tokens of a row that were
+    verified beside each next one, and those that came; undrafted(cache, why): from here on its batch runs plain steps.
     """
 
     read: Callable[[int, int], None] = lambda *_: None
     first: Callable[[float, int], None] = lambda *_: None
     later: Callable[[float, int], None] = lambda *_: None
+    drafted: Callable[[int, int], None] = lambda *_: None
+    undrafted: Callable[[str, str], None] = lambda *_: None
 
 
 @jax.jit
@@ -107,9 +116,20 @@ class Engine:
     is compiled beside the ones that run; there are at most `limits.caches`, and idle ones give way.
     """
 
-    def __init__(self, params: Params, limits: Limits, watch: Watch | None = None, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        params: Params,
+        limits: Limits,
+        watch: Watch | None = None,
+        store: Store | None = None,
+        draft: str | None = None,
+    ) -> None:
+        """draft: names what guesses tokens in all batches that can verify them; ValueError if no batch can."""
         use_disk_cache()
-        self.store = store
+        if draft is not None:
+            verifiable(params, CacheConfig())
+            of_batch(draft, params)
+        self.store, self.draft, self.undrafted = store, draft, set[str]()
         self.params, self.limits, self.watch = params, limits, watch or Watch()
         self.seats: dict[str, Seats] = {}
         self.making: dict[str, Future[Running]] = {}
@@ -285,8 +305,9 @@ class Engine:
                 self._enter(seats, ticket)
         if not any(running.slots):
             return
-        seats.used = time.monotonic()
+        seats.used, before = time.monotonic(), Counter(running.drafted)
         fresh = [(slot, seats.tickets[request.line], new) for slot, request, _, new in running.advance()]
+        self._drafted(running, [ticket for _, ticket, _ in fresh], running.drafted - before)
         logs = None
         if any(ticket.top is not None for _, ticket, _ in fresh):
             assert running.state.trace is not None
@@ -323,6 +344,17 @@ class Engine:
         ticket.begin(self.params)
         self.watch.read(len(request.tokens), ticket.reused)
 
+    def _drafted(self, running: Running, tickets: Sequence[Ticket], made: Counter[str]) -> None:
+        """What a stride's drafts came to; a drafter that has failed leaves."""
+        if running.drafter is None:
+            return
+        self.watch.drafted(made["drafted"], made["taken"])
+        for ticket in tickets:
+            ticket.drafted = (ticket.drafted or Counter()) + made
+        if running.trial.failure:
+            running.drafter = None
+            self.watch.undrafted(str(running.shapes.config), running.trial.failure)
+
     def _time(self, ticket: Ticket, new: int) -> None:
         now = time.monotonic()
         if ticket.count == 0:
@@ -347,6 +379,7 @@ class Engine:
     def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]], receipts: dict[int, Receipt]) -> None:
         """Last events, and free slots."""
         for slot, (ticket, why) in ended.items():
+            seats.running.tell(slot, ticket.request)
             seats.running.slots[slot] = None
             del seats.tickets[ticket.request.line]
             ticket.tell(End(why=why, tokens=ticket.count, receipt=receipts[slot]))
@@ -391,7 +424,20 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ the maker's own
 
-    def _shapes(self, config: CacheConfig) -> Shapes:
+    def _drafter(self, config: CacheConfig) -> Drafter | None:
+        """Of a batch alone, as batches take turns; None, which is told once, where drafts cannot be verified."""
+        if self.draft is None:
+            return None
+        try:
+            verifiable(self.params, config)
+        except ValueError as error:
+            if (name := str(config)) not in self.undrafted:
+                self.undrafted.add(name)
+                self.watch.undrafted(name, said(error))
+            return None
+        return of_batch(self.draft, self.params)
+
+    def _shapes(self, config: CacheConfig, top: int | None = None) -> Shapes:
         limits, model = self.limits, self.params.config
         longest = limits.prompt + limits.new
         return Shapes(
@@ -403,14 +449,16 @@ class Engine:
             dtype=self.params.embed.dtype,
             greedy=False,
             penalised=True,
-            stride=STRIDE,
+            stride=STRIDE if top is None else NODES,
             traced=True,
+            top=top,
         )
 
     def _make(self, config: CacheConfig) -> Running:
         """A batch whose programs are compiled, so that no row that runs waits for them; MemoryError if it has no
         room."""
-        shapes = self._shapes(config)
+        drafter = self._drafter(config)
+        shapes = self._shapes(config, None if drafter is None else drafter.top)
         state, free = jax.eval_shape(shapes.state), spare(None)
         if tree_bytes(state) > free:
             raise MemoryError(
@@ -421,7 +469,10 @@ class Engine:
         nobody, shape = [Settings()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         draws = jax.eval_shape(lambda: shapes.sampling(nobody, [0] * shapes.rows, stop_ids_of(params)))
         cost.begin(run_block, params, state, draws, shape(()))
-        running = Running(self.params, shapes, Cost(), self.store)
+        for width in WIDTHS if shapes.top is not None else ():
+            draft = Draft(ids=shape((shapes.rows, width)), parent=shape((shapes.rows, width)))  # type: ignore
+            cost.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
+        running = Running(self.params, shapes, Cost(), self.store, drafter)
         chunk, most = shapes.bucket.chunk, self.limits.prompt
         if running.prompts.reads is not None:
             rows, logits = running.prompts.reads.prepare(params, blank, most, cost)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jkv.serve.engine import Engine, Watch
@@ -20,6 +22,9 @@ class Metrics:
         self.prompt = Counter("jkv_prompt_tokens", "Prompt tokens of rows that began.", registry=own)
         self.reused = Counter("jkv_store_tokens", "Those of them that the store had.", registry=own)
         self.new = Counter("jkv_new_tokens", "Generated tokens.", registry=own)
+        self.drafted = Counter("jkv_drafted_tokens", "Drafted tokens of a row that batches verified.", registry=own)
+        self.taken = Counter("jkv_drafted_tokens_taken", "Those of them that came.", registry=own)
+        self.undrafted = Counter("jkv_undrafted_batches", "Batches that draft no more.", ("cache",), registry=own)
         self.first = Histogram("jkv_first_token_seconds", "To the first token.", registry=own, buckets=SOONER)
         self.between = Histogram("jkv_token_seconds", "Between two tokens.", registry=own, buckets=QUICKER)
         self.waiting = Gauge("jkv_rows_waiting", "Rows in the queue.", registry=own)
@@ -40,7 +45,15 @@ class Metrics:
             self.prompt.inc(tokens)
             self.reused.inc(reused)
 
-        return Watch(read=read, first=first, later=later)
+        def drafted(tokens: int, taken: int) -> None:
+            self.drafted.inc(tokens)
+            self.taken.inc(taken)
+
+        def undrafted(cache: str, why: str) -> None:
+            self.undrafted.labels(cache).inc()
+            print(f"jkv serve: plain steps for {cache}: {why}", file=sys.stderr, flush=True)
+
+        return Watch(read=read, first=first, later=later, drafted=drafted, undrafted=undrafted)
 
     def text(self, engine: Engine) -> bytes:
         """All of it now."""

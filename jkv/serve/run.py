@@ -29,10 +29,12 @@ def serve(
     port: int = 8000,
     grace: int = 30,
     store: Store | None = None,
+    draft: str | None = None,
 ) -> None:
     """Answer until SIGTERM or SIGINT, then finish what has begun, for `grace` seconds at most.
 
-    caches: the first is what a request that names none gets; its batch is compiled before the port opens. Raises
+    caches: the first is what a request that names none gets; its batch is compiled before the port opens.
+    draft: of all batches that can verify guesses, what guesses. Raises
     ValueError for a server that would be open to a network without a token, and for a cache that cannot run.
     """
     if host not in LOCAL and not access.token:
@@ -45,7 +47,7 @@ def serve(
             f"{params.config.context}: lower one of them"
         )
     metrics = Metrics()
-    engine = Engine(params, limits, metrics.watch(), store)
+    engine = Engine(params, limits, metrics.watch(), store, draft)
     configs = [engine.usable(parse(text)) for text in caches]
     engine.start(configs[0])
     server = Server(engine, name, caches, metrics, replace(access, hosts=(*access.hosts, host)))

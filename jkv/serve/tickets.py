@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,8 @@ class Receipt:
 
     tokens_kept: a mean over layers and heads, and `kept` of each of them; bytes: of the row's slots, used or not, and
     of a full cache of exactly the tokens that were seen; reused: prompt tokens that came from the store, and
-    store_codec: what rounded their keys and values there, if anything.
+    store_codec: what rounded their keys and values there, if anything; drafted: tokens of a row that its batch verified
+    beside each next one while it ran, and drafted_taken: those that came; None without drafts.
     """
 
     cache: str
@@ -42,6 +44,8 @@ class Receipt:
     reused: int
     store_codec: str
     kept: list[list[int]] = field(repr=False)
+    drafted: int | None = None
+    drafted_taken: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,7 @@ class Ticket:
         self.asked = self.last = time.monotonic()
         self.reused, self.store_codec = 0, ""
         self.count, self.held, self.text = 0, "", None
+        self.drafted: Counter[str] | None = None  # of its batch while it runs
 
     def begin(self, params: Params) -> None:
         self.text = None if params.tokenizer is None else params.tokenizer.stream()
@@ -147,6 +152,8 @@ class Ticket:
             reused=self.reused,
             store_codec=self.store_codec,
             kept=kept,
+            drafted=None if self.drafted is None else self.drafted["drafted"],
+            drafted_taken=None if self.drafted is None else self.drafted["taken"],
         )
 
 

@@ -354,53 +354,6 @@ def test_a_drafter_of_mine_is_asked_and_told():
     assert mine.asked == got.report.passes - 4 < 40 / 6 and mine.table.any()
 
 
-@pytest.mark.parametrize(
-    ("where", "why"),
-    [
-        ("propose", "RuntimeError: no room"),
-        ("learn", "RuntimeError: no room"),
-        ("end", "RuntimeError: no room"),
-        ("rows", "2 guesses for 1 rows"),
-        ("parent", "the parent 0"),
-        ("chance", "chances from 0 to 1"),
-        ("count", "1, 2, 1 ids"),
-    ],
-)
-def test_after_a_drafter_that_fails_come_plain_steps_and_the_receipt_says_so(where: str, why: str):
-    wrong = {
-        "rows": [Guess([5], [-1], [0.9])] * 2,
-        "parent": [Guess([5], [0], [0.9])],
-        "chance": [Guess([5], [-1], [float("nan")])],
-        "count": [Guess([5], [-1, 0], [0.9])],
-    }
-
-    class Fails(Recycling):
-        asked = 0
-
-        def propose(self, rows, most):
-            self.asked += 1
-            if self.asked > 2 and where in wrong:
-                return wrong[where]
-            self.fail("propose")
-            return [Guess(want.tokens[len(rows[0]) - len(TEXT) :][:1], [-1], [0.9])]
-
-        def learn(self, ids, top):
-            self.fail("learn")
-
-        def end(self, rows):
-            self.fail("end")
-
-        def fail(self, here):
-            if self.asked > 2 and where == here:
-                raise RuntimeError("no room")
-
-    want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=30, stop_ids=())
-    got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=30, stop_ids=(), draft=(mine := Fails(100)))
-    assert got.tokens == want.tokens and why in got.report.draft_failed and why in str(got.report)
-    assert mine.asked == 3 or where == "end"
-    assert got.report.passes + got.report.drafted_taken == 30 and got.report.drafted_taken > 0
-
-
 def test_a_smaller_model_guesses_and_the_larger_one_decides():
     """The model itself is always right, but for ties; another one of random weights hardly ever."""
     how = {"max_new_tokens": 40, "stop_ids": ()}
@@ -466,6 +419,62 @@ def test_with_texts_that_stop_a_row_ends_where_it_does_without_drafts():
     want = jkv.generate(params, None, "abcabcabc" * 5, stop=[stop], **how)
     got = jkv.generate(params, None, "abcabcabc" * 5, stop=[stop], draft="suffix", **how)
     assert (got.text, got.tokens) == (want.text, want.tokens) and len(want.tokens) < 60
+
+
+class Failing(Suffix):
+    """Fails at the n-th call of a function, or answers with a guess that cannot be."""
+
+    def __init__(self, where: str, nth: int, error: BaseException | Guess) -> None:
+        super().__init__()
+        self.top, self.left = 8 * (where == "learn"), {where: nth}
+        self.error = error
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in ("begin", "propose", "learn", "end"):
+            return found
+
+        def called(*args):
+            self.left[name] = self.left.get(name, -1) - 1
+            if self.left[name]:
+                return found(*args)
+            if isinstance(self.error, Guess):
+                return [self.error]
+            raise self.error
+
+        return called
+
+
+@pytest.mark.parametrize(
+    ("where", "nth", "error", "why"),
+    [
+        ("begin", 1, MemoryError("no room"), "MemoryError: no room"),
+        ("propose", 3, ValueError("no guess"), "no guess"),
+        ("propose", 1, Guess([7], [0], [0.5]), "token 0 has parent 0"),
+        ("propose", 2, Guess([-7], [-1], [0.5]), "token 0 is -7"),
+        ("propose", 2, Guess([7], [-1], [float("nan")]), "chance nan"),
+        ("propose", 2, Guess([7, 8], [-1], [0.5]), "2 ids, 1 parents and 1 chances"),
+        ("learn", 2, RuntimeError("RESOURCE_EXHAUSTED"), "RuntimeError: RESOURCE_EXHAUSTED"),
+        ("end", 1, KeyError("row"), "KeyError: 'row'"),
+    ],
+)
+def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where, nth, error, why):
+    how = {"max_new_tokens": 40, "stop_ids": ()}
+    want = jkv.generate(PARAMS, None, TEXT, **how)
+    one = Failing(where, nth, error)
+    got = jkv.generate(PARAMS, None, TEXT, draft=one, **how)
+    assert got.tokens == want.tokens and got.report.draft_failed is not None
+    at, said = got.report.draft_failed
+    assert why in said and f"plain steps from token {at} on: {said}" in str(got.report)
+    assert (at == 40) == (where == "end") and (at == 0) == (where == "begin")
+    if where == "propose":
+        assert one.left["propose"] == 0  # nobody asked again
+
+
+def test_who_interrupts_a_drafter_interrupts_the_generation():
+    one = Failing("propose", 1, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        jkv.generate(PARAMS, None, TEXT, max_new_tokens=9, stop_ids=(), draft=one)
 
 
 def test_what_cannot_be_is_refused_by_name():

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,15 +31,18 @@ import pytest
 import uvicorn
 
 import jkv
+from jkv.batch import running
 from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running
 from jkv.bench import serve as under
 from jkv.cli.serve import read_token
+from jkv.generation.drafters import Recycling
+from jkv.generation.drafting import Drafting
 from jkv.methods import parse
 from jkv.serve.app import Access, Guard, Server, Unsent
-from jkv.serve.engine import Engine, Limits
+from jkv.serve.engine import Engine, Limits, Watch
 from jkv.serve.metrics import Metrics
-from jkv.serve.tickets import Kept, Piece, Ticket
+from jkv.serve.tickets import End, Fault, Kept, Piece, Ticket
 from support import ggufs
 from support.browser import CHROMIUM, browsing
 from support.speaking import TINY, byte_tokenizer
@@ -518,3 +522,55 @@ def test_a_process_answers_what_has_begun_after_sigterm(tmp_path: Path):
     for wrong, why in ((["--host", "0.0.0.0"], "needs a token"), (["--cache", "snapkw"], "did you mean 'snapkv'")):
         done = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=120)
         assert done.returncode == 1 and why in done.stderr and done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- drafts
+
+
+def told(engine: Engine, cache: str, prompt: str, top: int | None = None) -> list[Any]:
+    """The events of a greedy row."""
+    ids, events = np.asarray(PARAMS.tokenizer.encode(prompt), np.int32), []
+    request = Request(line=engine.line(), id=None, tokens=ids, settings=Settings(max_new_tokens=24))
+    engine.submit([Ticket(request, engine.usable(parse(cache)), events.append, top=top)])
+    settled(lambda: events and isinstance(events[-1], End | Fault), 120)
+    return events
+
+
+@pytest.mark.slow
+def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], monkeypatch: Any):
+    metrics = Metrics()
+    prompt, how = "abcabcabcabcabcabc", dict(max_new_tokens=24)
+    engine = Engine(PARAMS, LIMITS, metrics.watch(), draft="recycle")
+    monkeypatch.setattr(running, "Drafting", partial(Drafting, clock=lambda: 0.0))
+    engine.start(engine.usable(parse("full")))
+    try:
+        got = told(engine, "full", prompt, top=2)
+        want = jkv.generate(PARAMS, "full", prompt, **how)
+        tokens = [t for x in got if isinstance(x, Piece) for t in x.tokens]
+        assert [t.id for t in tokens] == want.tokens and all(t.top[0][0] == t.id for t in tokens)
+        assert all(t.logprob == pytest.approx(t.top[0][1]) for t in tokens)
+        receipt = got[-1].receipt
+        assert receipt.drafted > 0 and receipt.drafted_taken <= receipt.drafted
+        assert f"jkv_drafted_tokens_total {float(receipt.drafted)}" in metrics.text(engine).decode()
+
+        def fails(*_: Any) -> Any:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(Recycling, "propose", fails)
+        again = told(engine, "full", prompt)
+        assert "".join(x.text for x in again if isinstance(x, Piece)) == want.text
+        assert "plain steps for full: MemoryError: no room" in capfd.readouterr().err
+        assert 'jkv_undrafted_batches_total{cache="full"} 1.0' in metrics.text(engine).decode()
+    finally:
+        engine.stop()
+
+
+def test_what_a_server_cannot_draft_with_is_refused_and_what_it_cannot_verify_is_told_once():
+    said: list[tuple[str, str]] = []
+    with pytest.raises(ValueError, match="rows of a batch come and go"):
+        Engine(PARAMS, LIMITS, draft="triforce(budget=512)")
+    engine = Engine(PARAMS, LIMITS, Watch(undrafted=lambda *x: said.append(x)), draft="suffix")
+    alisa = parse("alisa(tokens=48, page=8, window=16, recent=16)")
+    assert engine._drafter(alisa) is engine._drafter(alisa) is None
+    assert [name for name, _ in said] == [str(alisa)] and "selector goes by" in said[0][1]
+    assert engine._drafter(parse("full")) is not engine._drafter(parse("full")) is not None

@@ -174,7 +174,7 @@ class Pretend:
     late: ClassVar[bool]  # out of memory when rows come in, not before
     bad: ClassVar[frozenset[int]]
 
-    def __init__(self, params: Any, shapes: Any, cost: Any, store: Any = None, drafter: Any = None) -> None:
+    def __init__(self, params: Any, shapes: Any, cost: Any, store: Any = None, *drafts: Any) -> None:
         self.shapes, self.under_way, self.prefilled, self.saved, self.nbytes = shapes, [], 0, 0, 0
         self.drafted: dict[str, int] = {}
         if not self.late:

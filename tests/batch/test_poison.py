@@ -175,7 +175,7 @@ class Pretend:
     late: ClassVar[bool]  # out of memory when rows come in, not before
     bad: ClassVar[frozenset[int]]
 
-    def __init__(self, params: Any, shapes: Any, cost: Any, store: Any = None, drafter: Any = None) -> None:
+    def __init__(self, params: Any, shapes: Any, cost: Any, store: Any = None, *drafts: Any) -> None:
         self.shapes, self.under_way, self.nbytes = shapes, [], 0
         self.prompts = SimpleNamespace(prefilled=0, saved=0)
         self.drafted: dict[str, int] = {}

@@ -66,7 +66,7 @@ class Records:
         return first.astype(np.int32), np.asarray([zlib.crc32(x.data) for x in flat], np.uint32)
 
     def _write(self, flat: np.ndarray, start: int) -> None:
-        left = memoryview(flat).cast("B")
+        left = flat.data.cast("B")
         try:
             while left:
                 done = os.pwrite(self.file.fileno(), left, start)
@@ -88,7 +88,7 @@ class Records:
             part = (
                 out[run[0] : run[-1] + 1] if run[-1] - run[0] + 1 == len(run) else np.empty((len(run), size), np.uint8)
             )
-            got = os.preadv(self.file.fileno(), [part], int(numbers[run[0]]) * BLOCK)
+            got = os.preadv(self.file.fileno(), [part.data], int(numbers[run[0]]) * BLOCK)
             wrong = got != part.nbytes or any(zlib.crc32(x.data) != s for x, s in zip(part, sums[run], strict=True))
             if wrong:
                 cause = "codes of a cache were overwritten by newer ones, or are damaged (CRC-32)"

@@ -31,7 +31,7 @@ import pytest
 import uvicorn
 
 import jkv
-from jkv.batch import running
+from jkv.batch import slots
 from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running
 from jkv.bench import serve as under
@@ -541,7 +541,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
     metrics = Metrics()
     prompt, how = "abcabcabcabcabcabc", dict(max_new_tokens=24)
     engine = Engine(PARAMS, LIMITS, metrics.watch(), draft="recycle")
-    monkeypatch.setattr(running, "Drafting", partial(Drafting, clock=lambda: 0.0))
+    monkeypatch.setattr(slots, "Drafting", partial(Drafting, clock=lambda: 0.0))
     engine.start(engine.usable(parse("full")))
     try:
         got = told(engine, "full", prompt, top=2)

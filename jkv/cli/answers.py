@@ -61,6 +61,7 @@ def ruler(
     kvpress: Folders = None,
 ) -> None:
     """The 13 RULER tasks (2404.06654) in our own words, generated offline."""
+    from jkv.eval import dataset as files
     from jkv.eval import experiments, leaderboard, tasks
 
     names = task or [t.name for t in tasks.TASKS.values() if t.suite == "ruler"]
@@ -75,7 +76,7 @@ def ruler(
     if kvpress is not None:
         _check_whole(found)
         told = {"dataset": "jkv_ruler", "data_dir": str(length)}
-        _published(leaderboard.publish(kvpress, found, experiments.columns(made), leaderboard.by_task, **told))
+        _published(leaderboard.publish(kvpress, found, files.generated(made), leaderboard.by_task, **told))
 
 
 @flat
@@ -98,17 +99,17 @@ def dataset(
     some = files.first(every, o.samples, task or [])
     kvpress = kvpress and folder(kvpress)
     s = setting(o, o.cache, length or 0, o.batch)
-    columns = files.columns(some)
-    with console.progress(len(s.caches) * len(columns) * len(seen)) as say:
+    tasks = files.grouped(some)
+    with console.progress(len(s.caches) * len(tasks) * len(seen)) as say:
         found = files.ask(s, some, length, seen, say)
     show(found)
     if kvpress is not None:
         of_tasks = len(files.first(every, 0, [row.task for row in some]))
         told = {"fraction": round(len(some) / of_tasks, 4), "max_context_length": length}
-        ruler = {name: rows for name, rows in columns.items() if name.startswith("ruler/")}
+        ruler = {name: rows for name, rows in tasks.items() if name.startswith("ruler/")}
         where = {"dataset": "ruler", "data_dir": path.stem}
         made = leaderboard.publish(kvpress, found, ruler, leaderboard.by_task, **where, **told)
-        for name, rows in columns.items():
+        for name, rows in tasks.items():
             if name not in ruler:
                 where = dict(zip(("dataset", "data_dir"), name.split("/"), strict=True))
                 made += leaderboard.publish(kvpress, found, {name: rows}, leaderboard.alone, **where, **told)

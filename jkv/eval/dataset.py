@@ -11,17 +11,17 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jkv.eval import longbench, measure
+from jkv.eval import longbench, measure, tasks
 from jkv.eval.experiments import Say, Setting
 from jkv.eval.results import Results
-from jkv.eval.task import string_match_all, string_match_part
+from jkv.eval.task import Example, string_match_all, string_match_part
 from jkv.host.extras import install
 from jkv.methods.text import parse
 from jkv.models import Params
@@ -49,6 +49,19 @@ class Asked:
     @property
     def suite(self) -> str:
         return "longbench" if self.task in longbench.METRICS else "ruler"
+
+    def columns(self) -> dict[str, Any]:
+        """What a table of predictions says of it."""
+        right = "answers" if self.suite == "longbench" else "answer"
+        more = {"all_classes": list(self.classes)} if self.classes else {}
+        return {
+            "question": self.question,
+            "answer_prefix": self.answer_prefix,
+            right: list(self.answers),
+            **more,
+            "task": self.task,
+            "max_new_tokens": self.max_new_tokens,
+        }
 
     def score(self, prediction: str) -> float:
         """0..1, as kvpress 0.5.5 scores a task of that name."""
@@ -176,9 +189,7 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
     length: tokens that contexts are cut to, from their ends on; None: they are whole. Raises ValueError for a prompt
     that the model's context has no room for.
     """
-    by_task: dict[str, list[Asked]] = {}
-    for row in asked:
-        by_task.setdefault(row.task, []).append(row)
+    by_task = grouped(asked)
     prompts = {task: [row.ids(s.params, length) for row in rows] for task, rows in by_task.items()}
     whole = max(
         len(head) + len(rest) + row.max_new_tokens
@@ -196,7 +207,7 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
     found = s.results("dataset", [*map(repr, asked)], length=longest, cut=length)
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
-        task, aware = key["task"].split("/")[1], key["question"] == "seen"
+        task, aware = key["task"], key["question"] == "seen"
         rows, cost = by_task[task], []
         answers = [""] * len(rows)
         for new in sorted({row.max_new_tokens for row in rows}):
@@ -210,27 +221,29 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
         return {**about, **vars(measure.mean(cost)), "said": answers}
 
     ways = ["seen" if x else "unseen" for x in seen]
-    names = [f"{rows[0].suite}/{task}" for task, rows in by_task.items()]
-    s.each(found, say, [{"task": name, "question": way} for name in names for way in ways], run)
+    s.each(found, say, [{"task": name, "question": way} for name in by_task for way in ways], run)
     return found
 
 
-def columns(asked: Sequence[Asked]) -> dict[str, list[dict[str, Any]]]:
-    """What kvpress's table of predictions says of each row beside the prediction, by the task as `ask` calls it."""
-    out: dict[str, list[dict[str, Any]]] = {}
+def grouped(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
+    """The rows by their task, as results call it.
+
+    >>> list(grouped([Asked("", "", "", name, 1, ("x",)) for name in ("vt", "qasper", "vt")]))
+    ['ruler/vt', 'longbench/qasper']
+    """
+    out: dict[str, list[Asked]] = {}
     for row in asked:
-        right = "answers" if row.suite == "longbench" else "answer"
-        more = {"all_classes": list(row.classes)} if row.classes else {}
-        out.setdefault(f"{row.suite}/{row.task}", []).append(
-            {
-                "question": row.question,
-                "answer_prefix": row.answer_prefix,
-                right: list(row.answers),
-                **more,
-                "task": row.task,
-                "max_new_tokens": row.max_new_tokens,
-            }
-        )
+        out.setdefault(f"{row.suite}/{row.task}", []).append(row)
+    return out
+
+
+def generated(made: Mapping[str, Sequence[Example]]) -> dict[str, list[Asked]]:
+    """The prompts of `experiments.drawn` as rows of a data set, by their task."""
+    out = {}
+    for name, some in made.items():
+        task = name.split("/")[1]
+        new = tasks.TASKS[task].new
+        out[name] = [Asked(e.context, e.question, e.prefix, task, new, e.answers) for e in some]
     return out
 
 

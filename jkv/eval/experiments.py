@@ -316,23 +316,6 @@ def drawn(s: Setting, names: Sequence[str], length: int, samples: int) -> dict[s
     return {f"{row.suite}/{row.name}": tasks.examples(row.name, length, samples, s.seed, counted) for row in rows}
 
 
-def columns(made: dict[str, list[Example]]) -> dict[str, list[dict[str, Any]]]:
-    """What kvpress's table of predictions says of each prompt beside the prediction; see `leaderboard.publish`."""
-    return {
-        name: [
-            {
-                "question": e.question,
-                "answer_prefix": e.prefix,
-                "answer": list(e.answers),
-                "task": name.split("/")[1],
-                "max_new_tokens": tasks.TASKS[name.split("/")[1]].new,
-            }
-            for e in some
-        ]
-        for name, some in made.items()
-    }
-
-
 def ruler(
     s: Setting, made: dict[str, list[Example]], length: int, samples: int, seen: Sequence[bool], say: Say
 ) -> Results:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.eval.dataset import Asked
 from jkv.eval.results import Results
 from jkv.host.results import overwrite
 from jkv.methods.text import parse
 
-Columns = Mapping[str, Sequence[Mapping[str, Any]]]  # of each task of a result file, what is known of each of its rows
 SIZES = ("kept", "context", "bytes", "bytes_full")
 
 
@@ -34,9 +34,13 @@ def alone(scores: Mapping[str, float]) -> float:
 
 
 def publish(
-    out: Path, found: Results, asked: Columns, metrics: Callable[[Mapping[str, float]], Any], **config: Any
+    out: Path,
+    found: Results,
+    asked: Mapping[str, Sequence[Asked]],
+    metrics: Callable[[Mapping[str, float]], Any],
+    **config: Any,
 ) -> list[Path]:
-    """A folder in `out` for each cache and way of asking of which all tasks of `asked` were measured.
+    """A folder in `out` for each cache and way of asking of which all tasks of `asked`, with their rows, were measured.
 
     compression_ratio is the share of the full cache's bytes that a cache saves; `press_name` its text. A folder that is
     there already gets a numbered one inside, as in kvpress. config: of kvpress's own fields, what they are here. Raises
@@ -51,7 +55,7 @@ def publish(
         gone = {task: 1 - row["bytes"] / row["bytes_full"] for task, row in some.items()}
         ratio = round(sum(gone.values()) / len(gone), 4)
         said = [
-            {**row, "predicted_answer": text, "compression_ratio": round(gone[task], 4)}
+            {**row.columns(), "predicted_answer": text, "compression_ratio": round(gone[task], 4)}
             for task in asked
             for row, text in zip(asked[task], some[task]["said"], strict=True)
         ]

@@ -191,7 +191,7 @@ def test_longbench_is_a_folder_a_task_with_one_number(tmp_path):
     held = {"kept": 0.5, "context": 9, "bytes": 1, "bytes_full": 4}
     cache = {"cache": "snapkv(keep=0.25) | int4", "question": "unseen", "samples": 1}
     found.add({**cache, "task": "longbench/qasper", "score": 0.8, "said": ["b"], **held})
-    asked = dataset.columns([dataset._asked(LONG, "")])
+    asked = dataset.grouped([dataset._asked(LONG, "")])
     where = {"dataset": "longbench", "data_dir": "qasper"}
     (folder,) = leaderboard.publish(tmp_path, found, asked, leaderboard.alone, **where)
     assert folder.name == "longbench__qasper__m__snapkv(keep=0.25)_int4__0.75"

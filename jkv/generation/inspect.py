@@ -131,8 +131,9 @@ def summary(cache: Cache) -> Summary:
 
 def _first(code: Code | Pages) -> int:
     """Bytes of the codes: a codec's first array of slots; its others, and those of grains, are scales. Of pages all."""
-    leaves = jax.tree.leaves(code if is_far(code) else code.slots)
-    return tree_bytes(leaves[:1])
+    if is_far(code):
+        return code.lines.on_host + code.lines.on_disk
+    return tree_bytes(jax.tree.leaves(code.slots)[:1])
 
 
 def _spoken(k: Codec, v: Codec, dtype: str) -> str:

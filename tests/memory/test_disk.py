@@ -13,6 +13,7 @@ import pytest
 import jkv
 from jkv import methods, models
 from jkv.generation import sizes
+from jkv.generation.inspect import summary
 from jkv.generation.report import pages_asked
 from jkv.host import records
 from jkv.memory.cache import device_bytes, disk_bytes, host_bytes
@@ -78,6 +79,8 @@ def test_a_cache_on_disk_is_a_value_that_another_one_does_not_change(tmp_path):
     """Two continuations of one cache, each with flushes that write, in turns, and each as if it were alone."""
     cache, logits = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, room=40)
     assert disk_bytes(cache.layers) > host_bytes(cache.layers) == 0
+    told = summary(cache).layers[0].parts[1]
+    assert told.codes == cache.on_disk and 0 < told.scales < told.codes / 50  # numbers and sums of records
 
     def on(cache: Any, first: int, turns: int) -> tuple[Any, list[Any]]:
         out = []

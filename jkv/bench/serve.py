@@ -29,7 +29,7 @@ from rich.table import Table
 from jkv.bench.results import SEED
 from jkv.eval.words import prose
 from jkv.io.source import Source
-from jkv.serve.engine import STRIDE
+from jkv.serve.maker import STRIDE
 
 DONE = b"data: [DONE]"  # the last line of a stream; transformers' server has none
 WAIT = 600  # seconds for a server to be there, and for a piece of an answer

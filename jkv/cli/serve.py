@@ -53,7 +53,7 @@ def serve(
         raise ImportError(f"jkv serve needs {error.name}: {install('serve')}") from error
     from jkv.io import load as loading
     from jkv.serve.app import Access
-    from jkv.serve.engine import Limits
+    from jkv.serve.maker import Limits
 
     limits = Limits(rows=rows, prompt=prompt_tokens_limit, new=new_tokens_limit, caches=caches, queue=queue)
     with status("loading"):

@@ -174,9 +174,11 @@ class Filed:
         return replace(self, numbers=numbers, sums=sums)
 
     def settled(self) -> Filed:
+        """The same: its arrays are the device's."""
         return self
 
     def placed(self) -> Filed:
+        """The same, of shardings."""
         return self
 
     def emptied(self) -> Filed:

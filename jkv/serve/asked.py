@@ -140,7 +140,7 @@ class Reader:
             for argument in known(name).folders:
                 if given.get(argument) is not None:  # what lies there is the server's
                     raise ValueError(f"cache={text!r}: a request cannot name folders; leave out {argument}=")
-        return self.engine.usable(parse(text))
+        return self.engine.maker.usable(parse(text))
 
 
 def _of(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:

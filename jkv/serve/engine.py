@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,57 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.batch.arrange import Bucket, alone
-from jkv.batch.requests import Settings
+from jkv.batch.arrange import alone
 from jkv.batch.running import Running
-from jkv.batch.shapes import Shapes
-from jkv.core.compiled import Cost, use_disk_cache
-from jkv.core.loop import admit, prefill_own, run_block
+from jkv.core.compiled import use_disk_cache
 from jkv.generation.api import prefill
-from jkv.generation.chunks import gib, spare
-from jkv.generation.drafters import Drafter
 from jkv.generation.follow import Follow
-from jkv.generation.named import of_batch
-from jkv.generation.pace import NODES, WIDTHS
-from jkv.generation.prompts import reaching, stop_ids_of
-from jkv.generation.through import check as verifiable
-from jkv.generation.verify import Draft, verify
 from jkv.host.failures import said, survivable
 from jkv.io.store import Store
 from jkv.memory.cache import tree_bytes
-from jkv.methods.checks import check, check_prefill
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.serve.maker import Limits, Maker, Watch
 from jkv.serve.tickets import TOP, Echo, End, Fault, Kept, Receipt, Ticket, Token, tokens_of
-
-STRIDE = 4  # tokens of a row between two looks at it: a stream's pieces
-LEAST = 64  # the shortest padded prompt; the others double
 
 
 class Full(Exception):
     """The queue has no room for more rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the engine is made for: rows of a batch, tokens of a prompt and of an answer, running batches, rows that
-    wait."""
-
-    rows: int = 8
-    prompt: int = 2048
-    new: int = 512
-    caches: int = 4
-    queue: int = 64
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Padded lengths of prompts, each with programs of its own.
-
-        >>> Limits(prompt=300).lengths
-        (64, 128, 256, 300)
-        """
-        doubled = [LEAST << i for i in range(32) if LEAST << i < self.prompt]
-        return (*doubled, self.prompt)
 
 
 @dataclass(kw_only=True)
@@ -76,22 +40,6 @@ class Seats:
     running: Running
     tickets: dict[int, Ticket] = field(default_factory=dict)
     used: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watch:
-    """What is told of every row as it goes, for metrics.
-
-    read(n, m): its prompt has n tokens, m of which the store had; first(s, n): its first n tokens, s seconds after it
-    was asked for; later(s, n): n more, s seconds each. drafted(n, m): of a batch's stride, tokens of a row that were
-    verified beside each next one, and those that came; undrafted(cache, why): from here on its batch runs plain steps.
-    """
-
-    read: Callable[[int, int], None] = lambda *_: None
-    first: Callable[[float, int], None] = lambda *_: None
-    later: Callable[[float, int], None] = lambda *_: None
-    drafted: Callable[[int, int], None] = lambda *_: None
-    undrafted: Callable[[str, str], None] = lambda *_: None
 
 
 @jax.jit
@@ -124,20 +72,17 @@ class Engine:
         store: Store | None = None,
         draft: str | None = None,
     ) -> None:
-        """draft: names what guesses tokens in all batches that can verify them; ValueError if no batch can."""
+        """draft: as of a `Maker`."""
         use_disk_cache()
-        if draft is not None:
-            verifiable(params, CacheConfig())
-            of_batch(draft, params)
-        self.store, self.draft, self.undrafted = store, draft, set[str]()
-        self.params, self.limits, self.watch = params, limits, watch or Watch()
+        self.params, self.limits, self.watch, self.store = params, limits, watch or Watch(), store
+        self.maker = Maker(params=params, limits=limits, watch=self.watch, store=store, draft=draft)
         self.seats: dict[str, Seats] = {}
         self.making: dict[str, Future[Running]] = {}
         self.waiting: deque[Ticket] = deque()
         self.scoring: deque[tuple[Ticket, Iterator[Echo | None]]] = deque()
         self.change = threading.Condition()
         self.over = False
-        self.maker = ThreadPoolExecutor(1, "prepare")
+        self.beside = ThreadPoolExecutor(1, "prepare")
         self.lines = 0
         self.thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -145,7 +90,7 @@ class Engine:
 
     def start(self, config: CacheConfig) -> None:
         """Begin, with a batch for this cache; raises what its making raises."""
-        self.seats[str(config)] = Seats(running=self._make(config))
+        self.seats[str(config)] = Seats(running=self.maker.make(config))
         self.thread.start()
 
     def stop(self) -> None:
@@ -155,7 +100,7 @@ class Engine:
             self.change.notify_all()
         if self.thread.ident is not None:
             self.thread.join()
-        self.maker.shutdown(wait=False, cancel_futures=True)
+        self.beside.shutdown(wait=False, cancel_futures=True)
 
     @property
     def well(self) -> bool:
@@ -181,14 +126,6 @@ class Engine:
             for ticket in tickets:
                 ticket.gone = True
             self.change.notify_all()
-
-    def usable(self, config: CacheConfig) -> CacheConfig:
-        """The same, bound to the model; ValueError if it cannot run here."""
-        config = config.bound(self.params)
-        check(config, self.params.config, config.chunk or 0)
-        check_prefill(config, "jkv serve")
-        jax.eval_shape(partial(self._shapes(config).cache, 1))  # sizes that its budget cannot have
-        return config
 
     @property
     def running(self) -> dict[str, int]:
@@ -264,7 +201,7 @@ class Engine:
                 self._leave([ticket])
                 self.scoring.append((ticket, self._scored(ticket)))
             elif (name := str(ticket.config)) not in self.seats and name not in self.making and self._room():
-                self.making[name] = self.maker.submit(self._make, ticket.config)
+                self.making[name] = self.beside.submit(self.maker.make, ticket.config)
                 self.making[name].add_done_callback(lambda _: self._notify())
 
     def _notify(self) -> None:
@@ -421,66 +358,3 @@ class Engine:
                 out += tokens_of(here, [x[0] for x in found], ticket.top)
                 yield None
         yield Echo(tokens=out)
-
-    # ------------------------------------------------------------------------------------------------ the maker's own
-
-    def _drafter(self, config: CacheConfig) -> Drafter | None:
-        """Of a batch alone, as batches take turns; None, which is told once, where drafts cannot be verified."""
-        if self.draft is None:
-            return None
-        try:
-            verifiable(self.params, config)
-        except ValueError as error:
-            if (name := str(config)) not in self.undrafted:
-                self.undrafted.add(name)
-                self.watch.undrafted(name, said(error))
-            return None
-        return of_batch(self.draft, self.params)
-
-    def _shapes(self, config: CacheConfig, top: int | None = None) -> Shapes:
-        limits, model = self.limits, self.params.config
-        longest = limits.prompt + limits.new
-        return Shapes(
-            config=config,
-            model=reaching(model, longest) if config.unlimited else model,
-            bucket=Bucket(lengths=limits.lengths, new=limits.new, rows=(), chunk=config.chunk or 0),
-            rows=limits.rows,
-            several=1,
-            dtype=self.params.embed.dtype,
-            greedy=False,
-            penalised=True,
-            stride=STRIDE if top is None else NODES,
-            traced=True,
-            top=top,
-        )
-
-    def _make(self, config: CacheConfig) -> Running:
-        """A batch whose programs are compiled, so that no row that runs waits for them; MemoryError if it has no
-        room."""
-        drafter = self._drafter(config)
-        shapes = self._shapes(config, None if drafter is None else drafter.top)
-        state, free = jax.eval_shape(shapes.state), spare(None)
-        if tree_bytes(state) > free:
-            raise MemoryError(
-                f"a batch for the cache {config} takes {gib(tree_bytes(state))} GiB, and {gib(free)} GiB are free"
-            )
-        params, cost = replace(self.params, config=shapes.model), Cost(runs=False)
-        blank = jax.eval_shape(partial(shapes.cache, 1))
-        nobody, shape = [Settings()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        draws = jax.eval_shape(lambda: shapes.sampling(nobody, [0] * shapes.rows, stop_ids_of(params)))
-        cost.begin(run_block, params, state, draws, shape(()))
-        for width in WIDTHS if shapes.top is not None else ():
-            draft = Draft(ids=shape((shapes.rows, width)), parent=shape((shapes.rows, width)))  # type: ignore
-            cost.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
-        running = Running(self.params, shapes, Cost(), self.store, drafter)
-        chunk, most = shapes.bucket.chunk, self.limits.prompt
-        if running.prompts.reads is not None:
-            rows, logits = running.prompts.reads.prepare(params, blank, most, cost)
-        elif 0 < chunk < most:
-            rows, logits = cost.begin(prefill_own, params, blank, shape((1, chunk)))
-        for length in shapes.bucket.lengths if running.prompts.reads is None else ():
-            if not 0 < chunk < length:
-                rows, logits = cost.begin(prefill_own, params, blank, shape((1, length)), fresh=True)
-        used = jax.ShapeDtypeStruct((1, shapes.model.vocab), bool)
-        cost.begin(admit, state, rows, logits, used, shape((1,)))
-        return running

@@ -12,7 +12,8 @@ from jkv.io.store import Store
 from jkv.methods import parse
 from jkv.models import Params
 from jkv.serve.app import Access, Server
-from jkv.serve.engine import Engine, Limits
+from jkv.serve.engine import Engine
+from jkv.serve.maker import Limits
 from jkv.serve.metrics import Metrics
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -48,7 +49,7 @@ def serve(
         )
     metrics = Metrics()
     engine = Engine(params, limits, metrics.watch(), store, draft)
-    configs = [engine.usable(parse(text)) for text in caches]
+    configs = [engine.maker.usable(parse(text)) for text in caches]
     engine.start(configs[0])
     server = Server(engine, name, caches, metrics, replace(access, hosts=(*access.hosts, host)))
     most = limits.queue + limits.rows * limits.caches + BESIDE

@@ -40,7 +40,8 @@ from jkv.generation.drafters import Recycling
 from jkv.generation.drafting import Drafting
 from jkv.methods import parse
 from jkv.serve.app import Access, Guard, Server, Unsent
-from jkv.serve.engine import Engine, Limits, Watch
+from jkv.serve.engine import Engine
+from jkv.serve.maker import Limits, Watch
 from jkv.serve.metrics import Metrics
 from jkv.serve.tickets import End, Fault, Kept, Piece, Ticket
 from support import ggufs
@@ -58,7 +59,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 def server() -> Iterator[Any]:
     metrics = Metrics()
     engine = Engine(PARAMS, LIMITS, metrics.watch())
-    engine.start(engine.usable(parse("full")))
+    engine.start(engine.maker.usable(parse("full")))
     made = Server(engine, "tiny", ("full",), metrics, Access(body=20_000))
     web = uvicorn.Server(uvicorn.Config(made.app, log_level="critical", ws="none", http="h11"))
     door = socket.socket()
@@ -531,7 +532,7 @@ def told(engine: Engine, cache: str, prompt: str, top: int | None = None) -> lis
     """The events of a greedy row."""
     ids, events = np.asarray(PARAMS.tokenizer.encode(prompt), np.int32), []
     request = Request(line=engine.line(), id=None, tokens=ids, settings=Settings(max_new_tokens=24))
-    engine.submit([Ticket(request, engine.usable(parse(cache)), events.append, top=top)])
+    engine.submit([Ticket(request, engine.maker.usable(parse(cache)), events.append, top=top)])
     settled(lambda: events and isinstance(events[-1], End | Fault), 120)
     return events
 
@@ -542,7 +543,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
     prompt, how = "abcabcabcabcabcabc", dict(max_new_tokens=24)
     engine = Engine(PARAMS, LIMITS, metrics.watch(), draft="recycle")
     monkeypatch.setattr(slots, "Drafting", partial(Drafting, clock=lambda: 0.0))
-    engine.start(engine.usable(parse("full")))
+    engine.start(engine.maker.usable(parse("full")))
     try:
         got = told(engine, "full", prompt, top=2)
         want = jkv.generate(PARAMS, "full", prompt, **how)
@@ -571,6 +572,6 @@ def test_what_a_server_cannot_draft_with_is_refused_and_what_it_cannot_verify_is
         Engine(PARAMS, LIMITS, draft="triforce(budget=512)")
     engine = Engine(PARAMS, LIMITS, Watch(undrafted=lambda *x: said.append(x)), draft="suffix")
     alisa = parse("alisa(tokens=48, page=8, window=16, recent=16)")
-    assert engine._drafter(alisa) is engine._drafter(alisa) is None
+    assert engine.maker.drafter(alisa) is engine.maker.drafter(alisa) is None
     assert [name for name, _ in said] == [str(alisa)] and "selector goes by" in said[0][1]
-    assert engine._drafter(parse("full")) is not engine._drafter(parse("full")) is not None
+    assert engine.maker.drafter(parse("full")) is not engine.maker.drafter(parse("full")) is not None

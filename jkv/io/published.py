@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jkv.io import pickled
 from jkv.io.errors import FormatError, refusing
 from jkv.io.safetensors import read_folder, read_json
 
 HEADS = "full_attention_heads.tsv"
+_FASTKVZIP = {  # the tensors of a layer's gate, and what they are called here
+    "q_proj.weight": "query",
+    "q_proj.bias": "offset",
+    "k_proj.weight": "key",
+    "q_norm.weight": "query_scale",
+    "k_norm.weight": "key_scale",
+    "k_base": "sinks",
+    "b": "shift",
+}
 
 
 def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
@@ -36,13 +48,21 @@ def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
         raise FormatError(folder, f"{odd[0]!r} {what}", way_out)
     made = {}
     for name, (end, shape) in parts.items():
-        found = [np.asarray(source.tensors[f"layers.{i}.{end}"](), np.float32) for i in range(count)]
-        for i, x in enumerate(found):
-            if x.shape != shape or not np.isfinite(x).all():
-                cause = f"'layers.{i}.{end}' is {list(x.shape)}, not {list(shape)}, or holds NaN or infinity"
-                raise FormatError(folder, cause, way_out)
-        made[name] = np.stack(found)
+        found = {key: source.tensors[key]() for key in (f"layers.{i}.{end}" for i in range(count))}
+        made[name] = _stacked(folder, found, shape, way_out)
     return made
+
+
+def _stacked(source: str | Path, found: Mapping[str, Any], shape: tuple[int, ...], way_out: str) -> np.ndarray:
+    """f32[L,...] of a tensor of every layer, by their names; FormatError for one of another shape, NaN or infinity."""
+    made = []
+    for name, x in found.items():
+        x = np.asarray(x, np.float32) if isinstance(x, np.ndarray) else np.empty(0)
+        if x.shape != shape or not np.isfinite(x).all():
+            cause = f"{name!r} is {list(x.shape)}, not {list(shape)}, or holds NaN or infinity"
+            raise FormatError(source, cause, way_out)
+        made.append(x)
+    return np.stack(made)
 
 
 def duoattention(folder: str | Path) -> tuple[np.ndarray, int, int]:
@@ -61,3 +81,32 @@ def duoattention(folder: str | Path) -> tuple[np.ndarray, int, int]:
     if not heads.size or not np.isfinite(heads).all():
         raise FormatError(path / HEADS, "it is empty, or holds NaN or infinity", way_out)
     return np.clip(heads, 0, 1), sinks, recent
+
+
+def fastkvzip(file: str | Path) -> dict[str, np.ndarray]:
+    """Gates of Fast KVzip, f32: query [L,H,G,D,E], offset [L,H,G,D], key [L,H,D,E], query_scale and key_scale [L,D],
+    sinks [L,H,S,D] and shift [L,H,G].
+
+    A file of torch.save, such as qwen3-8b/q4_dim16_sink16.pt: a dict whose `module` is a list of the layers' state
+    dicts. What else is in it is not read, and nothing of it is run. FormatError for anything else.
+    """
+    saved, way_out = pickled.read(file), "give a gate of Fast KVzip as it was published"
+    layers = saved.get("module") if isinstance(saved, dict) else None
+    if not isinstance(layers, list) or not layers or not all(isinstance(one, dict) for one in layers):
+        raise FormatError(file, "it has no list 'module' of the layers' state dicts", way_out)
+    for i, one in enumerate(layers):
+        if odd := sorted(set(_FASTKVZIP) ^ set(one), key=str):
+            what = "is missing" if odd[0] in _FASTKVZIP else "is none of its tensors"
+            raise FormatError(file, f"'module.{i}.{odd[0]}' {what}", way_out)
+    forms = [np.shape(layers[0][name]) for name in ("k_base", "b", "k_proj.weight")]
+    if [len(x) for x in forms] != [4, 3, 2]:
+        cause = f"its k_base, b and k_proj.weight are {', '.join(str(list(x)) for x in forms)}, of 4, 3 and 2 axes each"
+        raise FormatError(file, cause, way_out)
+    (h, _, s, d), (*_, g), (_, e) = forms
+    shapes = ((h * g * d, e), (h * g * d,), (h * d, e), (d,), (d,), (h, 1, s, d), (h, 1, g))
+    own = ((h, g, d, e), (h, g, d), (h, d, e), (d,), (d,), (h, s, d), (h, g))
+    made = {}
+    for (name, to), shape, form in zip(_FASTKVZIP.items(), shapes, own, strict=True):
+        found = {f"module.{i}.{name}": one[name] for i, one in enumerate(layers)}
+        made[to] = _stacked(file, found, shape, way_out).reshape(len(layers), *form)
+    return made

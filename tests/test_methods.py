@@ -117,6 +117,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "kvtc": {"sensitivity": rig.SENSITIVITY},
     "kvquant": {"sensitivity": rig.SENSITIVITY},
     "kvzap": {"gate": rig.ZAP},
+    "fastkvzip": {"gate": rig.SINKS},
     "fasa": {"channels": rig.CHANNELS, "pairs": 3},
     "infinigen": {"channels": rig.CHANNELS, "directions": 4},
     "duoattention": {"heads": rig.DUO},

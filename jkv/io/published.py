@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from jkv.io.errors import FormatError, refusing
-from jkv.io.safetensors import read_folder, read_json
+from jkv.io.safetensors import read_file, read_folder, read_json
 
 HEADS = "full_attention_heads.tsv"
+_FASTKVZIP = {  # the tensors of a layer's gate, and what they are called here
+    "q_proj.weight": "query",
+    "q_proj.bias": "offset",
+    "k_proj.weight": "key",
+    "q_norm.weight": "query_scale",
+    "k_norm.weight": "key_scale",
+    "k_base": "sinks",
+    "b": "shift",
+}
 
 
 def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
@@ -36,13 +47,21 @@ def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
         raise FormatError(folder, f"{odd[0]!r} {what}", way_out)
     made = {}
     for name, (end, shape) in parts.items():
-        found = [np.asarray(source.tensors[f"layers.{i}.{end}"](), np.float32) for i in range(count)]
-        for i, x in enumerate(found):
-            if x.shape != shape or not np.isfinite(x).all():
-                cause = f"'layers.{i}.{end}' is {list(x.shape)}, not {list(shape)}, or holds NaN or infinity"
-                raise FormatError(folder, cause, way_out)
-        made[name] = np.stack(found)
+        found = {key: source.tensors[key]() for key in (f"layers.{i}.{end}" for i in range(count))}
+        made[name] = _stacked(folder, found, shape, way_out)
     return made
+
+
+def _stacked(source: str | Path, found: Mapping[str, np.ndarray], shape: tuple[int, ...], way_out: str) -> np.ndarray:
+    """f32[L,...] of a tensor of every layer, by their names; FormatError for one of another shape, NaN or infinity."""
+    made = []
+    for name, x in found.items():
+        x = np.asarray(x, np.float32)
+        if x.shape != shape or not np.isfinite(x).all():
+            cause = f"{name!r} is {list(x.shape)}, not {list(shape)}, or holds NaN or infinity"
+            raise FormatError(source, cause, way_out)
+        made.append(x)
+    return np.stack(made)
 
 
 def duoattention(folder: str | Path) -> tuple[np.ndarray, int, int]:
@@ -61,3 +80,35 @@ def duoattention(folder: str | Path) -> tuple[np.ndarray, int, int]:
     if not heads.size or not np.isfinite(heads).all():
         raise FormatError(path / HEADS, "it is empty, or holds NaN or infinity", way_out)
     return np.clip(heads, 0, 1), sinks, recent
+
+
+def fastkvzip(file: str | Path) -> dict[str, np.ndarray]:
+    """Gates of Fast KVzip, f32: query [L,H,G,D,E], offset [L,H,G,D], key [L,H,D,E], query_scale and key_scale [L,D],
+    sinks [L,H,S,D] and shift [L,H,G].
+
+    Its authors publish files of torch.save, such as qwen3-8b/q4_dim16_sink16.pt, which are pickles and could run code:
+    jkv reads the `module` of one, a list of the layers' state dicts, as safetensors, "module.0.b" and so on. Made once
+    by: found = torch.load(NAME, weights_only=True)["module"]; safetensors.torch.save_file({f"module.{i}.{k}":
+    x.contiguous() for i, one in enumerate(found) for k, x in one.items()}, FILE). FormatError for anything else.
+    """
+    way_out = "give the module of a gate of Fast KVzip as safetensors (`jkv methods fastkvzip` says how)"
+    with refusing(file, "it is no file of safetensors", way_out):
+        tensors = read_file(file)
+    named = [re.fullmatch(r"module\.(\d{1,9})\.(.+)", name) for name in tensors]
+    count = 1 + max((int(x[1]) for x in named if x), default=-1)
+    names = {f"module.{i}.{name}" for name in _FASTKVZIP for i in range(min(count, len(tensors)))}
+    if odd := sorted(names ^ set(tensors)) or ["module.0.b"][count:]:
+        what = "is missing" if odd[0] not in tensors else "is none of its tensors"
+        raise FormatError(file, f"{odd[0]!r} {what}", way_out)
+    first = {name: np.shape(tensors[f"module.0.{name}"]()) for name in ("k_base", "b", "k_proj.weight")}
+    if [len(x) for x in first.values()] != [4, 3, 2]:
+        forms = ", ".join(str(list(x)) for x in first.values())
+        raise FormatError(file, f"its k_base, b and k_proj.weight are {forms}, of 4, 3 and 2 axes each", way_out)
+    (h, _, s, d), (*_, g), (_, e) = first.values()
+    shapes = ((h * g * d, e), (h * g * d,), (h * d, e), (d,), (d,), (h, 1, s, d), (h, 1, g))
+    own = ((h, g, d, e), (h, g, d), (h, d, e), (d,), (d,), (h, s, d), (h, g))
+    made = {}
+    for (name, to), shape, form in zip(_FASTKVZIP.items(), shapes, own, strict=True):
+        found = {key: tensors[key]() for key in (f"module.{i}.{name}" for i in range(count))}
+        made[to] = _stacked(file, found, shape, way_out).reshape(count, *form)
+    return made

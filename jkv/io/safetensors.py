@@ -105,6 +105,11 @@ def _lone_files(folder: Path) -> list[Path]:
     raise FormatError(folder, "it has no .safetensors file", _AGAIN)
 
 
+def read_file(path: str | Path) -> dict[str, Callable[[], np.ndarray]]:
+    """The tensors of one file, each as a function that reads it; raises FormatError."""
+    return _open_shard(Path(path).expanduser(), None)
+
+
 def _open_shard(path: Path, wanted: set[str] | None) -> dict[str, Callable[[], np.ndarray]]:
     """The tensors of one file as functions that read them; only the header is read now."""
     import ml_dtypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from jkv.io import published
 from jkv.io.errors import FormatError
 from jkv.methods import parse
 from jkv.methods.checks import check
-from jkv.methods.scores.published import Linear, Repeated, Surrogate
+from jkv.methods.scores.position import Protect
+from jkv.methods.scores.published import Distilled, Linear, Repeated, SinkGate, Surrogate
 from jkv.protocols import Born
-from support.tiny import DUO, MODEL, PARAMS, ZAP, H, L, published_zap
+from support.tiny import DUO, MODEL, PARAMS, SINKS, ZAP, G, H, L, published_gate, published_zap, save_gate
 
 
 @pytest.mark.parametrize("hidden", [None, 8])
@@ -39,6 +41,65 @@ def test_a_surrogate_is_the_module_that_it_was(hidden: int | None, tmp_path):
         np.testing.assert_allclose(one.birth(new)["repeated"], want, rtol=1e-4, atol=1e-5)
 
 
+def gate_layer(rng: np.random.Generator, e: int, h: int, g: int, d: int, s: int) -> dict[str, np.ndarray]:
+    """A layer's gate, by the names of its authors."""
+    shapes = {
+        "q_proj.weight": (h * g * d, e),
+        "q_proj.bias": (h * g * d,),
+        "k_proj.weight": (h * d, e),
+        "q_norm.weight": (d,),
+        "k_norm.weight": (d,),
+        "k_base": (h, 1, s, d),
+        "b": (h, 1, g),
+    }
+    return {name: rng.normal(0, 0.6, x).astype(np.float32) for name, x in shapes.items()}
+
+
+def foreseen(one: dict[str, np.ndarray], x: np.ndarray, h: int, g: int, d: int) -> np.ndarray:
+    """f64[H,T] of x f[T,E]: Fast KVzip's gate, head by head, query by query, sink by sink."""
+    w = {name: a.astype(float) for name, a in one.items()}
+    out = np.zeros((h, len(x)))
+    norm = lambda y, scale: y / np.sqrt((y * y).mean() + 1e-6) * scale  # noqa: E731
+    for head in range(h):
+        for t, row in enumerate(x):
+            k = norm(w["k_proj.weight"][head * d : (head + 1) * d] @ row, w["k_norm.weight"])
+            for query in range(g):
+                own = slice((head * g + query) * d, (head * g + query + 1) * d)
+                q = norm(w["q_proj.weight"][own] @ row + w["q_proj.bias"][own], w["q_norm.weight"])
+                logit = k @ q / math.sqrt(d) + w["b"][head, 0, query]
+                others = sum(math.exp(sink @ q / math.sqrt(d) - logit) for sink in w["k_base"][head, 0])
+                out[head, t] += 1 / (1 + others) / g
+    return out
+
+
+def test_a_gate_of_fastkvzip_says_what_its_authors_do(tmp_path):
+    rng, (e, h, g, d, s) = np.random.default_rng(5), (12, 2, 3, 4, 5)
+    layers = [gate_layer(rng, e, h, g, d, s) for _ in range(2)]
+    save_gate(layers, tmp_path / "gate.safetensors")
+    gate = Distilled().of(str(tmp_path / "gate.safetensors")).known
+    x = rng.standard_normal((2, 6, e)).astype(np.float32)
+    for layer, one in enumerate(layers):
+        own = SinkGate(**{name: a[layer] for name, a in vars(gate).items()})
+        assert own.sizes == (h, g, e)
+        want = np.stack([foreseen(one, row, h, g, d) for row in x])
+        np.testing.assert_allclose(own(jnp.asarray(x)), want, rtol=1e-5, atol=1e-6)
+        k = jnp.zeros((2, h, 6, 4))
+        new = Born(x=jnp.asarray(x), k=k, v=k, pos=jnp.zeros((2, 6), jnp.int32), out=jnp.eye(4))
+        np.testing.assert_array_equal(Distilled(gate=own).birth(new)["foreseen"], own(jnp.asarray(x)))
+    narrow = published.fastkvzip(SINKS)
+    assert {name: a.shape[0] for name, a in narrow.items()} == dict.fromkeys(narrow, L)
+    assert all(a.dtype == np.float32 for a in narrow.values())
+
+
+def test_fastkvzip_has_its_papers_defaults():
+    score = parse(f"fastkvzip(keep=0.3, gate={SINKS!r})").score
+    assert isinstance(score, Protect) and (score.sinks, score.newest, score.portion) == (4, 4096, 0.02)
+    assert parse(f"fastkvzip(budget=200, gate={SINKS!r})").score.newest == 50
+    for wrong in ("window=-1", "portion=1.0", "sinks=-1", "step=0"):
+        with pytest.raises(ValueError, match=f"fastkvzip: .*{wrong}"):
+            parse(f"fastkvzip(budget=24, {wrong})")
+
+
 def test_heads_are_read_with_their_numbers():
     heads, sinks, recent = published.duoattention(DUO)
     np.testing.assert_allclose(heads, [[0.1, 0.9], [1.0, 0.3]])
@@ -51,6 +112,8 @@ def test_heads_are_read_with_their_numbers():
 def test_without_a_folder_they_say_what_to_give():
     with pytest.raises(ValueError, match="='FOLDER'"):
         parse("duoattention").bound(PARAMS)
+    with pytest.raises(ValueError, match="gate='FILE.safetensors'"):
+        parse("fastkvzip(budget=24)").bound(PARAMS)
     with pytest.raises(ValueError, match="`jkv train kvzap --model"):
         parse("kvzap(budget=24)").bound(PARAMS)
 
@@ -76,6 +139,15 @@ def test_weights_of_another_model_are_refused(tmp_path):
     deep = published_zap(str(tmp_path / "deep"), None, MODEL.width, H, L + 1)
     with pytest.raises(ValueError, match="another number of layers"):
         check(parse(f"kvzap(budget=24, gate={deep!r})"), MODEL)
+    for i, sizes in enumerate(((MODEL.width + 1, H, G), (MODEL.width, H + 1, G), (MODEL.width, H, G + 1))):
+        other = published_gate(tmp_path / f"{i}.pt", *sizes, L)
+        found, own = [*sizes[1:], sizes[0]], [H, G, MODEL.width]
+        why = re.escape(f"the weights are of {found}, and this llama model is of {own}")
+        with pytest.raises(ValueError, match=why):
+            parse(f"fastkvzip(budget=24, gate={other!r})").score.for_layer(MODEL, 0)
+    deep = published_gate(tmp_path / "deep.pt", MODEL.width, H, G, L + 1)
+    with pytest.raises(ValueError, match="another number of layers"):
+        check(parse(f"fastkvzip(budget=24, gate={deep!r})"), MODEL)
 
 
 def changed(folder: str, to: Path, **config: object) -> Path:
@@ -114,3 +186,42 @@ def test_what_is_no_such_folder_is_refused(tmp_path):
         (words / published.HEADS).write_text(text)
         with pytest.raises(FormatError, match=why):
             published.duoattention(words)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (lambda one: one.pop("b"), "'module.1.b' is missing"),
+        (lambda one: one.update(c=np.zeros(2, np.float32)), "'module.1.c' is none of its tensors"),
+        (lambda one: one.update(b=np.zeros((2, 1, 4), np.float32)), r"'module.1.b' is \[2, 1, 4\], not \[2, 1, 3\]"),
+        (lambda one: one.update(b=np.full((2, 1, 3), np.inf, np.float32)), "'module.1.b' .* NaN or infinity"),
+    ],
+)
+def test_a_gate_of_another_layout_is_refused(change, why, tmp_path):
+    layers = [gate_layer(np.random.default_rng(6), 12, 2, 3, 4, 5) for _ in range(2)]
+    change(layers[1])
+    save_gate(layers, tmp_path / "gate")
+    with pytest.raises(FormatError, match=why):
+        published.fastkvzip(tmp_path / "gate")
+
+
+def test_what_is_no_gate_is_refused(tmp_path):
+    for name, content in (("gate.pt", b"PK\x03\x04 pickled"), ("empty", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(FormatError, match="as safetensors"):
+            published.fastkvzip(tmp_path / name)
+    for name, what in (
+        ("none", "'module.0.b' is missing"),
+        ("model.b", "none of its"),
+        ("module.99999999.b", "'module"),
+    ):
+        save_file({} if name == "none" else {name: np.zeros(2)}, tmp_path / name)
+        with pytest.raises(FormatError, match=what):
+            published.fastkvzip(tmp_path / name)
+
+
+def test_a_gate_whose_parts_have_other_axes_is_refused(tmp_path):
+    one = gate_layer(np.random.default_rng(6), 12, 2, 3, 4, 5) | {"k_base": np.zeros((2, 5, 4), np.float32)}
+    save_gate([one], tmp_path / "gate")
+    with pytest.raises(FormatError, match=r"its k_base, b and k_proj.weight are \[2, 5, 4\]"):
+        published.fastkvzip(tmp_path / "gate")

@@ -81,6 +81,9 @@ def test_a_doubled_key_goes_first():
 def test_sinks_and_newest_are_protected():
     rank = Protect(score=Newest(), sinks=2, newest=3).rank(evidence(np.eye(8)))[0, 0]
     np.testing.assert_array_equal(np.isinf(rank), [1, 1, 0, 0, 0, 1, 1, 1])
+    for portion, newest in ((0.25, 2), (0.3, 2), (0.9, 3)):  # of 8 tokens
+        rank = Protect(score=Newest(), newest=3, portion=portion).rank(evidence(np.eye(8)))[0, 0]
+        np.testing.assert_array_equal(np.isinf(rank), np.arange(8) >= 8 - newest)
 
 
 ROPE = Rope(inv_freq=(1.0, 0.3), longest=512)

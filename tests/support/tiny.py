@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -192,6 +194,39 @@ def published_zap(folder: str, hidden: int | None, width: int, heads: int, count
     return folder
 
 
+def sunk(folder: str) -> str:
+    """A file of Fast KVzip for the tiny model as its authors lay it out: random."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return published_gate(path / "q2_dim16_sink16.safetensors", MODEL.width, H, G, L)
+
+
+def published_gate(path: Path, width: int, heads: int, groups: int, count: int, d: int = 16, sinks: int = 16) -> str:
+    """A file of gates of these sizes, in bfloat16 where the authors' are."""
+    rng = np.random.default_rng(24)
+    narrow = {
+        "q_proj.weight": (heads * groups * d, width),
+        "q_proj.bias": (heads * groups * d,),
+        "k_proj.weight": (heads * d, width),
+        "b": (heads, 1, groups),
+    }
+    wide = {"q_norm.weight": (d,), "k_norm.weight": (d,), "k_base": (heads, 1, sinks, d)}
+
+    def layer() -> dict[str, np.ndarray]:
+        made: dict[str, np.ndarray] = {
+            name: rng.normal(0, 1, x).astype(ml_dtypes.bfloat16) for name, x in narrow.items()
+        }
+        return made | {name: rng.normal(0, 1, x).astype(np.float32) for name, x in wide.items()}
+
+    save_gate([layer() for _ in range(count)], path)
+    return str(path)
+
+
+def save_gate(layers: Sequence[dict[str, np.ndarray]], path: Path) -> None:
+    """State dicts of layers as the file that is made of the authors'."""
+    save_file({f"module.{i}.{name}": x for i, one in enumerate(layers) for name, x in one.items()}, path)
+
+
 def duo(folder: str) -> str:
     """A folder of DuoAttention for the tiny model: the second kv head of the first layer needs all, then the first."""
     path = Path(folder)
@@ -245,3 +280,4 @@ CHANNELS, GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEE
 )
 SENSITIVITY = sensitivity(f"{FOLDER.name}/sensitivity")
 PLAN = plan(f"{FOLDER.name}/plan")
+SINKS = sunk(f"{FOLDER.name}/sunk")

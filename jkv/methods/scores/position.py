@@ -104,12 +104,13 @@ def across(rank: Array) -> Array:
 class Protect(Wrapper):
     """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
 
-    The newest are `newest` tokens, and a `share` of what the row may hold; `prompt`: nor are tokens that were given,
-    in this turn or an earlier one, which the column `given` tells.
+    The newest are `newest` tokens, or of a short text a `portion` of it, and a `share` of what the row may hold;
+    `prompt`: nor are tokens that were given, in this turn or an earlier one, which the column `given` tells.
     """
 
     sinks: int = 0
     newest: int = 0
+    portion: float = 1.0
     share: float = 0.0
     prompt: bool = False
 
@@ -121,7 +122,10 @@ class Protect(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         pos = ev.pos[:, : rank.shape[1]]
-        first = ev.seen - self.newest
+        newest: Array | int = self.newest
+        if self.portion < 1:
+            newest = jnp.minimum(newest, jnp.floor(self.portion * ev.seen.astype(jnp.float32)).astype(jnp.int32))
+        first = ev.seen - newest
         if self.share:
             first = first - jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
         safe = (pos < self.sinks) | (pos >= first[:, None, None])

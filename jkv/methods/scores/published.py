@@ -1,4 +1,4 @@
-"""Scores by weights that their authors publish (KVzap, DuoAttention)."""
+"""Scores by weights that their authors publish (KVzap, Fast KVzip, DuoAttention)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.scipy.special import logsumexp
 
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned, published
 from jkv.methods.scores.learned import Trained
 from jkv.models import linear
-from jkv.protocols import Evidence, Score
+from jkv.models.llama import rms
+from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
+
+GATE_EPS = 1e-6  # of the norms in a gate, whatever the model's
 
 
 def of_another(name: str, found: tuple[int, ...], model: ModelConfig, own: tuple[int, ...]) -> ValueError:
@@ -101,6 +105,79 @@ class Repeated(Trained):
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns[self.column]
+
+
+@value
+class SinkGate:
+    """mean over G of 1 / (1 + sum over s of exp((sink_s . q_g - k . q_g) / sqrt(D) - shift_g)), for each kv head.
+
+    q = rms(query x + offset) and k = rms(key x), each channel times its scale, of a block's normed input x. query
+    f[L,H,G,D,E], offset f[L,H,G,D], key f[L,H,D,E], query_scale and key_scale f[L,D], sinks f[L,H,S,D], shift f[L,H,G];
+    in a layer's own score without L.
+    """
+
+    query: Array
+    offset: Array
+    key: Array
+    query_scale: Array
+    key_scale: Array
+    sinks: Array
+    shift: Array
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Kv heads, queries of each, and numbers of the input, of a layer's."""
+        return *self.shift.shape[-2:], self.key.shape[-1]
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T], from 0 to 1, of x f[B,T,E]."""
+        x = x.astype(jnp.float32)
+        q = rms(self.query_scale, linear(self.query, x) + self.offset[None, None], GATE_EPS)
+        k = rms(self.key_scale, linear(self.key, x), GATE_EPS)
+        own = jnp.einsum("bthd,bthgd->bhgt", k, q)
+        sinks = jnp.einsum("hsd,bthgd->bhgts", self.sinks, q)
+        root = self.sinks.shape[-1] ** 0.5
+        return jax.nn.sigmoid(own / root + self.shift[None, :, :, None] - logsumexp(sinks / root, -1)).mean(2)
+
+
+@part
+class Distilled(Score):
+    """rank = the share of attention that KVzip's repetition would pay a token at most, as a gate foresees it.
+
+    gate: of `io.published.fastkvzip`, or None: there is none yet. Source: Fast KVzip (2601.17668).
+    """
+
+    gate: SinkGate | None = leaf(default=None)
+
+    def bound(self, params: Params) -> Distilled:
+        self.known  # noqa: B018 - or its error
+        return self
+
+    @property
+    def known(self) -> SinkGate:
+        """Its gate; ValueError with what to give, where there is none."""
+        if self.gate is None:
+            raise ValueError(
+                "fastkvzip knows no gate yet: give gate='FILE.safetensors', made of one that its authors publish "
+                "(`jkv methods fastkvzip` says how)"
+            )
+        return self.gate
+
+    def of(self, file: str) -> Distilled:
+        """This score with the gate in a file of its authors."""
+        return Distilled(gate=SinkGate(**{name: jnp.asarray(x) for name, x in published.fastkvzip(file).items()}))
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        own = model.heads, model.groups, model.width
+        if self.gate is not None and self.gate.sizes != own:
+            raise of_another("fastkvzip (kv heads, queries of each, width)", self.gate.sizes, model, own)
+        return self
+
+    def birth(self, new: Born) -> Columns:
+        return {"foreseen": self.known(new.x)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns["foreseen"]
 
 
 @part

@@ -15,7 +15,7 @@ ROW = 0.2  # of a step's time, what one more token of a pass takes, until it is 
 LOOK = 0.2  # of a step's time, what the device waits for the host before a stride, until it is measured
 STRIDE, PAUSE = 16, 32  # steps at once, at most: before guesses are asked for again, and where none would pay
 PATIENCE = (8, 64)  # steps without a pass, after which one is tried all the same: at first, and at most
-SLACK = (1.5, 0.02)  # steps that passes may have lost, at first, and more by each token
+SLACK = (1.0, 0.02)  # steps that passes may have lost, at first, and more by each token
 RENEW = 64  # tokens by passes after which a stride is measured again: the last one may have met a busy moment
 SURE = Guess(range(NODES - 1), range(-1, NODES - 2), (1.0,) * (NODES - 1))  # no guess brings more
 
@@ -35,7 +35,7 @@ class Pace:
     of 0.2 a token beyond it if that is less.
     What has misled is tried again after some steps, twice as many after every time that it failed.
 
-    Whatever is expected, no pass runs that could bring what all have lost above SLACK: 1.5 steps and 2% of the tokens;
+    Whatever is expected, no pass runs that could bring what all have lost above SLACK: a step and 2% of the tokens;
     none before a step has been measured, and none of the largest width before a narrower one. What the device waits
     for the host before a stride is among it; compiling is not, nor is the first guess, which compiles too. The clock is
     the caller's. stride: steps before guesses are asked for again.

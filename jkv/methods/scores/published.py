@@ -127,7 +127,8 @@ class SinkGate:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Kv heads, queries of each, and numbers of the input, of a layer's."""
-        return *self.shift.shape[-2:], self.key.shape[-1]
+        h, g = self.shift.shape[-2:]
+        return h, g, self.key.shape[-1]
 
     def __call__(self, x: Array) -> Array:
         """f32[B,H,T], from 0 to 1, of x f[B,T,E]."""

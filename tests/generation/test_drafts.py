@@ -474,7 +474,7 @@ def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where,
 def test_who_interrupts_a_drafter_interrupts_the_generation():
     one = Failing("propose", 1, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        jkv.generate(PARAMS, None, TEXT, max_new_tokens=9, stop_ids=(), draft=one)
+        jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=one)
 
 
 def test_what_cannot_be_is_refused_by_name():

@@ -87,11 +87,10 @@ def fastkvzip(file: str | Path) -> dict[str, np.ndarray]:
     sinks [L,H,S,D] and shift [L,H,G].
 
     Its authors publish files of torch.save, such as qwen3-8b/q4_dim16_sink16.pt, which are pickles and could run code:
-    jkv reads the `module` of one, a list of the layers' state dicts, as safetensors, "module.0.b" and so on. Made once
-    by: found = torch.load(NAME, weights_only=True)["module"]; safetensors.torch.save_file({f"module.{i}.{k}":
-    x.contiguous() for i, one in enumerate(found) for k, x in one.items()}, FILE). FormatError for anything else.
+    jkv reads the `module` of one, a list of the layers' state dicts, as safetensors, "module.0.b" and so on
+    (docs/training.md has the lines that convert one). FormatError for anything else.
     """
-    way_out = "give the module of a gate of Fast KVzip as safetensors (`jkv methods fastkvzip` says how)"
+    way_out = "give the module of a gate of Fast KVzip as safetensors (docs/training.md says how)"
     with refusing(file, "it is no file of safetensors", way_out):
         tensors = read_file(file)
     named = [re.fullmatch(r"module\.(\d{1,9})\.(.+)", name) for name in tensors]

@@ -100,12 +100,13 @@ class CacheGen(Exact):
         encoder = streams("cachegen").queue.RangeEncoder()
         for layer in range(layers):
             encoder.encode(symbols[layer].reshape(-1), *self._model(half[layer, 0, 0], mean[layer], spread[layer], n))
+        code = encoder.get_compressed()
         return {
-            "code": encoder.get_compressed(),
+            "code": code,
             "top": top.view(np.uint16),
             "mean": mean,
             "spread": spread,
-            "shape": np.array(x.shape, np.int32),
+            "shape": np.array([*x.shape, len(code)], np.int32),
             "like": np.zeros(0, x.dtype),
         }
 
@@ -113,11 +114,11 @@ class CacheGen(Exact):
         code, top, mean, spread, shape, like = (
             record[f"{side}.{part}"] for part in ("code", "top", "mean", "spread", "shape", "like")
         )
-        if shape.dtype != np.int32 or shape.shape != (4,) or shape.min() < 1:
-            raise ValueError(f"{side}.shape is {shape.dtype}{shape.tolist()}, not four numbers")
-        layers, heads, n, width = shape.tolist()
+        if shape.dtype != np.int32 or shape.shape != (5,) or shape.min() < 1:
+            raise ValueError(f"{side}.shape is {shape.dtype}{shape.tolist()}, not five numbers")
+        layers, heads, n, width, words = shape.tolist()
         channels, half = (layers, heads * width), self.half(side, layers)
-        known = {"code": ("<u4", code.shape[:1]), "top": ("<u2", (layers, n)), "mean": ("u1", channels)}
+        known = {"code": ("<u4", (words,)), "top": ("<u2", (layers, n)), "mean": ("u1", channels)}
         for part, (dtype, size) in (known | {"spread": known["mean"]}).items():
             x = record[f"{side}.{part}"]
             if x.dtype != dtype or x.shape != size or not x.size:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from zipfile import ZipFile
 
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +90,28 @@ def test_a_gate_of_fastkvzip_says_what_its_authors_do(tmp_path):
     narrow = published.fastkvzip(SINKS)
     assert {name: a.shape[0] for name, a in narrow.items()} == dict.fromkeys(narrow, L)
     assert all(a.dtype == np.float32 for a in narrow.values())
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("core", ["core", "_core"])  # of numpy 1, with which authors saved, and 2
+def test_the_lines_of_the_docs_convert_what_the_authors_save(core: str, tmp_path, monkeypatch):
+    import torch
+
+    rng = np.random.default_rng(7)
+    layers = [gate_layer(rng, 12, 2, 3, 4, 5) for _ in range(2)]
+    modules = [{name: torch.from_numpy(x).bfloat16() for name, x in one.items()} for one in layers]
+    lost = {name: np.ones((3, 2)) for name in ("loss", "acc", "loss_train", "acc_train")}
+    torch.save({"module": modules} | lost, tmp_path / "new.pt")
+    with ZipFile(tmp_path / "new.pt") as new, ZipFile(tmp_path / "q4_dim16_sink16.pt", "w") as old:
+        for one in new.infolist():
+            old.writestr(one, new.read(one).replace(b"numpy._core.", f"numpy.{core}.".encode()))
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (lines,) = [x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "safe_globals" in x]
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {})
+    found = published.fastkvzip("gate.safetensors")
+    want = np.stack([x["b"].float().numpy()[:, 0] for x in modules])
+    assert np.array_equal(found["shift"], want) and found["query"].shape == (2, 2, 3, 4, 12)
 
 
 def test_fastkvzip_has_its_papers_defaults():

@@ -151,7 +151,8 @@ def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):
         chunks = list(client.completions.create(**asked, extra_body={"cache": cache, "receipts": True}))
         found = [x.choices[0].receipt for x in chunks if getattr(x.choices[0], "receipt", None)]
         seen = [x["tokens_seen"] - len(PROMPTS[9]) for x in found]
-        assert seen == sorted(set(seen)) and seen[0] == under.STRIDE and seen[-1] == 22 and len(found) > 4
+        assert seen == sorted(set(seen)) and seen[-1] == 22 and len(found) > 1
+        assert not any(x % under.STRIDE for x in seen[:-1])  # a slow client is told the newest, not each
         assert [x.choices[0].finish_reason for x in chunks if getattr(x.choices[0], "receipt", None)][-1] == "length"
         assert all((x["kept"] == [[x["tokens_seen"]] * 2]) == (cache == "full") for x in found)
         plain = list(client.completions.create(**asked, extra_body={"cache": cache}))

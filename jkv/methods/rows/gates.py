@@ -202,9 +202,7 @@ def fastkvzip(
 ) -> Axes:
     """Fast KVzip: a small gate foresees KVzip's scores when a token is made; tokens of all layers and heads compete.
 
-    gate: a file of safetensors with a gate of the authors. They publish pickles, such as qwen3-8b/q4_dim16_sink16.pt,
-    which jkv does not open; `found = torch.load(NAME, weights_only=True)["module"]` and `safetensors.torch.save_file(
-    {f"module.{i}.{k}": x.contiguous() for i, one in enumerate(found) for k, x in one.items()}, FILE)` make it. The
+    gate: a file of safetensors with a gate of the authors, who publish pickles (docs/training.md converts one). The
     first `sinks` and the newest `window` stay, but of a short text only a `portion` of it, and at most a quarter of
     `budget`; slots come in steps of `step` tokens (None: a quarter of the budget).
     """

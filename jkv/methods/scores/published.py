@@ -160,7 +160,7 @@ class Distilled(Score):
         if self.gate is None:
             raise ValueError(
                 "fastkvzip knows no gate yet: give gate='FILE.safetensors', made of one that its authors publish "
-                "(`jkv methods fastkvzip` says how)"
+                "(docs/training.md says how)"
             )
         return self.gate
 

@@ -95,7 +95,7 @@ def test_a_gate_of_fastkvzip_says_what_its_authors_do(tmp_path):
 @pytest.mark.peers
 @pytest.mark.parametrize("core", ["core", "_core"])  # of numpy 1, with which authors saved, and 2
 def test_the_lines_of_the_docs_convert_what_the_authors_save(core: str, tmp_path, monkeypatch):
-    import torch
+    torch = pytest.importorskip("torch", reason="no torch")
 
     rng = np.random.default_rng(7)
     layers = [gate_layer(rng, 12, 2, 3, 4, 5) for _ in range(2)]

@@ -25,6 +25,7 @@ from jkv.batch.stages.ledger import AHEAD, TRIES, Ledger, Part, Task
 from jkv.batch.stages.roles import PREFILL, STAGES, decide
 from jkv.batch.stages.worker import Become, Ended, Lost, Plan, Read, Ready, Stay, Take, Wrote
 from jkv.batch.work import By, Work
+from jkv.generation.trial import Trial
 from jkv.io.identity import fingerprint
 from jkv.memory.cache import tree_bytes
 from jkv.models import Params
@@ -173,6 +174,8 @@ class Crew:
                 work.cost.programs += message.programs
                 work.cost.compiling += message.compiling
                 work.drafted.update(message.drafted)
+                if message.failed and not work.trial.failure:  # of several, the first that tells
+                    work.trial = Trial(*message.failed)
 
     def check(self, model: str, jkv: str | None) -> None:
         """Raises ValueError for a worker that would answer as another model, or write other caches."""

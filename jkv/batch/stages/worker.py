@@ -23,6 +23,7 @@ from jkv.batch.slots import Answer, Slots
 from jkv.batch.stages.ledger import Part
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.generation.cache_file import load_cache, save_cache
+from jkv.generation.trial import Trial
 from jkv.host import memory
 from jkv.io.identity import fingerprint
 from jkv.io.store import Store
@@ -111,7 +112,7 @@ class Stay:
     """What a worker did in a stage, told when it leaves.
 
     units: prompt tokens with their padding, or steps of all slots; running: seconds of them, without compiling; peak:
-    the most memory that the process held meanwhile, bytes.
+    the most memory that the process held meanwhile, bytes; failed: as `Trial.failed`.
     """
 
     stage: str
@@ -122,6 +123,7 @@ class Stay:
     programs: int
     peak: int
     drafted: dict[str, int] = field(default_factory=dict)
+    failed: tuple[int, str] | None = None
 
 
 def main(pipe: Connection, plan: Plan) -> None:
@@ -146,6 +148,7 @@ class Worker:
         nowhere = Path()
         self.job = Job(source=nowhere, out=nowhere, params=params, config=config, store=plan.store, draft=plan.draft)
         self.pipe, self.plan = pipe, plan
+        self.trial = Trial()  # of the drafter, in all batches of this worker
         self._begin("")
 
     def _begin(self, stage: str) -> None:
@@ -189,6 +192,7 @@ class Worker:
                 programs=cost.programs,
                 peak=memory.peak(),
                 drafted=dict(self.drafted),
+                failed=self.trial.failed,
             )
         )
 
@@ -206,7 +210,7 @@ class Worker:
     def _decoding(self, bucket: int) -> Slots:
         if self.slots is None or self.bucket != bucket:
             self._drop()  # before the next one is made
-            self.slots = Slots(self.job.params, self._shapes(bucket), self.cost, self.job.drafter)
+            self.slots = Slots(self.job.params, self._shapes(bucket), self.cost, self.job.drafter, self.trial)
             self.bucket = bucket
         return self.slots
 

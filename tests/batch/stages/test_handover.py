@@ -31,6 +31,7 @@ from jkv.batch.work import run
 from jkv.core import sharding
 from jkv.core.compiled import Cost
 from jkv.generation.cache_file import load_cache, save_cache
+from jkv.generation.drafters import Suffix
 from jkv.io.errors import FormatError
 from support import rig
 
@@ -138,6 +139,48 @@ def test_a_job_of_stages_writes_the_rows_of_one_process(tmp_path: Path, whole: A
     assert stages["handed"]["bytes"] < stages["handed"]["file_bytes"] < 2 * stages["handed"]["bytes"]
     assert "handed over  9 rows" in str(report)
     assert run(task, never, nothing, staged(task, (1, 1), LOAD)).done == 9  # and nobody is started for nothing
+
+
+HOSTED = "int4 | quest(pages=1, host='values')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"draft": "suffix"}, {"batch": 0}, {"cache": HOSTED}, {"store": "int4"}], ids=str)
+def test_a_job_of_stages_is_asked_as_any_other(tmp_path: Path, how: dict[str, Any]):
+    """Drafts, as many rows as fit, codes in the memory of the host, beginnings in a store."""
+    config = methods.parse(str(how.get("cache", how.get("store", "snapkv(budget=40, window=8) | int4"))))
+    more = {name: x for name, x in how.items() if name in ("draft", "batch")}
+    one = replace(job(tmp_path), config=config, out=tmp_path / "one")
+    task = replace(one, out=tmp_path / "out")
+    assert run(one, never, nothing).done == 9
+    if "store" in how:
+        more["store"] = jkv.Store(tmp_path / "store")
+        first = replace(task, out=tmp_path / "first", **more)
+        assert run(first, never, nothing, staged(first, (2, 1), LOAD)).saved == 0
+        assert written(first) == written(one)
+    task = replace(task, **more)
+    report = run(task, never, nothing, staged(task, (1, 1), LOAD))
+    assert written(task) == written(one) and (report.done, report.failed) == (9, 0)
+    assert report.batch == (9 if how == {"batch": 0} else 2) and report.draft_failed is None
+    assert (report.drafts is None) == ("draft" not in how) and (report.saved > 0) == ("store" in how)
+
+
+def fails(self: Any, *_: Any) -> Any:
+    raise RuntimeError("no guess today")
+
+
+def broken() -> jkv.Params:
+    """The model, in a process whose drafter fails."""
+    Suffix.propose = fails
+    return LOAD()
+
+
+@pytest.mark.slow
+def test_a_drafter_that_fails_in_a_worker_is_told_of(tmp_path: Path, whole: Any):
+    task = job(tmp_path, draft="suffix")
+    report = run(task, never, nothing, staged(task, (1, 1), broken))
+    assert written(task) == whole
+    assert report.draft_failed is not None and report.draft_failed[1] == "RuntimeError: no guess today"
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ class Stored:
     store_bytes: Annotated[str, typer.Option(help="Most that the folder holds, such as 8GiB.")] = "8GiB"
     store_evict: Annotated[str, typer.Option(help="What goes first: lru, or lpc:FILE, of jkv train lpc.")] = "lru"
     store_codec: Annotated[
-        str, typer.Option(help='What it holds: "", keys and values as they are, or cachegen(level=1), 2 or 3.')
+        str, typer.Option(help='"": what it holds is exact; or cachegen(level=1), 2 or 3, or cachegen(within=SECONDS).')
     ] = ""
 
     def open(self) -> Any:

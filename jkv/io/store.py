@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -18,7 +19,7 @@ from jkv.host.arguments import read_bytes
 from jkv.host.locks import locked
 from jkv.io import checkpoint
 from jkv.io.evict import AT_ONCE, Entry, policy
-from jkv.io.transit import Record
+from jkv.io.transit import Exact, Link, Record
 from jkv.io.transit import codec as codec_of
 
 BLOCK = 64  # tokens of a record
@@ -54,7 +55,8 @@ class Store:
     belongs to the conversations that are the least likely to go on (`jkv train lpc`). salt: of those who may share:
     what one tenant stored, another with another salt does not find. codec: "", keys and values as they are, or
     "cachegen(level=2)", rounded and entropy-coded: of a prompt that is found in part, keys and values of that part are
-    rounded, and what follows is read behind them. A record is written whole or not at all; one that is torn, or
+    rounded, and what follows is read behind them; "cachegen(within=2)", three levels of each, of which so many seconds
+    and the folder's speed choose. A record is written whole or not at all; one that is torn, or
     somebody else's, is a miss, and is deleted. What cannot be written is a RuntimeWarning: the answer does not depend
     on it.
 
@@ -74,20 +76,31 @@ class Store:
         self.evict, self.codec = policy(evict), codec_of(codec)
         self.folder, self.bytes, self.salt = Path(folder).expanduser(), read_bytes(bytes), salt
         self.reused = 0  # tokens that prompts of this process found here
+        self.speed: float | None = None  # bytes a second of the record that was read last
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def match(self, root: str, ids: Sequence[int]) -> list[Record]:
         """The records of the blocks that token ids begin with, as far as there are any."""
         found: list[Record] = []
         names = self._names(root, ids)
-        for name in names:
-            record = self._read(name)
-            if record is None:
+        link = self.codec.link(len(names), self.speed)
+        for forms in names:
+            if (record := self._next(forms, link)) is None:
                 break
             found.append(record)
+        self.speed = link.speed
         self._touch(names[: len(found)])
         self.reused += len(found) * BLOCK
         return found
+
+    def _next(self, forms: Sequence[str], link: Link) -> Record | None:
+        """The next record, of the best of its forms that there is time for and that can be read."""
+        sizes = [self._size(name) for name in forms]
+        for i in link.choices(sizes):
+            if (record := self._read(forms[i], self.codec.levels[i])) is not None:
+                link.came(sizes[i] or 0)
+                return record
+        return None
 
     def put(
         self,
@@ -106,17 +119,19 @@ class Store:
             self._touch(names[:start])
             held = self._held()
             known = self._known(names, ids if prompt is None else prompt, held)
-            new = [i for i in range(start, len(names)) if names[i] not in held]
+            new = [i for i in range(start, len(names)) if not held.keys() >= {*names[i]}]
             free = self.bytes - sum(x.st_size for x in held.values())
             for n, i in enumerate(new):
-                record = self.codec.encode(make(i))
-                size = sum(x.nbytes for x in record.values()) + HEADER
+                record = make(i)
+                forms = {name: level.encode(record) for name, level in zip(names[i], self.codec.levels, strict=True)}
+                size = sum(x.nbytes for form in forms.values() for x in form.values()) + HEADER * len(forms)
                 if free < size:  # for those that follow too, which are about as large
-                    free = self._make_room(size * (len(new) - n), {*names}, self._held(), known)
+                    free = self._make_room(size * (len(new) - n), {*itertools.chain(*names)}, self._held(), known)
                 if free < size:
                     break
                 free -= size
-                checkpoint.write(self._path(names[i]), record, {"name": names[i]})
+                for name, form in forms.items():
+                    checkpoint.write(self._path(name), form, {"name": name})
             self._touch(names)
 
     def note(self, root: str, ids: Sequence[int], prompt: Sequence[int]) -> None:
@@ -126,8 +141,9 @@ class Store:
             with self._writing():
                 self._known(names, prompt, self._held())
 
-    def _names(self, root: str, ids: Sequence[int]) -> list[str]:
-        return chain(self.codec.name + root, ids)
+    def _names(self, root: str, ids: Sequence[int]) -> list[tuple[str, ...]]:
+        """Of each block, the names of its forms."""
+        return list(zip(*(chain(level.name + root, ids) for level in self.codec.levels), strict=True))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -143,12 +159,18 @@ class Store:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
-    def _read(self, name: str) -> Record | None:
+    def _size(self, name: str) -> int | None:
+        """Bytes of a record; None: there is none."""
+        with contextlib.suppress(OSError):
+            return self._path(name).stat().st_size
+        return None
+
+    def _read(self, name: str, level: Exact) -> Record | None:
         path = self._path(name)
         try:
             with checkpoint.opened(path) as (meta, names, read):
                 if meta.get("name") == name:
-                    return self.codec.decode(read(names))
+                    return level.decode(read(names))
         except (KeyError, ValueError) as why:  # FormatError is one
             if isinstance(why.__cause__, OSError) or not path.exists():  # nothing is known of the record then
                 return None
@@ -156,12 +178,13 @@ class Store:
             path.unlink()
         return None
 
-    def _touch(self, names: Sequence[str]) -> None:
+    def _touch(self, names: Sequence[tuple[str, ...]]) -> None:
         """Note that they were used; a beginning later than what follows it, so that it outlives that."""
         now = time.time_ns()
-        for i, name in enumerate(names):
-            with contextlib.suppress(OSError):
-                os.utime(self._path(name), ns=(now - i, now - i))
+        for i, forms in enumerate(names):
+            for name in forms:
+                with contextlib.suppress(OSError):
+                    os.utime(self._path(name), ns=(now - i, now - i))
 
     def _held(self) -> Held:
         """The records that there are, with their sizes and when they were used."""
@@ -172,7 +195,9 @@ class Store:
                     held[entry.name.removesuffix(SUFFIX)] = entry.stat()
         return held
 
-    def _known(self, names: Sequence[str], prompt: Sequence[int], held: Held) -> dict[str, tuple[str, float]]:
+    def _known(
+        self, names: Sequence[tuple[str, ...]], prompt: Sequence[int], held: Held
+    ) -> dict[str, tuple[str, float]]:
         """What is known of records beside their use, with the odds of those of a prompt."""
         if not self.evict.learns:
             return {}
@@ -181,7 +206,8 @@ class Store:
             told = json.loads((self.folder / ODDS).read_text()).items()
             known = {x: (str(y), float(p)) for x, (y, p) in told if x in held and 0 <= float(p) <= 1}
         odds = self.evict.odds(prompt)
-        known |= {name: (before, odds) for before, name in zip(["", *names], names, strict=False)}
+        for forms in zip(*names, strict=True):
+            known |= {name: (before, odds) for before, name in zip(["", *forms], forms, strict=False)}
         temporary = self.folder / f"{ODDS}.tmp"
         temporary.write_text(json.dumps(known))
         os.replace(temporary, self.folder / ODDS)

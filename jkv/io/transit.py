@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
+from time import monotonic as clock
 from typing import Any
 
 import ml_dtypes
@@ -30,6 +32,15 @@ class Exact:
 
     name = ""
 
+    @property
+    def levels(self) -> tuple[Exact, ...]:
+        """The forms in which each record is held, the best first."""
+        return (self,)
+
+    def link(self, records: int, speed: float | None) -> Link:
+        """What chooses among the forms of so many records; speed: bytes a second before, if that is known."""
+        return Link(records, speed)
+
     def encode(self, record: Record) -> Record:
         return record
 
@@ -45,7 +56,7 @@ class CacheGen(Exact):
     at most m / (2 C). Bins by level and depth are the authors'; lower layers have more. The range coder takes a
     channel's symbols in a record as normal numbers rounded, of a mean and a spread that a byte each holds: the authors'
     histograms need more bytes than the symbols of 64 tokens do. As in their code, and other than in their paper, no
-    token is written as its difference from another one; levels are not chosen by a link's speed.
+    token is written as its difference from another one. `Streamed` chooses levels.
 
     Raises ValueError for a level that is not 1, 2 or 3 (the most bits), ModuleNotFoundError without constriction.
     """
@@ -144,6 +155,64 @@ class CacheGen(Exact):
         return family, np.repeat(means, n), np.repeat(spreads, n)
 
 
+@dataclass(frozen=True)
+class Streamed(Exact):
+    """CacheGen's stream (2310.07240): all levels of each record are held, and of each one is read, as there is time.
+
+    With n records and t seconds of `within` left, the best level whose bytes / speed <= t / n, at the speed of the last
+    record, decoding included; where none is, the model reads the rest of the prompt (the authors go on with the next
+    record). The first record comes in any case, in the least bits if nothing was fast enough before: it tells how fast
+    records come now.
+
+    Raises ValueError for no positive number of seconds, ModuleNotFoundError without constriction.
+    """
+
+    within: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.within < inf:
+            raise ValueError(f"cachegen(within={self.within:g}): seconds for the records of a prompt, above 0")
+        streams("cachegen")
+
+    @property
+    def name(self) -> str:
+        return f"cachegen(within={self.within:g})"
+
+    @property
+    def levels(self) -> tuple[Exact, ...]:
+        return CacheGen(3), CacheGen(2), CacheGen(1)
+
+    def link(self, records: int, speed: float | None) -> Link:
+        return Link(records, speed, self.within)
+
+
+class Link:
+    """The records of one prompt on their way, within so many seconds. speed: bytes a second of the last one.
+
+    >>> link = Link(records=2, speed=10.0, within=20.0)
+    >>> link.choices([300, 90, 50])  # of 10 s each
+    [1, 2]
+    """
+
+    def __init__(self, records: int, speed: float | None, within: float = inf) -> None:
+        self.left, self.speed, self.first = records, speed, True
+        self.begun = clock()
+        self.end = self.begun + within
+
+    def choices(self, sizes: Sequence[int | None]) -> list[int]:
+        """Which of the forms of the next record there is time for, the best first; sizes: bytes, None: not there."""
+        there = {i: size for i, size in enumerate(sizes) if size is not None}
+        share = (self.end - clock()) / self.left
+        found = [i for i, size in there.items() if self.speed is None or size <= share * self.speed]
+        return found or ([*there][-1:] if self.first else [])
+
+    def came(self, size: int) -> None:
+        """The next record has been read and decoded, of so many bytes."""
+        now = clock()
+        self.speed = size / max(now - self.begun, 1e-9)
+        self.begun, self.left, self.first = now, self.left - 1, False
+
+
 def streams(what: str) -> Any:
     """The coders of constriction, which has no types; ModuleNotFoundError says what `what` lacks without it."""
     if find_spec("constriction") is None:
@@ -155,15 +224,17 @@ def streams(what: str) -> Any:
 
 
 def codec(text: str) -> Exact:
-    """What records are by a text: "" as they are, "cachegen" or "cachegen(level=N)"; raises ValueError for others.
+    """What records are by a text: "" as they are, "cachegen", "cachegen(level=N)" or "cachegen(within=SECONDS)".
+
+    Raises ValueError for others.
 
     >>> codec("").name, codec("zip")
     Traceback (most recent call last):
-    ValueError: codec='zip': give "", or cachegen(level=1), 2 or 3
+    ValueError: codec='zip': give "", cachegen(level=1), 2 or 3, or cachegen(within=SECONDS)
     """
     if not text:
         return Exact()
-    found = re.fullmatch(r"cachegen(?:\(level=(\d)\))?", text)
+    found = re.fullmatch(r"cachegen(?:\((?:level=(\d)|within=(\d+\.?\d*))\))?", text)
     if found is None:
-        raise ValueError(f'codec={text!r}: give "", or cachegen(level=1), 2 or 3')
-    return CacheGen(int(found[1] or 2))
+        raise ValueError(f'codec={text!r}: give "", cachegen(level=1), 2 or 3, or cachegen(within=SECONDS)')
+    return CacheGen(int(found[1] or 2)) if found[2] is None else Streamed(float(found[2]))

@@ -120,3 +120,94 @@ def test_without_the_coder_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(transit, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"constriction, which is missing; run pip install -e '.\[entropy\]'"):
         jkv.Store("nowhere", codec="cachegen")
+
+
+# ------------------------------------------------------------------------------------------------ levels and a link
+
+
+class Shaped:
+    """A store behind a link of so many bytes a second, and the clock that it takes; what was read, by level."""
+
+    def __init__(self, folder: Path, within: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.now, self.speed = jkv.Store(folder, codec=f"cachegen(within={within:g})"), 0.0, 1e9
+        self.levels: list[int] = []
+        monkeypatch.setattr(transit, "clock", lambda: self.now)
+        read = self.store._read
+
+        def reads(name: str, level: transit.CacheGen):
+            self.now += self.store._path(name).stat().st_size / self.speed
+            self.levels.append(level.level)
+            return read(name, level)
+
+        monkeypatch.setattr(self.store, "_read", reads)
+
+    def match(self, ids: list[int]) -> list[int]:
+        """The levels of the records that came."""
+        self.levels = []
+        assert len(self.store.match("root", ids)) == len(self.levels)
+        return self.levels
+
+
+@pytest.fixture
+def shaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shaped:
+    out = Shaped(tmp_path, 8.0, monkeypatch)
+    out.store.put("root", list(range(8 * BLOCK)), lambda i: record(seed=i))
+    return out
+
+
+def sizes(shaped: Shaped) -> list[list[int]]:
+    """Of each record, the bytes of levels 3, 2 and 1."""
+    return [[shaped.store._size(x) or 0 for x in forms] for forms in shaped.store._names("root", range(8 * BLOCK))]
+
+
+def test_a_link_without_limits_brings_the_best_and_one_without_speed_none_but_the_first(shaped: Shaped):
+    assert shaped.match([*range(8 * BLOCK)]) == [3] * 8
+    shaped.speed = 1e-6
+    assert shaped.match([*range(8 * BLOCK)]) == [3]  # as fast as it was, it seemed
+    assert shaped.match([*range(8 * BLOCK)]) == [1]  # and now it is known
+    shaped.speed = 1e9
+    assert shaped.match([*range(8 * BLOCK)]) == [1, *[3] * 7]
+
+
+@pytest.mark.parametrize("level", [3, 2, 1])
+def test_the_level_is_the_best_that_the_time_left_has_room_for(shaped: Shaped, level: int):
+    """A link that brings each level in its share of the time, just so."""
+    shaped.speed = max(x[3 - level] for x in sizes(shaped)) * 1.001  # bytes in the second of each
+    assert shaped.match([*range(8 * BLOCK)])[0] == 3  # nothing is known yet
+    shaped.now = 0.0
+    got = shaped.match([*range(8 * BLOCK)])
+    assert len(got) == 8 and got[0] == level and min(got) >= level and shaped.now <= 8.0
+
+
+def test_records_come_as_their_level_has_them_and_other_stores_share_them(shaped: Shaped):
+    ids = [*range(8 * BLOCK)]
+    shaped.speed = max(x[2] for x in sizes(shaped)) * 1.001
+    shaped.match(ids[:BLOCK])
+    found = shaped.store.match("root", ids)
+    for i, (level, got) in enumerate(zip(shaped.levels[-8:], found, strict=True)):
+        codec = transit.CacheGen(level)
+        want = codec.decode(codec.encode(record(seed=i)))
+        assert all(np.array_equal(got[name], want[name]) for name in want)
+    assert [
+        len(jkv.Store(shaped.store.folder, codec=f"cachegen(level={n})").match("root", ids)) for n in (1, 2, 3)
+    ] == [8] * 3
+
+
+def test_of_a_record_that_is_torn_another_level_comes(shaped: Shaped):
+    ids, best = [*range(8 * BLOCK)], shaped.store._names("root", range(8 * BLOCK))[2][0]
+    shaped.store._path(best).write_bytes(b"")
+    assert len(shaped.store.match("root", ids)) == 8 and shaped.levels == [3, 3, 3, 2, 3, 3, 3, 3, 3]
+    assert not shaped.store._path(best).exists()
+    shaped.store.put("root", ids, lambda i: record(seed=i))  # and what is not whole is written again
+    assert shaped.match(ids) == [3] * 8
+
+
+def test_a_store_holds_all_levels_within_its_bytes(tmp_path: Path):
+    store = jkv.Store(tmp_path, bytes=300_000, codec="cachegen(within=1)")
+    for start in range(0, 40 * BLOCK, 4 * BLOCK):
+        store.put("root", list(range(start, start + 4 * BLOCK)), lambda i: record(seed=i))
+        assert sum(x.stat().st_size for x in tmp_path.glob("*.kv")) <= 300_000
+    assert len(store.match("root", list(range(start, start + 4 * BLOCK)))) == 4
+    for wrong in ("within=0", "within=-1", "within=x", "within=1,level=2"):
+        with pytest.raises(ValueError, match="cachegen"):
+            jkv.Store(tmp_path, codec=f"cachegen({wrong})")

@@ -1,4 +1,5 @@
-"""The slots of tiers over the devices of a mesh, those of its `context` axis: each reads and writes its own.
+"""The slots of tiers over the devices of a mesh, those of its `context` axis: each reads and writes its own; and the
+tokens of a prompt, of which each computes a part.
 
 What runs on a device may close over arrays, which are then the same on all these devices; how the other axes are
 divided stays the compiler's business. On one device, or without the axis, all slots are its own.
@@ -16,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jkv.arrays.gather import put, take
-from jkv.kernels import HEADS, ROWS
+from jkv.kernels import CONTEXT, HEADS, ROWS
 
 Axes = tuple[str, ...]  # of a mesh, that divide slots
 Part = Array | None  # i32[]: which part of the slots a device has; None: it has all
@@ -70,6 +71,39 @@ def each_given(
     given = PartitionSpec(names), held, *jax.tree.map(spec, shared)
     mapped = jax.shard_map(own, in_specs=given, out_specs=back, check_vma=False)
     return mapped(jnp.arange(prod(mesh.shape[x] for x in names), dtype=jnp.int32), tree, *shared)
+
+
+def _shares(tokens: int) -> bool:
+    """Whether there are devices that divide so many tokens."""
+    mesh = jax.sharding.get_abstract_mesh()
+    n = mesh.shape.get(CONTEXT, 1)
+    return n > 1 and CONTEXT not in mesh.manual_axes and tokens % n == 0
+
+
+def spread(x: Array) -> Array:
+    """x [B,T,...], of which each device has as many tokens as any other, if T can be divided so."""
+    if not _shares(x.shape[1]):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(PartitionSpec.UNCONSTRAINED, CONTEXT))
+
+
+def each_query(run: Callable[..., Any], q: Array, k: Array, v: Array, pos: Array, *by: Array, until: Any = None) -> Any:
+    """run(q, k, v, pos, *by, until) -> arrays [B,H,G,T,...]: every device with queries [B,H,G,T,D] of its own.
+
+    k, v [B,H,S,...], pos i32[B,S] and until i32[B,H,S] are of all keys, `by` i32[B,T] of the queries. Keys and values
+    go to all devices, where a flush needs them: any may come into a slot of any device. Queries, and what is attended
+    to, stay.
+    """
+    if not _shares(q.shape[3]):
+        return run(q, k, v, pos, *by, until)
+
+    def spec(x: Array, *tokens: str | None) -> PartitionSpec:
+        heads = [HEADS if x.shape[1] > 1 else None] if x.ndim > 2 else []
+        return PartitionSpec(ROWS if x.shape[0] > 1 else None, *heads, *tokens)
+
+    own = spec(q, None, CONTEXT)
+    given = own, spec(k), spec(v), spec(pos), *(spec(x, CONTEXT) for x in by), jax.tree.map(spec, until)
+    return jax.shard_map(run, in_specs=given, out_specs=own, check_vma=False)(q, k, v, pos, *by, until)
 
 
 def whole(tree: Any, axes: Axes, axis: int = 2) -> Any:

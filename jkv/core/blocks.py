@@ -16,6 +16,7 @@ from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
 from jkv.attention.attend import attend, attend_window
 from jkv.attention.coded import as_stored
+from jkv.attention.context import spread
 from jkv.attention.mask import causal
 from jkv.attention.tiers import attend_tier, brought, observed, picked, stayed, staying
 from jkv.core.compiled import ANY, program
@@ -93,7 +94,7 @@ def attended(
         queries = Queries(q=q, pos=q_pos, lse=part.lse)
         return part.finish(), (window, *observation_of(layer, plan, queries, steps, placed))
 
-    x, made = block(one.reading, 0, x, pos, run, none)
+    x, made = block(one.reading, 0, spread(x), pos, run, none)
     return x, *made
 
 

@@ -113,6 +113,32 @@ def rows_that_recur(kind: str) -> dict[str, Any]:
     }
 
 
+# a score that asks the queries of the whole prompt, a pool, and a prompt in pieces behind what is kept of it
+PROMPTS = ("h2o(budget=40) | int8", 0), ("adakv(budget=80, window=8) | int4", 0), ("streaming(budget=48) | int4", 64)
+
+
+def prompts(cache: str, chunk: int) -> dict[str, Any]:
+    """What is kept of prompts, whose tokens are divided too, and the logits after them."""
+    texts = [RNG.integers(0, 100, n).tolist() for n in (300, 250, 256, 299)]
+    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
+    weights = PARAMS, jax.device_put(PARAMS, over.shardings(PARAMS))
+    (one, here), (all_, there) = (jkv.prefill(x, cache, texts, chunk=chunk) for x in weights)
+    kept = [[np.sort(t.pos, -1).tolist() for t in x.layers[0].tiers] for x in (one, all_)]
+    return {"same": kept[0] == kept[1], "apart": float(abs(np.asarray(here) - np.asarray(there)).max())}
+
+
+def products() -> list[float]:
+    """Of a prompt of 512 tokens on each of 4 devices, and of 8, which divide its tokens."""
+    found, wide = [], jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1, hidden_size=256), 0, jnp.float32)
+    for text in ("data=2,model=2", "data=2,model=2,context=2"):
+        over = sharding.MeshPlan(sharding.named(text, jax.devices(), wide.config))
+        config, params = methods.parse("full").over(over), jax.device_put(wide, over.shardings(wide))
+        cache, ids = sizes.empty(config, params.config, 4, 512, 16, jnp.float32), jnp.ones((4, 512), jnp.int32)
+        program, _ = compiled(loop.prefill_own.whole, params, cache, ids, over=over, fresh=True)
+        found.append(program.program.cost_analysis()["flops"])
+    return found
+
+
 def parts(cache: Cache) -> list[int]:
     """`divided` of all arrays of codes."""
     return [divided(x) for x in jax.tree.leaves([(tier.k, tier.v) for layer in cache.layers for tier in layer.tiers])]
@@ -177,5 +203,6 @@ if __name__ == "__main__":
         print(json.dumps(rows_that_come_and_go()))
         for kind in RECURRING:
             print(json.dumps(rows_that_recur(kind)))
+        print(json.dumps({"products": products(), "prompts": [prompts(*x) for x in PROMPTS]}))
     for cache in sys.argv[1:] or CACHES:
         print(json.dumps({"cache": cache, **slots(cache)}))

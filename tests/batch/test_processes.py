@@ -175,22 +175,29 @@ def test_a_mesh_gives_what_recurs_the_tokens_of_one_device(eight: list[Any]):
 
 def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
     """Of every kind of tier; and each has an eighth of the codes, by rows, heads and slots."""
-    assert len(eight) == 4 + 6
-    for found in eight[4:]:
+    assert len(eight) == 5 + 6
+    for found in eight[5:]:
         assert found["same"] == 1 and found["apart"] < 1e-4, found["cache"]
         assert set(found["codes"]) == {8}, found["cache"]
 
 
+def test_devices_that_divide_slots_divide_the_tokens_of_a_prompt(eight: list[Any]):
+    """Half of the products are a device's, and what is kept is what one device keeps."""
+    four, half = eight[4]["products"]
+    assert half < 0.55 * four
+    assert all(x["same"] and x["apart"] < 1e-4 for x in eight[4]["prompts"]) and len(eight[4]["prompts"]) == 3
+
+
 def test_nothing_is_made_on_another_device_than_it_is_needed_on(eight: list[Any]):
     """Queries, keys and values of a head, and a gate and what it gates: the weights that make them lie together."""
-    for found in eight[4:]:
+    for found in eight[5:]:
         kinds = {kind for place, kind, *_ in found["sent"] if place == "step"}
         assert "all-reduce" in kinds and "collective-permute" not in kinds, found["cache"]
 
 
 def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
     """In no message of a step or a flush are codes or floats of four axes, of as many slots as a device has."""
-    for found in eight[4:]:
+    for found in eight[5:]:
         assert {x[0] for x in found["sent"]} >= {"step", "flush"}
         for place, kind, shapes, *_ in found["sent"]:
             for dims in re.findall(r"[fu]\d+\[([\d,]*)\]", shapes):

@@ -18,6 +18,7 @@ from jax.experimental.layout import Format, Layout
 from jkv import kernels
 from jkv.host import disk, forked
 from jkv.host.disk import cache_dir
+from jkv.host.records import told
 from jkv.memory.cache import Cache, Decoding, device_bytes
 from jkv.memory.lines import KIND
 from jkv.memory.pages import settled
@@ -279,7 +280,8 @@ class Cost:
     def run(self, flow: Any, *args: Any, **static: Any) -> Any:
         """What a flow gives, once it is there."""
         start, before = time.perf_counter(), self.compiling
-        out = jax.block_until_ready(self.begin(flow, *args, **static))
+        with told():
+            out = jax.block_until_ready(self.begin(flow, *args, **static))
         self.running += time.perf_counter() - start - (self.compiling - before)
         return out
 

@@ -9,15 +9,15 @@ import tempfile
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 BLOCK = 2048  # bytes; records are whole numbers of them
 ALIGN = 4096  # bytes: where the records of one write begin
-FAILED: list[OSError] = []  # by records of this process, since somebody asked
+FAILED: deque[OSError] = deque(maxlen=8)  # of records of this process, the newest
 SHARE = 0.5  # of what is free when the file is opened: more is never written
 
 
@@ -39,7 +39,7 @@ class Records:
         self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         disk = os.statvfs(self.folder)
-        self.most = int(disk.f_bavail * disk.f_frsize * SHARE) if most is None else most
+        self.most = min(int(disk.f_bavail * disk.f_frsize * SHARE) if most is None else most, BLOCK << 31)
         self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  it is open for as long as there are records
         weakref.finalize(self, self.file.close)
         self.written = self.end = 0
@@ -88,13 +88,19 @@ class Records:
             part = (
                 out[run[0] : run[-1] + 1] if run[-1] - run[0] + 1 == len(run) else np.empty((len(run), size), np.uint8)
             )
-            got = os.preadv(self.file.fileno(), [part.data], int(numbers[run[0]]) * BLOCK)
-            wrong = got != part.nbytes or any(zlib.crc32(x.data) != s for x, s in zip(part, sums[run], strict=True))
-            if wrong:
+            whole = self._fill(part, int(numbers[run[0]]) * BLOCK)
+            if not whole or any(zlib.crc32(x.data) != s for x, s in zip(part, sums[run], strict=True)):
                 cause = "codes of a cache were overwritten by newer ones, or are damaged (CRC-32)"
                 raise OSError(errno.EIO, f"{cause}; prefill the prompt again, with more space there", str(self.folder))
             out[run] = part
         return out
+
+    def _fill(self, part: np.ndarray, start: int) -> bool:
+        """Whether the file has all of the bytes u8[n,size]; one call reads 2 GiB at most."""
+        left = part.data.cast("B")
+        while left and (got := os.preadv(self.file.fileno(), [left], start)):
+            left, start = left[got:], start + got
+        return not left
 
 
 @contextlib.contextmanager
@@ -102,23 +108,30 @@ def _noted() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        FAILED.append(error)
+        FAILED.append(OSError(error.errno, error.strerror, error.filename))  # whose traceback would hold the pages
         raise
 
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """What reading or writing a record raised inside of a program, as it was raised: jax has an error of its own."""
-    FAILED.clear()
+    """What reading or writing a record raised inside of a program, as it was raised: jax has an error of its own, whose
+    text has that of the first."""
     try:
         yield
     except RuntimeError as error:
-        if FAILED:
-            raise FAILED[0] from error
+        for found in FAILED:
+            if str(found) in str(error):
+                raise found from error
         raise
 
 
-@cache
+_OPEN: dict[str, Records] = {}
+_OPENING = threading.Lock()  # programs of several threads ask at once
+
+
 def records(folder: str) -> Records:
     """Those of this process in a folder."""
-    return Records(folder)
+    with _OPENING:
+        if folder not in _OPEN:
+            _OPEN[folder] = Records(folder)
+        return _OPEN[folder]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
 
+from jkv.host import records as host
 from jkv.host.records import ALIGN, BLOCK, Records
 
 
@@ -81,3 +84,31 @@ def test_the_folder_shows_no_file_and_one_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         Records(tmp_path / "file")
+
+
+def test_a_system_that_reads_less_at_once_is_asked_again(tmp_path, monkeypatch):
+    records, read = Records(tmp_path), os.preadv
+    new = np.random.default_rng(0).integers(0, 256, (9, BLOCK), np.uint8)
+    numbers, sums = records.append(new)
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:3000]], at))
+    np.testing.assert_array_equal(records.read(numbers, sums, BLOCK), new)
+
+
+def test_a_file_has_no_more_records_than_numbers(tmp_path):
+    assert (Records(tmp_path, most=1 << 50).most - 1) // BLOCK == np.iinfo(np.int32).max
+
+
+def test_threads_that_ask_at_once_have_one_file(tmp_path, monkeypatch):
+    begin, found = Records.__init__, []
+
+    def slowly(self: Records, *args: object) -> None:
+        time.sleep(0.1)
+        begin(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Records, "__init__", slowly)
+    threads = [threading.Thread(target=lambda: found.append(host.records(str(tmp_path)))) for _ in range(4)]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    assert len(found) == 4 and len(set(map(id, found))) == 1

@@ -12,6 +12,8 @@ import pytest
 
 import jkv
 from jkv import methods, models
+from jkv.core import loop
+from jkv.core.compiled import Cost
 from jkv.generation import sizes
 from jkv.generation.inspect import summary
 from jkv.generation.report import pages_asked
@@ -30,7 +32,7 @@ QUEST = "quest(pages=3, page=8, dense_layers=0"
 @pytest.fixture(autouse=True)
 def fresh():
     yield
-    records.records.cache_clear()
+    records._OPEN.clear()
 
 
 def ran(text: str, prompt: Any = None, params: Any = ONE) -> jkv.Result:
@@ -102,7 +104,7 @@ def test_a_saved_cache_goes_on_in_another_process_where_the_first_one_stopped(tm
     first = ran(text)
     jkv.save_cache(first.cache, tmp_path / "cache", ONE)
     want = jkv.generate(ONE, first.cache, [[5], [6]], max_new_tokens=8, stop_ids=()).tokens
-    records.records.cache_clear()  # as another process, which has no record
+    records._OPEN.clear()  # as another process, which has no record
     again = jkv.load_cache(tmp_path / "cache", ONE)
     assert disk_bytes(again.layers) == disk_bytes(first.cache.layers)
     assert jkv.generate(ONE, again, [[5], [6]], max_new_tokens=8, stop_ids=()).tokens == want
@@ -114,6 +116,16 @@ def test_what_was_lost_on_disk_is_an_error_and_no_answer(tmp_path):
     os.pwrite(file, os.urandom(os.fstat(file).st_size), 0)
     with pytest.raises(OSError, match="overwritten by newer ones, or are damaged"):
         jkv.generate(ONE, cache, [[5], [6]], max_new_tokens=8, stop_ids=())
+
+
+def test_a_program_that_no_generation_runs_tells_what_the_disk_said_too(tmp_path, monkeypatch):
+    """As in a batch: what failed before, and elsewhere, is not told in its place."""
+    config = methods.parse(f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})")
+    cache = sizes.empty(config, ONE.config, 1, 64, 8, jnp.float32)
+    records.FAILED.append(OSError(5, "another failure", "elsewhere"))
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left on device: a cache's codes go there; free space"):
+        Cost().run(loop.prefill_own, ONE, cache, jnp.ones((1, 64), jnp.int32))
 
 
 @pytest.mark.slow

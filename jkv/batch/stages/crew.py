@@ -53,8 +53,9 @@ class Crew:
 
     def __init__(self, work: Work, workers: tuple[int, ...], load: Callable[[], Params], every: float) -> None:
         job, context = work.job, multiprocessing.get_context("spawn")
-        if not job.batch:  # beside those of the parent there are the weights of each
-            work.free = max(work.free - sum(workers) * tree_bytes(job.params), 0) // sum(workers)
+        # beside those of the parent there are the weights of each
+        work.free = max(work.free - sum(workers) * tree_bytes(job.params), 0) // sum(workers)
+        work.buckets = [work.cut(bucket) for bucket in work.buckets]
         self.work, self.context, self.every = work, context, every
         requests = work.requests
         self.plan = Plan(
@@ -159,11 +160,13 @@ class Crew:
                 self.check(model, jkv)
                 member.ready = True
             case Wrote(part, logits, nbytes, size, prefilled):
+                self.idle = 0
                 task = self.ledger.hand(number, part, logits)
                 self.counts.update(rows=1, bytes=nbytes, files=size)
                 work.prefilled += prefilled
                 work.saved += len(task.request.tokens) - prefilled
             case Ended(parts, answers, nbytes):
+                self.idle = 0
                 for part in parts:
                     self.ledger.end(number, part)
                 work.write(nbytes, answers)
@@ -189,8 +192,9 @@ class Crew:
         """Rows that a worker could not do are done again, once; then they fail."""
         parts = list(parts)
         for part in parts:
-            for path in self.folder.glob(f"*{self.path(part).name}*"):  # and what was written of it
-                path.unlink(missing_ok=True)
+            path = self.path(part)
+            for each in (path, *self.folder.glob(f".{path.name}.*")):  # and what was written of it
+                each.unlink(missing_ok=True)
         refused = [failed(x.request, text) for x in self.ledger.lose(member.number, parts)]
         self.counts["redone"] += len(parts) - len(refused)
         self.work.write(0, refused)

@@ -85,12 +85,15 @@ class Ledger:
     def to_decode(self, worker: int, slots: Sequence[int]) -> Handed | None:
         """The next row that was prefilled, which is this worker's now; None: there is none, or it has no free slot.
 
-        slots: of each bucket. Rows of one bucket decode together: one of another bucket enters when all have ended.
+        slots: of each bucket. Rows of one bucket decode together: one of another bucket enters when all have ended, and
+        one that was lost runs alone, as it may have ended the worker.
         """
         held = self.decoded.setdefault(worker, {})
         buckets = {x.bucket for x in held.values()} or {x.task.bucket for x in self.ready}
         found = next((x for x in self.ready if x.task.bucket in buckets), None)
         if found is None or len(held) >= slots[found.task.bucket]:
+            return None
+        if held and any(self.lost[part] for part in (found.task.part, *held)):
             return None
         self.ready.remove(found)
         held[found.task.part] = found.task

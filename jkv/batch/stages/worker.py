@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +143,8 @@ def main(pipe: Connection, plan: Plan) -> None:
 
 
 class Worker:
-    """One process. Between two blocks it looks for what the parent says."""
+    """One process. Between two blocks it looks for what the parent says, which a thread of its own hears: two who both
+    send what the pipe has no room for would wait for each other."""
 
     def __init__(self, pipe: Connection, plan: Plan) -> None:
         params = plan.load()
@@ -148,6 +152,8 @@ class Worker:
         nowhere = Path()
         self.job = Job(source=nowhere, out=nowhere, params=params, config=config, store=plan.store, draft=plan.draft)
         self.pipe, self.plan = pipe, plan
+        self.heard: SimpleQueue[Become | Read | Take | None] = SimpleQueue()
+        Thread(target=self._hear, daemon=True).start()
         self.trial = Trial()  # of the drafter, in all batches of this worker
         self._begin("")
 
@@ -160,11 +166,22 @@ class Worker:
         gc.collect()
         memory.forget_peak()
 
+    def _hear(self) -> None:
+        said: Any = 1
+        while said is not None:
+            try:
+                said = self.pipe.recv()
+            except (EOFError, OSError):
+                said = None
+            self.heard.put(said)
+
     def work(self) -> None:
         """Raises EOFError when the parent is no more."""
         while True:
-            if self.slots is None or not self.slots.under_way or self.pipe.poll():
-                match self.pipe.recv():
+            if self.slots is None or not self.slots.under_way or not self.heard.empty():
+                match self.heard.get():
+                    case None:
+                        raise EOFError
                     case Become(stage):
                         self._leave()
                         if stage is None:
@@ -225,7 +242,7 @@ class Worker:
             prompts = self._prefilling(x.bucket)
             wave, before = alone(prompts.shapes.bucket, x.request), prompts.prefilled
             filled = prompts.read(wave)
-            save_cache(filled.cache, x.path, prompts.params)
+            save_cache(filled.cache, x.path, self.job.params)
         except BaseException as error:
             self._lost((x.request.part,), error)
             return

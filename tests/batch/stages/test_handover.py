@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,6 +32,8 @@ from jkv.batch.shapes import Shapes
 from jkv.batch.slots import Answer, Slots
 from jkv.batch.stages import crew as crews
 from jkv.batch.stages.crew import Crew, staged
+from jkv.batch.stages.ledger import Ledger, Task
+from jkv.batch.stages.worker import Worker
 from jkv.batch.work import run
 from jkv.core import sharding
 from jkv.core.compiled import Cost
@@ -97,7 +104,8 @@ def job(tmp_path: Path, **more: Any) -> Job:
     source.write_text("".join(json.dumps(x) + "\n" for x in asked))
     config = methods.parse("snapkv(budget=40, window=8) | int4")
     options = dict(batch=2, shares=False) | more
-    return Job(source=source, out=tmp_path / "out", params=LOAD(), config=config, **options)  # type: ignore[arg-type]
+    made = dict(source=source, out=tmp_path / "out", params=LOAD(), config=config) | options
+    return Job(**made)  # type: ignore[arg-type]
 
 
 def nothing(*_: Any) -> None:
@@ -251,6 +259,48 @@ def test_a_job_of_stages_that_is_stopped_goes_on(tmp_path: Path, whole: Any):
     report = run(task, lambda: len(said) > 1, lambda *x: said.append(x), staged(task, (1, 1), LOAD))
     assert report.stopped and 0 < len(written(task)) < 9 and not (tmp_path / "out" / crews.FOLDER).exists()
     assert run(task, never, nothing).done == 9 and written(task) == whole  # by one process, too
+
+
+@pytest.mark.slow
+def test_rows_beyond_the_models_positions_are_handed_over(tmp_path: Path):
+    """By a cache that forgets: the model of a worker reaches as far as its bucket."""
+    load = partial(jkv.models.random, HF | dict(max_position_embeddings=64), 0, jnp.float32)
+    one = job(tmp_path, params=load(), config=methods.parse("streaming(budget=40)"), out=tmp_path / "one")
+    task = replace(one, out=tmp_path / "out")
+    assert run(one, never, nothing).done == 9 and run(task, never, nothing, staged(task, (1, 1), load)).failed == 0
+    assert written(task) == written(one)
+
+
+def test_a_row_that_is_lost_takes_no_others_cache_along(tmp_path: Path):
+    rows = [replace(requests(1)[0], line=i) for i in (1, 11, 21, 101)]
+    ledger = Ledger([Task(0, x) for x in rows], 9)
+    crew = object.__new__(Crew)
+    crew.ledger, crew.folder, crew.counts, crew.work = ledger, tmp_path, Counter(), SimpleNamespace(write=nothing)  # type: ignore
+    for _ in rows:
+        task = ledger.to_prefill(0)
+        assert task is not None
+        crew.path(task.part).touch()
+        (tmp_path / f".{task.part[0]}-0.cache.abc.tmp").touch()
+        ledger.hand(0, task.part, None)
+    assert (first := ledger.to_decode(0, [4])) is not None and first.task.part == (1, 0)
+    crew.lose(SimpleNamespace(number=0), [(1, 0)], "gone")  # type: ignore[arg-type]
+    assert {x.name for x in tmp_path.iterdir()} == {
+        f"{d}{i}-0.cache{e}" for i in (11, 21, 101) for d, e in (("", ""), (".", ".abc.tmp"))
+    }
+
+
+def test_two_who_send_more_than_a_pipe_holds_both_go_on():
+    """The worker sends while it is sent to: what it has not asked for yet is heard."""
+    ours, theirs = multiprocessing.Pipe()
+    worker = object.__new__(Worker)
+    worker.pipe, worker.heard = theirs, SimpleQueue()
+    threading.Thread(target=worker._hear, daemon=True).start()
+    sends = threading.Thread(target=lambda: [ours.send(np.zeros(1 << 20)) for _ in range(3)], daemon=True)
+    sends.start()
+    sends.join(30)
+    assert not sends.is_alive() and [worker.heard.get().shape for _ in range(3)] == [(1 << 20,)] * 3
+    ours.close()
+    assert worker.heard.get() is None
 
 
 def test_jobs_that_stages_cannot_run_are_refused(tmp_path: Path):

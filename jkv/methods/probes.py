@@ -105,6 +105,7 @@ class Graded(Rebuilt):
         others = {
             "values that are latents, as what they add to the output is not one product": model.latent is not None,
             "blocks that recur, through which it does not go back": model.mixers is not None,
+            "experts, through which it does not go back": model.experts is not None,
         }
         alone(config, "a probe that goes back through the model (graded) does", others)
 

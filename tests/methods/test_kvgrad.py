@@ -1,22 +1,32 @@
-"""KVgrad's score against a model in float64 and differences of what it says, and what the score refuses."""
+"""KVgrad's score against a model in float64 and differences of what it says, transformers and kvpress; refusals."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jkv
-from jkv.core import deferred, loop
+from golden import make as golden
+from jkv import models
+from jkv.core import blocks, compiled, deferred, loop
+from jkv.core.slopes import slopes
 from jkv.generation import sizes
 from jkv.generation.draft import greedy
+from jkv.io.source import Source
+from jkv.memory.cache import Cache
 from jkv.memory.positions import pad
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.checks import check
+from jkv.methods.config import CacheConfig
 from jkv.methods.probes import Graded
+from jkv.models.weights import Coded, decoded, forms
 from support import rig
 from support.rig import MODEL, PARAMS, H, L
-from support.tiny import HYBRID, LATENT
+from support.tiny import HYBRID, LATENT, SUNK
 
 LENGTHS, PIECE, SINKS, STEP = (20, 26), 12, 3, 1e-4
 ROWS = [[t for t in row.tolist() if t >= 0][:n] for row, n in zip(rig.PROMPT, LENGTHS, strict=True)]
@@ -74,7 +84,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return x / x.sum(-1, keepdims=True)
 
 
-def slopes(layers: list[Layer], i: int, a: np.ndarray) -> np.ndarray:
+def steepest(layers: list[Layer], i: int, a: np.ndarray) -> np.ndarray:
     """f[P]: the size of the gradient of the squares of the last states at the residual a [P,E] of each token."""
 
     def said(a: np.ndarray) -> np.ndarray:
@@ -109,11 +119,12 @@ def wanted(prompt: list[int], ids: list[int], first: int, end: int) -> list[np.n
         paid = softmax(np.where(among, logits, -np.inf))
         columns = layer.w["o"].reshape(MODEL.width, H, MODEL.groups, -1)
         moved = np.linalg.norm(np.einsum("ehgd,hsd->hgse", columns, v), axis=-1)
-        worth = paid * moved[:, :, None] * slopes(layers, i, layer.attended(y))[:, None]
+        worth = paid * moved[:, :, None] * steepest(layers, i, layer.attended(y))[:, None]
         out.append(worth.max((1, 2))[:, first:end])
     return out
 
 
+@pytest.mark.slow
 def test_attention_counts_as_much_as_the_last_states_depend_on_it():
     config, probe = parse(f"kvgrad(budget=16, piece={PIECE}, sinks={SINKS})"), Graded(piece=PIECE, sinks=SINKS)
     assert config.prefill.probe == probe
@@ -141,7 +152,9 @@ def test_its_defaults_are_those_of_its_authors():
             CATALOGUE["kvgrad"](budget=40, **wrong)
 
 
-@pytest.mark.parametrize("params, why", [(LATENT, "values that are latents"), (HYBRID, "blocks that recur")])
+@pytest.mark.parametrize(
+    "params, why", [(LATENT, "values that are latents"), (HYBRID, "blocks that recur"), (SUNK, "experts")]
+)
 def test_models_that_it_cannot_go_back_through_are_refused(params, why):
     check(parse("kvzip(budget=24)"), params.config)
     with pytest.raises(ValueError, match=f"goes back through the model .* does not go with {why}"):
@@ -153,3 +166,94 @@ def test_all_of_a_prompt_that_fits_stays():
     texts = "full", "kvgrad(budget=64)"
     full, kept = (jkv.generate(PARAMS, text, ROWS, max_new_tokens=8, stop_ids=()) for text in texts)
     assert kept.tokens == full.tokens
+
+
+PROMPT, PROBE = 21, 15  # tokens
+
+
+def found(params: models.Params, ids: np.ndarray) -> list[np.ndarray]:
+    """Slopes f[1,PROBE] of each layer, of the last of ids behind the others."""
+    cache = dense(params, parse("kvgrad(budget=8)"), ids[:PROMPT].tolist())
+    new = jnp.asarray(ids[None, PROMPT:], jnp.int32)
+    x, pos, _, _ = blocks.embedded(params.ends, new, cache.counts, cache.fill, None, stay=None, later=False)
+    return [np.asarray(x) for x in slopes(params, cache, x, pos, compiled.call)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_model_in_codes_has_the_slopes_of_its_floats(form):
+    sizes = dict(models.TINY, hidden_size=64, num_hidden_layers=1)
+    params, ids = models.random(sizes, 0, form=form), np.random.default_rng(5).integers(0, 100, PROMPT + PROBE)
+    assert forms(params.layers) == f"{form}"
+    floats = jax.tree.map(decoded, params, is_leaf=lambda x: isinstance(x, Coded))
+    np.testing.assert_allclose(found(params, ids), found(floats, ids), rtol=1e-4)
+
+
+def families(name: str) -> tuple[models.Params, Any, np.ndarray]:
+    """A tiny model of a family, the same in transformers, and token ids."""
+    from jkv.bench.engines import Transformers
+
+    tensors = {key: (lambda a=a: a) for key, a in golden.weights(golden.CASES[name], 0).items()}
+    params = models.build(golden.CASES[name], tensors, jnp.float32)
+    ids = np.random.default_rng(5).integers(0, params.config.vocab, PROMPT + PROBE)
+    return params, Transformers(Source(golden.CASES[name], tensors), 1).model, ids
+
+
+def dense(params: models.Params, config: CacheConfig, ids: list[int]) -> Cache:
+    """All of a prompt in the recent windows."""
+    cache = sizes.empty(config.uncompressed(len(ids)), params.config, 1, len(ids), 0, jnp.float32)
+    return loop.prefill(params, cache, jnp.asarray([ids], jnp.int32), fresh=True)[0]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2", "olmo2", "granite"])
+def test_slopes_are_the_gradients_of_torch(name):
+    torch = pytest.importorskip("torch")
+    params, model, ids = families(name)
+    model.set_attn_implementation("eager")  # whatever version it is: others may leave out caps of logits
+    added, states = [], []
+
+    def keep(module: Any, args: Any, out: Any) -> None:
+        out[0].retain_grad()
+        added.append(out[0])
+
+    for block in model.model.layers:
+        block.self_attn.register_forward_hook(keep)
+    model.model.layers[-1].register_forward_hook(lambda module, args, out: states.append(out))
+    model(torch.tensor(ids[None]))
+    said = states[0] if torch.is_tensor(states[0]) else states[0][0]
+    (said[:, PROMPT:] ** 2).sum().backward()
+    for own, theirs in zip(found(params, ids), added, strict=True):
+        np.testing.assert_allclose(own, theirs.grad[:, PROMPT:].norm(dim=-1), rtol=1e-3)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_scores_are_those_of_its_authors_press(name, monkeypatch):
+    torch, transformers, kvpress = map(pytest.importorskip, ("torch", "transformers", "kvpress"))
+    params, model, ids = families(name)
+    said = []
+
+    class Words:  # no request in words, on either side
+        chat_template = None
+
+        def encode(self, text: str, **options: Any) -> Any:
+            return torch.zeros((1, 0), dtype=torch.long)
+
+    class Told(kvpress.KVgradPress):
+        def compress_post(self, model: Any) -> None:
+            said.append(self.score_val.numpy().copy())
+
+    auto = kvpress.presses.kvzip_press.AutoTokenizer
+    monkeypatch.setattr(auto, "from_pretrained", lambda *args, **options: Words())
+    with Told(compression_ratio=0.5, n_sink=SINKS, chunk_size=PIECE)(model):
+        model(torch.tensor(ids[None]), past_key_values=transformers.DynamicCache(config=model.config))
+    probe = Graded(piece=PIECE, sinks=SINKS)
+    cache = dense(params, parse("kvgrad(budget=8)"), ids.tolist())
+    for part in probe.texts(params, [ids.tolist()], greedy):
+        cache = deferred.probe(params, cache, jnp.asarray(part.ids, jnp.int32), jnp.asarray(part.span), probe)
+    for layer, theirs in zip(cache.layers, said[0], strict=True):
+        got = np.asarray(layer.recent.columns["probed"])[:, :, np.asarray(layer.recent.pos[0]) >= 0]
+        np.testing.assert_allclose(got, theirs, rtol=1e-3)

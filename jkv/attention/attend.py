@@ -31,6 +31,7 @@ def attend_again(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Sc
 
     The loops of `attend_window` end where the keys do that are seen, which only a run tells, and so have no way back.
     """
+    k, v = (jnp.where((pos >= 0)[:, None, :, None], x, 0) for x in (k, v))  # a mask selects, its gradient multiplies
     again, t = jax.checkpoint(lambda q, k, v, own: attend(q, k, v, own.over(pos[:, None]), scale)), q.shape[3]
     tiles = [(i, min(BACK_TILE, t - i)) for i in range(0, t, BACK_TILE)]
     parts = [again(q[:, :, :, i : i + n], k, v, mask.queries(i, n)) for i, n in tiles]

@@ -40,7 +40,7 @@ def slopes(params: Params, cache: Cache, x: Array, pos: Array, run: Run) -> list
 
     y f[B,T,E] is behind the last layer, before the model's last norm; a f[B,T,E] what a layer's heads add together,
     behind the matrix that they go out by. What the cache holds is constant. It was made by
-    `CacheConfig.uncompressed`, of a model without blocks that recur. Source: KVgrad (openreview.net, cg1wTCJjjk).
+    `CacheConfig.uncompressed`, of a model without blocks that recur. Source: KVgrad (OpenReview: cg1wTCJjjk).
     """
     parts = [(params.block(i), *both) for i, both in enumerate(zip(cache.layers, cache.plan, strict=True))]
     inputs = []
@@ -56,8 +56,8 @@ def slopes(params: Params, cache: Cache, x: Array, pos: Array, run: Run) -> list
 
 @program(arguments=(None, None), results=None)
 def doubled(x: Array, pos: Array) -> Array:
-    """The gradient of the sum of |x|^2 at x f[B,T,E], 0 for what is no token."""
-    return jnp.where((pos >= 0)[..., None], 2 * x, 0)
+    """The gradient f32[B,T,E] of the sum of |x|^2 at x f[B,T,E], 0 for what is no token."""
+    return jnp.where((pos >= 0)[..., None], 2 * x.astype(jnp.float32), 0)
 
 
 @program(arguments=(None, ANY, None, None, None), results=None)
@@ -68,9 +68,15 @@ def passed(one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Arr
 
 @program(arguments=(None, ANY, None, None, None, None), results=(None, None))
 def pulled(one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, back: Array) -> tuple[Array, Array]:
-    """Of the gradient f[B,T,E] behind a block: that in front of it, and the size f32[B,T] of that at what heads add."""
-    before, own = jax.vjp(lambda x, by: _through(one, layer, plan, x, pos, by), x, jnp.zeros_like(x))[1](back)
-    return before, jnp.linalg.norm(own.astype(jnp.float32), axis=-1)
+    """Of the gradient f32[B,T,E] behind a block: that in front of it, and the size f32[B,T] of that at what heads add.
+
+    In between it is of x's type, and at most 1 at first: one of SmolLM2-135M begins with 1,700 and exceeds float16.
+    """
+    most = jnp.abs(back).max((1, 2), keepdims=True)
+    most = jnp.where(most > 0, most, 1)  # of a row without tokens
+    pull = jax.vjp(lambda x, by: _through(one, layer, plan, x, pos, by), x, jnp.zeros_like(x))[1]
+    before, own = (most * y.astype(jnp.float32) for y in pull((back / most).astype(x.dtype)))
+    return before, jnp.linalg.norm(own, axis=-1)
 
 
 def _through(one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, by: Array) -> Array:

@@ -96,7 +96,7 @@ class Graded(Rebuilt):
     """The same attention, times what it is worth: p[i,j] |W_hg v_j| |d sum_t |y_t|^2 / d a_i|, at most (`Worth`).
 
     So a token counts as much as the model's last hidden states y depend on what it adds to its layer's a_i. Source:
-    KVgrad (openreview.net, cg1wTCJjjk), as its authors gave it to the field's reference library.
+    KVgrad (OpenReview: cg1wTCJjjk), as its authors gave it to the field's reference library.
     """
 
     graded: ClassVar[bool] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -184,7 +185,7 @@ def found(params: models.Params, ids: np.ndarray) -> list[np.ndarray]:
 def test_a_model_in_codes_has_the_slopes_of_its_floats(form):
     sizes = dict(models.TINY, hidden_size=64, num_hidden_layers=1)
     params, ids = models.random(sizes, 0, form=form), np.random.default_rng(5).integers(0, 100, PROMPT + PROBE)
-    assert forms(params.layers) == f"{form}"
+    assert forms(params.layers) == form
     floats = jax.tree.map(decoded, params, is_leaf=lambda x: isinstance(x, Coded))
     np.testing.assert_allclose(found(params, ids), found(floats, ids), rtol=1e-4)
 
@@ -201,8 +202,19 @@ def families(name: str) -> tuple[models.Params, Any, np.ndarray]:
 
 def dense(params: models.Params, config: CacheConfig, ids: list[int]) -> Cache:
     """All of a prompt in the recent windows."""
-    cache = sizes.empty(config.uncompressed(len(ids)), params.config, 1, len(ids), 0, jnp.float32)
+    dtype = params.embed.dtype
+    cache = sizes.empty(config.uncompressed(len(ids)), params.config, 1, len(ids), 0, dtype)
     return loop.prefill(params, cache, jnp.asarray([ids], jnp.int32), fresh=True)[0]
+
+
+@pytest.mark.slow
+def test_gradients_beyond_float16_have_their_sizes_in_it():
+    params, ids = models.random(models.TINY, 0), np.random.default_rng(5).integers(0, 100, PROMPT + PROBE)
+    large = replace(params, layers=tuple(w | {"down": 1000 * w["down"]} for w in params.layers))
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), large)
+    want = found(jax.tree.map(lambda x: x.astype(jnp.float32), half), ids)
+    assert max(x.max() for x in want) > 1e8  # float16 ends at 65,504
+    np.testing.assert_allclose(found(half, ids), want, rtol=0.02)
 
 
 @pytest.mark.peers

@@ -97,7 +97,7 @@ def _repeated(name: str, size: Size, probe: Rebuilt, floor: float | None, step: 
 def kvgrad(
     size: Size,
     *,
-    piece: int = 256,  # in the press since 0.5.5, which has 512
+    piece: int = 256,  # of their press since after kvpress 0.5.5, which has 512
     sinks: int = 4,
     floor: float | None = 0.0,
     step: int | None = None,

@@ -15,6 +15,7 @@ from jkv.attention.mask import Mask
 from jkv.models.scale import Scale
 
 QUERY_TILE, KEY_TILE = 256, 256  # of the blocked prefill sweep: a tile of scores stays in cache
+BACK_TILE = 128  # queries whose scores over all keys exist at once on the way back
 FEW = 16  # up to so many query tokens of a row the decode kernels serve, beyond it the prefill kernel
 
 
@@ -24,6 +25,18 @@ def attend(q: Array, k: Array, v: Array, mask: Array | None, scale: Scale) -> Pa
     p, m, l = softmax_parts(logits, None if mask is None else mask[:, :, None])  # noqa: E741
     acc = jnp.einsum("bhgts,bhsd->bhgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(acc=acc, m=m, l=l)
+
+
+def attend_again(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Scale) -> Partial:
+    """What `attend_window` gives, with a gradient: a tile of queries over all keys at a time, again on the way back.
+
+    The loops of `attend_window` end where the keys do that are seen, which only a run tells, and so have no way back.
+    """
+    k, v = (jnp.where((pos >= 0)[:, None, :, None], x, 0) for x in (k, v))  # a mask selects, its gradient multiplies
+    again, t = jax.checkpoint(lambda q, k, v, own: attend(q, k, v, own.over(pos[:, None]), scale)), q.shape[3]
+    tiles = [(i, min(BACK_TILE, t - i)) for i in range(0, t, BACK_TILE)]
+    parts = [again(q[:, :, :, i : i + n], k, v, mask.queries(i, n)) for i, n in tiles]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, 3), *parts)
 
 
 def prompt_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> kernels.Choice:

@@ -26,7 +26,7 @@ class Mask:
         see = (at >= self.first[:, None, :, None]) & (at <= self.last[:, None, :, None])
         return see if self.until is None else see & (self.until[:, :, None] >= self.last[:, None, :, None])
 
-    def queries(self, start: Array, n: int) -> Mask:
+    def queries(self, start: Array | int, n: int) -> Mask:
         """Of n queries from `start`."""
         first, last = (jax.lax.dynamic_slice_in_dim(x, start, n, 1) for x in (self.first, self.last))
         return Mask(first=first, last=last, until=self.until)

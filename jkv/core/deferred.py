@@ -16,11 +16,13 @@ from jkv.core.blocks import as_window, embedded, mixed, none
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.flush import flush, ranked
 from jkv.core.loop import copied
+from jkv.core.slopes import moved, slopes
 from jkv.memory.cache import Cache, Counts, LayerCache, Observation, Queries, Window
 from jkv.memory.layer import LayerConfig
 from jkv.models import ModelConfig, Params
 from jkv.models import layer as block
-from jkv.protocols import PROBED, Columns, Probe
+from jkv.models.weights import decoded
+from jkv.protocols import PROBED, Columns, Probe, Worth
 
 
 @flow(arguments=(None, ANY, None, None, None), results=ANY, donate_argnames=("cache",))
@@ -31,6 +33,7 @@ def probe(params: Params, cache: Cache, ids: Array, span: Array, by: Probe, run:
     """
     model = cache.model
     x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
+    found = slopes(params, cache, x, pos, run) if by.graded else [None] * len(cache.layers)
     layers: tuple[LayerCache, ...] = ()
     states = iter(cache.states)
     for i in range(model.depth):
@@ -39,16 +42,27 @@ def probe(params: Params, cache: Cache, ids: Array, span: Array, by: Probe, run:
             x, _ = run(mixed, one, run(copied, next(states)), x, pos)
             continue
         layer, plan = cache.layers[len(layers)], cache.plan[len(layers)]
-        x, columns = run(probed, one, layer, plan, x, pos, cache.counts, span, by)
+        x, columns = run(probed, one, layer, plan, x, pos, cache.counts, span, found[len(layers)], by)
         layers += (replace(layer, recent=replace(layer.recent, columns=columns)),)
     return replace(cache, layers=layers)
 
 
-@program(arguments=(None, ANY, None, None, None, None, None, None), results=(None, ANY))
+@program(arguments=(None, ANY, None, None, None, None, None, None, None), results=(None, ANY))
 def probed(
-    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, counts: Counts, span: Array, by: Probe
+    one: Params,
+    layer: LayerCache,
+    plan: LayerConfig,
+    x: Array,
+    pos: Array,
+    counts: Counts,
+    span: Array,
+    slope: Array | None,
+    by: Probe,
 ) -> tuple[Array, Columns]:
-    """A block's output for x [B,T,E] at pos i32[B,T], and the columns of its layer's window after these queries."""
+    """A block's output for x [B,T,E] at pos i32[B,T], and the columns of its layer's window after these queries.
+
+    slope f32[B,T]: of `slopes`, if the probe is graded.
+    """
     model = one.config
     rope, dtype, before = model.ropes[0], layer.recent.k.dtype, layer.recent.pos.shape[1]
 
@@ -58,8 +72,10 @@ def probed(
         part = attend_window(q, window.k, window.v, causal(pos, plan.window), window.pos, model.scale, plan.kernels)
         part = with_sinks(part, new.sinks)
         ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)
+        worth = None if slope is None else Worth(query=slope, key=moved(window, decoded(one.layers[0]["o"])))
         columns = {
-            name: by.observe(ev, span, x) if name.rpartition(".")[2] == PROBED else x for name, x in ev.columns.items()
+            name: by.observe(ev, span, x, worth) if name.rpartition(".")[2] == PROBED else x
+            for name, x in ev.columns.items()
         }
         return part.finish(), {name: x[:, :, :before] for name, x in columns.items()}
 

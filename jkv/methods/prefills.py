@@ -91,6 +91,8 @@ class Deferred(Prefill):
         return "reads texts after the prompt" if self.probe else "asks every layer about the prompt"
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+        if self.probe:
+            self.probe.check(config, model)
         needs = needs_of(config.score, config.merge, config.select)
         if needs.new or needs.prompt:
             raise ValueError(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
+from jkv.methods.checks import alone
 from jkv.methods.scores.attention import mass, most
-from jkv.protocols import Evidence, Probe, ProbeTokens, Say
+from jkv.protocols import Evidence, Probe, ProbeTokens, Say, Worth
 
 if TYPE_CHECKING:
-    from jkv.models import Params
+    from jkv.methods.config import CacheConfig
+    from jkv.models import ModelConfig, Params
 
 AGAIN = "\n\nRepeat the text above exactly, word for word.\n\n"
 GO_ON = "\n\nRepeat the text above exactly, word for word, from here on:"
@@ -36,7 +38,7 @@ class Pseudo(Probe):
         reach(params, rows, ids, "dapq: fewer tokens=")
         return [ProbeTokens(ids=ids, span=[(0, len(r)) for r in rows])]
 
-    def observe(self, ev: Evidence, span: Array, old: Array) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
         assert ev.new is not None
         return mass(ev, ev.new, "mean")
 
@@ -62,11 +64,11 @@ class Rebuilt(Probe):
             pieces = [r[start : start + self.piece] for r in rows]
             lead = [[*go_on, *r[start - self.lead : start]] if start else again for r in rows]
             ids = [[*a, *turn, *b] if b else [] for a, b in zip(lead, pieces, strict=True)]
-            reach(params, rows, ids, "kvzip: a smaller piece=")
+            reach(params, rows, ids, "a smaller piece=")
             out.append(ProbeTokens(ids=ids, span=[(start, start + len(b)) for b in pieces]))
         return out
 
-    def observe(self, ev: Evidence, span: Array, old: Array) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
         assert ev.new is not None
         first, end, seen = span[:, 0], span[:, 1], ev.seen
 
@@ -76,10 +78,36 @@ class Rebuilt(Probe):
             return jnp.where(there[:, :, None, None], p, 0)
 
         total = ev.over_keys(lambda p, q_pos, pos, index: among(p, pos).sum(-1), ev.new)
-        asked = replace(ev.new, lse=ev.new.lse + jnp.log(jnp.maximum(total, 1e-30)))
-        best = ev.fold(lambda p, q_pos, pos, index: among(p, pos).max((2, 3)), asked, jnp.maximum)
+        lse = ev.new.lse + jnp.log(jnp.maximum(total, 1e-30))
+        if worth is not None:  # a weight of a query is another log-sum-exp
+            lse = lse - jnp.log(worth.query)[:, None, None]
+
+        def paid(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            weight = 1.0 if worth is None else jnp.take(worth.key, index, 3)[..., None, :]
+            return (among(p, pos) * weight).max((2, 3))
+
+        best = ev.fold(paid, replace(ev.new, lse=lse), jnp.maximum)
         inside = (ev.pos >= first[:, None, None]) & (ev.pos < end[:, None, None])
         return jnp.where(inside, best, old)
+
+
+@part
+class Graded(Rebuilt):
+    """The same attention, times what it is worth: p[i,j] |W_hg v_j| |d sum_t |y_t|^2 / d a_i|, at most (`Worth`).
+
+    So a token counts as much as the model's last hidden states y depend on what it adds to its layer's a_i. Source:
+    KVgrad (OpenReview: cg1wTCJjjk), as its authors gave it to the field's reference library.
+    """
+
+    graded: ClassVar[bool] = True
+
+    def check(self, config: CacheConfig, model: ModelConfig) -> None:
+        others = {
+            "values that are latents, as what they add to the output is not one product": model.latent is not None,
+            "blocks that recur, through which it does not go back": model.mixers is not None,
+            "experts, through which it does not go back": model.experts is not None,
+        }
+        alone(config, "a probe that goes back through the model (graded) does", others)
 
 
 @part
@@ -104,7 +132,7 @@ class Drafted(Probe):
         ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token
         return [ProbeTokens(ids=ids, span=[(0, len(r)) for r in rows])]
 
-    def observe(self, ev: Evidence, span: Array, old: Array) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
         assert ev.new is not None
         return most(ev, ev.new)
 

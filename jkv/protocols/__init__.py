@@ -10,7 +10,7 @@ from jkv.protocols.codec import Code, Codec, KernelCodes
 from jkv.protocols.evidence import Evidence, Queries, Window
 from jkv.protocols.merge import Entries, Lost, Merge
 from jkv.protocols.needs import Born, Columns, Counts, Needs, needs_of
-from jkv.protocols.prefill import PROBED, Prefill, Probe, ProbeTokens, Reading, Say
+from jkv.protocols.prefill import PROBED, Prefill, Probe, ProbeTokens, Reading, Say, Worth
 from jkv.protocols.score import Score
 from jkv.protocols.selector import Entered, Look, Selector
 
@@ -43,5 +43,6 @@ __all__ = [
     "Selector",
     "Sizes",
     "Window",
+    "Worth",
     "needs_of",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from jax import Array
 
-from jkv.arrays.tree import part
+from jkv.arrays.tree import part, value
 from jkv.protocols.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -31,8 +31,25 @@ Say = Callable[[Any, list[list[int]], int], list[list[int]]]
 PROBED = "probed"  # the column that a probe fills, of whatever score has it
 
 
+@value
+class Worth:
+    """What attention is worth to what a model says: p[i,j] of query head hg is worth p[i,j] query_i key_hgj.
+
+    query f32[B,N]: |d sum_t |y_t|^2 / d a_i|, y behind the last layer and a what this one's heads add together, behind
+    the matrix that they go out by; key f32[B,H,G,S]: |W_hg v_j|, W_hg the columns of that matrix for a query head.
+    """
+
+    query: Array
+    key: Array
+
+
 class Probe:
     """Queries that a prompt does not have, and what they find out about its tokens."""
+
+    graded: ClassVar[bool] = False  # it asks what their attention is worth, which takes a pass back through the model
+
+    def check(self, config: Any, model: ModelConfig) -> None:
+        """Raise ValueError if it cannot work with the rest of a CacheConfig."""
 
     def texts(self, params: Params, rows: list[list[int]], say: Say) -> list[ProbeTokens]:
         """Read one by one after the prompts of these token ids; one program serves those of one padded length.
@@ -41,10 +58,10 @@ class Probe:
         """
         raise NotImplementedError  # its own in every probe
 
-    def observe(self, ev: Evidence, span: Array, old: Array) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
         """f32[B,H,S]: the column after these queries, ev.new, from the old one; span i32[B,2].
 
-        ev.seen and ev.prompt count the tokens before the probe.
+        ev.seen and ev.prompt count the tokens before the probe; worth: of its attention, if it is graded.
         """
         raise NotImplementedError  # its own in every probe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -122,3 +123,36 @@ def test_keys_that_some_query_does_not_see_may_hold_anything(window: int | None)
     gap = q_pos[:, :, None] - k_pos[:, None]
     mask = (gap >= 0) & (k_pos >= 0)[:, None] & (gap < (window or s)) & (q_pos >= 0)[..., None]
     np.testing.assert_allclose(got.finish(), softmax64(q, np.nan_to_num(k), v, mask[:, None]), atol=5e-6)
+
+
+def test_the_way_back_through_tiles_of_queries_is_that_of_plain_attention():
+    """Rows of different lengths, with NaN where nobody looks."""
+    t, s = 2 * A.BACK_TILE + 40, 310
+    q, k, v, out = draw(2, 1, 2, t, D), draw(2, 1, s, D), draw(2, 1, s, D), draw(2, 1, 2, t, D)
+    k_pos = np.stack([np.arange(s), np.concatenate([np.full(60, -1), np.arange(s - 60)])]).astype(np.int32)
+    q_pos = k_pos[:, -t:]
+    see = ((q_pos[:, :, None] >= k_pos[:, None]) & (k_pos >= 0)[:, None])[:, None, None]
+    k[k_pos[:, None] < 0] = v[k_pos[:, None] < 0] = np.nan
+
+    @jax.jit
+    def back(q, k, v):
+        def found(*x):
+            return A.attend_again(*x, causal(jnp.asarray(q_pos), None), jnp.asarray(k_pos), SCALE).finish()
+
+        y, pull = jax.vjp(found, q, k, v)
+        return y, *pull(jnp.asarray(out))
+
+    got = back(q, k, v)
+    q, k, v, out = (np.nan_to_num(x).astype(float) for x in (q, k, v, out))
+    p = np.where(see, np.exp(np.einsum("bhgtd,bhsd->bhgts", q, k) * SCALE), 0)
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    by = np.einsum("bhgtd,bhsd->bhgts", out, v)
+    logits = p * (by - (p * by).sum(-1, keepdims=True)) * SCALE
+    want = (
+        np.einsum("bhgts,bhsd->bhgtd", p, v),
+        np.einsum("bhgts,bhsd->bhgtd", logits, k),
+        np.einsum("bhgts,bhgtd->bhsd", logits, q),
+        np.einsum("bhgts,bhgtd->bhsd", p, out),
+    )
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)

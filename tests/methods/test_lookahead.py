@@ -146,7 +146,7 @@ def test_what_cannot_work_is_refused(tmp_path):
     long = [[1] * 500]
     with pytest.raises(ValueError, match="531 tokens, and the model's context is 512: take dapq: fewer tokens="):
         jkv.prefill(PARAMS, "dapq(budget=40, tokens=31)", long, room=0)
-    with pytest.raises(ValueError, match="1000 tokens.*kvzip: a smaller piece="):
+    with pytest.raises(ValueError, match="1000 tokens.*take a smaller piece="):
         jkv.prefill(PARAMS, "kvzip(budget=40)", long, room=0)
     with pytest.raises(ValueError, match="reads texts after the prompt.*chunk=64"):
         jkv.prefill(PARAMS, "dapq(budget=40)", ROWS, chunk=64)

@@ -317,6 +317,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "fastkv": (Case("fastkv(budget={b}, window=8, layer=0, tokens={b})"),),
     "dapq": (Case("dapq(budget={b}, tokens=16)"),),
     "kvzip": (Case("kvzip(budget={b}, piece=48, step={b})"),),
+    "kvgrad": (Case("kvgrad(budget={b}, piece=48, step={b})"),),
     "trimkv": (Case(f"trimkv(budget={{b}}, gate={GATE!r})"),),
     "retrieval": (Case(f"retrieval(budget={{b}}, window=8, step={{b}}, gate={GATE!r}, heads={FINDERS!r})"),),
     "makeeach": (Case(f"makeeach(budget={{b}}, gate={DEEP!r}, step={{b}})"),),

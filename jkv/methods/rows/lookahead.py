@@ -6,7 +6,7 @@ from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.divisions import Won
 from jkv.methods.prefills import Attended, Deferred, Recalled, TokenPruning
-from jkv.methods.probes import Drafted, Pseudo, Rebuilt
+from jkv.methods.probes import Drafted, Graded, Pseudo, Rebuilt
 from jkv.methods.scores.attention import WindowMass
 from jkv.methods.scores.keys import Asked
 from jkv.methods.scores.position import Pool, Protect
@@ -70,18 +70,43 @@ def kvzip(
     floor: what a head is sure of, as a share of an equal part, or None: layers and heads have equal shares; slots come
     in steps of `step` tokens (None: a quarter of the budget).
     """
-    if piece < 1 or (step is not None and step < 1):
+    return _repeated("kvzip", size, Rebuilt(piece=piece, sinks=sinks), floor, step)
+
+
+def _repeated(name: str, size: Size, probe: Rebuilt, floor: float | None, step: int | None) -> Axes:
+    """What a repetition of the prompt looks at stays, beside the first tokens."""
+    if probe.piece < 1 or (step is not None and step < 1):
         raise ValueError(
-            f"kvzip: piece={piece}, step={step}: tokens that are repeated at a time, and of slots, 1 or more"
+            f"{name}: piece={probe.piece}, step={step}: tokens that are repeated at a time, and of slots, 1 or more"
         )
     return dict(
-        score=Protect(score=Probed(), sinks=sinks),
+        score=Protect(score=Probed(), sinks=probe.sinks),
         budget=size if floor is None else Won(size=size, window=0, step=step),
         pooled=floor,
         recent=0,
         append=1.0,
-        prefill=Deferred(probe=Rebuilt(piece=piece, sinks=sinks)),
+        prefill=Deferred(probe=probe),
     )
+
+
+@row(
+    "OpenReview: cg1wTCJjjk",
+    "scores of its authors' press, from its code; the paper was not read; the request to repeat is our own, as kvzip's",
+    "none: the paper was not read",
+)
+def kvgrad(
+    size: Size,
+    *,
+    piece: int = 256,  # of their press since after kvpress 0.5.5, which has 512
+    sinks: int = 4,
+    floor: float | None = 0.0,
+    step: int | None = None,
+) -> Axes:
+    """KVgrad: kvzip, where attention counts as much as the model's last hidden states depend on what it adds.
+
+    That takes a pass back through the model for each piece of the prompt. The arguments are those of kvzip.
+    """
+    return _repeated("kvgrad", size, Graded(piece=piece, sinks=sinks), floor, step)
 
 
 @row(

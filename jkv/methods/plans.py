@@ -57,7 +57,7 @@ class Plan:
     @classmethod
     def uniform(cls, texts: Sequence[str], layers: int, budget: int, keys: int, values: int) -> Plan:
         """The plan in which all layers have the same of each."""
-        return cls(tuple(texts), *((i,) * layers for i in (budget, keys, values)))
+        return cls(tuple(texts), (budget,) * layers, (keys,) * layers, (values,) * layers)
 
     @property
     def config(self) -> CacheConfig:

@@ -170,7 +170,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch):
     assert found("int8", "int4", out="once").exit_code == 0
     monkeypatch.setattr(Alone, "swapped", swapped)
     assert found("int8", "int4").exit_code == 1 and len(asks) == 2
-    assert "holds what another search measured (its candidates)" in " ".join(found("int8", "int2").output.split())
+    assert "holds what another search measured (its candidates)" in " ".join(found("int8", "int3").output.split())
     assert found("int8", "int4").exit_code == 0 and len(asks) == 3  # the one that was killed, and no other, again
     assert learned.read(tmp_path / "plan", METHOD)[1] == learned.read(tmp_path / "once", METHOD)[1]
     assert not (tmp_path / "plan" / "measured.json").exists()

@@ -57,6 +57,12 @@ def settled(m: Mixers, old: State, state: Array) -> State:
     return _fresh(m, old, state, jnp.take_along_axis(old.raw, tail[..., None], 1))
 
 
+def roomy(x: State, empty: State) -> State:
+    """What x remembers, of whose tokens none wait, where as many can wait as in an empty state."""
+    before = x.raw.shape[1] - x.dt.shape[1]
+    return replace(empty, state=x.state, raw=empty.raw.at[:, :before].set(x.raw[:, :before]))
+
+
 def _fresh(m: Mixers, old: State, state: Array, raw: Array) -> State:
     empty = jax.tree.map(jnp.zeros_like, old)
     return replace(empty, state=state.reshape(old.state.shape), raw=empty.raw.at[:, : m.kernel - 1].set(raw))

@@ -314,39 +314,50 @@ _calibrated("sensitivity", "Means, correlations and levels of keys and values, b
 _calibrated("razorattention", "Which heads copy, so that they need all tokens.", 4, 1601)
 
 
-@calibrate.command("layers", help="Which codec keeps the keys, and the values, of each layer, within so many bits.")
+@calibrate.command(
+    "layers", help="Which budget, and which codecs, each layer has, within so many bytes; the same command resumes it."
+)
 def layers(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
-    bits: Annotated[float, typer.Option(help="Bits of a number over all layers, metadata included.")],
+    bytes: Annotated[str, typer.Option(help="Bytes of the cache of a text, everything counted, such as 2MiB.")],
     model: Model = MODEL,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="A cache whose codec may be chosen; repeatable. Default: int8 and turboquant of 4, 3, 2 bits."
+            help="A cache whose budget, or whose codec of keys or of values, may be chosen; repeatable. Default: full, "
+            "int8 and turboquant of 4, 3, 2 bits."
         ),
     ] = None,
-    texts: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 2,
-    length: Annotated[int, typer.Option(min=16, help="Tokens of a text.")] = 512,
+    texts: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 4,
+    length: Annotated[int, typer.Option(min=16, help="Tokens of a text.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
     dtype: Floats = "float32",
 ) -> None:
+    import numpy as np
+
     from jkv.host import console
+    from jkv.host.arguments import read_bytes
     from jkv.io import learned
     from jkv.io.load import load
-    from jkv.methods import plans
-    from jkv.training.plans import CANDIDATES
-    from jkv.training.plans import layers as planned
+    from jkv.methods.plans import METHOD, alike
+    from jkv.training import data
+    from jkv.training.measured import Measured
+    from jkv.training.moments import SOURCES
+    from jkv.training.plans import CANDIDATES, Search
 
     _check_free(out)
-    asked = tuple(candidate or CANDIDATES)
-    plans.alike(asked)
+    asked, most = tuple(candidate or CANDIDATES), read_bytes(bytes)
+    alike(asked)
     params = load(model, dtype)
-    with console.progress(params.config.layers) as say:
-        arrays, told = planned(params, texts, length, seed, say, asked, bits)
-    card = dict(
-        method=plans.METHOD, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed
-    )
+    search = Search(params, asked, length, most)
+    ids = np.asarray(data.texts(params, SOURCES, length, texts, seed).ids)
+    kept = Measured(out / "measured.json", search.what(ids))  # a killed search goes on from there
+    with console.progress(search.steps) as say:
+        arrays, told = search.run(ids, say, kept)
+    card = dict(method=METHOD, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed)
     learned.write(out, arrays, card | told)
-    rest = ", ".join(f"{text} {kl:.4g}" for text, kl in told["uniform"].items())
-    print(f"{told['bits']:.4g} bits a number, KL {told['kl']:.4g} (in all layers: {rest})")
+    kept.remove()
+    print(f"{told['bytes']:,} bytes, KL {told['kl']:.4g}; the same in all layers:")
+    for row in told["uniform"]:
+        print(f"{row['bytes']:,} bytes, KL {row['kl']:.4g}: {row['cache']}")
     print(f"write: planned(plan='{out}')")

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.core.blocks import attended, embedded, mixed
+from jkv.core.blocks import attended, embedded, entering, mixed
 from jkv.core.compiled import ANY, Cost, Run, call, flow, program
 from jkv.core.loop import copied
 from jkv.eval.attention import to_spare
@@ -37,7 +37,7 @@ FAR = 8  # times the median
 SLICE = 64  # tokens whose logits exist at once
 
 
-@flow(arguments=(None, ANY, None, None), results=None, static_argnames=("first", "end"))
+@flow(arguments=(None, ANY, None, None), results=None, static_argnames=("first", "end", "fresh"))
 def read(
     params: Params,
     cache: Cache,
@@ -46,12 +46,14 @@ def read(
     run: Run = call,
     first: int = 0,
     end: int | None = None,
+    fresh: bool = True,
 ) -> Array:
-    """The last block's output [B,T,E] for texts i32[B,T], read into an empty cache that is not kept.
+    """The last block's output [B,T,E] for texts i32[B,T], read into a cache that is not kept; fresh: it is empty.
 
     Blocks `first` to below `end` read x [B,T,E], what the one before `first` made of the texts, or None: embeddings.
     """
-    out, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
+    stay = None if fresh else cache.stay
+    out, pos, _, steps = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=stay, later=not fresh)
     out = out if x is None else x
     layers, states = iter(zip(cache.layers, cache.plan, strict=True)), iter(cache.states)
     for i in range(cache.model.depth if end is None else end):
@@ -59,11 +61,13 @@ def read(
         if cache.model.attends(i):
             layer, plan = next(layers)
             if i >= first:
-                out = run(attended, one, layer, plan, out, pos, None, fresh=True, rows=None, placed=False)[0]
+                out = run(attended, one, layer, plan.view, out, pos, steps, fresh=fresh, rows=None, placed=False)[0]
         else:
             state = next(states)
             if i >= first:
-                out = run(mixed, one, run(copied, state), out, pos)[0]
+                state = run(copied, state)
+                state = state if fresh else run(entering, one, state, jnp.bool_(True))
+                out = run(mixed, one, state, out, pos)[0]
     return out
 
 
@@ -76,6 +80,22 @@ def compared(ends: Params, full: Array, own: Array, tokens: Array) -> tuple[Arra
     full, own = (family(ends.config).head(ends, x) for x in (full, own))
     nll = -jnp.take_along_axis(jax.nn.log_softmax(own), tokens[..., None], -1)[..., 0]
     return (*divergence(full, own), nll)
+
+
+def sliced(
+    ends: Params, full: Array, own: Array, rows: np.ndarray, prefix: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """`compared` of the tokens of texts i32[B,T] from `prefix` on, slice by slice.
+
+    The last one is moved back to be as long as all, and gives its new tokens.
+    """
+    length = rows.shape[1]
+    n = min(SLICE, length - prefix)
+    for start in range(prefix - 1, length - 1, n):
+        at = min(start, length - 1 - n)
+        made = compared(ends, full[:, at : at + n], own[:, at : at + n], jnp.asarray(rows[:, at + 1 : at + n + 1]))
+        kl, agree, nll = (np.asarray(x)[:, start - at :] for x in made)
+        yield kl, agree, nll
 
 
 @jax.jit
@@ -179,7 +199,7 @@ class Codecs:
                 for way, cache in enumerate(coded if i in attending else []):
                     own = self._read(cache, row, x, first=i, end=i + 1)
                     own = self._read(self.exact, row, own, first=i + 1)
-                    kl = np.concatenate([kl for kl, _, _ in self._compared(full, own, row)], 1)
+                    kl = np.concatenate([kl for kl, _, _ in self._sliced(full, own, row)], 1)
                     costs[way, attending.index(i), text] = kl.mean(dtype=float)
                 before[text] = self._read(self.exact, row, x, first=i, end=i + 1)
             if i in attending:
@@ -208,7 +228,7 @@ class Codecs:
         found, cache = [], self._empty(config)
         for row, full in zip(self.ids, self.full, strict=True):
             own = self._read(cache, row)
-            parts = zip(*self._compared(full, own, row), strict=True)
+            parts = zip(*self._sliced(full, own, row), strict=True)
             found.append([float(np.concatenate(x, 1).mean(dtype=float)) for x in parts])
         kl, agree, nll = np.array(found).T
         return {
@@ -221,11 +241,5 @@ class Codecs:
             "bits": list(tier_bits(cache)),
         }
 
-    def _compared(self, full: Array, own: Array, row: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-        """Slice by slice; the last one is moved back to be as long as all, and gives its new tokens."""
-        n = min(SLICE, len(row) - self.prefix)
-        for start in range(self.prefix - 1, len(row) - 1, n):
-            at = min(start, len(row) - 1 - n)
-            parts = (full[:, at : at + n], own[:, at : at + n], jnp.asarray(row[None, at + 1 : at + n + 1]))
-            made = compared(self.params.ends, *parts)
-            yield tuple(np.asarray(x)[:, start - at :] for x in made)
+    def _sliced(self, full: Array, own: Array, row: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        return sliced(self.params.ends, full, own, row[None], self.prefix)

@@ -26,7 +26,7 @@ from jkv.memory.positions import bucket, pad
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models import layer as block
-from jkv.models.states import State
+from jkv.models.states import State, roomy
 
 LIMIT = 2**30  # bytes of the forward passes that are kept
 
@@ -93,8 +93,14 @@ def replayed(params: Params, cache: Cache, known: Pass, run: Run = call) -> Cach
         how = {"model": one.config, "fresh": True, "prunes": False}
         layer, _ = run(flushed, layer, window, queries, plan, counts, lower, **how)
         layers += (replace(layer, queries=ring),)
-    states = tuple(run(copied, state) for state in known.states)
+    states = tuple(run(fitted, *pair) for pair in zip(known.states, cache.states, strict=True))
     return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(cache.stay))
+
+
+@program(arguments=(ANY, ANY), results=ANY)
+def fitted(known: State, own: State) -> State:
+    """A state of the forward pass, for a cache that may flush after more steps or fewer."""
+    return roomy(known, own)
 
 
 @program(arguments=(None, ANY, None, None, None, None), results=ANY)

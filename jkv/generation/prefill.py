@@ -187,7 +187,7 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
     if len(rows) != cache.rows:
         raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
     longest = int(cache.seen.max()) + max(map(len, rows)) + new
-    for plan in cache.plan[:1]:
+    for plan in cache.plan if all(plan.budget.statistic is None for plan in cache.plan) else cache.plan[:1]:
         if plan.tiers and plan.capacity >= plan.longest < longest:  # it holds every token, as many as it was made for
             raise ValueError(
                 f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="

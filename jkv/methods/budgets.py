@@ -187,6 +187,9 @@ class Beyond(Budget):
     def of(self, change: Callable[[Size], Budget]) -> Budget:
         return replace(self, budget=self.budget.of(change))
 
+    def for_layer(self, model: ModelConfig, layer: int) -> Budget:
+        return replace(self, budget=self.budget.for_layer(model, layer))
+
     def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
         older = max(demand.new - demand.recent, 0)
         more = demand.new - older + ceil(self.share * older)

@@ -249,7 +249,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         columns=columns,
         expires=expires,
         tiers=tiers,
-        budget=config.budget,
+        budget=config.budget.for_layer(model, i),
         size=size,
         pooled=config.pooled,
         merge=merge,

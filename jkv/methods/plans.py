@@ -1,4 +1,4 @@
-"""Plans: which of several codecs keeps the keys, and which the values, of each layer."""
+"""Plans: which of several caches gives each layer its budget, which its keys' codec, and which its values'."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ import jax
 import numpy as np
 
 from jkv.io import learned
+from jkv.methods.allotted import Allotted
+from jkv.methods.budgets import All
 from jkv.methods.codecs.planned import Planned
 from jkv.methods.config import CacheConfig
 from jkv.methods.text import parse
-from jkv.protocols import Codec
+from jkv.protocols import Budget, Codec
 
 METHOD = "layers"
+AXES = ("budgets", "keys", "values")  # what each layer has its own choice of
 SAID = {"name", "exactness"}  # fields that say what a config was made from
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Texts of caches that differ in their codecs alone, and of each layer whose keys, i[L], and values, i[L], it has.
+    """Texts of caches that differ in their budgets and codecs alone, and of each layer whose budget, i[L], whose keys,
+    i[L], and whose values, i[L], it has.
 
     models: fingerprints of what it was measured for; none: any.
     """
 
     texts: tuple[str, ...]
+    budgets: tuple[int, ...]
     keys: tuple[int, ...]
     values: tuple[int, ...]
     models: tuple[str, ...] = ()
@@ -36,19 +41,27 @@ class Plan:
     def read(cls, folder: str | Path) -> Plan:
         """FormatError for what `jkv calibrate layers` did not write."""
         arrays, card = learned.read(folder, METHOD)
+        if "keys" in arrays and "budgets" not in arrays:  # candidates that differed in codecs alone had none
+            arrays["budgets"] = np.zeros_like(arrays["keys"])
         texts = card.get("candidates")
-        if not learned.fit(arrays, {"keys": "L", "values": "L"}):
+        if not learned.fit(arrays, dict.fromkeys(AXES, "L")):
             raise learned.unlike(folder, arrays, METHOD)
         if not isinstance(texts, list) or not texts or not all(isinstance(x, str) for x in texts):
             raise learned.broken(folder, f"its candidates are {texts!r}, and should be texts of caches")
-        keys, values = (tuple(arrays[side].astype(int).tolist()) for side in ("keys", "values"))
-        if not {*keys, *values} <= {*range(len(texts))}:
-            raise learned.broken(folder, f"it chooses {sorted({*keys, *values})} of {len(texts)} candidates")
-        return cls(tuple(texts), keys, values, tuple(card["model"]))
+        which = {axis: tuple(int(i) for i in arrays[axis]) for axis in AXES}
+        chosen = {i for each in which.values() for i in each}
+        if not chosen <= {*range(len(texts))}:
+            raise learned.broken(folder, f"it chooses {sorted(chosen)} of {len(texts)} candidates")
+        return cls(texts=tuple(texts), models=tuple(card["model"]), **which)
+
+    @classmethod
+    def uniform(cls, texts: Sequence[str], layers: int, budget: int, keys: int, values: int) -> Plan:
+        """The plan in which all layers have the same of each."""
+        return cls(tuple(texts), (budget,) * layers, (keys,) * layers, (values,) * layers)
 
     @property
     def config(self) -> CacheConfig:
-        """The cache in which each layer has the codecs that the plan chooses; ValueError as `alike` raises it."""
+        """The cache in which each layer has what the plan chooses; ValueError as `alike` raises it."""
         configs = alike(self.texts)
 
         def chosen(codecs: Sequence[Codec | None], which: tuple[int, ...]) -> Codec | None:
@@ -65,7 +78,11 @@ class Plan:
         for specs in zip(*(config.tiers for config in configs), strict=True):
             k, v = both([(tier.k, tier.v) for tier in specs])
             tiers.append(replace(specs[0], k=k, v=v))
-        return replace(configs[0], codec=both([config.codec for config in configs]), tiers=tuple(tiers))
+        codec, budgets = both([config.codec for config in configs]), tuple(config.budget for config in configs)
+        budget: Budget = budgets[0]
+        if not all(same(other, budget) for other in budgets):
+            budget = Allotted(choices=budgets, which=self.budgets, models=self.models)
+        return replace(configs[0], budget=budget, codec=codec, tiers=tuple(tiers))
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -83,23 +100,29 @@ def same(a: Any, b: Any) -> bool:
 
 
 def alike(texts: Sequence[str]) -> list[CacheConfig]:
-    """The caches of texts that differ in their codecs alone; ValueError for others, and for codecs that tie layers."""
+    """The caches of texts that differ in their budgets and codecs alone; ValueError for others, for codecs that tie
+    layers, and for budgets that layers divide by a prompt."""
     configs = [parse(text) for text in texts]
     for text, config in zip(texts, configs, strict=True):
         if any(codec.taught or codec.layers > 1 or codec.heads != 1 for codec in config.all_codecs):
             raise ValueError(
                 f"{text!r}: a plan takes codecs that code each layer and head alone and learn of no prompt"
             )
+        if config.budget.statistic is not None:
+            raise ValueError(
+                f"{text!r}: its layers divide their budget by each prompt, and a plan does so for all prompts alike"
+            )
         if not same(bare(config), bare(configs[0])):
             raise ValueError(
-                f"{texts[0]!r} and {text!r} differ in more than their codecs: a plan chooses between caches with the "
-                "same tiers, budget, recent= and block="
+                f"{texts[0]!r} and {text!r} differ in more than their budgets and codecs: a plan chooses between "
+                "caches with the same score, tiers, recent= and block="
             )
     return configs
 
 
 def bare(config: CacheConfig) -> tuple[Any, ...]:
-    """What a config is beside its codecs."""
+    """What a config is beside its size and codecs."""
     tiers = tuple(replace(tier, k=None, v=None) for tier in config.tiers)
-    frame = replace(config, codec=CacheConfig().codec, tiers=tiers, name="", exactness="")
+    plain = {"budget": config.budget.of(lambda _: All()), "codec": CacheConfig().codec}
+    frame = replace(config, **plain, tiers=tiers, name="", exactness="")
     return frame, *((tier.k is None, tier.v is None) for tier in config.tiers)

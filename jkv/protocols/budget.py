@@ -92,6 +92,10 @@ class Budget:
         """What each layer of a model gets; without the statistic that it wants, what layers get that are all alike."""
         raise NotImplementedError  # its own in every budget
 
+    def for_layer(self, model: ModelConfig, layer: int) -> Budget:
+        """What this layer's flushes ask for its limit: this budget, or the layer's own."""
+        return self
+
     def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
         """i32[B] tokens that each row of a layer may hold, recent window included; share i32[B]: of `Sizes.rows`."""
         return jnp.full_like(counts.seen, layer.size.tokens)

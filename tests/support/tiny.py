@@ -254,7 +254,8 @@ def sensitivity(folder: str) -> str:
 def plan(folder: str) -> str:
     """A folder of `jkv calibrate layers` for the tiny model: eight bits and four in turns."""
     card = {"method": "layers", "model": io.identities(PARAMS), "candidates": ["int8", "int4"]}
-    io.write(folder, {"keys": np.arange(L) % 2, "values": (np.arange(L) + 1) % 2}, card)
+    turns = np.arange(L) % 2
+    io.write(folder, {"budgets": 0 * turns, "keys": turns, "values": 1 - turns}, card)
     return folder
 
 

@@ -173,11 +173,11 @@ def zipvl(
 
 @row(
     "-",
-    "as the codecs that it chooses from are; the plan is what `jkv calibrate layers` measured",
+    "as the caches that it chooses from are; the plan is what `jkv calibrate layers` measured",
     "",
 )
 def planned(*, plan: str | None = None) -> Axes:
-    """Keys and values of each layer in the codec that a plan gives them: more bits where the predictions need them.
+    """Each layer with the budget and the codecs that a plan gives it: more bytes where the predictions need them.
 
     plan: a folder of `jkv calibrate layers`, without which no cache can be made.
     """

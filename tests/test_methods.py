@@ -255,7 +255,9 @@ def test_what_does_not_go_together_says_why():
     assert {b for a, b in refused if a == "lacache"} == reading | {"nsnquant", "shadowkv"}
     assert "every tier of this method has its own codecs" in refused["zipvl", "int8"]
     assert "relative positions move keys" in refused["streaming", "quest"]
-    assert "kivi" not in {b for a, b in refused if a == "snapkv"} and len(refused) < len(PAIRS) / 4
+    assert "kivi" not in {b for a, b in refused if a == "snapkv"}
+    others = [why for why in refused.values() if "compete for one pool" not in why]  # a pool has no heads of its own
+    assert len(others) < len(PAIRS) / 8
     check(parse("streaming(budget=256, relative=False) | quest"), MODEL)  # the way out
 
 

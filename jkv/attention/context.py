@@ -8,6 +8,7 @@ divided stays the compiler's business. On one device, or without the axis, all s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -58,9 +59,7 @@ def each_given(
     if not names:
         return run(tree, None, *shared)
 
-    def spec(x: Array, *slots: Axes) -> PartitionSpec:
-        heads = HEADS if HEADS not in names and x.ndim > 2 and x.shape[1] > 1 else None
-        return PartitionSpec(ROWS if x.shape[0] > 1 else None, heads, *slots)
+    spec = partial(_spec, heads=None if HEADS in names else HEADS)
 
     def own(part: Array, tree: Any, *shared: Any) -> Any:
         out = run(tree, part[0], *shared)
@@ -71,6 +70,12 @@ def each_given(
     given = PartitionSpec(names), held, *jax.tree.map(spec, shared)
     mapped = jax.shard_map(own, in_specs=given, out_specs=back, check_vma=False)
     return mapped(jnp.arange(prod(mesh.shape[x] for x in names), dtype=jnp.int32), tree, *shared)
+
+
+def _spec(x: Array, *rest: Any, heads: str | None = HEADS) -> PartitionSpec:
+    """Of an array [B,n,...] or [B,H,n,...] by rows and heads, where it has more than one, and by the rest."""
+    by = [heads if x.shape[1] > 1 else None] if x.ndim > 2 else []
+    return PartitionSpec(ROWS if x.shape[0] > 1 else None, *by, *rest)
 
 
 def _shares(tokens: int) -> bool:
@@ -97,12 +102,8 @@ def each_query(run: Callable[..., Any], q: Array, k: Array, v: Array, pos: Array
     if not _shares(q.shape[3]):
         return run(q, k, v, pos, *by, until)
 
-    def spec(x: Array, *tokens: str | None) -> PartitionSpec:
-        heads = [HEADS if x.shape[1] > 1 else None] if x.ndim > 2 else []
-        return PartitionSpec(ROWS if x.shape[0] > 1 else None, *heads, *tokens)
-
-    own = spec(q, None, CONTEXT)
-    given = own, spec(k), spec(v), spec(pos), *(spec(x, CONTEXT) for x in by), jax.tree.map(spec, until)
+    own = _spec(q, None, CONTEXT)
+    given = own, *map(_spec, (k, v, pos)), *(_spec(x, CONTEXT) for x in by), jax.tree.map(_spec, until)
     return jax.shard_map(run, in_specs=given, out_specs=own, check_vma=False)(q, k, v, pos, *by, until)
 
 

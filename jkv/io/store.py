@@ -56,9 +56,8 @@ class Store:
     what one tenant stored, another with another salt does not find. codec: "", keys and values as they are, or
     "cachegen(level=2)", rounded and entropy-coded: of a prompt that is found in part, keys and values of that part are
     rounded, and what follows is read behind them; "cachegen(within=2)", three levels of each, of which so many seconds
-    and the folder's speed choose. A record is written whole or not at all; one that is torn, or
-    somebody else's, is a miss, and is deleted. What cannot be written is a RuntimeWarning: the answer does not depend
-    on it.
+    and the folder's speed choose. A record is written whole or not at all; one that is torn, or somebody else's, is a
+    miss, and is deleted. What cannot be written is a RuntimeWarning: the answer does not depend on it.
 
     `jkv.generate(params, cache, prompt, store=store)` reads and writes it. Example:
 

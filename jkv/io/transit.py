@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from math import inf
 from time import monotonic as clock
@@ -32,7 +33,7 @@ class Exact:
 
     name = ""
 
-    @property
+    @cached_property
     def levels(self) -> tuple[Exact, ...]:
         """The forms in which each record is held, the best first."""
         return (self,)
@@ -178,7 +179,7 @@ class Streamed(Exact):
     def name(self) -> str:
         return f"cachegen(within={self.within:g})"
 
-    @property
+    @cached_property  # each looks for the coder
     def levels(self) -> tuple[Exact, ...]:
         return CacheGen(3), CacheGen(2), CacheGen(1)
 

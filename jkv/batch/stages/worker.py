@@ -6,12 +6,12 @@ import gc
 import signal
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,13 +167,11 @@ class Worker:
         memory.forget_peak()
 
     def _hear(self) -> None:
-        said: Any = 1
-        while said is not None:
-            try:
-                said = self.pipe.recv()
-            except (EOFError, OSError):
-                said = None
-            self.heard.put(said)
+        """None at last: the parent is no more."""
+        with suppress(EOFError, OSError):
+            while True:
+                self.heard.put(self.pipe.recv())
+        self.heard.put(None)
 
     def work(self) -> None:
         """Raises EOFError when the parent is no more."""

@@ -17,6 +17,24 @@ MOST = 4  # lengths, each with programs of its own
 WORTH = 1 << 14  # padded tokens that another length must save, or compiling its programs takes longer
 PIECE = 1 << 11  # the same where only a prefill is compiled
 LEAST = 16  # tokens of a prefix that is worth a program
+MANY, LONG = 16, 64  # rows, and the tokens of their beginning, from which on it is held once: fewer get copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grain:
+    """Where a text may be cut so that its first tokens are stored as in a whole one: at multiples of `unit`, `recent`
+    tokens or more before the end of its prompt."""
+
+    unit: int
+    recent: int
+
+    def cut(self, length: int, shortest: int) -> int:
+        """The longest beginning of at most `length` tokens of prompts of `shortest` or more.
+
+        >>> Grain(unit=32, recent=16).cut(100, 120), Grain(unit=32, recent=16).cut(100, 110)
+        (96, 64)
+        """
+        return max(min(length, shortest - self.recent), 0) // self.unit * self.unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +43,7 @@ class Bucket:
     `rows`).
 
     lengths: padded tokens of a prefill, rising; first, tails: those of a shared beginning, and of what follows it;
-    chunk: tokens that are read at a time, 0: all.
+    chunk: tokens that are read at a time, 0: all; common: every row has a shared beginning, which is held once.
     """
 
     lengths: tuple[int, ...]
@@ -35,10 +53,16 @@ class Bucket:
     first: int = 0
     tails: tuple[int, ...] = ()
     chunk: int = 0
+    common: bool = False
 
     @property
     def length(self) -> int:
         return self.lengths[-1]
+
+    @property
+    def own(self) -> int:
+        """Prompt tokens of a row that its tiers have room for."""
+        return self.tails[-1] if self.common else self.length
 
     @property
     def saved(self) -> int:
@@ -102,15 +126,42 @@ def shape(row: Request) -> tuple[int, int]:
     return padded(len(row.tokens)), room(row.new)
 
 
-def arrange(requests: Sequence[Request], shares: bool) -> list[Bucket]:
-    """The buckets of a job, the longest first; shares: whether the cache lets prompts be read in two pieces."""
+def arrange(requests: Sequence[Request], shares: bool, grain: Grain | None = None) -> list[Bucket]:
+    """The buckets of a job, the longest first; shares: whether the cache lets prompts be read in two pieces; grain:
+    where it lets them be held in two, or None."""
     out = []
     for low, high in pairwise([0, *bounds([len(r.tokens) for r in requests])]):
-        rows = tuple(r for r in requests if low < len(r.tokens) <= high)
-        lengths = bounds([len(r.tokens) for r in rows], worth=PIECE)
-        whole = Bucket(lengths=tuple(lengths), new=room(max(r.new for r in rows)), rows=rows)
-        out.append(_sharing(whole) if shares else whole)
+        rows = [r for r in requests if low < len(r.tokens) <= high]
+        if shares and grain is not None:
+            held, rows = _held(rows, grain)
+            out += [] if held is None else [held]
+        if rows:
+            whole = _whole(rows)
+            out.append(_sharing(whole) if shares else whole)
     return out[::-1]
+
+
+def _whole(rows: Sequence[Request]) -> Bucket:
+    lengths = bounds([len(r.tokens) for r in rows], worth=PIECE)
+    return Bucket(lengths=tuple(lengths), new=room(max(r.new for r in rows)), rows=tuple(rows))
+
+
+def _held(rows: list[Request], grain: Grain) -> tuple[Bucket | None, list[Request]]:
+    """The bucket of rows whose beginnings are worth holding once, if there are any, and the other rows."""
+    kept, members = [], []
+    for g in groups([r.tokens for r in rows], LONG):
+        length = grain.cut(g.length, min(len(rows[i].tokens) for i in g.members))
+        if length >= LONG and len(g.members) >= MANY:
+            kept.append(Group(length, tuple(range(len(members), len(members) + len(g.members)))))
+            members += g.members
+    if not kept:
+        return None, rows
+    whole = _whole([rows[i] for i in members])
+    ends = [len(whole.rows[i].tokens) - g.length for g in kept for i in g.members]
+    first, tails = padded(max(g.length for g in kept)), tuple(bounds(ends, worth=PIECE))
+    among = set(members)
+    rest = [r for i, r in enumerate(rows) if i not in among]
+    return replace(whole, shared=tuple(kept), first=first, tails=tails, common=True), rest
 
 
 def _sharing(whole: Bucket) -> Bucket:
@@ -143,7 +194,8 @@ def waves(bucket: Bucket, several: int, done: Container[tuple[int, int]]) -> Ite
     """The rows that are not done (`Request.part`), at most `several` at a time, in the order in which they come in.
 
     Rows of like lengths come together, as little of their prefill is padding; beginnings before their rows, `several`
-    at a time too. Rows of a high ratio of output to prompt come first, to avoid a long tail of half-empty batches.
+    at a time too, or one where they are held once. Rows of a high ratio of output to prompt come first, to avoid a long
+    tail of half-empty batches.
     """
 
     def waiting(members: Iterable[int]) -> list[int]:
@@ -151,7 +203,8 @@ def waves(bucket: Bucket, several: int, done: Container[tuple[int, int]]) -> Ite
 
     shared = [(g.length, m) for g in bucket.shared if (m := waiting(g.members))]
     shared.sort(key=lambda g: _early([bucket.rows[i] for i in g[1]]))
-    for some in (shared[i : i + several] for i in range(0, len(shared), several)):
+    step = 1 if bucket.common else several
+    for some in (shared[i : i + step] for i in range(0, len(shared), step)):
         heads = tuple(bucket.rows[members[0]].tokens[:n] for n, members in some)
         places = [(bucket.rows[i], at) for at, (_, members) in enumerate(some) for i in members]
         rest = [(row, row.tokens[len(heads[at]) :], at) for row, at in places]

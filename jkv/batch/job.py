@@ -15,7 +15,7 @@ import jax
 import jkv
 from jkv import models
 from jkv.batch import MOST_NEW, fit
-from jkv.batch.arrange import Bucket
+from jkv.batch.arrange import Bucket, Grain
 from jkv.batch.requests import Request, Settings
 from jkv.batch.shapes import Shapes
 from jkv.batch.together import spans
@@ -24,6 +24,7 @@ from jkv.generation.cache_file import fingerprint, weights
 from jkv.generation.drafters import Drafter
 from jkv.generation.named import of_batch
 from jkv.generation.prompts import reaching
+from jkv.generation.sizes import layout
 from jkv.generation.through import check
 from jkv.host.results import versions
 from jkv.io.store import Store
@@ -104,6 +105,16 @@ class Job:
             **({"store_codec": self.store.codec.name} if self.store and self.store.codec.name else {}),
             **asdict(self.defaults),
         }
+
+    def grain(self, rows: Sequence[Request]) -> Grain | None:
+        """Where prompts may be cut so that several rows share the first piece, or None: every row holds its own."""
+        if self.over is not None or not rows:
+            return None
+        longest, new, config = max(len(r.tokens) + r.new for r in rows), max(r.new for r in rows), self.divided
+        model = reaching(self.params.config, longest) if config.unlimited else self.params.config
+        plan, _ = layout(config, model, 1, longest, new, self.params.embed.dtype)
+        divides = bool(plan) and all(layer.divides for layer in plan)
+        return Grain(unit=config.unit, recent=config.recent) if divides else None
 
     def shapes(self, bucket: Bucket, rows: Sequence[Request], batch: int) -> Shapes:
         """Of a batch of the bucket, in a job of these rows."""

@@ -16,11 +16,11 @@ from jkv.batch.arrange import Wave
 from jkv.batch.requests import Request
 from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost
-from jkv.core.loop import prefill_after, prefill_own
+from jkv.core.loop import begin, prefill_after, prefill_own
 from jkv.generation.begun import doubling, tail
 from jkv.generation.stored import Beginnings
 from jkv.io.store import Store
-from jkv.memory.cache import Cache, tree_bytes
+from jkv.memory.cache import Cache, Tier, tree_bytes
 from jkv.memory.positions import pad
 from jkv.models import Params
 
@@ -28,11 +28,13 @@ from jkv.models import Params
 @dataclass(frozen=True, kw_only=True)
 class Filled:
     """Prompts that were read: what was asked, and in the first rows of a cache of `several` what is kept of each, and
-    the logits f32[several,V] of what comes next."""
+    the logits f32[several,V] of what comes next; held: the tiers of the beginning that they share with the rows read
+    after them, if they are its first."""
 
     rows: tuple[Request, ...]
     cache: Cache
     logits: Array
+    held: tuple[tuple[Tier, ...], ...] | None = None
 
 
 class Prefilling:
@@ -45,7 +47,7 @@ class Prefilling:
         self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.empty_rows = maker(partial(shapes.cache, shapes.several), cost)
-        self.empty_heads = maker(shapes.heads, cost)
+        self.empty_heads, self.empty_held = maker(shapes.heads, cost), maker(shapes.held, cost)
         self.heads = None
         self.prefilled = self.saved = 0  # prompt tokens
 
@@ -56,10 +58,11 @@ class Prefilling:
 
     def read(self, wave: Wave) -> Filled:
         """The rows of a wave, which stand at the border of a block."""
-        several = self.shapes.several
+        several, held = self.shapes.several, None
         if wave.heads:
-            ids = _padded(wave.heads, several, self.shapes.bucket.first)
+            ids = _padded(wave.heads, self.shapes.together, self.shapes.bucket.first)
             self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
+            held = self.cost.run(begin, self.empty_held(), self.heads) if self.shapes.bucket.common else None
         ran = sum(map(len, (*wave.heads, *wave.tails)))
         if self.reads is not None:
             cache, logits, stored = self.begun(self.reads, wave)
@@ -72,7 +75,7 @@ class Prefilling:
             cache, logits = self.whole(self.empty_rows(), _padded(wave.tails, several, wave.length))
         self.prefilled += ran
         self.saved += sum(len(r.tokens) for r in wave.rows) - ran
-        return Filled(rows=wave.rows, cache=cache, logits=logits)
+        return Filled(rows=wave.rows, cache=cache, logits=logits, held=held)
 
     def whole(self, cache: Cache, ids: Any) -> tuple[Cache, Any]:
         """The cache after prompts, at once or in chunks, and the logits of what comes next."""

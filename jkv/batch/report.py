@@ -47,6 +47,11 @@ class Report:
         return STOPPED if self.stopped else FAILED if self.failed else 0
 
     @property
+    def _held(self) -> str:
+        rows = sum(b["held_once"] for b in self.buckets)
+        return f"; {rows} rows share beginnings that are held once" if rows else ""
+
+    @property
     def _failed(self) -> str:
         if self.draft_failed is None:
             return ""
@@ -60,7 +65,7 @@ class Report:
                 f"rows         {self.done} done, {self.failed} failed, of {self.rows}{left}",
                 f"tokens       {self.tokens_prompt:,} read, {self.tokens_new:,} generated, "
                 f"{self.tokens_per_s:,.1f} a second",
-                f"prefixes     {self.saved:,} prompt tokens spared, {share:.0%}",
+                f"prefixes     {self.saved:,} prompt tokens spared, {share:.0%}{self._held}",
                 *(
                     f"prompts      of up to {b['tokens']:,} tokens, read {b['chunk']:,} at a time"
                     for b in self.buckets

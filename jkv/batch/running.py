@@ -47,10 +47,15 @@ class Running(Slots):
         waiting = waves(self.shapes.bucket, self.shapes.several, done)
         wave = next(waiting, None)
         while wave is not None or any(self.slots):
-            while wave is not None and len(wave.rows) <= self.slots.count(None):
+            while wave is not None and self.fits(wave):
                 self.admit(wave)
                 wave = next(waiting, None)
             yield self.block()
+
+    def fits(self, wave: Wave) -> bool:
+        """Whether its rows find free slots, and a beginning that it brings a place."""
+        holds = not wave.heads or not self.shapes.bucket.common or self.place is not None
+        return holds and len(wave.rows) <= self.slots.count(None)
 
     def admit(self, wave: Wave) -> None:
         """Prefill the rows of a wave, and give them free slots."""

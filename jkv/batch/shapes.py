@@ -11,7 +11,7 @@ from jkv.batch.arrange import Bucket
 from jkv.batch.requests import DRAWS, Settings
 from jkv.core import sampling
 from jkv.generation.sizes import empty, sized
-from jkv.memory.cache import Cache, Decoding
+from jkv.memory.cache import Cache, Common, Decoding
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
 
@@ -39,19 +39,40 @@ class Shapes:
 
     def cache(self, rows: int) -> Cache:
         """An empty cache. A budget in bytes is that of one row: what a row keeps does not depend on the batch."""
-        longest, new = self.bucket.length + self.bucket.new, self.bucket.new
+        longest, new = self.bucket.own + self.bucket.new, self.bucket.new
         sizes = sized(self.config, self.model, 1, longest, new, self.dtype)
-        return empty(self.config, self.model, rows, longest, new, self.dtype, sizes)
+        cache = empty(self.config, self.model, rows, longest, new, self.dtype, sizes)
+        if not self.bucket.common:
+            return cache
+        return replace(cache, common=Common(held=(), of=jnp.full(rows, -1, jnp.int32)))
+
+    @property
+    def together(self) -> int:
+        """Common beginnings that are read together."""
+        return 1 if self.bucket.common else self.several
 
     def heads(self) -> Cache:
         """An empty cache for common beginnings."""
-        return empty(
-            self.config.uncompressed(self.bucket.first), self.model, self.several, self.bucket.first, 0, self.dtype
-        )
+        config, first = self.config.uncompressed(self.bucket.first), self.bucket.first
+        return empty(config, self.model, self.together, first, 0, self.dtype)
+
+    @property
+    def beginnings(self) -> int:
+        """Those that are held at a time: as rows of so many may run at once, and one more."""
+        shared = self.bucket.shared
+        return min(len(shared), self.rows // min(len(g.members) for g in shared) + 2) if self.bucket.common else 0
+
+    def held(self) -> Cache:
+        """An empty cache for a beginning that is held once."""
+        first = -(-self.bucket.first // self.config.unit) * self.config.unit
+        return empty(replace(self.config, recent=0), self.model, 1, first, 0, self.dtype)
 
     def state(self) -> Decoding:
         """No row is alive yet."""
         cache, vocab = self.cache(self.rows), self.model.vocab
+        if cache.common is not None:
+            held = tuple(tuple(x.tiers for x in self.held().layers) for _ in range(self.beginnings))
+            cache = replace(cache, common=replace(cache.common, held=held))
         used = jnp.zeros((self.rows, vocab), bool) if self.penalised else None
         logits = jnp.zeros((self.rows, vocab), jnp.float32)
         block = cache.room - cache.stay

@@ -20,7 +20,7 @@ from jkv.generation.pace import Pace
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.trial import Trial
 from jkv.host.failures import said, survivable
-from jkv.memory.cache import Decoding
+from jkv.memory.cache import Decoding, Tier
 from jkv.models import Params
 
 
@@ -46,6 +46,8 @@ class Slots:
         self.stop_ids = stop_ids_of(params)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
         self.state = maker(shapes.state, cost)()
+        self.of = [-1] * shapes.rows  # the beginning that each row shares, of those that are held
+        self.newest = -1
         self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
         self.trial = trial or Trial()
 
@@ -64,10 +66,29 @@ class Slots:
         """Whether rows can be seated: all that run have finished a block, as one `fill` serves all rows."""
         return not any(self.slots) or int(self.state.cache.fill) >= self.state.cache.room
 
+    @property
+    def place(self) -> int | None:
+        """Which of the beginnings that are held no row needs any more."""
+        used = {at for at, x in zip(self.of, self.slots, strict=True) if x}
+        return next((i for i in range(self.shapes.beginnings) if i not in used), None)
+
+    def hold(self, tiers: tuple[tuple[Tier, ...], ...]) -> None:
+        """Another beginning, in the place of one that no row needs."""
+        common, at = self.state.cache.common, self.place
+        assert common is not None and at is not None
+        held = tuple(tiers if i == at else old for i, old in enumerate(common.held))
+        cache = replace(self.state.cache, common=replace(common, held=held))
+        self.state, self.newest = replace(self.state, cache=cache), at
+
     def seat(self, filled: Filled) -> None:
         """Give rows that were prefilled free slots."""
-        shapes, several = self.shapes, filled.cache.rows
+        shapes, several, rows = self.shapes, filled.cache.rows, filled.cache
         free = [i for i, x in enumerate(self.slots) if x is None][: len(filled.rows)]
+        if filled.held is not None:
+            self.hold(filled.held)
+        if rows.common is not None:
+            of = jnp.full(several, self.newest, jnp.int32)
+            rows = replace(rows, common=replace(rows.common, of=of))
         used = None
         if shapes.penalised:
             table = np.zeros((several, shapes.model.vocab), bool)
@@ -75,9 +96,9 @@ class Slots:
                 table[i, row.tokens] = True
             used = jnp.asarray(table)
         slots = jnp.asarray([*free, *[shapes.rows] * (several - len(free))], jnp.int32)
-        self.state = self.cost.run(admit, self.state, filled.cache, filled.logits, used, slots)
+        self.state = self.cost.run(admit, self.state, rows, filled.logits, used, slots)
         for slot, row in zip(free, filled.rows, strict=True):
-            self.slots[slot] = row, []
+            self.slots[slot], self.of[slot] = (row, []), self.newest
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jkv.batch import fit
-from jkv.batch.arrange import Bucket, arrange, shape
+from jkv.batch.arrange import Bucket, Grain, arrange, shape
 from jkv.batch.folder import note
 from jkv.batch.forms import Answered
 from jkv.batch.job import Job, Tell, made
@@ -49,7 +49,8 @@ class Work:
         shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
         self.requests = [x for r in rows if isinstance(r, Request) for x in r.samples]
         self.parts: dict[int, dict[int, Answer]] = {}  # of rows that have answers, and not all of them
-        self.buckets = self.arranged(self.requests, job.shares and job.config.splits and job.store is None)
+        shares = job.shares and job.config.splits and job.store is None
+        self.buckets = self.arranged(self.requests, shares, job.grain(self.requests) if shares else None)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
         self.drafter, self.drafted = job.drafter, Counter[str]()
         self.trial = Trial()  # of the drafter, in all batches of this run
@@ -69,9 +70,9 @@ class Work:
                 break
             todo += self.follow(bucket, most, stop)
 
-    def arranged(self, rows: list[Request], shares: bool) -> list[Bucket]:
+    def arranged(self, rows: list[Request], shares: bool, grain: Grain | None = None) -> list[Bucket]:
         """The buckets of rows; where one row has no room for its prompt, it is read in chunks, whatever the batch."""
-        return [self.cut(bucket) for bucket in arrange(rows, shares)]
+        return [self.cut(bucket) for bucket in arrange(rows, shares, grain)]
 
     def cut(self, bucket: Bucket) -> Bucket:
         config, chunk = self.job.config, self.job.config.chunk
@@ -81,7 +82,7 @@ class Work:
             copies = jax.default_backend() == "cpu" and dtype.itemsize < 4
             chunk = chosen(config, blank, bucket.length, self.free, self.job.over, copies).size
         cuts = chunk is not None and 0 < chunk < bucket.length
-        return replace(bucket, chunk=chunk, shared=(), first=0, tails=()) if cuts else bucket
+        return replace(bucket, chunk=chunk, shared=(), first=0, tails=(), common=False) if cuts else bucket
 
     @cached_property
     def free(self) -> int:
@@ -214,6 +215,7 @@ class Work:
             batch=self.batch,
             buckets=[
                 {"tokens": b.length, "new": b.new, "rows": len(b.rows), "saved": b.saved, "chunk": b.chunk}
+                | {"held_once": len(b.rows) * b.common}
                 for b in self.buckets
             ],
             programs=self.cost.programs,

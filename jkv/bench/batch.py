@@ -112,6 +112,7 @@ def rows(
                 "ratio": report.tokens_per_s / peers,
                 "compile_s": compile_s,
                 "saved": report.saved,
+                "cache_bytes": report.cache_bytes,
                 "same_rows": sum(a == b for a, b in zip(ours, theirs, strict=True)),
             }
 

@@ -16,6 +16,7 @@ from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
 from jkv.attention.attend import attend, attend_window
 from jkv.attention.coded import as_stored
+from jkv.attention.common import attend_common
 from jkv.attention.context import spread
 from jkv.attention.mask import causal
 from jkv.attention.tiers import attend_tier, brought, observed, picked, stayed, staying
@@ -89,6 +90,7 @@ def attended(
                 attend_tier(q, replace(mask, until=None), t, c, rope, model.scale)
                 for t, c in zip(layer.tiers, plan.tiers, strict=True)
             ]
+            past += attend_common(q, replace(mask, until=None), layer, plan, rope, model.scale)
             part = with_residual(merge_all([part, *past]), q, layer, plan, model)
         part = with_sinks(part, new.sinks)
         queries = Queries(q=q, pos=q_pos, lse=part.lse)
@@ -238,6 +240,7 @@ def attending(
         tiers = tuple(brought(units, mask, tier) for tier, units in zip(layer.tiers, picks, strict=True))
         for tier, config, units in zip(tiers, plan.tiers, picks, strict=True):
             parts.append(attend_tier(q, mask, tier, config, rope, model.scale, units))
+        parts += attend_common(q, mask, layer, plan, rope, model.scale)
         part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         summaries = tuple(
             None if units is None or not c.stateful else observed(q, mask, part.lse, units, t, c, rope, model.scale)

@@ -26,7 +26,7 @@ from jkv.core.blocks import (
 )
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.sampling import Sampling, sample
-from jkv.memory.cache import Cache, Decoding, LayerCache, lent
+from jkv.memory.cache import Cache, Decoding, LayerCache, Observation, Tier
 from jkv.memory.layer import LayerConfig, LayerView
 from jkv.models import Params, family
 from jkv.models.states import State
@@ -63,7 +63,8 @@ def prefill_after(
     """`prefill` for an empty cache whose rows begin as the rows i32[B] of another (None: as its rows), made by
     `CacheConfig.uncompressed`.
 
-    The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before.
+    The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before. Of a cache
+    whose rows have beginnings in common the tiers hold the second piece alone.
     """
 
     def chosen(x: Any) -> Any:
@@ -75,7 +76,23 @@ def prefill_after(
     )
     states = tuple(chosen(x) for x in firsts.states)
     begun = replace(empty, layers=layers, states=states, counts=chosen(firsts.counts))
-    return _prefilled(run, params, begun, ids, fresh=True, begun=True)
+    held = None if empty.common is None else begun.seen
+    return _prefilled(run, params, begun, ids, fresh=True, begun=True, held=held)
+
+
+@flow(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
+def begin(empty: Cache, firsts: Cache, run: Run = call) -> tuple[tuple[Tier, ...], ...]:
+    """The tiers of every layer that hold the rows of a cache made by `CacheConfig.uncompressed`, as `Common` does.
+
+    empty: a cache whose tiers have room for all of them, and which keeps nothing in its recent windows.
+    """
+    tiers: tuple[tuple[Tier, ...], ...] = ()
+    for i, (layer, plan) in enumerate(zip(empty.layers, empty.plan, strict=True)):
+        how: dict[str, Any] = {"model": empty.model.attending(i), "fresh": True, "prunes": False}
+        window = firsts.layers[i].recent
+        layer, _ = run(flushed, layer, window, Observation(), plan, firsts.counts, None, **how)
+        tiers += (layer.tiers,)
+    return tiers
 
 
 @flow(arguments=(None, ANY, None, None), results=(ANY, None), static_argnames=("later",))
@@ -103,10 +120,12 @@ def _prefilled(
     begun: bool,
     later: bool = False,
     pos: Array | None = None,
+    held: Array | None = None,
 ) -> tuple[Cache, Array]:
     """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like.
 
-    pos: of the tokens, or None: they follow what is there. Nothing waits for the states.
+    pos: of the tokens, or None: they follow what is there; held i32[B]: how many first tokens of each row do not enter
+    its tiers, or None. Nothing waits for the states.
     """
     model, ends, stay, placed = cache.model, params.ends, cache.stay, pos is not None
     x, pos, counts, steps = run(
@@ -121,12 +140,15 @@ def _prefilled(
             states += (state,)
             continue
         layer, plan = cache.layers[len(layers)], cache.plan[len(layers)]
+        reads = cache.reads(len(layers), layers, plan)
         # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
         how: dict[str, Any] = {"fresh": fresh, "rows": rows, "placed": placed}
-        x, window, observation, queries = run(attended, one, lent(layer, layers, plan), plan.view, x, pos, steps, **how)
+        x, window, observation, queries = run(attended, one, reads, plan.view, x, pos, steps, **how)
         lower = plan.lower(layers)
+        if held is not None:
+            window = replace(window, pos=run(beyond, window.pos, held))
         layer, on = run(
             flushed,
             replace(layer, queries=None),
@@ -145,6 +167,12 @@ def _prefilled(
             x, pos = run(taken, x, pos, on)
     logits = run(said, ends, x)
     return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(stay)), logits
+
+
+@program(arguments=(None, None), results=None)
+def beyond(pos: Array, held: Array) -> Array:
+    """Positions i32[B,W] without the first i32[B] of each row."""
+    return jnp.where(pos < held[:, None], -1, pos)
 
 
 @program(arguments=(ANY,), results=ANY)
@@ -185,7 +213,7 @@ def _advance(
     for i in range(model.depth):
         if model.attends(i):
             a = len(layers)
-            layer = moving.layers[a].into(lent(cache.layers[a], cache.layers[:a], plan[a]))
+            layer = moving.layers[a].into(cache.reads(a, cache.layers[:a], plan[a]))
             given = below if any(tier.follows for tier in plan[a].tiers) else None
             x, (moved, picks) = attending(params.block(i), layer, plan[a], x, pos, moving.fill, given)
             below = below if all(units is None for units in picks) else picks

@@ -13,13 +13,14 @@ from jkv.arrays.gather import put, take_along
 from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
 from jkv.attention.attend import attend
+from jkv.attention.common import attend_common
 from jkv.attention.mask import causal
 from jkv.attention.tiers import attend_tier, picked
 from jkv.core.blocks import as_window, none, with_residual
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.loop import Views, flush_due, going, views
 from jkv.core.sampling import Sampling, sample
-from jkv.memory.cache import Decoding, LayerCache, Queries, Tier, Window, lent
+from jkv.memory.cache import Decoding, LayerCache, Queries, Tier, Window
 from jkv.memory.layer import LayerView, TierView
 from jkv.models import Params, family
 from jkv.models import layer as block
@@ -109,7 +110,7 @@ def verified(
     x = family(cache.model).embed(ends, jnp.maximum(draft.ids, 0))
     made: tuple[tuple[Window, Queries | None], ...] = ()
     for i in range(cache.model.depth):
-        x, new = drafted(params.block(i), lent(cache.layers[i], cache.layers[:i], plan[i]), plan[i], x, pos, sees)
+        x, new = drafted(params.block(i), cache.reads(i, cache.layers[:i], plan[i]), plan[i], x, pos, sees)
         made += (new,)
     logits = family(cache.model).head(ends, x)
     most = jnp.minimum(cache.room - cache.fill, stop - state.count)
@@ -151,6 +152,7 @@ def drafted(
         ]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             parts.append(_attend_each(q, pos, plan, tier, config, rope, model.scale))
+        parts += attend_common(q, mask, layer, plan, rope, model.scale)
         part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         return part.finish(), (window, None if layer.queries is None else Queries(q=q, pos=pos, lse=part.lse))
 

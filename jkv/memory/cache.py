@@ -85,11 +85,28 @@ class Tier:
 
 
 @value
+class Common:
+    """Beginnings that several rows share, each held once, for good. Source: BatchLLM (2412.03594).
+
+    held: of each beginning the tiers of every layer, of one row; of i32[B]: the beginning of each row, -1: none. The
+    row's own tiers hold what comes after it.
+    """
+
+    held: tuple[tuple[tuple[Tier, ...], ...], ...]
+    of: Array
+
+    def layer(self, i: int) -> Common:
+        """The part of one layer."""
+        return replace(self, held=tuple((layers[i],) for layers in self.held))
+
+
+@value
 class LayerCache:
     """One layer: the recent window (capacity R), the queries that its score keeps, and the tiers.
 
     residual: the state of its merge, leaves [B,H,...], or None; share i32[B]: tokens that the tiers of each row may
-    hold, where its prompt was asked; or None: the budget's limit.
+    hold, where its prompt was asked; or None: the budget's limit; common: the layer's part of what rows share, where
+    attention reads it, or None.
     """
 
     recent: Window
@@ -97,6 +114,7 @@ class LayerCache:
     tiers: tuple[Tier, ...]
     residual: Any
     share: Array | None
+    common: Common | None = None
 
 
 @value
@@ -105,8 +123,8 @@ class Cache:
 
     layers: of the blocks that attend; states: of those that recur, whose size no text changes; counts: tokens of each
     row; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
-    text; new: tokens after the prompt that it was made for. A value: nothing changes it, every function returns a new
-    one.
+    text; new: tokens after the prompt that it was made for; common: what rows share, or None. A value: nothing changes
+    it, every function returns a new one.
     """
 
     layers: tuple[LayerCache, ...]
@@ -117,6 +135,7 @@ class Cache:
     model: ModelConfig = static()
     name: str = static(default="")
     new: int = static(default=0)
+    common: Common | None = None
 
     @property
     def seen(self) -> Array:
@@ -131,7 +150,7 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of every array of the layers and states, metadata included."""
-        return tree_bytes((self.layers, self.states))
+        return tree_bytes((self.layers, self.states, self.common))
 
     @property
     def on_host(self) -> int:
@@ -155,8 +174,13 @@ class Cache:
 
     @property
     def read(self) -> tuple[LayerCache, ...]:
-        """The layers as attention reads them: each with the codes that another holds for it."""
-        return tuple(lent(x, self.layers[:i], self.plan[i]) for i, x in enumerate(self.layers))
+        """The layers as attention reads them."""
+        return tuple(self.reads(i, self.layers[:i], self.plan[i]) for i in range(len(self.layers)))
+
+    def reads(self, i: int, below: Sequence[LayerCache], plan: LayerView) -> LayerCache:
+        """A layer as attention reads it: with the codes that one of those below holds for it, and with what its rows
+        have in common."""
+        return replace(lent(self.layers[i], below, plan), common=self.common and self.common.layer(i))
 
     @property
     def bare(self) -> Cache:
@@ -180,7 +204,7 @@ class Cache:
         """i32[L,B,H]: tokens held per layer, row and kv head, recent window included."""
         if not self.layers:
             return jnp.zeros((0, self.rows, self.model.heads), jnp.int32)
-        return jnp.stack([layer_kept(layer) for layer in self.layers])
+        return jnp.stack([layer_kept(layer) for layer in self.read])
 
     def fork(self, n: int) -> Cache:
         """n copies of every row, next to each other: the start of n continuations."""
@@ -196,11 +220,12 @@ class Cache:
     @property
     def _rows(self) -> Any:
         """The arrays with an axis of rows."""
-        return self.layers, self.states, self.counts
+        return self.layers, self.states, self.counts, None if self.common is None else self.common.of
 
     def _with(self, rows: Any) -> Cache:
-        layers, states, counts = rows
-        return replace(self, layers=layers, states=states, counts=counts)
+        layers, states, counts, of = rows
+        common = None if self.common is None else replace(self.common, of=of)
+        return replace(self, layers=layers, states=states, counts=counts, common=common)
 
     def put(self, slots: Array, rows: Cache) -> Cache:
         """The cache with rows of another of the same plan in `slots` i32[n]; a slot of B or more is dropped.
@@ -238,12 +263,13 @@ class Cache:
                 queries = replace(queries, pos=jnp.where(queries.pos < seen[:, None], queries.pos, -1))
             return replace(layer, recent=recent, queries=queries)
 
-        held, recurring = jax.tree.map(jnp.copy, (self.layers, self.states))  # a step may take the memory of either
+        # a step may take the memory of either
+        held, recurring, common = jax.tree.map(jnp.copy, (self.layers, self.states, self.common))
         layers = tuple(cut(layer) for layer in held)
         states = tuple(replace(x, count=x.count - n) for x in recurring)
         fill = self.fill - n if self._dense_tail(n) else self.fill
         counts = replace(self.counts, seen=seen)
-        return replace(self, layers=layers, states=states, counts=counts, fill=fill)
+        return replace(self, layers=layers, states=states, counts=counts, fill=fill, common=common)
 
     def _dense_tail(self, n: int) -> bool:
         """Whether the newest n places of every recent window hold the newest n tokens: no row paused meanwhile."""
@@ -341,4 +367,8 @@ def layer_kept(layer: LayerCache) -> Array:
     total = jnp.broadcast_to((layer.recent.pos >= 0).sum(-1)[:, None], (b, h))
     for tier in layer.tiers:
         total = total + (tier.seen_by(h) >= 0).sum(-1)
+    if layer.common is not None:
+        for at, (tiers,) in enumerate(layer.common.held):
+            held = sum((tier.seen_by(h) >= 0).sum(-1) for tier in tiers)
+            total = total + jnp.where((layer.common.of == at)[:, None], held, 0)
     return total

@@ -113,6 +113,12 @@ class TierConfig(TierView):
     def view(self) -> TierView:
         return _base(self, TierView)
 
+    @property
+    def divides(self) -> bool:
+        """Whether what its first slots hold depends on nothing that comes later."""
+        own = self.together == 1 and not any(self.far) and not self.taught
+        return own and not self.evicts and self.select is None and self.rope != "rank"
+
 
 @part
 class Unmarked(Score):
@@ -199,6 +205,13 @@ class LayerConfig(LayerView):
     def lower(self, layers: tuple[T, ...]) -> T | None:
         """Of the layers below, the one whose cache the score reads."""
         return None if self.needs.layer is None else layers[self.needs.layer]
+
+    @property
+    def divides(self) -> bool:
+        """Whether the first tokens of a text are kept alike whatever follows, so rows can share them (`Common`)."""
+        alone = self.merge is None and self.pooled is None and self.pruning is None and not (self.sinks or self.coded)
+        plain = not self.columns and not self.expires and self.needs == Needs()
+        return alone and plain and len(self.tiers) == 1 and self.tiers[0].divides
 
     @property
     def uniform(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jkv.batch.arrange import arrange, bounds, padded, waves
+from jkv.batch.arrange import LONG, MANY, Grain, arrange, bounds, padded, waves
 from jkv.batch.requests import Request, Settings
 
 
@@ -48,11 +48,14 @@ def test_no_choice_of_lengths_pads_less(lengths: list[int], most: int, worth: in
     st.integers(1, 4),
     st.sets(st.integers(1, 20)),
     st.booleans(),
+    st.sampled_from([None, Grain(unit=1, recent=16), Grain(unit=32, recent=0)]),
 )
-def test_every_row_comes_in_once(lengths: list[int], head: int, several: int, done: set[int], shares: bool):
+def test_every_row_comes_in_once(
+    lengths: list[int], head: int, several: int, done: set[int], shares: bool, grain: Grain | None
+):
     rows = requests(lengths, head, head // 2, 40)
     seen: list[int] = []
-    for bucket in arrange(rows, shares):
+    for bucket in arrange(rows, shares, grain):
         heads: tuple[np.ndarray, ...] = ()
         for wave in waves(bucket, several, {(line, 0) for line in done}):
             heads = wave.heads or heads
@@ -63,6 +66,7 @@ def test_every_row_comes_in_once(lengths: list[int], head: int, several: int, do
                 assert len(row.tokens) <= bucket.length and row.new <= bucket.new
                 assert len(tail) <= wave.length and wave.length in (bucket.tails if wave.at else bucket.lengths)
                 assert not wave.at or len(first) <= bucket.first
+                assert not bucket.common or (len(tail) <= bucket.own and len(wave.heads) <= 1 and wave.at[i] == 0)
                 seen.append(row.line)
     assert sorted(seen) == [r.line for r in rows if r.line not in done]
 
@@ -98,3 +102,31 @@ def test_rows_of_like_lengths_are_prefilled_together():
     assert sum(w.length * len(w.rows) for w in made) < 1.3 * sum(len(r.tokens) for r in bucket.rows)
     early, late = (np.mean([len(t) for w in part for t in w.tails]) for part in (made[:10], made[-10:]))
     assert early < late  # as many new tokens beside shorter prompts
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(8, 120), st.integers(0, 3), st.sampled_from([1, 16, 32]), st.sampled_from([0, 16, 40]))
+def test_beginnings_that_are_held_once_end_at_a_border_of_units_that_all_their_rows_have(
+    head: int, more: int, unit: int, recent: int
+):
+    """As the tokens of a whole prompt enter a tier: those before the newest `recent`, in whole units."""
+    rows = requests([*[head + 3 + i for i in range(MANY + more)], 30, 31], head)
+    for bucket in arrange(rows, True, Grain(unit=unit, recent=recent)):
+        for g in bucket.shared if bucket.common else ():
+            shortest = min(len(bucket.rows[i].tokens) for i in g.members)
+            assert g.length % unit == 0 and LONG <= g.length <= shortest - recent and len(g.members) >= MANY
+            assert g.length + unit > min(head, shortest - recent)  # not one unit less
+            assert len({tuple(bucket.rows[i].tokens[: g.length]) for i in g.members}) == 1
+
+
+def test_a_beginning_of_few_rows_or_tokens_is_copied():
+    kinds = {}
+    for n, head in ((MANY, 100), (MANY - 1, 100), (MANY, LONG - 1)):
+        (bucket,) = arrange(requests([120] * n, head), True, Grain(unit=1, recent=16))
+        kinds[n, head] = bucket.common
+    assert list(kinds.values()) == [True, False, False]
+    shared, alone = arrange([*requests([120] * MANY, 100), *requests([121] * 3, 0)], True, Grain(unit=1, recent=16))
+    assert {shared.common, alone.common} == {True, False} and {len(shared.rows), len(alone.rows)} == {MANY, 3}
+    (bucket,) = arrange(requests([120] * 2 * MANY, 100, 90), True, Grain(unit=1, recent=16))
+    made = list(waves(bucket, 4, ()))
+    assert [len(w.heads) for w in made if w.heads] == [1, 1] and {w.at for w in made} == {(0,) * 4}

@@ -105,6 +105,51 @@ def test_rows_are_those_of_generate(tmp_path: Path, asked: Any, cache: str, draw
     assert json.loads((task.out / "report.json").read_text())["tokens_new"] == sum(1 + 3 * i % 40 for i in range(14))
 
 
+def beginnings(n: int) -> list[dict[str, Any]]:
+    """Three beginnings of 96 tokens, one after the other in turn; long answers of every fourth row, or short ones."""
+    rng = np.random.default_rng(2)
+    heads = rng.integers(0, 100, (3, 96)).tolist()
+    tails = [rng.integers(0, 100, rng.integers(17, 40)).tolist() for _ in range(n)]
+    return [
+        {"tokens": [*heads[i % 3], *x], "max_new_tokens": 3 if i // 3 % 6 else 40, "seed": i}
+        for i, x in enumerate(tails)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache", "draws", "draft"),
+    [("full", {}, "suffix"), ("int4", SAMPLED, None), ("kivi(recent=16, group=16)", {}, None)],
+)
+def test_rows_whose_beginning_is_held_once_are_those_of_generate(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cache: str,
+    draws: dict[str, float],
+    draft: str | None,
+):
+    """More beginnings than are held at a time, rows that go before others come, a stop on the way; less memory."""
+    asked = [x | draws for x in beginnings(54)]
+    calls = iter(range(999))
+    task = replace(job(tmp_path, asked, cache, draft=draft), batch=12)
+    assert run(task, lambda: next(calls) == 2, nothing).stopped
+    report = run(task, never, nothing)
+    prompts, seeds = [x["tokens"] for x in asked], [x["seed"] for x in asked]
+    alone = jkv.generate(PARAMS, cache, prompts, max_new_tokens=40, seed=seeds, **draws).tokens
+    got = written(task)
+    assert [got[i + 1]["tokens"] for i in range(54)] == [
+        tokens[: x["max_new_tokens"]] for x, tokens in zip(asked, alone, strict=True)
+    ]
+    assert [b["held_once"] for b in report.buckets] == [54] and report.done == 54
+    assert "failed" not in capsys.readouterr().err
+    monkeypatch.setattr(Job, "grain", lambda *_: None)
+    task = replace(task, out=tmp_path / "copies")
+    copies = run(task, never, nothing)
+    assert [b["held_once"] for b in copies.buckets] == [0] and report.cache_bytes < copies.cache_bytes
+    assert [x["tokens"] for _, x in sorted(written(task).items())] == [x["tokens"] for _, x in sorted(got.items())]
+
+
 def test_a_stopped_job_goes_on_with_the_rows_that_are_left(tmp_path: Path, asked: Any):
     """Stopped after every third block; a full disk on the way."""
     task = job(tmp_path, [*asked["full"], {"tokens": []}], "full")

@@ -55,7 +55,7 @@ class Crew:
         job, context = work.job, multiprocessing.get_context("spawn")
         # beside those of the parent there are the weights of each
         work.free = max(work.free - sum(workers) * tree_bytes(job.params), 0) // sum(workers)
-        work.buckets = [work.cut(bucket) for bucket in work.buckets]
+        work.buckets = work.arranged(work.requests, False)  # workers read rows one by one
         self.work, self.context, self.every = work, context, every
         requests = work.requests
         self.plan = Plan(

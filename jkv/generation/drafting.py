@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from jkv.core.compiled import Cost
+from jkv.core.compiled import Cost, Run, call, flow, program
 from jkv.core.loop import borders, run_block
 from jkv.core.sampling import Sampling, sample
 from jkv.generation.drafters import Drafter, Guess, legal
@@ -21,7 +21,13 @@ from jkv.generation.verify import Draft, verify
 from jkv.memory.cache import Decoding
 from jkv.models import Params
 
-drawn = jax.jit(sample)
+one = program(arguments=(None, None, None, None), results=None)(sample)
+
+
+@flow(arguments=(None, None, None, None), results=None)
+def drawn(logits: Array, sampling: Sampling, seen: Array, used: Array | None, run: Run = call) -> Array:
+    """The next token i32[B] of each row."""
+    return run(one, logits, sampling, seen, used)
 
 
 def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
@@ -109,7 +115,8 @@ class Drafting:
 
         None at all if the drafter fails.
         """
-        token = drawn(self.state.logits, self.sampling, self.state.cache.seen, self.state.used)
+        state = self.state
+        token = self.cost.begin(drawn, state.logits, self.sampling, state.cache.seen, state.used)
         rows = zip(self.rows, tokens, token.tolist(), alive, strict=True)
         texts = [[*a, *b, *([t] if on else [])] for a, b, t, on in rows]
         with self.trial:

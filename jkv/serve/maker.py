@@ -17,6 +17,7 @@ from jkv.core.compiled import Cost
 from jkv.core.loop import admit, prefill_own, run_block
 from jkv.generation.chunks import gib, spare
 from jkv.generation.drafters import Drafter
+from jkv.generation.drafting import drawn
 from jkv.generation.named import of_batch
 from jkv.generation.pace import NODES, WIDTHS
 from jkv.generation.prompts import reaching, stop_ids_of
@@ -142,6 +143,8 @@ class Maker:
         nobody, shape = [Settings()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         draws = jax.eval_shape(lambda: shapes.sampling(nobody, [0] * shapes.rows, stop_ids_of(params)))
         cost.begin(run_block, params, state, draws, shape(()))
+        if shapes.top is not None:
+            cost.begin(drawn, state.logits, draws, state.cache.seen, state.used)
         for width in WIDTHS if shapes.top is not None else ():
             draft = Draft(ids=shape((shapes.rows, width)), parent=shape((shapes.rows, width)))  # type: ignore  # shapes
             cost.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)

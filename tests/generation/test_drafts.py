@@ -172,13 +172,13 @@ def test_no_pass_is_longer_than_tokens_can_come():
 
 def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     """And what a guess takes has in it what is told before it."""
-    monkeypatch.setattr(drafting, "drawn", lambda *_: np.asarray([2, 2, 2]))
     monkeypatch.setattr(drafting, "drafts", lambda guesses, *_: None)
     told, now = Told(100), iter(range(100))
     told.clock = lambda: next(now)
     after = SimpleNamespace(count=1, alive=np.ones(3, bool))
     verdict = SimpleNamespace(ids=np.zeros((3, 1)), top=None)
-    cost: Any = SimpleNamespace(compiling=0.0, begin=lambda *_, **__: (after, verdict))
+    answers = iter([np.asarray([2, 2, 2]), (after, verdict)])
+    cost: Any = SimpleNamespace(compiling=0.0, begin=lambda *_, **__: next(answers))
     pace = Pace(asked=True)
     pace.stepped(1.0, 1, paused=False)
     monkeypatch.setattr(pace, "width", lambda guesses: 4)

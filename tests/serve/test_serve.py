@@ -543,7 +543,14 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
     metrics = Metrics()
     prompt, how = "abcabcabcabcabcabc", dict(max_new_tokens=24)
     engine = Engine(PARAMS, LIMITS, metrics.watch(), draft="recycle")
-    monkeypatch.setattr(slots, "Drafting", partial(Drafting, clock=lambda: 0.0))
+    costs: list[Any] = []
+
+    def drafting(*args: Any, **more: Any) -> Drafting:
+        run = Drafting(*args, **more, clock=lambda: 0.0)
+        costs.append(run.cost)
+        return run
+
+    monkeypatch.setattr(slots, "Drafting", drafting)
     engine.start(engine.maker.usable(parse("full")))
     try:
         got = told(engine, "full", prompt, top=2)
@@ -551,6 +558,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
         tokens = [t for x in got if isinstance(x, Piece) for t in x.tokens]
         assert [t.id for t in tokens] == want.tokens and all(t.top[0][0] == t.id for t in tokens)
         assert all(t.logprob == pytest.approx(t.top[0][1]) for t in tokens)
+        assert {cost.programs for cost in costs} == {0}  # all were compiled before the first row
         receipt = got[-1].receipt
         assert receipt.drafted > 0 and receipt.drafted_taken <= receipt.drafted
         assert f"jkv_drafted_tokens_total {float(receipt.drafted)}" in metrics.text(engine).decode()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import signature
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,9 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
     """jax.jit with the options; `compiled` also leaves the layouts of what is ANY to the compiler.
 
     Kernels want a tier with its tokens last. Were the layouts fixed, a tier would be moved, and held twice, whenever a
-    program begins and ends. Static arguments come last. `function.over(shardings, shardings)` is the same for arguments
-    and results on a mesh.
+    program begins and ends. `function.over(shardings, shardings)` is the same for arguments and results on a mesh.
+    `function.placed(args, static)` are the arrays and the static arguments by place, as both want them; TypeError for a
+    function whose static arguments do not follow its arrays.
     """
 
     def jitted(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
@@ -61,9 +63,26 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
         function = _giving(function)
         out: Any = jax.jit(function, **options)
         out.free, out.over = jitted(function, arguments, results), partial(over, function)
+        out.placed = _placed(function, len(arguments), options.get("static_argnames", ()))
         return out
 
     return decorate
+
+
+def _placed(function: Any, arrays: int, static: Collection[str]) -> Callable[..., tuple[tuple[Any, ...], ...]]:
+    """How arguments are put where the signature has them; what is left out has its default."""
+    own = signature(function)
+    names = list(own.parameters)
+    if {*names[arrays : arrays + len(static)]} != {*static}:
+        raise TypeError(f"{function.__name__}({', '.join(names)}): {', '.join(static)} must follow the {arrays} arrays")
+
+    def placed(args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
+        bound = own.bind(*args, **given)
+        bound.apply_defaults()
+        values = [bound.arguments[name] for name in names[: arrays + len(static)]]
+        return tuple(values[:arrays]), tuple(values[arrays:])
+
+    return placed
 
 
 def _giving(function: Any) -> Any:
@@ -339,7 +358,10 @@ def _lowered(
         args = settled(jax.eval_shape(lambda *x: x, *args))
     if over is not None:
         return over.lower(function, args, static), free
-    return function.free.lower(*args, *static.values()) if free else function.lower(*args, **static), free
+    if not free:
+        return function.lower(*args, **static), free
+    arrays, fixed = function.placed(args, static)
+    return function.free.lower(*arrays, *fixed), free
 
 
 def forget() -> None:

@@ -132,12 +132,13 @@ class MeshPlan:
 
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
+        args, fixed = function.placed(args, static)
         with jax.set_mesh(self.mesh):
             given = tuple(map(self.shardings, args))
             args = jax.tree.map(_shape, args, given)
             back = jax.eval_shape(partial(function, **static), *args)
             back = tuple(map(self.shardings, back)) if type(back) is tuple else self.shardings(back)
-            return function.over(given, back).lower(*args, *static.values())
+            return function.over(given, back).lower(*args, *fixed)
 
 
 def over(params: Params) -> MeshPlan | None:

@@ -43,10 +43,10 @@ def read(
     cache: Cache,
     ids: Array,
     x: Array | None = None,
-    run: Run = call,
     first: int = 0,
     end: int | None = None,
     fresh: bool = True,
+    run: Run = call,
 ) -> Array:
     """The last block's output [B,T,E] for texts i32[B,T], read into a cache that is not kept; fresh: it is empty.
 

@@ -118,13 +118,19 @@ PROMPTS = ("h2o(budget=40) | int8", 0), ("adakv(budget=80, window=8) | int4", 0)
 
 
 def prompts(cache: str, chunk: int) -> dict[str, Any]:
-    """What is kept of prompts, whose tokens are divided too, and the logits after them."""
+    """What is kept of prompts, whose tokens are divided too, the logits after them, and after more text."""
     texts = [RNG.integers(0, 100, n).tolist() for n in (300, 250, 256, 299)]
     over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
     weights = PARAMS, jax.device_put(PARAMS, over.shardings(PARAMS))
     (one, here), (all_, there) = (jkv.prefill(x, cache, texts, chunk=chunk) for x in weights)
     kept = [[np.sort(t.pos, -1).tolist() for t in x.layers[0].tiers] for x in (one, all_)]
-    return {"same": kept[0] == kept[1], "apart": float(abs(np.asarray(here) - np.asarray(there)).max())}
+    more = [RNG.integers(0, 100, n).tolist() for n in (33, 32, 30, 7)]
+    (one, then), (all_, thence) = (jkv.extend(*x, more) for x in zip(weights, (one, all_), strict=True))
+    return {
+        "same": kept[0] == kept[1] and np.asarray(one.kept()).tolist() == np.asarray(all_.kept()).tolist(),
+        "apart": float(abs(np.asarray(here) - np.asarray(there)).max()),
+        "extended": float(abs(np.asarray(then) - np.asarray(thence)).max()),
+    }
 
 
 def products() -> list[float]:

@@ -32,7 +32,7 @@ class Measured:
             old = {"meta": self.what, "rows": []} if read is None else read
             changed = [name for name, x in self.what.items() if old["meta"].get(name) != x]
             self.found = {row["name"]: np.asarray(row["x"], float) for row in old["rows"]}
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a number or a list that is none, bad JSON
             raise ValueError(f"{path} is not what a search wrote: remove it, or give another --out") from error
         if changed:
             raise ValueError(

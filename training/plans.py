@@ -11,6 +11,7 @@ import numpy as np
 from jkv.eval.alone import Alone
 from jkv.eval.results import digest
 from jkv.generation.sizes import layout
+from jkv.host.results import versions
 from jkv.io.identity import fingerprint
 from jkv.memory.cache import tree_bytes
 from jkv.methods import plans
@@ -44,6 +45,8 @@ class Search:
                 "calibrate layers: exact_layers= goes with the plan, as in planned(plan=..., exact_layers=[0]); a plan "
                 "chooses such layers itself if a candidate keeps floats"
             )
+        if configs[0].select is not None:
+            raise ValueError("calibrate layers: a selector reads a part of each layer, and KL is measured of all of it")
         self.params, self.texts, self.length, self.most = params, tuple(candidates), length, most
         self.same: tuple[Choice, ...] = tuple(zip(*map(_alike, zip(*map(_parts, configs), strict=True)), strict=True))
         self.options = tuple(sorted({*axis}) for axis in zip(*self.same, strict=True))
@@ -70,7 +73,14 @@ class Search:
     def what(self, ids: np.ndarray) -> dict[str, object]:
         """What measurements of texts i32[n,T] depend on, for `Measured`."""
         model = fingerprint(self.params)
-        return {"model": model, "candidates": [*self.texts], "texts": digest([np.asarray(ids, np.int32).tobytes()])}
+        texts = digest([np.asarray(ids, np.int32).tobytes()])
+        return {
+            "model": model,
+            "candidates": [*self.texts],
+            "texts": texts,
+            "after": AFTER,
+            "jkv": versions(["jkv"]).get("jkv"),
+        }
 
     def run(self, ids: np.ndarray, say: Say, kept: Measured) -> Found:
         """Arrays and card of the plan, by texts i32[n,T]; what `kept` has is not measured again."""
@@ -84,7 +94,7 @@ class Search:
         axes, size, sum_up = self._chosen(changes)
         own = alone(Plan(self.texts, *(tuple(x.tolist()) for x in axes)).config)
         say("the plan")
-        told = {
+        card = {
             "candidates": list(self.texts),
             "chosen": {"bytes": size, "kl": _rounded(own)},
             "chosen_if_changes_add_up": _rounded(kl.mean() + sum_up),
@@ -98,8 +108,8 @@ class Search:
         }
         if own.mean() >= kl.mean():
             axes, own, size = [np.full(len(x), i) for x, i in zip(axes, base, strict=True)], kl, self.bytes[base]
-        told |= {"bytes": size, "kl": _rounded(own), "kl_by_text": own.round(6).tolist()}
-        return dict(zip(plans.AXES, axes, strict=True)), told
+        card |= {"bytes": size, "kl": _rounded(own), "kl_by_text": own.round(6).tolist()}
+        return dict(zip(plans.AXES, axes, strict=True)), card
 
     def _chosen(self, changes: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int, float]:
         """Of each axis i[L]: what layers have where changes f64[L,C] add up; the bytes, and the sum of the changes."""

@@ -97,7 +97,7 @@ def each_query(run: Callable[..., Any], q: Array, k: Array, v: Array, pos: Array
 
     k, v [B,H,S,...], pos i32[B,S] and until i32[B,H,S] are of all keys, `by` i32[B,T] of the queries. Keys and values
     go to all devices, where a flush needs them: any may come into a slot of any device. Queries, and what is attended
-    to, stay.
+    to, stay, but for those that a score asks for.
     """
     if not _shares(q.shape[3]):
         return run(q, k, v, pos, *by, until)

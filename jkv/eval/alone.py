@@ -32,7 +32,9 @@ class Alone:
     prefill: Prefills = field(default_factory=Prefills)
 
     def cache(self, config: CacheConfig) -> Cache:
-        """The cache that has read the prefix."""
+        """The cache that has read the prefix; ValueError for one of which a step reads a part, and a pass all."""
+        if config.select is not None:
+            raise ValueError(f"{config}: its selector picks for each token, and a pass over many reads whole tiers")
         return self.prefill(self.params, config, self.ids[:, : self.prefix], self.ids.shape[1] - self.prefix)[0]
 
     def __call__(self, config: CacheConfig) -> np.ndarray:

@@ -82,7 +82,8 @@ class Store:
         """The records of the blocks that token ids begin with, as far as there are any."""
         found: list[Record] = []
         names = self._names(root, ids)
-        link = self.codec.link(len(names), self.speed)
+        there = itertools.takewhile(lambda forms: any(self._size(name) is not None for name in forms), names)
+        link = self.codec.link(sum(1 for _ in there), self.speed)
         for forms in names:
             if (record := self._next(forms, link)) is None:
                 break

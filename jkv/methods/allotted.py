@@ -33,7 +33,7 @@ class Allotted(Budget):
 
     @property
     def bounded(self) -> bool:  # a constant of most budgets
-        return any(self.choices[i].bounded for i in self.which)
+        return all(self.choices[i].bounded for i in self.which)
 
     def bound(self, params: Params) -> Budget:
         learned.check(self.models, params)

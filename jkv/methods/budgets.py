@@ -27,9 +27,11 @@ POINTS = 64  # numbers of tokens for which a division of a fraction is worked ou
 
 
 class Size(Budget):
-    """How much a user asks for. tokens: the number of them, where that is known before a text is."""
+    """How much a user asks for. tokens: the number of them, where that is known before a text is; in_bytes: it is known
+    when the bytes of a whole cache are."""
 
     tokens: int | None = None
+    in_bytes = False
 
     def above(self, name: str, least: int, what: str) -> Self:
         """This size for a method that keeps `least` tokens in any case and needs one more; ValueError if it has not."""
@@ -105,6 +107,7 @@ class Bytes(Size):
 
     bytes: int
     least: int = 1
+    in_bytes = True
 
     def above(self, name: str, least: int, what: str) -> Self:
         return replace(self, least=max(self.least, least + 1))

@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv.io import learned
 from jkv.methods.allotted import Allotted
-from jkv.methods.budgets import All
+from jkv.methods.budgets import All, Size
 from jkv.methods.codecs.planned import Planned
 from jkv.methods.config import CacheConfig
 from jkv.methods.text import parse
@@ -48,6 +48,8 @@ class Plan:
             raise learned.unlike(folder, arrays, METHOD)
         if not isinstance(texts, list) or not texts or not all(isinstance(x, str) for x in texts):
             raise learned.broken(folder, f"its candidates are {texts!r}, and should be texts of caches")
+        if any((arrays[axis] % 1).any() for axis in AXES):
+            raise learned.broken(folder, "it chooses by numbers that are not whole")
         which = {axis: tuple(int(i) for i in arrays[axis]) for axis in AXES}
         chosen = {i for each in which.values() for i in each}
         if not chosen <= {*range(len(texts))}:
@@ -101,7 +103,7 @@ def same(a: Any, b: Any) -> bool:
 
 def alike(texts: Sequence[str]) -> list[CacheConfig]:
     """The caches of texts that differ in their budgets and codecs alone; ValueError for others, for codecs that tie
-    layers, and for budgets that layers divide by a prompt."""
+    layers, and for budgets in bytes or that layers divide by a prompt."""
     configs = [parse(text) for text in texts]
     for text, config in zip(texts, configs, strict=True):
         if any(codec.taught or codec.layers > 1 or codec.heads != 1 for codec in config.all_codecs):
@@ -112,6 +114,10 @@ def alike(texts: Sequence[str]) -> list[CacheConfig]:
             raise ValueError(
                 f"{text!r}: its layers divide their budget by each prompt, and a plan does so for all prompts alike"
             )
+        sizes: list[Size] = []
+        config.budget.of(lambda size, sizes=sizes: sizes.append(size) or size)  # type: ignore[func-returns-value]
+        if any(size.in_bytes for size in sizes):
+            raise ValueError(f"{text!r}: its bytes= are those of all layers; a plan takes budget= or keep= of each")
         if not same(bare(config), bare(configs[0])):
             raise ValueError(
                 f"{texts[0]!r} and {text!r} differ in more than their budgets and codecs: a plan chooses between "

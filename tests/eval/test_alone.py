@@ -41,3 +41,8 @@ def test_one_layer_alone_costs_what_a_dense_model_says_that_sees_its_codes():
 def test_recent_windows_of_two_lengths_are_refused():
     with pytest.raises(ValueError, match="recent windows that keep 16 and 8 tokens"):
         Alone(PARAMS, IDS[:1], PREFIX).swapped(parse("full"), parse("snapkv(keep=0.25, window=8, recent=8)"))
+
+
+def test_a_selector_whose_picks_a_pass_would_not_make_is_refused():
+    with pytest.raises(ValueError, match="a pass over many reads whole tiers"):
+        Alone(PARAMS, IDS[:1], PREFIX)(parse("quest(page=8, pages=2) | int8"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -112,3 +115,31 @@ def test_threads_that_ask_at_once_have_one_file(tmp_path, monkeypatch):
     for x in threads:
         x.join()
     assert len(found) == 4 and len(set(map(id, found))) == 1
+
+
+def test_an_error_that_is_told_holds_nothing_of_whoever_was_told():
+    """Its frames hold caches; and other threads may fail meanwhile."""
+
+    class Large:
+        pass
+
+    for error in (OSError(13, "of another", "records"), OSError(28, "No space left on device", "records")):
+        host.FAILED.append(error)
+
+    class Text(RuntimeError):
+        def __str__(self) -> str:
+            host.FAILED.append(OSError(5, "another", "records"))
+            return "in a program: [Errno 28] No space left on device: 'records'"
+
+    def program() -> weakref.ref:
+        large = Large()
+        seen = weakref.ref(large)
+        with contextlib.suppress(OSError), host.told():
+            raise Text
+        return seen
+
+    with pytest.raises(OSError, match="No space left"), host.told():
+        raise Text
+    seen = program()
+    gc.collect()
+    assert seen() is None

@@ -179,6 +179,15 @@ def test_the_level_is_the_best_that_the_time_left_has_room_for(shaped: Shaped, l
     assert len(got) == 8 and got[0] == level and min(got) >= level and shaped.now <= 8.0
 
 
+def test_the_time_is_that_of_the_records_that_are_there(shaped: Shaped):
+    """A short beginning that the store has, before a long text that it has not."""
+    shaped.match([*range(8 * BLOCK)])
+    shaped.speed = max(x[0] for x in sizes(shaped)) * 1.001
+    shaped.match([*range(8 * BLOCK)])
+    shaped.now = 0.0
+    assert shaped.match([*range(8 * BLOCK), *range(90 * BLOCK)]) == [3] * 8
+
+
 def test_records_come_as_their_level_has_them_and_other_stores_share_them(shaped: Shaped):
     ids = [*range(8 * BLOCK)]
     shaped.speed = max(x[2] for x in sizes(shaped)) * 1.001

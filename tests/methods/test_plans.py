@@ -62,7 +62,7 @@ def test_a_layer_has_what_a_cache_of_its_choice_would_have_there(texts, tmp_path
     assert own[0].tiers[-1].k != own[1].tiers[-1].k
 
 
-SIZES = ("budget=40", "keep=0.25", "bytes='24KiB'")
+SIZES = ("budget=40", "keep=0.25", "keep=0.4")
 
 
 @pytest.mark.parametrize("more", ["", " | append"])
@@ -205,17 +205,25 @@ def test_what_is_no_plan_is_refused_by_name(tmp_path):
             (("snapkv(keep=0.5)", "snapkv(keep=0.25, window=8)"), "differ in more than their budgets and codecs"),
             (("cake(keep=0.5)", "cake(keep=0.25)"), "divide their budget by each prompt"),
             (("int8", "xkv"), "learn of no prompt"),
+            (("snapkv(bytes='60KiB')", "snapkv(bytes='24KiB') | int4"), "its bytes= are those of all layers"),
             (("int8", "intt4"), "did you mean"),
         )
     ):
         with pytest.raises(ValueError, match=why):
             parse(f"planned(plan={folder(tmp_path / str(i), texts, keys=(0, 1), values=(1, 0))!r})")
     spared = ("int8(exact_layers=[0])", "int4(exact_layers=[0])")
-    for params, texts, why in ((PARAMS, spared, "goes with the plan"), (LATENT, TEXTS, "this model caches latents")):
+    picks = ("quest(page=8, pages=2) | int8", "quest(page=8, pages=2) | int4")
+    for params, texts, why in (
+        (PARAMS, spared, "goes with the plan"),
+        (LATENT, TEXTS, "this model caches latents"),
+        (PARAMS, picks, "a selector reads a part of each layer"),
+    ):
         with pytest.raises(ValueError, match=why):
             Search(params, texts, 96, 1 << 20)
     with pytest.raises(FormatError, match="it chooses"):
         Plan.read(folder(tmp_path / "a", keys=(0, 3)))
+    with pytest.raises(FormatError, match="numbers that are not whole"):
+        Plan.read(folder(tmp_path / "f", budgets=(0.5, 1.0)))
     with pytest.raises(FormatError, match="its candidates are"):
         Plan.read(folder(tmp_path / "b", texts=7))
     with pytest.raises(ValueError, match="no plan: run `jkv calibrate layers"):

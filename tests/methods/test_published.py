@@ -100,7 +100,7 @@ def test_the_lines_of_the_docs_convert_what_the_authors_save(core: str, tmp_path
     rng = np.random.default_rng(7)
     layers = [gate_layer(rng, 12, 2, 3, 4, 5) for _ in range(2)]
     modules = [{name: torch.from_numpy(x).bfloat16() for name, x in one.items()} for one in layers]
-    lost = {name: np.ones((3, 2)) for name in ("loss", "acc", "loss_train", "acc_train")}
+    lost = {"loss": np.ones((3, 2)), "acc": np.ones(2, np.float32), "loss_train": np.ones(2)[0], "acc_train": 0.5}
     torch.save({"module": modules} | lost, tmp_path / "new.pt")
     with ZipFile(tmp_path / "new.pt") as new, ZipFile(tmp_path / "q4_dim16_sink16.pt", "w") as old:
         for one in new.infolist():

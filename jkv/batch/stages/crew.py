@@ -54,7 +54,13 @@ class Crew:
     def __init__(self, work: Work, workers: tuple[int, ...], load: Callable[[], Params], every: float) -> None:
         job, context = work.job, multiprocessing.get_context("spawn")
         # beside those of the parent there are the weights of each
-        work.free = max(work.free - sum(workers) * tree_bytes(job.params), 0) // sum(workers)
+        free, weights = work.free, tree_bytes(job.params)
+        if free <= (all_ := sum(workers) * weights):
+            raise ValueError(
+                f"--stages: {sum(workers)} workers take {all_:,} bytes for weights alone, and {free:,} are free; take "
+                "fewer workers, or --weights int8"
+            )
+        work.free = free // sum(workers) - weights
         work.buckets = work.arranged(work.requests, False)  # workers read rows one by one
         self.work, self.context, self.every = work, context, every
         requests = work.requests

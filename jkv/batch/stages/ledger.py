@@ -90,10 +90,9 @@ class Ledger:
         """
         held = self.decoded.setdefault(worker, {})
         buckets = {x.bucket for x in held.values()} or {x.task.bucket for x in self.ready}
-        found = next((x for x in self.ready if x.task.bucket in buckets), None)
-        if found is None or len(held) >= slots[found.task.bucket]:
-            return None
-        if held and any(self.lost[part] for part in (found.task.part, *held)):
+        fits = (x for x in self.ready if x.task.bucket in buckets and not (held and self.lost[x.task.part]))
+        found = next(fits, None)
+        if found is None or len(held) >= slots[found.task.bucket] or any(self.lost[part] for part in held):
             return None
         self.ready.remove(found)
         held[found.task.part] = found.task

@@ -167,11 +167,13 @@ class Worker:
         memory.forget_peak()
 
     def _hear(self) -> None:
-        """None at last: the parent is no more."""
-        with suppress(EOFError, OSError):
-            while True:
-                self.heard.put(self.pipe.recv())
-        self.heard.put(None)
+        """None at last: the parent is no more, or cannot be understood."""
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    self.heard.put(self.pipe.recv())
+        finally:
+            self.heard.put(None)
 
     def work(self) -> None:
         """Raises EOFError when the parent is no more."""

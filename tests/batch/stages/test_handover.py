@@ -34,12 +34,13 @@ from jkv.batch.stages import crew as crews
 from jkv.batch.stages.crew import Crew, staged
 from jkv.batch.stages.ledger import Ledger, Task
 from jkv.batch.stages.worker import Worker
-from jkv.batch.work import run
+from jkv.batch.work import Work, run
 from jkv.core import sharding
 from jkv.core.compiled import Cost
 from jkv.generation.cache_file import load_cache, save_cache
 from jkv.generation.drafters import Suffix
 from jkv.io.errors import FormatError
+from jkv.memory.cache import tree_bytes
 from support import rig
 
 HF = jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1)
@@ -301,6 +302,26 @@ def test_two_who_send_more_than_a_pipe_holds_both_go_on():
     assert not sends.is_alive() and [worker.heard.get().shape for _ in range(3)] == [(1 << 20,)] * 3
     ours.close()
     assert worker.heard.get() is None
+
+
+def test_a_parent_that_cannot_be_understood_is_as_one_that_is_no_more():
+    ours, theirs = multiprocessing.Pipe()
+    worker = object.__new__(Worker)
+    worker.pipe, worker.heard = theirs, SimpleQueue()
+    hears = threading.Thread(target=worker._hear, daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", nothing)
+        hears.start()
+        ours.send_bytes(b"no message")
+        hears.join(30)
+    assert worker.heard.get(timeout=1) is None
+
+
+def test_workers_whose_weights_alone_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    task = job(tmp_path)
+    monkeypatch.setattr(Work, "free", 2 * tree_bytes(task.params))
+    with pytest.raises(ValueError, match="2 workers take .* bytes for weights alone"):
+        run(task, never, nothing, staged(task, (1, 1), LOAD))
 
 
 def test_jobs_that_stages_cannot_run_are_refused(tmp_path: Path):

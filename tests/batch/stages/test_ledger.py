@@ -87,3 +87,20 @@ def test_a_worker_goes_where_a_queue_is_twice_as_long_as_another():
 def test_what_divides_no_workers_is_refused(text: str):
     with pytest.raises(ValueError, match="--stages"):
         divided(text)
+
+
+def test_rows_that_were_not_lost_go_before_one_that_needs_a_worker_for_itself():
+    """Workers that have rows take those behind it; one that has none takes it, and no other beside."""
+    ledger = Ledger(tasks(8), 8)
+    lost = ledger.to_prefill(0)
+    assert lost is not None and ledger.lose(0, [lost.part]) == []
+    for _ in range(4):
+        task = ledger.to_prefill(0)
+        assert task is not None
+        ledger.hand(0, task.part, None)
+    ledger.decoded[1] = {(9, 0): Task(0, lost.request)}  # a row under way
+    assert (x := ledger.to_decode(1, SLOTS)) is not None and x.task.part == (1, 0)
+    assert ledger.to_decode(1, SLOTS) is None
+    assert (x := ledger.to_decode(2, SLOTS)) is not None and x.task is lost
+    assert ledger.to_decode(2, SLOTS) is None
+    assert (x := ledger.to_decode(3, SLOTS)) is not None and x.task.part == (2, 0)

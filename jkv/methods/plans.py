@@ -114,9 +114,7 @@ def alike(texts: Sequence[str]) -> list[CacheConfig]:
             raise ValueError(
                 f"{text!r}: its layers divide their budget by each prompt, and a plan does so for all prompts alike"
             )
-        sizes: list[Size] = []
-        config.budget.of(lambda size, sizes=sizes: sizes.append(size) or size)  # type: ignore[func-returns-value]
-        if any(size.in_bytes for size in sizes):
+        if in_bytes(config.budget):
             raise ValueError(f"{text!r}: its bytes= are those of all layers; a plan takes budget= or keep= of each")
         if not same(bare(config), bare(configs[0])):
             raise ValueError(
@@ -124,6 +122,19 @@ def alike(texts: Sequence[str]) -> list[CacheConfig]:
                 "caches with the same score, tiers, recent= and block="
             )
     return configs
+
+
+def in_bytes(budget: Budget) -> bool:
+    """Whether a size that it is made of is known when the bytes of a whole cache are."""
+    found = False
+
+    def look(size: Size) -> Size:
+        nonlocal found
+        found = found or size.in_bytes
+        return size
+
+    budget.of(look)
+    return found
 
 
 def bare(config: CacheConfig) -> tuple[Any, ...]:

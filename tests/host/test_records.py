@@ -128,7 +128,8 @@ def test_an_error_that_is_told_holds_nothing_of_whoever_was_told():
 
     class Text(RuntimeError):
         def __str__(self) -> str:
-            host.FAILED.append(OSError(5, "another", "records"))
+            if host.FAILED[-1].errno != 5:
+                host.FAILED.append(OSError(5, "another", "records"))
             return "in a program: [Errno 28] No space left on device: 'records'"
 
     def program() -> weakref.ref:

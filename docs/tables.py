@@ -299,6 +299,12 @@ def jobs() -> list[str]:
     return [line(common(r) + name(r), f"{r['tokens_per_s']:.1f}", f"{r['ratio']:.2f}") for r in rows]
 
 
+def commons() -> list[str]:
+    """Jobs whose prompts begin alike, by where that beginning is held."""
+    speed, mib = (lambda r: f"{r['tokens_per_s']:.1f}"), lambda r: f"{r['cache_bytes'] / 2**20:.1f}"
+    return [line(code(r["cache"]), r["held"], mib(r), speed(r)) for r in results("common")]
+
+
 def recurrent() -> list[str]:
     """What a model without attention takes on chips, by the compiler's schedule."""
     lines = []
@@ -510,7 +516,10 @@ def head(*cells: str) -> str:
 SIZES = ("512 tokens, 74%", "256, 37%", "128, 18%")
 TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "README.md": {head("cache", "tokens kept", "KL", "bytes"): costs},
-    "docs/batch.md": {head("", "tokens/s", "ratio"): jobs},
+    "docs/batch.md": {
+        head("", "tokens/s", "ratio"): jobs,
+        head("cache", "the beginning is held", "MiB", "tokens/s"): commons,
+    },
     "docs/families.md": {
         head("model", "largest logit", "largest difference", "greedy tokens equal", "transformers"): families
     },

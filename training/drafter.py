@@ -101,9 +101,20 @@ def wide(name: str) -> bool:
     return name.endswith(STEP)
 
 
-def pieces(ids: np.ndarray) -> list[list[int]]:
-    """The rows of i32[n,T] that end before T, as many together as are continued at once."""
-    short = np.flatnonzero(ids[:, -1] < 0).tolist()
+def cut(texts: Batch, prompt: int) -> Batch:
+    """Texts of which those that are whole keep their first `prompt` tokens; 0: all.
+
+    >>> cut(Batch(ids=jnp.array([[5, 6, 7], [8, 9, -1]]), pos=jnp.array([[0, 1, 2], [0, 1, -1]])), 1).ids.tolist()
+    [[5, -1, -1], [8, 9, -1]]
+    """
+    ids, pos = np.array(texts.ids), np.array(texts.pos)
+    beyond = (ids[:, -1:] >= 0) & (np.arange(ids.shape[1]) >= (prompt or ids.shape[1]))
+    return Batch(ids=jnp.asarray(np.where(beyond, -1, ids)), pos=jnp.asarray(np.where(beyond, -1, pos)))
+
+
+def pieces(texts: Batch) -> list[list[int]]:
+    """The texts that end early, as many together as are continued at once."""
+    short = np.flatnonzero(np.asarray(texts.ids)[:, -1] < 0).tolist()
     return [short[i : i + TOGETHER] for i in range(0, len(short), TOGETHER)]
 
 
@@ -114,17 +125,15 @@ def _after(params: Params, some: list[list[int]], new: int, heat: float, seed: i
 
 
 def continued(
-    params: Params, texts: Batch, prompt: int, heat: float, seed: int, kept: Measured, say: Callable[[str], None]
+    params: Params, texts: Batch, heat: float, seed: int, kept: Measured, say: Callable[[str], None]
 ) -> Batch:
-    """Texts as the model continues them: those that are short, and the first `prompt` tokens of the others (0: all).
+    """Texts, those that end early as the model continues them.
 
     heat: the temperature. `kept` has what a killed training has continued already.
     """
     ids = np.array(texts.ids)
     length = ids.shape[1]
-    if prompt:
-        ids[ids[:, -1] >= 0, prompt:] = -1
-    for at in pieces(ids):
+    for at in pieces(texts):
         some: list[list[int]] = [row[row >= 0].tolist() for row in ids[at]]
         new = length - max(map(len, some))
 
@@ -156,7 +165,7 @@ def whole(bare: Params, score: Any) -> Params:
 @partial(jax.jit, static_argnames=("k",))
 def lesson(params: Params, bare: Params, batch: Batch, k: int) -> Teacher:
     """What the model says of the drafter's words, of the k likeliest one by one; 0, or more than there are: of all."""
-    return teach(replace(bare, norm=params.norm), hidden(params, batch)[0], min(k, bare.config.vocab))
+    return teach(bare, hidden(params, batch)[0], min(k, bare.config.vocab))
 
 
 @dataclass(kw_only=True)

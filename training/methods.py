@@ -298,12 +298,14 @@ def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float
         )
     blocks = drafters.places(run.params.config.layers, drafters.depth(run.params, read_bytes(bytes), words))
     texts, held = run.given()
+    begun = drafters.cut(texts, prompt)
     own = {"bytes": bytes, "words": words, "blocks": blocks, "prompt": prompt, "temperature": temperature}
     what = run.what(texts, recipe, **own)
     with Folder(run.out, what, run.resume) as folder:
-        kept = Measured(folder.path / "continued.json", {k: what[k] for k in ("model", "dtype", "texts", "prompt")})
-        with console.progress(run.texts) as say:
-            texts = drafters.continued(run.params, texts, prompt, temperature, run.seed, kept, say)
+        said = ("model", "dtype", "texts", "prompt", "temperature")
+        kept = Measured(folder.path / "continued.json", {k: what[k] for k in said} | {"seed": run.seed})
+        with console.progress(len(drafters.pieces(begun))) as say:
+            texts = drafters.continued(run.params, begun, temperature, run.seed, kept, say)
         small, known = drafters.begun(run.params, texts, words, blocks)
         score = {"layers": small.layers, "norm": small.norm}
         bare, read = replace(small, layers=()), drafters.in_words(texts, known)
@@ -315,13 +317,17 @@ def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float
         learned.write(run.out, arrays, card, drafters.wide)
         print(f"learned: {run.out}\ndrawn: {folder.draw()}")
         if held is not None:
-            ids, source = jnp.asarray(held[0]), held[1]
-            unseen = Batch(ids=ids, pos=jnp.asarray(np.indices(held[0].shape, np.int32)[1]))
-            made = Distilled(run.params, str(run.out))
-            found = drafters.agreement(run.params, made.model.params, made.words, unseen)
-            card["eval"] = {"source": source, "samples": len(ids), **found}
+            card["eval"] = agreed(run, held)
             learned.write(run.out, arrays, card, drafters.wide)
-            print(f"{source}: the model says what is guessed in {found['greedy']:.1%} of all places")
+
+
+def agreed(run: Run, held: tuple[np.ndarray, str]) -> dict[str, Any]:
+    """How often a drafter's guess, in texts that are held back, is what the model says."""
+    (ids, source), made = held, Distilled(run.params, str(run.out))
+    unseen = Batch(ids=jnp.asarray(ids), pos=jnp.asarray(np.indices(ids.shape, np.int32)[1]))
+    found = drafters.agreement(run.params, made.model.params, made.words, unseen)
+    print(f"{source}: the model says what is guessed in {found['greedy']:.1%} of all places")
+    return {"source": source, "samples": len(ids), **found}
 
 
 def gathered(params: Params, *given: Any) -> Any:

@@ -77,7 +77,8 @@ def test_short_texts_go_on_as_the_model_continues_them(tmp_path):
     what = {"seed": 0}
     for prompt, short in ((0, [0, 2]), (12, [0, 1, 2])):
         path = Path(tmp_path, f"{prompt}.json")
-        made = drafter.continued(PARAMS, texts, prompt, 0.0, 3, Measured(path, what), said.append)
+        begun = drafter.cut(texts, prompt)
+        made = drafter.continued(PARAMS, begun, 0.0, 3, Measured(path, what), said.append)
         got = np.asarray(made.ids)
         for i, row in enumerate(rows):
             begin = row[:12] if prompt and len(row) == 24 else row
@@ -88,7 +89,7 @@ def test_short_texts_go_on_as_the_model_continues_them(tmp_path):
         np.testing.assert_array_equal(np.asarray(made.pos), np.where(got >= 0, np.arange(24), -1))
         with pytest.MonkeyPatch.context() as patch:
             patch.delattr(drafter, "generate")
-            again = drafter.continued(PARAMS, texts, prompt, 0.0, 3, Measured(path, what), said.append)
+            again = drafter.continued(PARAMS, begun, 0.0, 3, Measured(path, what), said.append)
         np.testing.assert_array_equal(again.ids, got)
     assert said == ["3 texts continued"] * 4
 

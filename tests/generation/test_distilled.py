@@ -48,6 +48,7 @@ def half(tmp_path_factory):
     return written(tmp_path_factory.mktemp("half"), words=words, blocks=[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heat", [{}, {"temperature": 0.8, "seed": 4}])
 def test_its_guesses_change_no_token(whole, half, heat):
     how = {"max_new_tokens": 40, "stop_ids": (), **heat}
@@ -58,12 +59,14 @@ def test_its_guesses_change_no_token(whole, half, heat):
         assert got.report.drafted > 0 and got.report.draft_failed is None
 
 
+@pytest.mark.slow
 def test_all_of_a_model_guesses_what_the_model_says(whole):
     """In 8 bits it is nearly the model: of 40 tokens at most a few passes miss."""
     got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=Distilled(PARAMS, whole))
     assert got.report.passes <= 16
 
 
+@pytest.mark.slow
 def test_it_reads_and_says_words_of_its_own(half):
     """Beside the small model by itself, on words: what it says are the model's tokens of these."""
     one = Distilled(PARAMS, half)

@@ -70,6 +70,7 @@ def test_a_token_is_read_as_the_word_of_the_nearest_embedding():
     )
 
 
+@pytest.mark.slow
 def test_short_texts_go_on_as_the_model_continues_them(tmp_path):
     """And the beginnings of all, if so asked; each is continued once, also if the process is killed."""
     rows = [RNG.integers(0, 256, n).tolist() for n in (5, 24, 9)]
@@ -99,6 +100,7 @@ def logits(params, row):
     return np.asarray(models.forward(params, ids, jnp.arange(len(row))[None]), np.float64)[0]
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_divergence_over_the_words_and_agreement_counts_what_is_said():
     """Beside float64 numpy and the oracle of models, text by text."""
     rows = [RNG.integers(0, 256, n).tolist() for n in (20, 13)]

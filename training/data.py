@@ -1,4 +1,4 @@
-"""Texts to train on: windows of the training side of a corpus, questions about synthetic contexts, and look-ups."""
+"""Texts to train on: windows of the training side of a corpus, questions about synthetic contexts, requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 from jkv.eval import corpora, measure, tasks
 from jkv.eval.experiments import count
 from jkv.models import Params
-from jkv.training import lookups
+from jkv.training import asks, lookups
 from jkv.training.losses import Batch
 
 TASKS = "tasks"  # the name of the synthetic questions
 LOOKUPS = "lookups"  # and of facts told in a text, with questions about them
+ASKS = "asks"  # and of requests without answers
 HAYS = {"pydoc": False, "stdlib": True}  # what those are told in, and whether it is code
 TURNS = 3  # questions about one text
 # RULER's tasks without prose: its prose is all of pydoc, of which a part is held back.
@@ -30,7 +31,8 @@ SEEDS = 1 << 40  # those of training begin here; evaluations take small ones
 def texts(params: Params, names: Sequence[str], length: int, samples: int, seed: int) -> Batch:
     """`samples` texts of at most `length` tokens, as even a share as can be from each of the names.
 
-    A name is a corpus of `corpora` (its training side; a text file: all paragraphs of that side), "tasks" or "lookups".
+    A name is a corpus of `corpora` (its training side; a text file: all paragraphs of that side), "tasks", "lookups" or
+    "asks".
     Raises ValueError for a model without a tokenizer, and for a corpus that is too short.
     """
     if length < 2 or samples < len(names) or not names or seed < 0:
@@ -159,7 +161,16 @@ def _conversation(params: Params, context: str, facts: Sequence[lookups.Fact]) -
     return params.tokenizer.chat(turns[:-1]) + turns[-1]["content"]
 
 
-SYNTHETIC: dict[str, Any] = {TASKS: _asked, LOOKUPS: _looked_up}
+def _requested(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:
+    """Requests, as the model's chat template puts them."""
+    for i in range(samples):
+        content = asks.request(np.random.default_rng((SEEDS, seed, i)))
+        chat = params.tokenizer.template is not None
+        text = params.tokenizer.chat([{"role": "user", "content": content}]) if chat else content + "\n"
+        yield params.tokenizer.encode(text)[:length]
+
+
+SYNTHETIC: dict[str, Any] = {TASKS: _asked, LOOKUPS: _looked_up, ASKS: _requested}
 
 
 class Order:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import numpy as np
 
 from jkv.eval import measure
 from jkv.eval.results import digest
+from jkv.generation.distilled import Distilled, packed
 from jkv.host import console
+from jkv.host.arguments import read_bytes
 from jkv.io import learned
 from jkv.methods import mixtures as blends
 from jkv.methods import parse
@@ -28,8 +30,10 @@ from jkv.methods.scores.published import Repeated
 from jkv.methods.selectors.forecast import Forecast
 from jkv.models import Params
 from jkv.training import data, delay, estimates, flags, forecast, lasting, mixtures, retention, surrogates
+from jkv.training import drafter as drafters
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
+from jkv.training.measured import Measured
 from jkv.training.trainer import Training
 
 METHODS: dict[str, Callable[..., None]] = {}
@@ -281,6 +285,49 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
             card["eval"] = {"source": source, "samples": len(ids), "recovered": shares}
             learned.write(run.out, arrays, card)
             print(f"{source}, share of the next query's attention in so many pages: {shares}")
+
+
+@method
+def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float, **chosen: Any) -> None:
+    """A small model that guesses what this one says."""
+    recipe = drafters.Recipe(**chosen, seed=run.seed)
+    if not 0 <= prompt < run.length or temperature < 0:
+        raise ValueError(
+            f"prompt={prompt}, length={run.length}, temperature={temperature}: tokens to begin with (0: all), a longer "
+            "text, and a temperature of 0 or more"
+        )
+    blocks = drafters.places(run.params.config.layers, drafters.depth(run.params, read_bytes(bytes), words))
+    texts, held = run.given()
+    begun = drafters.cut(texts, prompt)
+    own = {"bytes": bytes, "words": words, "blocks": blocks, "prompt": prompt, "temperature": temperature}
+    what = run.what(texts, recipe, **own)
+    with Folder(run.out, what, run.resume) as folder:
+        said = ("model", "dtype", "texts", "prompt", "temperature")
+        kept = Measured(folder.path / "continued.json", {k: what[k] for k in said} | {"seed": run.seed})
+        with console.progress(len(drafters.pieces(begun))) as say:
+            texts = drafters.continued(run.params, begun, temperature, run.seed, kept, say)
+        small, known = drafters.begun(run.params, texts, words, blocks)
+        score = {"layers": small.layers, "norm": small.norm}
+        bare, read = replace(small, layers=()), drafters.in_words(texts, known)
+        with console.progress(recipe.steps) as say:
+            made = drafters.Distilling(bare, read, recipe, folder, say, model=run.params, tokens=texts)
+            small = drafters.whole(bare, made.run(score).score)
+        card = run.card(what, folder) | {"tokens": int((np.asarray(texts.ids) >= 0).sum())}
+        arrays = packed(small, known, blocks)
+        learned.write(run.out, arrays, card, drafters.wide)
+        print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+        if held is not None:
+            card["eval"] = agreed(run, held)
+            learned.write(run.out, arrays, card, drafters.wide)
+
+
+def agreed(run: Run, held: tuple[np.ndarray, str]) -> dict[str, Any]:
+    """How often a drafter's guess, in texts that are held back, is what the model says."""
+    (ids, source), made = held, Distilled(run.params, str(run.out))
+    unseen = Batch(ids=jnp.asarray(ids), pos=jnp.asarray(np.indices(ids.shape, np.int32)[1]))
+    found = drafters.agreement(run.params, made.model.params, made.words, unseen)
+    print(f"{source}: the model says what is guessed in {found['greedy']:.1%} of all places")
+    return {"source": source, "samples": len(ids), **found}
 
 
 def gathered(params: Params, *given: Any) -> Any:

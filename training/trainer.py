@@ -191,6 +191,10 @@ class Training:
             if (step + 1) % recipe.every == 0:
                 self.folder.save(made.number, made)
 
+    def taught(self, i: int) -> Any:
+        """The lesson of a text, whose arrays have a batch of 1."""
+        return self.recipe.lesson(self.params, rows(self.texts, [i]))
+
     def _split(self, x: Any) -> Any:
         """[A * B, ...] -> [A, B, ...], on all devices by rows if there are several."""
         x = x.reshape(self.recipe.accumulate, self.recipe.batch, *x.shape[1:])
@@ -202,7 +206,7 @@ class Training:
         """The lesson of a text, without the batch's axis, on the host; remembered while there is room."""
         if i in self.lessons:
             return self.lessons[i]
-        made = jax.device_get(self.recipe.lesson(self.params, rows(self.texts, [i])))
+        made = jax.device_get(self.taught(i))
         made = jax.tree.map(lambda x: x[0], made)
         if (len(self.lessons) + 1) * sum(x.nbytes for x in jax.tree.leaves(made)) <= MEMORY:
             self.lessons[i] = made

@@ -49,7 +49,7 @@ class Run:
     corpus: Annotated[
         list[str] | None,
         typer.Option(
-            help="pydoc, stdlib, tasks, lookups, a dataset or a text file; repeatable. Default: pydoc, stdlib."
+            help="pydoc, stdlib, tasks, lookups, asks, a dataset or a text file; repeatable. Default: pydoc, stdlib."
         ),
     ] = None
     texts: Annotated[int, typer.Option(min=1, help="Texts of all corpora together.")] = 36
@@ -200,7 +200,28 @@ class Retrieval(Suffix):
     window: Annotated[int, typer.Option(min=0, help="Newest tokens, which are held in any case.")] = 32
 
 
-METHODS: tuple[type, ...] = (TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval)
+@dataclass(frozen=True, kw_only=True)
+class Drafter:
+    """A small model that guesses what this one says, for draft=."""
+
+    bytes: Annotated[str, typer.Option(help="Most bytes of its weights, such as 8MB; its depth follows.")] = "8MB"
+    words: Annotated[int, typer.Option(min=2, help="Commonest tokens, which it reads and says.")] = 6144
+    prompt: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens of a text before the model's own continuation; 0: all, if it is not short."),
+    ] = 0
+    temperature: Annotated[float, typer.Option(min=0, help="Of the continuation.")] = 0.7
+    steps: Steps = 1000
+    batch: Batch = 8
+    accumulate: Accumulate = 1
+    rate: Rate = 1e-3
+    top: Top = 64
+    every: Every = 100
+
+
+METHODS: tuple[type, ...] = (
+    TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval, Drafter,
+)  # fmt: skip
 
 
 def _trained(kind: Any) -> None:

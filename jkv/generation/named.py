@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from jkv.generation.across import Across
+from jkv.generation.distilled import Distilled
 from jkv.generation.drafters import Drafter, Recycling, Suffix
 from jkv.generation.through import Through
 from jkv.generation.vocabularies import Translation
@@ -17,7 +18,7 @@ from jkv.methods.catalogue import CATALOGUE
 from jkv.methods.text import parse, read_one_of
 from jkv.models import Params
 
-DRAFTERS = {"suffix": Suffix, "recycle": Recycling}
+DRAFTERS = {"suffix": Suffix, "recycle": Recycling, "drafter": Distilled}
 
 
 def drafter(what: Any, params: Params) -> Drafter:
@@ -60,7 +61,8 @@ def _named(text: str, params: Params) -> Drafter:
     if word in CATALOGUE:
         return Through(params, parse(text))
     name, arguments = read_one_of(DRAFTERS, text, "drafter")
-    given = {"vocab": params.config.vocab} if name == "recycle" else {}
+    of_model = {"recycle": {"vocab": params.config.vocab}, "drafter": {"params": params}}
+    given: dict[str, Any] = of_model.get(name, {})
     try:
         return DRAFTERS[name](**given, **arguments)
     except TypeError:

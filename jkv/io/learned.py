@@ -40,19 +40,25 @@ def write(
 ) -> None:
     """Weights in float16 and their card, each file whole or not at all; the card needs `method` and `model`.
 
-    wide: the names of those that are kept in float32.
+    wide: the names of those that are kept in float32; integers are kept as they are.
     """
     path = Path(folder).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     with np.errstate(over="ignore"):
-        types = {name: np.float32 if wide(name) else np.float16 for name in arrays}
+        types = {name: _kind(x, wide(name)) for name, x in arrays.items()}
         small = {name: np.asarray(x, types[name]) for name, x in arrays.items()}
     if wrong := [name for name, x in small.items() if not np.isfinite(x).all()]:
-        kind = types[wrong[0]].__name__
+        kind = types[wrong[0]].name
         raise ValueError(f"{wrong[0]} holds NaN, infinity or numbers beyond {kind}; nothing was written to {path}")
     checkpoint.write(path / WEIGHTS, small, {"method": card["method"]})
     said = finite({**card, "sha256": checkpoint.digest(small, card["model"])})
     overwrite(path / CARD, json.dumps(said, indent=1, allow_nan=False) + "\n")
+
+
+def _kind(x: Any, wide: bool) -> np.dtype:
+    """The type that an array is kept as."""
+    own = np.asarray(x).dtype
+    return own if own.kind in "iu" else np.dtype(np.float32 if wide else np.float16)
 
 
 def read(folder: str | Path, *methods: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

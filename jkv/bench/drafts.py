@@ -120,14 +120,15 @@ class Sure:
     """Always so many tokens, and sure of them: its passes have the width that they need, whatever comes of it."""
 
     rows_change = False
+    nbytes = 0
 
     def __init__(self, n: int, top: int) -> None:
         self.n, self.top = n, top
 
-    def begin(self, rows: list[list[int]], new: int) -> None:
+    def begin(self, rows: list[list[int]], new: int, verifier: Any = None) -> None:
         """Nothing."""
 
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+    def propose(self, rows: list[list[int]], most: int, verifier: Any = None) -> list[Guess]:
         n = min(self.n, most)
         return [Guess([0] * n, range(-1, n - 1), [1.0] * n)] * len(rows)
 

@@ -66,12 +66,12 @@ class Drafting:
         """What the receipt says of it."""
         drafted = {"drafted": self.drafted, "drafted_taken": self.taken}
         passes = {"passes": self.passes + self.steps, "draft_pauses": self.pauses}
-        return {**passes, **drafted, "draft_failed": self.trial.failed}
+        return {**passes, **drafted, "draft_failed": self.trial.failed, "bytes_draft": self.drafter.nbytes}
 
     def run(self, new: int) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
         with self.trial:
-            self.drafter.begin(self.rows, new)
+            self.drafter.begin(self.rows, new, self)
         tokens: list[list[int]] = [[] for _ in self.rows]
         try:
             yield from self.rounds(new, tokens)
@@ -116,7 +116,7 @@ class Drafting:
             if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
                 newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
                 self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
-            return legal(self.drafter.propose(texts, most), len(texts))
+            return legal(self.drafter.propose(texts, most, self), len(texts))
         return []
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:

@@ -36,7 +36,8 @@ class Report:
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came;
     draft_pauses: from which new token to which none was guessed, as no guess would have paid; draft_failed: from which
-    new token on the drafter was left out, as it failed, and its error; None without drafts.
+    new token on the drafter was left out, as it failed, and its error; bytes_draft: of what it held beside the cache;
+    None without drafts.
     tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded them there, if
     anything. bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to
     the device in a step;
@@ -75,6 +76,7 @@ class Report:
     passes: int | None = None
     drafted: int | None = None
     drafted_taken: int | None = None
+    bytes_draft: int | None = None
     draft_pauses: list[tuple[int, int]] | None = None
     draft_failed: tuple[int, str] | None = None
     tokens_stored: int | None = None

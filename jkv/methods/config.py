@@ -195,6 +195,20 @@ class CacheConfig:
         return replace(self, recent=length, budget=All())
 
     @property
+    def reads_part(self) -> bool:
+        """Whether reading a part of each tier is all that it does, and its selector goes by the keys themselves.
+
+        Then it can read any other cache so.
+        """
+        plain = CacheConfig(select=self.select, score=self.score, recent=self.recent, block=self.block)
+        picks = self.select is not None and self.select.scans and not (self.select.stateful or self.select.follows)
+        return (
+            picks
+            and self.budget == plain.budget
+            and all(getattr(self, x) == getattr(plain, x) for x in ("codec", "tiers", "merge", "prefill", "host"))
+        )
+
+    @property
     def relative(self) -> bool:
         """Whether keys act at their rank among the kept, and not at their positions."""
         return any(tier.rope == "rank" for tier in self.tiers)

@@ -200,13 +200,10 @@ class CacheConfig:
 
         Then it can read any other cache so.
         """
-        plain = CacheConfig(select=self.select, score=self.score, recent=self.recent, block=self.block)
-        picks = self.select is not None and self.select.scans and not (self.select.stateful or self.select.follows)
-        return (
-            picks
-            and self.budget == plain.budget
-            and all(getattr(self, x) == getattr(plain, x) for x in ("codec", "tiers", "merge", "prefill", "host"))
-        )
+        select, plain = self.select, CacheConfig()
+        picks = select is not None and select.scans and not (select.stateful or select.follows)
+        rest = ("codec", "tiers", "budget", "merge", "prefill", "host")
+        return picks and all(getattr(self, x) == getattr(plain, x) for x in rest)
 
     @property
     def relative(self) -> bool:

@@ -177,7 +177,7 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     told, now = Told(100), iter(range(100))
     told.clock = lambda: next(now)
     after = SimpleNamespace(count=1, alive=np.ones(3, bool))
-    verdict = SimpleNamespace(ids=np.zeros((3, 1)), top=None)
+    verdict = SimpleNamespace(ids=np.zeros((3, 1)), alone=np.asarray([0, 0, 3]), top=None)
     cost: Any = SimpleNamespace(compiling=0.0, begin=lambda *_, **__: (after, verdict))
     pace = Pace(asked=True)
     pace.stepped(1.0, 1, paused=False)
@@ -186,7 +186,7 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     run = Drafting(PARAMS, state, None, told, cost, [[0], [8, 9], [6, 7]], pace, told.clock)  # type: ignore
     run._advance([[], [], []], 0, 40, 4)
     assert told.asked == ([[0], [8, 9], [6, 7, 2]], 3) and told.told[0] == [[-1], [-1], [7]]
-    assert run.drafted == 1 and pace.guesses[-1] == 2
+    assert run.drafted == 1 and run.alone == 3 and pace.guesses[-1] == 2
 
 
 def test_a_guess_is_charged_what_it_took():

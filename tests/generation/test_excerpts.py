@@ -26,7 +26,7 @@ from jkv.memory.cache import tree_bytes
 from jkv.methods import parse
 from jkv.models import TINY, random
 from support import rig
-from support.rig import EVERYTHING, PARAMS, PROMPT
+from support.rig import EVERYTHING, MODELS, PARAMS, PROMPT
 
 PAGE = 8
 ALL = f"triforce(tokens={EVERYTHING})"
@@ -88,6 +88,25 @@ def test_a_copy_is_the_first_page_and_those_of_the_best_mean_keys():
                 slot = np.flatnonzero(at == got[place])[0]
                 for x, y in ((copy.k, tier.k), (copy.v, tier.v)):
                     np.testing.assert_array_equal(x.slots[row, head, place], y.slots[row, head, slot])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
+def test_copies_of_all_layers_are_what_the_selector_picks_in_a_cache_of_its_own(model: str):
+    """Whose steps read the picks too, so that layers ask what lower ones have read."""
+    params, text = MODELS[model], "triforce(tokens=56, newest=32)"
+    cache, logits = rig.begun("quest(pages=64, page=8, dense_layers=0, recent=32)", PROMPT, params)
+    one = Excerpts(parse(text))
+    one.draw([[0], [0]], 1, asking(params, loop.Decoding.start(cache, logits, 24)))
+    cache, logits = rig.begun(text, PROMPT, params)
+    verifier = asking(params, loop.Decoding.start(cache, logits, 24))
+    own = loop.run_blocks(params, verifier.state, verifier.sampling, jnp.int32(1)).cache.layers
+    for (copy,), layer in zip(one.tiers, own, strict=True):
+        (tier,) = layer.tiers
+        units = np.asarray(tier.memo.units)
+        slots = (units[..., None] * PAGE + np.arange(PAGE)).reshape(*units.shape[:2], -1)
+        pos = np.broadcast_to(np.asarray(tier.pos), (*slots.shape[:2], tier.pos.shape[2]))
+        np.testing.assert_array_equal(copy.pos, np.take_along_axis(pos, slots, 2))
 
 
 def test_of_a_copy_of_everything_all_guesses_are_right():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from jkv.core.excerpt import Tiers, alone, beside, excerpt
 from jkv.generation.drafters import Refusal, Verifier
 from jkv.generation.drawing import Drawing, Draws
+from jkv.generation.pace import NODES
 from jkv.memory.cache import Cache, tree_bytes
 from jkv.memory.layer import LayerConfig
 from jkv.methods.config import CacheConfig
@@ -42,7 +43,7 @@ class Excerpts(Drawing):
             self.tiers, self.since = (), since  # the old copy goes before the new one is made
             self.tiers = excerpt(params, tuple(x.view for x in self._plan(cache)), bare, sampling)
         untiered = replace(cache.bare, layers=tuple(replace(x, tiers=()) for x in cache.layers))
-        copy = beside(replace(bare, cache=untiered), new=most + 1)
+        copy = beside(replace(bare, cache=untiered), new=NODES)  # of one size: each would be programs of its own
         layers = tuple(replace(x, tiers=y) for x, y in zip(copy.cache.layers, self.tiers, strict=True))
         own = replace(copy.cache, layers=layers, plan=alone(cache.plan), name=cache.name, new=cache.new)
         self.nbytes = max(self.nbytes, tree_bytes(layers))

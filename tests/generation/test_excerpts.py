@@ -24,6 +24,8 @@ from jkv.generation.sizes import shaped
 from jkv.generation.through import Through
 from jkv.memory.cache import tree_bytes
 from jkv.methods import parse
+from jkv.methods.config import CacheConfig
+from jkv.methods.selectors.exact import PageMean
 from jkv.models import TINY, random
 from support import rig
 from support.rig import EVERYTHING, MODELS, PARAMS, PROMPT
@@ -223,8 +225,16 @@ def test_what_cannot_be_copied_is_refused_by_name():
         jkv.generate(ONE, ALL, ROWS, **how)
     with pytest.raises(ValueError, match="tokens=7, page=8: that are read together; a page or more"):
         jkv.generate(ONE, "full", ROWS, **how | {"draft": "triforce(tokens=7)"})
+    with pytest.raises(Refusal, match="layer 0 would be copied whole; give a selector of all layers"):
+        jkv.generate(ONE, "full", ROWS, **how | {"draft": Excerpts(CacheConfig(select=PageMean(first=1)))})
     with pytest.raises(ValueError, match="context"):
         jkv.generate(ONE, "full", [[5] * ONE.config.context], **how)
-    far = replace(begun("full").cache.plan[0], tiers=(replace(begun("full").cache.plan[0].tiers[0], far=(True, True)),))
-    with pytest.raises(Refusal, match="from the host in units of 1 tokens, and it picks 8; take page=1"):
-        Excerpts(parse(ALL))._layer(far, begun("full").cache, 0)
+
+
+@pytest.mark.slow
+def test_codes_on_disk_are_copied_in_their_own_pages(tmp_path):
+    ask = partial(jkv.generate, ONE, f"full(host='all', disk={str(tmp_path)!r})", ROWS, max_new_tokens=40, stop_ids=())
+    want, got = ask(), ask(draft=f"triforce(tokens={EVERYTHING}, page=16)")
+    assert got.tokens == want.tokens and got.report.drafted_taken == got.report.drafted > 20
+    with pytest.raises(Refusal, match="from the host in units of 16 tokens, and it picks 8; take page=16"):
+        ask(draft=ALL)

@@ -93,7 +93,7 @@ def _on(begun: Generation, params: Params, draft: str | Drafter | None) -> Resul
     """What a generation whose prompts are read gives with drafts, or without; it can begin again."""
     one = copy(begun)
     one.state, one.cost = jax.tree.map(jnp.copy, begun.state), Cost()
-    one.draft = draft and drafter(draft, params)
+    one.draft = None if draft is None else drafter(draft, params)
     for _ in one.blocks():
         pass
     return one.result()

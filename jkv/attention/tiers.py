@@ -314,7 +314,8 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
     """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act.
 
     A page may be a part of a codec's grain, or end inside one: what a grain shares is then copied for every stretch of
-    slots that lies within one grain and one page, so a page costs its own slots and never whole grains.
+    slots that lies within one grain and one page, so a page costs its own slots and never whole grains. What a page
+    has beyond the last slot is dead.
     """
     assert config.select is not None
     u, (b, h, _) = config.select.unit, pages.shape
@@ -328,13 +329,15 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
     pos = take(tier.pos, index)
     k, v = (x.read(pages) if is_far(x) else jax.tree.map(gather, x) for x in (tier.k, tier.v))
     columns = {name: take(x, index) for name, x in tier.columns.items()}
-    return replace(tier, k=k, v=v, pos=jnp.where(index < 0, -1, pos), columns=columns), take(at, index)
+    none = (index < 0) | (index >= tier.pos.shape[2])
+    return replace(tier, k=k, v=v, pos=jnp.where(none, -1, pos), columns=columns), take(at, index)
 
 
 def newest(tier: Tier, unit: int, heads: int) -> Array:
-    """i32[B,H,units]: the position of the newest token of every unit, -1 for none."""
+    """i32[B,H,units]: the position of the newest token of every unit, the last of which may be a part; -1 for none."""
     b, _, c = tier.pos.shape
-    return jnp.broadcast_to(tier.pos, (b, heads, c)).reshape(b, heads, -1, unit).max(-1)
+    pos = jnp.pad(tier.pos, ((0, 0), (0, 0), (0, -c % unit)), constant_values=-1)
+    return jnp.broadcast_to(pos, (b, heads, pos.shape[2])).reshape(b, heads, -1, unit).max(-1)
 
 
 def observed(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import lru_cache, partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from rich import box
 from rich.table import Table
@@ -13,14 +16,16 @@ from rich.table import Table
 from jkv.bench.measure import turns
 from jkv.bench.results import SEED
 from jkv.bench.speed import number
+from jkv.core.compiled import Cost
 from jkv.eval import corpora
-from jkv.generation.api import Result, generate
+from jkv.generation.api import Generation, Result, generate
+from jkv.generation.asked import asked
 from jkv.generation.drafters import Drafter, Guess
 from jkv.generation.named import drafter
 from jkv.generation.pace import WIDTHS
 from jkv.models import Params
 
-Found = tuple[float, float, float, bool]  # ms a token plain and with drafts, tokens a pass, the same tokens or not
+Found = tuple[float, float, Result, bool]  # ms a token plain and with drafts, what drafts gave, the same tokens or not
 KINDS = ("quote", "code", "json", "prose", "again")
 NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jo", "Kai", "Lia")
 
@@ -69,22 +74,36 @@ def rows(
 def long(
     params: Params, cache: str, drafts: Sequence[str], batch: int, context: int, new: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each drafter, of one batch of texts of `context` tokens that go on; as `rows` otherwise, greedy."""
+    """A row for each drafter, of one batch of texts of `context` tokens that go on; as `rows` otherwise, greedy.
+
+    The texts are read once, for all drafters and rounds; ValueError if they and the answer exceed the model's context.
+    """
     assert params.tokenizer is not None
     tokens = params.tokenizer.encode(corpora.text("stdlib"))
     texts = np.asarray(corpora.windows(tokens, context, batch, SEED)).tolist()
+    begun = Generation(params, asked(params, cache, max_new_tokens=new, stop_ids=()), texts, single=False)
     for draft in drafts:
-        run = partial(generate, params, cache, texts, max_new_tokens=new, stop_ids=())
-        found = [_timed(run, partial(_with, run, params, draft), rounds)]
-        yield _row(f"{batch} texts of {context} tokens", draft, found)
+        plain, drafted = (partial(_on, begun, params, x) for x in (None, draft))
+        for width in WIDTHS:
+            _on(begun, params, Sure(width - 1, drafter(draft, params).top))
+        yield _row(f"{batch} texts of {context} tokens", draft, [_timed(plain, drafted, rounds)])
 
 
-def _with(run: Callable[..., Result], params: Params, draft: str) -> Result:
-    return run(draft=drafter(draft, params))
+def _on(begun: Generation, params: Params, draft: str | Drafter | None) -> Result:
+    """What a generation whose prompts are read gives with drafts, or without; it can begin again."""
+    one = copy(begun)
+    one.state, one.cost = jax.tree.map(jnp.copy, begun.state), Cost()
+    one.draft = None if draft is None else drafter(draft, params)
+    for _ in one.blocks():
+        pass
+    return one.result()
 
 
 def _row(kind: str, draft: str, found: Sequence[Found]) -> dict[str, Any]:
-    plain, ms, each, equal = (np.asarray(x) for x in zip(*found, strict=True))
+    plain, ms, results, equal = zip(*found, strict=True)
+    plain, ms = np.asarray(plain), np.asarray(ms)
+    reports = [x.report for x in results]
+    each = [x.tokens_new / x.rows / (x.passes or 1) for x in reports]
     return {
         "kind": kind,
         "draft": draft,
@@ -92,8 +111,13 @@ def _row(kind: str, draft: str, found: Sequence[Found]) -> dict[str, Any]:
         "ms": float(ms.mean()),
         "speedup": float(plain.sum() / ms.sum()),
         "speedups": (plain / ms).round(3).tolist(),
-        "tokens_a_pass": float(each.mean()),
-        "equal": bool(equal.all()),
+        "tokens_a_pass": float(np.mean(each)),
+        "tokens_alone": float(np.mean([x.tokens_alone for x in reports])),
+        "drafted": sum(x.drafted or 0 for x in reports),
+        "drafted_taken": sum(x.drafted_taken or 0 for x in reports),
+        "bytes_kept": max(x.bytes_kept for x in reports),
+        "bytes_draft": max(x.bytes_draft or 0 for x in reports),
+        "equal": all(equal),
         "prompts": len(found),
     }
 
@@ -120,14 +144,15 @@ class Sure:
     """Always so many tokens, and sure of them: its passes have the width that they need, whatever comes of it."""
 
     rows_change = False
+    nbytes = 0
 
     def __init__(self, n: int, top: int) -> None:
         self.n, self.top = n, top
 
-    def begin(self, rows: list[list[int]], new: int) -> None:
+    def begin(self, rows: list[list[int]], new: int, verifier: Any = None) -> None:
         """Nothing."""
 
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+    def propose(self, rows: list[list[int]], most: int, verifier: Any = None) -> list[Guess]:
         n = min(self.n, most)
         return [Guess([0] * n, range(-1, n - 1), [1.0] * n)] * len(rows)
 
@@ -145,13 +170,14 @@ def _timed(plain_: Callable[[], Result], drafted: Callable[[], Result], rounds: 
     results = turns([plain_, drafted], rounds)
     plain, ms = (1e3 / np.median([x.report.decode_tokens_per_s for x in some]) for some in results)
     (a, *_), (b, *_) = results
-    return float(plain), float(ms), b.report.tokens_new / b.report.rows / (b.report.passes or 1), a.tokens == b.tokens
+    return float(plain), float(ms), b, a.tokens == b.tokens
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """The rows as a table that is markdown too."""
-    out = Table("text", "drafts", "plain, ms", "ms a token", "speed-up", "tokens a pass", "same", box=box.MARKDOWN)
+    some = "text", "drafts", "plain, ms", "ms a token", "speed-up", "tokens a pass", "a row alone", "draft, MiB", "same"
+    out = Table(*some, box=box.MARKDOWN)
     for r in found:
-        numbers = (number(r[x]) for x in ("plain_ms", "ms", "speedup", "tokens_a_pass"))
-        out.add_row(r["kind"], r["draft"], *numbers, "yes" if r["equal"] else "no")
+        numbers = (number(r[x]) for x in ("plain_ms", "ms", "speedup", "tokens_a_pass", "tokens_alone"))
+        out.add_row(r["kind"], r["draft"], *numbers, number(r["bytes_draft"] / 2**20), "yes" if r["equal"] else "no")
     return out

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jkv.generation.drafters import Guess
-from jkv.generation.through import PIECE, Drawn, Odds, Through
+from jkv.generation.drafters import Guess, Verifier
+from jkv.generation.drawing import Drawn, Odds
+from jkv.generation.through import PIECE, Through
 from jkv.generation.vocabularies import Translation, whole
 from jkv.models import Params
 
@@ -59,14 +60,14 @@ class Across:
             raise ValueError(f"draft=: threshold={self.threshold}; give a probability above 0, at most 1")
         self.model = Through(self.params)
 
-    def begin(self, rows: list[list[int]], new: int) -> None:
+    def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
         self.rows, self.newest = [self._begun(row) for row in rows], []
         length = max(len(x.sure) for x in self.rows)
         ahead = min(2 * new + PIECE, max(self.params.config.context - length, 1))
         self.room = length + ahead
         self.model.begin([x.sure for x in self.rows], ahead)
 
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+    def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
         for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # none at first
             self.odds.saw(qs, ids, row[length:])
         self.newest = []
@@ -84,6 +85,10 @@ class Across:
         ]
         self.newest = [(len(row), ids, qs) for row, (ids, qs) in zip(rows, found, strict=True)]
         return [self._guess(ids, qs, most) for ids, qs in found]
+
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
         """Nothing: it learns of tokens as it reads them."""

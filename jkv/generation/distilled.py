@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.generation.drafters import Guess
+from jkv.generation.drafters import Guess, Verifier
 from jkv.generation.through import Through
 from jkv.io import learned
 from jkv.models import Params
@@ -132,10 +132,14 @@ class Distilled:
         small, self.words = unpacked(arrays, self.params, folder)
         self.model = Through(small)
 
-    def begin(self, rows: list[list[int]], new: int) -> None:
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes
+
+    def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
         self.model.begin(self.words.reading(rows), new)
 
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+    def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
         return [self._said(guess) for guess in self.model.propose(self.words.reading(rows), most)]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:

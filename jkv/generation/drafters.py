@@ -13,6 +13,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from jkv.core.sampling import Sampling
+from jkv.memory.cache import Decoding
+from jkv.models import Params
+
 RANKS = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)  # how often the r-th likeliest token of before comes again
 
 
@@ -81,10 +85,19 @@ class Refusal(ValueError):
     """What a drafter's `begin` raises where it cannot serve what is asked for: an error, before any token."""
 
 
+class Verifier(Protocol):
+    """Who verifies guesses: a model, its state of before the rows' last tokens, which the next pass takes, and how it
+    draws."""
+
+    params: Params
+    state: Decoding
+    sampling: Sampling
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Guesses what follows. `top`: how many of the likeliest tokens after each drafted one `learn` is told;
-    `rows_change`: whether rows may come and go between two calls, as in a batch.
+    `rows_change`: whether rows may come and go between two calls, as in a batch; `nbytes`: of what it holds.
 
     Whatever it raises, but a Refusal in `begin`, ends drafting, and plain steps go on.
     """
@@ -92,12 +105,15 @@ class Drafter(Protocol):
     top: int
     rows_change: bool
 
-    def begin(self, rows: list[list[int]], new: int) -> None:
-        """Rows of tokens, before any of at most `new` tokens is generated."""
+    @property
+    def nbytes(self) -> int: ...
+
+    def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
+        """Rows of tokens, before any of at most `new` tokens is generated; of guesses for a drafter no verifier."""
         ...
 
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
-        """At most so many tokens after each row."""
+    def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
+        """At most so many tokens after each row; where a row goes on, its last token is the verifier's next."""
         ...
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
@@ -149,10 +165,10 @@ class Suffix:
                 number = "a whole number" if kind is int else "a number"
                 raise ValueError(f"suffix: {name}={x!r}; give {number}, {least} or more")
 
-    def begin(self, rows: list[list[int]], new: int) -> None:
+    def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
         self.starts = [len(row) for row in rows]
 
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+    def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
         return [self._best(np.asarray(row, np.int32), most) for row in rows]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
@@ -165,6 +181,10 @@ class Suffix:
         outputs = [row[start:] for row, start in zip(rows, self.starts, strict=True)]
         new = [np.asarray([*x, -1], np.int32) for x in outputs if x]
         self.outputs = np.concatenate([self.outputs, *new])[-self.limit :] if self.limit else self.outputs
+
+    @property
+    def nbytes(self) -> int:
+        return self.outputs.nbytes
 
     def _best(self, row: np.ndarray, most: int) -> Guess:
         own, past = (self._of(text, row, most) for text in (row, self.outputs))
@@ -236,10 +256,10 @@ class Recycling:
             raise ValueError(f"recycle: a vocabulary of {self.vocab} tokens; it remembers {self.top} after each")
         self.table, self.met = np.zeros((self.vocab, self.top), np.int32), np.zeros(self.vocab, np.int32)
 
-    def begin(self, rows: list[list[int]], new: int) -> None:
+    def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
         """What was learned stays, and rows that go on in their places are not read again."""
 
-    def propose(self, rows: list[list[int]], most: int) -> list[Guess]:
+    def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
         self._reads(rows)
         tree = template(most)
         return [self._filled(row[-1], *tree) for row in rows]
@@ -260,6 +280,10 @@ class Recycling:
 
     def end(self, rows: list[list[int]]) -> None:
         self._reads(rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes + self.met.nbytes
 
     def _reads(self, rows: list[list[int]]) -> None:
         """Successors that are new in rows come to the front."""

@@ -63,6 +63,7 @@ class Drafting:
     steps: int = 0
     drafted: int = 0
     taken: int = 0
+    alone: float = 0.0  # tokens of passes, had each row taken its own, of the mean row
     pauses: list[tuple[int, int]] = field(default_factory=list)
     watched: bool = False
     passed: bool = False  # whether the newest tokens came by a pass
@@ -72,12 +73,14 @@ class Drafting:
         """What the receipt says of it."""
         drafted = {"drafted": self.drafted, "drafted_taken": self.taken}
         passes = {"passes": self.passes + self.steps, "draft_pauses": self.pauses}
-        return {**passes, **drafted, "draft_failed": self.trial.failed}
+        alone = {"tokens_alone": (self.alone + self.steps) / max(self.passes + self.steps, 1)}
+        drafter = {"draft_failed": self.trial.failed, "bytes_draft": self.drafter.nbytes}
+        return {**passes, **drafted, **alone, **drafter}
 
     def run(self, new: int) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
         with self.trial:
-            self.drafter.begin(self.rows, new)
+            self.drafter.begin(self.rows, new, self)
         tokens: list[list[int]] = [[] for _ in self.rows]
         try:
             yield from self.rounds(new, tokens)
@@ -123,7 +126,7 @@ class Drafting:
             if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
                 newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
                 self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
-            return legal(self.drafter.propose(texts, most), len(texts))
+            return legal(self.drafter.propose(texts, most, self), len(texts))
         return []
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
@@ -146,6 +149,7 @@ class Drafting:
         )
         came = int(self.state.count) - count - 1
         self.trial.came(came + 1)
+        self.alone += float(np.asarray(found.alone)[alive].mean())
         ids, likely = np.asarray(found.ids), None if found.top is None else np.asarray(found.top)
         with self.trial:
             self.drafter.learn(ids, likely)

@@ -10,6 +10,8 @@ from typing import Any
 from jkv.generation.across import Across
 from jkv.generation.distilled import Distilled
 from jkv.generation.drafters import Drafter, Recycling, Suffix
+from jkv.generation.drawing import Drawing
+from jkv.generation.excerpts import Excerpts
 from jkv.generation.through import Through
 from jkv.generation.vocabularies import Translation
 from jkv.host.arguments import short
@@ -24,8 +26,9 @@ DRAFTERS = {"suffix": Suffix, "recycle": Recycling, "drafter": Distilled}
 def drafter(what: Any, params: Params) -> Drafter:
     """The drafter for a model that a caller names, or gives.
 
-    A text such as "suffix(p_min=0.2)"; a text of a cache, through which the model's own weights guess; a smaller model,
-    of another vocabulary too if both have tokenizers; a Drafter. Or several: each verifies what the next one guesses.
+    A text such as "suffix(p_min=0.2)"; a text of a cache, through which the model's own weights guess: through a part
+    of the cache that verifies, if it only reads a part; a smaller model, of another vocabulary too if both have
+    tokenizers; a Drafter. Or several: each verifies what the next one guesses.
     Raises ValueError or TypeError for anything else.
     """
     first, *rest = what if isinstance(what, list | tuple) and what else [what]
@@ -33,7 +36,7 @@ def drafter(what: Any, params: Params) -> Drafter:
         one, behind = drafter(first, params), drafter(rest, params)
         if isinstance(one, Across):
             raise ValueError("draft=: a model of another vocabulary cannot verify what another guesses; give it last")
-        if not isinstance(one, Through):
+        if not isinstance(one, Drawing):
             raise ValueError(f"draft={short(what)}: {short(first)} has no model that verifies what another guesses")
         return replace(one, behind=behind)
     if isinstance(first, Params):
@@ -43,7 +46,7 @@ def drafter(what: Any, params: Params) -> Drafter:
     if isinstance(first, Drafter):
         return first
     raise TypeError(
-        f"draft is {short(first)}: give 'suffix', 'recycle', a cache such as 'triforce(budget=512)', a smaller model, "
+        f"draft is {short(first)}: give 'suffix', 'recycle', a cache such as 'triforce(tokens=512)', a smaller model, "
         "or a Drafter"
     )
 
@@ -59,7 +62,8 @@ def of_batch(text: str, params: Params) -> Drafter:
 def _named(text: str, params: Params) -> Drafter:
     word = re.split(r"[(|]", text, maxsplit=1)[0].strip()
     if word in CATALOGUE:
-        return Through(params, parse(text))
+        config = parse(text)
+        return Excerpts(config) if config.reads_part else Through(params, config)
     name, arguments = read_one_of(DRAFTERS, text, "drafter")
     of_model = {"recycle": {"vocab": params.config.vocab}, "drafter": {"params": params}}
     given: dict[str, Any] = of_model.get(name, {})

@@ -36,7 +36,8 @@ class Report:
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came;
     draft_pauses: from which new token to which none was guessed, as no guess would have paid; draft_failed: from which
-    new token on the drafter was left out, as it failed, and its error; None without drafts.
+    new token on the drafter was left out, as it failed, and its error; tokens_alone: of a pass, had each row taken
+    its own and not waited for the others; bytes_draft: of what the drafter held beside the cache; None without drafts.
     tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded them there, if
     anything. bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to
     the device in a step;
@@ -75,6 +76,8 @@ class Report:
     passes: int | None = None
     drafted: int | None = None
     drafted_taken: int | None = None
+    tokens_alone: float | None = None
+    bytes_draft: int | None = None
     draft_pauses: list[tuple[int, int]] | None = None
     draft_failed: tuple[int, str] | None = None
     tokens_stored: int | None = None
@@ -139,6 +142,8 @@ class Report:
         if self.passes is not None and self.drafted is not None:
             each, pauses = self.tokens_new / self.rows / max(self.passes, 1), self.draft_pauses or []
             lines.append(f"drafts       {each:.2f} tokens a pass, {self.drafted_taken} of {self.drafted} drafted taken")
+            if self.rows > 1:
+                lines[-1] += f"; rows that waited for none would take {self.tokens_alone:.2f}"
             if pauses:
                 first = ", ".join(f"{a} to {b}" for a, b in pauses[:3]) + ", ..." * (len(pauses) > 3)
                 lines[-1] += f"; paused for {sum(b - a for a, b in pauses)} tokens: {first}"

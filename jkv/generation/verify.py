@@ -53,9 +53,11 @@ class Walk:
 
 @value
 class Verdict:
-    """Of a pass: the nodes' tokens i32[B,N], -1 none, and the likeliest after each, i32[B,N,top], or None."""
+    """Of a pass: the nodes' tokens i32[B,N], -1 none; how many of them each row would have taken alone, i32[B]; and the
+    likeliest after each, i32[B,N,top], or None."""
 
     ids: Array
+    alone: Array
     top: Array | None
 
 
@@ -115,10 +117,12 @@ def verified(
     logits = family(cache.model).head(ends, x)
     most = jnp.minimum(cache.room - cache.fill, stop - state.count)
     walk = walked(logits, draft, sampling, cache.seen, state.used, most)
-    n = jnp.where(state.alive, walk.n, most).min()
+    alive = state.alive
+    n = jnp.where(alive, walk.n, most).min()
     state = _committed(state, plan, made, logits, draft, walk.path, n, sampling)
     ids = jnp.where(live, draft.ids, -1)
-    return state, Verdict(ids=ids, top=jax.lax.top_k(logits, top)[1] if top else None)
+    likeliest = jax.lax.top_k(logits, top)[1] if top else None
+    return state, Verdict(ids=ids, alone=jnp.where(alive, walk.n, 0), top=likeliest)
 
 
 def ancestors(parent: Array) -> Array:

@@ -195,6 +195,17 @@ class CacheConfig:
         return replace(self, recent=length, budget=All())
 
     @property
+    def reads_part(self) -> bool:
+        """Whether reading a part of each tier is all that it does, and its selector goes by the keys themselves.
+
+        Then it can read any other cache so.
+        """
+        select, plain = self.select, CacheConfig()
+        picks = select is not None and select.scans and not (select.stateful or select.follows)
+        rest = ("codec", "tiers", "budget", "merge", "prefill", "host")
+        return picks and all(getattr(self, x) == getattr(plain, x) for x in rest)
+
+    @property
     def relative(self) -> bool:
         """Whether keys act at their rank among the kept, and not at their positions."""
         return any(tier.rope == "rank" for tier in self.tiers)

@@ -79,7 +79,7 @@ class Selector:
 
     def reads(self, slots: int) -> int:
         """Units of so many slots that a step reads, at most."""
-        return min(self.most, slots // self.unit)
+        return min(self.most, -(-slots // self.unit))
 
     def summarize(self, new: Entered) -> Any:
         """Leaves [B,H,n,...] of n units; written when the units are written."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jkv.attention.mask import causal
-from jkv.attention.tiers import attend_tier, look, picked, tier_dot
+from jkv.attention.tiers import attend_tier, gathered, look, newest, picked, tier_dot
 from jkv.attention.tiles import tile_size
 from jkv.core.flush import _admit
 from jkv.core.merge import Newcomers
@@ -284,3 +284,16 @@ def test_a_step_reads_a_long_tier_in_tiles():
     p = np.where((pos >= 0) & (pos <= 2500), np.exp(logits - logits.max(-1, keepdims=True)), 0)
     want = np.einsum("bhgtn,bhnd->bhgtd", p / p.sum(-1, keepdims=True), v)
     np.testing.assert_allclose(got(jnp.asarray(q), tier), want, atol=1e-5)
+
+
+def test_the_last_page_may_be_a_part_of_one():
+    """Of 11 slots in pages of 4; what is missing is dead, and what is there is as it was."""
+    (tier,) = resolve(CacheConfig(select=PageBound(unit=4, pages=2)), MODEL, 27, 0)[0].tiers
+    k, pos = np.random.default_rng(0).normal(0, 1, (1, H, 11, D)).astype(np.float32), np.arange(11)[None, None]
+    code = encode(tier.k, jnp.asarray(k))
+    held = Tier(k=code, v=code, pos=jnp.asarray(pos, jnp.int32), columns={}, at=None, head=None, summary=None)
+    np.testing.assert_array_equal(newest(held, 4, H)[0, 0], [3, 7, 10])
+    copy, at = gathered(jnp.broadcast_to(jnp.asarray([2, 0]), (1, H, 2)), held, held.pos, tier)
+    np.testing.assert_array_equal(copy.pos[0, 0], [8, 9, 10, -1, 0, 1, 2, 3])
+    there = np.asarray(copy.pos[0, 0]) >= 0
+    np.testing.assert_array_equal(decode(tier.k, copy.k)[:, :, there], k[:, :, [8, 9, 10, 0, 1, 2, 3]])

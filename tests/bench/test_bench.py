@@ -251,7 +251,12 @@ def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     assert all(r["equal"] and r["tokens_a_pass"] >= 1 and r["ms"] > 0 and len(r["speedups"]) == 1 for r in found)
     result = call("bench", "drafts", *sizes, "--batch", 2, "--context", 40, "--json", tmp_path / "y.json")
     (row,) = json.loads((tmp_path / "y.json").read_text())["rows"]
-    assert row["kind"] == "2 texts of 40 tokens" and row["equal"] and row["tokens_a_pass"] >= 1, result.output
+    assert row["kind"] == "2 texts of 40 tokens" and row["equal"] and row["tokens_alone"] >= row["tokens_a_pass"] >= 1
+    copies = ("--draft", "triforce(tokens=16)", "--new", 12, "--rounds", 1, "--batch", 2, "--context", 400)
+    result = call("bench", "drafts", *copies, "--json", tmp_path / "z.json")
+    (row,) = json.loads((tmp_path / "z.json").read_text())["rows"]
+    assert row["equal"] and 0 < row["bytes_draft"] < row["bytes_kept"] / 4, result.output
+    refused(call("bench", "drafts", *sizes, "--context", 2047), "context")
     refused(call("bench", "drafts", "--draft", "sufix"), "did you mean 'suffix'")
 
 

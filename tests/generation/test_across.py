@@ -17,8 +17,9 @@ from jkv.generation import api
 from jkv.generation.across import Across
 from jkv.generation.drafters import Guess
 from jkv.generation.drafting import Drafting, drafts
+from jkv.generation.drawing import Odds
 from jkv.generation.named import drafter
-from jkv.generation.through import Odds, Through
+from jkv.generation.through import Through
 from jkv.generation.vocabularies import Translation, pieces, whole
 from jkv.io.tokenizer import Tokenizer
 from jkv.models import TINY, random

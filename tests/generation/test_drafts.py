@@ -14,7 +14,7 @@ import pytest
 
 import jkv
 from jkv.core import sharding
-from jkv.generation import api, drafting, through
+from jkv.generation import api, drafting, drawing
 from jkv.generation.drafters import Guess, Recycling, Suffix, template
 from jkv.generation.drafting import Drafting, drafts
 from jkv.generation.named import drafter
@@ -32,7 +32,7 @@ TEXT = [5, 6, 7, 8, 9] * 8
 @pytest.fixture(autouse=True)
 def still(monkeypatch):
     """A clock that stands: costs are those that are assumed before any is measured."""
-    for module in (api, through):
+    for module in (api, drawing):
         monkeypatch.setattr(module, "Drafting", partial(Drafting, clock=lambda: 0.0))
 
 
@@ -131,7 +131,7 @@ class Told(Recycling):
     told: Any = ()
     clock: Any = int
 
-    def propose(self, rows, most):
+    def propose(self, rows, most, verifier=None):
         self.asked = rows, most
         return [Guess([5, 6], [-1, 0], [0.9, 0.9]), *[Guess([5], [-1], [0.9])] * (len(rows) - 1)]
 
@@ -176,7 +176,7 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     told, now = Told(100), iter(range(100))
     told.clock = lambda: next(now)
     after = SimpleNamespace(count=1, alive=np.ones(3, bool))
-    verdict = SimpleNamespace(ids=np.zeros((3, 1)), top=None)
+    verdict = SimpleNamespace(ids=np.zeros((3, 1)), alone=np.asarray([0, 0, 3]), top=None)
     answers = iter([np.asarray([2, 2, 2]), (after, verdict)])
     cost: Any = SimpleNamespace(compiling=0.0, begin=lambda *_, **__: next(answers))
     pace = Pace(asked=True)
@@ -186,7 +186,7 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     run = Drafting(PARAMS, state, None, told, cost, [[0], [8, 9], [6, 7]], pace, told.clock)  # type: ignore
     run._advance([[], [], []], 0, 40, 4)
     assert told.asked == ([[0], [8, 9], [6, 7, 2]], 3) and told.told[0] == [[-1], [-1], [7]]
-    assert run.drafted == 1 and pace.guesses[-1] == 2
+    assert run.drafted == 1 and run.alone == 3 and pace.guesses[-1] == 2
 
 
 def test_a_guess_is_charged_what_it_took():
@@ -340,7 +340,7 @@ def test_a_drafter_of_mine_is_asked_and_told():
     class Mine(Recycling):
         asked = 0
 
-        def propose(self, rows, most):
+        def propose(self, rows, most, verifier=None):
             self.asked += 1
             return [
                 Guess((want.tokens[len(row) - len(TEXT) :] + [0] * most)[:most], range(-1, most - 1), [1.0] * most)
@@ -372,7 +372,7 @@ def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_
     class Behind(Suffix):
         asked = 0
 
-        def propose(self, rows, most):
+        def propose(self, rows, most, verifier=None):
             self.asked += 1
             return [Guess(([7, 8] * most)[:most], range(-1, most - 1), [1.0] * most) for _ in rows]
 
@@ -380,9 +380,9 @@ def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_
     rows, behind = [TEXT, [3, 4, 5]], Behind()
     want = jkv.generate(PARAMS, "int8", rows, **how)
     for draft, passes in (
-        ("triforce(budget=96, newest=16)", range(5, 11)),
+        ("streaming(budget=96, recent=16)", range(5, 11)),
         (["full", behind], range(5, 11)),
-        (["triforce(budget=48, newest=16)", random(TINY, seed=7)], range(5, 41)),
+        (["streaming(budget=48, recent=16)", random(TINY, seed=7)], range(5, 41)),
     ):
         got = jkv.generate(PARAMS, "int8", rows, draft=draft, **how)
         assert got.tokens == want.tokens and got.report.passes in passes
@@ -390,7 +390,7 @@ def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_
 
 
 def test_what_a_branch_reads_leaves_its_drafter_as_it_is():
-    rows, one = [TEXT, TEXT[:7]], Through(PARAMS, parse("triforce(budget=48, newest=16)"))
+    rows, one = [TEXT, TEXT[:7]], Through(PARAMS, parse("streaming(budget=48, recent=16)"))
     one.begin(rows, 40)
     sure = [[*row, 3] for row in rows]
     branch = one.branch(sure)
@@ -488,7 +488,7 @@ def test_what_cannot_be_is_refused_by_name():
         ("suffix(beam=3)", "takes alpha, beta, p_min, depth, limit"),
         ("suffix(", "write name or name"),
         (["suffix", "recycle"], "'suffix' has no model that verifies what another guesses"),
-        ("triforce(budget=8)", "first page, newest tokens"),
+        ("triforce(tokens=7)", "tokens=7, page=8: that are read together; a page or more"),
         ("triforce(page=0)", "page=0: a whole number, 1 or more"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -344,22 +344,3 @@ def test_a_prompt_melts_and_generated_tokens_leave_by_place():
         now = int(flushed.seen[row]) - 1  # one token came after the flush
         old = [*np.flatnonzero(want), *range(n, now)]
         np.testing.assert_array_equal(np.flatnonzero(after), [*old[:28], *old[-20:], now])
-
-
-@pytest.mark.slow
-def test_pages_are_chosen_by_the_last_query_once_and_later_tokens_take_the_worst_ones_slots():
-    """TriForce: of each page the last query with the mean key, over the group; the first page is kept."""
-    run = rig.run("triforce(budget=72, page=8, newest=16)", params=PARAMS)
-    q, k, *_ = (np.asarray(x, float) for x in rig.dense_prompt(jnp.asarray(rig.PROMPT))[1][0])
-    for row, head in product(range(2), range(H)):
-        n, dead = LENGTHS[row], rig.PROMPT.shape[1] - LENGTHS[row]
-        dots = k[row, head, dead:] @ q[row, head, :, -1].sum(0)
-        pages = np.asarray([dots[i : i + 8].mean() for i in range(0, n, 8)])
-        order = sorted(range(8, n), key=lambda t: (-pages[t // 8], t))
-        for later in (0, FORCED.shape[1]):
-            cache = run.caches[later]
-            sure = {*range(8), *range(n + later - 16, n + later), *range(n, n + later)}
-            waits = int(cache.fill) - 16  # for the next flush: on top of the budget
-            rest = [t for t in order if t not in sure][: 72 + waits - len(sure)]
-            got = np.flatnonzero(np.logical_or(*rig.held(cache, 0))[row, head])
-            assert {*got.tolist()} == sure | {*rest}

@@ -13,7 +13,7 @@ from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.selectors.alike import Alike, across
 from jkv.methods.selectors.clusters import Clusters
-from jkv.methods.selectors.exact import Exact
+from jkv.methods.selectors.exact import Exact, PageMean
 from jkv.methods.selectors.factors import Factors, factors
 from jkv.methods.selectors.landmark import Landmark
 from jkv.methods.selectors.proxies import Channels, Proxies
@@ -324,3 +324,16 @@ def test_what_cannot_be_is_refused(text, says):
 def test_units_of_tokens_that_are_alike_are_for_layers_that_see_all():
     with pytest.raises(ValueError, match="a window of the newest tokens, from which whole units would leave"):
         check(parse("icecache"), replace(MODEL, windows=(64, None)))
+
+
+def test_a_page_is_as_likely_as_its_mean_key():
+    """Of the sum of the queries that share it; a page that ends with the tier has as many zeros as it lacks."""
+    select = PageMean(unit=U, pages=3, sinks=U)
+    want = np.einsum("bhgd,bhnd->bhn", QUERIES, KEYS.mean(3))
+    np.testing.assert_allclose(scored(select, QUERIES, KEYS).sum(2), want, rtol=1e-5)
+    units, _ = picked(select, QUERIES, KEYS)
+    best = 1 + np.argsort(-want[..., 1:], -1)[..., :2]
+    np.testing.assert_array_equal(np.sort(units, -1), np.sort(np.concatenate([np.zeros((B, H, 1)), best], -1), -1))
+    short = select.score(looked(QUERIES, None, POS, KEYS.reshape(B, H, -1, 1, D)[:, :, :-3]))
+    alone = np.einsum("bhgd,bhd->bh", QUERIES, KEYS[:, :, -1, 0]) / U
+    np.testing.assert_allclose(np.asarray(short).sum(2)[..., -1], alone, rtol=1e-4)

@@ -577,7 +577,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
 def test_what_a_server_cannot_draft_with_is_refused_and_what_it_cannot_verify_is_told_once():
     said: list[tuple[str, str]] = []
     with pytest.raises(ValueError, match="rows of a batch come and go"):
-        Engine(PARAMS, LIMITS, draft="triforce(budget=512)")
+        Engine(PARAMS, LIMITS, draft="triforce(tokens=512)")
     engine = Engine(PARAMS, LIMITS, Watch(undrafted=lambda *x: said.append(x)), draft="suffix")
     alisa = parse("alisa(tokens=48, page=8, window=16, recent=16)")
     assert engine.maker.drafter(alisa) is engine.maker.drafter(alisa) is None

@@ -273,6 +273,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     ),
     "rocketkv": (Case("rocketkv(budget={b}, window=8, pool=7, pages=16, page=8)", index=2 * D),),
     "tokenselect": (Case("tokenselect(tokens={b}, sinks=4, local=16)", memo=G * D + BUDGET + 4 + 1),),
+    "triforce": (Case("triforce(tokens={b}, newest=16)", memo=G * D + BUDGET // 8 + 1),),
     "fasa": (Case(f"fasa(tokens={{b}}, pairs=3, dense_layers=0, channels={CHANNELS!r})", index=3),),
     "infinigen": (
         Case(f"infinigen(tokens={{b}}, directions=4, gap=0, dense_layers=0, channels={CHANNELS!r})", index=2),

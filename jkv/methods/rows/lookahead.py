@@ -8,10 +8,8 @@ from jkv.methods.divisions import Won
 from jkv.methods.prefills import Attended, Deferred, Recalled, TokenPruning
 from jkv.methods.probes import Drafted, Graded, Pseudo, Rebuilt
 from jkv.methods.scores.attention import WindowMass
-from jkv.methods.scores.keys import Asked
 from jkv.methods.scores.position import Pool, Protect
 from jkv.methods.scores.probes import LateOrProbed, Probed
-from jkv.methods.scores.wrappers import Once, Units
 
 
 @row(
@@ -157,20 +155,6 @@ def specpc(
     return dict(
         compression=Attended(tokens=tokens, drafted=drafted, window=window, around=around, layers=layers, first=first)
     )
-
-
-@row(
-    "2404.11912",
-    "the cache of its drafts: they are kept apart from what verifies them; heads that share keys by the sum of dots",
-    "as a draft of the model itself 2.31x as fast at 128K tokens, and 7.78x where the full cache is in the host",
-)
-def triforce(size: Size, *, page: Positive = 8, newest: Positive = 32) -> Axes:
-    """TriForce: the pages whose mean key the prompt's last query likes best; later tokens take the worst ones' slots.
-
-    `draft="triforce(budget=512)"` guesses through it with the model's own weights, whatever cache verifies.
-    """
-    pages = Protect(score=Once(score=Units(score=Asked(), width=page)), sinks=page)
-    return dict(score=pages, budget=size.above("triforce", page + newest, "first page, newest tokens"), recent=newest)
 
 
 @row(

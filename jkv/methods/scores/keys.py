@@ -49,19 +49,6 @@ class KeyOutlier(Score):
 
 
 @part
-class Asked(Score):
-    """Keys along the newest query: rank = sum over G of q . k, both rotated. Source: TriForce (2404.11912)."""
-
-    needs = Needs(queries=1, chunks="none")
-
-    def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        newest = ev.kept.newest(1)
-        q = jnp.where((newest.pos >= 0)[:, None, None, :, None], newest.q.astype(jnp.float32), 0)
-        return ev.dot(q.sum(2))[:, :, 0]
-
-
-@part
 class Expected(Score):
     """Attention that future queries are expected to pay, times the length of the value.
 

@@ -19,8 +19,6 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-LATER = 2.0**100  # a rank above all that scores give
-
 
 @part
 class AcrossHeads(Wrapper):
@@ -30,32 +28,6 @@ class AcrossHeads(Wrapper):
 
     def rank(self, ev: Evidence) -> Array:
         return across(self.score.rank(ev))
-
-
-@part
-class Once(Wrapper):
-    """The ranks that a prompt's tokens have by the score at its end, for good; later tokens come before all of these.
-
-    Of later ones the newest stay the longest. Source: TriForce (2404.11912), whose new tokens take the slots of the
-    lowest pages.
-    """
-
-    def birth(self, new: Born) -> Columns:
-        b, h, t, _ = new.k.shape
-        return self.score.birth(new) | {"once": jnp.full((b, h, t), LATER)}
-
-    def observe(self, ev: Evidence) -> Columns:
-        columns = self.score.observe(ev)
-        if ev.tiers:
-            return columns
-        rank = self.score.rank(replace(ev, columns=columns, may_go=ev.live))  # the newest have ranks too, for later
-        below = jnp.where(jnp.isfinite(rank), jnp.minimum(rank, LATER / 2), rank)
-        return columns | {"once": jnp.broadcast_to(below, columns["once"].shape)}
-
-    def rank(self, ev: Evidence) -> Array:
-        once = ev.columns["once"][:, :1] if self.uniform else ev.columns["once"]
-        later = 1 + ev.pos[:, : once.shape[1]].astype(jnp.float32) * 2.0**-21  # to the position, up to two million
-        return jnp.where(once == LATER, LATER * later, once)
 
 
 @part

@@ -1,7 +1,8 @@
-"""Tokens by their own logits."""
+"""Tokens, and pages of them, by their own logits."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
@@ -32,3 +33,27 @@ class Exact(Ranked):
     def score(self, look: Look) -> Array:
         logits = look.logits(self.apart) if self.apart else look.logits()
         return logits.reshape(*logits.shape[:3], -1, self.unit).max(-1)
+
+
+@part
+class PageMean(Ranked):
+    """TriForce: score_j = sum over G of q . m_j, m_j the mean key of page j; the `pages` best are read.
+
+    By the dots themselves, as q . m_j is their mean over the page: no summary, so it also picks of tiers that were
+    written for no selector. A step reads all keys for it. Source: 2404.11912, whose query heads share no keys.
+    """
+
+    unit: int = 8
+    pages: int = 512
+    sinks: int = 8
+    vote: Vote = Vote(join="sum")
+
+    scans = True
+
+    def summarize(self, new: Entered) -> None:
+        return None
+
+    def score(self, look: Look) -> Array:
+        logits = look.logits()
+        short = -logits.shape[-1] % self.unit
+        return jnp.pad(logits, [(0, 0)] * 3 + [(0, short)]).reshape(*logits.shape[:3], -1, self.unit).mean(-1)

@@ -39,6 +39,7 @@ from . import (
     smollm3,
     ssd,
 )
+from .coding import Form
 from .config import LAYERS, Mixers, ModelConfig
 from .llama import Attend, Projected, linear
 from .params import Blocks, Params, Put, Tensors
@@ -159,13 +160,13 @@ def build(
     tensors: Tensors,
     dtype: Any,
     put: Put = params.copied,
-    form: str | None = None,
+    form: Form | str | None = None,
     blocks: Blocks = MappingProxyType({}),
 ) -> Params:
     """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
 
-    Of what a thunk gives, rows are read when `put` needs them where they belong. form: int8 or int4, what matrices are
-    kept as; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
+    Of what a thunk gives, rows are read when `put` needs them where they belong. form: what matrices are kept as, or
+    its name, int8 or int4; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
     unused tensors, wrong shapes, NaNs.
 
     >>> build(TINY, {}, jnp.float32)
@@ -180,7 +181,7 @@ model.layers.0.self_attn.q_proj.weight and 16 more
 
 
 def random(
-    config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: str | None = None
+    config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: Form | str | None = None
 ) -> Params:
     """Params of seeded numpy noise: the same numbers on every machine, for benchmarks and tests of shapes.
 
@@ -193,7 +194,7 @@ def random(
 
 
 def abstract(
-    config: ModelConfig, dtype: Any = jnp.float32, form: str | None = None, blocks: Blocks = MappingProxyType({})
+    config: ModelConfig, dtype: Any = jnp.float32, form: Form | str | None = None, blocks: Blocks = MappingProxyType({})
 ) -> Params:
     """Params of shapes alone, for compiling without weights; form, blocks: as for `build`.
 

@@ -63,6 +63,7 @@ __all__ = [
     "fresh",
     "layer",
     "linear",
+    "plain",
     "random",
     "read_config",
     "rule",
@@ -230,15 +231,8 @@ def fresh(c: ModelConfig, pos: Array) -> Mix:
     return mix
 
 
-def forward(p: Params, ids: Array, pos: Array) -> Array:
-    """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
-
-    The oracle of the tests: softmax(q.k * scale) v in float32 over all visible keys, and states from nothing; no cache.
-
-    >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
-    (1, 3, 100)
-    """
-    c, m = p.config, family(p.config)
+def plain(c: ModelConfig, pos: Array) -> Attend:
+    """Attention over rows at pos i32[B, T] alone: softmax(q.k * scale) v in float32 over all visible keys."""
     gap = pos[:, :, None] - pos[:, None, :]  # [B, T, S]
     alive = (gap >= 0) & (pos[:, None, :] >= 0)
 
@@ -252,6 +246,18 @@ def forward(p: Params, ids: Array, pos: Array) -> Array:
         weights = softmax(jnp.where(see[:, None, None], logits, -1e30), a.sinks)
         return jnp.einsum("bhgts,bhsd->bhgtd", weights, a.v.astype(jnp.float32)), None
 
+    return attend
+
+
+def forward(p: Params, ids: Array, pos: Array) -> Array:
+    """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
+
+    The oracle of the tests: no cache, and states from nothing.
+
+    >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
+    (1, 3, 100)
+    """
+    c, m, attend = p.config, family(p.config), plain(p.config, pos)
     x = m.embed(p, ids)
     for i in range(c.depth):
         x, _ = layer(p, i, x, pos, attend, fresh(c, pos))

@@ -16,7 +16,7 @@ from jkv.arrays.tree import static, value
 
 from .coding import EACH, FORMATS, MATRICES
 from .stacks import Stack
-from .tiles import LARGE, TILE, never, tiled
+from .tiles import LARGE, TILE, tiled
 from .weights import Kept, decoded, product, rounded
 
 RANK = 16  # of a block, where nothing else is asked for
@@ -60,17 +60,16 @@ class Signed(Kept):
         [[2.0, -2.0]]
         """
         w = self.flat
-        return _sums(w.signs, w.left, w.right, jnp.int32(0)).reshape(self.shape)
+        return _sums(w.signs, w.left, w.right).reshape(self.shape)
 
 
-def _sums(signs: Array, left: Array, right: Array, first: Array) -> Array:
-    """f32[out, in] of the blocks from `first`, which is 0, on: one product of low rank at a time."""
+def _sums(signs: Array, left: Array, right: Array) -> Array:
+    """f32[out, in] of all blocks: one product of low rank at a time."""
     width = right.shape[-1]
 
     def one(i: Array, total: Array) -> Array:
-        own = (jax.lax.dynamic_index_in_dim(a, i + first, 1, False) for a in (signs, left))
-        bits, a = own
-        b = jax.lax.dynamic_index_in_dim(right, i + first, 0, False)
+        bits, a = (jax.lax.dynamic_index_in_dim(x, i, 1, False) for x in (signs, left))
+        b = jax.lax.dynamic_index_in_dim(right, i, 0, False)
         size = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         positive = (bits[..., None] >> jnp.arange(7, -1, -1, dtype=jnp.uint8)[None, None]) & jnp.uint8(1)
         return total + jnp.where(positive.reshape(len(bits), -1)[:, :width] > 0, size, -size)
@@ -102,7 +101,7 @@ def _signed(w: Signed, x: Array, dtype: Any) -> Array:
 
     def product(tile: int, w: Signed, x: Array) -> Array:
         def times(own: tuple[Array, Array], x: Array) -> Array:
-            floats = _sums(*own, w.right, never(x).astype(jnp.int32))
+            floats = _sums(*own, w.right)
             return jnp.einsum("ni,oi->no", x.astype(jnp.float32), floats)
 
         return tiled((w.signs, w.left), x, dtype, min(tile, half), times)

@@ -203,7 +203,7 @@ def test_parts_of_a_stack_may_have_forms_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     "kind, asked, cause",
     [
-        ("Q8_0", "int3", f"weights is 'int3'; it must be one of {', '.join(FORMS)}, or left out: floats"),
+        ("Q8_0", "int3", f"weights is 'int3'; it must be one of {', '.join(FORMS)}, bitstack"),
         ("Q5_0", "file", "has type Q5_0, which memory has no form for; use int8"),
         (None, "file", "weights='file' keeps the blocks of a .gguf file"),
     ],

@@ -110,12 +110,14 @@ def _signed(w: Signed, x: Array, dtype: Any) -> Array:
 
 
 def block_bytes(shape: tuple[int, ...], k: int) -> int:
-    """Bytes of one block of a matrix [*out, in].
+    """Bytes of one block of a matrix [*out, in]. ValueError for a k above the rank of any such matrix.
 
     >>> block_bytes((4, 16), 2)
     88
     """
     out, width = prod(shape[:-1]), shape[-1]
+    if not 0 < k <= min(out, width):
+        raise ValueError(f"k={k}: a matrix [{out}, {width}] has a rank of 1 to {min(out, width)}")
     return out * -(-width // 8) + 2 * k * (out + width)
 
 
@@ -129,8 +131,7 @@ def decompose(w: np.ndarray, k: int, n: int, scale: np.ndarray | None = None) ->
     rest = np.array(w, np.float32).reshape(-1, w.shape[-1])
     if not np.isfinite(rest).all():
         raise ValueError("NaN or infinity in it")
-    if not 0 < k <= min(rest.shape):
-        raise ValueError(f"k={k}: a matrix {list(rest.shape)} has a rank of 1 to {min(rest.shape)}")
+    block_bytes(rest.shape, k)
     weigh = np.ones(rest.shape[1], np.float32) if scale is None else (scale / scale.mean()).astype(np.float32)
     rest *= weigh
     found = []
@@ -181,10 +182,7 @@ class Bitstack:
             return None
 
         def code(x: Stack) -> Signed:
-            try:
-                signs, left, right = self.blocks(layer, field, self.counts[layer, field], x)
-            except ValueError as error:
-                raise ValueError(f"bitstack weights: {', '.join(x.names[:3])}: {error}") from None
+            signs, left, right = self.blocks(layer, field, self.counts[layer, field], x)
             return Signed(signs=signs, left=left, right=right, kind=kind)  # type: ignore[arg-type]  # on the host
 
         return code

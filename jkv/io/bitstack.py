@@ -93,7 +93,10 @@ def _silent(_: str) -> None: ...
 
 
 def _made(k: int, say: Callable[[str], None], layer: int, field: str, n: int, x: Stack) -> Blocks:
-    found = decompose(x.mapped(), k, n)
+    try:
+        found = decompose(x.mapped(), k, n)
+    except ValueError as error:
+        raise ValueError(f"{NAME} weights: {', '.join(x.names[:3])}: {error}") from None
     say(f"layer {layer + 1}, {field}: {n} blocks")
     return found
 

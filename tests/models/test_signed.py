@@ -11,7 +11,7 @@ from jkv import methods, models
 from jkv.core import loop, sampling
 from jkv.generation import sizes
 from jkv.memory.cache import tree_bytes
-from jkv.models import coding, params, signed, weights
+from jkv.models import coding, signed, weights
 from support.tiny import SUNK
 
 OUT, IN, K, N = 20, 52, 4, 3  # the last byte of a row has four bits to spare
@@ -153,13 +153,7 @@ def test_what_has_no_blocks_is_refused(w, k, cause):
         signed.decompose(w, k, 1)
 
 
-def test_weights_that_cannot_be_are_refused():
-    c = models.read_config(models.TINY)
-    table = models.FAMILIES[c.family].TENSORS
-    tensors, name = params.seeded(c, table, 0), "model.layers.1.mlp.down_proj.weight"
-    broken = {**tensors, name: lambda: np.full((32, 64), np.inf, np.float32)}
-    with pytest.raises(ValueError, match=f"bitstack weights: {name}: NaN or infinity"):
-        params.assemble(c, table, broken, np.dtype("float32"), form=form(1))
+def test_experts_and_meshes_are_refused():
     with pytest.raises(ValueError, match="has experts, whose matrices have no blocks"):
         models.abstract(SUNK.config, form=form(1))
     with pytest.raises(ValueError, match="of one device: leave the mesh out"):

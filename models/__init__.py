@@ -39,6 +39,7 @@ from . import (
     smollm3,
     ssd,
 )
+from .coding import Form
 from .config import LAYERS, Mixers, ModelConfig
 from .llama import Attend, Projected, linear
 from .params import Blocks, Params, Put, Tensors
@@ -62,6 +63,7 @@ __all__ = [
     "fresh",
     "layer",
     "linear",
+    "plain",
     "random",
     "read_config",
     "rule",
@@ -159,13 +161,13 @@ def build(
     tensors: Tensors,
     dtype: Any,
     put: Put = params.copied,
-    form: str | None = None,
+    form: Form | str | None = None,
     blocks: Blocks = MappingProxyType({}),
 ) -> Params:
     """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
 
-    Of what a thunk gives, rows are read when `put` needs them where they belong. form: int8 or int4, what matrices are
-    kept as; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
+    Of what a thunk gives, rows are read when `put` needs them where they belong. form: what matrices are kept as, or
+    its name, int8 or int4; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
     unused tensors, wrong shapes, NaNs.
 
     >>> build(TINY, {}, jnp.float32)
@@ -180,7 +182,7 @@ model.layers.0.self_attn.q_proj.weight and 16 more
 
 
 def random(
-    config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: str | None = None
+    config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: Form | str | None = None
 ) -> Params:
     """Params of seeded numpy noise: the same numbers on every machine, for benchmarks and tests of shapes.
 
@@ -193,7 +195,7 @@ def random(
 
 
 def abstract(
-    config: ModelConfig, dtype: Any = jnp.float32, form: str | None = None, blocks: Blocks = MappingProxyType({})
+    config: ModelConfig, dtype: Any = jnp.float32, form: Form | str | None = None, blocks: Blocks = MappingProxyType({})
 ) -> Params:
     """Params of shapes alone, for compiling without weights; form, blocks: as for `build`.
 
@@ -229,15 +231,8 @@ def fresh(c: ModelConfig, pos: Array) -> Mix:
     return mix
 
 
-def forward(p: Params, ids: Array, pos: Array) -> Array:
-    """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
-
-    The oracle of the tests: softmax(q.k * scale) v in float32 over all visible keys, and states from nothing; no cache.
-
-    >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
-    (1, 3, 100)
-    """
-    c, m = p.config, family(p.config)
+def plain(c: ModelConfig, pos: Array) -> Attend:
+    """Attention over rows at pos i32[B, T] alone: softmax(q.k * scale) v in float32 over all visible keys."""
     gap = pos[:, :, None] - pos[:, None, :]  # [B, T, S]
     alive = (gap >= 0) & (pos[:, None, :] >= 0)
 
@@ -251,6 +246,18 @@ def forward(p: Params, ids: Array, pos: Array) -> Array:
         weights = softmax(jnp.where(see[:, None, None], logits, -1e30), a.sinks)
         return jnp.einsum("bhgts,bhsd->bhgtd", weights, a.v.astype(jnp.float32)), None
 
+    return attend
+
+
+def forward(p: Params, ids: Array, pos: Array) -> Array:
+    """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
+
+    The oracle of the tests: no cache, and states from nothing.
+
+    >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
+    (1, 3, 100)
+    """
+    c, m, attend = p.config, family(p.config), plain(p.config, pos)
     x = m.embed(p, ids)
     for i in range(c.depth):
         x, _ = layer(p, i, x, pos, attend, fresh(c, pos))

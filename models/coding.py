@@ -1,14 +1,15 @@
 """Matrices into codes, on the host: one scale for each output in 8 bits, a step and a low for 32 inputs in 4 bits."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from .stacks import Stack
 from .weights import Coded, Steps
 
 GROUP = 32  # inputs that share a step in 4 bits
@@ -43,21 +44,52 @@ def int4(w: np.ndarray, kind: np.dtype) -> Coded:
     return Coded(codes=packed, step=Steps(values=step), low=Steps(values=low), span=span, kind=kind, form="int4")
 
 
-FORMATS: Mapping[str, Callable[[np.ndarray, np.dtype], Coded]] = {"int8": int8, "int4": int4}
+class Form(Protocol):
+    """What the matrices of a model are kept as. layer: None for the tables; kind: the float type they stand for."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether the devices of a mesh can share its arrays."""
+        ...
+
+    def coder(self, layer: int | None, field: str, kind: np.dtype) -> Callable[[Stack], Any] | None:
+        """What makes a pytree of a field's array, on the host; None: it stays in floats."""
+        ...
+
+    def like(self, layer: int | None, field: str, shape: tuple[int, ...], kind: np.dtype) -> Any:
+        """The shapes of that."""
+        ...
 
 
-def encoder(field: str, form: str | None, dtype: Any) -> Callable[[np.ndarray], Coded] | None:
-    """What makes codes of rows of a field; None: it stays in floats."""
-    if form is None or field.removeprefix(EACH) not in MATRICES:
-        return None
-    kind, encode = jnp.dtype(dtype), FORMATS[form]
-    return lambda rows: encode(rows, kind)
+@dataclass(frozen=True)
+class ByRows:
+    """A form whose matrices are coded row by row."""
+
+    encode: Callable[[np.ndarray, np.dtype], Coded]
+    divided: bool = True
+
+    def coder(self, layer: int | None, field: str, kind: np.dtype) -> Callable[[Stack], Any] | None:
+        if field.removeprefix(EACH) not in MATRICES:
+            return None
+        return lambda x: x.mapped(lambda rows: self.encode(rows, kind))
+
+    def like(self, layer: int | None, field: str, shape: tuple[int, ...], kind: np.dtype) -> Any:
+        if field.removeprefix(EACH) not in MATRICES:
+            return jax.ShapeDtypeStruct(shape, kind)
+        one = self.encode(np.zeros((1, shape[-1]), np.float32), kind)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*shape[:-1], a.shape[-1]), a.dtype), one)
 
 
-def like(field: str, shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
-    """The shapes of a field's array in a form."""
-    encode = encoder(field, form, dtype)
-    if encode is None:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    one = encode(np.zeros((1, shape[-1]), np.float32))
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*shape[:-1], a.shape[-1]), a.dtype), one)
+FORMATS: Mapping[str, Form] = {"int8": ByRows(int8), "int4": ByRows(int4)}
+
+
+def named(form: Form | str | None) -> Form | None:
+    """A form, or the one of a name."""
+    return FORMATS[form] if isinstance(form, str) else form
+
+
+def check_divided(form: Form | str | None) -> None:
+    """Raise ValueError for a form whose arrays the devices of a mesh cannot share."""
+    found = named(form)
+    if found is not None and not found.divided:
+        raise ValueError("bitstack weights are of one device: leave the mesh out, or use weights='int8'")

@@ -16,10 +16,10 @@ from jax import Array
 from jkv.arrays.tree import host, static, value
 from jkv.host import forked
 
-from .coding import EACH, MATRICES, encoder, like
+from .coding import EACH, MATRICES, Form, named
 from .config import Mixers, ModelConfig
 from .stacks import Held, Rows, Stack
-from .weights import Coded, Joined, rounded
+from .weights import Coded, Joined, Kept, rounded
 
 Tensors = Mapping[str, Callable[[], Any]]  # thunks of arrays, or of a `stacks.Matrix` with their `dtype`
 Blocks = Mapping[str, Callable[[], Any]]  # thunks of a `stacks.Matrix` whose rows are `Coded`
@@ -214,13 +214,13 @@ def assemble(
     tensors: Tensors,
     dtype: Any,
     put: Put = copied,
-    form: str | None = None,
+    form: Form | str | None = None,
     blocks: Blocks = MappingProxyType({}),
 ) -> Params:
     """Params of named tensors, of which rows are read when an array is made of them: the host has one array at a time.
 
     put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`. form: what matrices
-    are kept as, of `coding.FORMATS`; blocks: thunks of those that are kept as they are in a file.
+    are kept as, or its name in `coding.FORMATS`; blocks: thunks of those that are kept as they are in a file.
 
     ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
     """
@@ -230,7 +230,7 @@ def assemble(
     wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, c, table)])
     if wrong:
         raise ValueError(f"the checkpoint does not fit the config of this {c.family} model: " + "; ".join(wrong))
-    checkpoint = Checkpoint(c, table, wanted, tensors, blocks, put, form)
+    checkpoint = Checkpoint(c, table, wanted, tensors, blocks, put, named(form))
     made = _stacked(c, table, checkpoint.array, dtype)
     if wrong := checkpoint.wrong:
         raise ValueError("the checkpoint cannot be used: " + "; ".join(wrong[:8]) + _more(wrong, 8))
@@ -247,10 +247,10 @@ class Checkpoint:
     tensors: Tensors
     blocks: Blocks
     put: Put
-    form: str | None
+    form: Form | None
     wrong: list[str] = field(default_factory=list)
 
-    def array(self, field: str, names: tuple[str, ...], dtype: Any) -> Array | Coded | Joined | None:
+    def array(self, layer: int | None, field: str, names: tuple[str, ...], dtype: Any) -> Array | Kept | Joined | None:
         """What the tensors of a field are kept as; None: what is wrong with them is noted, and the others are read."""
         kept = all(name in self.blocks for name in names)
         before, parts = len(self.wrong), [self._found(name, kept) for name in names]
@@ -260,8 +260,8 @@ class Checkpoint:
         if kept:
             found = [own.mapped() for own in x.apart()]
             return self._put(field, found[0] if len(found) == 1 else Joined(parts=tuple(found)))
-        encode = encoder(field, self.form, dtype)
-        return self.put(field, x, dtype) if encode is None else self._put(field, x.mapped(encode))
+        code = None if self.form is None else self.form.coder(layer, field, jnp.dtype(dtype))
+        return self._put(field, code(x)) if code else self.put(field, x, dtype)
 
     def _put(self, field: str, found: Any) -> Any:
         return jax.tree.map(lambda x: self.put(field, Held(x), x.dtype), found)
@@ -307,17 +307,18 @@ def stacked(
 
 
 def abstract(
-    c: ModelConfig, table: Names, dtype: Any, form: str | None = None, blocks: Blocks = MappingProxyType({})
+    c: ModelConfig, table: Names, dtype: Any, form: Form | str | None = None, blocks: Blocks = MappingProxyType({})
 ) -> Params:
     """Params of shapes alone, for compiling without weights; form, blocks: as for `assemble`."""
-    known = names(c, table)
+    known, kept = names(c, table), named(form)
 
-    def array(field: str, names: tuple[str, ...], dtype: Any) -> Any:
+    def array(layer: int | None, field: str, names: tuple[str, ...], dtype: Any) -> Any:
         if all(name in blocks for name in names):
             found = [x.like() for x in stacked(c, table, field, names, [blocks[name]() for name in names]).apart()]
             return found[0] if len(found) == 1 else Joined(parts=tuple(found))
         parts = [jax.ShapeDtypeStruct(known[name], dtype) for name in names]
-        return like(field, stacked(c, table, field, names, parts).shape, dtype, form)
+        shape = stacked(c, table, field, names, parts).shape
+        return kept.like(layer, field, shape, jnp.dtype(dtype)) if kept else jax.ShapeDtypeStruct(shape, dtype)
 
     return _stacked(c, table, array, dtype)
 
@@ -333,15 +334,20 @@ def together(rows: list[int], heads: int) -> tuple[int, int, int]:
     return n, sum(rows) // (n * size), size
 
 
-def _stacked(c: ModelConfig, table: Names, stack: Callable[[str, tuple[str, ...], Any], Any], dtype: Any) -> Params:
-    """Params of what `stack` makes of the tensors of each field."""
+def _stacked(
+    c: ModelConfig, table: Names, stack: Callable[[int | None, str, tuple[str, ...], Any], Any], dtype: Any
+) -> Params:
+    """Params of what `stack` makes of the tensors of each layer's field, and of those of no layer."""
 
     def block(i: int) -> dict[str, Any]:
-        return {n: stack(n, t, jnp.float32 if n in EXACT else dtype) for n, t in table.of(c, i).items()}
+        return {n: stack(i, n, t, jnp.float32 if n in EXACT else dtype) for n, t in table.of(c, i).items()}
 
-    embed = stack("embed", (table.embed,), dtype)
+    embed = stack(None, "embed", (table.embed,), dtype)
     layers = tuple(block(i) for i in range(c.depth))
-    norm, head = stack("norm", (table.norm,), dtype), None if c.tied else stack("head", (table.head,), dtype)
+    norm, head = (
+        stack(None, "norm", (table.norm,), dtype),
+        None if c.tied else stack(None, "head", (table.head,), dtype),
+    )
     return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)
 
 

@@ -1,6 +1,5 @@
 """Weights as they are kept in memory, floats or codes of fewer bits, and the one product that all go through."""
 
-from collections.abc import Callable
 from functools import partial, singledispatch
 from math import gcd
 from typing import Any
@@ -12,8 +11,8 @@ from jax import Array
 
 from jkv.arrays.tree import static, value
 
-TILE = 1 << 18  # weights that a CPU decodes at a time: 1 MB of floats, which its cache holds
-LARGE = 1 << 22  # weights that an accelerator decodes at a time
+from .tiles import LARGE, TILE, never, pieces, tiled
+
 ROWS = 256  # rows of a product that an accelerator computes as fast as it reads the weights, at most
 AT_ONCE = 1 << 22  # weights whose codes a CPU adds up at a time for one row
 TERMS = 64  # stretches of inputs that one fused loop of a CPU adds up
@@ -36,8 +35,27 @@ class Steps:
         return shared.reshape(x.shape)
 
 
+class Kept:
+    """A matrix [*out, in] in another form than floats: `kind` is the type it stands for, `form` the form's name."""
+
+    kind: Any
+    form: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.kind
+
+
 @value
-class Coded:
+class Coded(Kept):
     """A matrix [*out, in] of codes: w = step * (code - zero) + low, where a group of inputs shares step and low.
 
     codes: int8 [*out, in]; or uint8 [*out, in / 2], where inputs j and j + span / 2 of each `span` share a byte, the
@@ -57,14 +75,6 @@ class Coded:
     @property
     def shape(self) -> tuple[int, ...]:
         return *self.codes.shape[:-1], self.codes.shape[-1] * (2 if self.span else 1)
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def dtype(self) -> Any:
-        return self.kind
 
     @property
     def sharding(self) -> Any:
@@ -136,8 +146,8 @@ def forms(tree: Any) -> str:
     >>> forms((jnp.ones((2, 2)), jnp.ones(3)))
     'float32'
     """
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Coded))
-    return ", ".join(sorted({x.form if isinstance(x, Coded) else str(x.dtype) for x in found if x.ndim > 1}))
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Kept))
+    return ", ".join(sorted({x.form if isinstance(x, Kept) else str(x.dtype) for x in found if x.ndim > 1}))
 
 
 def _fields(x: Array, n: int, stretch: int) -> Array:
@@ -212,15 +222,8 @@ def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
 
 @product.register
 def _(w: Rounded, x: Array, dtype: Any) -> Array:
-    matrix = jnp.where(_never(x), jnp.zeros((), w.matrix.dtype), w.matrix)
+    matrix = jnp.where(never(x), jnp.zeros((), w.matrix.dtype), w.matrix)
     return product(matrix.astype(w.inner), x.astype(w.inner), dtype)
-
-
-def _never(x: Array) -> Array:
-    """False, once x is there. What does not depend on it XLA does before the first product, in front of the decode loop
-    too: there would be a second copy of all matrices."""
-    first = x.reshape(-1)[0]
-    return (first < 0) & (first > 0)
 
 
 @product.register
@@ -238,10 +241,10 @@ def _(w: Coded, x: Array, dtype: Any) -> Array:
 def _coded(w: Coded, x: Array, dtype: Any) -> Array:
     """x [n, in] with w [out, in] -> [n, out]."""
     # one row on a CPU is bound by memory, several by the product
-    summed = len(x) == 1 and _stretch(w) >= LEAST and _pieces(w) == 1
+    summed = len(x) == 1 and _stretch(w) >= LEAST and pieces(len(w.codes)) == 1
     # in two tiles or more: what does not depend on a loop's turn XLA takes out of the decode loop, for all matrices
     tile = AT_ONCE if summed else min(TILE, -(-w.shape[0] // 2) * w.shape[1])
-    cpu = partial(_tiled, tile=tile, times=_summed if summed else _of_floats)
+    cpu = partial(tiled, tile=tile, times=_summed if summed else _of_floats)
     return jax.lax.platform_dependent(w, x, cpu=partial(cpu, dtype=dtype), default=partial(_fused, dtype=dtype))
 
 
@@ -259,7 +262,7 @@ def _fused(w: Coded, x: Array, dtype: Any) -> Array:
         return y[: len(x)].astype(dtype)
     parts = _split(w, x)
     if len(x) * parts[0][2].shape[1] > ROWS:
-        return _tiled(w, x, dtype, tile=LARGE, times=_of_spread)
+        return tiled(w, x, dtype, tile=LARGE, times=_of_spread)
     y = _lows(w, x)
     for code, own, step in parts:
         n, k = len(own), step.shape[1]
@@ -313,30 +316,6 @@ def _of_floats(w: Coded, x: Array) -> Array:
     return _product(w.floats(), x.astype(jnp.float32), jnp.float32)
 
 
-def _pieces(w: Coded) -> int:
-    """Into how many pieces of outputs a mesh may have divided a matrix: each goes through tiles of its own."""
-    n = jax.sharding.get_abstract_mesh().shape.get("model", 1)
-    return n if len(w.codes) % n == 0 else 1
-
-
-def _tiled(w: Coded, x: Array, dtype: Any, tile: int, times: Callable[[Coded, Array], Array]) -> Array:
-    """times(outputs of w, x) for about `tile` weights at once. The last ones may begin inside of those before."""
-    (out, width), pieces = w.shape, _pieces(w)
-    own = out // pieces
-    at_once = min(own, max(1, tile // (width * pieces)))
-    apart = jax.tree.map(lambda a: a.reshape(pieces, own, a.shape[-1]), w)
-
-    def one(i: Array, y: Array) -> Array:
-        first = i * at_once  # slices end with the matrix
-        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, at_once, 1), apart)
-        part = jax.tree.map(lambda a: a.reshape(pieces * at_once, a.shape[-1]), part)
-        new = times(part, x).astype(dtype).reshape(len(x), pieces, at_once)
-        return jax.lax.dynamic_update_slice_in_dim(y, new, first, 2)
-
-    y = jnp.zeros((len(x), pieces, own), dtype)
-    return jax.lax.fori_loop(0, -(-own // at_once), one, y).reshape(len(x), out)
-
-
 def _summed(w: Coded, x: Array) -> Array:
     """One row: y = sum over stretches of inputs of step * code * x, each n numbers an output, and then their sum.
 
@@ -344,7 +323,7 @@ def _summed(w: Coded, x: Array) -> Array:
     and writes floats for a product. So n sums an output are made of slices of the codes, which are read once.
     """
     out, width = w.shape
-    first = _never(x).astype(jnp.int32)  # 0
+    first = never(x).astype(jnp.int32)  # 0
     each, step, x = w.step.values.shape[-1] > 1, w.step.wide(), x[0].astype(jnp.float32)
     n = _stretch(w)
     unit = max(n, w.span, 128 if w.high is not None else 0, w.group if each else 0)

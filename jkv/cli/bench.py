@@ -126,7 +126,7 @@ def compiling(
 def forms(
     machine: Machine,
     model: Model = MODEL,
-    form: Annotated[list[str] | None, typer.Option(help="int8, int4 or file; repeatable. Default: all three.")] = None,
+    form: Annotated[list[str] | None, typer.Option(help="int8, int4, file, bitstack(bytes=...); repeatable.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Texts, of 256 tokens and 64 more.")] = 4,
 ) -> None:
     """Weights below 16 bits beside floats: bytes, KL of what they predict, ms a token, in turns."""

@@ -10,6 +10,7 @@ import typer
 
 from jkv.cli import answers
 from jkv.cli.evaluating import Catalogue, drawn, setting, show
+from jkv.cli.forms import weights
 from jkv.cli.options import MODEL, Compared, Measured, Text, flat
 from jkv.cli.pack import pack, unpack
 from jkv.cli.tokens import tokens
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from jkv.eval.results import Results
 
 app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
-for command in (tokens, pack, unpack):
+for command in (tokens, pack, unpack, weights):
     app.command()(command)
 
 ENDLESS = "streaming(budget=512)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,9 @@ def build(o: Subject, source: Source, dtype: str) -> Params:
     from jkv import models
     from jkv.io.load import kept
 
-    form, blocks = kept(o.shape or o.model or MODEL, source, dtype, o.weights)
-    return models.build(source.config, source.tensors, dtype, form=form, blocks=blocks)
+    with ExitStack() as bars:
+        form, blocks = kept(o.shape or o.model or MODEL, source, dtype, o.weights, bars)
+        return models.build(source.config, source.tensors, dtype, form=form, blocks=blocks)
 
 
 def numbers(text: str) -> list[int]:

@@ -25,7 +25,10 @@ Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: float32 on a
 
 Weights = Annotated[
     str | None,
-    typer.Option(help="What matrices are kept as: int8, int4, or file (a .gguf file's own blocks). Default: --dtype."),
+    typer.Option(
+        help="What matrices are kept as: int8, int4, file (a .gguf file's own blocks), \"bitstack(bytes='4GiB')\". "
+        "Default: --dtype."
+    ),
 ]
 PrefillDtype = Annotated[
     str | None,

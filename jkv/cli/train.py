@@ -382,3 +382,40 @@ def layers(
     for row in told["uniform"]:
         print(f"{row['bytes']:,} bytes, KL {row['kl']:.4g}: {row['cache']}")
     print(f"write: planned(plan='{out}')")
+
+
+@calibrate.command("bitstack", help="The blocks of the weights, and their order; the same command resumes it.")
+def bitstack(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
+    model: Model = MODEL,
+    k: Annotated[int, typer.Option(min=1, help="Rank of a block.")] = 16,
+    levels: Annotated[int, typer.Option(min=1, help="Blocks of a matrix.")] = 16,
+    texts: Annotated[int, typer.Option(min=2, help="Number of texts, which say how large inputs are.")] = 16,
+    judged: Annotated[int, typer.Option(min=1, help="Texts whose perplexity orders the blocks.")] = 2,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
+) -> None:
+    import numpy as np
+
+    from jkv.eval.results import digest
+    from jkv.host import console
+    from jkv.io import bitstack as own
+    from jkv.io.identity import sampled
+    from jkv.io.load import load, read
+    from jkv.training import bitstack, data
+    from jkv.training.measured import Measured
+    from jkv.training.moments import SOURCES
+
+    _check_free(out)
+    if judged > texts:
+        raise ValueError(f"--judged {judged}: there are {texts} texts")
+    params = load(model, "float32")
+    ids = np.asarray(data.texts(params, SOURCES, length, texts, seed).ids)
+    what = dict(model=sampled(params.config, read(model).tensors), k=k, levels=levels, judged=judged)
+    folder = own.Folder(out, what | dict(texts=digest([ids.tobytes()])))
+    kept = Measured(out / "measured.json", folder.what)  # a killed search goes on from there
+    with console.progress(bitstack.steps(params, levels)) as say:
+        order = bitstack.calibrate(params, ids, judged, folder, kept, say)
+    folder.finish(order, dict(name=model, sources=list(SOURCES), texts=texts, length=length, seed=seed))
+    kept.remove()
+    print(f"load: weights=\"{own.NAME}(bytes=..., blocks='{out}')\"")

@@ -15,9 +15,10 @@ from jkv.generation.excerpts import Excerpts
 from jkv.generation.through import Through
 from jkv.generation.vocabularies import Translation
 from jkv.host.arguments import short
+from jkv.host.calls import read_one_of
 from jkv.io.tokenizer import Tokenizer
 from jkv.methods.catalogue import CATALOGUE
-from jkv.methods.text import parse, read_one_of
+from jkv.methods.text import parse
 from jkv.models import Params
 
 DRAFTERS = {"suffix": Suffix, "recycle": Recycling, "drafter": Distilled}

@@ -8,7 +8,7 @@ from typing import Any
 
 from jkv.core.blend import Again, Moved, Relayed
 from jkv.host.arguments import count, numbers, short
-from jkv.methods.text import read_one_of
+from jkv.host.calls import read_one_of
 
 
 @dataclass(frozen=True)

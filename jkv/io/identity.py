@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jkv.models.params import EXACT
 
 if TYPE_CHECKING:
-    from jkv.models import Params
+    from jkv.models import ModelConfig, Params
+    from jkv.models.params import Tensors
 
 _TEXTS = ("eos", "bos")  # where texts begin and end, which the tokenizer says too: no weight and no product of one
 _KNOWN: dict[tuple[int, str], tuple[weakref.ref[Array], np.ndarray]] = {}
@@ -44,6 +45,16 @@ def fingerprint(params: Params, dtype: Any = None) -> str:
     digest = hashlib.sha256(repr(_said(params.config)).encode())
     for (name, x), kind, known in zip(leaves, kinds, sums, strict=True):
         digest.update(f"{name} {kind} {x.shape} {_kept(x, kind, known).tolist()}".encode())
+    return digest.hexdigest()[:32]
+
+
+def sampled(config: ModelConfig, tensors: Tensors) -> str:
+    """Hex digest of a model that is not in memory: its config, and the first row of every tensor, in float32."""
+    digest = hashlib.sha256(repr(_said(config)).encode())
+    for name in sorted(tensors):
+        x = tensors[name]()
+        digest.update(f"{name} {tuple(x.shape)}".encode())
+        digest.update(np.asarray(x[:1], np.float32).tobytes())
     return digest.hexdigest()[:32]
 
 

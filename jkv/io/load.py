@@ -7,6 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jkv.models import Params
+    from jkv.models.coding import Form
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = ("int8", "int4", "file")
@@ -49,19 +51,32 @@ def check_dtype(dtype: str, name: str = "dtype") -> None:
 
 def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
     """Raise ValueError for a form that weights cannot be kept in."""
-    if weights is not None and weights not in known:
-        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(known)}, or left out: floats")
+    from jkv.io import bitstack
+
+    if weights is None or weights in known:
+        return
+    if not bitstack.is_asked(weights):
+        forms = ", ".join((*known, f"{bitstack.NAME}(bytes=...)"))
+        raise ValueError(f"weights is {weights!r}; it must be one of {forms}, or left out: floats")
+    bitstack.asked(weights)
 
 
 def kept(
-    what: str | Path, source: Source, dtype: str, weights: str | None
-) -> tuple[str | None, Mapping[str, Callable[[], Any]]]:
+    what: str | Path, source: Source, dtype: str, weights: str | None, bars: ExitStack | None = None
+) -> tuple[Form | str | None, Mapping[str, Callable[[], Any]]]:
     """The form that matrices are kept in, and those that stay as they are in a file, as `models.build` takes both.
 
-    Raises ValueError for a form that there is not, here or in this file.
+    bars: where the bar of a form goes that takes long to make. Raises ValueError for a form that there is not, here or
+    in this file.
     """
+    from jkv.io import bitstack
+
     check_weights(weights)
-    return (None, blocks_of(what, source, dtype)) if weights == "file" else (weights, {})
+    if weights == "file":
+        return None, blocks_of(what, source, dtype)
+    if weights is None or not bitstack.is_asked(weights):
+        return weights, {}
+    return bitstack.form(weights, source.config, source.tensors, dtype, bars), {}
 
 
 def blocks_of(what: str | Path, source: Source, dtype: str) -> Mapping[str, Callable[[], Any]]:
@@ -90,11 +105,13 @@ def load(
 
     dtype: float32, bfloat16 or float16; None: float32 on a CPU, else bfloat16, which kernels read in half the time.
     weights: what its matrices are kept as in memory: "int8" (one step an output), "int4" (a step and a low for 32
-    inputs), "file" (the blocks of a .gguf file, exactly as they are there), or None: all in `dtype`, which is that of
-    everything else. mesh: devices that share the weights, such as "data=4,model=2"; each gets its part from the host,
-    and no more. prefill_dtype: what the products of a prompt are made in, None: `dtype`. "bfloat16" is faster on CPUs
-    that have instructions for it; it rounds weights and activations to 8 bits where they are multiplied. Sums, what is
-    kept and every generated token stay in `dtype`.
+    inputs), "file" (the blocks of a .gguf file, exactly as they are there), "bitstack(bytes='60MiB')" (signs and
+    products of low rank, as many as fit into so many bytes of all weights; blocks='FOLDER': in the order that `jkv
+    calibrate bitstack` measured), or None: all in `dtype`, which is that of everything else. mesh: devices that share
+    the weights, such as "data=4,model=2"; each gets its part from the host, and no more. prefill_dtype: what the
+    products of a prompt are made in, None: `dtype`. "bfloat16" is faster on CPUs that have instructions for it; it
+    rounds weights and activations to 8 bits where they are multiplied. Sums, what is kept and every generated token
+    stay in `dtype`.
 
     `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
     "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION", of its .gguf files one
@@ -112,6 +129,7 @@ def load(
 
     from jkv.core import sharding
     from jkv.models import build, read_config
+    from jkv.models.coding import check_divided
     from jkv.models.params import copied
 
     source, put = read(what), copied
@@ -120,7 +138,11 @@ def load(
         model = read_config(source.config)
         over = sharding.here(mesh, model) if isinstance(mesh, str) else mesh
         put = sharding.placing(over)
-    params = build(source.config, source.tensors, jnp.dtype(dtype), put, *kept(what, source, dtype, weights))
+    with ExitStack() as bars:
+        form, blocks = kept(what, source, dtype, weights, bars)
+        if mesh is not None:
+            check_divided(form)
+        params = build(source.config, source.tensors, jnp.dtype(dtype), put, form, blocks)
     inner = None if prefill_dtype is None else jnp.dtype(prefill_dtype)
     return dataclasses.replace(params, tokenizer=source.tokenizer, prefill_dtype=inner)
 

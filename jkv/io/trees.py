@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jkv.io.load import check_weights, dtype_of
+from jkv.io.load import check_weights, dtype_of, kept
+from jkv.io.source import Source
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -40,18 +42,21 @@ model.embed_tokens.weight, lm_head.weight, model.layers.0.input_layernorm.weight
 model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight and 15 more
     """
     check_weights(weights)
-    if weights == "file":
-        raise ValueError("weights='file' keeps the blocks of a .gguf file, and a tree has none: use int8 or int4")
     import jax.numpy as jnp
 
     from jkv.core import sharding
     from jkv.models import build, read_config
+    from jkv.models.coding import check_divided
     from jkv.models.params import copied
 
-    put = copied
-    if mesh is not None:
-        put = sharding.placing(sharding.here(mesh, read_config(config)) if isinstance(mesh, str) else mesh)
-    params = build(config, dict(_tensors("", tree)), jnp.dtype(dtype_of(dtype)), put, weights)
+    put, dtype = copied, dtype_of(dtype)
+    source = Source(dict(config), dict(_tensors("", tree)))
+    with ExitStack() as bars:
+        form, blocks = kept("a tree", source, dtype, weights, bars)
+        if mesh is not None:
+            check_divided(form)
+            put = sharding.placing(sharding.here(mesh, read_config(config)) if isinstance(mesh, str) else mesh)
+        params = build(config, source.tensors, jnp.dtype(dtype), put, form, blocks)
     return dataclasses.replace(params, tokenizer=tokenizer)
 
 

@@ -23,6 +23,7 @@ from jkv.memory.lines import KIND
 from jkv.methods import checks
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
+from jkv.models.coding import Form, check_divided
 from jkv.plan.collectives import Collective, collectives
 from jkv.plan.hlo import cycles
 from jkv.plan.target import Target
@@ -37,7 +38,7 @@ class Job:
 
     chunk: prompt tokens at a time, 0: all, or None: all where the target has room, or in the largest chunks for which
     it has. mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the
-    rows. form: int8 or int4, what matrices are kept as, or None: in dtype; blocks: those that are kept as in a file.
+    rows. form: what matrices are kept as, or its name, or None: in dtype; blocks: those that are kept as in a file.
     """
 
     model: ModelConfig
@@ -47,7 +48,7 @@ class Job:
     chunk: int | None
     dtype: Any
     mesh: str | None = None
-    form: str | None = None
+    form: Form | str | None = None
     blocks: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
     @property
@@ -58,8 +59,12 @@ class Job:
     def over(self, target: Target) -> sharding.MeshPlan:
         """The mesh of the target's devices; ValueError if they cannot share the job so."""
         if self.mesh is None:
-            return sharding.MeshPlan(sharding.mesh(target.devices, self.model, self.batch))
-        return sharding.MeshPlan(sharding.named(self.mesh, target.devices, self.model, self.batch))
+            found = sharding.mesh(target.devices, self.model, self.batch)
+        else:
+            found = sharding.named(self.mesh, target.devices, self.model, self.batch)
+        if found.size > 1:
+            check_divided(self.form)
+        return sharding.MeshPlan(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from typing import Any
 from jkv.batch.forms import CHAT, own
 from jkv.batch.requests import Limits as Sizes
 from jkv.batch.requests import Request, Settings, parsed, request
+from jkv.host.calls import read_call
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
-from jkv.methods.text import known, read_call
+from jkv.methods.text import known
 from jkv.serve.engine import Engine
 from jkv.serve.tickets import TOP, Event, Ticket
 

@@ -23,6 +23,7 @@ from jkv.models import coding, weights
 from support import ggufs
 
 KIND = np.dtype("float32")
+ENCODE = {"int8": coding.int8, "int4": coding.int4}
 BITS = {"int8": 8 + 32 / 512, "int4": 5, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q6_K": 6.5625}
 HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}  # bytes of a block's floats
 OUT, IN = 20, 512
@@ -44,7 +45,7 @@ def made(form: str) -> tuple[weights.Coded, np.ndarray]:
     if form in HALVES:
         return blocks(form)
     x = np.random.default_rng(3).standard_normal((OUT, IN)).astype(np.float32)
-    w = coding.FORMATS[form](x, KIND)
+    w = ENCODE[form](x, KIND)
     return w, plain(w)
 
 
@@ -82,7 +83,7 @@ def test_every_path_of_the_product_is_the_product(form, monkeypatch):
     w, floats = made(form)
     x = np.random.default_rng(4).standard_normal((3, IN)).astype(np.float32)
     want = x.astype(np.float64) @ floats.T.astype(np.float64)
-    tiles = partial(weights._tiled, tile=3 * IN)
+    tiles = partial(weights.tiled, tile=3 * IN)
     ways = {
         "summed": (partial(tiles, times=weights._summed), 1),
         "tiled": (partial(tiles, times=weights._of_floats), 3),
@@ -103,14 +104,14 @@ def test_every_path_of_the_product_is_the_product(form, monkeypatch):
 def test_coding_errs_by_half_a_step(form, most):
     x = np.random.default_rng(5).uniform(-1, 1, (9, 192)).astype(np.float32)
     x[4] = 0
-    got = np.asarray(coding.FORMATS[form](x, KIND).floats())
+    got = np.asarray(ENCODE[form](x, KIND).floats())
     assert np.abs(got - x).max() <= most * (1 if form == "int8" else 2) and not got[4].any()
 
 
 def test_a_step_makes_no_float_copy_of_a_matrix():
     floats = 4 * 49152 * 64
     for form in ("int8", "int4"):
-        w = coding.like("embed", (49152, 64), KIND, form)
+        w = coding.FORMATS[form].like(None, "embed", (49152, 64), KIND)
         for rows in (1, 4):
             x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
             memory = jax.jit(weights.linear).lower(w, x).compile().memory_analysis()
@@ -202,7 +203,7 @@ def test_parts_of_a_stack_may_have_forms_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     "kind, asked, cause",
     [
-        ("Q8_0", "int3", f"weights is 'int3'; it must be one of {', '.join(FORMS)}, or left out: floats"),
+        ("Q8_0", "int3", f"weights is 'int3'; it must be one of {', '.join(FORMS)}, bitstack"),
         ("Q5_0", "file", "has type Q5_0, which memory has no form for; use int8"),
         (None, "file", "weights='file' keeps the blocks of a .gguf file"),
     ],

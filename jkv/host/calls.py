@@ -1,0 +1,34 @@
+"""Texts such as "name(argument=value)": names and literal arguments."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Collection
+from typing import Any
+
+
+def read_call(stage: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Name and literal keyword arguments of one stage."""
+    try:
+        node = ast.parse(stage, mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)") from None
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
+        raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)")
+    try:
+        given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (ValueError, TypeError):  # a set of lists is no literal either
+        raise ValueError(f"arguments in {stage!r} must be plain numbers, strings or True/False") from None
+    return call.func.id, {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+
+
+def read_one_of(known: Collection[str], text: str, what: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a text that names one of the known; ValueError for another name, with a near one."""
+    name, arguments = read_call(text, text)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(known)}"
+        raise ValueError(f"unknown {what} {name!r}: {hint}")
+    return name, arguments

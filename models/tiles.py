@@ -1,0 +1,48 @@
+"""Products with matrices that are decoded tile by tile, and what keeps XLA from decoding all of them beforehand."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+TILE = 1 << 18  # weights that a CPU decodes at a time: 1 MB of floats, which its cache holds
+LARGE = 1 << 22  # weights that an accelerator decodes at a time
+
+W = TypeVar("W")
+
+
+def never(x: Array) -> Array:
+    """False, once x is there. What does not depend on it XLA does before the first product, in front of the decode loop
+    too: there would be a second copy of all matrices."""
+    first = x.reshape(-1)[0]
+    return (first < 0) & (first > 0)
+
+
+def pieces(out: int) -> int:
+    """Into how many pieces of outputs a mesh may have divided a matrix: each goes through tiles of its own."""
+    n = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    return n if out % n == 0 else 1
+
+
+def tiled(w: W, x: Array, dtype: Any, tile: int, times: Callable[[W, Array], Array]) -> Array:
+    """times(outputs of w, x [n, in]) for about `tile` weights at once, where w has arrays [out, ...] -> [n, out].
+
+    The last ones may begin inside of those before.
+    """
+    out, width = len(jax.tree.leaves(w)[0]), x.shape[-1]
+    apart = pieces(out)
+    own = out // apart
+    at_once = min(own, max(1, tile // (width * apart)))
+    arrays = jax.tree.map(lambda a: a.reshape(apart, own, *a.shape[1:]), w)
+
+    def one(i: Array, y: Array) -> Array:
+        first = i * at_once  # slices end with the matrix
+        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, at_once, 1), arrays)
+        part = jax.tree.map(lambda a: a.reshape(apart * at_once, *a.shape[2:]), part)
+        new = times(part, x).astype(dtype).reshape(len(x), apart, at_once)
+        return jax.lax.dynamic_update_slice_in_dim(y, new, first, 2)
+
+    y = jnp.zeros((len(x), apart, own), dtype)
+    return jax.lax.fori_loop(0, -(-own // at_once), one, y).reshape(len(x), out)

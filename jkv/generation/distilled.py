@@ -14,7 +14,8 @@ from jkv.generation.drafters import Guess, Verifier
 from jkv.generation.through import Through
 from jkv.io import learned
 from jkv.models import Params
-from jkv.models.coding import encoder
+from jkv.models.coding import MATRICES, int8
+from jkv.models.weights import decoded, rows
 
 METHOD = "drafter"
 STEP = ".step"  # after the name of a matrix in codes: what they are multiplied by
@@ -51,9 +52,9 @@ def thinned(params: Params, of: np.ndarray, at: Sequence[int]) -> Params:
     ropes, windows = tuple(c.ropes[i] for i in at), tuple(c.windows[i] for i in at)
     return replace(
         params,
-        embed=params.embed[of],
-        head=None if params.head is None else params.head[of],
-        layers=tuple(params.layers[i] for i in at),
+        embed=rows(params.embed, jnp.asarray(of)),
+        head=None if params.head is None else rows(params.head, jnp.asarray(of)),
+        layers=tuple({name: decoded(x) for name, x in params.layers[i].items()} for i in at),
         config=replace(c, layers=len(at), ropes=ropes, windows=windows, vocab=len(of)),
         tokenizer=None,
     )
@@ -69,11 +70,11 @@ def packed(small: Params, words: Words, at: Sequence[int]) -> dict[str, np.ndarr
     arrays["norm"] = np.asarray(small.norm, np.float32)
     for i, layer in enumerate(small.layers):
         for name, x in layer.items():
-            encode, wide = encoder(name, "int8", jnp.float32), np.asarray(x, np.float32)
-            if encode is None:
+            wide = np.asarray(x, np.float32)
+            if name not in MATRICES:
                 arrays[f"{i}.{name}"] = wide
             else:
-                coded = encode(wide)
+                coded = int8(wide, np.dtype(np.float32))
                 arrays[f"{i}.{name}"] = np.asarray(coded.codes)
                 arrays[f"{i}.{name}{STEP}"] = np.asarray(coded.step.values)
     return arrays

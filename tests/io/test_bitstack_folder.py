@@ -94,7 +94,7 @@ def test_without_a_folder_blocks_are_made_level_by_level(capsys: pytest.CaptureF
     [
         ("bitstack", "give the bytes of all weights, such as bitstack"),
         ("bitstack(bytes='1kB')", "one block of each matrix takes .* with the tables in int8: give as many or more"),
-        ("bitstack(bytes='1MB', k=65)", r"k=65: a matrix \[64, 64\] has a rank of 1 to 64"),
+        ("bitstack(bytes='1MB', k=65)", r"k=65: a matrix \[128, 64\] has a rank of 1 to 64"),
         ("bitstack(bytes='1MB', k=0)", "k=0: give the rank of a block"),
         ("bitstack(bytes='1MB', level=2)", "bitstack has no level=; it takes bytes, blocks, k"),
         ("bitstack(bytes='1MB', k=2, blocks='x')", "have their k already; leave k out"),

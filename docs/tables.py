@@ -291,6 +291,19 @@ def forms() -> list[str]:
     ]
 
 
+def blocks() -> list[str]:
+    """What weights in blocks say, beside those in codes."""
+    return [
+        line(
+            code(r["weights"]),
+            f"{r['bytes'] / 1e6:,.1f}",
+            f"{r['ppl']:,.2f}",
+            "-" if r["kl"] is None else f"{r['kl']:.2g}",
+        )
+        for r in results("bitstack")
+    ]
+
+
 def jobs() -> list[str]:
     """Jobs of many prompts beside a loop of transformers."""
     rows = sorted(results("batch"), key=lambda r: (r["shared"], r["ratio"]))
@@ -565,6 +578,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("cache", "compiled", "first token, s", "first block, s", "all, s", "MiB of programs"): waiting,
         head("text", "drafts", "plain, ms a token", "ms a token", "speed-up (of each prompt)", "tokens a pass"): drafts,
         head("`weights=`", "held as", "MB", "KL", "ms a token", "of float32's", "prompt, s"): forms,
+        head("`weights=`", "MB", "perplexity", "KL"): blocks,
     },
     "docs/tpu.md": {
         head(

@@ -251,6 +251,7 @@ def test_what_does_not_go_together_says_why():
         "loopserve",
         "lrqk",
         "icecache",
+        "triforce",
     }
     assert {b for a, b in refused if a == "lacache"} == reading | {"nsnquant", "shadowkv"}
     assert "every tier of this method has its own codecs" in refused["zipvl", "int8"]

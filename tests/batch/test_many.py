@@ -20,7 +20,7 @@ def test_many_prompts_beside_the_peers_best_batch(monkeypatch: pytest.MonkeyPatc
         asked.append((len(prompts.tokens), batch, shares))
         seconds = 1.0 if shares else 2.0
         report = SimpleNamespace(
-            batch=batch, seconds=seconds, tokens_per_s=sum(prompts.new) / seconds, compile_s=3.0, saved=0
+            batch=batch, seconds=seconds, tokens_per_s=sum(prompts.new) / seconds, compile_s=3.0, saved=0, cache_bytes=9
         )
         return report, [[1]] * len(prompts.tokens)
 

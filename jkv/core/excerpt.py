@@ -17,7 +17,7 @@ from jkv.core.blocks import as_window, none, with_residual
 from jkv.core.compiled import program
 from jkv.core.loop import Plan, Views
 from jkv.core.sampling import Sampling, sample
-from jkv.memory.cache import Decoding, LayerCache, Tier, lent
+from jkv.memory.cache import Decoding, LayerCache, Tier
 from jkv.memory.layer import LayerView, TierView
 from jkv.models import Params, family
 from jkv.models import layer as block
@@ -38,8 +38,7 @@ def excerpt(params: Params, plan: Views, state: Decoding, sampling: Sampling) ->
     x = family(cache.model).embed(params.ends, token[:, None])
     out: tuple[Tiers, ...] = ()
     for i in range(cache.model.depth):
-        layer = lent(cache.layers[i], cache.layers[:i], plan[i])
-        x, tiers = _read(params.block(i), layer, plan[i], x, pos)
+        x, tiers = _read(params.block(i), cache.reads(i, cache.layers[:i], plan[i]), plan[i], x, pos)
         out += (tiers,)
     return out
 

@@ -82,10 +82,11 @@ class Store:
         """The records of the blocks that token ids begin with, as far as there are any."""
         found: list[Record] = []
         names = self._names(root, ids)
-        there = itertools.takewhile(lambda forms: any(self._size(name) is not None for name in forms), names)
-        link = self.codec.link(sum(1 for _ in there), self.speed)
-        for forms in names:
-            if (record := self._next(forms, link)) is None:
+        every = ([self._size(name) for name in forms] for forms in names)
+        there = [*itertools.takewhile(lambda sizes: any(x is not None for x in sizes), every)]
+        link = self.codec.link(len(there), self.speed)
+        for forms, sizes in zip(names, there, strict=False):  # no more than are there
+            if (record := self._next(forms, sizes, link)) is None:
                 break
             found.append(record)
         self.speed = link.speed
@@ -93,9 +94,9 @@ class Store:
         self.reused += len(found) * BLOCK
         return found
 
-    def _next(self, forms: Sequence[str], link: Link) -> Record | None:
-        """The next record, of the best of its forms that there is time for and that can be read."""
-        sizes = [self._size(name) for name in forms]
+    def _next(self, forms: Sequence[str], sizes: Sequence[int | None], link: Link) -> Record | None:
+        """The next record, of the best of its forms that there is time for and that can be read; sizes: bytes of each,
+        None: not there."""
         for i in link.choices(sizes):
             if (record := self._read(forms[i], self.codec.levels[i])) is not None:
                 link.came(sizes[i] or 0)

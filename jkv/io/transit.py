@@ -203,7 +203,7 @@ class Link:
     def choices(self, sizes: Sequence[int | None]) -> list[int]:
         """Which of the forms of the next record there is time for, the best first; sizes: bytes, None: not there."""
         there = {i: size for i, size in enumerate(sizes) if size is not None}
-        share = (self.end - clock()) / max(self.left, 1)  # one may come while others are read
+        share = (self.end - clock()) / self.left
         found = [i for i, size in there.items() if self.speed is None or size <= share * self.speed]
         return found or ([*there][-1:] if self.first else [])
 

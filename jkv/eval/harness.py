@@ -86,7 +86,10 @@ class Backend:
     def start(self) -> int:
         """The token that stands for an empty context."""
         first = self.params.tokenizer.bos_id
-        return stop_ids_of(self.params)[0] if first is None else first
+        begins = stop_ids_of(self.params) if first is None else (first,)
+        if not begins:
+            raise ValueError("an empty context is the token that texts begin or end with, and this model has neither")
+        return begins[0]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log p(continuation | context) in nats, whether it is greedy) of each."""

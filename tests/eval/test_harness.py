@@ -6,11 +6,16 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jkv
+from jkv import models
+from jkv.bench import shapes
 from jkv.eval import harness
+from jkv.io.tokenizer import Tokenizer
+from support.speaking import TINY, byte_tokenizer
 from support.tiny import PARAMS
 
 
@@ -48,6 +53,16 @@ def request(*args, task: str = "t"):
 def backend(cache: str = CACHE, **more) -> harness.Backend:
     given = dict(batch=2, chunk=None, question="seen", marker=" w5 w5") | more
     return harness.Backend(TEXTS, jkv.parse(cache), **given)
+
+
+def test_an_empty_context_of_a_model_that_has_no_token_for_it_is_refused():
+    class Endless(Words):
+        bos_id, eos_ids = None, ()
+
+    params = replace(TEXTS, tokenizer=Endless(), config=replace(TEXTS.config, eos=()))
+    lm = harness.Backend(params, jkv.parse("full"), batch=1, chunk=None, question="seen", marker="")
+    with pytest.raises(ValueError, match="begin or end with, and this model has neither"):
+        lm.loglikelihood([request("", " w7 w8")])
 
 
 def test_answers_are_those_of_score_and_each_context_is_read_once():
@@ -179,9 +194,12 @@ def test_the_full_cache_answers_as_the_harness_with_transformers(tasks, tmp_path
 
     from jkv.bench.engines import Transformers
 
-    params = jkv.load("smollm2-135m")
-    theirs = PreTrainedTokenizerFast(tokenizer_object=params.tokenizer.core, eos_token="<|im_end|>")
-    peer = HFLM(pretrained=Transformers("smollm2-135m", 2).model, tokenizer=theirs, backend="causal", batch_size=1)
+    source = shapes.noise(TINY, 4, 1)
+    core = byte_tokenizer().core
+    params = models.build(source.config, source.tensors, jnp.float32)
+    params = replace(params, tokenizer=Tokenizer(core, eos_ids=[core.token_to_id("!")]))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="!")
+    peer = HFLM(pretrained=Transformers(source, 1).model, tokenizer=theirs, backend="causal", batch_size=1)
     rows = [json.loads(line) for line in (tasks / "rows.json").read_text().splitlines()]
     asked = [request(row["context"], after) for row in rows for after in row["choices"]]
     lm = jkv.harness(params, None, batch=4)

@@ -20,11 +20,26 @@ Bounds = tuple[Array, Array, Array, Array]
 
 
 @value
+class Given:
+    """Tokens of each row that are not drawn: ids i32[B,N], -1 none, the first of them behind `seen` i32[B] tokens."""
+
+    ids: Array
+    seen: Array
+
+    def over(self, token: Array, seen: Array) -> Array:
+        """i32[B]: the token given behind so many, or the one that was drawn."""
+        at, last = seen - self.seen, self.ids.shape[1] - 1
+        ids = jnp.take_along_axis(self.ids, jnp.clip(at, 0, last)[:, None], 1)[:, 0]
+        return jnp.where((at >= 0) & (at <= last) & (ids >= 0), ids, token)
+
+
+@value
 class Sampling:
     """How tokens are drawn, per row.
 
     keys: one PRNG key a row; temperature (0: greedy), top_p, min_p, penalty f32[B]; top_k i32[B]; stop_ids i32[n];
-    greedy: static, all rows are, and nothing but the penalty is read.
+    given: tokens that come whatever the logits say, or None; greedy: static, all rows are, and of the settings only the
+    penalty is read.
     """
 
     keys: Array
@@ -34,6 +49,7 @@ class Sampling:
     min_p: Array
     penalty: Array
     stop_ids: Array
+    given: Given | None = None
     greedy: bool = static()
 
 
@@ -87,7 +103,7 @@ def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int]
 
 
 def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array:
-    """i32[B] from logits f32[B,V], of each row by itself.
+    """i32[B] from logits f32[B,V], of each row by itself: the token that is given, or else a draw.
 
     argmax over the tokens t that are `kept` of (logits[t] - max) / temperature + gumbel(key, seen, t): a draw from the
     softmax of what is kept (Maddison et al. 2014, 1411.0030). The noise belongs to the row's key, `seen` i32[B] and the
@@ -96,6 +112,11 @@ def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array
 
     used bool[B,V]: tokens of the row so far, divided (or multiplied, below 0) by the penalty (1909.05858).
     """
+    token = _drawn(logits, s, seen, used)
+    return token if s.given is None else s.given.over(token, seen)
+
+
+def _drawn(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array:
     if used is not None:
         p = s.penalty[:, None]
         logits = jnp.where(used, jnp.where(logits > 0, logits / p, logits * p), logits)

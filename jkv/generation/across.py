@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jkv.generation.drafters import Guess, Verifier
+from jkv.generation.drafters import Guess, Verifier, parted
 from jkv.generation.drawing import Drawn, Odds
 from jkv.generation.through import PIECE, Through
 from jkv.generation.vocabularies import Translation, whole
@@ -68,6 +68,7 @@ class Across:
         self.model.begin([x.sure for x in self.rows], ahead)
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
+        rows, known = parted(rows, verifier)
         for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # none at first
             self.odds.saw(qs, ids, row[length:])
         self.newest = []
@@ -84,7 +85,8 @@ class Across:
             for x, draft in zip(self.rows, drawn, strict=True)
         ]
         self.newest = [(len(row), ids, qs) for row, (ids, qs) in zip(rows, found, strict=True)]
-        return [self._guess(ids, qs, most) for ids, qs in found]
+        guesses = [self._guess(ids, qs, most) for ids, qs in found]
+        return [guess.after(more) for guess, more in zip(guesses, known, strict=True)]
 
     @property
     def nbytes(self) -> int:

@@ -141,7 +141,7 @@ class Distilled:
         self.model.begin(self.words.reading(rows), new)
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        return [self._said(guess) for guess in self.model.propose(self.words.reading(rows), most)]
+        return [self._said(guess) for guess in self.model.propose(self.words.reading(rows), most, verifier)]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
         """Nothing: it reads what was taken before it guesses again."""

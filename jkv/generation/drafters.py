@@ -57,6 +57,42 @@ class Guess:
         ids, parents = [self.ids[i] for i in kept], [index[self.parent[i]] for i in kept]
         return Guess(ids, parents, [self.chance[i] for i in kept])
 
+    def after(self, tokens: Sequence[int]) -> Guess:
+        """What it says behind a chain of tokens that came; nothing if it says other ones.
+
+        >>> Guess([7, 8, 9], [-1, 0, 1], [0.5, 0.4, 0.2]).after([7, 8])
+        Guess(ids=[9], parent=[-1], chance=[0.5])
+        """
+        nodes, at = list(zip(self.ids, self.parent, strict=True)), -1
+        for token in tokens:
+            if (token, at) not in nodes:
+                return Guess([], [], [])
+            at = nodes.index((token, at))
+        index, likely = {at: -1}, 1.0 if at < 0 else self.chance[at]
+        for i, parent in enumerate(self.parent):
+            if i > at and parent in index:
+                index[i] = len(index) - 1
+        kept = [i for i in index if i != at]
+        chance = [min(self.chance[i] / likely, 1.0) if likely else 0.0 for i in kept]
+        return Guess([self.ids[i] for i in kept], [index[self.parent[i]] for i in kept], chance)
+
+    def behind(self, tokens: Sequence[int]) -> Guess:
+        """The same after a chain of tokens that are sure to come.
+
+        >>> Guess([9], [-1], [0.5]).behind([7, 8])
+        Guess(ids=[7, 8, 9], parent=[-1, 0, 1], chance=[1.0, 1.0, 0.5])
+        """
+        n = len(tokens)
+        parents = [*range(-1, n - 1), *(n + parent if parent >= 0 else n - 1 for parent in self.parent)]
+        return Guess([*tokens, *self.ids], parents, [1.0] * n + [*self.chance])
+
+
+def parted(rows: list[list[int]], verifier: Verifier | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows up to the token that comes next, and what is known behind it."""
+    sizes = [0] * len(rows) if verifier is None else [len(known) for known in verifier.known]
+    ends = [len(row) - n for row, n in zip(rows, sizes, strict=True)]
+    return [r[:n] for r, n in zip(rows, ends, strict=True)], [r[n:] for r, n in zip(rows, ends, strict=True)]
+
 
 def legal(guesses: Sequence[Guess], rows: int) -> list[Guess]:
     """The guesses; ValueError if they are not one a row, each a tree of tokens with a chance from 0 to 1.
@@ -86,12 +122,13 @@ class Refusal(ValueError):
 
 
 class Verifier(Protocol):
-    """Who verifies guesses: a model, its state of before the rows' last tokens, which the next pass takes, and how it
-    draws."""
+    """Who verifies guesses: a model, its state, and how it draws. Rows end in the token that comes next, and in those
+    after it, known, that an earlier pass drew and could not take, as other rows were behind."""
 
     params: Params
     state: Decoding
     sampling: Sampling
+    known: list[list[int]]
 
 
 @runtime_checkable
@@ -113,7 +150,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        """At most so many tokens after each row; where a row goes on, its last token is the verifier's next."""
+        """At most so many tokens after each row; where a row goes on, its last tokens are the verifier's next one and
+        what it knows behind that."""
         ...
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:

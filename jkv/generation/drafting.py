@@ -63,10 +63,15 @@ class Drafting:
     steps: int = 0
     drafted: int = 0
     taken: int = 0
-    alone: float = 0.0  # tokens of passes, had each row taken its own, of the mean row
+    alone: float = 0.0  # tokens that passes drew and that were not known, of the mean row
     pauses: list[tuple[int, int]] = field(default_factory=list)
     watched: bool = False
     passed: bool = False  # whether the newest tokens came by a pass
+    # Of each row the tokens after its next one that a pass drew and could not take, as another row was behind.
+    known: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known = [[] for _ in self.rows]
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -126,7 +131,9 @@ class Drafting:
             if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
                 newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
                 self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
-            return legal(self.drafter.propose(texts, most, self), len(texts))
+            longer = [[*text, *more] for text, more in zip(texts, self.known, strict=True)]
+            found = legal(self.drafter.propose(longer, most, self), len(texts))
+            return [guess.behind(more) for guess, more in zip(found, self.known, strict=True)]
         return []
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
@@ -149,7 +156,9 @@ class Drafting:
         )
         came = int(self.state.count) - count - 1
         self.trial.came(came + 1)
-        self.alone += float(np.asarray(found.alone)[alive].mean())
+        sure = [len(more) for more in self.known]
+        self.alone += float((np.asarray(found.alone) - np.minimum(sure, width - 1))[alive].mean())
+        self.known = [[t for t in row if t >= 0] for row in np.asarray(found.known).tolist()]
         ids, likely = np.asarray(found.ids), None if found.top is None else np.asarray(found.top)
         with self.trial:
             self.drafter.learn(ids, likely)
@@ -170,6 +179,7 @@ class Drafting:
         seconds = None if any(full for _, full in blocks) else self._since(start, before)  # a flush is no step
         self.pace.stepped(seconds, ran, paused)
         self.passed, self.steps = False, self.steps + ran
+        self.known = [[] for _ in self.rows]
 
     def _since(self, start: float, compiling: float) -> float | None:
         """Seconds, or None where something was compiled: a program that runs for the first time takes longer too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import exp, log
 from operator import mul
@@ -15,15 +15,16 @@ from jax import Array
 
 from jkv.core.compiled import Cost
 from jkv.core.loop import run_blocks
-from jkv.core.sampling import Sampling
-from jkv.generation.drafters import Drafter, Guess, Verifier
+from jkv.core.sampling import Given, Sampling
+from jkv.generation.drafters import Drafter, Guess, Verifier, parted
 from jkv.generation.drafting import Drafting
-from jkv.generation.pace import Pace
+from jkv.generation.pace import NODES, Pace
 from jkv.memory.cache import Cache, Decoding
 from jkv.models import Params
 
 Drawn = tuple[int, list[int], list[float]]  # tokens of a row, those drafted after it, and their probabilities
 Draws = list[tuple[list[int], list[float]]]  # of each row, drafted tokens and their probabilities
+Known = Sequence[list[int]]  # of each row, tokens that come behind it
 
 
 @jax.jit
@@ -100,12 +101,15 @@ class Drawing:
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
         for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # none at first
             self.odds.saw(qs, ids, row[length:])
-        found = self.draw(rows, most, verifier)
-        self.newest = [(len(row), ids, qs) for row, (ids, qs) in zip(rows, found, strict=True)]
+        rows, known = parted(rows, verifier)
+        found = self.draw(rows, most, verifier, known)
+        sizes = [len(row) + len(more) for row, more in zip(rows, known, strict=True)]
+        self.newest = [(n, ids, qs) for n, (ids, qs) in zip(sizes, found, strict=True)]
         return [Guess(ids, range(-1, len(ids) - 1), self.odds.along(qs)) for ids, qs in found]
 
-    def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> Draws:
-        """The model's own tokens after rows, and its probabilities of them; none of a row with nothing new."""
+    def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
+        """The model's own tokens after rows and what is known behind each, and its probabilities of them, `most` with
+        those known; none of a row with nothing new."""
         raise NotImplementedError  # its own in every drafter
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
@@ -116,20 +120,39 @@ class Drawing:
             self.behind.end(rows)
 
     def decoded(
-        self, params: Params, state: Decoding, sampling: Sampling, rows: list[list[int]], most: int, known: int = 0
+        self,
+        params: Params,
+        state: Decoding,
+        sampling: Sampling,
+        rows: list[list[int]],
+        most: int,
+        known: Known,
+        drawn: int = 0,
     ) -> tuple[Draws, Cache]:
-        """So many tokens after rows that a state has read, behind `known` ones which come first and are left out, and
-        the cache after them: nobody needs the state any more. What is behind guesses for it."""
+        """Tokens after rows that a state has read, and the cache after them: nobody needs the state any more.
+
+        First come `drawn` ones, and what is known of each row, which are left out; `most`: with the latter. What is
+        behind guesses for it.
+        """
+        known = known or [[] for _ in rows]
+        if len(rows) > 1:  # one does not wait for others, so nothing is known of it
+            width = max(NODES, drawn + most)  # of one size: each would be a program of its own
+            ids = [[*[-1] * drawn, *row, *[-1] * width][:width] for row in known]
+            sampling = replace(sampling, given=Given(ids=jnp.asarray(ids, jnp.int32), seen=jnp.copy(state.cache.seen)))
         if self.behind is None:
-            state = run_blocks(params, state, sampling, jnp.int32(known + most))
+            state = run_blocks(params, state, sampling, jnp.int32(drawn + most))
         else:
             run = Drafting(params, state, sampling, self.behind.branch(rows), Cost(), rows, self.pace)
-            for _ in run.rounds(known + most, [[] for _ in rows]):
+            for _ in run.rounds(drawn + most, [[] for _ in rows]):
                 pass
             if run.trial.failure:  # of the whole chain, so that whoever verifies says so
                 raise RuntimeError(f"what guesses for it failed: {run.trial.failure}")
             state = run.state
         assert state.trace is not None
         each = zip(np.asarray(state.out).tolist(), np.asarray(probabilities(state.trace)).tolist(), strict=True)
-        found = [[(t, q) for t, q in list(zip(*row, strict=True))[known:] if t >= 0] for row in each]
+        starts = [drawn + len(row) for row in known]
+        found = [
+            [(t, q) for t, q in list(zip(*row, strict=True))[start:] if t >= 0]
+            for row, start in zip(each, starts, strict=True)
+        ]
         return [([t for t, _ in row], [q for _, q in row]) for row in found], state.cache

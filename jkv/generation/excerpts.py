@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from jkv.core.excerpt import Tiers, alone, beside, excerpt
 from jkv.generation.drafters import Refusal, Verifier
-from jkv.generation.drawing import Drawing, Draws
+from jkv.generation.drawing import Drawing, Draws, Known
 from jkv.generation.pace import NODES
 from jkv.memory.cache import Cache, tree_bytes
 from jkv.memory.layer import LayerConfig
@@ -34,7 +34,7 @@ class Excerpts(Drawing):
         self.tiers = ()
         super().begin(rows, new, verifier)
 
-    def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> Draws:
+    def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
         assert verifier is not None
         params, state, sampling = verifier.params, verifier.state, verifier.sampling
         cache, since = state.cache, int(state.count) - int(state.cache.fill)
@@ -48,7 +48,7 @@ class Excerpts(Drawing):
         own = replace(copy.cache, layers=layers, plan=alone(cache.plan), name=cache.name, new=cache.new)
         self.nbytes = max(self.nbytes, tree_bytes(layers))
         before = [row[:-1] if on else row for row, on in zip(rows, state.alive.tolist(), strict=True)]
-        found, after = self.decoded(params, replace(copy, cache=own), sampling, before, most, known=1)
+        found, after = self.decoded(params, replace(copy, cache=own), sampling, before, most, known, drawn=1)
         self.tiers = tuple(x.tiers for x in after.layers)
         return found
 

@@ -36,13 +36,12 @@ class Report:
     cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
     drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came;
     draft_pauses: from which new token to which none was guessed, as no guess would have paid; draft_failed: from which
-    new token on the drafter was left out, as it failed, and its error; tokens_alone: of a pass, had each row taken
-    its own and not waited for the others; bytes_draft: of what the drafter held beside the cache; None without drafts.
-    tokens_stored: of the prompts, those that a store had; None without one; store_codec: what rounded them there, if
-    anything. bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to
-    the device in a step;
-    pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and that it
-    waited for.
+    new token on the drafter was left out, as it failed, and its error; tokens_alone: those that a pass drew and that no
+    earlier one had, of the mean row, which would take as many did it not wait for others; bytes_draft: of what the
+    drafter held beside the cache; None without drafts. tokens_stored: of the prompts, those that a store had; None
+    without one; store_codec: what rounded them there, if anything. bytes_host, bytes_disk: of those kept, in the memory
+    of the host and on its disk; bytes_moved: of them to the device in a step; pages_hit, pages_missed: of keys, and of
+    values, that were on the device when a step asked for them, and that it waited for.
     """
 
     config: str
@@ -143,7 +142,7 @@ class Report:
             each, pauses = self.tokens_new / self.rows / max(self.passes, 1), self.draft_pauses or []
             lines.append(f"drafts       {each:.2f} tokens a pass, {self.drafted_taken} of {self.drafted} drafted taken")
             if self.rows > 1:
-                lines[-1] += f"; rows that waited for none would take {self.tokens_alone:.2f}"
+                lines[-1] += f"; rows that waited for none would take {self.tokens_alone:.2f} or more"
             if pauses:
                 first = ", ".join(f"{a} to {b}" for a, b in pauses[:3]) + ", ..." * (len(pauses) > 3)
                 lines[-1] += f"; paused for {sum(b - a for a, b in pauses)} tokens: {first}"

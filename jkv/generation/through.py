@@ -14,7 +14,7 @@ from jkv.core import sampling
 from jkv.core.loop import prefill_own
 from jkv.core.sharding import over
 from jkv.generation.drafters import Refusal, Verifier
-from jkv.generation.drawing import Drawing, Draws
+from jkv.generation.drawing import Drawing, Draws, Known
 from jkv.generation.prefill import prefilled
 from jkv.memory.cache import Cache, Decoding
 from jkv.memory.positions import pad
@@ -54,14 +54,14 @@ class Through(Drawing):
         self.read, self.nbytes = [len(row) for row in rows], self.cache.nbytes
         super().begin(rows, new, verifier)
 
-    def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> Draws:
+    def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
         new = [n < len(row) for n, row in zip(self.read, rows, strict=True)]  # the others have ended
         logits = self._reads(rows)
         assert self.cache is not None and logits is not None  # the last token of a row is new
         draws = sampling.make(len(rows), logits.shape[1], seeds=[0] * len(rows), stop_ids=())
         state = Decoding.start(jax.tree.map(jnp.copy, self.cache), logits, PIECE, traced=True)
         state = replace(state, alive=jnp.asarray(new))
-        return self.decoded(self._reaching(), state, draws, rows, most)[0]
+        return self.decoded(self._reaching(), state, draws, rows, most, [*map(self._known, known)])[0]
 
     def branch(self, rows: list[list[int]]) -> Through:
         self._reads(rows, keep=1)

@@ -41,23 +41,26 @@ class Draft:
 
 @value
 class Walk:
-    """The path through a draft: node i32[B] it has come to, path i32[B,N] of nodes, n i32[B] of them, and the tokens
-    that the row has used; on bool[B]: it may go on."""
+    """The path through a draft: node i32[B] it has come to, path i32[B,N] of nodes, n i32[B] of them, the token i32[B]
+    that is drawn after them, -1 where the row ends, and those that the row has used; on bool[B]: it may go on."""
 
     node: Array
     path: Array
     n: Array
+    token: Array
     used: Array | None
     on: Array
 
 
 @value
 class Verdict:
-    """Of a pass: the nodes' tokens i32[B,N], -1 none; how many of them each row would have taken alone, i32[B]; and the
-    likeliest after each, i32[B,N,top], or None."""
+    """Of a pass: the nodes' tokens i32[B,N], -1 none; how many of them each row would have taken alone, i32[B]; known
+    i32[B,N], those that follow the row's next token by what the pass drew, -1 none; and the likeliest after each node,
+    i32[B,N,top], or None."""
 
     ids: Array
     alone: Array
+    known: Array
     top: Array | None
 
 
@@ -80,10 +83,11 @@ def verify(
     """The state after the drafted tokens that decoding would have drawn, and what the pass found out.
 
     At least one token, and no more than fit the recent window or columns below `stop` of `out`: flushes fall on the
-    tokens of plain decoding. Rows advance together, by the fewest tokens that one of those alive takes. A token is
-    drawn with the noise of its row and position, so it is the token of plain decoding whatever was drafted. full:
-    as of `run_block`; top: of the likeliest tokens after each node, how many are told. Blocks that recur and
-    selectors that remember steps would take in refused tokens too; those that follow other layers do not see them.
+    tokens of plain decoding. Rows advance together, by the fewest tokens that one of those alive takes; what others
+    drew beyond is told, for their next drafts. A token is drawn with the noise of its row and position, so it is the
+    token of plain decoding whatever was drafted. full: as of `run_block`; top: of the likeliest tokens after each node,
+    how many are told. Blocks that recur and selectors that remember steps would take in refused tokens too; those that
+    follow other layers do not see them.
     """
     cache = state.cache
     if full:
@@ -119,10 +123,11 @@ def verified(
     walk = walked(logits, draft, sampling, cache.seen, state.used, most)
     alive = state.alive
     n = jnp.where(alive, walk.n, most).min()
+    known = jnp.where(alive[:, None], beyond(draft.ids, walk, n), -1)
     state = _committed(state, plan, made, logits, draft, walk.path, n, sampling)
     ids = jnp.where(live, draft.ids, -1)
     likeliest = jax.lax.top_k(logits, top)[1] if top else None
-    return state, Verdict(ids=ids, alone=jnp.where(alive, walk.n, 0), top=likeliest)
+    return state, Verdict(ids=ids, alone=jnp.where(alive, walk.n, 0), known=known, top=likeliest)
 
 
 def ancestors(parent: Array) -> Array:
@@ -190,14 +195,25 @@ def walked(logits: Array, draft: Draft, sampling: Sampling, seen: Array, used: A
         token = sample(logits[rows, walk.node], sampling, seen + walk.n, used)
         child = (draft.parent == walk.node[:, None]) & (draft.ids == token[:, None])
         ended = (own[:, None] == sampling.stop_ids[None]).any(-1)
+        token = jnp.where(walk.on, jnp.where(ended, -1, token), walk.token)
         on = walk.on & child.any(-1) & ~ended & (walk.n < most)
         node = jnp.where(on, jnp.argmax(child, -1), walk.node)
         path = walk.path.at[rows, jnp.where(on, walk.n, n)].set(node, mode="drop")
-        return Walk(node=node, path=path, n=walk.n + on.astype(jnp.int32), used=used, on=on)
+        return Walk(node=node, path=path, n=walk.n + on.astype(jnp.int32), token=token, used=used, on=on)
 
     zero = jnp.zeros(b, jnp.int32)
-    start = Walk(node=zero, path=jnp.zeros((b, n), jnp.int32), n=zero + 1, used=used, on=zero == 0)
+    path = jnp.zeros((b, n), jnp.int32)
+    start = Walk(node=zero, path=path, n=zero + 1, token=zero - 1, used=used, on=zero == 0)
     return jax.lax.while_loop(lambda walk: walk.on.any(), draw, start)
+
+
+def beyond(ids: Array, walk: Walk, n: Array) -> Array:
+    """i32[B,N]: of the nodes' ids i32[B,N] those on a walk behind its first n + 1, then the token drawn after it."""
+    b, most = ids.shape
+    turn, none = jnp.arange(most)[None], jnp.full((b, most + 1), -1)
+    own = jnp.where(turn < walk.n[:, None], take_along(ids, walk.path, 1), -1)
+    every = jnp.concatenate([own, none], 1).at[jnp.arange(b), walk.n].set(walk.token)
+    return jax.lax.dynamic_slice_in_dim(every, n + 1, most, 1)
 
 
 def _committed(

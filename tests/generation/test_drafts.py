@@ -176,7 +176,7 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     told, now = Told(100), iter(range(100))
     told.clock = lambda: next(now)
     after = SimpleNamespace(count=1, alive=np.ones(3, bool))
-    verdict = SimpleNamespace(ids=np.zeros((3, 1)), alone=np.asarray([0, 0, 3]), top=None)
+    verdict = SimpleNamespace(ids=np.zeros((3, 1)), alone=np.asarray([0, 0, 3]), known=np.full((3, 1), -1), top=None)
     answers = iter([np.asarray([2, 2, 2]), (after, verdict)])
     cost: Any = SimpleNamespace(compiling=0.0, begin=lambda *_, **__: next(answers))
     pace = Pace(asked=True)
@@ -352,6 +352,44 @@ def test_a_drafter_of_mine_is_asked_and_told():
         got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=mine, compare=True)
     assert got.tokens == want.tokens and got.report.kl < 1e-6
     assert mine.asked == got.report.passes - 4 < 40 / 6 and mine.table.any()
+
+
+def test_what_a_row_drew_while_another_was_behind_begins_its_next_draft():
+    """Guesses that fail once in seven tokens, in each row elsewhere: together they take less than the sum of passes."""
+    texts = [[b, *TEXT] for b in range(4)]
+    how = {"max_new_tokens": 70, "stop_ids": ()}
+
+    class Erring(Suffix):
+        def propose(self, rows, most, verifier=None):
+            for b, (row, known) in enumerate(zip(rows, verifier.known, strict=True)):
+                now = row[len(texts[0]) :]
+                assert now == want.tokens[b][: len(now)] and now[len(now) - len(known) :] == known
+            return [self.after(row[0], len(row) - len(texts[0]), most) for row in rows]
+
+        def after(self, b: int, done: int, most: int) -> Guess:
+            places = range(done, 70)[:most]
+            ids = [(want.tokens[b][i] + ((i + 2 * b) % 7 == 0)) % 100 for i in places]
+            return Guess(ids, range(-1, len(ids) - 1), [1.0] * len(ids))
+
+    want = jkv.generate(PARAMS, None, texts, **how)
+    got = jkv.generate(PARAMS, None, texts, draft=Erring(), **how)
+    assert got.tokens == want.tokens
+    assert got.report.passes <= 30  # 45 if each row began anew
+
+
+def test_a_model_guesses_behind_what_is_known_of_each_row():
+    texts, known = [[7, *TEXT], TEXT, [9, 8]], [[3, 1, 4], [], [5]]
+    params = random(TINY, 1)
+
+    def drawn(rows, known, most=6):
+        through = Through(params)
+        through.begin([row[:-1] for row in rows], 40)
+        return through.draw(rows, most, known=known)
+
+    for text, more, (ids, odds) in zip(texts, known, drawn(texts, known), strict=True):
+        ((want, chance),) = drawn([[*text, *more]], [[]], 6 - len(more))
+        assert ids == want and len(ids) == 6 - len(more)
+        np.testing.assert_allclose(odds, chance, rtol=1e-4)
 
 
 def test_a_smaller_model_guesses_and_the_larger_one_decides():

@@ -60,12 +60,18 @@ def draft(out: np.ndarray, count: int, rng: np.random.Generator, right: float = 
 
 def drafted(want: loop.Decoding, text: str, kind: str, params=PARAMS, prompt=PROMPT[:1], right: float = 0.7, **more):
     """The same by passes, of which some are right; the state, and how many passes."""
-    state, rng, passes = begun(text, kind, params, prompt), np.random.default_rng(0), 0
+    state, rng, told = begun(text, kind, params, prompt), np.random.default_rng(0), []
     how, stop = settings(kind, len(prompt), **more), jnp.int32(STEPS)
     while int(state.count) < STEPS and bool(state.alive.any()):
-        state, _ = verify.verify(params, state, how, draft(np.asarray(want.out), int(state.count), rng, right), stop)
-        passes += 1
-    return state, passes
+        guess = draft(np.asarray(want.out), int(state.count), rng, right)
+        state, verdict = verify.verify(params, state, how, guess, stop)
+        told.append((int(state.count) + 1, np.asarray(verdict.known)))
+    if np.array_equal(state.out, want.out):  # what a pass knows of later tokens is true
+        for start, known in told:
+            after = np.asarray(want.out)[:, start:][:, : known.shape[1]]
+            assert ((known[:, : after.shape[1]] == after) | (known[:, : after.shape[1]] < 0)).all()
+        assert len(prompt) == 1 or any((known >= 0).any() for _, known in told)
+    return state, len(told)
 
 
 def ties(got: loop.Decoding, want: loop.Decoding) -> bool:

@@ -318,6 +318,40 @@ def commons() -> list[str]:
     return [line(code(r["cache"]), r["held"], mib(r), speed(r)) for r in results("common")]
 
 
+def stages() -> list[str]:
+    """The most memory of a job's processes, and what a row's cache takes on its way."""
+    names = {"all": "one process", "prefill": "the worker that prefills", "decode": "the worker that decodes"}
+    names["parent"] = "their parent, which holds the weights too"
+    found = {r["process"]: r["peak_bytes"] for r in results("stages")}
+    handed = json.loads((ROOT / "results" / "stages.json").read_text())["meta"]["handed_bytes"]
+    lines = [line(name, f"{found[key] / 2**20:,.0f}") for key, name in names.items()]
+    return [*lines, line("handed over, a row", f"{handed / 2**20:.1f}")]
+
+
+def packed() -> list[str]:
+    """Texts by a model's probabilities, through caches, beside common compressors."""
+    rows = results("pack")
+    return [
+        line(
+            code(r["cache"]) if r["by"] == "jkv" else r["by"],
+            *(
+                f"{x['bytes']:,} ({8 * x['bytes'] / x['text_bytes']:.2f})"
+                for x in rows
+                if (x["by"], x.get("cache")) == (r["by"], r.get("cache"))
+            ),
+        )
+        for r in rows
+        if r["text"] == rows[0]["text"]
+    ]
+
+
+def held() -> list[str]:
+    """Bits of a byte of text, and what it takes in a cache."""
+    prose, code_rows = ({r["cache"]: r for r in results(name) if "cache" in r} for name in ("tokens", "tokens_stdlib"))
+    cells = lambda r: (f"{r['bits_byte']:.2f}", f"{r['kv_byte']:,.0f}")  # noqa: E731
+    return [line(code(name), *cells(r), *cells(code_rows[name])) for name, r in prose.items()]
+
+
 def recurrent() -> list[str]:
     """What a model without attention takes on chips, by the compiler's schedule."""
     lines = []
@@ -532,6 +566,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/batch.md": {
         head("", "tokens/s", "ratio"): jobs,
         head("cache", "the beginning is held", "MiB", "tokens/s"): commons,
+        head("6 prompts of 1,400 to 1,450 tokens", "MiB"): stages,
     },
     "docs/families.md": {
         head("model", "largest logit", "largest difference", "greedy tokens equal", "transformers"): families
@@ -553,6 +588,11 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
+        head("by", "prose: bytes (bits a byte)", "code: bytes (bits a byte)"): packed,
+        head(
+            *("cache", "bits a byte, prose", "bytes of cache a byte", "bits a byte, code"),
+            "bytes of cache a byte of code",
+        ): held,
     },
     "docs/serve.md": {
         head(

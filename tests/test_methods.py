@@ -110,6 +110,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "ksort": {"moments": rig.MOMENTS},
     "matryoshkakv": {"keys": 0.5, "moments": rig.MOMENTS},
     "palu": {"moments": rig.MOMENTS},
+    "kvheads": {"moments": rig.MOMENTS},
     "cskv": {"moments": rig.MOMENTS},
     "qfilters": {"queries": rig.QUERIES},
     "triattention": {"queries": rig.QUERIES},

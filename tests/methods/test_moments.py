@@ -112,6 +112,7 @@ TEXTS = (
     "matryoshkakv(keys=0.5, values=1, bits=4, moments={m!r})",
     "mikv(balance=True, moments={m!r})",
     "palu(bits=4, moments={m!r})",
+    "kvheads(heads=2, moments={m!r})",
     "cskv(bits=4, moments={m!r})",
 )
 

@@ -140,6 +140,23 @@ def test_all_channels_are_exact():
     np.testing.assert_allclose(codes.decode(codec, codes.encode(codec, x)), x, atol=1e-4 * float(abs(x).max()))
 
 
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_heads_that_span_no_more_than_one_become_one(g: int):
+    """Nothing is lost then; else a logit by no more than |q| times what its key loses."""
+    alike = np.concatenate([mixed(500, 1) @ RNG.standard_normal((DIM, DIM)) for _ in range(HEADS)], 1)
+    few = np.einsum("nd,hde->hne", RNG.standard_normal((500, DIM)), RNG.standard_normal((HEADS, DIM, DIM)))[None]
+    for every, exact in ((few, True), (alike, g == 1)):
+        codec = LowRank(inner=Dense(), share=None, heads=g).given(moments(every)).for_layer(KV4, 0)
+        x, q = jnp.asarray(every[:, :, :50], jnp.float32), drawn(1, HEADS, 3, DIM)
+        code = codes.encode(codec, x)
+        assert [y.shape for y in jax.tree.leaves(code)] == [(1, HEADS // g, 50, DIM)]
+        lost = np.linalg.norm(np.asarray(codes.decode(codec, code)) - np.asarray(x), axis=-1)
+        apart = abs(np.asarray(codes.dots(codec, q, code)) - np.einsum("bhqd,bhnd->bhqn", q, x))
+        near = 1e-4 * np.linalg.norm(x, axis=-1).max()
+        assert (apart <= np.linalg.norm(q, axis=-1)[..., None] * (lost[:, :, None] + near)).all()
+        assert (lost.max() < near) == exact
+
+
 @pytest.mark.slow
 def test_latents_of_all_channels_are_the_full_cache():
     text = f"palu(keys=1, values=1, moments={MOMENTS!r})"

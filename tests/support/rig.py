@@ -249,6 +249,7 @@ OWN: dict[str, tuple[Case, ...]] = {
             index=2 * D,
         ),
     ),
+    "kvheads": (Case(f"kvheads(moments={MOMENTS!r})", slot=Slot(k=2 * D, v=2 * D, lossy=True)),),  # of two heads one
     "cskv": (Case(f"cskv(values=0.75, bits=4, group=16, moments={MOMENTS!r})", slot=CODED_LATENT),),
     "svdq": (Case("svdq(values=4)", slot=SPECTRUM, later=DENSE, taught=32 * 32 + 3 * 32),),
     "shadowkv": (
@@ -391,7 +392,7 @@ def compositions() -> list[CacheConfig]:
         row.name: f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()
     }
     given = {name: text for name, text in given.items() if name not in AROUND}
-    given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "cskv")}
+    given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "kvheads", "cskv")}
     given |= {name: f"{name}(sensitivity={SENSITIVITY!r})" for name in ("kvtc", "kvquant")}
     given |= {
         "fasa": f"fasa(pairs=3, channels={CHANNELS!r})",

@@ -51,13 +51,13 @@ def rank(share: float, dim: int) -> int:
 class LowRank(Calibrated, Projected):
     """x ~ U S^1/2 y, y = S^-1/2 U' x of the channels of `heads` kv heads side by side, S U of their second moment.
 
-    sum x x' / n = U S^2 U', of which the `share` W of the gD channels with the largest S are kept, f[L,H/g,gD,W]. Of
-    all maps to W numbers and back this loses the least of |x|^2; the numbers of y have the variances S. It is what
-    Palu (2407.21118) makes of W_k L, L L' the second moment of the inputs, and where the loss of CSKV (2409.10593) is
-    least. heads: as `together`.
+    sum x x' / n = U S^2 U', of which the `share` W of the gD channels with the largest S are kept, f[L,H/g,gD,W]; None:
+    as many as a head has. Of all maps to W numbers and back this loses the least of |x|^2; the numbers of y have the
+    variances S. It is what Palu (2407.21118) makes of W_k L, L L' the second moment of the inputs, where the loss of
+    CSKV (2409.10593) is least, and the heads that g heads become in 2406.07056. heads: as `together`.
     """
 
-    share: float
+    share: float | None
     heads: int = 0
     side: Side = "plain"
     models: tuple[str, ...] = ()
@@ -74,18 +74,18 @@ class LowRank(Calibrated, Projected):
 
     @property
     def label(self) -> str:
-        return f"{self.inner.label}, rank {self.share}"
+        return f"{self.inner.label}, rank {'of a head' if self.share is None else self.share}"
 
     def check(self, dim: int) -> None:
-        if not 0 < self.share <= 1:
+        if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"low rank: {self.share} of {dim} channels; a share above 0 and at most 1")
-        self.inner.check(rank(self.share, dim))
+        self.inner.check(self._rank(dim, self.heads or ALL))
         if self.basis is not None:
             super().check(dim)
 
     def rate(self, dim: int) -> float:
         every = dim * (self.heads or ALL)
-        kept = rank(self.share, every)
+        kept = self._rank(every, self.heads or ALL)
         return round(self.inner.rate(kept) * kept / every, 4)
 
     def given(self, moments: Moments) -> Self:
@@ -93,11 +93,15 @@ class LowRank(Calibrated, Projected):
         mean = moments.together(self.side, "mean", g)
         second = moments.covariance(self.side, g) + mean[..., :, None] * mean[..., None, :]
         values, columns = np.linalg.eigh(second)
-        kept = rank(self.share, second.shape[-1])
+        kept = self._rank(second.shape[-1], g)
         values, columns = values[..., ::-1][..., :kept], columns[..., ::-1][..., :kept]
         size = np.maximum(values, LEAST * values[..., :1]) ** 0.25
         basis, size = (jnp.asarray(x, jnp.float32) for x in (columns, np.where(size > 0, size, 1)))
         return replace(self, basis=basis, size=size, models=moments.models)
+
+    def _rank(self, every: int, heads: int) -> int:
+        """Numbers of so many channels of so many heads."""
+        return every // heads if self.share is None else rank(self.share, every)
 
     def bound(self, params: Params) -> Self:
         return replace(self.fitted(params), inner=self.inner.bound(params))

@@ -37,6 +37,20 @@ def palu(
 
 
 @row(
+    "2406.07056",
+    "reconstruction from an abstract and a summary: no weights are trained after it; queries are mapped too",
+    "half or three quarters of the kv heads removed with comparable quality",
+)
+def kvheads(*, heads: int = 4, moments: str | None = None) -> Axes:
+    """Effectively Compress KV Heads: `heads` kv heads become one, by the subspaces of their rotated keys and values.
+
+    heads: 0 for all; all, too, where there are fewer. moments: a folder of `jkv calibrate moments`.
+    """
+    k, v = (made(moments, LowRank(inner=Dense(), share=None, heads=heads, side=side)) for side in ("keys", "values"))
+    return dict(tiers=(TierSpec(k=k, v=v),))
+
+
+@row(
     "2409.10593",
     "reconstruction: the optimum of its loss in closed form, without training; quantised after, not during; "
     "latents are those of keys, not of inputs",

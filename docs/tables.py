@@ -490,7 +490,7 @@ def hot() -> list[str]:
     for row in results("placement"):
         asked = row["hits"] + row["misses"]
         found = (f"{row['hits']:,}", f"{row['misses']:,}") if asked else ("", "")
-        sized = (f"{row[x] / 2**20:.2f}" for x in ("device", "host", "moved"))
+        sized = (f"{row.get(x, 0) / 2**20:.2f}" for x in ("device", "host", "disk", "moved"))
         time = f"{1e3 * row['moved'] / PCIE:.2f}"
         out.append(line(code(row["cache"]), *sized, time, *found, "yes" if row["same"] else "no"))
     return out
@@ -574,7 +574,8 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/placement.md": {
         head("cache", "device GiB", "host GiB", "a step moves MiB", "ms at 25 GB/s"): moves,
         head(
-            "cache", "device MiB", "host MiB", "a step moves MiB", "ms at 25 GB/s", "hits", "misses", "same tokens"
+            *("cache", "device MiB", "host MiB", "disk MiB", "a step moves MiB", "ms at 25 GB/s", "hits", "misses"),
+            "same tokens",
         ): hot,
     },
     "docs/quality.md": {

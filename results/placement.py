@@ -1,4 +1,4 @@
-"""Caches whose codes lie on the host, beside the same on the device: bytes, what a step moves, and hits.
+"""Caches whose codes lie on the host or on its disk, beside the same on the device: bytes, what a step moves, and hits.
 
 python results/placement.py results/placement.json, which goes on where it was. The prompt is the beginning of
 docs/design.md, read by SmolLM2-135M in float32.
@@ -21,7 +21,9 @@ CACHES = (
     f"full(host='auto', device_bytes={EIGHTH})",
     "quest(pages=8, page=16, dense_layers=0)",
     f"quest(pages=8, page=16, dense_layers=0, host='auto', device_bytes={EIGHTH})",
+    f"full(host='auto', device_bytes={EIGHTH}, disk='.')",
     f"quest(pages=8, page=16, dense_layers=0, {HOT})",
+    f"quest(pages=8, page=16, dense_layers=0, {HOT}, disk='.')",
     f"attentionpredictor(pages=8, page=16, dense_layers=0, {HOT})",
     f"lrqk(tokens=128, page=16, {HOT})",
     f"icecache(pages=8, page=16, {HOT})",
@@ -50,8 +52,9 @@ if __name__ == "__main__":
             "prompt": PROMPT,
             "new": NEW,
             "same": far.tokens == near.tokens,
-            "device": far.cache.nbytes - far.cache.on_host,
+            "device": far.cache.nbytes - far.cache.on_host - far.cache.on_disk,
             "host": far.cache.on_host,
+            "disk": far.cache.on_disk,
             "moved": moved_bytes(far.cache, ran=True),
             "hits": hits,
             "misses": misses,

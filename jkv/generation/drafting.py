@@ -127,6 +127,7 @@ class Drafting:
         token = self.cost.begin(drawn, state.logits, self.sampling, state.cache.seen, state.used)
         rows = zip(self.rows, tokens, token.tolist(), alive, strict=True)
         texts = [[*a, *b, *([t] if on else [])] for a, b, t, on in rows]
+        self.known = [more if on else [] for more, on in zip(self.known, alive, strict=True)]
         with self.trial:
             if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
                 newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])

@@ -20,12 +20,13 @@ import numpy as np
 import jkv
 from jkv import methods
 from jkv.bench.engines import Transformers
-from jkv.bench.presses import PEERS
+from jkv.bench.presses import PEERS, Peer
 from jkv.bench.results import check_path, meta, save, use_cores
 from jkv.core.compiled import forget
 from jkv.eval import corpora
-from jkv.eval.attention import here, marked
+from jkv.eval.attention import here
 from jkv.eval.replay import Prefills
+from jkv.generation.draft import greedy
 from jkv.generation.follow import Follow, surprise
 from jkv.host import console
 from jkv.models import Params
@@ -96,27 +97,33 @@ def ours(params: Params, ids: np.ndarray, prompt: int, text: str, chunk: int, pr
 
 
 class Kvpress:
-    """The presses on transformers: one eager prompt, every press on every layer of it, then the continuation."""
+    """The presses on transformers: one eager prompt, every press on every layer of it, then the continuation.
 
-    def __init__(self, name: str, threads: int) -> None:
+    What it leaves of a layer is keys, values, and which positions of the prompt are held, bool[B,H,S]; keys and values
+    are of the whole prompt where a press only masks.
+    """
+
+    def __init__(self, name: str, params: Params, threads: int) -> None:
         import kvpress  # pyright: ignore[reportMissingImports]  an extra
         import torch  # pyright: ignore[reportMissingImports]  an extra
         from transformers.modeling_utils import (  # pyright: ignore[reportMissingImports]  an extra
             ALL_ATTENTION_FUNCTIONS,
         )
 
-        self.kv, self.torch = kvpress, torch
+        self.kv, self.torch, self.params = kvpress, torch, params
         self.model = Transformers(name, threads).model
+        self.masked: dict[int, Any] = {}  # of the cache that is read: layer -> bool[B,H,S]
         ALL_ATTENTION_FUNCTIONS["lower_right"] = self._attend
 
     def _attend(self, module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[Any, None]:
-        """New tokens see all that is cached, however much each layer has, and each other causally."""
-        from torch.nn.attention.bias import causal_lower_right  # pyright: ignore[reportMissingImports]  an extra
-
-        groups = q.shape[1] // k.shape[1]
+        """New tokens see what is cached and not masked, however much each layer has, and each other causally."""
+        groups, new, old = q.shape[1] // k.shape[1], q.shape[2], k.shape[2] - q.shape[2]
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        bias = causal_lower_right(q.shape[2], k.shape[2])
-        out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=options["scaling"])
+        seen = self.torch.ones(new, old + new, dtype=self.torch.bool).tril(old)
+        if module.layer_idx in self.masked:
+            here = self.masked[module.layer_idx].repeat_interleave(groups, 1)[:, :, None]
+            seen = seen & self.torch.nn.functional.pad(here, (0, new), value=True)
+        out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=options["scaling"])
         return out.transpose(1, 2), None
 
     def run(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
@@ -125,57 +132,94 @@ class Kvpress:
         return {key: Held.joined([row[key] for row in found]) for key in found[0]}
 
     def _row(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
-        presses = {(p.method, keep): p.press(self.kv, 1 - keep, int(keep * prompt)) for p in PEERS for keep in KEEPS}
+        before, after = (self.torch.as_tensor(x, dtype=self.torch.long) for x in (ids[:, :prompt], ids[:, prompt:]))
+        presses = {(p, keep): p.press(self.kv, 1 - keep, int(keep * prompt)) for p in PEERS for keep in KEEPS}
+        first, cut = self._by_layer({key: press for key, press in presses.items() if key[0].probe is None}, before)
+        for (peer, keep), press in presses.items():
+            if peer.probe is not None:
+                asked = peer.probe.texts(self.params, before.tolist(), greedy)
+                press.asked = [text.ids[0] for text in asked]
+                cut[peer.method, keep] = self._at_once(press, before)
         relative = {p.method for p in PEERS if p.relative}
-        cut: dict[Any, list[Any]] = {key: [] for key in presses} | {("full", 1.0): []}
+        self.model.set_attn_implementation("lower_right")
+        results = {}
+        with self.torch.inference_mode():
+            for key, layers in cut.items():
+                start = layers[0][0].shape[2] if key[0] in relative else prompt
+                rest = self._continue(layers, after[:, :-1], start)
+                logits = self.torch.cat([first, rest], 1).numpy()
+                results[key] = Held(np.stack([h.numpy() for *_, h in layers]), ppl(logits, ids[:, prompt:]))
+                print(f"kvpress {key[0]} {key[1]}: {results[key].ppl:.3f}", flush=True)
+        return results
+
+    def _by_layer(
+        self, presses: dict[tuple[Peer, float], Any], ids: Any
+    ) -> tuple[Any, dict[tuple[str, float], list[Any]]]:
+        """The logits of the last token, and what each press, and ("full", 1), leaves of each layer of one pass."""
+        cut: dict[Any, list[Any]] = {("full", 1.0): []} | {(p.method, keep): [] for p, keep in presses}
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             held = kwargs["past_key_values"].layers[module.layer_idx]
-            cut["full", 1.0].append((held.keys, held.values, self._positions(held.keys, held.keys)))
-            for key, press in presses.items():
+            everything = self._held(module, held.keys, held.keys)
+            cut["full", 1.0].append((held.keys, held.values, everything))
+            module.config._attn_implementation = "sdpa"  # presses that mask refuse eager attention, which asks for none
+            for (peer, keep), press in presses.items():
                 wants = isinstance(press, self.kv.ObservedAttentionPress)
                 given = kwargs["hidden_states"], held.keys, held.values, output[1] if wants else None, kwargs
                 k, v = press.compress(module, *given)
-                at = press.press.compress(module, *given)[0] if key[0] in relative else k
-                cut[key].append((k, v, self._positions(held.keys, at)))
+                at = press.press.compress(module, *given)[0] if peer.relative else k
+                cut[peer.method, keep].append((k, v, self._held(module, held.keys, at)))
+            module.config._attn_implementation = "eager"
 
-        before, after = (self.torch.as_tensor(x, dtype=self.torch.long) for x in (ids[:, :prompt], ids[:, prompt:]))
         self.model.set_attn_implementation("eager")
         hooks = []
         for part in self.model.model.layers:
             part.self_attn.rotary_emb = self.model.model.rotary_emb
             hooks.append(part.self_attn.register_forward_hook(hook, with_kwargs=True))
         with self.torch.inference_mode():
-            first = self.model(before, use_cache=True, logits_to_keep=1).logits
-            for handle in hooks:
-                handle.remove()
-            self.model.config._attn_implementation = "lower_right"
-            results = {}
-            for key, layers in cut.items():
-                start = layers[0][0].shape[2] if key[0] in relative else prompt
-                rest = self._continue(layers, after[:, :-1], start)
-                logits = self.torch.cat([first, rest], 1).numpy()
-                results[key] = Held(marked([p for *_, p in layers], prompt), ppl(logits, ids[:, prompt:]))
-                print(f"kvpress {key[0]} {key[1]}: {results[key].ppl:.3f}", flush=True)
-        return results
+            first = self.model(ids, use_cache=True, logits_to_keep=1).logits
+        for handle in hooks:
+            handle.remove()
+        return first, cut
+
+    def _at_once(self, press: Any, ids: Any) -> list[Any]:
+        """What a press leaves that reads more after the prompt and then compresses all layers."""
+        cache = self._cache()
+        self.model.set_attn_implementation("sdpa")
+        with self.torch.no_grad(), press(self.model):  # it reads on as it is left
+            self.model(ids, past_key_values=cache, use_cache=True)
+        parts = zip(self.model.model.layers, cache.layers, strict=True)
+        return [(held.keys, held.values, self._held(part.self_attn, held.keys, held.keys)) for part, held in parts]
+
+    def _cache(self) -> Any:
+        from transformers import DynamicCache  # pyright: ignore[reportMissingImports]  an extra
+
+        return DynamicCache()
 
     def _continue(self, layers: list[Any], ids: Any, start: int) -> Any:
         """Logits [B,T,V] of ids at positions from `start` on, after a cache of `layers`."""
-        from transformers import DynamicCache  # pyright: ignore[reportMissingImports]  an extra
-
-        cache = DynamicCache()
+        cache = self._cache()
         for i, (k, v, _) in enumerate(layers):
             cache.update(k, v, i)
+        self.masked = {i: here for i, (k, _, here) in enumerate(layers) if k.shape[2] == here.shape[2]}
         places = self.torch.arange(start, start + ids.shape[1])[None].expand(len(ids), -1)
         return self.model(ids, past_key_values=cache, position_ids=places, use_cache=True).logits
 
-    def _positions(self, keys: Any, kept: Any) -> Any:
-        """i[B,H,n]: where the rows `kept` [B,H,n,D] are in `keys` [B,H,S,D], by the bits of two numbers of each."""
+    def _held(self, module: Any, keys: Any, kept: Any) -> Any:
+        """bool[B,H,S]: which rows of `keys` [B,H,S,D] are in `kept` [B,H,n,D], by the bits of two numbers of each.
+
+        A press that masks keeps all rows, and leaves in `module` the indices of those that it masks.
+        """
         bits = [x[..., :2].contiguous().view(self.torch.int64)[..., 0] for x in (keys, kept)]
         ordered, order = bits[0].sort(-1)
         if (ordered[..., 1:] == ordered[..., :-1]).any():
             raise ValueError("two keys begin alike: positions are not known")
-        return order.gather(-1, self.torch.searchsorted(ordered, bits[1].contiguous()))
+        here = self.torch.zeros(keys.shape[:3], dtype=self.torch.bool)
+        here.scatter_(-1, order.gather(-1, self.torch.searchsorted(ordered, bits[1].contiguous())), True)
+        masked, module.masked_key_indices = getattr(module, "masked_key_indices", None), None
+        if masked is not None:
+            here[masked] = False
+        return here
 
 
 # ----------------------------------------------------------------------------------------------------------- table
@@ -237,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     params = jkv.load(args.model)
     assert params.tokenizer is not None
     ids = corpora.windows(params.tokenizer.encode(corpora.text("pydoc")), args.prompt + args.new, args.windows)
-    theirs = Kvpress(args.model, args.threads).run(ids, args.prompt)
+    theirs = Kvpress(args.model, params, args.threads).run(ids, args.prompt)
     prefill = Prefills()
     mine = {key: ours(params, ids, args.prompt, *what, prefill) for key, what in texts(args.prompt).items()}
     lines = compared(args.prompt, mine, theirs)

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jkv.methods.divisions import pyramid
+from jkv.methods.probes import Graded, Rebuilt
 
 Press = Callable[[Any, float, int], Any]  # (the package kvpress, share of the prompt that goes, tokens kept) -> a press
 WINDOW = 32  # queries that snapkv, pyramidkv, chunkkv, criticalkv and finch ask, in both
 BLOCK = 128  # tokens of a chunk of keydiff, in both
+PIECE = 256  # tokens that kvgrad repeats at a time, in both
 
 
 def lagged(kv: Any, gone: float, n: int) -> Any:
@@ -81,6 +83,7 @@ class Peer:
     press: Press
     chunk: int = 0
     relative: bool = False  # keys act at their rank among the kept
+    probe: Rebuilt | None = None  # what both read after the prompt; the press compresses all layers at once then
     note: str = ""
 
     def text(self, n: int) -> str:
@@ -124,6 +127,31 @@ def latest(kv: Any, gone: float, n: int) -> Any:
             return scores
 
     return Latest(gone)
+
+
+class Wordless:
+    """A tokenizer whose chats and requests have no words: `rebuilt` gets them as tokens."""
+
+    chat_template = None
+
+    def encode(self, text: str, **options: Any) -> Any:
+        import torch  # pyright: ignore[reportMissingImports]  an extra
+
+        return torch.zeros((1, 0), dtype=torch.long)
+
+
+def rebuilt(kv: Any, kind: Any, gone: float, piece: int) -> Any:
+    """kvpress's KVzip or KVgrad, whose requests to repeat are the lists of ids in its field `asked`."""
+
+    class Asked(kind):
+        asked: list[list[int]]
+
+        def prepare(self, *args: Any) -> Any:
+            own = super().prepare(*args)
+            return [(a, a.new_tensor([ids])) for (a, _), ids in zip(own, self.asked, strict=True)]
+
+    kv.presses.kvzip_press.AutoTokenizer.from_pretrained = lambda *args, **options: Wordless()
+    return Asked(gone, chunk_size=piece)
 
 
 PEERS = (
@@ -216,6 +244,32 @@ PEERS = (
         spec=f"criticalkv(budget={{n}}, window={WINDOW})",
         press=PRESSES["criticalkv"],
         note="of snapkv with window 32, in both",
+    ),
+    Peer(
+        method="adakv",
+        spec=f"snapkv(budget={{n}}, window={WINDOW}) | pooled",
+        press=lambda kv, gone, n: kv.AdaKVPress(kv.SnapKVPress(gone, window_size=WINDOW)),
+        note="of snapkv with window 32, and a floor of 0.2, in both; jkv's row adakv pools by maximum, as its authors",
+    ),
+    Peer(
+        method="simlayerkv",
+        spec="simlayerkv(local={n}, recent=0)",
+        press=lambda kv, gone, n: kv.SimLayerKVPress(0.9, n_recent=n + 1),
+        note="lazy above 0.9 of the last token's attention, in both; kvpress leaves out what it pays to itself",
+    ),
+    Peer(
+        method="kvzip",
+        spec="kvzip(budget={n})",
+        press=lambda kv, gone, n: rebuilt(kv, kv.KVzipPress, gone, Rebuilt().piece),
+        probe=Rebuilt(),
+        note="the request to repeat is jkv's, in both",
+    ),
+    Peer(
+        method="kvgrad",
+        spec=f"kvgrad(budget={{n}}, piece={PIECE})",
+        press=lambda kv, gone, n: rebuilt(kv, kv.KVgradPress, gone, PIECE),
+        probe=Graded(piece=PIECE),
+        note="the request to repeat is jkv's, and pieces of 256 tokens, in both",
     ),
     Peer(
         method="finch",

@@ -111,7 +111,8 @@ class Kvpress:
         )
 
         self.kv, self.torch, self.params = kvpress, torch, params
-        self.model = Transformers(name, threads).model
+        self.peer = Transformers(name, threads)
+        self.model = self.peer.model
         self.masked: dict[int, Any] = {}  # of the cache that is read: layer -> bool[B,H,S]
         ALL_ATTENTION_FUNCTIONS["lower_right"] = self._attend
 
@@ -160,8 +161,7 @@ class Kvpress:
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             held = kwargs["past_key_values"].layers[module.layer_idx]
-            everything = self._held(module, held.keys, held.keys)
-            cut["full", 1.0].append((held.keys, held.values, everything))
+            cut["full", 1.0].append((held.keys, held.values, self._held(module, held.keys, held.keys)))
             module.config._attn_implementation = "sdpa"  # presses that mask refuse eager attention, which asks for none
             for (peer, keep), press in presses.items():
                 wants = isinstance(press, self.kv.ObservedAttentionPress)
@@ -184,21 +184,16 @@ class Kvpress:
 
     def _at_once(self, press: Any, ids: Any) -> list[Any]:
         """What a press leaves that reads more after the prompt and then compresses all layers."""
-        cache = self._cache()
+        cache = self.peer.cache()
         self.model.set_attn_implementation("sdpa")
         with self.torch.no_grad(), press(self.model):  # it reads on as it is left
             self.model(ids, past_key_values=cache, use_cache=True)
         parts = zip(self.model.model.layers, cache.layers, strict=True)
         return [(held.keys, held.values, self._held(part.self_attn, held.keys, held.keys)) for part, held in parts]
 
-    def _cache(self) -> Any:
-        from transformers import DynamicCache  # pyright: ignore[reportMissingImports]  an extra
-
-        return DynamicCache()
-
     def _continue(self, layers: list[Any], ids: Any, start: int) -> Any:
         """Logits [B,T,V] of ids at positions from `start` on, after a cache of `layers`."""
-        cache = self._cache()
+        cache = self.peer.cache()
         for i, (k, v, _) in enumerate(layers):
             cache.update(k, v, i)
         self.masked = {i: here for i, (k, _, here) in enumerate(layers) if k.shape[2] == here.shape[2]}

@@ -130,9 +130,13 @@ def latest(kv: Any, gone: float, n: int) -> Any:
 
 
 class Wordless:
-    """A tokenizer whose chats and requests have no words: `rebuilt` gets them as tokens."""
+    """A tokenizer whose chats and requests have no words, where kvpress loads one."""
 
     chat_template = None
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> Wordless:
+        return cls()
 
     def encode(self, text: str, **options: Any) -> Any:
         import torch  # pyright: ignore[reportMissingImports]  an extra
@@ -150,7 +154,7 @@ def rebuilt(kv: Any, kind: Any, gone: float, piece: int) -> Any:
             own = super().prepare(*args)
             return [(a, a.new_tensor([ids])) for (a, _), ids in zip(own, self.asked, strict=True)]
 
-    kv.presses.kvzip_press.AutoTokenizer.from_pretrained = lambda *args, **options: Wordless()
+    kv.presses.kvzip_press.AutoTokenizer = Wordless
     return Asked(gone, chunk_size=piece)
 
 

@@ -13,6 +13,7 @@ import pytest
 import jkv
 from golden import make as golden
 from jkv import models
+from jkv.bench.presses import Wordless
 from jkv.core import blocks, compiled, deferred, loop
 from jkv.core.slopes import slopes
 from jkv.generation import sizes
@@ -248,18 +249,11 @@ def test_scores_are_those_of_its_authors_press(name, monkeypatch):
     params, model, ids = families(name)
     said = []
 
-    class Words:  # no request in words, on either side
-        chat_template = None
-
-        def encode(self, text: str, **options: Any) -> Any:
-            return torch.zeros((1, 0), dtype=torch.long)
-
     class Told(kvpress.KVgradPress):
         def compress_post(self, model: Any) -> None:
             said.append(self.score_val.numpy().copy())
 
-    auto = kvpress.presses.kvzip_press.AutoTokenizer
-    monkeypatch.setattr(auto, "from_pretrained", lambda *args, **options: Words())
+    monkeypatch.setattr(kvpress.presses.kvzip_press, "AutoTokenizer", Wordless)  # no request in words, on either side
     with Told(compression_ratio=0.5, n_sink=SINKS, chunk_size=PIECE)(model):
         model(torch.tensor(ids[None]), past_key_values=transformers.DynamicCache(config=model.config))
     probe = Graded(piece=PIECE, sinks=SINKS)

@@ -438,6 +438,16 @@ def selectors() -> list[str]:
     return [line(code(r["cache"]), f"{r[shares[0]]:.3f}", *(f"{r[x]:.1%}" for x in shares[1:])) for r in rows]
 
 
+def eighth() -> list[str]:
+    """What caches lose of which a step reads an eighth."""
+    prose, of_code = ({r["cache"]: r["ppl"] for r in results(f"selectors_ppl_{x}")} for x in ("pydoc", "stdlib"))
+    scores: dict[str, list[float]] = {}
+    for row in results("selectors_ruler"):
+        scores.setdefault(row["cache"], []).append(row["score"])
+    share = lambda cache: sum(scores[cache]) / len(scores[cache])  # noqa: E731
+    return [line(code(x), f"{prose[x]:.2f}", f"{of_code[x]:.2f}", f"{share(x):.2f}") for x in prose]
+
+
 def families() -> list[str]:
     """Every family beside transformers."""
     return [
@@ -585,6 +595,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("", "half of the tokens", "a quarter", "an eighth"): needles,
         head("", *SIZES): later,
         head("selector", "attention", "of the older tokens", "of their bytes, by tiles"): selectors,
+        head("an eighth read by", "perplexity, prose", "code", "needles"): eighth,
         head("codec", "bits, keys / values", "KL", "of int4's, by text", "perplexity"): codecs,
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,16 +128,17 @@ class Transformers:
 
     def tokens(self, ids: np.ndarray, steps: int) -> Tokens:
         """Trials of `steps` greedy tokens after the prompt, each timed."""
-        cache = self.cache()
-        first = self.absorb(ids, cache)
+        start = self.cache()
+        first = self.absorb(ids, start)
 
         def trial() -> list[float]:
+            cache = copy.copy(start)  # not every cache can be cut back; a layer's tensors are replaced, not written to
+            cache.layers = [copy.copy(x) for x in start.layers]
             logits, times = first, []
             for i in range(steps):
-                start = time.perf_counter()
+                began = time.perf_counter()
                 logits = self.step(logits, cache, ids.shape[1] + i)
-                times.append((time.perf_counter() - start) * 1e3)
-            cache.crop(-steps)
+                times.append((time.perf_counter() - began) * 1e3)
             return times
 
         return trial

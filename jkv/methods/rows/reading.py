@@ -309,8 +309,8 @@ def mpcache(
 
 @row(
     "2504.00970",
-    "approximation: the first query of a sentence asks as others do, where the paper reads everything; what is "
-    "generated gets means at a flush",
+    "approximation: the first step of a sentence picks too, where the paper's reads everything; generated tokens come "
+    "into means at a flush",
     "better than its rivals on PG-19, LongBench and needles, in less memory at a steady latency (no figure)",
 )
 def sentencekv(
@@ -324,11 +324,11 @@ def sentencekv(
     least: Positive = 4,
     dense_layers: int = 0,
 ) -> Axes:
-    """SentenceKV: SnapKV with a maximum evicts once, then a step reads the sentences whose mean keys its own asks for.
+    """SentenceKV: SnapKV with a maximum evicts once, then a step reads the sentences whose mean keys fit a query best.
 
-    Its own: the sum of the queries since the last end of a sentence. `tokens`: that a step reads, the first `sinks` and
-    the newest `window` among them. longest: tokens of a sentence; least: of what is kept, for each mean key. Generated
-    tokens are kept on top of the budget, of which the paper makes three times what is read.
+    The query is the sum of those since the last end of a sentence. tokens: that a step reads, the first `sinks` and the
+    newest `window` among them; the paper's budget is three times as many. longest: tokens of a sentence, at most;
+    least: there is a mean key for every so many tokens kept. Generated tokens are kept on top of the budget.
     """
     if tokens <= sinks + window:
         raise ValueError(f"sentencekv: tokens={tokens}: that a step reads, more than sinks={sinks} and window={window}")

@@ -27,8 +27,8 @@ MARKS = re.compile(r"""\s*(?:[.!?…。！？]+["'”’)\]」』]*|\n\s*\n)\s*"
 class Sentences(Wrapper):
     """The score; a token knows the first one of its sentence, by the column `sentence`.
 
-    A sentence ends with a token of `ends` bool[L,V], and after `longest` tokens. Where a flush begins one begins too.
-    Without a tokenizer there are no such tokens. Source: SentenceKV (2504.00970), without the longest.
+    A sentence ends with a token of `ends` bool[L,V], after `longest` tokens, and where a flush ends. A model without a
+    tokenizer has no such tokens. Source: SentenceKV (2504.00970), where ends alone count.
     """
 
     longest: int = 64

@@ -26,7 +26,7 @@ from jkv.memory.layer import TierView
 from jkv.memory.pages import is_far, sample
 from jkv.models.rope import Rope
 from jkv.models.scale import Scale
-from jkv.protocols import Code, Codec, KernelCodes, Look
+from jkv.protocols import Code, Codec, Columns, KernelCodes, Look
 
 
 def flat(x: Array) -> Array:
@@ -248,8 +248,10 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale,
     return kernels.over_mesh(run, q, tier, codecs, mask.first, mask.last, *pages)
 
 
-def look(q: Array, at: Array, tier: Tier, config: TierView, rope: Rope, given: Array | None = None) -> Look:
-    """What the selector of a tier sees of rotated queries [B,H,G,1,D] of the tokens at i32[B,1]."""
+def look(
+    q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
+) -> Look:
+    """What the selector of a tier sees of rotated queries [B,H,G,1,D] of tokens at i32[B,1], with columns f32[B,H]."""
     assert config.select is not None
     b, h, g, _, d = q.shape
 
@@ -264,6 +266,7 @@ def look(q: Array, at: Array, tier: Tier, config: TierView, rope: Rope, given: A
     pos = newest(tier, config.select.unit, h)
     return Look(
         q=q[:, :, :, 0],
+        columns=columns,
         pos=pos,
         summary=tier.summary,
         memo=tier.memo,
@@ -274,12 +277,12 @@ def look(q: Array, at: Array, tier: Tier, config: TierView, rope: Rope, given: A
 
 
 def picked(
-    q: Array, at: Array, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
+    q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
 ) -> tuple[Array | None, Any]:
     """i32[B,H,U]: the units that the selector picks, -1 none, and its memo after that; None where there is none."""
     if config.select is None:
         return None, tier.memo
-    return config.select.pick(look(q, at, tier, config, rope, given))
+    return config.select.pick(look(q, at, columns, tier, config, rope, given))
 
 
 def looked(q: Array, tier: Tier, config: TierView) -> Tier:

@@ -116,7 +116,7 @@ def blended(
     read: tuple[Array, ...] = ()
     paid: tuple[Array, ...] = ()
     if check is None:
-        x, pos = run(taken, x, pos, run(entries, new, rows=rows[0]))
+        x, pos, ids = run(taken, x, pos, ids, run(entries, new, rows=rows[0]))
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
         one, view = params.block(i), plan.view
         layer = run(turned, layer, old, at, model=one.config, stay=stay)
@@ -127,7 +127,7 @@ def blended(
         # of the last block nobody reads the output
         how = {"fresh": True, "rows": 1 if i == model.depth - 1 and not asks else None, "placed": True}
         read += (pos,)
-        x, window, observation, queries = run(attended, one, layer, view, x, pos, steps, **how)
+        x, window, observation, queries = run(attended, one, layer, view, x, pos, ids, steps, **how)
         if parts:
             paid += (run(shares, window, observation.new, part, view, model=one.config, parts=parts, stay=stay),)
         lower, how = plan.lower(layers), {"model": one.config, "fresh": True, "prunes": False}
@@ -136,9 +136,9 @@ def blended(
         if before is not None:
             how = {"model": one.config, "rows": rows[0], "stay": stay, "choice": again.choice}
             on = run(chosen, before, layer.recent, observation.new, at, new, most, view, **how)
-            x, pos = run(taken, x, pos, on)
+            x, pos, ids = run(taken, x, pos, ids, on)
         if check is not None and i == again.until and i < model.depth - 1:
-            x, pos = run(taken, x, pos, run(still, pos, new, at, rows=rows[1]))
+            x, pos, ids = run(taken, x, pos, ids, run(still, pos, new, at, rows=rows[1]))
         layers += (replace(layer, queries=queries),)
     return replace(cache, layers=layers, counts=counts, fill=jnp.int32(stay)), read, paid
 

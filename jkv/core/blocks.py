@@ -51,7 +51,7 @@ def embedded(
 
 
 @program(
-    arguments=(None, ANY, None, None, None, None),
+    arguments=(None, ANY, None, None, None, None, None),
     results=(None, ANY, ANY, ANY),
     static_argnames=("fresh", "rows", "placed"),
 )
@@ -61,13 +61,14 @@ def attended(
     plan: LayerView,
     x: Array,
     pos: Array,
+    ids: Array,
     steps: Array | None,
     fresh: bool,
     rows: int | None,
     placed: bool,
 ) -> tuple[Array, Window, Observation, Queries | None]:
-    """A block's output for x [B,T,E] at pos i32[B,T], or for its newest rows, and what the layer's flush takes: the
-    window and the queries, and the ring of queries after it.
+    """A block's output for x [B,T,E] of tokens i32[B,T] at pos i32[B,T], or for its newest rows, and what the layer's
+    flush takes: the window and the queries, and the ring of queries after it.
 
     steps: since the last flush, or None; placed: positions need not follow those that are there.
     """
@@ -77,7 +78,7 @@ def attended(
     def run(_: int, new: Any) -> tuple[Array, Any]:
         q_pos = pos if rows is None else pos[:, -rows:]
         q = rope.rotate(new.q[:, :, :, -q_pos.shape[1] :], q_pos[:, None, None]).astype(dtype)
-        window = as_window(one, new, pos, plan, rope, dtype)
+        window = as_window(one, new, pos, ids, plan, rope, dtype)
         if steps is not None:
             window = (among if placed else Window.then)(layer.recent, window)
         until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
@@ -148,10 +149,11 @@ def reading(model: ModelConfig, state: State, pos: Array) -> Mix:
     return mix
 
 
-@program(arguments=(None, None, None), results=(None, None))
-def taken(x: Array, pos: Array, on: Array) -> tuple[Array, Array]:
-    """The entries i32[B,n] of x [B,T,E] at pos i32[B,T]; -1: a pad."""
-    return take_along(x, on[..., None], 1), jnp.where(on < 0, -1, take_along(pos, on, 1))
+@program(arguments=(None, None, None, None), results=(None, None, None))
+def taken(x: Array, pos: Array, ids: Array, on: Array) -> tuple[Array, Array, Array]:
+    """The entries i32[B,n] of x [B,T,E] of tokens i32[B,T] at pos i32[B,T]; -1: a pad."""
+    pos, ids = (jnp.where(on < 0, -1, take_along(y, on, 1)) for y in (pos, ids))
+    return take_along(x, on[..., None], 1), pos, ids
 
 
 @program(arguments=(None, None), results=None)
@@ -160,10 +162,12 @@ def said(ends: Params, x: Array) -> Array:
     return family(ends.config).head(ends, x[:, -1:])[:, 0]
 
 
-def as_window(one: Params, new: Any, pos: Array, plan: LayerView, rope: Rope, dtype: Any, step: bool = False) -> Window:
+def as_window(
+    one: Params, new: Any, pos: Array, ids: Array, plan: LayerView, rope: Rope, dtype: Any, step: bool = False
+) -> Window:
     """New tokens as a window holds them: keys rotated; step: they are generated."""
     k, v = rope.rotate(new.k, pos[:, None]).astype(dtype), new.v.astype(dtype)
-    born = Born(x=new.x, k=k, v=v, pos=pos, out=decoded(one.layers[0]["o"]), step=step)
+    born = Born(x=new.x, k=k, v=v, pos=pos, ids=ids, out=decoded(one.layers[0]["o"]), step=step)
     return Window(k=k, v=v, pos=pos, columns=plan.score.birth(born))
 
 
@@ -215,9 +219,17 @@ Picks = tuple[Array | None, ...]  # units i32[B,H,U] of each tier
 # Traced once for all blocks that are alike, as the one below: somebody waits for the program.
 @jax.jit
 def attending(
-    one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, fill: Array, given: Picks | None = None
+    one: Params,
+    layer: LayerCache,
+    plan: LayerView,
+    x: Array,
+    pos: Array,
+    ids: Array,
+    fill: Array,
+    given: Picks | None = None,
 ) -> tuple[Array, tuple[LayerCarry, Picks]]:
-    """A block's output for one token x [B,1,E] at pos i32[B,1], what changes of its layer, and the units that it read.
+    """A block's output for x [B,1,E] of one token i32[B,1] at pos i32[B,1], what changes of its layer, and the units
+    that it read.
 
     given: those of the nearest layer below that picked, for a selector that `follows`.
     """
@@ -226,15 +238,17 @@ def attending(
 
     def run(_: int, new: Any) -> tuple[Array, tuple[LayerCarry, Picks]]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        fresh = as_window(one, new, pos, plan, rope, dtype, step=True)
+        fresh = as_window(one, new, pos, ids, plan, rope, dtype, step=True)
         window = jax.tree.map(
             lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, fill, 1 if a.ndim == 2 else 2), recent, fresh
         )
         mask = causal(pos, plan.window)
         parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
         both = list(zip(layer.tiers, plan.tiers, strict=True))
+        columns = {name: y[:, :, 0] for name, y in fresh.columns.items()}
         found = [
-            picked(q, pos, t, c, rope, below) for (t, c), below in zip(both, given or [None] * len(both), strict=True)
+            picked(q, pos, columns, t, c, rope, below)
+            for (t, c), below in zip(both, given or [None] * len(both), strict=True)
         ]
         picks, memos = (tuple(x) for x in zip(*found, strict=True)) if found else ((), ())
         tiers = tuple(brought(units, mask, tier) for tier, units in zip(layer.tiers, picks, strict=True))

@@ -42,24 +42,26 @@ def probe(params: Params, cache: Cache, ids: Array, span: Array, by: Probe, run:
             x, _ = run(mixed, one, run(copied, next(states)), x, pos)
             continue
         layer, plan = cache.layers[len(layers)], cache.plan[len(layers)]
-        x, columns = run(probed, one, layer, plan, x, pos, cache.counts, span, found[len(layers)], by)
+        x, columns = run(probed, one, layer, plan, x, pos, ids, cache.counts, span, found[len(layers)], by)
         layers += (replace(layer, recent=replace(layer.recent, columns=columns)),)
     return replace(cache, layers=layers)
 
 
-@program(arguments=(None, ANY, None, None, None, None, None, None, None), results=(None, ANY))
+@program(arguments=(None, ANY) + (None,) * 8, results=(None, ANY))
 def probed(
     one: Params,
     layer: LayerCache,
     plan: LayerConfig,
     x: Array,
     pos: Array,
+    ids: Array,
     counts: Counts,
     span: Array,
     slope: Array | None,
     by: Probe,
 ) -> tuple[Array, Columns]:
-    """A block's output for x [B,T,E] at pos i32[B,T], and the columns of its layer's window after these queries.
+    """A block's output for x [B,T,E] of tokens i32[B,T] at pos i32[B,T], and the columns of its layer's window after
+    these queries.
 
     slope f32[B,T]: of `slopes`, if the probe is graded.
     """
@@ -68,7 +70,7 @@ def probed(
 
     def run(_: int, new: Any) -> tuple[Array, Columns]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = layer.recent.then(as_window(one, new, pos, plan, rope, dtype))
+        window = layer.recent.then(as_window(one, new, pos, ids, plan, rope, dtype))
         part = attend_window(q, window.k, window.v, causal(pos, plan.window), window.pos, model.scale, plan.kernels)
         part = with_sinks(part, new.sinks)
         ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)

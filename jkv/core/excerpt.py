@@ -22,6 +22,7 @@ from jkv.memory.layer import LayerView, TierView
 from jkv.models import Params, family
 from jkv.models import layer as block
 from jkv.models.rope import Rope
+from jkv.protocols import Columns
 
 Tiers = tuple[Tier, ...]
 
@@ -34,27 +35,29 @@ def excerpt(params: Params, plan: Views, state: Decoding, sampling: Sampling) ->
     """
     cache = state.cache
     token = sample(state.logits, sampling, cache.seen, state.used)
-    pos = jnp.where(state.alive, cache.seen, -1)[:, None]
+    pos, ids = (jnp.where(state.alive, x, -1)[:, None] for x in (cache.seen, token))
     x = family(cache.model).embed(params.ends, token[:, None])
     out: tuple[Tiers, ...] = ()
     for i in range(cache.model.depth):
-        x, tiers = _read(params.block(i), cache.reads(i, cache.layers[:i], plan[i]), plan[i], x, pos)
+        x, tiers = _read(params.block(i), cache.reads(i, cache.layers[:i], plan[i]), plan[i], x, pos, ids)
         out += (tiers,)
     return out
 
 
 @jax.jit
-def _read(one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array) -> tuple[Array, Tiers]:
-    """A block's output for x [B,1,E] at pos i32[B,1] through the recent window and copies, and these."""
+def _read(one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, ids: Array) -> tuple[Array, Tiers]:
+    """A block's output for x [B,1,E] of a token i32[B,1] at pos i32[B,1] through the recent window and copies, and
+    these."""
     model = one.config
     rope, dtype = model.ropes[0], layer.recent.k.dtype
 
     def run(_: int, new: Any) -> tuple[Array, Tiers]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = layer.recent.then(as_window(one, new, pos, plan, rope, dtype, step=True))
+        fresh = as_window(one, new, pos, ids, plan, rope, dtype, step=True)
+        window, columns = layer.recent.then(fresh), {name: x[:, :, 0] for name, x in fresh.columns.items()}
         mask = causal(pos, plan.window)
         parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
-        copies = tuple(_copied(q, pos, *both, rope) for both in zip(layer.tiers, plan.tiers, strict=True))
+        copies = tuple(_copied(q, pos, columns, *both, rope) for both in zip(layer.tiers, plan.tiers, strict=True))
         for copy, config in zip(copies, plan.tiers, strict=True):
             parts.append(attend_tier(q, mask, copy, replace(config, select=None), rope, model.scale))
         part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
@@ -63,11 +66,12 @@ def _read(one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array)
     return block(one, 0, x, pos, run, none)
 
 
-def _copied(q: Array, at: Array, tier: Tier, config: TierView, rope: Rope) -> Tier:
-    """What the selector picks of a tier for rotated queries [B,H,G,1,D], if it remembers nothing yet."""
+def _copied(q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope) -> Tier:
+    """What the selector picks of a tier for rotated queries [B,H,G,1,D] of tokens with columns f32[B,H], if it
+    remembers nothing yet."""
     select = config.select
     assert select is not None
-    seen = look(q, at, tier, config, rope)
+    seen = look(q, at, columns, tier, config, rope)
     memo = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: select.remember(seen)))
     units, _ = select.pick(replace(seen, memo=memo))
     read = replace(bare(tier), taught=tier.taught)

@@ -145,7 +145,7 @@ def _prefilled(
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
         how: dict[str, Any] = {"fresh": fresh, "rows": rows, "placed": placed}
-        x, window, observation, queries = run(attended, one, reads, plan.view, x, pos, steps, **how)
+        x, window, observation, queries = run(attended, one, reads, plan.view, x, pos, ids, steps, **how)
         lower = plan.lower(layers)
         if held is not None:
             window = replace(window, pos=run(beyond, window.pos, held))
@@ -164,7 +164,7 @@ def _prefilled(
         del window, observation  # a layer's dense keys and values, before the next layer's are made
         layers += (replace(layer, queries=queries),)
         if on is not None:
-            x, pos = run(taken, x, pos, on)
+            x, pos, ids = run(taken, x, pos, ids, on)
     logits = run(said, ends, x)
     return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(stay)), logits
 
@@ -205,7 +205,7 @@ def _advance(
 ) -> tuple[StepCarry, Array]:
     """One token i32[B] per row that is alive: the moving part after it, and logits f32[B,V]."""
     model, ends = cache.model, params.ends
-    pos = jnp.where(alive, moving.seen, -1)[:, None]
+    pos, ids = (jnp.where(alive, x, -1)[:, None] for x in (moving.seen, token))
     x = family(model).embed(ends, token[:, None])
     layers: tuple[LayerCarry, ...] = ()
     states: tuple[State, ...] = ()
@@ -215,7 +215,7 @@ def _advance(
             a = len(layers)
             layer = moving.layers[a].into(cache.reads(a, cache.layers[:a], plan[a]))
             given = below if any(tier.follows for tier in plan[a].tiers) else None
-            x, (moved, picks) = attending(params.block(i), layer, plan[a], x, pos, moving.fill, given)
+            x, (moved, picks) = attending(params.block(i), layer, plan[a], x, pos, ids, moving.fill, given)
             below = below if all(units is None for units in picks) else picks
             layers += (moved,)
         else:

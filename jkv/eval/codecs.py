@@ -61,7 +61,8 @@ def read(
         if cache.model.attends(i):
             layer, plan = next(layers)
             if i >= first:
-                out = run(attended, one, layer, plan.view, out, pos, steps, fresh=fresh, rows=None, placed=False)[0]
+                how = {"fresh": fresh, "rows": None, "placed": False}
+                out = run(attended, one, layer, plan.view, out, pos, ids, steps, **how)[0]
         else:
             state = next(states)
             if i >= first:

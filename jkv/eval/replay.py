@@ -36,13 +36,14 @@ class Pass:
     """A forward pass over right-aligned rows: what a prefill computes of them for every cache alike.
 
     x [B,T,E]: the input of each block that attends, lse f32[B,H,G,T]: of its queries, states: of blocks that recur;
-    pos i32[B,T]; logits f32[B,V] of what comes next.
+    pos i32[B,T], ids i32[B,T]; logits f32[B,V] of what comes next.
     """
 
     x: tuple[Array, ...]
     lse: tuple[Array, ...]
     states: tuple[State, ...]
     pos: Array
+    ids: Array
     logits: Array
 
 
@@ -62,7 +63,7 @@ def forward(params: Params, cache: Cache, ids: Array, run: Run = call) -> Pass:
         else:
             x, state = run(mixed, one, run(copied, cache.states[len(states)]), x, pos)
             states += (state,)
-    return Pass(x=inputs, lse=sums, states=states, pos=pos, logits=run(said, params.ends, x))
+    return Pass(x=inputs, lse=sums, states=states, pos=pos, ids=ids, logits=run(said, params.ends, x))
 
 
 @program(arguments=(None, None, None), results=None, static_argnames=("kind",))
@@ -88,7 +89,7 @@ def replayed(params: Params, cache: Cache, known: Pass, run: Run = call) -> Cach
     layers: tuple[LayerCache, ...] = ()
     blocks = (params.block(i) for i in range(cache.model.depth) if cache.model.attends(i))
     for one, layer, plan, x, lse in zip(blocks, cache.layers, cache.plan, known.x, known.lse, strict=True):
-        window, queries, ring = run(projected, one, layer, plan, x, lse, known.pos)
+        window, queries, ring = run(projected, one, layer, plan, x, lse, known.pos, known.ids)
         layer, lower = replace(layer, queries=None), plan.lower(layers)
         how = {"model": one.config, "fresh": True, "prunes": False}
         layer, _ = run(flushed, layer, window, queries, plan, counts, lower, **how)
@@ -103,9 +104,9 @@ def fitted(known: State, own: State) -> State:
     return roomy(known, own)
 
 
-@program(arguments=(None, ANY, None, None, None, None), results=ANY)
+@program(arguments=(None, ANY, None, None, None, None, None), results=ANY)
 def projected(
-    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, lse: Array, pos: Array
+    one: Params, layer: LayerCache, plan: LayerConfig, x: Array, lse: Array, pos: Array, ids: Array
 ) -> tuple[Window, Observation, Queries | None]:
     """What `loop.attended` gives to a layer's flush, where the attention is known."""
     rope, dtype = one.config.ropes[0], layer.recent.k.dtype
@@ -113,7 +114,8 @@ def projected(
     def run(_: int, new: Any) -> tuple[Array, Any]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         made = observation_of(layer, plan, Queries(q=q, pos=pos, lse=lse), None, False)
-        return q[:, :, :, -1:], (as_window(one, new, pos, plan, rope, dtype), *made)  # the block's output is not used
+        window = as_window(one, new, pos, ids, plan, rope, dtype)
+        return q[:, :, :, -1:], (window, *made)  # the block's output is not used
 
     return block(one, 0, x, pos, run, none)[1]
 

@@ -26,6 +26,7 @@ from jkv.models import Params, family
 from jkv.models import layer as block
 from jkv.models.rope import Rope
 from jkv.models.scale import Scale
+from jkv.protocols import Columns
 
 
 @value
@@ -113,10 +114,11 @@ def verified(
     sees = ancestors(draft.parent)
     live = ((draft.parent >= 0) | (jnp.arange(sees.shape[1]) == 0)[None]) & state.alive[:, None]
     pos = jnp.where(live, cache.seen[:, None] + sees.sum(-1) - 1, -1)
+    ids = jnp.where(live, draft.ids, -1)
     x = family(cache.model).embed(ends, jnp.maximum(draft.ids, 0))
     made: tuple[tuple[Window, Queries | None], ...] = ()
     for i in range(cache.model.depth):
-        x, new = drafted(params.block(i), cache.reads(i, cache.layers[:i], plan[i]), plan[i], x, pos, sees)
+        x, new = drafted(params.block(i), cache.reads(i, cache.layers[:i], plan[i]), plan[i], x, pos, ids, sees)
         made += (new,)
     logits = family(cache.model).head(ends, x)
     most = jnp.minimum(cache.room - cache.fill, stop - state.count)
@@ -125,7 +127,6 @@ def verified(
     n = jnp.where(alive, walk.n, most).min()
     known = jnp.where(alive[:, None], beyond(draft.ids, walk, n), -1)
     state = _committed(state, plan, made, logits, draft, walk.path, n, sampling)
-    ids = jnp.where(live, draft.ids, -1)
     likeliest = jax.lax.top_k(logits, top)[1] if top else None
     return state, Verdict(ids=ids, alone=jnp.where(alive, walk.n, 0), known=known, top=likeliest)
 
@@ -144,23 +145,23 @@ def ancestors(parent: Array) -> Array:
 
 @jax.jit
 def drafted(
-    one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, sees: Array
+    one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, ids: Array, sees: Array
 ) -> tuple[Array, tuple[Window, Queries | None]]:
-    """A block's output for drafted tokens x [B,N,E] at pos i32[B,N], what they would add to its layer's window, and
-    their queries, if the layer keeps some."""
+    """A block's output for x [B,N,E] of drafted tokens i32[B,N] at pos i32[B,N], what they would add to its layer's
+    window, and their queries, if the layer keeps some."""
     model = one.config
     rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
 
     def run(_: int, new: Any) -> tuple[Array, tuple[Window, Queries | None]]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
-        window = as_window(one, new, pos, plan, rope, dtype, step=True)
+        window = as_window(one, new, pos, ids, plan, rope, dtype, step=True)
         mask = causal(pos, plan.window)
         parts = [
             attend(q, window.k, window.v, mask.over(pos[:, None]) & sees[:, None], model.scale),
             attend(q, recent.k, recent.v, mask.over(recent.pos[:, None]), model.scale),
         ]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
-            parts.append(_attend_each(q, pos, plan, tier, config, rope, model.scale))
+            parts.append(_attend_each(q, pos, window.columns, plan, tier, config, rope, model.scale))
         parts += attend_common(q, mask, layer, plan, rope, model.scale)
         part = with_sinks(with_residual(merge_all(parts), q, layer, plan, model), new.sinks)
         return part.finish(), (window, None if layer.queries is None else Queries(q=q, pos=pos, lse=part.lse))
@@ -169,18 +170,19 @@ def drafted(
 
 
 def _attend_each(
-    q: Array, pos: Array, plan: LayerView, tier: Tier, config: TierView, rope: Rope, scale: Scale
+    q: Array, pos: Array, columns: Columns, plan: LayerView, tier: Tier, config: TierView, rope: Rope, scale: Scale
 ) -> Partial:
-    """Queries [B,H,G,N,D] over a tier; a selector picks for each token alone, as in steps."""
+    """Queries [B,H,G,N,D] over a tier; a selector picks for each token alone, as in steps; columns f32[B,H,N]."""
     if config.select is None:
         return attend_tier(q, causal(pos, plan.window), tier, config, rope, scale)
 
-    def one(x: tuple[Array, Array]) -> Partial:
-        q, at = x[0][:, :, :, None], x[1][:, None]
-        units, _ = picked(q, at, tier, config, rope)
+    def one(x: tuple[Array, Array, Columns]) -> Partial:
+        q, at, own = x[0][:, :, :, None], x[1][:, None], x[2]
+        units, _ = picked(q, at, own, tier, config, rope)
         return attend_tier(q, causal(at, plan.window), tier, config, rope, scale, units)
 
-    parts = jax.lax.map(one, (jnp.moveaxis(q, 3, 0), pos.T))
+    each = {name: jnp.moveaxis(x, 2, 0) for name, x in columns.items()}
+    parts = jax.lax.map(one, (jnp.moveaxis(q, 3, 0), pos.T, each))
     return jax.tree.map(lambda x: jnp.moveaxis(x[:, :, :, :, 0], 0, 3), parts)
 
 

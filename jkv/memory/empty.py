@@ -55,7 +55,9 @@ def index_shapes(
     def made(k: Array, pos: Array, columns: Columns, q: Array) -> tuple[Any, Any]:
         logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
         given, alive = jnp.zeros((b, h, select.reads(slots)), jnp.int32), jnp.ones(b, bool)
-        look = Look(q=q, pos=pos[..., -1], summary=None, memo=None, given=given, alive=alive, logits=logits)
+        own = {name: x[:, :, 0, 0] for name, x in columns.items()}
+        index = dict(pos=pos[..., -1], summary=None, memo=None)
+        look = Look(q=q, columns=own, **index, given=given, alive=alive, logits=logits)
         memo = select.remember(look)
         return select.summarize(Entered(k=k, pos=pos, columns=columns, queries=None, memo=memo)), memo
 

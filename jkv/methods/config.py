@@ -326,7 +326,7 @@ def _columns(
     k, v = (jax.ShapeDtypeStruct((1, heads, 1, d), jnp.float32) for d in (dim, value_dim))
     pos = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     out = jax.ShapeDtypeStruct((width, heads * groups * value_dim), jnp.float32)
-    new = Born(x=x, k=k, v=v, pos=pos, out=out)  # type: ignore[arg-type]
+    new = Born(x=x, k=k, v=v, pos=pos, ids=pos, out=out)  # type: ignore[arg-type]
     columns = jax.eval_shape(lambda score, new: score.birth(new), score, new)
     ends = jax.eval_shape(lambda score, columns, pos: score.expires(columns, pos[:, None]), score, columns, pos)
     return tuple(sorted(columns)), ends is not None

@@ -42,7 +42,8 @@ class Needs:
 
 @value
 class Born:
-    """New tokens of one layer: its normed input x f[B,T,E], k (rotated) [B,H,T,D], v [B,H,T,Dv], pos i32[B,T], -1 dead.
+    """New tokens of one layer: its normed input x f[B,T,E], k (rotated) [B,H,T,D], v [B,H,T,Dv]; pos and ids i32[B,T],
+    -1 dead.
 
     out f[E,H G Dv]: the layer's matrix that heads go out by; step: they are generated, one a row; else a prompt's.
     """
@@ -51,6 +52,7 @@ class Born:
     k: Array
     v: Array
     pos: Array
+    ids: Array
     out: Array
     step: bool = static(default=False)
 

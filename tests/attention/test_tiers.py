@@ -240,7 +240,7 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: i
     q = ROPE.rotate(q, jnp.full((1, 1, 1, 1), 300))
     logits = np.asarray(tier_dot(q.reshape(ROWS, H, G, D), tier, config, ROPE, "k")).max(2)
     best = logits.reshape(ROWS, H, -1, page).max(-1)[:, :, 4 // page :]  # without the dead unit
-    seen = look(q, jnp.full((ROWS, 1), 300), tier, config, ROPE)
+    seen = look(q, jnp.full((ROWS, 1), 300), {}, tier, config, ROPE)
     bound = np.asarray(config.select.score(seen)).max(2)[:, :, 4 // page :]
     assert (bound >= best - 1e-5).all()
     if page == 1:

@@ -64,7 +64,7 @@ def evidence(k, text: str, limit: int, mass=None) -> Evidence:
     k, pos = jnp.asarray(k, jnp.float32)[None, None], jnp.arange(n)[None]
     zero = jnp.zeros((1, 1, 1, n, D))
     new = Queries(q=zero, pos=pos, lse=jnp.log(pos.astype(jnp.float32) + 1)[:, None, None])
-    window = Window(k=k, v=k, pos=pos, columns=plan.score.birth(Born(x=k, k=k, v=k, pos=pos, out=jnp.eye(D))))
+    window = Window(k=k, v=k, pos=pos, columns=plan.score.birth(Born(x=k, k=k, v=k, pos=pos, ids=pos, out=jnp.eye(D))))
     columns = window.columns if mass is None else {**window.columns, "mass": jnp.asarray(mass, jnp.float32)[None, None]}
     everyone = jnp.ones((1, 1, n), bool)
     return Evidence(

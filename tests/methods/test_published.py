@@ -37,8 +37,8 @@ def test_a_surrogate_is_the_module_that_it_was(hidden: int | None, tmp_path):
             y, last = y * 0.5 * (1 + np.vectorize(math.erf)(y / math.sqrt(2))), "2."
         want = (y @ own[f"{last}weight"].T + own[f"{last}bias"]).transpose(0, 2, 1)
         one = type(score)(gate=type(score.weights)(**{n: a[layer] for n, a in vars(score.weights).items()}))
-        k = jnp.zeros((2, H, 5, 4))
-        new = Born(x=jnp.asarray(x, jnp.float32), k=k, v=k, pos=jnp.zeros((2, 5), jnp.int32), out=jnp.eye(4))
+        k, pos = jnp.zeros((2, H, 5, 4)), jnp.zeros((2, 5), jnp.int32)
+        new = Born(x=jnp.asarray(x, jnp.float32), k=k, v=k, pos=pos, ids=pos, out=jnp.eye(4))
         np.testing.assert_allclose(one.birth(new)["repeated"], want, rtol=1e-4, atol=1e-5)
 
 
@@ -84,8 +84,8 @@ def test_a_gate_of_fastkvzip_says_what_its_authors_do(tmp_path):
         assert own.sizes == (h, g, e)
         want = np.stack([foreseen(one, row, h, g, d) for row in x])
         np.testing.assert_allclose(own(jnp.asarray(x)), want, rtol=1e-5, atol=1e-6)
-        k = jnp.zeros((2, h, 6, 4))
-        new = Born(x=jnp.asarray(x), k=k, v=k, pos=jnp.zeros((2, 6), jnp.int32), out=jnp.eye(4))
+        k, pos = jnp.zeros((2, h, 6, 4)), jnp.zeros((2, 6), jnp.int32)
+        new = Born(x=jnp.asarray(x), k=k, v=k, pos=pos, ids=pos, out=jnp.eye(4))
         np.testing.assert_array_equal(Distilled(gate=own).birth(new)["foreseen"], own(jnp.asarray(x)))
     narrow = published.fastkvzip(SINKS)
     assert {name: a.shape[0] for name, a in narrow.items()} == dict.fromkeys(narrow, L)

@@ -179,6 +179,7 @@ def stubbed(make: Make) -> tuple[Score, Any, np.ndarray]:
         k=jnp.zeros((1, 1, n, 4)),
         v=jnp.zeros((1, 1, n, 4)),
         pos=jnp.arange(n)[None],
+        ids=jnp.arange(n)[None],
         out=jnp.eye(4),
     )
     ev = evidence(rng.standard_normal((n, 4)), q=rng.standard_normal((1, score.needs.queries, 4)), stay=4)

@@ -286,6 +286,13 @@ OWN: dict[str, tuple[Case, ...]] = {
     ),
     "infllm": (Case("infllm(blocks={p}, block_size=8, sinks=8, local=16)", index=D),),
     "mpcache": (Case("mpcache(budget={b}, window=8, pages=16, page=8)", index=2 * D),),
+    "sentencekv": (
+        Case(
+            "sentencekv(budget={b}, tokens=200, window=8, sinks=4, longest=8)",
+            index=1,
+            memo=(BUDGET + STEPS - 8) // 4 * (D + 1) + G * D,
+        ),
+    ),
     "loopserve": (Case("loopserve(tokens={b})", index=1),),
     "indexcache": (Case("quest(pages={p}, page=8, dense_layers=0) | indexcache(pattern='FS')", index=2 * D),),
     "similar": (Case("quest(pages={p}, page=8, dense_layers=1) | similar", index=2 * D, memo=G * D + 3 + 1),),

@@ -36,7 +36,7 @@ def evidence(k, v=None, q=None, score=None, rope=PLAIN, lse=0.0, q_pos=None, sta
     return Evidence(
         pos=pos[:, None],
         may_go=(pos < s - stay)[:, None],
-        columns=score.birth(Born(x=k[0], k=k, v=v, pos=pos, out=jnp.eye(v.shape[3]))) if score else {},
+        columns=score.birth(Born(x=k[0], k=k, v=v, pos=pos, ids=pos, out=jnp.eye(v.shape[3]))) if score else {},
         window=Window(k=k, v=v, pos=pos, columns={}),
         tiers=(),
         kept=asked,
@@ -76,7 +76,7 @@ class Scene:
         self.q = Queries(q=f32(q), pos=jnp.asarray(at)[None], lse=f32((top + np.log(total))[..., 0]))
         pos, k, v = jnp.arange(n)[None], f32(self.k), f32(self.v)
         self.out = rng.standard_normal((8, 4 * D))
-        born = Born(x=k[:, 0], k=k, v=v, pos=pos, out=jnp.asarray(self.out, jnp.float32))
+        born = Born(x=k[:, 0], k=k, v=v, pos=pos, ids=pos, out=jnp.asarray(self.out, jnp.float32))
         window = Window(k=k, v=v, pos=pos, columns=self.plan.score.birth(born))
         self.ev = Evidence(
             pos=jnp.broadcast_to(pos, (1, 2, n)), may_go=jnp.broadcast_to(pos < n - self.plan.recent, (1, 2, n)),

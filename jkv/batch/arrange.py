@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
@@ -69,6 +70,11 @@ class Bucket:
         """Prompt tokens that are not prefilled a second time."""
         return sum(g.saved for g in self.shared)
 
+    @cached_property
+    def held(self) -> dict[tuple[int, int], int]:
+        """Of the rows (`Request.part`) that have their first tokens in what is held once, how many."""
+        return {self.rows[i].part: g.length for g in self.shared for i in g.members} if self.common else {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wave:
@@ -83,6 +89,12 @@ class Wave:
     length: int
     heads: tuple[np.ndarray, ...] = ()
     at: tuple[int, ...] = ()
+
+    def without(self, parts: Container[tuple[int, int]]) -> Wave:
+        """The other rows of it (`Request.part`)."""
+        left = [i for i, row in enumerate(self.rows) if row.part not in parts]
+        at = tuple(self.at[i] for i in left) if self.at else ()
+        return replace(self, rows=tuple(self.rows[i] for i in left), tails=tuple(self.tails[i] for i in left), at=at)
 
 
 def padded(n: int) -> int:

@@ -31,11 +31,13 @@ class Rows(Protocol):
 
 class Output(Protocol):
     """claim: make the place that of a job, or go on with it; rows: the lines of a process, and those of before;
-    report: report.json, in place of an old one."""
+    aside: its folder for rows without a result, or None; report: report.json, in place of an old one."""
 
     def claim(self, about: Mapping[str, Any], made: Mapping[str, Any]) -> None: ...
 
     def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows: ...
+
+    def aside(self, process: int, processes: int) -> Path | None: ...
 
     def report(self, text: str) -> None: ...
 
@@ -52,6 +54,9 @@ class Folder:
     def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows:
         return folder.Shard(self.path, wanted, process, processes, retry)
 
+    def aside(self, process: int, processes: int) -> Path:
+        return self.path / f"suspended-{process:05d}-of-{processes:05d}"
+
     def report(self, text: str) -> None:
         overwrite(self.path / "report.json", text)
 
@@ -67,6 +72,9 @@ class Bucket:
 
     def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows:
         return bucket.Parts(self.path, wanted, process, processes, retry)
+
+    def aside(self, process: int, processes: int) -> None:
+        return None
 
     def report(self, text: str) -> None:
         with reaching(self.path, bucket.AGAIN):

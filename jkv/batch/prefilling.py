@@ -27,14 +27,13 @@ from jkv.models import Params
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """Prompts that were read: what was asked, and in the first rows of a cache of `several` what is kept of each, and
-    the logits f32[several,V] of what comes next; held: the tiers of the beginning that they share with the rows read
-    after them, if they are its first."""
+    """Rows to go on with: what was asked, and in the first rows of a cache of `several` what is kept of each, and the
+    logits f32[several,V] of what comes next; drawn: the tokens of each row behind its prompt that its cache has."""
 
     rows: tuple[Request, ...]
     cache: Cache
     logits: Array
-    held: tuple[tuple[Tier, ...], ...] | None = None
+    drawn: tuple[list[int], ...] = ()
 
 
 class Prefilling:
@@ -56,14 +55,17 @@ class Prefilling:
         """Of the common beginnings."""
         return tree_bytes(self.heads.layers) if self.heads is not None else 0
 
+    def lead(self, heads: tuple[np.ndarray, ...]) -> tuple[tuple[Tier, ...], ...] | None:
+        """Read the beginnings i32[n] that the next waves go on from: the tiers of the one that is held once, or None."""
+        ids = _padded(heads, self.shapes.together, self.shapes.bucket.first)
+        self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
+        ran = sum(map(len, heads))
+        self.prefilled, self.saved = self.prefilled + ran, self.saved - ran
+        return self.cost.run(begin, self.empty_held(), self.heads) if self.shapes.bucket.common else None
+
     def read(self, wave: Wave) -> Filled:
-        """The rows of a wave, which stand at the border of a block."""
-        several, held = self.shapes.several, None
-        if wave.heads:
-            ids = _padded(wave.heads, self.shapes.together, self.shapes.bucket.first)
-            self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
-            held = self.cost.run(begin, self.empty_held(), self.heads) if self.shapes.bucket.common else None
-        ran = sum(map(len, (*wave.heads, *wave.tails)))
+        """The rows of a wave, which stand at the border of a block; what they begin with was read by `lead`."""
+        several, ran = self.shapes.several, sum(map(len, wave.tails))
         if self.reads is not None:
             cache, logits, stored = self.begun(self.reads, wave)
             ran -= stored
@@ -75,7 +77,7 @@ class Prefilling:
             cache, logits = self.whole(self.empty_rows(), _padded(wave.tails, several, wave.length))
         self.prefilled += ran
         self.saved += sum(len(r.tokens) for r in wave.rows) - ran
-        return Filled(rows=wave.rows, cache=cache, logits=logits, held=held)
+        return Filled(rows=wave.rows, cache=cache, logits=logits)
 
     def whole(self, cache: Cache, ids: Any) -> tuple[Cache, Any]:
         """The cache after prompts, at once or in chunks, and the logits of what comes next."""

@@ -12,9 +12,10 @@ from jkv.batch.signals import FAILED, STOPPED
 class Report:
     """What a job came to. Rows and tokens are those of all runs and all processes; speeds are of this run's work.
 
-    failed: rows written with an error; saved: prompt tokens that common beginnings spared this run, of `prompt` that
-    its rows have; cache_bytes: of the largest running batch of a process; stopped: rows are left; drafts: of the
-    first process, passes of batches, tokens of a row that they verified beside each next one, and those of them that
+    failed: rows written with an error; saved: prompt tokens of its rows that this run did not read, as others begin
+    alike, a store had them, or the rows had been suspended; cache_bytes: of the largest running batch of a process;
+    stopped: rows are left; resumed: rows that went on where an earlier run was stopped; suspended: rows that a later
+    run can go on with, suspended_bytes: of their arrays; drafts: of the first process, passes of batches, tokens of a row that they verified beside each next one, and those of them that
     came; None: no drafts; draft_failed: after how many tokens of its batches the drafter was left out, as it failed,
     and its error. stages: of a job of several stages, the workers that were in each, their rows, tokens or steps
     (units), seconds and most bytes, what was handed over, rows that were done again, and changes of a stage.
@@ -37,6 +38,9 @@ class Report:
     compile_s: float
     processes: int
     stopped: bool
+    resumed: int = 0
+    suspended: int = 0
+    suspended_bytes: int = 0
     drafts: dict[str, int] | None = None
     stages: dict[str, Any] | None = None
     draft_failed: tuple[int, str] | None = None
@@ -50,6 +54,10 @@ class Report:
     def _held(self) -> str:
         rows = sum(b["held_once"] for b in self.buckets)
         return f"; {rows} rows share beginnings that are held once" if rows else ""
+
+    @property
+    def _kept(self) -> str:
+        return f"{self.suspended_bytes / 2**20:,.1f} MiB: the next run goes on with them"
 
     @property
     def _failed(self) -> str:
@@ -66,6 +74,8 @@ class Report:
                 f"tokens       {self.tokens_prompt:,} read, {self.tokens_new:,} generated, "
                 f"{self.tokens_per_s:,.1f} a second",
                 f"prefixes     {self.saved:,} prompt tokens spared, {share:.0%}{self._held}",
+                *([f"resumed      {self.resumed} rows went on where they were"] if self.resumed else []),
+                *([f"suspended    {self.suspended} rows, {self._kept}"] if self.suspended else []),
                 *(
                     f"prompts      of up to {b['tokens']:,} tokens, read {b['chunk']:,} at a time"
                     for b in self.buckets

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
+import jax.numpy as jnp
+
 from jkv.batch.arrange import Wave, waves
-from jkv.batch.prefilling import Prefilling
+from jkv.batch.prefilling import Filled, Prefilling
 from jkv.batch.requests import Refused, Request
 from jkv.batch.shapes import Shapes
 from jkv.batch.slots import Answer, Slots
+from jkv.batch.suspended import Suspended
 from jkv.core.compiled import Cost
 from jkv.generation.drafters import Drafter
 from jkv.generation.trial import Trial
@@ -28,9 +31,12 @@ class Running(Slots):
         store: Store | None = None,
         drafter: Drafter | None = None,
         trial: Trial | None = None,
+        suspended: Suspended | None = None,
     ) -> None:
+        """suspended: where rows of this job that a stopped run left may be, and go if this one stops."""
         super().__init__(params, shapes, cost, drafter, trial)
         self.prompts = Prefilling(params, shapes, cost, store)
+        self.suspended = suspended or Suspended(None, params, shapes.config)
         self.entering: tuple[Request, ...] = ()
 
     @property
@@ -58,7 +64,25 @@ class Running(Slots):
         return holds and len(wave.rows) <= self.slots.count(None)
 
     def admit(self, wave: Wave) -> None:
-        """Prefill the rows of a wave, and give them free slots."""
+        """Give the rows of a wave free slots: those that were suspended as they were, the others with their prompts."""
         self.entering = wave.rows
-        self.seat(self.prompts.read(wave))
+        bucket, cache = self.shapes.bucket, self.state.cache
+        found = [x for row in wave.rows if (x := self.suspended.take(row, bucket, cache)) is not None]
+        if wave.heads and (tiers := self.prompts.lead(wave.heads)) is not None:
+            self.hold(tiers)
+        fresh = wave.without({row.part for x in found for row in x.rows})
+        if fresh.rows:
+            self.seat(self.prompts.read(fresh))
+        for x in found:
+            self.seat(x)
+            self.prompts.saved += sum(len(row.tokens) for row in x.rows)
         self.entering = ()
+
+    def suspend(self) -> None:
+        """Keep the rows under way for another run, as they are after a block and its flush. Raises OSError."""
+        if self.suspended.folder is None or not any(self.slots):
+            return
+        nobody = jnp.zeros((self.shapes.several, self.shapes.model.vocab), jnp.float32)
+        self.seat(Filled(rows=(), cache=self.prompts.empty_rows(), logits=nobody))
+        rows = [(slot, *x) for slot, x in enumerate(self.slots) if x is not None]
+        self.suspended.keep(self.state, rows, self.shapes.bucket)

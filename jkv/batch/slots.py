@@ -81,24 +81,23 @@ class Slots:
         self.state, self.newest = replace(self.state, cache=cache), at
 
     def seat(self, filled: Filled) -> None:
-        """Give rows that were prefilled free slots."""
+        """Give rows free slots."""
         shapes, several, rows = self.shapes, filled.cache.rows, filled.cache
+        drawn = filled.drawn or [[] for _ in filled.rows]
         free = [i for i, x in enumerate(self.slots) if x is None][: len(filled.rows)]
-        if filled.held is not None:
-            self.hold(filled.held)
         if rows.common is not None:
             of = jnp.full(several, self.newest, jnp.int32)
             rows = replace(rows, common=replace(rows.common, of=of))
         used = None
         if shapes.penalised:
             table = np.zeros((several, shapes.model.vocab), bool)
-            for i, row in enumerate(filled.rows):
-                table[i, row.tokens] = True
+            for i, (row, tokens) in enumerate(zip(filled.rows, drawn, strict=True)):
+                table[i, [*row.tokens, *tokens]] = True
             used = jnp.asarray(table)
         slots = jnp.asarray([*free, *[shapes.rows] * (several - len(free))], jnp.int32)
         self.state = self.cost.run(admit, self.state, rows, filled.logits, used, slots)
-        for slot, row in zip(free, filled.rows, strict=True):
-            self.slots[slot], self.of[slot] = (row, []), self.newest
+        for slot, row, tokens in zip(free, filled.rows, drawn, strict=True):
+            self.slots[slot], self.of[slot] = (row, tokens), self.newest
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(

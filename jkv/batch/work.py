@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jkv.batch.report import Report
 from jkv.batch.requests import Refused, Request, checked, failed, limits, lines, read
 from jkv.batch.running import Running
 from jkv.batch.slots import Answer
+from jkv.batch.suspended import Suspended
 from jkv.batch.together import Heard, any_of, gathered, spans
 from jkv.core.compiled import Cost, use_disk_cache
 from jkv.generation.chunks import LEAST, chosen, spare
@@ -43,11 +45,16 @@ class Failure:
 class Work:
     """The rows of one process: `finish` answers those that are not written yet."""
 
-    def __init__(self, job: Job, shard: Rows, total: int, rows: list[Request | Refused], tell: Tell) -> None:
+    def __init__(
+        self, job: Job, shard: Rows, total: int, rows: list[Request | Refused], tell: Tell, aside: Path | None
+    ) -> None:
+        """aside: the folder for rows under way when the job stops, or None."""
         self.job, self.shard, self.total, self.tell = job, shard, total, tell
         self.share = len(rows)
         shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
         self.requests = [x for r in rows if isinstance(r, Request) for x in r.samples]
+        left = (r for r in self.requests if r.line not in shard.done)
+        self.suspended = Suspended(aside, job.params, job.config, left)
         self.parts: dict[int, dict[int, Answer]] = {}  # of rows that have answers, and not all of them
         shares = job.shares and job.config.splits and job.store is None
         self.buckets = self.arranged(self.requests, shares, job.grain(self.requests) if shares else None)
@@ -113,7 +120,9 @@ class Work:
                 if running is None:
                     rows = min(most or self.size(bucket), fit.whole(len(bucket.rows), unit))
                     shapes = self.job.shapes(bucket, self.requests, rows)
-                    running = Running(self.job.params, shapes, self.cost, self.job.store, self.drafter, self.trial)
+                    running = Running(
+                        self.job.params, shapes, self.cost, self.job.store, self.drafter, self.trial, self.suspended
+                    )
                     answers = running.answers(self.done)
                 ended = next(answers, None)
             except BaseException as error:
@@ -129,6 +138,7 @@ class Work:
             wrote = wrote or bool(ended)
             if stop():
                 self.stopped = len(self.shard.done) < self.share
+                self.suspend(running)
                 break
         if running is not None:
             self.prefilled += running.prompts.prefilled
@@ -136,11 +146,28 @@ class Work:
             self.drafted.update(running.drafted)
         return [] if failure is None else self.otherwise(bucket, rows, failure)
 
+    def suspend(self, running: Running) -> None:
+        """Keep the rows under way for the next run, as many as can be; the others begin anew then."""
+        rows = len(running.under_way)
+        try:
+            running.suspend()
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            lost = rows - self.suspended.rows
+            note(f"{lost} of {rows} rows under way could not be kept and will begin anew ({said(error)})")
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Rows that have a result: nothing else is kept of them."""
+        self.shard.add(rows)
+        self.suspended.forget({row["key"] for row in rows})
+
     def write(self, nbytes: int, ended: Sequence[Answer | Refused]) -> None:
         """Rows that ended, beside caches of so many bytes."""
         if rows := {row["line"]: row for x in ended if (row := self.whole(x))}:  # once, if several samples failed
-            self.shard.add(list(rows.values()))
-        self.new += sum(len(x.tokens) for x in ended if isinstance(x, Answer))
+            self.add(list(rows.values()))
+        before = self.suspended.resumed
+        self.new += sum(len(x.tokens) - before.get(x.request.part, 0) for x in ended if isinstance(x, Answer))
         self.cache_bytes = max(self.cache_bytes, nbytes)
         speed = self.new / (time.perf_counter() - self.start)
         self.tell(len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {nbytes / 2**20:,.0f} MiB")
@@ -175,7 +202,7 @@ class Work:
             return [(b, 0) for r in left for b in self.arranged([r], False)]
         lost = left if failure.alike else failure.rows
         note(f"{len(lost)} rows failed: {failure.text}")
-        self.shard.add(
+        self.add(
             [_row(failed(r, failure.text)) for r in {r.line: r for r in lost if r.line not in self.shard.done}.values()]
         )
         return [(bucket, 0)]
@@ -196,10 +223,11 @@ class Work:
         done = [x for x in self.shard.done.values() if x is not None]
         counts = [len(done), len(self.shard.done) - len(done), sum(p for p, _ in done), sum(n for _, n in done)]
         seconds = time.perf_counter() - self.start
-        own = np.array([*counts, self.new, self.prefilled, self.saved, self.stopped], np.int64) * self.job.writes
+        kept = [len(self.suspended.resumed), self.suspended.rows, self.suspended.nbytes]
+        own = np.array([*counts, self.new, self.prefilled, self.saved, self.stopped, *kept], np.int64) * self.job.writes
         every = gathered(np.array([*own, self.cache_bytes, int(seconds * 1e3)], np.int64))
-        all_done, failed, read_, new, now, prefilled, saved, stopped = map(int, every[:, :8].sum(0))
-        cache_bytes, slowest = map(int, every[:, 8:].max(0))
+        all_done, failed, read_, new, now, prefilled, saved, stopped, *kept = map(int, every[:, :-2].sum(0))
+        cache_bytes, slowest = map(int, every[:, -2:].max(0))
         report = Report(
             cache=str(self.job.config),
             rows=self.total,
@@ -222,6 +250,9 @@ class Work:
             compile_s=self.cost.compiling,
             processes=jax.process_count(),
             stopped=stopped > 0,
+            resumed=kept[0],
+            suspended=kept[1],
+            suspended_bytes=kept[2],
             drafts=dict(self.drafted) if self.drafter is not None else None,
             stages=self.stages,
             draft_failed=self.trial.failed,
@@ -273,11 +304,13 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell, by: By = Work.finish) ->
     process, processes = job.place
     own = rows[process::processes]
     shard: Rows = Heard()
+    aside: Path | None = None
     about = job.about()  # by all processes: the weights may lie on the devices of all
     if job.writes:
         place = output(job.out)
         place.claim(about, made())
         shard = place.rows({r.line: r.key for r in own}, process, processes, job.retry)
+        aside = place.aside(process, processes) if job.over is None else None  # a mesh divides all rows or none
     try:
         if spans(job.over):
             stop = any_of(stop)
@@ -285,7 +318,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell, by: By = Work.finish) ->
             shard.done.update(
                 {r.line: None for r, is_done in zip(rows, done, strict=True) if is_done and not job.writes}
             )
-        work = Work(job, shard, len(rows), own, tell)
+        work = Work(job, shard, len(rows), own, tell, aside)
         by(work, stop)
     finally:
         shard.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def weights(plan: Any) -> str:
 
 def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
+    checkpoint.write(path, *packed(cache, params))
+
+
+def packed(cache: Cache, params: Params) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of a cache by name, in memory, and its description."""
     check_there(cache)
     leaves = jax.tree_util.tree_leaves_with_path(_whole(cache))
     meta = {
@@ -53,7 +59,12 @@ def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
         "dtype": cache.dtype.name,
         "weights": weights(cache.plan),
     }
-    checkpoint.write(path, {jax.tree_util.keystr(where): x for where, x in leaves}, meta)
+    return {jax.tree_util.keystr(where): np.asarray(x) for where, x in leaves}, meta
+
+
+def row(arrays: Mapping[str, np.ndarray], meta: dict[str, Any], i: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Of a packed cache one row, as that row's own cache is packed: all rows share the numbers without an axis."""
+    return {name: x[i : i + 1] if x.ndim else x for name, x in arrays.items()}, meta | {"rows": 1}
 
 
 def load_cache(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
@@ -64,13 +75,24 @@ def load_cache(path: str | Path, params: Params, config: CacheConfig | None = No
     """
     path = Path(path)
     with checkpoint.opened(path) as (meta, _, read):
-        own = fingerprint(params)
-        if meta.get("model") != own:
-            cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
-            raise FormatError(path, cause, "load the model that the cache was made with")
-        empty = _described(path, meta, params, config)
-        found, tree = jax.tree_util.tree_flatten_with_path(_whole(empty))
-        arrays = read(jax.tree_util.keystr(where) for where, _ in found)
+        return unpacked(path, meta, read, params, config)
+
+
+def unpacked(
+    path: Path,
+    meta: dict[str, Any],
+    read: Callable[[Iterable[str]], dict[str, np.ndarray]],
+    params: Params,
+    config: CacheConfig | None = None,
+) -> Cache:
+    """The inverse of `packed`, of arrays that `read` gives by name; raises FormatError as `load_cache` does."""
+    own = fingerprint(params)
+    if meta.get("model") != own:
+        cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
+        raise FormatError(path, cause, "load the model that the cache was made with")
+    empty = _described(path, meta, params, config)
+    found, tree = jax.tree_util.tree_flatten_with_path(_whole(empty))
+    arrays = read(jax.tree_util.keystr(where) for where, _ in found)
     leaves: list[Any] = []
     for where, want in found:
         name = jax.tree_util.keystr(where)

@@ -157,6 +157,21 @@ def codecs() -> list[str]:
     ]
 
 
+def quantized() -> list[str]:
+    """jkv's codecs beside transformers' quantized caches, the most bits first."""
+    return [
+        line(
+            row["engine"],
+            code(row["cache"]) if row["engine"] == "jkv" else row["cache"],
+            f"{row['bits'][0]:.3g} / {row['bits'][1]:.3g}",
+            f"{row['kl']:.2g} ({min(row['kl_by_text']):.2g} to {max(row['kl_by_text']):.2g})" if row["kl"] else "0",
+            f"{row['ppl']:.2f}",
+            number(row["ms"]),
+        )
+        for row in sorted(results("quantized"), key=lambda row: (-sum(row["bits"]), row["kl"]))
+    ]
+
+
 def compositions() -> list[str]:
     """Codes, and evictions with codes, on four tasks: the most bytes first, and - for what was not measured."""
     tasks = ("prose", "code", "later", "needles")
@@ -600,6 +615,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
+        head("", "cache", "bits, keys / values", "KL (by text)", "perplexity", "ms a token"): quantized,
         head("by", "prose: bytes (bits a byte)", "code: bytes (bits a byte)"): packed,
         head(
             *("cache", "bits a byte, prose", "bytes of cache a byte", "bits a byte, code"),

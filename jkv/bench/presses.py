@@ -253,7 +253,14 @@ PEERS = (
         method="adakv",
         spec=f"snapkv(budget={{n}}, window={WINDOW}) | pooled",
         press=lambda kv, gone, n: kv.AdaKVPress(kv.SnapKVPress(gone, window_size=WINDOW)),
-        note="of snapkv with window 32, and a floor of 0.2, in both; jkv's row adakv pools by maximum, as its authors",
+        note="of snapkv with window 32; jkv's row adakv pools by maximum, as its authors; floor 0.2: jkv mixes what a "
+        "head wins with an equal share, as its authors, kvpress gives each a fifth of one and lets the rest be won",
+    ),
+    Peer(
+        method="adakv (no floor)",
+        spec=f"snapkv(budget={{n}}, window={WINDOW}) | pooled(floor=0.0)",
+        press=lambda kv, gone, n: kv.AdaKVPress(kv.SnapKVPress(gone, window_size=WINDOW), alpha_safeguard=0.0),
+        note="the same, where heads are sure of nothing",
     ),
     Peer(
         method="simlayerkv",

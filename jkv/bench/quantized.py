@@ -58,7 +58,6 @@ THEIRS = (
     Theirs("fp8", "fp8"),
     Theirs("hqq, 8 bits", "hqq", {"nbits": 8}),
     Theirs("hqq, 4 bits", "hqq", {"nbits": 4}),
-    Theirs("hqq, 3 bits", "hqq", {"nbits": 3}),
     Theirs("hqq, 2 bits", "hqq", {"nbits": 2}),
     Theirs("quanto, 4 bits", "quanto", {"nbits": 4}),
     Theirs("quanto, 4 bits, keys by channel", "quanto", {"nbits": 4, "axis_key": -1}),

@@ -223,6 +223,18 @@ def test_records_go_with_their_rows_whatever_the_lines(tmp_path: Path, whole: An
     assert report.resumed == 2 and [got[6 - i] for i in range(1, 6)] == [whole[i] for i in range(1, 6)]
 
 
+def test_a_row_whose_batch_has_other_lengths_by_now_begins_anew(
+    tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]
+):
+    """A line more asks for more tokens than the others, so all caches of the bucket have more slots."""
+    task = job(tmp_path)
+    run(task, after(1), nothing)
+    asked = [json.loads(x) | {"seed": i} for i, x in enumerate(task.source.read_text().splitlines(), 1)]
+    report = run(job(tmp_path, asked=[*asked, {"tokens": [1] * 9, "max_new_tokens": 129}]), never, nothing)
+    assert report.resumed == 0 and capsys.readouterr().err.count("its batch was of rows of other lengths") == 2
+    assert {i: x for i, x in written(task).items() if i < 6} == whole
+
+
 def damage(kind: str, path: Path, other: Path, tmp_path: Path) -> None:
     """Make of a record what a kill, a disk or a hand may leave; other: that of the other row."""
     content = path.read_bytes()
@@ -272,8 +284,12 @@ def test_a_record_that_is_none_of_the_rows_is_said_and_its_row_begins_anew(
 def test_a_full_disk_keeps_what_it_can(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """It is told once, when the second record is written; or no record would leave as much free as it takes."""
+    """It is told once, when the second record is written: the row that took less; or no record would leave as much free
+    as it takes."""
     task, written_before = job(tmp_path), []
+    both = replace(task, out=tmp_path / "both")
+    run(both, after(1), nothing)
+    longest = max(aside(both).iterdir(), key=lambda x: checkpoint.read(x)[0]["[2].seen"].max())
 
     def sync(path: Path) -> None:
         if written_before:
@@ -286,7 +302,7 @@ def test_a_full_disk_keeps_what_it_can(
     assert report.stopped and report.suspended == 1
     said = capsys.readouterr().err
     assert "1 of 2 rows under way could not be kept and will begin anew" in said and "No space left" in said
-    assert [x.suffix for x in aside(task).iterdir()] == [".row"]
+    assert [x.name for x in aside(task).iterdir()] == [longest.name]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=report.suspended_bytes * 3 // 2))
         report = run(task, after(1), nothing)

@@ -56,7 +56,7 @@ class Prefilling:
         return tree_bytes(self.heads.layers) if self.heads is not None else 0
 
     def lead(self, heads: tuple[np.ndarray, ...]) -> tuple[tuple[Tier, ...], ...] | None:
-        """Read the beginnings i32[n] that the next waves go on from: the tiers of the one that is held once, or None."""
+        """Read the beginnings i32[n] that the next waves go on from: the tiers of one that is held once, or None."""
         ids = _padded(heads, self.shapes.together, self.shapes.bucket.first)
         self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
         ran = sum(map(len, heads))

@@ -15,10 +15,11 @@ class Report:
     failed: rows written with an error; saved: prompt tokens of its rows that this run did not read, as others begin
     alike, a store had them, or the rows had been suspended; cache_bytes: of the largest running batch of a process;
     stopped: rows are left; resumed: rows that went on where an earlier run was stopped; suspended: rows that a later
-    run can go on with, suspended_bytes: of their arrays; drafts: of the first process, passes of batches, tokens of a row that they verified beside each next one, and those of them that
-    came; None: no drafts; draft_failed: after how many tokens of its batches the drafter was left out, as it failed,
-    and its error. stages: of a job of several stages, the workers that were in each, their rows, tokens or steps
-    (units), seconds and most bytes, what was handed over, rows that were done again, and changes of a stage.
+    run can go on with, suspended_bytes: of their arrays; drafts: of the first process, passes of batches, tokens of a
+    row that they verified beside each next one, and those of them that came; None: no drafts; draft_failed: after how
+    many tokens of its batches the drafter was left out, as it failed, and its error. stages: of a job of several
+    stages, the workers that were in each, their rows, tokens or steps (units), seconds and most bytes, what was handed
+    over, rows that were done again, and changes of a stage.
     """
 
     cache: str

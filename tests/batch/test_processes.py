@@ -35,11 +35,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+def started(source: Path, out: Path, *more: str, program: str = "tiny_job.py") -> subprocess.Popen[str]:
     """A process of a job, whose programs are kept beside the input: the second one need not compile."""
     env = {**os.environ, "JKV_CACHE": str(source.parent), "JAX_ENABLE_COMPILATION_CACHE": "1"}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    command = [sys.executable, str(HERE / "tiny_job.py"), str(source), str(out), CACHE, *more]
+    command = [sys.executable, str(HERE / program), str(source), str(out), CACHE, *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -134,10 +134,27 @@ def test_killed_at_any_time_and_taken_away_every_row_is_there_once(
     said, trouble = process.communicate(timeout=60)
     assert process.returncode == STOPPED and time.monotonic() - before < 10, trouble
     assert "left: run the same command again" in said and held < len(rows(out)) < ROWS
+    assert re.search(r"suspended    [1-4] rows", said)
     process = started(source, out)
     said, trouble = process.communicate(timeout=60)
     assert process.returncode == 0 and f"{ROWS} done, 0 failed, of {ROWS}\n" in said, trouble
-    assert rows(out) == whole
+    assert rows(out) == whole and re.search(r"resumed      [1-4] rows", said) and "begins anew" not in trouble
+    assert not list(out.glob("suspended-*"))
+
+
+def test_killed_while_rows_are_suspended(source: Path, whole: dict[int, dict], tmp_path: Path):
+    """The first record is there, and its row goes on; of the second there are bytes without a name."""
+    out = tmp_path / "out"
+    process = started(source, out, program="dying_job.py")
+    reaches(process, out, 1)
+    process.send_signal(signal.SIGTERM)
+    _, trouble = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, trouble
+    assert sorted(x.suffix for x in out.glob("suspended-*/*")) == [".row", ".tmp"]
+    process = started(source, out)
+    said, trouble = process.communicate(timeout=60)
+    assert process.returncode == 0 and "resumed      1 rows" in said and "begins anew" not in trouble, trouble
+    assert rows(out) == whole and not list(out.glob("suspended-*"))
 
 
 def test_a_signal_ends_a_process_that_does_not_listen():

@@ -182,10 +182,11 @@ def test_a_job_that_stops_after_every_block_reads_no_prompt_twice(tmp_path: Path
         reports.append(run(task, after(1), nothing))
         assert len(list(aside(task).glob("*.row"))) == reports[-1].suspended <= 2
     assert written(task) == whole and len(reports) >= 5 and not aside(task).exists()
-    assert reports[0].suspended == 2 and sum(x.prefilled for x in reports) == reports[-1].tokens_prompt == sum(map(len, prompts(5)))
+    assert sum(x.prefilled for x in reports) == reports[-1].tokens_prompt == sum(map(len, prompts(5)))
     assert [x.resumed for x in reports[1:]] == [x.suspended for x in reports[:-1]]
     first = reports[0]
-    assert f"suspended    2 rows, {first.suspended_bytes / 2**20:,.1f} MiB" in str(first) and first.suspended_bytes
+    assert first.suspended == 2 and first.suspended_bytes
+    assert f"suspended    2 rows, {first.suspended_bytes / 2**20:,.1f} MiB" in str(first)
     assert "resumed      2 rows" in str(reports[1]) and "suspended" not in str(reports[-1])
 
 
@@ -218,7 +219,20 @@ def test_records_go_with_their_rows_whatever_the_lines(tmp_path: Path, whole: An
     run(task, after(1), nothing)
     asked = [json.loads(x) | {"seed": i} for i, x in enumerate(task.source.read_text().splitlines(), 1)]
     report = run(job(tmp_path, asked=asked[::-1]), never, nothing)
-    assert report.resumed == 2 and [x for _, x in sorted(written(task).items())[::-1]] == [whole[i] for i in range(1, 6)]
+    got = written(task)
+    assert report.resumed == 2 and [got[6 - i] for i in range(1, 6)] == [whole[i] for i in range(1, 6)]
+
+
+def test_a_row_whose_batch_has_other_lengths_by_now_begins_anew(
+    tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]
+):
+    """A line more asks for more tokens than the others, so all caches of the bucket have more slots."""
+    task = job(tmp_path)
+    run(task, after(1), nothing)
+    asked = [json.loads(x) | {"seed": i} for i, x in enumerate(task.source.read_text().splitlines(), 1)]
+    report = run(job(tmp_path, asked=[*asked, {"tokens": [1] * 9, "max_new_tokens": 129}]), never, nothing)
+    assert report.resumed == 0 and capsys.readouterr().err.count("its batch was of rows of other lengths") == 2
+    assert {i: x for i, x in written(task).items() if i < 6} == whole
 
 
 def damage(kind: str, path: Path, other: Path, tmp_path: Path) -> None:
@@ -270,8 +284,12 @@ def test_a_record_that_is_none_of_the_rows_is_said_and_its_row_begins_anew(
 def test_a_full_disk_keeps_what_it_can(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """It is told once, when the second record is written; or no record would leave as much free as it takes."""
+    """It is told once, when the second record is written: the row that took less; or no record would leave as much free
+    as it takes."""
     task, written_before = job(tmp_path), []
+    both = replace(task, out=tmp_path / "both")
+    run(both, after(1), nothing)
+    longest = max(aside(both).iterdir(), key=lambda x: checkpoint.read(x)[0]["[2].seen"].max())
 
     def sync(path: Path) -> None:
         if written_before:
@@ -284,7 +302,7 @@ def test_a_full_disk_keeps_what_it_can(
     assert report.stopped and report.suspended == 1
     said = capsys.readouterr().err
     assert "1 of 2 rows under way could not be kept and will begin anew" in said and "No space left" in said
-    assert [x.suffix for x in aside(task).iterdir()] == [".row"]
+    assert [x.name for x in aside(task).iterdir()] == [longest.name]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=report.suspended_bytes * 3 // 2))
         report = run(task, after(1), nothing)

@@ -259,7 +259,16 @@ def test_a_job_of_stages_that_is_stopped_goes_on(tmp_path: Path, whole: Any):
     task, said = job(tmp_path), []
     report = run(task, lambda: len(said) > 1, lambda *x: said.append(x), staged(task, (1, 1), LOAD))
     assert report.stopped and 0 < len(written(task)) < 9 and not (tmp_path / "out" / crews.FOLDER).exists()
-    assert run(task, never, nothing).done == 9 and written(task) == whole  # by one process, too
+    calls, records = iter((False, True)), tmp_path / "out" / "suspended-00000-of-00001"
+    assert run(task, lambda: next(calls), nothing).suspended == 2  # by one process, too
+    before = {x.name for x in records.iterdir()}
+    said = []
+    report = run(task, lambda: len(said) > 1, lambda *x: said.append(x), staged(task, (1, 1), LOAD))
+    left = {x.name for x in records.glob("*")}
+    ended = {f"{x['key']}-0.row" for x in written(task).values()}
+    assert report.resumed == 0 and left == before - ended  # workers begin anew, and no record outlives its row
+    report = run(task, never, nothing)
+    assert report.done == 9 and report.resumed == len(left) and written(task) == whole
 
 
 @pytest.mark.slow

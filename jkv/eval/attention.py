@@ -15,7 +15,8 @@ from jkv.arrays.partial import softmax, with_sinks
 from jkv.attention.attend import attend, attend_window
 from jkv.attention.decoded import Stored, stored
 from jkv.attention.mask import causal, visible
-from jkv.attention.tiers import gathered, picked
+from jkv.attention.picks import picked
+from jkv.attention.tiers import gathered
 from jkv.core.loop import flush_due, step
 from jkv.generation.report import divergence
 from jkv.memory.cache import Cache

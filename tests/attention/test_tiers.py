@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.attention.marks import newest
 from jkv.attention.mask import causal
-from jkv.attention.tiers import attend_tier, gathered, look, newest, picked, tier_dot
+from jkv.attention.picks import look, picked
+from jkv.attention.tiers import attend_tier, gathered, tier_dot
 from jkv.attention.tiles import tile_size
 from jkv.core.flush import _admit
 from jkv.core.merge import Newcomers

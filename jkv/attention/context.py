@@ -133,6 +133,15 @@ def own(index: Array, part: Part, n: int) -> Array:
     return jnp.where(at < 0, n, at)
 
 
+def end(ends: Array, part: Part, n: int) -> Array:
+    """How many first slots of all devices end where, as it is counted by one that has n of them.
+
+    >>> [int(end(jnp.int32(6), jnp.int32(i), 4)) for i in range(3)]
+    [4, 2, 0]
+    """
+    return ends if part is None else jnp.clip(ends - part * n, 0, n)
+
+
 def read(x: Array, index: Array, axes: Axes) -> Array:
     """x [B,H,C,...] at index i32[B,Hi,m] -> [B,H,m,...], from whichever device has it; of C or more: anything."""
 

@@ -14,6 +14,7 @@ from jax import Array
 from jkv import kernels
 from jkv.arrays.tree import static, value
 from jkv.attention import context
+from jkv.attention.marks import newest
 from jkv.attention.mask import causal, visible
 from jkv.attention.tiers import (
     asked,
@@ -21,7 +22,6 @@ from jkv.attention.tiers import (
     counted,
     flat,
     key_logits,
-    newest,
     tier_dot,
     tier_mix,
 )

@@ -12,21 +12,22 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.arrays.gather import per, put, take
+from jkv.arrays.gather import per, take
 from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
 from jkv.attention import context
 from jkv.attention.attend import FEW
+from jkv.attention.marks import ends
 from jkv.attention.mask import Mask
 from jkv.attention.pool import line, together
 from jkv.attention.tiles import cut, over_tiles, tile_size
+from jkv.kernels.decode_attention import lengths
 from jkv.memory import codes
 from jkv.memory.cache import MERGED, Tier
-from jkv.memory.hot import Hot
 from jkv.memory.layer import TierView
 from jkv.memory.pages import is_far, sample
 from jkv.models.rope import Rope
 from jkv.models.scale import Scale
-from jkv.protocols import Code, Codec, Columns, KernelCodes, Look
+from jkv.protocols import Code, Codec, KernelCodes
 
 
 def flat(x: Array) -> Array:
@@ -48,7 +49,7 @@ def counted(logits: Array, merged: Array | None) -> Array:
 def bare(tier: Tier) -> Tier:
     """The tier with what attention reads of it, and no more."""
     columns = {name: x for name, x in tier.columns.items() if name == MERGED}
-    return replace(tier, columns=columns, summary=None, memo=None, taught=(None, None))
+    return replace(tier, columns=columns, summary=None, memo=None, taught=(None, None), marks=None)
 
 
 def decoded_keys(code: Code, at: Array, config: TierView, rope: Rope, heads: int = 0) -> Array:
@@ -168,18 +169,26 @@ def _attend(
         tier = replace(tier, pos=line(tier.pos, tier.head))
 
     def own(
-        tier: Tier, part: context.Part, q: Array, mask: Mask, pages: Array | None, codecs: tuple[Codec, Codec]
+        tier: Tier,
+        part: context.Part,
+        q: Array,
+        mask: Mask,
+        pages: Array | None,
+        codecs: tuple[Codec, Codec],
+        ends: Array,
     ) -> Partial:
+        slots = tier.pos.shape[2]
         here = None if pages is None else _pages_here(pages, part, tier, config)
         mine = replace(config, k=codecs[0], v=codecs[1])
+        until = context.end(ends, part, slots)
 
         def read(q: Array) -> Partial:
-            return _attend_own(q, mask, tier, here, mine, rope, scale, tokens)
+            return _attend_own(q, mask, tier, here, until, mine, rope, scale, tokens)
 
         return codes.between_ends(read, q, None if mine.pre_rope else mine.k, mine.v, scale)
 
-    tier, codecs = replace(bare(tier), at=at), (config.k, config.v)
-    return context.each_given(own, tier, tier.axes, q, mask, pages, codecs, like=q, join=merge_over)
+    given = q, mask, pages, (config.k, config.v), ends(tier)
+    return context.each_given(own, replace(bare(tier), at=at), tier.axes, *given, like=q, join=merge_over)
 
 
 def _pages_here(pages: Array, part: context.Part, tier: Tier, config: TierView) -> Array:
@@ -195,12 +204,16 @@ def _attend_own(
     mask: Mask,
     tier: Tier,
     pages: Array | None,
+    ends: Array,
     config: TierView,
     rope: Rope,
     scale: Scale,
     tokens: int,
 ) -> Partial:
-    """The same of queries as codes are asked, over the slots of one device, or of its pages; keys act at `tier.at`."""
+    """The same of queries as codes are asked, over the slots of one device, or of its pages; keys act at `tier.at`.
+
+    ends i32[B,Hs,1]: of its slots the last live one + 1.
+    """
     b, h, g, t, _ = q.shape
     at = tier.at
     assert at is not None
@@ -208,8 +221,8 @@ def _attend_own(
         if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale, pages)) is not None:
             return part
         tier, at = gathered(pages, tier, at, config)
-        config = replace(config, select=None)
-    if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale)) is not None:
+        config, ends = replace(config, select=None), lengths(tier.pos)
+    if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale, ends)) is not None:
         return part
     k, v, pos, size, merged = tier.k, config.values(tier), tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
     asks = flat(q).astype(jnp.float32)
@@ -231,8 +244,8 @@ def _attend_own(
     return over_tiles(body, nothing(q, codes.inner_width(config.v, sample(v))), size, tile)
 
 
-def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale, *pages: Array) -> Partial | None:
-    """By the platform's kernel, or None where it has none."""
+def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale, read: Array) -> Partial | None:
+    """By the platform's kernel, or None where it has none; read: pages i32[B,H,P], or ends i32[B,Hs,1] of all slots."""
     name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3]).name
     if name == "xla":
         return None
@@ -241,48 +254,11 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale,
     tier, codecs = replace(tier, columns={}, at=None, head=None, summary=None), (config.k, config.v)
 
     # What kernels read is made of the codes inside: a view of them that crosses a border of a mesh is a copy.
-    def run(q: Array, tier: Tier, codecs: tuple[Codec, Codec], first: Array, last: Array, *pages: Array) -> Partial:
+    def run(q: Array, tier: Tier, codecs: tuple[Codec, Codec], first: Array, last: Array, read: Array) -> Partial:
         k, v = kernel_codes(tier, replace(config, k=codecs[0], v=codecs[1]))
-        return attention(q, k, v, tier.pos, first, last, scale, *pages, *more)
+        return attention(q, k, v, tier.pos, first, last, scale, read, *more)
 
-    return kernels.over_mesh(run, q, tier, codecs, mask.first, mask.last, *pages)
-
-
-def look(
-    q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
-) -> Look:
-    """What the selector of a tier sees of rotated queries [B,H,G,1,D] of tokens at i32[B,1], with columns f32[B,H]."""
-    assert config.select is not None
-    b, h, g, _, d = q.shape
-
-    def logits(apart: int | None = None) -> Array:
-        asks, held = q.astype(jnp.float32), tier
-        if apart is not None and config.pre_rope:
-            places = jnp.full_like(at, apart)[:, None, None]
-            asks = rope.rotate(rope.rotate(asks, at[:, None, None], inverse=True), places)
-            held = replace(tier, at=jnp.zeros_like(tier.pos))
-        return tier_dot(flat(asks), held, config, rope, "k").reshape(b, h, g, -1)
-
-    pos = newest(tier, config.select.unit, h)
-    return Look(
-        q=q[:, :, :, 0],
-        columns=columns,
-        pos=pos,
-        summary=tier.summary,
-        memo=tier.memo,
-        given=given,
-        alive=at[:, 0] >= 0,
-        logits=logits,
-    )
-
-
-def picked(
-    q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
-) -> tuple[Array | None, Any]:
-    """i32[B,H,U]: the units that the selector picks, -1 none, and its memo after that; None where there is none."""
-    if config.select is None:
-        return None, tier.memo
-    return config.select.pick(look(q, at, columns, tier, config, rope, given))
+    return kernels.over_mesh(run, q, tier, codecs, mask.first, mask.last, read)
 
 
 def looked(q: Array, tier: Tier, config: TierView) -> Tier:
@@ -290,27 +266,6 @@ def looked(q: Array, tier: Tier, config: TierView) -> Tier:
     assert config.select is not None
     units = jnp.zeros((*q.shape[:2], config.select.reads(tier.pos.shape[2])), jnp.int32)
     return gathered(units, tier, tier.pos, config)[0]
-
-
-def brought(units: Array | None, mask: Mask, tier: Tier) -> Tier:
-    """The tier before a step reads these units: where pages of the host stay on the device, they do."""
-    if units is None or staying(tier) == (None, None):
-        return tier
-    alive = mask.last[:, 0] >= 0
-    k, v = (x.bring(units, alive) if is_far(x) else x for x in (tier.k, tier.v))
-    return replace(tier, k=k, v=v)
-
-
-def staying(tier: Tier) -> tuple[Hot | None, Hot | None]:
-    """What a tier has on the device of keys and values that lie on the host: a step changes it."""
-    k, v = (x.hot if is_far(x) else None for x in (tier.k, tier.v))
-    return k, v
-
-
-def stayed(tier: Tier, hot: tuple[Hot | None, Hot | None]) -> Tier:
-    """The inverse."""
-    k, v = (x if own is None else replace(x, hot=own) for x, own in zip((tier.k, tier.v), hot, strict=True))
-    return replace(tier, k=k, v=v)
 
 
 def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tier, Array]:
@@ -333,41 +288,8 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
     k, v = (x.read(pages) if is_far(x) else jax.tree.map(gather, x) for x in (tier.k, tier.v))
     columns = {name: take(x, index) for name, x in tier.columns.items()}
     none = (index < 0) | (index >= tier.pos.shape[2])
-    return replace(tier, k=k, v=v, pos=jnp.where(none, -1, pos), columns=columns), take(at, index)
-
-
-def newest(tier: Tier, unit: int, heads: int) -> Array:
-    """i32[B,H,units]: the position of the newest token of every unit, the last of which may be a part; -1 for none."""
-    b, _, c = tier.pos.shape
-    pos = jnp.pad(tier.pos, ((0, 0), (0, 0), (0, -c % unit)), constant_values=-1)
-    return jnp.broadcast_to(pos, (b, heads, pos.shape[2])).reshape(b, heads, -1, unit).max(-1)
-
-
-def observed(
-    q: Array, mask: Mask, lse: Array, units: Array, tier: Tier, config: TierView, rope: Rope, scale: Scale
-) -> Any:
-    """The summary of a stateful selector, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1] that read
-    the units i32[B,H,U].
-
-    The logits of the few keys that were read are computed once more: no kernel has to give them away.
-    """
-    select, (b, h, g, t, _), config = config.select, q.shape, config.of(tier)
-    assert select is not None
-    pos = newest(tier, select.unit, h)
-    keys = replace(tier, v=Code(slots=()))
-    copy, at = gathered(units, keys, tier.pos if tier.at is None else tier.at, config)
-    n = copy.pos.shape[2]
-    logits = key_logits(flat(q), copy.k, at, config, rope).reshape(b, h, g, t, n) * scale
-    logits = counted(logits, copy.columns.get(MERGED))
-    see = mask.over(copy.pos)[:, :, None]
-    p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
-    most = p.reshape(b, h, g * t, -1, select.unit).max((2, 4))
-    row = put(jnp.zeros(pos.shape), jnp.where(units < 0, pos.shape[2], units), most)
-    after = select.observe(tier.summary, row[..., None], pos)
-    alive = (mask.last[:, 0] >= 0)[:, None, None]
-    return jax.tree.map(
-        lambda x, y: jnp.where(alive.reshape(*alive.shape, *[1] * (x.ndim - 3)), x, y), after, tier.summary
-    )
+    pos = jnp.where(none, -1, pos)
+    return replace(tier, k=k, v=v, pos=pos, columns=columns, marks=None), take(at, index)
 
 
 def acting(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ...]:

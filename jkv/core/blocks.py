@@ -19,7 +19,8 @@ from jkv.attention.coded import as_stored
 from jkv.attention.common import attend_common
 from jkv.attention.context import spread
 from jkv.attention.mask import causal
-from jkv.attention.tiers import attend_tier, brought, observed, picked, stayed, staying
+from jkv.attention.picks import brought, observed, picked, stayed, staying
+from jkv.attention.tiers import attend_tier
 from jkv.core.compiled import ANY, program
 from jkv.core.flush import flush, pruned
 from jkv.memory.cache import Counts, LayerCache, Observation, Queries, Window, among
@@ -189,8 +190,9 @@ def observation_of(
 
 @value
 class LayerCarry:
-    """The part of a layer that a step changes: recent window, kept queries and, of tiers (otherwise constants of the
-    loop), the summaries of stateful selectors (None where there is none) and memos."""
+    """The part of a layer that a step changes: recent window and kept queries, but for positions, which come into all
+    layers at once (`dated`), and of tiers (otherwise constants of the loop) the summaries of stateful selectors (None
+    where there is none) and memos."""
 
     recent: Window
     queries: Queries | None
@@ -213,6 +215,19 @@ class LayerCarry:
         return replace(layer, recent=self.recent, queries=self.queries, tiers=tiers)
 
 
+def dated(layer: LayerCache, plan: LayerView, put: Array, first: Array, fill: Array) -> LayerCache:
+    """The layer with the positions put i32[B,R] of the tokens that steps have put into its window, in the entries from
+    `first` to `fill`, and whose queries they have put into its ring."""
+    window = replace(layer.recent, pos=jnp.maximum(layer.recent.pos, put))  # where nothing is yet they are -1
+    ring = layer.queries
+    if ring is not None:
+        n = ring.pos.shape[1]
+        entry = fill - 1 - jnp.remainder(fill - 1 - plan.stay - jnp.arange(n), n)  # the last that came to each place
+        new = put.at[:, jnp.maximum(entry, 0)].get(mode="clip")
+        ring = replace(ring, pos=jnp.where(entry >= first, new, ring.pos))
+    return replace(layer, recent=window, queries=ring)
+
+
 Picks = tuple[Array | None, ...]  # units i32[B,H,U] of each tier
 
 
@@ -225,13 +240,15 @@ def attending(
     x: Array,
     pos: Array,
     ids: Array,
+    put: Array,
     fill: Array,
     given: Picks | None = None,
 ) -> tuple[Array, tuple[LayerCarry, Picks]]:
     """A block's output for x [B,1,E] of one token i32[B,1] at pos i32[B,1], what changes of its layer, and the units
     that it read.
 
-    given: those of the nearest layer below that picked, for a selector that `follows`.
+    put i32[B,R]: positions of this block's tokens where the recent window has them, of this one at `fill`, else -1;
+    given: units of the nearest layer below that picked, for a selector that `follows`.
     """
     model = one.config
     rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
@@ -239,11 +256,11 @@ def attending(
     def run(_: int, new: Any) -> tuple[Array, tuple[LayerCarry, Picks]]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         fresh = as_window(one, new, pos, ids, plan, rope, dtype, step=True)
-        window = jax.tree.map(
-            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, fill, 1 if a.ndim == 2 else 2), recent, fresh
+        window = jax.tree.map(  # but for positions, i32[B,R], of which `put` has the new ones
+            lambda a, b: a if a.ndim == 2 else jax.lax.dynamic_update_slice_in_dim(a, b, fill, 2), recent, fresh
         )
         mask = causal(pos, plan.window)
-        parts = [attend(q, window.k, window.v, mask.over(window.pos[:, None]), model.scale)]
+        parts = [attend(q, window.k, window.v, mask.over(jnp.maximum(window.pos, put)[:, None]), model.scale)]
         both = list(zip(layer.tiers, plan.tiers, strict=True))
         columns = {name: y[:, :, 0] for name, y in fresh.columns.items()}
         found = [
@@ -263,7 +280,7 @@ def attending(
         queries = layer.queries
         if queries is not None:
             step = jnp.remainder(fill - plan.stay, plan.queries)
-            queries = queries.put(Queries(q=q, pos=pos, lse=part.lse), step)
+            queries = queries.put(q, part.lse, step)
         hot = tuple(map(staying, tiers))
         carry = LayerCarry(recent=window, queries=queries, summaries=summaries, memos=memos, hot=hot)
         return part.finish(), (carry, picks)

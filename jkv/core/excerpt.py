@@ -12,7 +12,8 @@ from jax import Array
 from jkv.arrays.partial import merge_all, with_sinks
 from jkv.attention.attend import attend
 from jkv.attention.mask import causal
-from jkv.attention.tiers import attend_tier, bare, gathered, look
+from jkv.attention.picks import look
+from jkv.attention.tiers import attend_tier, bare, gathered
 from jkv.core.blocks import as_window, none, with_residual
 from jkv.core.compiled import program
 from jkv.core.loop import Plan, Views

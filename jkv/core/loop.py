@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import value
+from jkv.attention.marks import marked
 from jkv.core.blocks import (
     LayerCarry,
     Picks,
     attended,
     attending,
+    dated,
     embedded,
     entering,
     flushed,
@@ -192,12 +194,16 @@ Views = tuple[LayerView, ...]
 
 @value
 class StepCarry:
-    """The part of a cache that a step changes: of layers, of states, seen i32[B], fill."""
+    """The part of a cache that a step changes: of layers, of states, seen i32[B], fill.
+
+    put i32[B,R]: the positions of the tokens of this block where all recent windows have them, -1 elsewhere.
+    """
 
     layers: tuple[LayerCarry, ...]
     states: tuple[State, ...]
     seen: Array
     fill: Array
+    put: Array
 
 
 def _advance(
@@ -206,6 +212,7 @@ def _advance(
     """One token i32[B] per row that is alive: the moving part after it, and logits f32[B,V]."""
     model, ends = cache.model, params.ends
     pos, ids = (jnp.where(alive, x, -1)[:, None] for x in (moving.seen, token))
+    put = jax.lax.dynamic_update_slice_in_dim(moving.put, pos, moving.fill, 1)
     x = family(model).embed(ends, token[:, None])
     layers: tuple[LayerCarry, ...] = ()
     states: tuple[State, ...] = ()
@@ -215,23 +222,25 @@ def _advance(
             a = len(layers)
             layer = moving.layers[a].into(cache.reads(a, cache.layers[:a], plan[a]))
             given = below if any(tier.follows for tier in plan[a].tiers) else None
-            x, (moved, picks) = attending(params.block(i), layer, plan[a], x, pos, ids, moving.fill, given)
+            x, (moved, picks) = attending(params.block(i), layer, plan[a], x, pos, ids, put, moving.fill, given)
             below = below if all(units is None for units in picks) else picks
             layers += (moved,)
         else:
             x, state = mixing(params.block(i), moving.states[len(states)], x, pos, alive)
             states += (state,)
     seen = moving.seen + alive.astype(jnp.int32)
-    return StepCarry(layers=layers, states=states, seen=seen, fill=moving.fill + 1), said(ends, x)
+    return StepCarry(layers=layers, states=states, seen=seen, fill=moving.fill + 1, put=put), said(ends, x)
 
 
 def _split(cache: Cache, plan: Views) -> StepCarry:
     layers = tuple(map(LayerCarry.of, cache.layers, plan))
-    return StepCarry(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill)
+    put = jnp.full((cache.rows, cache.room), -1, jnp.int32)
+    return StepCarry(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill, put=put)
 
 
-def _join_cache(cache: Cache, moving: StepCarry) -> Cache:
-    layers = tuple(moved.into(layer) for layer, moved in zip(cache.layers, moving.layers, strict=True))
+def _join_cache(cache: Cache, plan: Views, moving: StepCarry) -> Cache:
+    both = zip(moving.layers, cache.layers, plan, strict=True)
+    layers = tuple(dated(moved.into(x), one, moving.put, cache.fill, moving.fill) for moved, x, one in both)
     counts = replace(cache.counts, seen=moving.seen)
     return replace(cache, layers=layers, states=moving.states, counts=counts, fill=moving.fill)
 
@@ -301,6 +310,7 @@ def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop
     The state's cache is bare; plan: its `views`.
     """
     cache, room = state.cache, state.cache.room
+    read = marked(cache, plan)
 
     def more(carry: Any) -> Array:
         moving, _, alive, _, _, count, _ = carry
@@ -316,14 +326,14 @@ def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop
         out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(alive, token, -1)[:, None], count, 1)
         if used is not None:
             used = used.at[jnp.arange(token.shape[0]), token].max(alive)
-        moving, logits = _advance(params, plan, cache, moving, token, alive)
+        moving, logits = _advance(params, plan, read, moving, token, alive)
         alive = alive & ~(token[:, None] == sampling.stop_ids[None]).any(-1)
         return moving, logits, alive, used, out, count + 1, trace
 
     carry = (_split(cache, plan), state.logits, state.alive, state.used, state.out, state.count, state.trace)
     with jax.named_scope("step"):  # programs are read by such names, see aot/hlo.py
         moving, logits, alive, used, out, count, trace = jax.lax.while_loop(more, one, carry)
-    cache = _join_cache(cache, moving)
+    cache = _join_cache(cache, plan, moving)
     return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
 
 
@@ -372,7 +382,7 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     cache = flush_due(cache)
     cache = replace(cache, states=entered(params, cache.states, due))
     moving, logits = _advance(params, plan, cache, _split(cache, plan), jnp.maximum(token, 0), token >= 0)
-    return _join_cache(cache, moving), logits
+    return _join_cache(cache, plan, moving), logits
 
 
 @program(arguments=(None, None, ANY, None), results=(ANY, None), donate_argnames=("cache",))

@@ -15,7 +15,8 @@ from jkv.arrays.partial import softmax, with_sinks
 from jkv.attention.attend import attend, attend_window
 from jkv.attention.decoded import Stored, stored
 from jkv.attention.mask import causal, visible
-from jkv.attention.tiers import gathered, picked
+from jkv.attention.picks import picked
+from jkv.attention.tiers import gathered
 from jkv.core.loop import flush_due, step
 from jkv.generation.report import divergence
 from jkv.memory.cache import Cache
@@ -112,24 +113,27 @@ def marked(positions: Sequence[Any], size: int) -> np.ndarray:
 
 
 @jax.jit
-def found(cache: Cache, queries: list[Array], paid: list[Array], now: Array) -> tuple[Array, Array]:
+def found(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], now: Array) -> tuple[Array, Array]:
     """At step `now`: the share f32[L,B,H] of the dense model's attention that a cache reads, in tokens i32[L,B,H].
 
     The step's own token, which every cache reads, is among them.
     """
     shares, counts = [], []
     below: Sequence[Any] = ()
-    for plan, layer, q, p, rope in zip(cache.plan, cache.layers, queries, paid, cache.model.ropes, strict=True):
+    every = zip(cache.plan, cache.layers, after.layers, queries, paid, cache.model.ropes, strict=True)
+    for plan, layer, stepped, q, p, rope in every:
         b, h = p.shape[:2]
         q, p = (jax.lax.dynamic_index_in_dim(x, now, axis, keepdims=False) for x, axis in ((q, 3), (p, 2)))
         places = [
             jnp.broadcast_to(layer.recent.pos[:, None], (b, h, layer.recent.pos.shape[1])),
             cache.seen[:, None, None],
         ]
+        columns = {name: x[:, :, cache.fill] for name, x in stepped.recent.columns.items()}
         picks = []
         for i, (tier, config) in enumerate(zip(layer.tiers, plan.tiers, strict=True)):
             given = below[i] if config.follows else None
-            pos, (units, _) = tier.seen_by(h), picked(q[:, :, :, None], cache.seen[:, None], tier, config, rope, given)
+            units, _ = picked(q[:, :, :, None], cache.seen[:, None], columns, tier, config, rope, given)
+            pos = tier.seen_by(h)
             if units is not None:
                 pos = gathered(units, tier, pos, config)[0].pos
             picks.append(units)
@@ -153,10 +157,11 @@ def recovered(params: Params, cache: Cache, ids: np.ndarray) -> tuple[np.ndarray
     shares, counts = [], []
     for i in range(ids.shape[1] - first):
         cache = flushed_due(cache)
-        share, count = found(cache, queries, paid, jnp.int32(i))
+        after, _ = step(params, cache, tokens[:, first + i])
+        share, count = found(cache, after, queries, paid, jnp.int32(i))
         shares.append(np.asarray(share))
         counts.append(float(count.mean()))
-        cache, _ = step(params, cache, tokens[:, first + i])
+        cache = after
     return np.stack(shares, 1), float(np.mean(counts))
 
 

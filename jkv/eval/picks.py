@@ -107,7 +107,8 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
                 raise ValueError("picks: keys are where they are; leave out far=")
             return jnp.einsum("bhgd,bhsd->bhgs", q, take(keys, order))
 
-        return Look(q=q, pos=newest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool), logits=logits)
+        of = dict(pos=newest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool))
+        return Look(q=q, columns={}, **of, logits=logits)
 
     blank = look(one.q[:, :, :, 0], None, given[0], None)
     memo = jax.tree.map(jnp.zeros_like, select.remember(blank))

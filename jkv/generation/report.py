@@ -13,7 +13,8 @@ import numpy as np
 from jax import Array
 
 from jkv.attention.attend import prompt_kernel
-from jkv.attention.tiers import reader_of, staying
+from jkv.attention.picks import staying
+from jkv.attention.tiers import reader_of
 from jkv.generation.sizes import layout
 from jkv.kernels import Choice
 from jkv.memory.cache import Cache, Tier, tree_bytes

@@ -15,7 +15,8 @@ from jkv.arrays.tree import value
 from jkv.attention.attend import attend
 from jkv.attention.common import attend_common
 from jkv.attention.mask import causal
-from jkv.attention.tiers import attend_tier, picked
+from jkv.attention.picks import picked
+from jkv.attention.tiers import attend_tier
 from jkv.core.blocks import as_window, none, with_residual
 from jkv.core.compiled import ANY, Run, call, flow, program
 from jkv.core.loop import Views, flush_due, going, views

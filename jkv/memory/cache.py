@@ -55,7 +55,8 @@ class Tier:
     i32[B,Hs,C] where keys act, or None: at pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and
     where every other axis of heads is 1 too, or None: every head has C of its own; summary: the selector's index of the
     units, or None; memo: what it remembers of each row, leaves [B,H,...], or None; taught: the codecs of keys and of
-    values with the arrays [B,H,...] that each row's prompt taught them, None: they learn nothing.
+    values with the arrays [B,H,...] that each row's prompt taught them, None: they learn nothing; marks: the `Marks` of
+    pos, where the steps of a block read the tier, or None.
     """
 
     k: Any  # Code | Pages
@@ -67,6 +68,7 @@ class Tier:
     summary: Any
     memo: Any = None
     taught: tuple[Codec | None, Codec | None] = (None, None)
+    marks: Any = None
 
     @property
     def axes(self) -> tuple[str, ...]:

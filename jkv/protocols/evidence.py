@@ -79,12 +79,12 @@ class Queries:
             lse=jnp.concatenate([self.lse, new.lse], 3),
         )
 
-    def put(self, new: Queries, at: Array | int) -> Queries:
-        at = jnp.int32(at)
-        return Queries(
-            q=jax.lax.dynamic_update_slice_in_dim(self.q, new.q.astype(self.q.dtype), at, 3),
-            pos=jax.lax.dynamic_update_slice_in_dim(self.pos, new.pos, at, 1),
-            lse=jax.lax.dynamic_update_slice_in_dim(self.lse, new.lse, at, 3),
+    def put(self, q: Array, lse: Array, at: Array) -> Queries:
+        """With those from `at` on replaced, but for their positions."""
+        return replace(
+            self,
+            q=jax.lax.dynamic_update_slice_in_dim(self.q, q.astype(self.q.dtype), at, 3),
+            lse=jax.lax.dynamic_update_slice_in_dim(self.lse, lse, at, 3),
         )
 
     def turned(self, steps: Array | int) -> Queries:

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.attention.marks import newest
 from jkv.attention.mask import causal
-from jkv.attention.tiers import attend_tier, gathered, look, newest, picked, tier_dot
+from jkv.attention.picks import look, picked
+from jkv.attention.tiers import attend_tier, gathered, tier_dot
 from jkv.attention.tiles import tile_size
 from jkv.core.flush import _admit
 from jkv.core.merge import Newcomers
@@ -161,7 +163,7 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
         every += [
             (replace(tier, summary=x.summary, memo=x.memo), config) for x, config in zip(blank, configs, strict=True)
         ]
-        pages = [picked(q, q_pos, *one, ROPE)[0] for one in every]
+        pages = [picked(q, q_pos, {}, *one, ROPE)[0] for one in every]
         both = zip(every, pages, strict=True)
         return [attend_tier(q, causal(q_pos, None), *one, ROPE, D**-0.5, x).finish() for one, x in both]
 

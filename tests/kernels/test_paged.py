@@ -27,12 +27,13 @@ def test_visits_are_the_tiles_of_the_pages_and_nothing_else_is_read(unit: int, t
     pages[rng.random(pages.shape) < 0.7] = -1
     pages[0, 0] = -1
     pos = np.stack([rng.permutation(c) for _ in range(b)])[:, None]
-    tiles, at = (np.asarray(x) for x in visits(jnp.asarray(pages), jnp.asarray(pos), unit, tile))
+    tiles, at, ends = (np.asarray(x) for x in visits(jnp.asarray(pages), jnp.asarray(pos), unit, tile))
     for row in range(b):
         for head in range(h):
             slots = np.concatenate([np.arange(p * unit, (p + 1) * unit) for p in pages[row, head] if p >= 0] or [[]])
             used = np.unique(slots.astype(int) // tile)
             np.testing.assert_array_equal(tiles[row, head, : len(used)], used)
+            assert (tiles[row, head, len(used) :] == -(-c // tile) - 1).all() and ends[row, head] == len(used) * tile
             want = np.where(np.isin(np.arange(c), slots), pos[row, 0], -1).reshape(-1, tile)[used].ravel()
             np.testing.assert_array_equal(at[row, head, : len(want)], want)
             assert (at[row, head, len(want) :] == -1).all()

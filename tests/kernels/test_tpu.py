@@ -16,7 +16,7 @@ from jkv import methods, models
 from jkv.arrays.gather import put
 from jkv.core import loop, sampling
 from jkv.generation import sizes
-from jkv.kernels.decode_attention import reference
+from jkv.kernels.decode_attention import lengths, reference
 from jkv.kernels.decode_attention import tpu as kernel
 from jkv.kernels.decode_attention import tpu_sides as sides
 from jkv.kernels.decode_attention.tpu_walk import Walk
@@ -214,7 +214,8 @@ def test_only_steps_that_have_tokens_are_walked():
     ]  # fmt: skip
     assert [int(halves.next_piece(i, stop, ends)) for i, stop in ((1, 5), (5, 10), (6, 10))] == [4, 5, 8]
     pos = jnp.where(jnp.arange(512)[None] < jnp.array([5, 0, 130, 7])[:, None], 1, -1)[None]
-    assert kernel._all(pos, 4, 1, 8, 1).ends.tolist() == [130] and kernel._all(pos[:, :2], 2, 1, 8, 1).ends[0] == 5
+    assert kernel._all(pos, lengths(pos), 4, 1, 8, 1).ends.tolist() == [130]
+    assert kernel._all(pos[:, :2], lengths(pos[:, :2]), 2, 1, 8, 1).ends[0] == 5
 
 
 def test_what_it_does_not_take_is_named():

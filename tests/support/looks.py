@@ -39,4 +39,4 @@ def looked(
 
     pos = jnp.asarray(pos, jnp.int32)
     alive = jnp.ones(q.shape[0], bool) if alive is None else jnp.asarray(alive)
-    return Look(q=q, pos=pos, summary=summary, memo=memo, given=given, alive=alive, logits=logits)
+    return Look(q=q, columns={}, pos=pos, summary=summary, memo=memo, given=given, alive=alive, logits=logits)

@@ -89,6 +89,7 @@ def attention(
     first: Array,
     last: Array,
     scale: float,
+    ends: Array | None = None,
     *,
     tiles: Array | None = None,
     plain: bool = False,
@@ -110,12 +111,12 @@ def attention(
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
     bounds = jnp.maximum(bounds, jnp.array([0, -1], i32)[None, :, None])  # dead slots and queries of the padding
     bounds = jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)
-    count = ((lengths(pos) + n - 1) // n).reshape(-1)
+    ends = (lengths(pos) if ends is None else ends).reshape(-1)
     ops = Ops(interpret is not None, plain)
     once = [bounds, *sides.queries(kf, rows, scale, ops.unit(kf.bits))]
     scales = [sides.scale_operands(form, x) for form, x in zip((kf, vf), flat, strict=True)]
     codes = [*sides.key_operands(kf, flat[0], rows, scale), sides.slot_minor(flat[1].codes)]
-    tables = [count] if tiles is None else [count, tiles.reshape(b * h, -1)]
+    tables = [ends] if tiles is None else [ends, tiles.reshape(b * h, -1)]
     call = kernel(kf, vf, (b, h, chunks), pos.shape, t, r, scale, ops, interpret)
     acc, m, l, low = call(tables, once, pos.reshape(-1, pos.shape[2]), scales, codes)  # noqa: E741
     part = join(sides.gather(vf, acc, low if scales[1] else None, ops.unit(vf.bits)), m, l)
@@ -221,16 +222,17 @@ def program(
     tables: list[Ref], once_g: list[Ref], pos_g: Ref, scales_g: list[list[Ref]], codes_g: list[Ref], *out_g: Ref,
     once: list[Ref], scratch: list[Ref], p_s: Ref, arrived: Ref,
 ) -> None:  # fmt: skip
-    """tables: tiles i32[B*Hs] to be read; where they are listed, also where they lie, i32[B*H,U]."""
+    """tables: ends i32[B*Hs] of the slots; where their tiles are listed, also where these lie, i32[B*H,U]."""
     head, split, chunk = (lax.axis_index(name) for name in ("head", "split", "chunk"))
-    count_g, *places_g = tables
+    ends_g, *places_g = tables
     row = lax.div(head, heads)
     of_pos = head if pos_heads == heads else row
     for source, target in zip([once_g[0].at[row], *(x.at[head] for x in once_g[1:])], once, strict=True):
         plgpu.copy_gmem_to_smem(source.at[chunk], target, arrived)
     plgpu.barrier_wait(arrived)
     r, every = once[0].shape[1], pos_g.shape[1] // v.tile
-    start, stop = (lax.div(count_g[of_pos] * (split + i), splits) for i in range(2))
+    tiles = lax.div(ends_g[of_pos] + (v.tile - 1), v.tile)
+    start, stop = (lax.div(tiles * (split + i), splits) for i in range(2))
 
     def bound(i: int, like: tuple[int, ...]) -> Array:
         """The first or last position that queries see; of one token it is one."""

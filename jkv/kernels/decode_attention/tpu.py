@@ -69,6 +69,7 @@ def attention(
     first: Array,
     last: Array,
     scale: float,
+    ends: Array | None = None,
     *,
     tiles: Array | None = None,
     cores: int | None = None,
@@ -86,18 +87,18 @@ def attention(
     flat_k, flat_v = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
     keys, values = key_side(rows, flat_k), value_side(flat_v, d)
     bounds = jnp.pad(bounds, pad)
-    cores = device_cores() if cores is None else cores
+    cores, ends = device_cores() if cores is None else cores, lengths(pos) if ends is None else ends
     if tiles is None:
         least = least_tile(k)
         more = -pos.shape[2] % least
         keys, values = (x.padded(more) for x in (keys, values))
         pos = jnp.pad(pos, ((0, 0), (0, 0), (0, more)), constant_values=-1)
-        walk = _all(pos, h, keys.of_slot + values.of_slot, n, cores, least)
+        walk = _all(pos, ends, h, keys.of_slot + values.of_slot, n, cores, least)
     else:  # every head is a row of its own
         pos, bounds = jnp.broadcast_to(pos, (b, h, pos.shape[2])).reshape(b * h, -1), jnp.repeat(bounds, h, 0)
         size = pos.shape[1] // tiles.shape[2]
         keys, values = (x.padded(-k.codes.shape[2] % size) for x in (keys, values))
-        walk, pos = _some(pos, tiles.reshape(b * h, -1), cores)
+        walk, pos = _some(pos, ends.reshape(-1), tiles.reshape(b * h, -1), cores)
 
     def part(*found: Array) -> Partial:
         acc, m, l = (x[:, : g * t].reshape(b, h, g, t, -1) for x in found)  # noqa: E741
@@ -118,24 +119,24 @@ def together(rows: int, heads: int) -> tuple[int, int]:
     return max(x for x in range(1, 9) if rows % x == 0 and (x == 1 or x * heads <= 8)), own
 
 
-def _all(pos: Array, heads: int, of_slot: int, n: int, cores: int, least: int = LANES) -> Walk:
-    """Every slot of pos i32[B,Hs,C] up to the last of the longest head of a block, `least` of them together."""
+def _all(pos: Array, ends: Array, heads: int, of_slot: int, n: int, cores: int, least: int = LANES) -> Walk:
+    """Every slot of pos i32[B,Hs,C] up to the last of ends i32[B,Hs,1] of a block, `least` of them together."""
     rows, own = together(pos.shape[0], heads)
-    ends = jnp.broadcast_to(lengths(pos), (pos.shape[0], heads)).reshape(-1, rows * own).max(1)
+    ends = jnp.broadcast_to(ends, (pos.shape[0], heads, 1)).reshape(-1, rows * own).max(1)
     slots = -(-pos.shape[2] // shares(ends.shape[0], cores))
     return Walk("decode_attention", rows, own, tile_size(of_slot, rows * own * n // 8, slots, least), 1, cores, ends)
 
 
-def _some(pos: Array, tiles: Array, cores: int) -> tuple[Walk, Array]:
-    """The tiles i32[N,U] of each head, several together, and their positions i32[N,1,C], filled up to whole steps."""
+def _some(pos: Array, ends: Array, tiles: Array, cores: int) -> tuple[Walk, Array]:
+    """The tiles i32[N,U] of each head, whose slots end at i32[N], several together, and their positions i32[N,1,C],
+    filled up to whole steps."""
     u = tiles.shape[1]
     tile = pos.shape[1] // u
     parts = max(1, min(TOGETHER // tile, u))
     more = -u % parts
     tiles = jnp.pad(tiles, ((0, 0), (0, more)), mode="edge")
     pos = jnp.pad(pos, ((0, 0), (0, more * tile)), constant_values=-1)[:, None]
-    ends, lists = lengths(pos).reshape(-1), tiles.reshape(-1)
-    return Walk("paged_attention", 1, 1, tile * parts, parts, cores, ends, lists), pos
+    return Walk("paged_attention", 1, 1, tile * parts, parts, cores, ends, tiles.reshape(-1)), pos
 
 
 def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int, interpret: Any) -> list[Array]:

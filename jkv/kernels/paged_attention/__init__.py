@@ -8,7 +8,7 @@ page as large as its tile, or larger, costs its own bytes, and a smaller one tho
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import take
+from jkv.arrays.gather import per, take
 
 
 def refusal(unit: int, tile: int) -> str | None:
@@ -17,28 +17,34 @@ def refusal(unit: int, tile: int) -> str | None:
     return None if fits else f"pages of {unit} slots; divisors and multiples of {tile} are"
 
 
-def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array]:
+def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array, Array]:
     """Tiles i32[B,H,U] of `tile` slots that hold picked pages i32[B,H,P], and what is to be read of them.
 
-    The second: positions i32[B,H,U*tile] of pos i32[B,Hs,C], -1 in pages that were not picked. Tiles rise; what is left
-    over of U comes last, all -1. `unit` divides `tile` or is a multiple of it.
+    The second: positions i32[B,H,U*tile] of pos i32[B,Hs,C], -1 in pages that were not picked. The third:
+    where these end, i32[B,H,1]. Tiles rise; what is left over of U comes last, all -1. `unit` divides `tile` or is a
+    multiple of it. Places are counted among all pairs of pages, which are few: a sort takes more launches.
 
-    >>> tiles, at = visits(jnp.array([[[5, -1, 4]]]), jnp.arange(16).reshape(1, 1, 16), 2, 4)
-    >>> tiles.tolist(), at.tolist()
-    ([[[2, 3, 3]]], [[[8, 9, 10, 11, -1, -1, -1, -1, -1, -1, -1, -1]]])
+    >>> tiles, at, ends = visits(jnp.array([[[5, -1, 4]]]), jnp.arange(16).reshape(1, 1, 16), 2, 4)
+    >>> tiles.tolist(), at.tolist(), ends.tolist()
+    ([[[2, 3, 3]]], [[[8, 9, 10, 11, -1, -1, -1, -1, -1, -1, -1, -1]]], [[[4]]])
     """
     b, h, _ = pages.shape
     if unit > tile:  # a page is several tiles
         more = jnp.arange(unit // tile, dtype=pages.dtype)[None, None, None]
         pages = jnp.where(pages[..., None] < 0, -1, pages[..., None] * (unit // tile) + more).reshape(b, h, -1)
     each, none = max(tile // unit, 1), -(-pos.shape[2] // tile)
-    tiles = jnp.sort(jnp.where(pages < 0, none, pages // each), -1)
-    again = jnp.pad(tiles[..., 1:] == tiles[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    tiles = jnp.sort(jnp.where(again, none, tiles), -1)[..., :none]
+    of, index = jnp.where(pages < 0, none, per(pages, each)), jnp.arange(pages.shape[2], dtype=pages.dtype)
+    one, other = of[..., :, None], of[..., None, :]
+    again = ((one == other) & (index[:, None] > index)[None, None]).any(-1)
+    first = (of < none) & ~again  # of the pages of a tile
+    place = (first[..., None, :] & (other < one)).sum(-1, dtype=pages.dtype)
+    at = jnp.where(first, place, -1)[:, :, None] == index[None, None, :none, None]
+    tiles = jnp.where(at, of[:, :, None], none).min(-1)
+    ends = first.sum(-1, keepdims=True, dtype=pages.dtype) * tile
     own = tiles[..., None] * each + jnp.arange(each, dtype=tiles.dtype)[None, None, None]
     wanted = (own[..., None] == pages[:, :, None, None]).any(-1)
     tiles = jnp.minimum(tiles, none - 1)
     whole = jnp.pad(pos, ((0, 0), (0, 0), (0, none * tile - pos.shape[2])), constant_values=-1)
     at = take(whole.reshape(b, -1, none, tile), tiles)
     at = jnp.where(jnp.repeat(wanted, tile // each, -1), at, -1)
-    return tiles, at.reshape(b, h, -1)
+    return tiles, at.reshape(b, h, -1), ends

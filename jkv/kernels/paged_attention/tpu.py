@@ -44,5 +44,5 @@ def attention(
     """See the package; options: decode_attention's. Raises ValueError for what `supports` names."""
     if (why := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3], unit)) is not None:
         raise ValueError(f"the TPU kernel of paged_attention does not take {why}")
-    tiles, pos = visits(pages, pos, unit, tile_size(k, unit))
-    return tpu.attention(q, k, v, pos, first, last, scale, tiles=tiles, **options)
+    tiles, pos, ends = visits(pages, pos, unit, tile_size(k, unit))
+    return tpu.attention(q, k, v, pos, first, last, scale, ends, tiles=tiles, **options)

@@ -39,7 +39,10 @@ def test_bits_are_those_of_the_tensors(peer, params, ids):
 
 
 def test_both_libraries_follow_the_same_tokens(peer, params, ids):
-    mine, other = quantized.ours(params, ids, 40, ("full", "int8", "turboquant(bits=2)")), quantized.theirs(peer, ids, 40, CODES)
+    mine, other = (
+        quantized.ours(params, ids, 40, ("full", "int8", "turboquant(bits=2)")),
+        quantized.theirs(peer, ids, 40, CODES),
+    )
     assert mine[0]["kl"] == other[0]["kl"] == 0 and mine[0]["bits"] == other[0]["bits"] == [32, 32]
     assert mine[0]["ppl"] == pytest.approx(other[0]["ppl"], rel=1e-4)
     assert 0 < mine[1]["kl"] < mine[2]["kl"] and 0 < other[1]["kl"] < mine[2]["kl"]

@@ -328,7 +328,8 @@ class Recycling:
         if self.read is None:
             return
         for before, row in zip_longest(self.read[: len(rows)], rows, fillvalue=[]):
-            start = len(before) if row[: len(before)] == before else 0
+            n = min(len(before), len(row))  # a row may have lost what it was known to go on with
+            start = n if row[:n] == before[:n] else 0
             for a, b in pairwise(row[max(start - 1, 0) :]):
                 line = self.table[a, : self.met[a]].tolist()
                 if line[:1] != [b]:

@@ -298,7 +298,7 @@ class Recycling:
         """What was learned stays, and rows that go on in their places are not read again."""
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        self._reads(rows)
+        self._reads(parted(rows, verifier)[0])  # a block's end forgets what is known
         tree = template(most)
         return [self._filled(row[-1], *tree) for row in rows]
 
@@ -328,8 +328,7 @@ class Recycling:
         if self.read is None:
             return
         for before, row in zip_longest(self.read[: len(rows)], rows, fillvalue=[]):
-            n = min(len(before), len(row))  # a row may have lost what it was known to go on with
-            start = n if row[:n] == before[:n] else 0
+            start = len(before) if row[: len(before)] == before else 0
             for a, b in pairwise(row[max(start - 1, 0) :]):
                 line = self.table[a, : self.met[a]].tolist()
                 if line[:1] != [b]:

@@ -191,7 +191,7 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
 
 def test_a_row_without_what_it_was_known_to_go_on_with_is_not_read_again():
     one = Recycling(100)
-    one.propose([[1, 2, 3, 4, 5]], 3)
+    one.propose([[1, 2, 3, 4, 5]], 3, SimpleNamespace(known=[[4, 5]]))  # type: ignore
     one.learn(np.asarray([[1]]), np.arange(9, 17)[None, None])
     one.propose([[1, 2, 3]], 3)
     assert one.table[1].tolist() == [*range(9, 17)]

@@ -1,7 +1,8 @@
 """jkv's codecs beside the quantized caches of transformers, on the same weights and tokens: bits, quality, speed.
 
 `python -m jkv.bench.quantized` needs torch, transformers, optimum-quanto and hqq. A cache reads a prompt, holds it in
-codes, and follows a continuation token by token, exact on both sides. KL is to the full cache of the same library.
+codes, and follows a continuation token by token. That is exact on both sides, but in transformers' fp8, which codes it
+with the scale of the prompt. KL is to the full cache of the same library.
 """
 
 from __future__ import annotations
@@ -109,7 +110,10 @@ def bits(cache: Any, numbers: int) -> list[float]:
 
 
 def coded(text: str, new: int) -> methods.CacheConfig:
-    """A cache that holds a prompt in codes, but for its newest token, and whose `new` tokens after it are exact."""
+    """A cache that holds a prompt in codes, and whose `new` tokens after it are exact.
+
+    Of the prompt the newest token is exact, and those after the last whole unit of the codec (kivi: 31 of 1,024).
+    """
     return replace(methods.parse(text), recent=1, block=new)
 
 

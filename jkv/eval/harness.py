@@ -140,9 +140,9 @@ class Backend:
 
     def _pair(self, context: str, continuation: str, task: str) -> tuple[Context, list[int]]:
         """Token ids of both, as the harness's other models cut them: spaces at the border are the continuation's."""
-        if not context:
-            return Context((self.start,), (), task), self.params.tokenizer.within(continuation)
         bare = context.rstrip()
+        if not bare:
+            return Context((self.start,), (), task), self.params.tokenizer.within(context + continuation)
         whole, before = self.tokens(context + continuation), len(self.tokens(bare))
         made = self._context(bare, task)
         if not made.later:

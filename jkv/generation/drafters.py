@@ -298,7 +298,7 @@ class Recycling:
         """What was learned stays, and rows that go on in their places are not read again."""
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        self._reads(rows)
+        self._reads(parted(rows, verifier)[0])  # a block's end forgets what is known
         tree = template(most)
         return [self._filled(row[-1], *tree) for row in rows]
 

@@ -134,7 +134,7 @@ class Drafting:
                 self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
             longer = [[*text, *more] for text, more in zip(texts, self.known, strict=True)]
             found = legal(self.drafter.propose(longer, most, self), len(texts))
-            return [guess.behind(more) for guess, more in zip(found, self.known, strict=True)]
+            return [guess.behind(more).best(most) for guess, more in zip(found, self.known, strict=True)]
         return []
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
@@ -158,8 +158,10 @@ class Drafting:
         came = int(self.state.count) - count - 1
         self.trial.came(came + 1)
         sure = [len(more) for more in self.known]
-        self.alone += float((np.asarray(found.alone) - np.minimum(sure, width - 1))[alive].mean())
-        self.known = [[t for t in row if t >= 0] for row in np.asarray(found.known).tolist()]
+        self.alone += float(np.maximum(np.asarray(found.alone) - sure, 0)[alive].mean())
+        later = ([t for t in row if t >= 0] for row in np.asarray(found.known).tolist())
+        # a pass of few tokens may reach less far than an earlier one
+        self.known = [max(more, old[came + 1 :], key=len) for more, old in zip(later, self.known, strict=True)]
         ids, likely = np.asarray(found.ids), None if found.top is None else np.asarray(found.top)
         with self.trial:
             self.drafter.learn(ids, likely)
@@ -180,7 +182,7 @@ class Drafting:
         seconds = None if any(full for _, full in blocks) else self._since(start, before)  # a flush is no step
         self.pace.stepped(seconds, ran, paused)
         self.passed, self.steps = False, self.steps + ran
-        self.known = [[] for _ in self.rows]
+        self.known = [more[ran:] for more in self.known]
 
     def _since(self, start: float, compiling: float) -> float | None:
         """Seconds, or None where something was compiled: a program that runs for the first time takes longer too."""

@@ -68,12 +68,13 @@ def test_an_empty_context_of_a_model_that_has_no_token_for_it_is_refused():
 def test_answers_are_those_of_score_and_each_context_is_read_once():
     lm = backend()
     asked = [request(c, f" {words(n)} ") for c in CONTEXTS for n in (1, 3)] + [request("", " w7 w8")]
-    got = lm.loglikelihood(asked)
+    got = lm.loglikelihood([*asked, request(" \n", "w7 w8")])
+    assert got.pop() == pytest.approx(got[-1])  # spaces are the continuation's
     for (context, after), (logprob, greedy) in zip([r.args for r in asked], got, strict=True):
         want = jkv.score(TEXTS, CACHE, Words().encode(context) or [1], Words().within(after))
         assert logprob == pytest.approx(want.logprob, abs=1e-3) and greedy == want.greedy
     receipt = lm.receipts["t"]
-    assert (receipt.contexts, receipt.answers, receipt.seen, receipt.touched) == (4, 7, 60 + 41 + 8 + 1, 2)
+    assert (receipt.contexts, receipt.answers, receipt.seen, receipt.touched) == (4, 8, 60 + 41 + 8 + 1, 2)
     assert receipt.kept == 24 + 24 + 8 + 1 and receipt.used
 
 

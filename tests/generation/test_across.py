@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +166,18 @@ def test_nothing_is_guessed_where_no_text_is_new_or_none_fits():
     row = a * (room - 3)
     assert one.propose([row[:-4]], 4)[0].ids and one.newest
     assert one.propose([row], 4)[0].ids == [] and not one.newest  # or odds would learn of it again
+
+
+def test_of_a_guess_stays_what_is_behind_known_tokens():
+    """A row that has drawn "b" while others were behind; nothing, if the guess says other tokens."""
+    own = of_bytes()
+    one, asked = asking(own, own)
+    a, asked.guess = own.within("a"), own.within("bcd")
+    one.begin([a, a], 40)
+    texts, known = [[*a, *own.within(x)] for x in ("xb", "xc")], [own.within("b"), own.within("c")]
+    got = one.propose(texts, 4, SimpleNamespace(known=known))  # type: ignore
+    assert [guess.ids for guess in got] == [own.within("cd"), []]
+    assert asked.rows == [own.within("ax")] * 2 and one.newest[0][:2] == (2, asked.guess)
 
 
 def test_a_branch_reads_on_from_where_its_drafter_is():

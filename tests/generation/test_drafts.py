@@ -189,6 +189,35 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     assert run.drafted == 1 and run.alone == 3 and pace.guesses[-1] == 2
 
 
+def test_a_row_without_what_it_was_known_to_go_on_with_is_not_read_again():
+    one = Recycling(100)
+    one.propose([[1, 2, 3, 4, 5]], 3, SimpleNamespace(known=[[4, 5]]))  # type: ignore
+    one.learn(np.asarray([[1]]), np.arange(9, 17)[None, None])
+    one.propose([[1, 2, 3]], 3)
+    assert one.table[1].tolist() == [*range(9, 17)]
+    one.propose([[1, 2, 4]], 3)  # another row
+    assert one.table[1].tolist() == [2, *range(9, 16)]
+
+
+def test_what_is_known_stays_until_it_has_come():
+    """Through passes that reach less far, and steps; it is counted once, and no guess is longer than can come."""
+    first, *more = [np.asarray(x) for x in ([2, 2], [[-1], [3]], [1, 2])]
+    verdict = SimpleNamespace(ids=np.zeros((2, 2)), alone=more[1], known=more[0], top=None)
+    state = state_of(0, 4, [True, True])
+    answers = iter([first, (state_of(1, 5, [True, True]), verdict), state_of(3, 7, [True, True])])
+    cost: Any = SimpleNamespace(compiling=0.0, begin=lambda *_, **__: next(answers))
+    pace = Pace(stride=2)
+    pace.width = lambda guesses: 2  # type: ignore
+    run = Drafting(PARAMS, state, None, Suffix(), cost, [[1], [1]], pace, lambda: 0.0)  # type: ignore
+    run.known = [[], [9, 3, 8, 7, 6]]
+    assert [guess.ids for guess in run._guesses([[], []], [True, True], 3)] == [[], [9, 3, 8]]
+    answers = iter([first, *answers])
+    run._advance([[], []], 0, 40, 4)
+    assert run.known == [[], [3, 8, 7, 6]] and run.alone == 0.5  # of the other row, which knew nothing
+    run._steps(1, 40, paused=False)
+    assert run.known == [[], [7, 6]]
+
+
 def test_a_guess_is_charged_what_it_took():
     pace = Pace(asked=True)
     for n in (10, 5):  # a step takes a second, and a look nothing

@@ -37,7 +37,7 @@ from support import rig, stores
 
 HF = jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1)
 PARAMS = jkv.models.random(HF, 0, jnp.float32)
-DRAWN = dict(temperature=0.8, top_k=20, repetition_penalty=1.2)
+DRAWN: dict[str, Any] = dict(temperature=0.8, top_k=20, repetition_penalty=1.2)
 
 
 def prompts(n: int) -> list[list[int]]:
@@ -166,7 +166,7 @@ def written(job: Job) -> dict[int, list[int]]:
 
 
 def aside(job: Job) -> Path:
-    return job.out / "suspended-00000-of-00001"
+    return Path(str(job.out)) / "suspended-00000-of-00001"
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +203,8 @@ def test_a_record_stays_until_its_row_has_a_result(tmp_path: Path, whole: Any, m
     task = job(tmp_path)
     run(task, after(1), nothing)
     there = sorted(aside(task).iterdir())
+    arrays = [checkpoint.read(x)[0] for x in there]
+    assert all(x["[3]"] < x["[0][0].recent.pos"].shape[1] for x in arrays)  # flushed, as a prompt that was just read
 
     def killed(self: Slots) -> Any:
         raise KeyboardInterrupt
@@ -247,7 +249,9 @@ def damage(kind: str, path: Path, other: Path, tmp_path: Path) -> None:
     elif kind == "another row":
         shutil.copy(other, path)
     else:
-        how = {"cache": "int4"} if kind == "another cache" else {"params": jkv.models.random(HF, 1, jnp.float32)}
+        how: dict[str, Any] = {"cache": "int4"}
+        if kind == "another model":
+            how = {"params": jkv.models.random(HF, 1, jnp.float32)}
         (tmp_path / "foreign").mkdir()
         foreign = job(tmp_path / "foreign", **how)
         run(foreign, after(1), nothing)

@@ -224,7 +224,7 @@ def dated(layer: LayerCache, plan: LayerView, put: Array, first: Array, fill: Ar
         n = ring.pos.shape[1]
         entry = fill - 1 - jnp.remainder(fill - 1 - plan.stay - jnp.arange(n), n)  # the last that came to each place
         new = put.at[:, jnp.maximum(entry, 0)].get(mode="clip")
-        ring = replace(ring, pos=jnp.where(entry >= first, new, ring.pos))
+        ring = replace(ring, pos=jnp.where((entry >= first)[None], new, ring.pos))
     return replace(layer, recent=window, queries=ring)
 
 

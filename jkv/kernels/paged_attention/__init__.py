@@ -35,7 +35,7 @@ def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array
     each, none = max(tile // unit, 1), -(-pos.shape[2] // tile)
     of, index = jnp.where(pages < 0, none, per(pages, each)), jnp.arange(pages.shape[2], dtype=pages.dtype)
     one, other = of[..., :, None], of[..., None, :]
-    again = ((one == other) & (index[:, None] > index)[None, None]).any(-1)
+    again = ((one == other) & (index[:, None] > index[None])[None, None]).any(-1)
     first = (of < none) & ~again  # of the pages of a tile
     place = (first[..., None, :] & (other < one)).sum(-1, dtype=pages.dtype)
     at = jnp.where(first, place, -1)[:, :, None] == index[None, None, :none, None]

@@ -145,16 +145,19 @@ def machine(ptx: Path) -> Machine:
 
 
 def inner_loop(code: str) -> list[str]:
-    """Opcodes of the smallest backward branch's body that holds a HGMMA, from nvdisasm -c."""
+    """Opcodes of the smallest backward branch's body that holds a HGMMA, from nvdisasm -c.
+
+    A branch without a condition closes no loop: it comes back from a wait, which lies behind everything else.
+    """
     labels: dict[str, int] = {}
     ops: list[str] = []
     best: list[str] = []
     for line in code.splitlines():
         if (label := re.match(r"\s*(\.L_\w+):", line)) is not None:
             labels[label[1]] = len(ops)
-        elif (op := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line)) is not None:
-            ops.append(op[1].split(".")[0])
-            target = re.search(r"\.L_\w+", op[2]) if ops[-1] == "BRA" else None
+        elif (op := re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line)) is not None:
+            ops.append(op[2].split(".")[0])
+            target = re.search(r"\.L_\w+", op[3]) if op[1] and ops[-1] == "BRA" else None
             if target is not None and target[0] in labels:
                 body = ops[labels[target[0]] :]
                 if "HGMMA" in body and (not best or len(body) < len(best)):

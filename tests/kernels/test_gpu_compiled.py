@@ -264,6 +264,20 @@ def test_inner_loop_is_the_smallest_with_a_tensor_core_instruction():
     assert cuda.inner_loop(code) == ["HGMMA", "BRA"]
 
 
+def test_the_way_back_from_a_wait_is_no_loop():
+    code = """
+.L_x_1:
+        /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR9], R10 ;
+        /*0010*/              @!P0 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x8x16.F32 R4, R8, gdesc[UR4], R4 ;
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0040*/                   BRA `(.L_x_2) ;
+"""
+    assert cuda.inner_loop(code) == ["SYNCS", "BRA", "HGMMA", "BRA"]
+
+
 if __name__ == "__main__":
     result = measure()
     if "--write" in sys.argv:

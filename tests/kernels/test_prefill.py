@@ -17,7 +17,7 @@ from jkv.attention import attend
 from jkv.attention.mask import causal
 from jkv.core import deferred, loop
 from jkv.generation import sizes
-from jkv.kernels.prefill_attention import check, reference, spans, tpu
+from jkv.kernels.prefill_attention import check, reference, spans, tpu, walks_of
 
 pytestmark = pytest.mark.hardware
 
@@ -26,6 +26,7 @@ CASES = [
     check.Case(dim=128, group=4, new=300),
     check.Case(dim=256, group=1, new=65, before=200, lasting=True),
 ]
+MASKS = "pos", "first", "last", "until"
 WINDOWED = check.Case(dim=64, group=8, new=40, before=300, window=90)
 
 
@@ -75,9 +76,9 @@ def interpreted(**arguments):
 @pytest.mark.parametrize(
     "case",
     [
-        check.Case(floats="float16", dim=64, group=3, new=100, before=70, window=50),
-        check.Case(dim=128, group=1, new=140, lasting=True),
-        check.Case(dim=256, group=2, new=70),
+        check.Case(floats="float16", dim=64, group=1, new=100, before=70, window=50),
+        check.Case(dim=128, group=1, new=140, before=400, lasting=True),
+        check.Case(dim=256, group=2, new=70, before=200),
     ],
     ids=str,
 )
@@ -109,6 +110,22 @@ def test_spans_are_the_tiles_that_are_seen():
         for tile in range(3):
             seen = np.flatnonzero(some[row, tile])
             assert (begin[row, tile], end[row, tile]) == ((seen[0], seen[-1] + 1) if len(seen) else (0, 0))
+
+
+def test_walks_are_the_tiles_that_are_seen_those_in_front_whole():
+    p = check.problem(check.Case(new=96, before=160, window=150, lasting=True))
+    order, clear, count = (np.asarray(x) for x in walks_of(*(jnp.asarray(p[x]) for x in MASKS), 8, 4))
+    at, last = p["pos"][:, None], p["last"][:, :, None]
+    see = ((at >= 0) & (at >= p["first"][:, :, None]) & (at <= last))[:, None]
+    see = (see & (p["until"][:, :, None] >= last[:, None])).reshape(4, 12, 8, 64, 4)
+    alive = (last >= 0).reshape(2, 12, 1, 8, 1).repeat(2, 0).reshape(4, 12, 8, 1, 1)
+    some = see.any((2, 4))
+    whole = some & (see | ~alive).all((2, 4))
+    assert whole.any() and not alive.all() and (np.diff(some.astype(int)) > 0).sum(2).max() > 1  # with gaps
+    for head, tile in np.ndindex(4, 12):
+        walk, n = order[head, tile].tolist(), count[head, tile]
+        assert sorted(walk[: clear[head, tile]]) == np.flatnonzero(whole[head, tile]).tolist()
+        assert sorted(walk[:n]) == np.flatnonzero(some[head, tile]).tolist() and sorted(walk) == list(range(64))
 
 
 def test_which_one_runs():

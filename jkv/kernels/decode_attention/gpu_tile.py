@@ -7,6 +7,7 @@ a row vector has a number for each of its rows, a column vector one for each of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,7 @@ class Ops:
         return (UNIT if bits else UNIT8) * (PLAIN if self.plain else 1)
 
     def row(self, ref: Ref) -> Array:
-        return self.place(ref[...], ROW)
+        return ref[...] if self.interpret else load(ref, ROW)
 
     def read(self, ref: Ref, piece: int) -> Array:
         """Of ref [n] in any memory what `as_row` makes a row vector, by `contracted` with a piece."""
@@ -92,7 +93,7 @@ class Ops:
         return x if self.interpret or not piece else ordered_row(x, row_layout(x.shape[0], piece))
 
     def column(self, ref: Ref) -> Array:
-        return self.place(ref[...], COLUMN)
+        return ref[...] if self.interpret else load(ref, COLUMN)
 
     def matrix(self, ref: Ref) -> Array:
         return self.place(ref[...], WGMMA)
@@ -108,20 +109,26 @@ class Ops:
             return jax.lax.broadcasted_iota(i32, shape, 0)
         return plgpu.broadcasted_iota(i32, shape, 0, layout=WGMMA)
 
-    def matmul(self, *products: tuple[list[Any], list[Ref]]) -> list[Any]:
-        """For each (a, b) f32[n,r], the sum of a_i @ b_i.T; a [n,k] in registers or refs, b refs [r,k]."""
+    def matmul(self, *products: tuple[list[Any], list[Ref]], meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
+        """For each (a, b) f32[n,r], the sum of a_i @ b_i.T; a [n,k] in registers or refs, b refs [r,k].
+
+        meanwhile: what is done once the last products are on their way.
+        """
         if self.interpret:
+            meanwhile()
             return [
                 sum(x[...].astype(f32) @ y[...].astype(f32).T for x, y in zip(*two, strict=True)) for two in products
             ]
 
         if len(products) > 2:  # a wait for every two: for more at once there are no registers
-            return [x for i in range(0, len(products), 2) for x in self.matmul(*products[i : i + 2])]
+            *before, last = (products[i : i + 2] for i in range(0, len(products), 2))
+            return [x for two in before for x in self.matmul(*two)] + self.matmul(*last, meanwhile=meanwhile)
 
         def run(*sums: Any) -> list[Array]:
             for acc, two in zip(sums, products, strict=True):
                 for x, y in zip(*two, strict=True):
                     plgpu.wgmma(acc, x, y.T)
+            meanwhile()
             return [acc[...] for acc in sums]
 
         return pl.run_scoped(
@@ -129,10 +136,10 @@ class Ops:
         )
 
     def add(self, acc: Array, a: Array, b: Ref) -> Array:
-        """acc f32[n,r] + a @ b.T, in the registers of acc; a [n,k] in registers, b a ref [r,k]."""
+        """acc f32[n,r] + a @ b, in the registers of acc; a [n,k] in registers, b a ref [k,r]."""
         if self.interpret:
-            return acc + a.astype(f32) @ b[...].astype(f32).T
-        product: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.T))
+            return acc + a.astype(f32) @ b[...].astype(f32)
+        product: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
         return product(plgpu.WGMMAAccumulatorRef.init(acc))
 
     def stack(self, parts: list[Array]) -> Array:

@@ -75,7 +75,9 @@ def problem(case: Case, seed: int = 0) -> dict[str, Any]:
     out = dict(**arrays, pos=pos, first=first, last=last, scale=case.dim**-0.5)
     if case.lasting:
         soon = rng.random((b, h, s)) < 0.5
-        out["until"] = np.where(soon, pos[:, None] + rng.integers(0, t // 2, (b, h, s)), NEVER).astype(np.int32)
+        until = np.where(soon, pos[:, None] + rng.integers(0, t // 2, (b, h, s)), NEVER)
+        until[:, -1] = np.where(pos < 4, NEVER, pos + t // 8)  # whole tiles of this head expire
+        out["until"] = until.astype(np.int32)
     return out
 
 

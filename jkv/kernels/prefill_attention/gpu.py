@@ -1,7 +1,7 @@
-"""Pallas Mosaic GPU (Hopper): one warpgroup keeps a tile of one query head in registers and walks over its keys.
+"""Pallas Mosaic GPU (Hopper): two warpgroups have 64 queries of one head each in registers; a third fetches their keys.
 
-Several programs share a multiprocessor, so that the products of one run under the exponentials of another. Values are
-read slot-minor, as in decode attention.
+The two take turns, so that the products of one run under the exponentials of the other. A list outside the kernel says
+which tiles of keys its queries see: first those that all of them see, for which nothing is masked.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax._src.lib import cuda_versions  # None without a CUDA plugin
+from jax.experimental import pallas as pl
 
 from jkv.arrays.partial import Partial
-from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, i32, operand, plgpu, rows
-from jkv.kernels.prefill_attention import padded, spans
+from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, operand, plgpu, rows
+from jkv.kernels.prefill_attention import padded, walks_of
 
-QUERIES, KEYS = 64, 64  # of a tile
-STAGES = 2  # tiles of keys under way
+PAIR, QUERIES = 2, 64  # warpgroups that compute, and the queries of one
+STAGES = 2  # tiles of keys, and of values, under way
+FETCHING, COMPUTING = 40, 232  # registers of a thread
 UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
 LOG2E = math.log2(math.e)
 MISCOMPILED = range(12080, 12091)  # 12.8.0 to 12.9.0: their ptxas breaks causal masks, as jax's attention_mgpu.py says
@@ -54,89 +56,138 @@ def attention(
     b, h, g, t, d = q.shape
     if (why := supports(k.dtype, d, g)) is not None:
         raise ValueError(f"the gpu kernel of prefill_attention does not take {why}")
-    v = padded(jnp.where((pos >= 0)[:, None, :, None], v, 0), KEYS, axis=2)
-    k, pos = padded(k, KEYS, axis=2), padded(pos, KEYS, -1)
-    first, last = padded(jnp.maximum(first, 0), QUERIES), padded(last, QUERIES, -1)  # from 0 on: the dead are at -1
-    q = padded(q.astype(k.dtype), QUERIES, axis=3)
-    walks = q.shape[3] // QUERIES
-    masks = [] if until is None else [padded(until, KEYS, -1, axis=2).reshape(b * h, -1)]
-    call = kernel((b, h, g, walks, d), k.dtype, scale, len(masks), Ops(interpret is not None), interpret)
+    tq, tk = PAIR * QUERIES, keys_of(d)
+    v = padded(jnp.where((pos >= 0)[:, None, :, None], v, 0), tk, axis=2)
+    k, pos = padded(k, tk, axis=2), padded(pos, tk, -1)
+    first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on: the dead are at -1
+    q = padded(q.astype(k.dtype), tq, axis=3)
+    if until is not None:
+        until = padded(until, tk, -1, axis=2)
+    tiles = q.shape[3] // tq
+    call = kernel((b, h, g, tiles, d), k.dtype, scale, until is not None, Ops(interpret is not None), interpret)
     out, m, l = call(  # noqa: E741
-        *(x.reshape(-1) for x in spans(pos, first, last, QUERIES, KEYS)),
-        q.reshape(b * h, g, walks, QUERIES, d),
-        *(x.reshape(b, walks, QUERIES) for x in (first, last)),
-        pos,
+        *walks_of(pos, first, last, until, tq, tk),
+        q.reshape(b * h, g, tiles, PAIR, QUERIES, d),
+        *(x.reshape(b, tiles, PAIR, QUERIES) for x in (first, last)),
         k.reshape(b * h, -1, d),
-        jnp.swapaxes(v.reshape(b * h, -1, d), 1, 2),
-        *masks,
+        v.reshape(b * h, -1, d),
+        pos,
+        *([] if until is None else [until.reshape(b * h, -1)]),
     )
-    out, m, l = (x.reshape(b, h, g, -1, *x.shape[4:])[:, :, :, :t] for x in (out, m, l))  # noqa: E741
+    out, m, l = (x.reshape(b, h, g, -1, *x.shape[5:])[:, :, :, :t] for x in (out, m, l))  # noqa: E741
     return Partial(acc=out, m=jnp.where(l > 0, m * math.log(2), -jnp.inf), l=l)
 
 
-def kernel(shape: tuple[int, ...], dtype: Any, scale: float, masks: int, ops: Ops, interpret: Any) -> Any:
+def keys_of(dim: int) -> int:
+    """Keys of a tile: as many as a thread has registers for."""
+    return 128 if dim <= 128 else 64
+
+
+def kernel(shape: tuple[int, ...], dtype: Any, scale: float, lasting: bool, ops: Ops, interpret: Any) -> Any:
     """The compiled function of `program` over heads, groups and tiles of queries; shape: B, H, G, tiles, D."""
-    b, h, g, walks, d = shape
-    lead = (b * h, g, walks, QUERIES)
+    b, h, g, tiles, d = shape
+    lead, layout = (b * h, g, tiles, PAIR, QUERIES), operand(d, dtype)
     return plgpu.kernel(
-        functools.partial(program, h, walks, scale, masks, ops),
+        functools.partial(program, h, lasting, scale * LOG2E, ops),
         out_type=tuple(jax.ShapeDtypeStruct((*lead, *x), f32) for x in ((d,), (), ())),
-        grid=(b * h, g, walks),
+        grid=(b * h, g, tiles),
         grid_names=("head", "group", "tile"),
+        num_threads=PAIR + 1,
+        thread_name="warpgroup",
         scratch_types=dict(
-            once=[plgpu.SMEM((QUERIES, d), dtype, transforms=operand(d, dtype)), *[plgpu.SMEM((QUERIES,), i32)] * 2],
-            arrived=plgpu.Barrier(num_arrivals=3),
+            q_s=plgpu.SMEM((PAIR, QUERIES, d), dtype, transforms=layout),
+            ring=plgpu.SMEM((2 * STAGES, keys_of(d), d), dtype, transforms=layout),
+            asked=plgpu.Barrier(num_barriers=PAIR),
+            full=plgpu.Barrier(num_barriers=2 * STAGES),
+            free=plgpu.Barrier(num_arrivals=PAIR, num_barriers=2 * STAGES),
+            turns=plgpu.Barrier(num_arrivals=PAIR),
         ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret,
     )
 
 
-def program(h: int, walks: int, scale: float, masks: int, ops: Ops, *refs: Ref, once: list[Ref], arrived: Ref) -> None:
-    begin_g, end_g, q_g, first_g, last_g, pos_g, k_g, v_g = refs[:8]
-    outs = refs[8 + masks :]
-    head, group = lax.axis_index("head"), lax.axis_index("group")
-    tile = walks - 1 - lax.axis_index("tile")  # those that see most begin first
+def program(
+    h: int, lasting: bool, scale: float, ops: Ops, *refs: Ref,
+    q_s: Ref, ring: Ref, asked: Ref, full: Ref, free: Ref, turns: Ref,
+) -> None:  # fmt: skip
+    """The ring has keys and values in turn: `full` when a copy has arrived, `free` when both warpgroups have read."""
+    order_g, clear_g, count_g, q_g, first_g, last_g, k_g, v_g, pos_g = refs[:9]
+    until_g, outs = refs[9 : 9 + lasting], refs[9 + lasting :]
+    head, group, mine = (lax.axis_index(x) for x in ("head", "group", "warpgroup"))
+    tile = q_g.shape[2] - 1 - lax.axis_index("tile")  # those that see most begin first
     row = lax.div(head, h)
-    for source, target in zip(
-        (q_g.at[head, group, tile], first_g.at[row, tile], last_g.at[row, tile]), once, strict=True
-    ):
-        plgpu.copy_gmem_to_smem(source, target, arrived)
-    plgpu.barrier_wait(arrived)
-    q_s, d = once[0], once[0].shape[1]
-    first, last = (ops.row(x) for x in once[1:])
-    start, stop = begin_g[row * walks + tile], end_g[row * walks + tile]
+    walk = (head if lasting else row, tile)
+    d, n = ring.shape[2], ring.shape[1]
+    count = count_g[walk]
 
-    def body(_: Any, pos_s: Ref, k_s: Ref, v_s: Ref, *more: Any) -> Any:
-        *until_s, (m, l, acc) = more  # noqa: E741
-        s = ops.matmul(([q_s], [k_s]))[0]
-        at = columns(ops.column(pos_s), s.shape)
-        see = (at >= rows(first, s.shape)) & (at <= rows(last, s.shape))
-        for ref in until_s:
-            see = see & (columns(ops.column(ref), s.shape) >= rows(last, s.shape))
-        s = jnp.where(see, s, -jnp.inf)
-        top = jnp.maximum(m, s.max(1) * (scale * LOG2E))
-        fade = jnp.exp2(m - top)
-        p = jnp.exp2(s * (scale * LOG2E) - rows(top, s.shape))  # one instruction: products come unscaled
-        acc = ops.add(acc * rows(fade, acc.shape), p.astype(v_s.dtype), v_s)
-        plgpu.commit_smem()  # positions were read by loads: only now may a copy overwrite them
-        return top, l * fade + p.sum(1), acc
+    def keys(i: Any) -> Any:
+        return pl.ds(order_g[(*walk, i)] * n, n)
 
-    block = lambda *shape, at, **how: plgpu.BlockSpec((None, *shape), at, **how)  # noqa: E731
-    blocks = [
-        block(KEYS, at=lambda i: (row, start + i)),
-        block(KEYS, d, at=lambda i: (head, start + i, 0), transforms=operand(d, k_g.dtype)),
-        block(d, KEYS, at=lambda i: (head, 0, start + i), transforms=operand(KEYS, v_g.dtype)),
-        *[block(KEYS, at=lambda i: (head, start + i))] * masks,
-    ]
-    none = [ops.place(jnp.full((QUERIES,), x, f32), ROW) for x in (UNSEEN, 0)]
-    walk = plgpu.emit_pipeline(
-        body,
-        grid=(stop - start,),
-        in_specs=blocks,
-        max_concurrent_steps=STAGES,
-        init_carry=(*none, ops.full((QUERIES, d), 0)),
-    )
-    m, l, acc = walk(pos_g, k_g, v_g, *refs[8 : 8 + masks])  # noqa: E741
-    for ref, x in zip(outs, (acc, m, l), strict=True):
-        ref.at[head, group, tile][...] = x
+    @pl.when(mine == PAIR)
+    def _() -> None:
+        plgpu.set_max_registers(FETCHING, action="decrease")
+
+        def fetch(i: Any, _: None) -> None:
+            for side, source in enumerate((k_g, v_g)):
+                slot = 2 * lax.rem(i, STAGES) + side
+
+                @pl.when(i >= STAGES)
+                def _(slot: Any = slot) -> None:
+                    plgpu.barrier_wait(free.at[slot])
+
+                @pl.when(i < count)
+                def _(slot: Any = slot, source: Ref = source) -> None:
+                    plgpu.copy_gmem_to_smem(source.at[head, keys(i)], ring.at[slot], full.at[slot])
+
+        lax.fori_loop(0, count + STAGES, fetch, None)
+
+    def turn() -> None:
+        plgpu.barrier_arrive(turns)
+        plgpu.barrier_wait(turns)
+
+    @pl.when(mine < PAIR)
+    def _() -> None:
+        plgpu.set_max_registers(COMPUTING, action="increase")
+        plgpu.copy_gmem_to_smem(q_g.at[head, group, tile, mine], q_s.at[mine], asked.at[mine])
+        first, last = (ops.row(x.at[row, tile, mine]) for x in (first_g, last_g))
+        plgpu.barrier_wait(asked.at[mine])
+
+        def masked(i: Any) -> Array:
+            where, shape = keys(i), (QUERIES, n)
+            at = columns(ops.column(pos_g.at[row, where]), shape)
+            see = (at >= rows(first, shape)) & (at <= rows(last, shape))
+            for ref in until_g:
+                see = see & (columns(ops.column(ref.at[head, where]), shape) >= rows(last, shape))
+            return see
+
+        def step(masking: bool, i: Any, state: Any) -> Any:
+            m, l, acc = state  # noqa: E741
+            slot = 2 * lax.rem(i, STAGES)
+            see = masked(i) if masking else None
+            plgpu.barrier_wait(full.at[slot])
+            s = ops.matmul(([q_s.at[mine]], [ring.at[slot]]), meanwhile=turn)[0]
+            plgpu.barrier_arrive(free.at[slot])
+            s = s if see is None else jnp.where(see, s, -jnp.inf)
+            top = jnp.maximum(m, s.max(1) * scale)
+            fade = jnp.exp2(m - top)
+            p = jnp.exp2(s * scale - rows(top, s.shape))  # one instruction: products come unscaled
+            now = l * fade + p.sum(1), acc * rows(fade, acc.shape), p.astype(k_g.dtype)
+            l, acc, p = lax.optimization_barrier(now)  # noqa: E741  # done before the other's turn
+            plgpu.barrier_arrive(turns)
+            plgpu.barrier_wait(full.at[slot + 1])
+            plgpu.barrier_wait(turns)
+            acc = ops.add(acc, p, ring.at[slot + 1])
+            plgpu.barrier_arrive(free.at[slot + 1])
+            return top, l, acc
+
+        pl.when(mine == 1)(turn)
+        none = [ops.place(jnp.full((QUERIES,), x, f32), ROW) for x in (UNSEEN, 0)]
+        clear = clear_g[walk]
+        state = lax.fori_loop(0, clear, functools.partial(step, False), (*none, ops.full((QUERIES, d), 0)))
+        m, l, acc = lax.fori_loop(clear, count, functools.partial(step, True), state)  # noqa: E741
+        pl.when(mine == 0)(turn)
+        alive = last >= 0  # dead queries saw what the others did
+        l, acc = jnp.where(alive, l, 0.0), jnp.where(rows(alive, acc.shape), acc, 0.0)  # noqa: E741
+        for ref, x in zip(outs, (acc, m, l), strict=True):
+            ref.at[head, group, tile, mine][...] = x

@@ -2,7 +2,8 @@
 
 Which tiles of keys a tile of queries sees is found outside, from the positions. The last axis of the grid is as long as
 the longest such walk, and a shorter one stays where it ends, so that nothing is fetched. A tile of keys is taken in
-parts, so that the products of one run under the exponentials of another.
+parts, so that the products of one run under the exponentials of another. Where all queries see all keys of a tile
+nothing is masked.
 
 jax comes with splash attention, which masks by index, the same for all rows, and computes what is dead. Here rows have
 holes and gaps; a step costs as much.
@@ -10,6 +11,7 @@ holes and gaps; a step costs as much.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv.arrays.partial import Partial
-from jkv.kernels.prefill_attention import padded, spans
+from jkv.kernels.prefill_attention import clear_spans, padded, spans
 
 LANES = 128
 ROWS, KEYS, PART = 1024, 1024, 256  # of a grid step, about: queries times groups, and keys; keys of a part of it
@@ -59,11 +61,13 @@ def attention(
     v = padded(jnp.where((pos >= 0)[:, None, :, None], v, 0), tk, axis=2)
     k, pos = padded(k, tk, axis=2), padded(pos, tk, -1)
     first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on: the dead are at -1
-    walks = spans(pos, first, last, tq, tk)
+    if until is not None:
+        until = padded(until, tk, -1, axis=2)
+    walks = *spans(pos, first, last, tq, tk), *clear_spans(pos, first, last, until, tq, tk)
     rows = [q.astype(k.dtype).reshape(b * h, g, t, d), *(x.reshape(b * h, -1, d) for x in (k, v))]
     masks = [jnp.stack([first, last], 1), pos[:, None]]
     if until is not None:
-        masks.append(padded(until, tk, -1, axis=2).reshape(b * h, 1, -1))
+        masks.append(until.reshape(b * h, 1, -1))
     out, lse = _run(walks, rows, masks, h, (tq, tk), scale * LOG2E, interpret)
     out, lse = out.reshape(q.shape), lse.reshape(b, h, g, t)
     return Partial(acc=out, m=lse, l=jnp.where(lse == -jnp.inf, 0.0, 1.0))
@@ -79,14 +83,14 @@ def whole(most: int, n: int, unit: int) -> int:
     return min(max(most // unit, 1), -(-n // unit)) * unit
 
 
-def visited(h: int, count: int, block: Array, i: Array, j: Array, begin: Array, end: Array) -> Array:
+def visited(h: int, count: int, block: Array, i: Array, j: Array, begin: Array, end: Array, *_: Any) -> Array:
     """The tile at step j of walk i of `count`, for head `block`, h of them a row; a walk stays where it ends."""
     at = lax.div(block, h) * count + i
     return jnp.minimum(begin[at] + j, jnp.maximum(end[at] - 1, 0))
 
 
 def _run(
-    walks: tuple[Array, Array],
+    walks: tuple[Array, ...],
     rows: list[Array],
     masks: list[Array],
     h: int,
@@ -133,8 +137,8 @@ def _run(
 
 
 def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None:
-    begin, end, q, k, v, bounds, pos = refs[:7]
-    until, (out, lse, ask, acc, m, l, first, last) = refs[7 : 7 + lasting], refs[7 + lasting :]  # noqa: E741
+    begin, end, clear, blurred, q, k, v, bounds, pos = refs[:9]
+    until, (out, lse, ask, acc, m, l, first, last) = refs[9 : 9 + lasting], refs[9 + lasting :]  # noqa: E741
     (_, g, tq, d), tk = q.shape, k.shape[1]
     j = pl.program_id(2)
     walk = lax.div(pl.program_id(0), h) * walks + pl.program_id(1)
@@ -148,13 +152,15 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
         for ref, x in zip((first, last), (bounds[0, :1], bounds[0, 1:]), strict=True):
             ref[...] = jnp.broadcast_to(x, (LANES, tq)).T
 
-    def step(some: Any) -> None:
+    def masked(logits: Array, some: Any) -> Array:
         low, high = (wide(x[...], PART) for x in (first, last))
         see = (pos[0, :, some] >= low) & (pos[0, :, some] <= high)
         if lasting:
             see = see & (until[0][0, :, some] >= high)
-        logits = dot(ask[...], k[0, some], 1)
-        logits = jnp.concatenate([jnp.where(see, logits[n * tq : (n + 1) * tq], MASKED) for n in range(g)], 0)
+        return jnp.concatenate([jnp.where(see, logits[n * tq : (n + 1) * tq], MASKED) for n in range(g)], 0)
+
+    def step(some: Any, mask: Callable[[Array, Any], Array]) -> None:
+        logits = mask(dot(ask[...], k[0, some], 1), some)
         before = m[...]
         now = jnp.maximum(before, logits.max(-1, keepdims=True))
         p, fade = jnp.exp2(logits - wide(now, PART)), jnp.exp2(before - now)
@@ -162,15 +168,20 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
         l[...] = l[...] * fade + p.sum(-1, keepdims=True)
         acc[...] = acc[...] * wide(fade, d) + dot(p.astype(v.dtype), v[0, some], 0)
 
-    @pl.when(begin[walk] + j < end[walk])
-    def _() -> None:
-        for start in range(0, tk, PART):
-            step(pl.ds(start, PART))
+    tile = begin[walk] + j
+    whole = (tile >= clear[walk]) & (tile < blurred[walk])
+    for here, mask in ((whole, lambda logits, _: logits), ((tile < end[walk]) & ~whole, masked)):
+
+        @pl.when(here)
+        def _(mask: Callable[[Array, Any], Array] = mask) -> None:
+            for start in range(0, tk, PART):
+                step(pl.ds(start, PART), mask)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:
-        some = m[...] > FLOOR / 2
-        out[0] = (acc[...] / wide(jnp.where(some, l[...], 1), d)).reshape(g, tq, d)
+        alive = jnp.tile(last[...] >= 0, (g, 1))  # dead queries saw what the others of their tile did
+        some = alive & (m[...] > FLOOR / 2)
+        out[0] = jnp.where(wide(some, d), acc[...] / wide(l[...], d), 0).reshape(g, tq, d)
         total = jnp.where(some, m[...] / LOG2E + jnp.log(l[...]), -jnp.inf)
         for n in range(g):
             lse[0, n : n + 1] = total[n * tq : (n + 1) * tq].T[:1]

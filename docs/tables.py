@@ -319,6 +319,21 @@ def blocks() -> list[str]:
     ]
 
 
+def latents() -> list[str]:
+    """A model with latents for keys and values, before its training and after some."""
+    rows = results("xecomla")
+    return [
+        line(
+            "the model" if r["rank"] is None else f"{r['rank']} and {r['rope_dim']}",
+            f"{r['numbers']} ({rows[0]['numbers'] / r['numbers']:.1f})",
+            f"{r['steps']} ({r['tokens']:,})",
+            number(r["ppl"]),
+            f"{r['kl']:.2g}",
+        )
+        for r in rows
+    ]
+
+
 def jobs() -> list[str]:
     """Jobs of many prompts beside a loop of transformers."""
     rows = sorted(results("batch"), key=lambda r: (r["shared"], r["ratio"]))
@@ -616,6 +631,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,
         head("", "cache", "bits, keys / values", "KL (by text)", "perplexity", "ms a token"): quantized,
+        head("latent and rotated key", "numbers (times smaller)", "steps (tokens)", "perplexity", "KL"): latents,
         head("by", "prose: bytes (bits a byte)", "code: bytes (bits a byte)"): packed,
         head(
             *("cache", "bits a byte, prose", "bytes of cache a byte", "bits a byte, code"),

@@ -24,6 +24,7 @@ from . import (
     mamba2,
     mistral,
     mixtral,
+    mla,
     olmo2,
     olmo3,
     olmoe,
@@ -109,6 +110,7 @@ FAMILIES = {
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "mla": mla,
 }
 
 RULES = {"ssd": ssd, "delta": delta}
@@ -141,8 +143,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     >>> read_config({"model_type": "mamba"})
     Traceback (most recent call last):
     ValueError: model_type 'mamba' is not supported: use one of bamba, deepseek_v2, deepseek_v3, falcon_h1, gemma2, \
-gemma3, gemma3_text, gpt_oss, granite, llama, mamba2, mistral, mixtral, olmo2, olmo3, olmoe, phi3, qwen2, qwen3, \
-qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, smollm3
+gemma3, gemma3_text, gpt_oss, granite, llama, mamba2, mistral, mixtral, mla, olmo2, olmo3, olmoe, phi3, qwen2, \
+qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, smollm3
     """
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:

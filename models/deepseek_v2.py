@@ -8,6 +8,7 @@ kv head: key (rotated key, latent), value (latent).
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, embed, head, linear, newest, rms
 from .params import Names, Params, Tensors
 from .qwen3_moe import MLPS
-from .routing import Experts
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 
@@ -35,12 +35,12 @@ SPARSE = (
 )
 
 
-def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    m, e = c.latent, c.experts
-    assert m is not None and e is not None
+def attention_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of a tensor of latent attention by the end of its name."""
+    m = c.latent
+    assert m is not None
     q, values, low = c.groups * (m.plain + m.turned), c.groups * m.values, m.queries or 0
     return {
-        **(shapes(c) if e.at else {}),
         "q_proj.weight": (q, c.width),
         "q_a_proj.weight": (low, c.width),
         "q_a_layernorm.weight": (low,),
@@ -50,6 +50,15 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "kv_b_proj.key.weight": (c.groups, m.plain, m.rank),
         "kv_b_proj.value.weight": (c.groups, m.values, m.rank),
         "o_proj.weight": (c.width, values),
+    }
+
+
+def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    e = c.experts
+    assert e is not None
+    return {
+        **(shapes(c) if e.at else {}),
+        **attention_shapes(c),
         "gate.e_score_correction_bias": (e.count,),
         "shared_experts.gate_proj.weight": (e.shared, c.width),
         "shared_experts.up_proj.weight": (e.shared, c.width),
@@ -82,7 +91,8 @@ def apart(c: ModelConfig, tensors: Tensors) -> Tensors:
     return out
 
 
-def _absent(c: ModelConfig) -> tuple[str, ...]:
+def absent(c: ModelConfig) -> tuple[str, ...]:
+    """Fields of queries that a model lacks: those of a latent of theirs, or the one matrix without."""
     assert c.latent is not None
     return ("q",) if c.latent.queries else ("q_a", "q_a_norm", "q_b")
 
@@ -109,7 +119,7 @@ TENSORS = Names(
     sparse={**ATTENTION, **MLPS, **SHARED},
     shapes=_shapes,
     read=apart,
-    absent=_absent,
+    absent=absent,
 )
 
 
@@ -125,7 +135,8 @@ def routing(f: Fields) -> dict[str, Any]:
     return {"normed": False, "gain": f.number("routed_scaling_factor", 1.0, float), **limits}
 
 
-def _experts(f: Fields, blocks: int, routing: Callable[[Fields], dict[str, Any]]) -> Experts:
+def experts(routing: Callable[[Fields], dict[str, Any]], f: Fields, blocks: int) -> dict[str, Any]:
+    """The experts of all blocks but the first ones, which `routing` reads the choice of."""
     f.only("moe_layer_freq", 1, way_out="only 1 is implemented: every block after the first dense ones has experts")
     for name in ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"):
         f.take(name, None)  # of training, of where experts lie, and of blocks that are not read
@@ -141,7 +152,7 @@ def _experts(f: Fields, blocks: int, routing: Callable[[Fields], dict[str, Any]]
         raise f.refuse(
             "topk_group", e.chosen, f"it is one to {e.groups} groups of {size}, for {active} experts a token"
         )
-    return replace(e, at=tuple(range(first, blocks)))
+    return {"experts": replace(e, at=tuple(range(first, blocks)))}
 
 
 def _gain(hf: Mapping[str, Any]) -> float:
@@ -152,8 +163,10 @@ def _gain(hf: Mapping[str, Any]) -> float:
     return (0.1 * by * math.log(factor) + 1.0) ** 2 if by and kind != "default" and factor > 1 else 1.0
 
 
-def latent(hf: Mapping[str, Any], family: str, routing: Callable[[Fields], dict[str, Any]]) -> ModelConfig:
-    """ModelConfig of a config dict of a family with latent attention, whose own fields `routing` reads."""
+def latent(
+    hf: Mapping[str, Any], family: str, more: Callable[[Fields, int], dict[str, Any]] = lambda f, blocks: {}
+) -> ModelConfig:
+    """ModelConfig of a config dict of a family with latent attention; more(fields, blocks) reads the family's own."""
     f = Fields({name: hf[name] for name in (*OWN, *SPARSE) if name in hf}, family)
     plain, turned, values = (f.number(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     m = Latent(
@@ -173,14 +186,14 @@ def latent(hf: Mapping[str, Any], family: str, routing: Callable[[Fields], dict[
         raise f.refuse("num_key_value_heads", rest["num_key_value_heads"], "every query head has its own key and value")
     c = read(rest | {"num_key_value_heads": heads, "head_dim": turned}, family)
     own = {"heads": 1, "groups": c.heads, "head_dim": turned + m.rank, "latent": m}
-    own |= {"scale": (plain + turned) ** -0.5 * _gain(hf), "experts": _experts(f, c.layers, routing)}
+    own |= {"scale": (plain + turned) ** -0.5 * _gain(hf), **more(f, c.layers)}
     f.done()
     return replace(c, **own)
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config dict with model_type deepseek_v2; ValueError names a field that is not supported."""
-    return latent(hf, "deepseek_v2", routing)
+    return latent(hf, "deepseek_v2", partial(experts, routing))
 
 
 def halves(x: Array, paired: bool) -> Array:
@@ -188,15 +201,20 @@ def halves(x: Array, paired: bool) -> Array:
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1) if paired else x
 
 
+def _normed(w: Mapping[str, Array], name: str, x: Array) -> Array:
+    """x behind the norm of that name; a family without it has x itself."""
+    return rms(w[name], x, EPS) if name in w else x
+
+
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
     """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T], of one kv head: the latent's."""
     w, c, m = params.layers[i], params.config, params.config.latent
     assert m is not None
     x = rms(w["norm1"], x, c.eps)
-    q = linear(w["q_b"], rms(w["q_a_norm"], linear(w["q_a"], x), EPS)) if m.queries else linear(w["q"], x)
+    q = linear(w["q_b"], _normed(w, "q_a_norm", linear(w["q_a"], x))) if m.queries else linear(w["q"], x)
     q = rearrange(q, "b t (g d) -> b 1 g t d", g=c.groups)
     kv = linear(w["kv"], x)[:, None]
-    v = rms(w["kv_norm"], kv[..., : m.rank], EPS)
+    v = _normed(w, "kv_norm", kv[..., : m.rank])
     absorbed = jnp.einsum("bhgtd,gdr->bhgtr", q[..., : m.plain], w["key"])
     return Projected(
         x=x,

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .config import Fields, ModelConfig
 from .deepseek_v2 import TENSORS as V2
-from .deepseek_v2 import embed, head, latent, layer, project
+from .deepseek_v2 import embed, experts, head, latent, layer, project
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 
@@ -23,4 +24,4 @@ def _routing(f: Fields) -> dict[str, Any]:
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config dict with model_type deepseek_v3; ValueError names a field that is not supported."""
-    return latent(hf, "deepseek_v3", _routing)
+    return latent(hf, "deepseek_v3", partial(experts, _routing))

@@ -351,6 +351,30 @@ def _stacked(
     return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)
 
 
+def apart(params: Params, table: Names) -> dict[str, np.ndarray]:
+    """The tensors of a model in floats without experts, by their names in a checkpoint: `assemble` undone.
+
+    >>> from jkv import models
+    >>> p = models.random(models.TINY)
+    >>> apart(p, models.llama.TENSORS)["model.layers.1.self_attn.k_proj.weight"].shape
+    (16, 32)
+    """
+    c = params.config
+    known, out = names(c, table), {table.embed: np.asarray(params.embed), table.norm: np.asarray(params.norm)}
+    if params.head is not None:
+        out[table.head] = np.asarray(params.head)
+    for i, w in enumerate(params.layers):
+        for stack, found in table.of(c, i).items():
+            rows = {name: table.rows(c, name, known[name][0]) for name in found}
+            every = [n for own in rows.values() for n in own]
+            n, parts, size = together(every, c.heads)
+            x = np.asarray(w[stack]).reshape(n, parts, size, *known[found[0]][1:])
+            pieces = iter(np.split(x, list(accumulate(r // (n * size) for r in every))[:-1], 1))
+            for name, own in rows.items():
+                out[name] = np.concatenate([next(pieces).reshape(r, *x.shape[3:]) for r in own])
+    return out
+
+
 def _more(items: list[str], shown: int) -> str:
     return f" and {len(items) - shown} more" if len(items) > shown else ""
 

@@ -12,9 +12,7 @@ The size decides the depth: as many blocks as fit with 8 bits a weight, a step f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +23,12 @@ from jkv.generation.api import generate
 from jkv.generation.distilled import STEP, Words, packed, thinned
 from jkv.models import Params, family
 from jkv.training.data import rows
-from jkv.training.losses import Batch, Teacher, distil, teach
+from jkv.training.losses import Batch
 from jkv.training.measured import Measured
-from jkv.training.optimiser import adamw, cosine
 from jkv.training.student import hidden
-from jkv.training.trainer import Recipe as Steps
-from jkv.training.trainer import Told, Training
 
 HEADER, ENTRY = 4096, 128  # bytes of a file beside its arrays, and of each of them, at most
 TOGETHER = 32  # texts that are continued at once
-RISE = 100  # steps until the largest rate
 SLICE = 256  # tokens whose nearest words are looked for at once
 
 
@@ -143,41 +137,6 @@ def continued(
         say(f"{at[-1] + 1} texts continued")
     pos = np.where(ids >= 0, np.arange(length, dtype=np.int32), -1)
     return Batch(ids=jnp.asarray(ids), pos=jnp.asarray(pos))
-
-
-class Recipe(Steps):
-    """How a drafter is trained; the rate rises, then falls in a cosine."""
-
-    def tune(self) -> Any:
-        return adamw(cosine(self.rate, RISE, self.steps), self.clip)
-
-    def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
-        small = whole(params, score)
-        kl, ce = distil(small, hidden(small, batch)[0], batch, teacher)
-        return kl, {"loss": kl, "ce": ce}
-
-
-def whole(bare: Params, score: Any) -> Params:
-    """A drafter of its words and of what is trained."""
-    return replace(bare, layers=tuple(score["layers"]), norm=score["norm"])
-
-
-@partial(jax.jit, static_argnames=("k",))
-def lesson(params: Params, bare: Params, batch: Batch, k: int) -> Teacher:
-    """What the model says of the drafter's words, of the k likeliest one by one; 0, or more than there are: of all."""
-    return teach(bare, hidden(params, batch)[0], min(k, bare.config.vocab))
-
-
-@dataclass(kw_only=True)
-class Distilling(Training):
-    """The training of a drafter, whose `params` have no blocks and whose texts are in its words; model: what it drafts
-    for, which reads the same texts in tokens of its own."""
-
-    model: Params
-    tokens: Batch
-
-    def taught(self, i: int) -> Teacher:
-        return lesson(self.model, self.params, rows(self.tokens, [i]), self.recipe.top)
 
 
 def in_words(texts: Batch, words: Words) -> Batch:

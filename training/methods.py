@@ -18,6 +18,8 @@ from jkv.generation.distilled import Distilled, packed
 from jkv.host import console
 from jkv.host.arguments import read_bytes
 from jkv.io import learned
+from jkv.io import load as loading
+from jkv.io.safetensors import write_folder
 from jkv.methods import mixtures as blends
 from jkv.methods import parse
 from jkv.methods.checks import check
@@ -28,9 +30,11 @@ from jkv.methods.scores.heads import CHOICE, found
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.published import Repeated
 from jkv.methods.selectors.forecast import Forecast
-from jkv.models import Params
-from jkv.training import data, delay, estimates, flags, forecast, lasting, mixtures, retention, surrogates
+from jkv.models import FAMILIES, Params
+from jkv.models.params import apart
+from jkv.training import data, delay, distilling, estimates, flags, forecast, lasting, mixtures, retention, surrogates
 from jkv.training import drafter as drafters
+from jkv.training import xecomla as latents
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from jkv.training.measured import Measured
@@ -290,7 +294,7 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
 @method
 def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float, **chosen: Any) -> None:
     """A small model that guesses what this one says."""
-    recipe = drafters.Recipe(**chosen, seed=run.seed)
+    recipe = distilling.Recipe(**chosen, seed=run.seed)
     if not 0 <= prompt < run.length or temperature < 0:
         raise ValueError(
             f"prompt={prompt}, length={run.length}, temperature={temperature}: tokens to begin with (0: all), a longer "
@@ -310,8 +314,8 @@ def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float
         score = {"layers": small.layers, "norm": small.norm}
         bare, read = replace(small, layers=()), drafters.in_words(texts, known)
         with console.progress(recipe.steps) as say:
-            made = drafters.Distilling(bare, read, recipe, folder, say, model=run.params, tokens=texts)
-            small = drafters.whole(bare, made.run(score).score)
+            made = distilling.Distilling(bare, read, recipe, folder, say, model=run.params, ends=bare, tokens=texts)
+            small = distilling.whole(bare, made.run(score).score)
         card = run.card(what, folder) | {"tokens": int((np.asarray(texts.ids) >= 0).sum())}
         arrays = packed(small, known, blocks)
         learned.write(run.out, arrays, card, drafters.wide)
@@ -328,6 +332,33 @@ def agreed(run: Run, held: tuple[np.ndarray, str]) -> dict[str, Any]:
     found = drafters.agreement(run.params, made.model.params, made.words, unseen)
     print(f"{source}: the model says what is guessed in {found['greedy']:.1%} of all places")
     return {"source": source, "samples": len(ids), **found}
+
+
+@method
+def xecomla(run: Run, *, rank: int, rope_dim: int, query_rank: int, **chosen: Any) -> None:
+    """The model with latents for keys and values: a folder that `jkv.load` takes."""
+    recipe = distilling.Recipe(**chosen, seed=run.seed)
+    config = latents.config_of(loading.read(run.model).config, rank, rope_dim, query_rank or None)
+    student = latents.converted(run.params, config)
+    texts, held = run.given()
+    what = run.what(texts, recipe, rank=rank, rope_dim=rope_dim, query_rank=query_rank)
+    with Folder(run.out, what, run.resume) as folder:
+        bare, score = replace(student, layers=()), latents.trained(student)
+        with console.progress(recipe.steps) as say:
+            made = distilling.Distilling(
+                bare, texts, recipe, folder, say, model=run.params, ends=run.params.ends, tokens=texts
+            )
+            student = distilling.whole(bare, made.run(score).score)
+        tensors = apart(student, FAMILIES[student.config.family].TENSORS)
+        write_folder(run.out, config, tensors, run.params.tokenizer)
+        told = (
+            f"{student.config.cached} numbers a token and layer, {run.params.config.heads * run.params.config.cached}"
+        )
+        print(f"model: {run.out} ({told} before)\ndrawn: {folder.draw()}")
+        if held is not None:
+            for params in (run.params, student):
+                print(f"{params.config.family}:")
+                perplexities(params, held, ("full",))
 
 
 def gathered(params: Params, *given: Any) -> Any:

@@ -219,8 +219,23 @@ class Drafter:
     every: Every = 100
 
 
+@dataclass(frozen=True, kw_only=True)
+class XEcoMLA:
+    """The model itself with one latent a token for the keys and values of all heads; 0 steps: without training."""
+
+    rank: Annotated[int, typer.Option(min=1, help="Numbers of a token's latent.")] = 64
+    rope_dim: Annotated[int, typer.Option(min=2, help="Channels of the rotated key that all heads share.")] = 32
+    query_rank: Annotated[int, typer.Option(min=0, help="Rank of the matrix of all queries; 0: whole.")] = 0
+    steps: Steps = 200
+    batch: Batch = 1
+    accumulate: Accumulate = 1
+    rate: Rate = 8e-5
+    top: Top = 64
+    every: Every = 25
+
+
 METHODS: tuple[type, ...] = (
-    TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval, Drafter,
+    TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval, Drafter, XEcoMLA,
 )  # fmt: skip
 
 
@@ -271,7 +286,9 @@ def continuing(
 def _check(chosen: dict[str, Any], length: int) -> None:
     """ValueError for numbers that do not go together."""
     held = {k: chosen[k] for k in ("budget", "window", "answer") if k in chosen}
-    if chosen.get("warm", 0) + chosen.get("steps", 0) < 1 or max(held.values(), default=0) >= length:
+    # latents of a rank are something without steps
+    idle = "rank" not in chosen and chosen.get("warm", 0) + chosen.get("steps", 0) < 1
+    if idle or max(held.values(), default=0) >= length:
         work = {k: chosen[k] for k in ("warm", "steps") if k in chosen}
         told = ", ".join(f"{k}={x}" for k, x in {**work, **held, "length": length}.items())
         raise ValueError(f"{told}: something to do, and a budget below the length, a window too")

@@ -114,8 +114,8 @@ def projected(
     def run(_: int, new: Any) -> tuple[Array, Any]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         made = observation_of(layer, plan, Queries(q=q, pos=pos, lse=lse), None, False)
-        window = as_window(one, new, pos, ids, plan, rope, dtype)
-        return q[:, :, :, -1:], (window, *made)  # the block's output is not used
+        unused = jnp.zeros((*q.shape[:3], 1, new.v.shape[-1]), dtype)  # the block's output
+        return unused, (as_window(one, new, pos, ids, plan, rope, dtype), *made)
 
     return block(one, 0, x, pos, run, none)[1]
 

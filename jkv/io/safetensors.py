@@ -1,16 +1,17 @@
-"""Reading a local model folder in the Hugging Face layout: safetensors weights, JSON around them."""
+"""Local model folders in the Hugging Face layout, read and written: safetensors weights, JSON around them."""
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jkv.host.results import beside, overwrite
 from jkv.io.errors import FormatError, refusing
 from jkv.io.source import Source
 from jkv.io.tokenizer import Tokenizer
@@ -38,6 +39,33 @@ def read_folder(path: str | Path) -> Source:
             folder, f"config.json claims {layers:,} layers but there are {len(tensors):,} tensors", _AGAIN
         )
     return Source.of(config, tensors, _tokenizer(folder, config))
+
+
+def write_folder(
+    path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], tokenizer: Tokenizer | None
+) -> None:
+    """A model as `read_folder` reads it, config.json last: what a killed write leaves is no model.
+
+    ValueError for a tensor that holds NaN or infinity; OSError.
+    """
+    from safetensors.numpy import save_file
+
+    if wrong := [name for name, x in tensors.items() if not np.isfinite(x).all()]:
+        raise ValueError(f"{wrong[0]} holds NaN or infinity; nothing was written to {path}")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    fresh = beside(folder / "model.safetensors")
+    try:
+        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, fresh)
+        fresh.replace(folder / "model.safetensors")
+    finally:
+        fresh.unlink(missing_ok=True)
+    if tokenizer is not None:
+        core, names = tokenizer.saved()
+        overwrite(folder / "tokenizer.json", core)
+        overwrite(folder / "tokenizer_config.json", json.dumps(names, indent=1) + "\n")
+    overwrite(folder / "config.json", json.dumps(dict(config), indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

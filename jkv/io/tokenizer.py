@@ -108,6 +108,27 @@ class Tokenizer:
             raise ValueError(f"{fixed[0]} is the tokenizer's own; it is no option of a chat template")
         return render(self.template, names | options)
 
+    def saved(self) -> tuple[str, dict[str, str]]:
+        """What tokenizer.json holds of it, and what tokenizer_config.json does: its begin, its end and its template.
+
+        ValueError for one that `tokenizers` cannot write.
+        """
+        import tokenizers
+        from tokenizers.processors import TemplateProcessing
+
+        try:
+            core = tokenizers.Tokenizer.from_str(self.core.to_str())
+        except BaseException as error:
+            if not failed(error):
+                raise
+            raise ValueError(f"the tokenizer cannot be written ({error})") from error
+        begin = self._text(self.bos_id)
+        if self.add_bos and self.bos_id is not None:  # readers look for it around an empty text
+            core.post_processor = TemplateProcessing(single="$B $A", special_tokens=[("$B", self.bos_id)])
+        end = self._text(self.eos_ids[0] if self.eos_ids else None)
+        said = {"bos_token": begin, "eos_token": end, "chat_template": self.template}
+        return core.to_str(), {name: text for name, text in said.items() if text}
+
     def _text(self, token: int | None) -> str:
         return "" if token is None else self.core.id_to_token(token) or ""
 

@@ -16,6 +16,7 @@ from jkv.eval.replay import Known, Pass, Prefills, forward, size
 from jkv.generation import api
 from support import rig
 from support.rig import MODELS, PARAMS, PROMPT, STEPS, Case
+from support.tiny import LATENT
 
 CASES = [*rig.ALL, *rig.OTHERS]
 OWN = set("attentiongate coded dms fastkv reform specpc".split())  # a prompt does not attend to all of itself as it is
@@ -60,3 +61,10 @@ def test_prefills_are_those_of_generation_whatever_is_kept(text: str):
         assert len(prefill.passes) == kept
         for some in (got[0], got[2]):
             same(some, want)
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)"])
+def test_prefills_of_latents_are_those_of_generation(text: str):
+    """Whose values have another width than their queries."""
+    want = api.prefill(LATENT, text, IDS, room=10)
+    same(Prefills(size(LATENT, 2, 80))(LATENT, methods.parse(text), IDS, 10), want)

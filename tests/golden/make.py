@@ -87,6 +87,13 @@ DEEPSEEK: dict[str, Any] = {name: x for name, x in BASE.items() if name != "head
     first_k_dense_replace=1,
 )
 
+ROUTED = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+)
 QWEN3_5: dict[str, Any] = BASE | dict(
     num_hidden_layers=4,
     head_dim=32,
@@ -268,6 +275,8 @@ CASES: dict[str, dict[str, Any]] = {
         rope_theta=1e4,
         rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=0.8),
     ),
+    "mla": {name: x for name, x in DEEPSEEK.items() if name not in ROUTED}
+    | dict(model_type="mla", rope_interleave=False, rope_theta=1e4),
 }
 
 
@@ -317,7 +326,7 @@ def by_key_heads(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray
     return out
 
 
-PACKED = {"qwen3_next": by_key_heads, "gpt_oss": packed, "deepseek_v2": headed, "deepseek_v3": headed}
+PACKED = {"qwen3_next": by_key_heads, "gpt_oss": packed, "deepseek_v2": headed, "deepseek_v3": headed, "mla": headed}
 
 
 def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -328,6 +337,21 @@ def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
     ids = np.random.default_rng([seed, 1]).integers(low, vocab, (len(LENGTHS), wide), np.int32)
     pos = np.stack([np.arange(wide, dtype=np.int32) - (wide - n) for n in LENGTHS])
     return np.where(pos < 0, 0, ids).astype(np.int32), np.maximum(pos, -1).astype(np.int32)
+
+
+def without_norms(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
+    """transformers' DeepSeek V3 without experts, whose norms of latents do nothing."""
+    from torch.nn import Identity
+
+    dense = {name: DEEPSEEK[name] for name in ROUTED} | dict(first_k_dense_replace=hf["num_hidden_layers"])
+    sizes = {"q_a_layernorm": hf["q_lora_rank"], "kv_a_layernorm": hf["kv_lora_rank"]}
+    blocks = [f"model.layers.{i}.self_attn" for i in range(hf["num_hidden_layers"])]
+    ones = {f"{at}.{norm}.weight": np.ones(n, np.float32) for at in blocks for norm, n in sizes.items()}
+    model = torch_model(hf | dense | dict(model_type="deepseek_v3"), tensors | ones)
+    for at in blocks:
+        for norm in sizes:
+            setattr(model.get_submodule(at), norm, Identity())
+    return model
 
 
 def torch_model(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str = "float32") -> Any:
@@ -371,7 +395,7 @@ def record(name: str, seed: int = 0) -> dict[str, Any]:
     import transformers
 
     hf = CASES[name]
-    model = torch_model(hf, weights(hf, seed))
+    model = (without_norms if hf["model_type"] == "mla" else torch_model)(hf, weights(hf, seed))
     ids, pos = batch(hf, seed)
     first = logits = torch_logits(model, ids, pos)
     for _ in range(NEW):  # no cache: every step is the whole function of all tokens

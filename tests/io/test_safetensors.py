@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from jkv.io.errors import FormatError
-from jkv.io.safetensors import read_folder
+from jkv.io.safetensors import read_folder, write_folder
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1, "eos_token_id": 7}
 TENSORS = {
@@ -200,3 +200,31 @@ def test_fuzz(folder, data):
     finally:
         path.write_bytes(honest)
         save_file(TENSORS, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("begin", [True, False])
+def test_a_folder_that_is_written_is_read_as_it_was(folder, tmp_path, begin):
+    add_tokenizer(folder, begin, eos_token="</s>", bos_token="<s>", chat_template="{{ messages }}")
+    want = read_folder(folder)
+    tensors, out = {name: read() for name, read in want.tensors.items()}, tmp_path / "out"
+    write_folder(out, CONFIG, tensors, want.tokenizer)
+    got = read_folder(out)
+    assert got.tensors.keys() == tensors.keys() and got.config == want.config
+    for name, read in got.tensors.items():
+        np.testing.assert_array_equal(read(), tensors[name])
+        assert read().dtype == tensors[name].dtype
+    for field in ("bos_id", "eos_ids", "add_bos", "template", "vocab_size"):
+        assert getattr(got.tokenizer, field) == getattr(want.tokenizer, field)
+    for text in ("", "abba</s>ab"):
+        assert got.tokenizer.encode(text) == want.tokenizer.encode(text)
+
+
+def test_a_write_that_fails_leaves_no_model(folder, monkeypatch):
+    with pytest.raises(ValueError, match=r"lm_head.weight holds NaN or infinity; nothing was written"):
+        write_folder(folder, CONFIG, TENSORS | {"lm_head.weight": np.full((4, 3), np.nan, np.float32)}, None)
+    assert read_folder(folder).config["num_hidden_layers"] == 1
+    monkeypatch.setattr("safetensors.numpy.save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(folder, CONFIG, TENSORS, None)
+    with pytest.raises(FormatError, match=r"no config\.json"):
+        read_folder(folder)

@@ -8,6 +8,7 @@ import pytest
 
 from golden.make import CASES, weights
 from jkv import models
+from jkv.models import params as building
 from jkv.models.params import EXACT
 
 
@@ -168,3 +169,12 @@ def test_random_is_seeded(case):
     half = models.random(one.config, seed=3, dtype=jnp.bfloat16)
     assert half.embed.dtype == jnp.bfloat16
     assert {x.dtype for layer in half.layers for n, x in layer.items() if n in EXACT} <= {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "phi3", "qwen2", "mla"])
+def test_a_model_taken_apart_is_its_checkpoint(case):
+    p = models.random(CASES[case], seed=5)
+    tensors = building.apart(p, models.FAMILIES[p.config.family].TENSORS)
+    known = building.names(p.config, models.FAMILIES[p.config.family].TENSORS)
+    assert {name: x.shape for name, x in tensors.items()} == known
+    jax.tree.map(np.testing.assert_array_equal, models.build(CASES[case], thunks(tensors), jnp.float32), p)

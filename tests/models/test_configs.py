@@ -164,6 +164,8 @@ CHANGES = [  # case, field, new value, the ModelConfig field that must differ
     ("deepseek_v3", "topk_group", 3, "experts"),
     ("deepseek_v3", "norm_topk_prob", False, "experts"),
     ("deepseek_v2-groups", "topk_method", "greedy", "experts"),
+    *[("mla", n, 16, "latent") for n in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")],
+    ("mla", "rope_interleave", True, "latent"),
     ("deepseek_v2-groups", "rope_scaling", YARN, "scale"),
 ]
 
@@ -321,6 +323,7 @@ REFUSALS = [  # case, change, what the message must say
     ("deepseek_v2", {"first_k_dense_replace": 4}, "first_k_dense_replace.*3 blocks"),
     ("deepseek_v2", {"kv_lora_rank": 1020}, "kv_lora_rank.*1,024 channels"),
     ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads.*every query head has its own"),
+    ("mla", {"n_routed_experts": 8}, "n_routed_experts.*8.*mla"),
     ("deepseek_v3", {"n_group": 3}, "n_group.*equal parts of the 8 experts"),
     ("deepseek_v3", {"n_group": 8}, "n_group.*of 2 or more"),
     ("deepseek_v3", {"topk_group": 1}, "topk_group.*groups of 2, for 3 experts"),

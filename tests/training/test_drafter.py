@@ -13,7 +13,7 @@ from jkv import models
 from jkv.generation.distilled import Distilled, Words, packed, thinned
 from jkv.io import learned
 from jkv.io import load as loading
-from jkv.training import data, drafter
+from jkv.training import data, distilling, drafter
 from jkv.training.losses import Batch
 from jkv.training.measured import Measured
 from support.commands import PARAMS, call, refused
@@ -107,9 +107,9 @@ def test_the_loss_is_the_divergence_over_the_words_and_agreement_counts_what_is_
     texts = batch(rows, 20)
     small, words = drafter.begun(PARAMS, texts, 25, [1])
     bare, read = replace(small, layers=()), drafter.in_words(texts, words)
-    told = drafter.lesson(PARAMS, bare, texts, 25)
+    told = distilling.lesson(PARAMS, bare, texts, 25)
     score = {"layers": small.layers, "norm": small.norm}
-    got, _ = jax.jit(drafter.Recipe().loss)(score, bare, read, told, jnp.int32(0), jax.random.key(0))
+    got, _ = jax.jit(distilling.Recipe().loss)(score, bare, read, told, jnp.int32(0), jax.random.key(0))
     kl, greedy, drawn = [], [], []
     for row in rows:
         every, own = logits(PARAMS, row)[:-1], logits(small, words.read[row].tolist())[:-1]
@@ -148,7 +148,7 @@ def test_it_learns_what_the_model_says_and_goes_on_after_a_kill(tmp_path):
     want = jkv.generate(PARAMS, None, "the quick brown fox", max_new_tokens=12)
     assert jkv.generate(PARAMS, None, "the quick brown fox", max_new_tokens=12, draft=text).tokens == want.tokens
 
-    advance = drafter.Distilling._tell
+    advance = distilling.Distilling._tell
 
     def killed(self, *told):
         advance(self, *told)
@@ -156,7 +156,7 @@ def test_it_learns_what_the_model_says_and_goes_on_after_a_kill(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter.Distilling, "_tell", killed)
+        patch.setattr(distilling.Distilling, "_tell", killed)
         assert train(two, "--steps", 24, "--check", 0, "--bytes", "20kB").exit_code != 0
         patch.undo()
         patch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ ARGUMENTS = (
 def tiny():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
+        patch.setattr(loading, "read", lambda what: SimpleNamespace(config=dict(jkv.models.TINY, vocab_size=256)))
         yield patch
 
 
@@ -256,6 +258,7 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
 
     monkeypatch.setattr(methods, "Folder", stopped)
     small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
+    small |= dict(rank=12, rope_dim=4)
     name, given = settings.__name__.lower(), {f.name: small.get(f.name, f.default) for f in fields(settings)}
     read = {k: given_folders[k] for k in given.keys() & {"heads"}}
     if name == "retrieval":  # goes on from what it can only be given here

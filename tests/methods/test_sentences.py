@@ -34,6 +34,7 @@ PAGES, SINKS = 18, 2
 def ended(text: str) -> CacheConfig:
     """A cache of sentences that end with the tokens of LAST."""
     config = parse(text)
+    assert isinstance(config.score, Sentences)
     return replace(config, score=replace(config.score, ends=jnp.tile(LAST, (L, 1))))
 
 
@@ -49,7 +50,7 @@ def test_a_sentence_ends_with_a_token_of_marks_alone_or_with_a_blank_line():
     core = tokenizers.Tokenizer(BPE({x: i for i, x in enumerate(texts)}, []))
     core.decoder = ByteLevel()
     ends = Sentences(score=Newest()).bound(replace(PARAMS, tokenizer=Tokenizer(core))).ends
-    assert ends.shape == (L, MODEL.vocab)
+    assert ends is not None and ends.shape == (L, MODEL.vocab)
     assert [np.flatnonzero(x).tolist() for x in ends] == [[0, 1, 2, 3, 4, 5]] * L
     assert Sentences(score=Newest()).bound(PARAMS).ends is None
 
@@ -138,7 +139,7 @@ def test_a_mean_is_of_the_keys_that_are_kept_of_a_sentence():
 
 
 def look(memo: Spoken | None, q: Any, slots: int, summary: Any, ends: Any = 0.0, alive: Any = True) -> Look:
-    index = dict(pos=jnp.arange(slots)[None, None], summary=summary, memo=memo, given=None)
+    index: dict[str, Any] = dict(pos=jnp.arange(slots)[None, None], summary=summary, memo=memo, given=None)
     q, ends, alive = jnp.full((1, 1, 1, 2), q, jnp.float32), jnp.full((1, 1), ends), jnp.full(1, alive)
     return Look(q=q, columns={ENDS: ends}, **index, alive=alive, logits=lambda: q)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array
 
 from jkv.arrays.tree import leaf, part
 from jkv.methods.scores.position import Wrapper
-from jkv.protocols import Born, Columns, Evidence, Score
+from jkv.protocols import Born, Columns, Evidence
 
 if TYPE_CHECKING:
     from jkv.models import Params
@@ -34,7 +34,7 @@ class Sentences(Wrapper):
     longest: int = 64
     ends: Array | None = leaf(default=None)
 
-    def bound(self, params: Params) -> Score:
+    def bound(self, params: Params) -> Self:
         own = replace(self, score=self.score.bound(params))
         if params.tokenizer is None:
             return own

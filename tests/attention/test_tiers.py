@@ -46,6 +46,7 @@ from jkv.methods.codecs.sensitive import Sensitive, Transformed
 from jkv.methods.codecs.thinned import Thinned
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.scores.keys import KeyNorm
+from jkv.methods.scores.sentences import ENDS, START
 from jkv.methods.selectors.proxies import Proxies
 from jkv.methods.selectors.quest import PageBound
 from jkv.protocols import Codec, Queries, Selector
@@ -59,6 +60,7 @@ ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all ro
 SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
 SELECTORS = [getattr(x, "select", x) for x in SELECTORS]  # without what is around one
 SELECTORS = list({type(x): x for x in SELECTORS if not x.arranges}.values())  # one of each kind that any codec takes
+KNOWN = ("mass", START, ENDS)  # columns that selectors ask for
 Kind = tuple[Codec, Codec, str]  # of keys, of values, and when keys are rotated
 
 
@@ -122,7 +124,7 @@ def filled(config: TierConfig, plan: LayerConfig, seed: int = 0) -> Tier:
 
 def plain(config: TierConfig) -> LayerConfig:
     plan = resolve(CacheConfig(score=KeyNorm()), MODEL, LONGEST, STEPS)[0]
-    return replace(plan, columns=("mass",), tiers=(config,))  # which one of the selectors knows
+    return replace(plan, columns=KNOWN, tiers=(config,))
 
 
 KINDS = picked_from()[0]
@@ -163,7 +165,8 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
         every += [
             (replace(tier, summary=x.summary, memo=x.memo), config) for x, config in zip(blank, configs, strict=True)
         ]
-        pages = [picked(q, q_pos, {}, *one, ROPE)[0] for one in every]
+        columns = {name: jnp.zeros((ROWS, H)) for name in KNOWN}
+        pages = [picked(q, q_pos, columns, *one, ROPE)[0] for one in every]
         both = zip(every, pages, strict=True)
         return [attend_tier(q, causal(q_pos, None), *one, ROPE, D**-0.5, x).finish() for one, x in both]
 
@@ -219,7 +222,7 @@ def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
         for config, new in zip(configs, given, strict=True):
             tier, k = admitted(config, *new)
             pages = k.reshape(ROWS, H, -1, config.select.unit, D)
-            new = entered(pages, memo=tier.memo, mass=jnp.zeros(pages.shape[:4]))
+            new = entered(pages, memo=tier.memo, **{name: jnp.zeros(pages.shape[:4]) for name in KNOWN})
             out.append((tier.summary, config.select.summarize(new)))
         return out
 

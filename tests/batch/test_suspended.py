@@ -338,6 +338,7 @@ def test_rows_whose_beginning_is_held_once_go_on(
     second = run(task, never, nothing)
     assert first.suspended == second.resumed == 6 and written(task) == written(once)
     assert first.prefilled + second.prefilled == report.prefilled + len(head)
+    assert second.saved + second.prefilled == second.tokens_prompt
     more_asked = job(later, cache, [*asked, {"tokens": [*head, 1, 2], "max_new_tokens": 40} | draws], **more)
     capsys.readouterr()
     third = run(more_asked, never, nothing)

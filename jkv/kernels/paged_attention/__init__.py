@@ -22,7 +22,7 @@ def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array
 
     The second: positions i32[B,H,U*tile] of pos i32[B,Hs,C], -1 in pages that were not picked. The third:
     where these end, i32[B,H,1]. Tiles rise; what is left over of U comes last, all -1. `unit` divides `tile` or is a
-    multiple of it. Places are counted among all pairs of pages, which are few: a sort takes more launches.
+    multiple of it. Places are counted among all pairs of pages, which are few, without a sort.
 
     >>> tiles, at, ends = visits(jnp.array([[[5, -1, 4]]]), jnp.arange(16).reshape(1, 1, 16), 2, 4)
     >>> tiles.tolist(), at.tolist(), ends.tolist()

@@ -32,7 +32,7 @@ KERNELS = ("auto", "xla", "tpu", "gpu")
 PROVEN = {
     "decode_attention": ("0.10", "0.11"),
     "paged_attention": ("0.10", "0.11"),
-    "prefill_attention": ("0.10",),
+    "prefill_attention": ("0.10", "0.11"),
     "column_sums": ("0.10", "0.11"),
 }
 log = logging.getLogger("jkv")

@@ -124,7 +124,7 @@ class Tokenizer:
             raise ValueError(f"the tokenizer cannot be written ({error})") from error
         begin = self._text(self.bos_id)
         if self.add_bos and self.bos_id is not None:  # readers look for it around an empty text
-            core.post_processor = TemplateProcessing(single="$B $A", special_tokens=[("$B", self.bos_id)])
+            core.post_processor = TemplateProcessing(single="begin $A", special_tokens=[("begin", self.bos_id)])
         end = self._text(self.eos_ids[0] if self.eos_ids else None)
         said = {"bos_token": begin, "eos_token": end, "chat_template": self.template}
         return core.to_str(), {name: text for name, text in said.items() if text}

@@ -23,8 +23,9 @@ from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import serve as serve_cli
 from jkv.cli import stages as stages_cli
-from jkv.cli import train as training_cli
+from jkv.cli.calibrate import calibrate
 from jkv.cli.options import MODEL, Chunk, Drawing, Dtype, Mesh, Model, PrefillDtype, Stored, Weights, flat
+from jkv.cli.train import train
 from jkv.host import console
 from jkv.host.console import status
 
@@ -99,8 +100,8 @@ app = typer.Typer(
 app.add_typer(eval_cli.app, name="eval", cls=Group)
 bench_cli.app.command()(stages_cli.stages)
 app.add_typer(bench_cli.app, name="bench", cls=Group)
-app.add_typer(training_cli.train, name="train", cls=Group)
-app.add_typer(training_cli.calibrate, name="calibrate", cls=Group)
+app.add_typer(train, name="train", cls=Group)
+app.add_typer(calibrate, name="calibrate", cls=Group)
 app.command()(bench_cli.recommend)
 app.command()(aot_cli.plan)
 app.command()(batch_cli.batch)

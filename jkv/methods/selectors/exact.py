@@ -54,6 +54,10 @@ class PageMean(Ranked):
         return None
 
     def score(self, look: Look) -> Array:
-        logits = look.logits()
+        live, logits = look.live[:, :, None], look.logits()
         short = -logits.shape[-1] % self.unit
-        return jnp.pad(logits, [(0, 0)] * 3 + [(0, short)]).reshape(*logits.shape[:3], -1, self.unit).mean(-1)
+        dots, count = (
+            jnp.pad(x, [(0, 0)] * 3 + [(0, short)]).reshape(*x.shape[:3], -1, self.unit).sum(-1)
+            for x in (jnp.where(live, logits, 0), live.astype(logits.dtype))
+        )
+        return dots / jnp.maximum(count, 1)

@@ -89,11 +89,22 @@ def ties(got: loop.Decoding, want: loop.Decoding) -> bool:
     return some
 
 
-def same(got: loop.Decoding, want: loop.Decoding, lossy: bool = False) -> None:
-    """lossy: tokens are coded: a number on a border of two codes, of 8 bits in a unit of 1, may fall to either side."""
+def flipped(got: loop.Decoding, want: loop.Decoding) -> float:
+    """The share of the bytes of codes, all but float32, that differ between tiers."""
+    both = ([[(t.k, t.v) for t in layer.tiers] for layer in x.cache.layers] for x in (got, want))
+    pairs = [(np.array(x), np.array(y)) for x, y in zip(*map(jax.tree.leaves, both), strict=True)]
+    bits = [x.view(np.uint8) != y.view(np.uint8) for x, y in pairs if x.ndim and x.dtype != np.float32]
+    return sum(int(x.sum()) for x in bits) / max(sum(x.size for x in bits), 1)
+
+
+def same(got: loop.Decoding, want: loop.Decoding) -> None:
+    """Numbers on a border of two codes may fall to either side, and where one is an outlier or not, the scale of its
+    unit too: then few bytes differ, and logits by hundredths at 2 bits."""
     if ties(got, want):
         return
-    atol = 1e-3 if lossy else 1e-4
+    share = flipped(got, want)
+    assert share < 0.005
+    atol = 0.03 if share else 1e-4
     np.testing.assert_array_equal(got.out, want.out)
     np.testing.assert_allclose(got.trace, want.trace, atol=atol, rtol=0)
     np.testing.assert_allclose(got.logits, want.logits, atol=atol, rtol=0)
@@ -130,7 +141,7 @@ def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case):
     through.check(case.params, case.config)
     want = plain(case.tight, "either", case.params, PROMPT)
     got, passes = drafted(want, case.tight, "either", case.params, PROMPT, right=0.85)
-    same(got, want, case.slot.lossy)
+    same(got, want)
     assert passes < 0.7 * STEPS
 
 

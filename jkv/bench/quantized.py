@@ -29,6 +29,7 @@ from jkv.generation.follow import Follow, surprise
 from jkv.generation.report import divergence, tier_bits
 from jkv.host import console
 from jkv.host.results import versions
+from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
 OURS = (
@@ -109,7 +110,7 @@ def bits(cache: Any, numbers: int) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------ rows
 
 
-def coded(text: str, new: int) -> methods.CacheConfig:
+def coded(text: str, new: int) -> CacheConfig:
     """A cache that holds a prompt in codes, and whose `new` tokens after it are exact.
 
     Of the prompt the newest token is exact, and those after the last whole unit of the codec (kivi: 31 of 1,024).

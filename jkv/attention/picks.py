@@ -42,7 +42,6 @@ def look(
         q=q[:, :, :, 0],
         columns=columns,
         pos=pos,
-        live=tier.seen_by(h) >= 0,
         summary=tier.summary,
         memo=tier.memo,
         given=given,

@@ -107,14 +107,7 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
                 raise ValueError("picks: keys are where they are; leave out far=")
             return jnp.einsum("bhgd,bhsd->bhgs", q, take(keys, order))
 
-        of = dict(
-            pos=newest,
-            live=jnp.ones((1, 1, n * u), bool),
-            summary=summary,
-            memo=memo,
-            given=given,
-            alive=jnp.ones(1, bool),
-        )
+        of = dict(pos=newest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool))
         return Look(q=q, columns={}, **of, logits=logits)
 
     blank = look(one.q[:, :, :, 0], None, given[0], None)

@@ -56,7 +56,7 @@ def index_shapes(
         logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
         given, alive = jnp.zeros((b, h, select.reads(slots)), jnp.int32), jnp.ones(b, bool)
         own = {name: x[:, :, 0, 0] for name, x in columns.items()}
-        none = {"live": jnp.zeros((b, h, slots), bool), "summary": None, "memo": None}
+        none = {"summary": None, "memo": None}
         look = Look(q=q, columns=own, pos=pos[..., -1], **none, given=given, alive=alive, logits=logits)
         memo = select.remember(look)
         return select.summarize(Entered(k=k, pos=pos, columns=columns, queries=None, memo=memo)), memo

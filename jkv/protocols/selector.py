@@ -37,16 +37,15 @@ class Look:
     """What a selector sees when a step is about to read a tier.
 
     q f[B,H,G,D]: rotated queries of one token a row, columns f32[B,H]: of that token; pos i32[B,H,units]: the newest
-    token of every unit, -1 for none; live bool[B,H or 1,C]: the slots that hold a token; summary: of the units; memo:
-    what the selector remembers of the row; given i32[B,H,U]: what the nearest layer below picked, or None; alive
-    bool[B]: whether a row has not ended. logits(): q . k f32[B,H,G,C] of all slots, unscaled, read from the codes, of
-    dead ones anything; logits(n): as if every key were n tokens away, where keys are stored un-rotated.
+    token of every unit, -1 for none; summary: of the units; memo: what the selector remembers of the row; given
+    i32[B,H,U]: what the nearest layer below picked, or None; alive bool[B]: whether a row has not ended. logits():
+    q . k f32[B,H,G,C] of all slots, unscaled, read from the codes; logits(n): as if every key were n tokens away, where
+    keys are stored un-rotated.
     """
 
     q: Array
     columns: Columns
     pos: Array
-    live: Array
     summary: Any
     memo: Any
     given: Array | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -27,11 +26,10 @@ def looked(
     memo: Any = None,
     given: Array | None = None,
     alive: Any = None,
-    live: Any = True,
 ) -> Look:
     """A look at units whose newest tokens are at pos [B,H,n], of keys [B,H,n,u,D] that queries [B,H,G,D] meet.
 
-    alive bool[B]: rows that have not ended, or None: all; live bool[B,H,C]: slots that hold a token, or True: all.
+    alive bool[B]: rows that have not ended, or None: all.
     """
     q = jnp.asarray(q, jnp.float32)
 
@@ -41,7 +39,4 @@ def looked(
 
     pos = jnp.asarray(pos, jnp.int32)
     alive = jnp.ones(q.shape[0], bool) if alive is None else jnp.asarray(alive)
-    slots = jax.eval_shape(logits).shape[-1] if keys is not None else pos.shape[-1]
-    live = jnp.broadcast_to(jnp.asarray(live), (*q.shape[:2], slots))
-    index: dict[str, Any] = dict(pos=pos, live=live, summary=summary, memo=memo, given=given, alive=alive)
-    return Look(q=q, columns={}, **index, logits=logits)
+    return Look(q=q, columns={}, pos=pos, summary=summary, memo=memo, given=given, alive=alive, logits=logits)

@@ -54,10 +54,6 @@ class PageMean(Ranked):
         return None
 
     def score(self, look: Look) -> Array:
-        live, logits = look.live[:, :, None], look.logits()
+        logits = look.logits()
         short = -logits.shape[-1] % self.unit
-        dots, count = (
-            jnp.pad(x, [(0, 0)] * 3 + [(0, short)]).reshape(*x.shape[:3], -1, self.unit).sum(-1)
-            for x in (jnp.where(live, logits, 0), live.astype(logits.dtype))
-        )
-        return dots / jnp.maximum(count, 1)
+        return jnp.pad(logits, [(0, 0)] * 3 + [(0, short)]).reshape(*logits.shape[:3], -1, self.unit).mean(-1)

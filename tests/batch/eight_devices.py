@@ -174,9 +174,12 @@ def slots(cache: str) -> dict[str, Any]:
     over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
     (here, _), (there, text) = forced(cache, None), forced(cache, over)
     a, b = np.asarray(here.trace), np.asarray(there.trace)
+    second, first = np.moveaxis(np.sort(a, -1)[..., -2:], -1, 0)
+    tied = first - second < 1e-4 * a.std()  # either may be drawn
+    assert tied.mean() < 0.02  # the first step of a row among them: it has no logits
     tiers = there.cache.layers[0].tiers
     return {
-        "same": (a.argmax(-1) == b.argmax(-1)).mean(),
+        "same": (tied | (a.argmax(-1) == b.argmax(-1))).mean(),
         "apart": float(abs(a - b).max() / a.std()),
         "codes": parts(there.cache),
         "slots": max(x.pos.addressable_shards[0].data.shape[2] for x in tiers),

@@ -326,6 +326,7 @@ def by_key_heads(c: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray
     return out
 
 
+OURS = ("mla",)  # families that transformers does not have
 PACKED = {"qwen3_next": by_key_heads, "gpt_oss": packed, "deepseek_v2": headed, "deepseek_v3": headed, "mla": headed}
 
 
@@ -339,7 +340,12 @@ def batch(hf: dict[str, Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(pos < 0, 0, ids).astype(np.int32), np.maximum(pos, -1).astype(np.int32)
 
 
-def without_norms(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
+def reference(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str = "float32") -> Any:
+    """The model in transformers, of a family that it has, or of OURS."""
+    return (without_norms if hf["model_type"] in OURS else torch_model)(hf, tensors, dtype)
+
+
+def without_norms(hf: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str) -> Any:
     """transformers' DeepSeek V3 without experts, whose norms of latents do nothing."""
     from torch.nn import Identity
 
@@ -347,7 +353,7 @@ def without_norms(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
     sizes = {"q_a_layernorm": hf["q_lora_rank"], "kv_a_layernorm": hf["kv_lora_rank"]}
     blocks = [f"model.layers.{i}.self_attn" for i in range(hf["num_hidden_layers"])]
     ones = {f"{at}.{norm}.weight": np.ones(n, np.float32) for at in blocks for norm, n in sizes.items()}
-    model = torch_model(hf | dense | dict(model_type="deepseek_v3"), tensors | ones)
+    model = torch_model(hf | dense | dict(model_type="deepseek_v3"), tensors | ones, dtype)
     for at in blocks:
         for norm in sizes:
             setattr(model.get_submodule(at), norm, Identity())
@@ -395,7 +401,7 @@ def record(name: str, seed: int = 0) -> dict[str, Any]:
     import transformers
 
     hf = CASES[name]
-    model = (without_norms if hf["model_type"] == "mla" else torch_model)(hf, weights(hf, seed))
+    model = reference(hf, weights(hf, seed))
     ids, pos = batch(hf, seed)
     first = logits = torch_logits(model, ids, pos)
     for _ in range(NEW):  # no cache: every step is the whole function of all tokens

@@ -132,7 +132,7 @@ class Transformers:
         first = self.absorb(ids, start)
 
         def trial() -> list[float]:
-            cache = copy.copy(start)  # not every cache can be cut back; a layer's tensors are replaced, not written to
+            cache = copy.copy(start)  # not every cache can be cut back; attention's layers replace their tensors
             cache.layers = [copy.copy(x) for x in start.layers]
             logits, times = first, []
             for i in range(steps):

@@ -125,10 +125,9 @@ def scored(full: np.ndarray, own: np.ndarray, ids: np.ndarray) -> dict[str, Any]
     return {"kl": float(kl.mean()), "kl_by_text": kl.round(6).tolist(), "ppl": float(np.exp(nll))}
 
 
-def row(engine: str, cache: str, bits: Sequence[float], *found: dict[str, Any]) -> dict[str, Any]:
-    out = {"engine": engine, "cache": cache, "bits": list(bits)}
-    for more in found:
-        out |= more
+def row(engine: str, cache: str, taken: Sequence[float], found: dict[str, Any]) -> dict[str, Any]:
+    """What is said of one cache, and printed: the bits that it takes, and `scored`."""
+    out = {"engine": engine, "cache": cache, "bits": list(taken), **found}
     print(f"{engine} {cache}: {out['bits']} bits, KL {out['kl']:.4f}, perplexity {out['ppl']:.3f}", flush=True)
     return out
 

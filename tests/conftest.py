@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from collections import defaultdict
 from importlib.metadata import version
 
@@ -37,7 +38,47 @@ jax.config.update("jax_enable_compilation_cache", "JAX_COMPILATION_CACHE_DIR" in
 from support import rig  # noqa: E402  (what it imports has shapes then)
 
 COMMON = {str(case) for case in rig.COMMON}
+LEFT_OUT = ("slow", "hardware", "peers")  # of `make test`
 FEW = 3  # cases of a test that `make test` runs
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", help="I/N: of what `make test` leaves out, the I-th of N parts; a composition is in one")
+
+
+def left_out(item) -> bool:
+    return any(item.get_closest_marker(name) for name in LEFT_OUT)
+
+
+def part_of(item, parts: int) -> int:
+    """1 to `parts`: the same on every machine, and for all that is said of a composition."""
+    name = composition(item) or item.nodeid
+    return zlib.crc32(name.encode()) % parts + 1
+
+
+def parted(config) -> tuple[int, int]:
+    given = config.getoption("--part") or "1/1"
+    part, _, parts = given.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise pytest.UsageError(f"--part is I/N, as 2/3 is the second of three parts, and not {given!r}")
+    return int(part), int(parts)
+
+
+class AtOnce:
+    """Says what failed, and why, as it fails: a run that is stopped comes to no summary."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            write = self.config.pluginmanager.getplugin("terminalreporter").write_line
+            write(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # of several processes the one that the others tell
+        config.pluginmanager.register(AtOnce(config))
 
 
 def composition(item) -> str:
@@ -52,7 +93,7 @@ def few(cases: list) -> list:
 
 
 @pytest.hookimpl(tryfirst=True)  # what is slow is known before -m chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """`make test` runs a test with compositions in common use, and with a few of its other cases. All the rest is slow,
     and `make test-all` runs it.
 
@@ -60,7 +101,7 @@ def pytest_collection_modifyitems(items):
     """
     cases = defaultdict(list)
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("slow", "hardware", "peers")):
+        if not left_out(item):
             cases[item.nodeid.split("[")[0]].append(item)
     for test in cases.values():
         common = [item for item in test if composition(item) in COMMON]
@@ -68,6 +109,11 @@ def pytest_collection_modifyitems(items):
         for item in test:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)
+    part, parts = parted(config)
+    if parts > 1:
+        others = {item for item in items if left_out(item) and part_of(item, parts) != part}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     first: dict[str, int] = {}
 
     def place(i: int) -> tuple[int, int]:

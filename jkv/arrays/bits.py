@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits that are packed by themselves, the lower ones first
@@ -50,14 +51,30 @@ def fields(packed: Array, bits: int) -> list[Array]:
     if bits in PLANES:
         own, more = PLANES[bits]
         low, high = jnp.split(packed, [packed.shape[-1] // bits * own], -1)
-        stretches = [x for y in fields(low, own) for x in jnp.split(y, own // more, -1)]
-        return [x + 2.0**own * y for x, y in zip(stretches, fields(high, more), strict=True)]
+        return [x + y for x, y in zip(fields(low, own), _upper(high, own, more), strict=True)]
     rest, out = packed.astype(jnp.float32), []
     for _ in range(8 // bits - 1):
         above = jnp.round(rest * 2.0**-bits - (0.5 - 2.0 ** -(bits + 1)))
         out.append(rest - 2.0**bits * above)
         rest = above
     return [*out, rest]
+
+
+def _upper(packed: Array, own: int, more: int) -> list[Array]:
+    """What the upper bits of a plane add, in stretches as long as those of its lower ones.
+
+    A stretch is several fields of the same bytes, side by side: each channel has a mask, and a factor for what it
+    leaves. Stretches as short as a field would be contractions over too few channels: five times slower on a CPU.
+    """
+    fields, width = own // more, packed.shape[-1]
+    side_by_side = jnp.concatenate([packed] * fields, -1)
+    shifts = more * np.arange(8 // more).reshape(-1, fields).repeat(width, 1)
+    masks, factors = ((2**more - 1) << shifts).astype(np.uint8), np.float32(2.0) ** (own - shifts)
+
+    def lanes(x: np.ndarray) -> Array:
+        return jnp.asarray(x).reshape(*[1] * (packed.ndim - 1), -1)
+
+    return [(side_by_side & lanes(m)).astype(jnp.float32) * lanes(f) for m, f in zip(masks, factors, strict=True)]
 
 
 def select(codes: Array, table: Array) -> Array:

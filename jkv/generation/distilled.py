@@ -84,12 +84,15 @@ def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> t
     """The drafter that `packed` made for a model, in that model's type; FormatError for other arrays."""
     wrong = learned.unlike(folder, arrays, METHOD)
     try:
-        words, at = Words(of=arrays["words"], read=arrays["read"]), arrays["blocks"].tolist()
-        first = thinned(params, words.of, at)
-    except (KeyError, IndexError) as error:
+        words, blocks, c = Words(of=arrays["words"], read=arrays["read"]), arrays["blocks"], params.config
+    except KeyError as error:
         raise wrong from error
-    shapes = [{name: x.shape for name, x in some.items()} for some in (arrays, packed(first, words, at))]
-    if shapes[0] != shapes[1] or words.read.shape != (params.config.vocab,):
+    whole = _indices(words.of, c.vocab) and _indices(words.read, len(words.of)) and _indices(blocks, c.layers)
+    if not whole or words.read.shape != (c.vocab,):
+        raise wrong
+    first = thinned(params, words.of, blocks.tolist())
+    forms = [{name: (x.shape, x.dtype.kind) for name, x in some.items()} for some in (arrays, packed(first, words, blocks))]
+    if forms[0] != forms[1]:
         raise wrong
 
     def own(name: str, like: Array) -> Array:
@@ -98,6 +101,11 @@ def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> t
     layers = tuple({name: own(f"{i}.{name}", x) for name, x in layer.items()} for i, layer in enumerate(first.layers))
     small = replace(first, layers=layers, norm=own("norm", first.norm))
     return small, words
+
+
+def _indices(x: np.ndarray, n: int) -> bool:
+    """Whether x is a line of integers from 0 to n - 1, one at least."""
+    return x.ndim == 1 and x.size > 0 and x.dtype.kind in "iu" and x.min() >= 0 and x.max() < n
 
 
 def read(folder: str) -> tuple[str, dict[str, np.ndarray], tuple[str, ...]]:

@@ -155,7 +155,9 @@ class Folder:
                 raise broken(path, f"its {CARD} describes {card['method']!r}, not {NAME}")
             order = tuple((int(layer), str(field)) for layer, field in card["order"])
             found = cls(path, card["what"], order)
-            levels, k = int(found.what["levels"]), int(found.what["k"])
+            levels, k = found.what["levels"], found.what["k"]
+            if type(levels) is not int or type(k) is not int:
+                raise TypeError(f"levels={levels!r}, k={k!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise broken(path, f"its {CARD} is damaged ({error})") from error
         if k < 1 or max(Counter(order).values(), default=0) >= levels:
@@ -196,8 +198,12 @@ class Folder:
         return signs, left, right
 
     def first(self, layer: int, field: str, n: int, x: Stack) -> Blocks:
-        """The first n blocks of a matrix."""
+        """The first n blocks of a matrix; FormatError unless they are this one's."""
         signs, left, right = self.blocks((layer, field))
+        (*out, width), levels = x.shape, self.what["levels"]
+        own = ((*out, levels, -(-width // 8)), np.uint8), ((*out, levels, self.k), np.float16)
+        if [(y.shape, y.dtype) for y in (signs, left, right)] != [*own, ((levels, self.k, width), np.float16)]:
+            raise broken(self.file((layer, field)), f"its arrays are no {levels} blocks of a matrix {[*out, width]}")
         return signs[..., :n, :], left[..., :n, :], right[:n]
 
     def finish(self, order: Sequence[Place], about: Mapping[str, Any]) -> None:

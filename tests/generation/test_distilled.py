@@ -117,6 +117,11 @@ def test_folders_of_something_else_are_refused(whole, tmp_path):
         "narrow": arrays | {"0.o": arrays["0.o"][:1]},
         "places": arrays | {"blocks": np.array([0, 99], np.int32)},
         "words": arrays | {"read": arrays["read"][:-1]},
+        "floats": arrays | {"words": arrays["words"].astype(np.float32)},
+        "beyond": arrays | {"words": arrays["words"] + 1},
+        "before": arrays | {"words": arrays["words"] - 1},
+        "no word": arrays | {"read": arrays["read"] + np.uint16(1)},
+        "kind": arrays | {"0.o": arrays["0.o"].astype(np.float32)},
     }
     for name, some in changes.items():
         learned.write(tmp_path / name, some, {k: card[k] for k in ("method", "model")})

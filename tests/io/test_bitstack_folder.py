@@ -133,7 +133,7 @@ def test_a_mesh_is_refused():
         load(asked("1MB", k=K), mesh="model=1")
 
 
-@pytest.mark.parametrize("what", ["cut", "other run", "nan", "gone", "card", "order"])
+@pytest.mark.parametrize("what", ["cut", "other run", "nan", "gone", "card", "order", "text", "shape", "type"])
 def test_a_damaged_folder_is_refused(folder: bitstack.Folder, what: str):
     file, card = folder.file((0, "o")), folder.path / bitstack.CARD
     signs, left, right = folder.blocks((0, "o"))
@@ -147,9 +147,16 @@ def test_a_damaged_folder_is_refused(folder: bitstack.Folder, what: str):
         file.unlink()
     elif what == "card":
         card.write_text(json.dumps({"method": "bitstack", "what": {}, "order": [[0]]}))
+    elif what == "text":
+        replace(folder, what={**folder.what, "levels": str(LEVELS)}).finish(ORDER, {})
+    elif what == "shape":
+        folder.write((0, "o"), (signs, left[..., :1], right))
+    elif what == "type":
+        folder.write((0, "o"), (signs.astype(np.int8), left, right))
     else:
         folder.finish([*ORDER, (0, "o")], {})
     cause = {"cut": "truncated", "other run": "another run", "nan": "NaN", "gone": "no such file", "card": "damaged"}
+    cause |= {"text": r"damaged \(levels='3', k=2\)"} | dict.fromkeys(("shape", "type"), "no 3 blocks of a matrix")
     with pytest.raises(FormatError, match=cause.get(what, "orders more than the 3 blocks")):
         load(asked("1MB", blocks=str(folder.path)))
 

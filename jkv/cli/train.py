@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -219,6 +219,7 @@ class Drafter:
 class XEcoMLA:
     """The model itself with one latent a token for the keys and values of all heads; 0 steps: without training."""
 
+    untrained: ClassVar[bool] = True  # without steps it is a model too
     rank: Annotated[int, typer.Option(min=1, help="Numbers of a token's latent.")] = 64
     rope_dim: Annotated[int, typer.Option(min=2, help="Channels of the rotated key that all heads share.")] = 32
     query_rank: Annotated[int, typer.Option(min=0, help="Rank of the matrix of all queries; 0: whole.")] = 0
@@ -241,7 +242,7 @@ def _trained(kind: Any) -> None:
 
     def command(ctx: typer.Context, run: Run, settings: Any) -> None:
         chosen = dict(vars(settings))
-        _check(chosen, run.length)
+        _check(chosen, run.length, getattr(kind, "untrained", False))
         if chosen.get("start") is not None and getattr(ctx.get_parameter_source("width"), "name", "") == "COMMANDLINE":
             raise ValueError("--width is that of the weights in --start: leave it out")
         try:
@@ -279,11 +280,10 @@ def continuing(
         print(f"{name}: {value}")
 
 
-def _check(chosen: dict[str, Any], length: int) -> None:
-    """ValueError for numbers that do not go together."""
+def _check(chosen: dict[str, Any], length: int, untrained: bool) -> None:
+    """ValueError for numbers that do not go together; untrained: no steps are something too."""
     held = {k: chosen[k] for k in ("budget", "window", "answer") if k in chosen}
-    # latents of a rank are something without steps
-    idle = "rank" not in chosen and chosen.get("warm", 0) + chosen.get("steps", 0) < 1
+    idle = not untrained and chosen.get("warm", 0) + chosen.get("steps", 0) < 1
     if idle or max(held.values(), default=0) >= length:
         work = {k: chosen[k] for k in ("warm", "steps") if k in chosen}
         told = ", ".join(f"{k}={x}" for k, x in {**work, **held, "length": length}.items())

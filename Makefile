@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-all lint docs bench notebooks notebooks-colab notebooks-refresh clean
+.PHONY: demo test test-part test-all lint docs bench notebooks notebooks-colab notebooks-refresh clean
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "jkv needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
@@ -19,6 +19,10 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15
 test: .venv/installed  ## short tests with a few of their cases: what is not `slow`, `hardware` or `peers`
 	$(BIN)/jkv fetch smollm2-135m
 	$(PYTEST) -m "not (slow or hardware or peers)"
+
+test-part: .venv/installed  ## `make test`, and of what it leaves out a part: make test-part PART=2/5
+	$(BIN)/jkv fetch smollm2-135m
+	$(PYTEST) --part $(PART)
 
 test-all: .venv/installed  ## every law of every row, and all that is slow
 	$(BIN)/jkv fetch smollm2-135m

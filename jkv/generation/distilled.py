@@ -91,7 +91,9 @@ def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> t
     if not whole or words.read.shape != (c.vocab,):
         raise wrong
     first = thinned(params, words.of, blocks.tolist())
-    forms = [{name: (x.shape, x.dtype.kind) for name, x in some.items()} for some in (arrays, packed(first, words, blocks))]
+    forms = [
+        {name: (x.shape, x.dtype.kind) for name, x in some.items()} for some in (arrays, packed(first, words, blocks))
+    ]
     if forms[0] != forms[1]:
         raise wrong
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -18,6 +19,7 @@ GIVEN = ("kvzap", "fastkvzip", "duoattention", "planned")  # no weights, and no 
 SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64)
 MODEL = models.read_config(dict(models.TINY, **SHAPE, max_position_embeddings=8192))
 PROMPT, GENERATED = 1024, 64
+WORDLESS = SimpleNamespace(tokenizer=None)  # of a model what is asked of it here: who it is says the fingerprint
 
 
 def texts(name: str) -> list[str]:
@@ -44,7 +46,7 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
     card = json.loads((learned.SHIPPED / "smollm2-135m" / learned.CARD).read_text())
     monkeypatch.setattr(learned, "fingerprint", lambda params: card["model"][0])
     for text in texts(name):
-        config = methods.parse(text).bound(None)  # type: ignore[arg-type]
+        config = methods.parse(text).bound(WORDLESS)  # type: ignore[arg-type]
         for new, share in followed(config):
             plan, (layers, _) = sizes.layout(config, MODEL, 1, PROMPT + new, new, dtype)
             _, (full, _) = sizes.layout(methods.parse("full"), MODEL, 1, PROMPT + new, new, dtype)

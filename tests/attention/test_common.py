@@ -88,7 +88,8 @@ def test_rows_that_share_a_beginning_have_the_logits_of_rows_that_do_not(case: r
     shared, second = followed(case, own, after)
     before = int(whole.room - whole.fill) + 1  # the flush: from there on a last place of a float may be another code
     np.testing.assert_allclose(second[:before], first[:before], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(second, first, atol=3e-3, rtol=0)
+    lossy = case.slot.lossy or case.later is not None
+    np.testing.assert_allclose(second, first, atol=0.03 if lossy else 1e-4, rtol=0)
     assert (shared.kept() == plain.kept()).all() and len(second) > before
 
 

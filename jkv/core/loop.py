@@ -331,7 +331,7 @@ def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop
         return moving, logits, alive, used, out, count + 1, trace
 
     carry = (_split(cache, plan), state.logits, state.alive, state.used, state.out, state.count, state.trace)
-    with jax.named_scope("step"):  # programs are read by such names, see aot/hlo.py
+    with jax.named_scope("step"):  # programs are read by such names, see plan/hlo.py
         moving, logits, alive, used, out, count, trace = jax.lax.while_loop(more, one, carry)
     cache = _join_cache(cache, plan, moving)
     return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)

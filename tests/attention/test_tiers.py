@@ -17,7 +17,7 @@ from jkv.attention.mask import causal
 from jkv.attention.picks import look, picked
 from jkv.attention.tiers import attend_tier, gathered, tier_dot
 from jkv.attention.tiles import tile_size
-from jkv.core.flush import _admit
+from jkv.core.admit import admit
 from jkv.core.merge import Newcomers
 from jkv.memory.cache import Tier
 from jkv.memory.codes import decode, encode, fit
@@ -212,7 +212,7 @@ def admitted(config: TierConfig, k: jax.Array, v: jax.Array, pos: jax.Array) -> 
     units = jnp.broadcast_to(jnp.arange(1, c // u), (*pos.shape[:2], c // u - 1))
     tier = empty_tier(config, plain(config), ROWS, MODEL, jnp.float32)
     asked = Queries(q=k[:, :, None], pos=jnp.broadcast_to(jnp.arange(c), (ROWS, c)), lse=jnp.zeros((ROWS, H, 1, c)))
-    return _admit(tier, new, units, index[:, :, u:], config, ROPE, queries=asked), k
+    return admit(tier, new, units, index[:, :, u:], config, ROPE, queries=asked), k
 
 
 @pytest.mark.parametrize("kind", each())

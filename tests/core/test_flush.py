@@ -11,7 +11,8 @@ import pytest
 
 from jkv.arrays.tree import part
 from jkv.core import loop
-from jkv.core.flush import _first_of, flush
+from jkv.core.contest import first_of
+from jkv.core.flush import flush
 from jkv.generation import sizes
 from jkv.memory.cache import Counts, LayerCache, Observation, Window
 from jkv.memory.empty import empty_layer
@@ -153,7 +154,7 @@ def test_no_live_token_is_lost_where_there_is_room(layout: int):
 
 def test_every_dead_unit_is_found_up_to_the_last():
     dead = np.random.default_rng(0).random((2, 3, 20)) < 0.4
-    got = np.asarray(_first_of(jnp.asarray(dead), 12))
+    got = np.asarray(first_of(jnp.asarray(dead), 12))
     for row, x in zip(got.reshape(-1, 12), dead.reshape(-1, 20), strict=True):
         want = np.flatnonzero(x)[:12]
         np.testing.assert_array_equal(row, np.r_[want, np.full(12 - len(want), 20)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core.flush import _limit
+from jkv.core.flush import limited
 from jkv.generation.sizes import layout
 from jkv.memory.cache import Counts, tree_bytes
 from jkv.methods import CATALOGUE, parse
@@ -39,7 +39,7 @@ def planned(text: str, longest: int = LENGTH, new: int = 0):
 def limits(plans, seen: int, generated: int = 0) -> list[int]:
     """Tokens that each layer may hold of a row, its recent window included."""
     of = Counts(seen=jnp.array([seen]), prompt=jnp.array([seen - generated]), later=jnp.array([0]))
-    return [int(_limit(plan, of, None)[0]) + plan.recent for plan in plans]
+    return [int(limited(plan, of, None)[0]) + plan.recent for plan in plans]
 
 
 def divided(plans) -> list[bool]:

@@ -12,7 +12,7 @@ import pytest
 
 from jkv import methods
 from jkv.core import loop
-from jkv.core.flush import _limit
+from jkv.core.flush import limited
 from jkv.memory.cache import Counts, Queries
 from jkv.methods.config import resolve
 from jkv.methods.divisions import pyramid
@@ -189,7 +189,7 @@ def test_the_path_is_kept_by_its_share():
         assert plan.capacity == 100 + want
         for prompt in (100, 61):  # a row's own prompt, not its batch's
             given = dict(seen=prompt + made, prompt=prompt, later=0)
-            got = _limit(plan, Counts(**{name: jnp.array([n]) for name, n in given.items()}), None)
+            got = limited(plan, Counts(**{name: jnp.array([n]) for name, n in given.items()}), None)
             assert got.tolist() == [prompt + want - window]
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from jkv import extend, prefill
 from jkv.cli.app import app
-from jkv.core.flush import _limit
+from jkv.core.flush import limited
 from jkv.eval.alone import Alone
 from jkv.generation.sizes import layout, sized
 from jkv.io import learned, load
@@ -76,7 +76,7 @@ def test_a_layer_keeps_as_many_tokens_as_a_cache_of_its_choice(more, tmp_path):
         for i, choice in enumerate(which):
             want = others[choice][i]
             assert own[i].size == want.size and own[i].tiers == want.tiers, which
-            got, limit = (np.asarray(_limit(x, counts, None)) for x in (own[i], want))
+            got, limit = (np.asarray(limited(x, counts, None)) for x in (own[i], want))
             np.testing.assert_array_equal(got, limit)
     assert len({x[0].size for x in others}) == 3
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jkv import models
-    from jkv.generation.api import Result, extend, generate, prefill, stream
+    from jkv.generation.api import extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
+    from jkv.generation.generating import Result
     from jkv.generation.passages import Passages
     from jkv.generation.report import Report
     from jkv.generation.score import Scored, score
@@ -60,7 +61,7 @@ _HOMES = {
     "Cache": "memory.cache",
     "CacheConfig": "methods.config",
     "Report": "generation.report",
-    "Result": "generation.api",
+    "Result": "generation.generating",
     "TierSpec": "methods.config",
     "branch": "generation.steps",
     "extend": "generation.api",

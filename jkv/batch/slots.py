@@ -13,11 +13,11 @@ from jkv.batch.requests import Refused, Request, Settings, failed
 from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost
 from jkv.core.loop import admit, run_blocks
-from jkv.generation.api import cut
 from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
 from jkv.generation.pace import Pace
 from jkv.generation.prompts import stop_ids_of
+from jkv.generation.stops import cut
 from jkv.generation.trial import Trial
 from jkv.host.failures import said, survivable
 from jkv.memory.cache import Decoding, Tier

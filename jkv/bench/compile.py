@@ -20,8 +20,8 @@ from jkv.bench.engines import Jkv
 from jkv.bench.results import SEED
 from jkv.core import loop
 from jkv.core.compiled import PROGRAMS, ahead, compiled, forget
-from jkv.generation.api import Generation
 from jkv.generation.asked import asked
+from jkv.generation.generating import Generation
 from jkv.generation.prompts import check_length
 from jkv.methods.checks import check_prefill
 from jkv.models import ModelConfig, Params

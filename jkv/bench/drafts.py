@@ -18,9 +18,10 @@ from jkv.bench.results import SEED
 from jkv.bench.speed import number
 from jkv.core.compiled import Cost
 from jkv.eval import corpora
-from jkv.generation.api import Generation, Result, generate
+from jkv.generation.api import generate
 from jkv.generation.asked import asked
 from jkv.generation.drafters import Drafter, Guess
+from jkv.generation.generating import Generation, Result
 from jkv.generation.named import drafter
 from jkv.generation.pace import WIDTHS
 from jkv.models import Params

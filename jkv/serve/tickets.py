@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jkv.batch.requests import Request
-from jkv.generation.api import cut, hold
+from jkv.generation.stops import cut, hold
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 

@@ -14,7 +14,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 
 import jkv
-from jkv.generation import api
+from jkv.generation import generating
 from jkv.generation.across import Across
 from jkv.generation.drafters import Guess
 from jkv.generation.drafting import Drafting, drafts
@@ -209,7 +209,7 @@ def test_a_drafter_reads_the_text_however_it_arrives(cut: int):
 @pytest.mark.slow
 def test_a_model_whose_tokens_stand_in_another_order_guesses_as_itself_does(monkeypatch):
     """The same weights: all guesses come, as the map is exact. Text alone is generated: other tokens have no logit."""
-    monkeypatch.setattr(api, "Drafting", partial(Drafting, clock=lambda: 0.0))
+    monkeypatch.setattr(generating, "Drafting", partial(Drafting, clock=lambda: 0.0))
     order = np.random.default_rng(1).permutation(256)
     made = random(dict(TINY, vocab_size=256, num_hidden_layers=1), 3)
     text = np.asarray([x is not None and x.isascii() for x in pieces(of_bytes())])

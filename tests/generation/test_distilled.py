@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.generation import api
+from jkv.generation import generating
 from jkv.generation.distilled import METHOD, STEP, Distilled, Words, packed, thinned, unpacked
 from jkv.generation.drafting import Drafting
 from jkv.generation.named import drafter
@@ -25,7 +25,7 @@ BLOCKS = [*range(PARAMS.config.layers)]
 @pytest.fixture(autouse=True)
 def still(monkeypatch):
     """A clock that stands: a pass of n tokens is taken to cost 1 + 0.2 (n - 1) steps."""
-    monkeypatch.setattr(api, "Drafting", partial(Drafting, clock=lambda: 0.0))
+    monkeypatch.setattr(generating, "Drafting", partial(Drafting, clock=lambda: 0.0))
 
 
 def written(folder, params=PARAMS, words=EVERY, blocks=BLOCKS, **card):

@@ -14,7 +14,7 @@ import pytest
 
 import jkv
 from jkv.core import sharding
-from jkv.generation import api, drafting, drawing
+from jkv.generation import drafting, drawing, generating
 from jkv.generation.drafters import Guess, Recycling, Suffix, template
 from jkv.generation.drafting import Drafting, drafts
 from jkv.generation.named import drafter
@@ -32,7 +32,7 @@ TEXT = [5, 6, 7, 8, 9] * 8
 @pytest.fixture(autouse=True)
 def still(monkeypatch):
     """A clock that stands: costs are those that are assumed before any is measured."""
-    for module in (api, drawing):
+    for module in (generating, drawing):
         monkeypatch.setattr(module, "Drafting", partial(Drafting, clock=lambda: 0.0))
 
 

@@ -15,7 +15,7 @@ import pytest
 import jkv
 from jkv.core import excerpt as core
 from jkv.core import loop, sampling
-from jkv.generation import api, drawing, excerpts
+from jkv.generation import drawing, excerpts, generating
 from jkv.generation.drafters import Refusal, Suffix
 from jkv.generation.drafting import Drafting
 from jkv.generation.excerpts import Excerpts
@@ -40,7 +40,7 @@ ONE = random(dict(TINY, num_hidden_layers=1))
 @pytest.fixture(autouse=True)
 def still(monkeypatch):
     """A clock that stands: costs are those that are assumed before any is measured."""
-    for module in (api, drawing):
+    for module in (generating, drawing):
         monkeypatch.setattr(module, "Drafting", partial(Drafting, clock=lambda: 0.0))
 
 

@@ -93,8 +93,8 @@ class Transformers:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         source = read(what) if isinstance(what, str) else what
-        rest = {key: value for key, value in source.config.items() if key != "model_type"}
-        config = AutoConfig.for_model(source.config["model_type"], **rest)
+        rest = copy.deepcopy(dict(source.config))  # into which it writes
+        config = AutoConfig.for_model(rest.pop("model_type"), **rest)
         self.torch = torch
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
         own = self.model.state_dict()

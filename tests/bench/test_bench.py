@@ -631,6 +631,15 @@ def test_a_peer_with_other_weights_is_found_out(torch, params):
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("default")
+def test_a_peer_writes_nothing_into_the_config_of_a_model(torch):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    source = shapes.noise(models.TINY | {"rope_scaling": dict(yarn)}, 4, 1)
+    engines.Transformers(source, 1)
+    assert source.config["rope_scaling"] == yarn
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("default")
 def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
     from jkv.io import load
 

@@ -47,7 +47,7 @@ class Seen:
 @partial(jax.jit, static_argnames=("layers",))
 def seen(params: Params, batch: Batch, layers: tuple[int, ...]) -> Seen:
     """What these layers have of texts, each of which is read whole."""
-    memos = hidden(params.first(layers[-1] + 1), batch, lambda i, a, age: (0.0, (a.k, a.q)))[1]
+    memos = hidden(params.first(layers[-1] + 1), batch, lambda i, a, age: (jnp.zeros((1, 1, 1, 1)), (a.k, a.q)))[1]
     k, q = (jnp.stack([memos[i][side] for i in layers], 1).astype(jnp.float16) for side in (0, 1))
     return Seen(k=k, q=q)
 
@@ -91,7 +91,9 @@ class Recipe(trainer.Recipe):
     def lesson(self, params: Params, batch: Batch) -> Seen:
         return seen(params, batch, self.layers)
 
-    def loss(self, score: Featured, params: Params, batch: Batch, teacher: Seen, step: Array, key: Array) -> trainer.Told:
+    def loss(
+        self, score: Featured, params: Params, batch: Batch, teacher: Seen, step: Array, key: Array
+    ) -> trainer.Told:
         size = (batch.pos >= 0).sum(1, keepdims=True)
         at = jax.random.randint(key, (size.shape[0], self.tokens), 0, size)
         k, q = (x.mean() for x in both(score.weights, teacher.sides(at)))

@@ -267,7 +267,8 @@ def s3attention(run: Run, *, layer: list[int] | None, features: int, active: int
     recipe = features_of.Recipe(**chosen, layers=layers, seed=run.seed)
     made, _ = run.given()
     gate = features_of.start(run.params, made, layers, features, active, jax.random.key(recipe.seed))
-    window, tokens = min(64, run.length // 8), run.length // 4
+    window = max(min(64, run.length // 8), 1)
+    tokens = max(run.length // 4, 2 * window)
     own = f"s3attention(tokens={tokens}, window={window}, span={min(32, window)}, gate={str(run.out)!r})"
     more = {"features": features, "active": active}
     fitted(run, recipe, Featured(tokens=tokens, gate=gate), ("full", own), more, {"tokens": tokens})

@@ -31,6 +31,7 @@ from jkv.protocols import Reading
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
+    from jkv.models.rope import Rope
 
 METHOD = "s3attention"
 KEYS, QUERIES = 0, 1  # whose centre, whose bias
@@ -72,36 +73,47 @@ def relevance(own: Dictionary, k: Array, q: Array, ranked: Array, asked: Array) 
     """
     z = jnp.where(ranked[:, None], own.features(k, KEYS), 0)
     wanted = jnp.where(asked[:, None], own.features(q, QUERIES), 0).sum(0)
-    rare = jnp.log(jnp.maximum(ranked.sum(), 1) / jnp.maximum((z > 0).sum(0), 1).astype(jnp.float32))
+    having, count = (x.sum(0, dtype=jnp.float32) for x in (z > 0, ranked))
+    rare = jnp.log(jnp.maximum(count, 1) / jnp.maximum(having, 1))
     return z @ (wanted * rare)
 
 
-@jax.jit
-def shares(gate: Dictionary, k: Array, q: Array, ranked: Array, asked: Array) -> Array:
+@partial(jax.jit, static_argnames=("ropes",))
+def shares(
+    gate: Dictionary, k: list[Array], q: list[Array], pos: Array, at: Array, end: Array, ropes: tuple[Rope, ...]
+) -> Array:
     """f32[B,T]: of the relevance of all tokens each one's share, a mean over layers and heads, which weigh the same.
 
-    k f[N,B,H,T,D], q f[N,B,H,G,n,D]; ranked bool[B,T], asked bool[B,n]. One head after another is in memory.
+    Of each layer k f[B,H,T,D] at pos i32[B,T], q f[B,H,G,n,D] at i32[B,n], and the rope that turned them. Tokens before
+    end i32[B] are ranked, and queries from there on ask. One head after another is in memory.
     """
-    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gate)
-    k, q = (jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:]) for x in (k, q))
-    groups = q.shape[2]
+    ranked, asked = (pos >= 0) & (pos < end[:, None]), (at >= 0) & (at >= end[:, None])
 
     def one(given: tuple[Dictionary, Array, Array]) -> Array:
         own, k, q = given
+        groups = q.shape[1]
         each = jax.vmap(partial(relevance, own))
         s = each(k, q.reshape(len(q), -1, q.shape[-1]), ranked, jnp.tile(asked, (1, groups)))
         return s / jnp.maximum(s.sum(-1, keepdims=True), 1e-30)
 
-    return jax.lax.map(one, (heads, k, q)).mean(0)
+    def layer(i: int) -> Array:
+        plain = (
+            ropes[i].rotate(k[i], pos[:, None], inverse=True),
+            ropes[i].rotate(q[i], at[:, None, None], inverse=True),
+        )
+        heads = jax.tree.map(lambda x: x[i], gate), *(jnp.swapaxes(x, 0, 1) for x in plain)
+        return jax.lax.map(one, heads).mean(0)
+
+    return jnp.stack([layer(i) for i in range(len(ropes))]).mean(0)
 
 
 @part
 class Featured(PromptCompression, learned.Bearer):
-    """Of a longer prompt the spans whose keys have the features of its last `window` queries, and those `window` tokens.
+    """Of a longer prompt the last `window` tokens, and the spans whose keys have the features of their queries.
 
     A span of `span` tokens is worth what its tokens' shares are together, and its BM25 for the last tokens, each scaled
-    to [0,1] over the prompt's spans: (1 - lexical) features + lexical words. Of the spans that share no token as many
-    as there is room for in `tokens` are read, those that are worth the most together. gate: the dictionary, or None:
+    to [0,1] over the prompt's spans: (1 - lexical) features + lexical words. As many whole spans as `tokens` has room
+    for are read, of those that share no token the ones that are worth the most together. gate: the dictionary, or None:
     that which comes with jkv; the draft ends with the last of its layers. Source: S3-Attention (2601.17702), from its
     abstract, where an index of features is kept on the host; a prompt is asked once, so here none is.
     """
@@ -137,18 +149,12 @@ class Featured(PromptCompression, learned.Bearer):
         gate, model = self.weights, reading.params.config
         config = CacheConfig(score=WindowMass(queries=self.window))
         draft = reading.draft(reading.params.first(self.depth(model)), config).dense()[0]
-        layers, ropes = ([x[i] for i in gate.layers] for x in (draft.layers, model.ropes))
-        pos, end = layers[0].recent.pos, draft.seen[:, None] - self.window
-        at = layers[0].queries.pos
-        k, q = (
-            jnp.stack([rope.rotate(x, by, inverse=True) for rope, x in zip(ropes, rows, strict=True)])
-            for rows, by in (
-                ([layer.recent.k for layer in layers], pos[:, None]),
-                ([layer.queries.q for layer in layers], at[:, None, None]),
-            )
-        )
-        found = np.asarray(shares(gate, k, q, (pos >= 0) & (pos < end), (at >= 0) & (at >= end)))
-        return [self.worth(ids, found[row][len(found[row]) - len(ids) :]) for row, ids in enumerate(reading.rows)]
+        layers, ropes = [draft.layers[i] for i in gate.layers], tuple(model.ropes[i] for i in gate.layers)
+        k, q = [x.recent.k for x in layers], [x.queries.q for x in layers]
+        pos, at, end = layers[0].recent.pos, layers[0].queries.pos, draft.seen - self.window
+        found = np.asarray(shares(gate, k, q, pos, at, end, ropes))
+        each = zip(reading.rows, found, np.asarray(pos) >= 0, strict=True)
+        return [self.worth(ids, share[live]) for ids, share, live in each]
 
     def worth(self, ids: list[int], share: np.ndarray) -> np.ndarray:
         """f64[S]: of the spans before the last `window` tokens of a prompt, of each token's share f[n]."""

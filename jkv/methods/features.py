@@ -120,7 +120,7 @@ class Featured(PromptCompression, learned.Bearer):
 
     window: int = 64
     span: int = 32
-    lexical: float = 0.5
+    lexical: float = 0.25
     gate: Dictionary | None = leaf(default=None)
     models: tuple[str, ...] = ()
 

@@ -202,7 +202,7 @@ def s3attention(
     tokens: int = 2048,
     window: Positive = 64,
     span: Positive = 32,
-    lexical: float = 0.5,
+    lexical: float = 0.25,
     gate: str | None = None,
 ) -> Axes:
     """S3-Attention: only `tokens` of a longer prompt are read, spans with the sparse features of its last `window`.

@@ -123,6 +123,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "infinigen": {"channels": rig.CHANNELS, "directions": 4},
     "duoattention": {"heads": rig.DUO},
     "planned": {"plan": rig.PLAN},
+    "s3attention": {"gate": rig.FEATURES},
 }
 
 

@@ -23,6 +23,7 @@ from jkv.io.safetensors import write_folder
 from jkv.methods import mixtures as blends
 from jkv.methods import parse
 from jkv.methods.checks import check
+from jkv.methods.features import Featured
 from jkv.methods.scores import delayed
 from jkv.methods.scores import gated as gated_score
 from jkv.methods.scores import learned as learned_score
@@ -34,6 +35,7 @@ from jkv.models import FAMILIES, Params
 from jkv.models.params import apart
 from jkv.training import data, delay, distilling, estimates, flags, forecast, lasting, mixtures, retention, surrogates
 from jkv.training import drafter as drafters
+from jkv.training import features as features_of
 from jkv.training import xecomla as latents
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
@@ -250,6 +252,26 @@ def retrieval(run: Run, *, heads: Path | None, budget: int, **chosen: Any) -> No
     caches = ("full", f"streaming(budget={budget})", own)
     more = {"heads": digest([shares.tobytes()])}
     fitted(run, recipe, score if run.start else score.bound(run.params), caches, more, {"budget": budget})
+
+
+@method
+def s3attention(run: Run, *, layer: list[int] | None, features: int, active: int, **chosen: Any) -> None:
+    """Dictionaries of sparse features of a few layers' keys and queries."""
+    depth = run.params.config.layers
+    layers = tuple(sorted(set(layer or (0, depth // 6, depth // 5))))
+    if not 0 <= layers[0] <= layers[-1] < depth or not active <= features:
+        raise ValueError(
+            f"layer={list(layers)}, features={features}, active={active}: of 0 to {depth - 1}, and no more of a token "
+            "than there are"
+        )
+    recipe = features_of.Recipe(**chosen, layers=layers, seed=run.seed)
+    made, _ = run.given()
+    gate = features_of.start(run.params, made, layers, features, active, jax.random.key(recipe.seed))
+    window = max(min(64, run.length // 8), 1)
+    tokens = max(run.length // 4, 2 * window)
+    own = f"s3attention(tokens={tokens}, window={window}, span={min(32, window)}, gate={str(run.out)!r})"
+    more = {"features": features, "active": active}
+    fitted(run, recipe, Featured(tokens=tokens, gate=gate), ("full", own), more, {"tokens": tokens})
 
 
 @method

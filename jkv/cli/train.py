@@ -197,6 +197,23 @@ class Retrieval(Suffix):
 
 
 @dataclass(frozen=True, kw_only=True)
+class S3Attention:
+    """Dictionaries of sparse features, by which a question finds the spans of a text that are read."""
+
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Layer to index; repeatable. Default: the first, one a sixth up and one a fifth up."),
+    ] = None
+    features: Annotated[int, typer.Option(min=1, help="Features of a kv head.")] = 256
+    active: Annotated[int, typer.Option(min=1, help="Features that a key or a query has at most.")] = 16
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text in a step.")] = 256
+    steps: Steps = 1000
+    batch: Batch = 2
+    rate: Rate = 2e-3
+    every: Every = 100
+
+
+@dataclass(frozen=True, kw_only=True)
 class Drafter:
     """A small model that guesses what this one says, for draft=."""
 
@@ -232,7 +249,8 @@ class XEcoMLA:
 
 
 METHODS: tuple[type, ...] = (
-    TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval, Drafter, XEcoMLA,
+    TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval,
+    S3Attention, Drafter, XEcoMLA,
 )  # fmt: skip
 
 

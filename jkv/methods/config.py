@@ -91,7 +91,7 @@ class CacheConfig:
     recent: int = 16
     block: int = 16
     chunk: int | None = None
-    prefill: Prefill = Prefill()
+    prefill: Prefill = leaf(default=Prefill())
     host: str = "none"
     disk: str = ""
     hot: int = 0
@@ -119,6 +119,7 @@ class CacheConfig:
             budget=self.budget.bound(params),
             merge=bound(self.merge),
             select=bound(self.select),
+            prefill=self.prefill.bound(params),
         )
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:

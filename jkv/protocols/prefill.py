@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 from jax import Array
@@ -118,6 +118,10 @@ class Prefill:
     coded: ClassVar[bool] = False  # queries of a prompt see keys and values as they will be stored
     probe: ClassVar[Probe | None] = None  # queries that the prompt does not have: they fill the column `PROBED`
     beside: ClassVar[str] = ""  # what it does beside one pass, as the predicate of a sentence
+
+    def bound(self, params: Params) -> Self:
+        """The same with the weights that it needs of a model; ValueError if they were trained for another."""
+        return self
 
     def pruning(self, model: ModelConfig, layer: int) -> Any:
         """The `memory.layer.Pruning` of the tokens that go on after a layer, or None: all do."""

@@ -253,7 +253,7 @@ def test_every_method_is_in_the_matrix(tmp_path, monkeypatch):
     gates |= {"kvtc", "kvquant", "qfilters", "triattention", "think"}  # nor was what is known of queries and gradients
     gates |= {"kvzap", "retrieval"}  # the latter by two: trimkv's gates and compresskv's heads
     gates |= {"duoattention", "fastkvzip"}  # by their authors' heads, and gates
-    gates |= {"fasa", "infinigen", "planned"}  # of channels, and of a plan
+    gates |= {"fasa", "infinigen", "planned", "s3attention"}  # of channels, of a plan, and of features
     some = {*CATALOGUE} - {"append", "coded", "pooled", "rest", "compresskv", "razorattention"}
     some -= {"indexcache", "similar", "vote"}
     assert named() == some - gates

@@ -19,7 +19,8 @@ from support.rig import MODELS, PARAMS, PROMPT, STEPS, Case
 from support.tiny import LATENT
 
 CASES = [*rig.ALL, *rig.OTHERS]
-OWN = set("attentiongate coded dms fastkv reform specpc".split())  # a prompt does not attend to all of itself as it is
+# a prompt does not attend to all of itself as it is
+OWN = set("attentiongate coded dms fastkv reform s3attention specpc".split())
 IDS = np.random.default_rng(4).integers(0, PARAMS.config.vocab, (2, 70)).astype(np.int32)
 
 

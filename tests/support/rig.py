@@ -32,6 +32,7 @@ from support.tiny import (  # noqa: F401
     DEEP,
     DUO,
     ESTIMATES,
+    FEATURES,
     FINDERS,
     FOLDER,
     GATE,
@@ -343,6 +344,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "ems": (Case("ems(budget={b}, window=8, threshold=0.2)"),),
     "specpc": (Case("specpc(tokens={b}, window=8, around=6)"),),
     "reform": (Case("reform(tokens={b}, window=8, pool=5, ends=6)"),),
+    "s3attention": (Case(f"s3attention(tokens={{b}}, window=8, span=8, gate={FEATURES!r})"),),
     "alisa": (
         Case(
             "alisa(tokens={b}, page=8, window=16, recent=16)",

@@ -180,6 +180,17 @@ def zap(folder: str) -> str:
     return published_zap(folder, 8, MODEL.width, H, L)
 
 
+def features(folder: str) -> str:
+    """A folder with dictionaries of both layers of the tiny model, of random directions that tell tokens apart."""
+    rng = np.random.default_rng(26)
+    made = {name: rng.normal(0, 0.3, (L, H, 24, D)) for name in ("encode", "decode")}
+    made |= {"centre": rng.normal(0, 0.2, (L, H, 2, D)), "bias": rng.normal(0, 0.2, (L, H, 2, 24))}
+    io.write(
+        folder, made | {"layers": np.arange(L), "active": 6}, {"method": "s3attention", "model": io.identities(PARAMS)}
+    )
+    return folder
+
+
 def published_zap(folder: str, hidden: int | None, width: int, heads: int, count: int) -> str:
     """A folder of KVzap models of these sizes, named as torch.nn names their parts; hidden None: of one layer."""
     rng, path = np.random.default_rng(22), Path(folder)
@@ -280,5 +291,6 @@ CHANNELS, GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEE
     )
 )
 SENSITIVITY = sensitivity(f"{FOLDER.name}/sensitivity")
+FEATURES = features(f"{FOLDER.name}/features")
 PLAN = plan(f"{FOLDER.name}/plan")
 SINKS = sunk(f"{FOLDER.name}/sunk")

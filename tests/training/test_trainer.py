@@ -258,7 +258,7 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
 
     monkeypatch.setattr(methods, "Folder", stopped)
     small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
-    small |= dict(rank=12, rope_dim=4)
+    small |= dict(rank=12, rope_dim=4, layer=1)
     name, given = settings.__name__.lower(), {f.name: small.get(f.name, f.default) for f in fields(settings)}
     read = {k: given_folders[k] for k in given.keys() & {"heads"}}
     if name == "retrieval":  # goes on from what it can only be given here
@@ -270,8 +270,8 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
     )
     assert result.stderr.splitlines()[-1] == "error: told", result.stderr
     wrote = told[0] | told[0]["recipe"]
-    assert wrote.keys() >= read.keys()
-    unsaid = {"every", *read} | ({"budget"} if name in ("locret", "kvzap", "retrieval") else set())
+    assert wrote.keys() >= read.keys() and (wrote.get("layers") == (1,)) == ("layer" in given)  # it says all of them
+    unsaid = {"every", "layer", *read} | ({"budget"} if name in ("locret", "kvzap", "retrieval") else set())
     assert {k: wrote.get(k) for k in given.keys() - unsaid} == {k: given[k] for k in given.keys() - unsaid}
 
 

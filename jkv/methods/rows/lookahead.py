@@ -5,6 +5,7 @@ from __future__ import annotations
 from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.divisions import Won
+from jkv.methods.features import Featured, trained
 from jkv.methods.prefills import Attended, Deferred, Recalled, TokenPruning
 from jkv.methods.probes import Drafted, Graded, Pseudo, Rebuilt
 from jkv.methods.scores.attention import WindowMass
@@ -189,3 +190,30 @@ def reform(
         )
     given = tuple((layer, head, of) for layer, head, of in states)
     return dict(compression=Recalled(tokens=tokens, window=window, pool=pool, ends=ends, layers=layers, states=given))
+
+
+@row(
+    "2601.17702",
+    "reconstruction from the abstract: one dictionary of features for keys and queries; a prompt is asked once",
+    "close to the full context on LongBench in several model families",
+)
+def s3attention(
+    *,
+    tokens: int = 2048,
+    window: Positive = 64,
+    span: Positive = 32,
+    lexical: float = 0.25,
+    gate: str | None = None,
+) -> Axes:
+    """S3-Attention: only `tokens` of a longer prompt are read, spans with the sparse features of its last `window`.
+
+    Of `span` tokens each. lexical: the weight of BM25 beside the features, from 0 to 1. `gate` is a folder of
+    `jkv train s3attention`; the draft ends with the last layer that it has features of.
+    """
+    if tokens < window + span or not 0 <= lexical <= 1:
+        raise ValueError(
+            f"s3attention: tokens={tokens}, window={window}, span={span}, lexical={lexical}: room for the window and a "
+            "span, and a weight from 0 to 1"
+        )
+    compression = Featured(tokens=tokens, window=window, span=span, lexical=float(lexical))
+    return dict(compression=trained(gate, compression))

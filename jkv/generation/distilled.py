@@ -90,10 +90,9 @@ def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> t
     whole = _indices(words.of, c.vocab) and _indices(words.read, len(words.of)) and _indices(blocks, c.layers)
     if not whole or words.read.shape != (c.vocab,):
         raise wrong
-    first = thinned(params, words.of, blocks.tolist())
-    forms = [
-        {name: (x.shape, x.dtype.kind) for name, x in some.items()} for some in (arrays, packed(first, words, blocks))
-    ]
+    at = blocks.tolist()
+    first = thinned(params, words.of, at)
+    forms = [{name: (x.shape, x.dtype.kind) for name, x in some.items()} for some in (arrays, packed(first, words, at))]
     if forms[0] != forms[1]:
         raise wrong
 

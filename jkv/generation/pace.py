@@ -37,8 +37,8 @@ class Pace:
 
     Whatever is expected, no pass runs that could bring what all have lost above SLACK: a step and 2% of the tokens;
     none before a step has been measured, and none of the largest width before a narrower one. What the device waits
-    for the host before a stride is among it; compiling is not, nor is the first guess, which compiles too. The clock is
-    the caller's. stride: steps before guesses are asked for again.
+    for the host before a stride is among it; compiling is not: the first guess, which compiles too, is taken to be as
+    long as the second. The clock is the caller's. stride: steps before guesses are asked for again.
 
     >>> pace, sure = Pace(), Guess([5, 6, 7], [-1, 0, 1], [0.9, 0.8, 0.7])
     >>> pace.width([sure])
@@ -113,11 +113,12 @@ class Pace:
         return sum(min(p * self.came[d] / self.hoped[d], 1.0) for p, d in zip(some.chance, some.depths, strict=True))
 
     def guessed(self, seconds: float, used: bool) -> None:
-        """Guesses were made; used: for a pass, whose cost has this in it."""
+        """Guesses were made; used: for a pass, whose cost has this in it. The second ones count for the first too."""
         if self.asked:
+            times = 1 if self.guesses else 2
             self.guesses.append(seconds)
             if self.step:
-                self.lost += seconds / self.step - (self._guessing if used else 0.0)
+                self.lost += times * seconds / self.step - (self._guessing if used else 0.0)
         self.asked = True
 
     def stepped(self, seconds: float | None, steps: int, paused: bool) -> None:

@@ -219,15 +219,16 @@ def test_what_is_known_stays_until_it_has_come():
 
 
 def test_a_guess_is_charged_what_it_took():
-    pace = Pace(asked=True)
+    """The first one, which compiles too, as if it were the second one again."""
+    pace = Pace()
     for n in (10, 5):  # a step takes a second, and a look nothing
         pace.stepped(float(n), n, paused=False)
     pace.lost = 0.0
-    for seconds in (0.25, 0.25, 4.0):
+    for seconds, lost in ((90.0, 0.0), (0.25, 0.5), (0.25, 0.75), (4.0, 4.75)):
         pace.guessed(seconds, used=False)
-    assert pace.lost == 4.5
+        assert pace.lost == lost
     pace.guessed(3.0, used=True)
-    assert pace.lost == 4.5 + 3.0 - pace._guessing  # the rest is in the cost of the pass
+    assert pace.lost == 4.75 + 3.0 - pace._guessing  # the rest is in the cost of the pass
 
 
 def test_a_step_and_what_a_look_takes_are_told_apart_by_strides_of_unlike_lengths():

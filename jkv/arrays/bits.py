@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+LANES = 32  # channels of a stretch that is decoded and contracted at once, where there are as many
 PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits that are packed by themselves, the lower ones first
 
 
@@ -44,14 +45,26 @@ def unpack(packed: Array, bits: int) -> Array:
 
 
 def fields(packed: Array, bits: int) -> list[Array]:
-    """What `pack` put together, equal stretches of f32[..., D]. By division: XLA for CPUs makes slow code of shifts.
+    """What `pack` put together, equal stretches of f32[..., D]: fields of a byte, side by side up to LANES channels.
 
-    Rounding what is moved to the middle between two integers is `floor`, in code that LLVM makes of whole vectors.
+    Shorter ones would be contractions over too few channels: up to five times slower on a CPU.
+
+    >>> [x.tolist() for x in fields(jnp.array([[0xE4]], jnp.uint8), 2)]
+    [[[0.0, 1.0, 2.0, 3.0]]]
     """
     if bits in PLANES:
         own, more = PLANES[bits]
         low, high = jnp.split(packed, [packed.shape[-1] // bits * own], -1)
-        return [x + y for x, y in zip(fields(low, own), _upper(high, own, more), strict=True)]
+        return [x + 2.0**own * y for x, y in zip(_apart(low, own), _beside(high, more, own // more), strict=True)]
+    n = min(8 // bits, 1 << max(LANES // packed.shape[-1], 1).bit_length() - 1)
+    return _apart(packed, bits) if n == 1 else _beside(packed, bits, n)
+
+
+def _apart(packed: Array, bits: int) -> list[Array]:
+    """A field a stretch. By division: XLA for CPUs makes slow code of shifts.
+
+    Rounding what is moved to the middle between two integers is `floor`, in code that LLVM makes of whole vectors.
+    """
     rest, out = packed.astype(jnp.float32), []
     for _ in range(8 // bits - 1):
         above = jnp.round(rest * 2.0**-bits - (0.5 - 2.0 ** -(bits + 1)))
@@ -60,21 +73,16 @@ def fields(packed: Array, bits: int) -> list[Array]:
     return [*out, rest]
 
 
-def _upper(packed: Array, own: int, more: int) -> list[Array]:
-    """What the upper bits of a plane add, in stretches as long as those of its lower ones.
-
-    A stretch is several fields of the same bytes, side by side: each channel has a mask, and a factor for what it
-    leaves. Stretches as short as a field would be contractions over too few channels: five times slower on a CPU.
-    """
-    fields, width = own // more, packed.shape[-1]
-    side_by_side = jnp.concatenate([packed] * fields, -1)
-    shifts = more * np.arange(8 // more).reshape(-1, fields).repeat(width, 1)
-    masks, factors = ((2**more - 1) << shifts).astype(np.uint8), np.float32(2.0) ** (own - shifts)
+def _beside(packed: Array, bits: int, n: int) -> list[Array]:
+    """n fields a stretch, side by side: each channel has a mask for its byte, and a factor for what it leaves."""
+    several = jnp.concatenate([packed] * n, -1)
+    shifts = bits * np.arange(8 // bits).reshape(-1, n).repeat(packed.shape[-1], 1)
+    masks, factors = ((2**bits - 1) << shifts).astype(np.uint8), np.float32(2.0) ** -shifts
 
     def lanes(x: np.ndarray) -> Array:
         return jnp.asarray(x).reshape(*[1] * (packed.ndim - 1), -1)
 
-    return [(side_by_side & lanes(m)).astype(jnp.float32) * lanes(f) for m, f in zip(masks, factors, strict=True)]
+    return [(several & lanes(m)).astype(jnp.float32) * lanes(f) for m, f in zip(masks, factors, strict=True)]
 
 
 def select(codes: Array, table: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jkv import kernels
-from jkv.arrays.bits import pack, together, unpack
+from jkv.arrays.bits import fields, pack, together, unpack
 from jkv.kernels.decode_attention.reference import dense
 from jkv.methods.codecs import Affine, Rotated
 from jkv.methods.codecs.levels import LLOYD_MAX, Bfp, Levels, lloyd_max
@@ -29,6 +29,20 @@ def test_packing_round_trips(bits: int):
     packed = pack(jnp.asarray(codes), bits)
     assert packed.shape == (5, codes.shape[1] * bits // 8) and packed.dtype == jnp.uint8
     np.testing.assert_array_equal(unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6])
+def test_fields_are_equal_stretches_of_what_was_packed(bits: int):
+    """Whole, and no shorter than 32 channels where a byte has more fields than one."""
+    for d in (8, 16, 24, 40, 64, 96, 128, 256):
+        if d % together(bits):
+            continue
+        codes = np.random.default_rng(d).integers(0, 2**bits, (3, d)).astype(np.uint8)
+        parts = fields(pack(jnp.asarray(codes), bits), bits)
+        np.testing.assert_array_equal(np.concatenate(parts, 1), codes)
+        assert len({x.shape for x in parts}) == 1
+        if bits in (1, 2, 4) and d in (64, 128, 256):
+            assert parts[0].shape[1] >= 32
 
 
 @pytest.mark.parametrize(("bits", "mse"), [(1, 0.3634), (2, 0.1175), (3, 0.0345), (4, 0.0095)])

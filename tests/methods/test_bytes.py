@@ -15,7 +15,8 @@ from jkv.memory.cache import tree_bytes
 from jkv.methods.budgets import Beyond
 from jkv.methods.prefills import PromptCompression
 
-GIVEN = ("kvzap", "fastkvzip", "duoattention", "planned")  # no weights, and no plan, of these come with jkv
+# no weights, and no plan, of these come with jkv
+GIVEN = ("kvzap", "fastkvzip", "duoattention", "planned", "s3attention")
 SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64)
 MODEL = models.read_config(dict(models.TINY, **SHAPE, max_position_embeddings=8192))
 PROMPT, GENERATED = 1024, 64

@@ -207,8 +207,9 @@ def s3attention(
 ) -> Axes:
     """S3-Attention: only `tokens` of a longer prompt are read, spans with the sparse features of its last `window`.
 
-    Of `span` tokens each. lexical: the weight of BM25 beside the features, from 0 to 1. `gate` is a folder of
-    `jkv train s3attention`; the draft ends with the last layer that it has features of.
+    Only prompts longer than 2048 tokens are cut by default. `span`: tokens of a span. lexical: the weight of BM25
+    beside the features, from 0 to 1. `gate` is a folder of `jkv train s3attention`; the draft ends with the last layer
+    that it has features of.
     """
     if tokens < window + span or not 0 <= lexical <= 1:
         raise ValueError(

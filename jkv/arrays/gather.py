@@ -35,6 +35,15 @@ def per(index: Array, n: int) -> Array:
     return index if n == 1 else jax.lax.div(index, jnp.full_like(index, n))
 
 
+def slots_of(units: Array, n: int) -> Array:
+    """i32[B,H,m*n]: the slots of units i32[B,H,m] of n slots each, unit by unit.
+
+    >>> slots_of(jnp.array([[[2, 0]]]), 3).tolist()
+    [[[6, 7, 8, 0, 1, 2]]]
+    """
+    return (units[..., None] * n + jnp.arange(n)[None, None, None]).reshape(*units.shape[:2], -1)
+
+
 def put(x: Array, index: Array, new: Array) -> Array:
     """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
     index = jnp.broadcast_to(index, (*x.shape[:2], index.shape[2]))

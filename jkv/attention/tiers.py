@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.arrays.gather import per, take
+from jkv.arrays.gather import per, slots_of, take
 from jkv.arrays.partial import Partial, merge, merge_over, nothing, softmax_parts
 from jkv.attention import context
 from jkv.attention.attend import FEW
@@ -276,8 +276,8 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
     has beyond the last slot is dead.
     """
     assert config.select is not None
-    u, (b, h, _) = config.select.unit, pages.shape
-    index = (pages[..., None] * u + jnp.arange(u)[None, None, None]).reshape(b, h, -1)
+    u, h = config.select.unit, pages.shape[1]
+    index = slots_of(pages, u)
 
     def gather(x: Array) -> Array:
         grain = tier.pos.shape[2] // x.shape[2]

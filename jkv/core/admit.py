@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import per, put, take
+from jkv.arrays.gather import per, put, slots_of, take
 from jkv.attention import context
 from jkv.attention.tiers import decoded_keys, write
 from jkv.core.merge import Newcomers
@@ -37,8 +37,7 @@ def admit(
 
     group: keys and values of the newcomers [B,H,n,D] in the layers that are coded together; queries: the newest.
     """
-    u = config.unit
-    place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
+    place = slots_of(slot, config.unit)
     pos = take(new.pos, token)
     k, v = take(new.k, token), take(new.v, token)
 
@@ -81,8 +80,7 @@ def losers(
 ) -> Newcomers:
     """The next tier's newcomers: those not admitted, and in the place of each that was, the slot's old content."""
     config = config.of(tier)
-    u = config.unit
-    place = (slot[..., None] * u + jnp.arange(u)[None, None, None]).reshape(*slot.shape[:2], -1)
+    place = slots_of(slot, config.unit)
 
     def gather(x: Array) -> Array:
         grain = config.capacity // x.shape[2]

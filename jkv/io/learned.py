@@ -137,6 +137,13 @@ class Bearer:
             raise ValueError(f"{name} has no weights yet: give gate='FOLDER', as `jkv train {name}` writes it")
         return self.gate
 
+    def gate_of(self, arrays: dict[str, np.ndarray]) -> Any:
+        """The weights that arrays of a folder are, or None; ValueError for numbers that cannot be."""
+        for kind in self.kinds:
+            if fit(arrays, kind.axes):
+                return kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+        return None
+
     def bound(self, params: Params) -> Self:
         """What has weights that were trained for this model, or where it has none, those that come with jkv.
 
@@ -156,12 +163,14 @@ def trained(folder: str | Path | None, own: B) -> B:
     if folder is None:
         return own
     arrays, card = read(folder, *own.methods)
-    for kind in own.kinds:
-        if fit(arrays, kind.axes):
-            gate = kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-            # every bearer is a part, which the type checker does not know to be a dataclass
-            return replace(own, gate=gate, models=tuple(card["model"]))  # type: ignore[type-var]
-    raise unlike(folder, arrays, own.methods[0])
+    try:
+        gate = own.gate_of(arrays)
+    except ValueError as error:
+        raise broken(folder, str(error)) from error
+    if gate is None:
+        raise unlike(folder, arrays, own.methods[0])
+    # every bearer is a part, which the type checker does not know to be a dataclass
+    return replace(own, gate=gate, models=tuple(card["model"]))  # type: ignore[type-var]
 
 
 def fit(arrays: Mapping[str, np.ndarray], axes: Mapping[str, Sequence[str | int]]) -> bool:

@@ -11,9 +11,7 @@ S3-Attention (2601.17702), from its abstract.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -30,7 +28,7 @@ from jkv.methods.spans import bm25, disjoint, scaled, sums
 from jkv.protocols import Reading
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig, Params
+    from jkv.models import ModelConfig
     from jkv.models.rope import Rope
 
 METHOD = "s3attention"
@@ -108,7 +106,7 @@ def shares(
 
 
 @part
-class Featured(PromptCompression, learned.Bearer):
+class Featured(learned.Bearer, PromptCompression):
     """Of a longer prompt the last `window` tokens, and the spans whose keys have the features of their queries.
 
     A span of `span` tokens is worth what its tokens' shares are together, and its BM25 for the last tokens, each scaled
@@ -126,11 +124,15 @@ class Featured(PromptCompression, learned.Bearer):
 
     methods: ClassVar = (METHOD,)
 
-    def bound(self, params: Params) -> Featured:
-        if self.gate is None:
-            return learned.shipped(METHOD, params, trained, self)
-        learned.check(self.models, params)
-        return self
+    def gate_of(self, arrays: dict[str, np.ndarray]) -> Dictionary | None:
+        if not learned.fit(arrays, Dictionary.axes | {"layers": "N", "active": ""}):
+            return None
+        layers, active = tuple(arrays["layers"].tolist()), int(arrays["active"])
+        rise = list(layers) == sorted({*layers}) and min(layers, default=-1) >= 0
+        if not rise or not 1 <= active <= arrays["encode"].shape[2]:
+            raise ValueError(f"layers={list(layers)}, active={active}: layers that rise, and 1 feature or more")
+        floats = {name: jnp.asarray(arrays[name], jnp.float32) for name in Dictionary.axes}
+        return Dictionary(layers=layers, active=active, **floats)
 
     def depth(self, model: ModelConfig) -> int:
         return super().depth(model) if self.gate is None else self.gate.layers[-1] + 1
@@ -166,18 +168,3 @@ class Featured(PromptCompression, learned.Bearer):
         first, n = disjoint(score, (self.tokens - self.window) // self.span, self.span), len(score) + self.span - 1
         spans = [i for start in first for i in range(start, start + self.span)]
         return spans + list(range(n, n + self.window))
-
-
-def trained(folder: str | Path | None, own: Featured) -> Featured:
-    """`own` with the dictionary that `jkv train s3attention` wrote to a folder, if any; FormatError for another."""
-    if folder is None:
-        return own
-    arrays, card = learned.read(folder, METHOD)
-    numbers = {name: arrays.pop(name) for name in ("layers", "active") if name in arrays}
-    if not learned.fit(arrays | numbers, Dictionary.axes | {"layers": "N", "active": ""}):
-        raise learned.unlike(folder, arrays | numbers, METHOD)
-    layers, active = tuple(numbers["layers"].tolist()), int(numbers["active"])
-    if min(layers, default=-1) < 0 or list(layers) != sorted({*layers}) or not 1 <= active <= arrays["encode"].shape[2]:
-        raise learned.broken(folder, f"layers={list(layers)}, active={active}: layers that rise, and 1 feature or more")
-    gate = Dictionary(layers=layers, active=active, **{k: jnp.asarray(x, jnp.float32) for k, x in arrays.items()})
-    return replace(own, gate=gate, models=tuple(card["model"]))

@@ -18,8 +18,9 @@ from jkv.core.compiled import Cost
 from jkv.generation.prefill import Prompts
 from jkv.io import learned
 from jkv.io.errors import FormatError
+from jkv.io.learned import trained
 from jkv.methods import parse
-from jkv.methods.features import Dictionary, Featured, relevance, trained
+from jkv.methods.features import Dictionary, Featured, relevance
 from jkv.methods.prefills import PromptCompression
 from jkv.methods.spans import bm25, disjoint, scaled, sums
 from support import rig

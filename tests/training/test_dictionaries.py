@@ -12,7 +12,8 @@ import pytest
 import jkv
 from jkv.io import learned
 from jkv.io import load as loading
-from jkv.methods.features import KEYS, QUERIES, Dictionary, Featured, trained
+from jkv.io.learned import trained
+from jkv.methods.features import KEYS, QUERIES, Dictionary, Featured
 from jkv.training import trainer
 from jkv.training.features import Recipe, Seen, missed, seen, start
 from jkv.training.losses import Batch

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from jkv.io.learned import trained
 from jkv.methods.budgets import Size
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.divisions import Won
-from jkv.methods.features import Featured, trained
+from jkv.methods.features import Featured
 from jkv.methods.prefills import Attended, Deferred, Recalled, TokenPruning
 from jkv.methods.probes import Drafted, Graded, Pseudo, Rebuilt
 from jkv.methods.scores.attention import WindowMass

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     harness: Any  # of jkv.eval, which no room below it may import through here
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CATALOGUE",
     "Cache",

@@ -1,7 +1,7 @@
 """Weights as they are kept in memory, floats or codes of fewer bits, and the one product that all go through."""
 
 from functools import partial, singledispatch
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.products import FEW, turned
 from jkv.arrays.tree import static, value
 
 from .tiles import LARGE, TILE, never, pieces, tiled
@@ -193,7 +194,7 @@ def linear(w: Any, x: Array, dtype: Any = None) -> Array:
 @singledispatch
 def product(w: Any, x: Array, dtype: Any) -> Array:
     flat = w.reshape(-1, w.shape[-1])  # XLA's product on a CPU copies an array of more axes
-    times = _of_one_row if single(x) else _product
+    times = _of_one_row if single(x) else _of_few if prod(x.shape[:-1]) <= FEW else _product
     return times(flat, x, dtype).reshape(*x.shape[:-1], *w.shape[:-1])
 
 
@@ -218,6 +219,16 @@ def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
         return _product(w, jnp.concatenate([x, jnp.zeros_like(x)]), dtype)[:1]
 
     return jax.lax.platform_dependent(w, x, tpu=two, default=partial(_product, dtype=dtype))
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _of_few(w: Array, x: Array, dtype: Any) -> Array:
+    """On a CPU turned around: 2 to 5 rows, with matrices of SmolLM2-135M, take 6% to 38% less, 6 to 16 as long."""
+
+    def cpu(w: Array, x: Array) -> Array:
+        return turned(x.reshape(-1, x.shape[-1]), w, dtype).reshape(*x.shape[:-1], len(w))
+
+    return jax.lax.platform_dependent(w, x, cpu=cpu, default=partial(_product, dtype=dtype))
 
 
 @product.register

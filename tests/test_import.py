@@ -25,11 +25,12 @@ def fresh(code):
     [
         "import jkv; dir(jkv)",
         HELP.format(""),
+        "from jkv.cli.app import app; app(['--version'], standalone_mode=False)",
         HELP.format("'train', 'dms', "),
         HELP.format("'eval', 'ppl', "),
         HELP.format("'bench', 'decode', "),
     ],
-    ids=["import", "help", "train", "eval", "bench"],
+    ids=["import", "help", "version", "train", "eval", "bench"],
 )
 def test_jax_is_not_imported_before_it_is_needed(code):
     fresh(f"{code}\nimport sys; assert 'jax' not in sys.modules")

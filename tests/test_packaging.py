@@ -176,6 +176,6 @@ def test_the_installed_package_is_asked_for_by_its_own_name():
     assert PROJECT["name"] == extras.PACKAGE and PROJECT["scripts"] == {"jkv": "jkv.cli.app:main"}
     assert metadata(extras.PACKAGE)["Name"] == extras.PACKAGE and requires(extras.PACKAGE)
     assert results.versions(["jkv", "nothing"]).keys() == {"python", "jkv"}
-    assert results.versions(["jkv"])["jkv"] == PROJECT["version"]
+    assert results.versions(["jkv"])["jkv"] == jkv.__version__
     for name, path in modules().items():
         assert not re.search(r"\b(?:version|distribution|metadata|requires)\(.jkv.\)", path.read_text("utf-8")), name

@@ -28,6 +28,7 @@ from jkv.cli.options import MODEL, Chunk, Drawing, Dtype, Mesh, Model, PrefillDt
 from jkv.cli.train import train
 from jkv.host import console
 from jkv.host.console import status
+from jkv.host.results import versions
 
 if TYPE_CHECKING:
     from jkv.generation.inspect import Summary
@@ -94,8 +95,23 @@ app = typer.Typer(
     cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Language-model inference in JAX through compressed KV caches.",
 )
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(", ".join(f"{name} {version}" for name, version in versions(("jkv", "jax", "jaxlib")).items()))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions of jkv, jax and Python.", callback=print_version)
+    ] = False,
+) -> None:
+    """Language-model inference in JAX through compressed KV caches."""
+
 
 app.add_typer(eval_cli.app, name="eval", cls=Group)
 bench_cli.app.command()(stages_cli.stages)

@@ -17,10 +17,10 @@ from jkv.host.extras import PACKAGE
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of Python and of those packages that are installed; jkv goes by its own name."""
+    """Of those packages that are installed, and of Python; jkv goes by its own name."""
     known = {p: PACKAGE if p == "jkv" else p for p in packages}
     found = {p: metadata.version(name) for p, name in known.items() if any(metadata.distributions(name=name))}
-    return {"python": platform.python_version(), **found}
+    return {**found, "python": platform.python_version()}
 
 
 def beside(path: Path) -> Path:

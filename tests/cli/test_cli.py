@@ -206,6 +206,11 @@ def test_without_a_command_there_is_help():
     assert call().stdout == call("--help").stdout != ""
 
 
+def test_its_version():
+    said = call("--version").stdout
+    assert said.startswith(f"jkv {jkv.__version__}, jax ") and f"python {sys.version.split()[0]}" in said
+
+
 @pytest.mark.parametrize(
     "error, says",
     [

@@ -576,11 +576,17 @@ def reused(bed: str, *names: str) -> list[str]:
             f"{r['read']:.0%}",
             "" if r["renew"] == WHOLE else mean(r["kl"], ".2g"),
             "" if r["renew"] in (WHOLE, PLAIN) else mean(r["less"], ".2g"),
-            *([] if bed == "edits" else [f"{r['ms']:,.0f}"]),
         )
         for r in summed(results(f"reuse/{bed}"))
         if r["renew"] != WHOLE or bed != "edits"
     ]
+
+
+def first() -> list[str]:
+    """Milliseconds to the first token, alone on the machine."""
+    rows = results("reuse/times")
+    ms = {r["renew"] if r["renew"] == WHOLE else code(r["renew"]): r["first_ms"] for r in rows}
+    return [line(renew, f"{x:,.0f}", f"{x / ms[WHOLE]:.2f}") for renew, x in ms.items()]
 
 
 def by_layer() -> list[str]:
@@ -647,14 +653,12 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("text", "codec", "bits of a number", "KL"): coded,
         head(
             *("cache", "passages", "needles", "fewer", "prompts", "read", "KL to read whole", "less than pie"),
-            "reading, ms",
         ): partial(reused, "documents", "score", "fewer"),
+        head("passages", "first token, ms", "of reading it whole"): first,
         head("cache", "passages", "edits", "prompts", "read", "KL to read whole", "less than pie"): partial(
             reused, "edits", "edits"
         ),
-        head("cache", "passages", "prompts", "read", "KL to read whole", "less than pie", "reading, ms"): partial(
-            reused, "agents"
-        ),
+        head("cache", "passages", "prompts", "read", "KL to read whole", "less than pie"): partial(reused, "agents"),
     },
     "docs/speed.md": {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,

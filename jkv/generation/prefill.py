@@ -18,10 +18,11 @@ from jkv.core.deferred import compress, probe, statistics
 from jkv.core.loop import prefill, prefill_own
 from jkv.generation.chunks import Chunks, chosen, spare
 from jkv.generation.draft import greedy
-from jkv.generation.prompts import check_length, check_total, reaching
+from jkv.generation.prompts import check_length, reaching
+from jkv.generation.room import with_room
 from jkv.generation.sizes import empty, shaped, sized
 from jkv.generation.steps import check_there
-from jkv.memory.cache import Cache, Counts
+from jkv.memory.cache import Cache
 from jkv.memory.positions import bucket, pad
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
@@ -186,38 +187,8 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
     check_there(cache)
     if len(rows) != cache.rows:
         raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
-    longest = int(cache.seen.max()) + max(map(len, rows)) + new
-    for plan in cache.plan if all(plan.budget.statistic is None for plan in cache.plan) else cache.plan[:1]:
-        if plan.tiers and plan.capacity >= plan.longest < longest:  # it holds every token, as many as it was made for
-            raise ValueError(
-                f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
-            )
-    later = int((cache.seen - cache.prompt).max()) + max(map(len, rows)) + new
-    if later > cache.new and any(plan.taught for plan in cache.plan):
-        raise ValueError(
-            f"the cache has room for {cache.new} tokens after the prompt that taught it, and would hold {later}: "
-            "prefill with a larger room="
-        )
-    _check_on_top(cache, rows, new)
-    cost, model = Cost(over=sharding.over(params)), cache.model
-    unlimited = any(plan.budget.bounded and any(t.rope == "rank" for t in plan.tiers) for plan in cache.plan)
-    check_total(model, unlimited, longest - new, new, "cache and prompt have")
-    if unlimited:
-        cache = replace(cache, model=reaching(model, bucket(longest)))
+    cache = with_room(cache, np.array([len(row) for row in rows]), np.full(len(rows), new))
+    cost = Cost(over=sharding.over(params))
     params = replace(params, config=cache.model)
     cache, logits = cost.run(prefill, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
     return cache, logits, cost
-
-
-def _check_on_top(cache: Cache, rows: list[list[int]], new: int) -> None:
-    """Raise ValueError if a cache that keeps what follows its prompt on top of the budget has no room for it."""
-    for plan in cache.plan[:1]:
-        nothing, given = jnp.zeros(1, jnp.int32), jnp.array([len(row) for row in rows], jnp.int32)
-        made, then = Counts(seen=nothing + cache.new, prompt=nothing, later=nothing), cache.counts.given(given, True)
-        then = replace(then, seen=then.seen + new)
-        room, needed = (int(plan.budget.beyond(counts, plan.recent).max()) for counts in (made, then))
-        if needed > room:
-            raise ValueError(
-                f"the cache has room for {room} tokens on top of its budget, after its prompt, and would hold "
-                f"{needed}: prefill with a larger room="
-            )

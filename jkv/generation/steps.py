@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jkv import kernels
 from jkv.core import loop
 from jkv.core.compiled import ANY, Run, call, compiled, flow
+from jkv.generation.room import with_room
 from jkv.memory.cache import Cache
 from jkv.models import Params
 
@@ -22,7 +23,8 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next.
 
     The given cache's memory is used for the new one, so that no tier is copied; `branch` keeps the given one. Raises
-    ValueError for a cache that has been given away.
+    ValueError for a cache that has been given away, and where the cache or the model's context has no room for the
+    token: of that nothing is said inside of a program of your own, and outside of one each step waits for the last.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -31,7 +33,7 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     >>> cache.seen.tolist(), logits.shape
     ([4], (1, 100))
     """
-    check_there(cache)
+    params, cache = ready(params, cache, token)
     shared = jax.tree.map(jnp.copy, {"counts": cache.counts, "fill": cache.fill})  # by other caches
     bare, logits = _run(loop.step_own, params, cache.plan, replace(cache.bare, **shared), token)
     return cache.dressed(bare), logits
@@ -47,8 +49,7 @@ def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     >>> [x.seen.tolist() for x in (cache, *tried)]
     [[3], [4], [4]]
     """
-    check_there(cache)
-    return _run(loop.step, params, cache, token)
+    return _run(loop.step, *ready(params, cache, token), token)
 
 
 @flow(arguments=(ANY, None), results=(ANY, None), static_argnames=("n",))
@@ -68,6 +69,15 @@ def check_there(cache: Cache) -> None:
             "this cache was given to jkv.step, which uses its memory for the next one: go on with the cache that step "
             "returned, or call jkv.branch where the given one is still needed"
         )
+
+
+def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache]:
+    """The model and the cache that a step of these tokens i32[B] takes; ValueError where there is no room for them."""
+    check_there(cache)
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves((cache.counts, token))):
+        going = (np.asarray(token) >= 0).astype(np.int32)
+        cache = with_room(cache, np.zeros_like(going), going)
+    return replace(params, config=cache.model), cache
 
 
 def _run(function: Any, params: Params, *args: Any) -> tuple[Cache, Array]:

@@ -176,6 +176,8 @@ class Beyond(Budget):
     budget: Budget
     share: float
 
+    on_top = True
+
     @property
     def bounded(self) -> bool:
         return self.budget.bounded

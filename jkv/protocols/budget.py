@@ -78,6 +78,7 @@ class Budget:
     """How many tokens. Shapes are host integers; how much of a shape is used may depend on the row."""
 
     bounded: bool = True  # fewer tokens than the model's context can be asked for
+    on_top: bool = False  # what follows the prompt is kept `beyond` the budget
     statistic: Literal["layer", "ranks"] | None = None  # wanted of prompts: `Score.statistic`, or ranks of all tokens
 
     def bound(self, params: Params) -> Budget:

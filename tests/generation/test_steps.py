@@ -89,3 +89,36 @@ def test_a_cache_that_was_given_away_is_refused(cache, tmp_path):
 def test_steps_go_into_a_program_of_the_callers_own(cache):
     stepped = jax.jit(lambda cache, token: jkv.step(PARAMS, cache, token)[1])(cache, TOKEN)
     np.testing.assert_allclose(stepped, jkv.branch(PARAMS, cache, TOKEN)[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["full", "int4", "h2o(budget=90)", "snapkv(budget=32, window=8) | append"])
+def test_a_step_that_a_cache_has_no_room_for_is_refused(text: str):
+    """What holds every token would lose one, and say nothing; a row that pauses needs no room."""
+    cache, _ = jkv.prefill(PARAMS, text, [PROMPT[0][:40], PROMPT[1][:38]], room=20)
+    with pytest.raises(ValueError, match=r"(room for 20 tokens|made for \d+ tokens) .*would hold \d+: .*larger room="):
+        for _ in range(61):
+            cache, _ = jkv.step(PARAMS, cache, TOKEN)
+    steps = int(cache.seen[0]) - 40  # nothing was taken from the caller
+    assert 20 <= steps < 60 and cache.seen.tolist() == [40 + steps, 38 + steps]
+    with pytest.raises(ValueError, match="larger room="):
+        jkv.branch(PARAMS, cache, TOKEN)
+    if "append" not in text:  # both rows have as many tokens on top
+        after, _ = jkv.branch(PARAMS, cache, jnp.array([-1, 4]))
+        assert after.seen.tolist() == [40 + steps, 39 + steps]
+        assert (np.asarray(after.kept()).min((0, 2)) == after.seen).all()
+
+
+def test_steps_end_with_the_context_but_where_positions_are_relative():
+    """There they go on as `generate` does, which knows beforehand how far it goes."""
+    short = jkv.models.random({**jkv.models.TINY, "max_position_embeddings": 64}, 0, jnp.float32)
+    rows, text = [PROMPT[0][:40]], "streaming(budget=24)"
+    cache, _ = jkv.prefill(short, "streaming(budget=24, relative=False)", rows)
+    with pytest.raises(ValueError, match="64 tokens and 1 more are asked for, 65 in all; the model's context is 64"):
+        for _ in range(25):
+            cache, _ = jkv.step(short, cache, TOKEN[:1])
+    cache, logits = jkv.prefill(short, text, rows, room=24)
+    found = []
+    for _ in range(60):
+        found.append(int(logits[0].argmax()))
+        cache, logits = jkv.step(short, cache, jnp.array(found[-1:], jnp.int32))
+    assert found == jkv.generate(short, text, rows, max_new_tokens=60, stop_ids=()).tokens[0]

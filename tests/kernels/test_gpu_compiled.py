@@ -1,7 +1,7 @@
 """What the real compiler makes of the GPU kernel, without a GPU: spills, instructions of the inner loop, copies.
 
 The compiling runs in a process of its own, this file as a script: loading the CUDA plugin changes a process's jax.
-`python tests/kernels/test_gpu_compiled.py` prints what it measures; `--write` makes it the golden numbers.
+`python tests/kernels/test_gpu_compiled.py [KERNEL ...]` prints what it measures; `--write` makes it the golden numbers.
 """
 
 import functools
@@ -24,6 +24,8 @@ from jkv.methods.codecs import Affine, Dense, Float
 from jkv.plan import cuda
 
 if __name__ != "__main__":
+    from support.cases import cases
+
     pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
 from jkv.kernels.column_sums import gpu as column_sums  # noqa: E402
@@ -161,62 +163,80 @@ def moved(text: str, leaves: list[tuple[int, ...]]) -> list[str]:
     return found
 
 
-def measure() -> dict:
-    where, out = jax.__version__.rpartition(".")[0], {}
-    for name, function, *args in (*programs(), *prompts()):
-        machines = cuda.machines(function, *args)
-        assert len(machines) == 1, f"{name}: {len(machines)} kernels"
-        out[name] = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
-        if function in (whole, pages_of_16):
-            out[name]["resident"] = resident(*args[:3])
-    moves = {}
-    for name, *pages in (("bf16",), ("int8",), ("int4 groups of 32",), ("kivi int2",), ("int4", PAGES)):
-        form = (FORMS | GROUPED)[name]
-        q, _, _, *places = arguments(form, 128, 4, 8192)
-        codes = tiers(form, 128, 8192)
-        text = cuda.compiled(functools.partial(decode, form), q, codes, *places, *pages).as_text()
-        moves[name] = moved(text, [x.shape for x in jax.tree.leaves(codes)])
+LOOPS = {" ".join(x): x for x in (("bf16",), ("int8",), ("int4 groups of 32",), ("kivi int2",), ("int4", "pages"))}
+
+
+def machine(name: str, function, *args) -> dict:
+    """What ptxas says of the one kernel of a program, and how many of it are counted on at once."""
+    machines = cuda.machines(function, *args)
+    assert len(machines) == 1, f"{name}: {len(machines)} kernels"
+    found = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
+    return found | ({"resident": resident(*args[:3])} if function in (whole, pages_of_16) else {})
+
+
+def moves(name: str, *pages: str) -> list[str]:
+    """What a decode loop writes of a tier's size."""
+    form = (FORMS | GROUPED)[name]
+    q, _, _, *places = arguments(form, 128, 4, 8192)
+    codes = tiers(form, 128, 8192)
+    text = cuda.compiled(functools.partial(decode, form), q, codes, *places, *[PAGES for _ in pages]).as_text()
+    return moved(text, [x.shape for x in jax.tree.leaves(codes)])
+
+
+def temporary() -> int:
     h100 = cuda.compiled(whole, *arguments(FORMS["int4"], 128, 4, LONG), chip="h100")
-    temporary = h100.memory_analysis().temp_size_in_bytes
-    return dict(jax=where, machines=out, moves=moves, temporary=temporary)
+    return h100.memory_analysis().temp_size_in_bytes
+
+
+def measure(asked: list[str]) -> dict:
+    """By name, of all if none is asked for: kernels, decode loops (as `loop NAME`), and "temporary"."""
+    every = {x[0]: functools.partial(machine, *x) for x in (*programs(), *prompts())}
+    every |= {f"loop {name}": functools.partial(moves, *x) for name, x in LOOPS.items()}
+    every |= {"temporary": temporary}
+    return {name: every[name]() for name in asked or every}
+
+
+def golden() -> dict[str, int]:
+    """Instructions of the inner loops, by this jax or the newest one that is known."""
+    found = json.loads(GOLDEN.read_text())
+    own = jax.__version__.rpartition(".")[0]
+    return found.get(own) or found[max(found, key=lambda x: tuple(map(int, x.split("."))))]
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict:
+def measured(request: pytest.FixtureRequest) -> dict:
+    """Of what this session asks for, by one process."""
     if (reason := cuda.missing()) is not None:
         pytest.skip(reason)
+    asked = cases(request, test_a_kernel_is_as_it_was)
+    asked += [f"loop {name}" for name in cases(request, test_a_decode_loop_copies_no_tier)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env)
+    run = subprocess.run([sys.executable, __file__, *asked, "temporary"], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_no_kernel_spills_or_serialises(measured):
-    bad = {name: x for name, x in measured["machines"].items() if x["spilled"] or x["serialised"]}
-    assert not bad
+@pytest.mark.parametrize("case", golden())
+def test_a_kernel_is_as_it_was(measured: dict, case: str):
+    """It neither spills nor serialises, its inner loop is as short as it was, and a multiprocessor has registers for as
+    many programs as are counted on: of 65,536; a program is 128 threads, and registers are given out by eight."""
+    found = measured[case]
+    assert not found["spilled"] and not found["serialised"]
+    assert 0 < found["loop"] <= golden()[case] * 1.05
+    if "resident" in found:
+        assert found["resident"] <= 65536 // (128 * -(-found["registers"] // 8) * 8)
 
 
-def test_a_multiprocessor_has_registers_for_as_many_programs_as_are_counted_on(measured):
-    """Of 65,536; a program is 128 threads, and registers are given out by eight."""
-    counted = {name: x for name, x in measured["machines"].items() if "resident" in x}
-    held = {name: 65536 // (128 * -(-x["registers"] // 8) * 8) for name, x in counted.items()}
-    assert counted and not {n: (held[n], x["resident"]) for n, x in counted.items() if held[n] < x["resident"]}
+def test_all_kernels_are_known():
+    assert set(golden()) == {x[0] for x in (*programs(), *prompts())}
 
 
-def test_inner_loops_are_as_short_as_they_were(measured):
-    golden = json.loads(GOLDEN.read_text())
-    known = golden.get(measured["jax"]) or golden[max(golden, key=lambda x: tuple(map(int, x.split("."))))]
-    loops = {name: x["loop"] for name, x in measured["machines"].items()}
-    assert set(known) <= set(loops)  # the numbers of another jax may know fewer
-    longer = {name: (loops[name], known[name]) for name in known if not 0 < loops[name] <= known[name] * 1.05}
-    assert not longer, f"measured and golden: {longer}"
+@pytest.mark.parametrize("case", LOOPS)
+def test_a_decode_loop_copies_no_tier(measured: dict, case: str):
+    assert not measured[f"loop {case}"]
 
 
-def test_a_decode_loop_copies_no_tier(measured):
-    assert measured["moves"] and not {name: lines for name, lines in measured["moves"].items() if lines}
-
-
-def test_a_call_on_slot_minor_values_takes_no_temporaries_of_a_tier(measured):
+def test_a_call_on_slot_minor_values_takes_no_temporaries_of_a_tier(measured: dict):
     tier = 16 * LONG * 64  # bytes of the int4 codes of keys; values are transposed here, outside a loop
     assert measured["temporary"] < 1.6 * tier
 
@@ -279,9 +299,11 @@ def test_the_way_back_from_a_wait_is_no_loop():
 
 
 if __name__ == "__main__":
-    result = measure()
+    result = measure([name for name in sys.argv[1:] if name != "--write"])
     if "--write" in sys.argv:
-        golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        golden[result["jax"]] = {name: x["loop"] for name, x in result["machines"].items()}
-        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        loops = {name: x["loop"] for name, x in result.items() if isinstance(x, dict)}
+        own = jax.__version__.rpartition(".")[0]
+        known[own] = known.get(own, {}) | loops
+        GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps(result))

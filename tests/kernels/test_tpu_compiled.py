@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import pytest
 
+from support.cases import cases
+
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden_tpu.json").read_text())
 LOOPS = [
@@ -43,9 +45,19 @@ def report(script: str, *args: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def program(name: str) -> Any:
+    return report("tpu_loop.py", name)[name]
+
+
+@pytest.fixture(scope="module")
+def costs(request: pytest.FixtureRequest) -> Any:
+    """Of all cases that this session asks for, by one process: the compiler is loaded once."""
+    return report("tpu_costs.py", *cases(request, test_the_kernel_compiles_and_costs_what_it_did))
+
+
 @pytest.mark.parametrize("case", GOLDEN["rows"])
-def test_the_kernel_compiles_and_costs_what_it_did(case: str):
-    found, golden = report("tpu_costs.py")[case], GOLDEN["rows"][case]
+def test_the_kernel_compiles_and_costs_what_it_did(costs: Any, case: str):
+    found, golden = costs[case], GOLDEN["rows"][case]
     assert found["copies"] == 0
     # Of pages, of prompts, and of slots that no cache makes, which are padded: as they were.
     as_was = case.endswith((" 16", " 512", " 2176", " 8320")) or "prompt" in case or "columns" in case
@@ -57,7 +69,7 @@ def test_the_kernel_compiles_and_costs_what_it_did(case: str):
 
 def test_devices_that_divide_slots_send_softmax_parts_and_positions():
     """Of two layers, each with one tier: the kernel's parts in a step, a number a slot in a flush, no codes."""
-    found, whole = report("tpu_loop.py")["context"], report("tpu_loop.py")["qwen3-8b int8"]
+    found, whole = program("context"), program("qwen3-8b int8")
     assert found["kernels"] == "tpu" and found["copies"] == [] and found["layer"] <= whole["layer"] * 1.01
     assert ["step", "all-reduce", "f32[8,2,4,1,128], f32[8,2,4,1]", 2, 2 * 4 * 8 * 2 * 4 * 129] in found["messages"]
     assert [x[2] for x in found["messages"] if x[0] == "flush"] == ["s32[8,1,32768]"]
@@ -71,7 +83,7 @@ def test_the_decode_loop_moves_no_tier(case: str):
     A pool is divided over the devices, and its contest is one over the ranks of all of them: 14 numbers a slot of the
     whole pool, of eight rows and heads.
     """
-    found, full = (report("tpu_loop.py")[x] for x in (case, "llama-3.1-8b full"))
+    found, full = program(case), program("llama-3.1-8b full")
     assert found["kernels"] == "tpu" and found["copies"] == []
     most = 14 * 4 * 8 * 8 * 4096 if "adakv" in case else found["layer"] / 2
     assert found["temporary"] - full["temporary"] < most
@@ -81,16 +93,16 @@ def test_the_decode_loop_moves_no_tier(case: str):
 def test_what_encodes_newcomers_gives_their_codes_to_the_one_pass_over_the_tier(case: str):
     """One fusion rounds, packs and turns them, in the chip's own memory but for a layer that the compiler may leave
     out, with 64 tokens' codes a block: a kernel of both would save nothing."""
-    found = report("tpu_loop.py")[case]["encoded"]
+    found = program(case)["encoded"]
     assert found[-1] == "fusion on the chip" and set(found) <= {"fusion on the chip", "fusion off the chip"}
 
 
 def test_a_prompt_is_attended_by_the_kernel():
-    found = report("tpu_loop.py")["prefill"]
+    found = program("prefill")
     assert found["kernels"] == "tpu" and found["calls"] == 1
 
 
 def test_weights_are_read_for_one_row_as_fast_as_for_two():
     """Not on the vector units, which take two to three times as long as the memory."""
-    one, two = report("tpu_loop.py")["products"]
+    one, two = program("products")
     assert 0 < one <= two * SLACK

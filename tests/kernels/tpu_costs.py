@@ -1,4 +1,5 @@
-"""What the TPU compiler makes of the kernels: python tests/kernels/tpu_costs.py [--write] prints JSON, a row a case.
+"""What the TPU compiler makes of the kernels: python tests/kernels/tpu_costs.py [--write] [CASE ...] prints JSON, a row
+a case, of all cases if none is named.
 
 A process of its own: the compiler is loaded once, with its dumps, and the tests' process stays without it.
 """
@@ -173,13 +174,17 @@ def tile_of(k: KernelCodes, v: KernelCodes) -> int:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tpu.dump_schedules(folder)
-        found = {}
+        found, asked = {}, [name for name in sys.argv[1:] if name != "--write"]
         every = {cost: CASES, prompt: PROMPTS, column: COLUMNS}
         for measure, case in ((measure, case) for measure, cases in every.items() for case in cases):
+            name = " ".join(map(str, case))
+            if asked and name not in asked:
+                continue
             for old in Path(folder).iterdir():
                 old.unlink()
-            found[" ".join(map(str, case))] = measure(Path(folder), *case)
+            found[name] = measure(Path(folder), *case)
     if "--write" in sys.argv:
+        assert not asked, "a part of the golden rows would take the place of all"
         GOLDEN.write_text(json.dumps({"jax": jax.__version__, "rows": found}, indent=1) + "\n")
     print(json.dumps(found))
 

@@ -87,8 +87,14 @@ class Generation:
         else:
             config = cache
             self.name, self.bounded, self.exactness = str(config), config.budget.bounded, config.exactness
-            if not config.unlimited:
-                self.room = min(self.room, params.config.context - max(map(len, self.rows)))
+            left = params.config.context - max(map(len, self.rows))
+            if compare and config.unlimited and new > left:
+                raise ValueError(
+                    f"compare: the full cache would take {new - left} tokens more than the model's context of "
+                    f"{params.config.context}; leave it out, or shorten the prompt or the answer"
+                )
+            if compare or not config.unlimited:
+                self.room = min(self.room, left)
             begin = partial(self._begin, penalized=penalized, compare=compare)
             read = prefilled(params, config, rows, self.room, asked.chunk, begin, kind(asked.store), self.n)
             self.cache, logits, self.prefill_cost, self.chunks = read

@@ -211,9 +211,10 @@ class Attended(PromptCompression):
 
     def told(self, reading: Reading) -> list[np.ndarray]:
         counting = self.counting(reading.params.config)
-        score, probe = LateOrProbed(queries=self.window), Drafted(tokens=self.drafted)
+        small = reading.params.first(counting.stop)
+        score, probe = LateOrProbed(queries=self.window), Drafted(tokens=self.drafted, layers=small.config.layers)
         config = CacheConfig(score=score, prefill=Deferred(probe=probe))
-        draft = reading.draft(reading.params.first(counting.stop), config)
+        draft = reading.draft(small, config)
         dense = draft.probe(draft.dense()[0], probe)
         told = draft.statistic(dense)[counting.start :].max(0)
         live = np.asarray(dense.layers[0].recent.pos) >= 0

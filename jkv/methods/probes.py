@@ -126,7 +126,7 @@ class Drafted(Probe):
             return []
         layers = max(params.config.layers // 2, 1) if self.layers is None else self.layers
         if layers > params.config.layers:
-            raise ValueError(f"speckv: layers={layers}, and the model has {params.config.layers}")
+            raise ValueError(f"a draft of layers={layers}, and the model has {params.config.layers}")
         reach(params, rows, [[0] * self.tokens] * len(rows), "fewer tokens of a draft")
         said = iter(say(params.first(layers), [r for r in rows if r], self.tokens))
         ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token

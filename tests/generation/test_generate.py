@@ -206,6 +206,17 @@ def test_receipt_counts_what_is_there(params):
     assert exact.kl == pytest.approx(0, abs=1e-6) and exact.divergence == -1
 
 
+def test_what_goes_beyond_the_context_is_compared_as_far_as_a_full_cache_goes(params):
+    """With as much room as the context leaves, or refused before anything is read."""
+    text, context = "streaming(budget=40)", params.config.context
+    ask = dict(max_new_tokens=8, stop_ids=(), compare=True)
+    assert jkv.generate(params, text, [3, 5] * (context // 2 - 4), **ask).report.kl > 0
+    with pytest.raises(
+        ValueError, match=f"compare: the full cache would take 2 tokens more than .* context of {context}"
+    ):
+        jkv.generate(params, text, [3, 5] * (context // 2 - 3), **ask)
+
+
 @pytest.mark.parametrize("tokens", [9, 300])
 def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens):
     """So the full cache is never smaller than itself, and what is larger is called so."""

@@ -123,11 +123,27 @@ def test_what_is_chosen_is_read_as_the_other_method_reads_prompts(name: str):
             np.testing.assert_array_equal(a.tiers[0].pos, b.tiers[0].pos)
 
 
+@pytest.mark.parametrize("layers", [None, 1, 3])
+def test_a_draft_that_chooses_says_itself_what_it_drafts(layers: int | None, monkeypatch: pytest.MonkeyPatch):
+    """And not a half of it, as `speckv` has of the model."""
+    said, real = [], Drafted.texts
+
+    def texts(self, params, rows, say):
+        return real(self, params, rows, lambda draft, *more: said.append(draft.config.layers) or say(draft, *more))
+
+    monkeypatch.setattr(Drafted, "texts", texts)
+    params = jkv.models.random({**jkv.models.TINY, "num_hidden_layers": 4}, 0, jnp.float32)
+    jkv.prefill(params, f"specpc(tokens=40, window=8, layers={layers})", ROWS, room=4)
+    assert said == [layers or 2]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("speckv(budget=64, layers=3)", "layers=3, and the model has 2"),
         ("speckv(budget=64, tokens=-1)", "0 or more"),
+        ("speckv(budget=64, window=0)", "window=0"),
+        ("specpc(tokens=64, window=0)", "window=0"),
         ("specpc(tokens=64)", "must exceed its newest tokens of 64"),
         ("specpc(tokens=80, first=-1)", "0 or more"),
         ("specpc(tokens=80, layers=3)", "a draft of 3 blocks, of which 2 attend, and the model has 2"),

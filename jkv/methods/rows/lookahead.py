@@ -119,7 +119,7 @@ def speckv(
     *,
     tokens: int = 32,
     layers: int | None = None,
-    window: int = 33,
+    window: Positive = 33,
     pool: Positive = 7,
 ) -> Axes:
     """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: half) draft them."""
@@ -142,7 +142,7 @@ def specpc(
     drafted: int = 1,
     layers: int | None = None,
     first: int | None = None,
-    window: int = 64,
+    window: Positive = 64,
     around: int = 32,
 ) -> Axes:
     """SpecPC: only `tokens` of a longer prompt are read, those that the first `layers` (default: half) attend to.
@@ -151,7 +151,7 @@ def specpc(
     """
     if tokens <= window:
         raise ValueError(f"specpc: tokens={tokens} must exceed its newest tokens of {window}")
-    least = {"drafted": drafted, "around": around, "window": window, "layers": layers or 0, "first": first or 0}
+    least = {"drafted": drafted, "around": around, "layers": layers or 0, "first": first or 0}
     if min(least.values()) < 0 or layers == 0:
         raise ValueError(f"specpc: {least}: 0 or more, and layers 1 or more")
     return dict(

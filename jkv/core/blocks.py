@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jkv.arrays.gather import take_along
@@ -181,11 +182,19 @@ def observation_of(
     """
     needs, ring, join = plan.needs, layer.queries, among if placed else Queries.then
     if ring is not None:
-        old = ring if steps is None else ring.turned(steps)
-        ring = join(old, new).newest(plan.queries)
+        old = ring if steps is None else ring.aged()
+        # in their order, as the pads of a shorter text would push older queries out
+        both = join(old, new) if placed or steps is None else old.then(new.newest(plan.queries)).aged()
+        ring = both.newest(plan.queries)
         if needs.new and steps is not None:
-            new = join(old.last(steps), new)
+            new = join(old.since(unflushed(layer.recent, plan.stay)), new)
     return Observation.of(ring, needs, new if needs.new or needs.prompt else None), ring
+
+
+def unflushed(recent: Window, stay: int) -> Array:
+    """i32[B]: the position of the first token of each row since the last flush, after which `stay` entries stay."""
+    pos = recent.pos[:, stay:]
+    return jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos).min(1)
 
 
 @value
@@ -215,16 +224,16 @@ class LayerCarry:
         return replace(layer, recent=self.recent, queries=self.queries, tiers=tiers)
 
 
-def dated(layer: LayerCache, plan: LayerView, put: Array, first: Array, fill: Array) -> LayerCache:
-    """The layer with the positions put i32[B,R] of the tokens that steps have put into its window, in the entries from
-    `first` to `fill`, and whose queries they have put into its ring."""
+def dated(layer: LayerCache, plan: LayerView, put: Array) -> LayerCache:
+    """The layer with the positions put i32[B,R] of the tokens that steps have put into its window, where they are, and
+    whose queries they have put into its ring; elsewhere -1."""
     window = replace(layer.recent, pos=jnp.maximum(layer.recent.pos, put))  # where nothing is yet they are -1
     ring = layer.queries
     if ring is not None:
         n = ring.pos.shape[1]
-        entry = fill - 1 - jnp.remainder(fill - 1 - plan.stay - jnp.arange(n), n)  # the last that came to each place
-        new = put.at[:, jnp.maximum(entry, 0)].get(mode="clip")
-        ring = replace(ring, pos=jnp.where((entry >= first)[None], new, ring.pos))
+        place = (np.arange(put.shape[1]) - plan.stay) % n
+        newest = jnp.where(place[:, None] == np.arange(n), put[:, :, None], -1).max(1)
+        ring = replace(ring, pos=jnp.maximum(ring.pos, newest))
     return replace(layer, recent=window, queries=ring)
 
 
@@ -280,7 +289,7 @@ def attending(
         queries = layer.queries
         if queries is not None:
             step = jnp.remainder(fill - plan.stay, plan.queries)
-            queries = queries.put(q, part.lse, step)
+            queries = queries.put(q, part.lse, step, pos[:, 0] >= 0)
         hot = tuple(map(staying, tiers))
         carry = LayerCarry(recent=window, queries=queries, summaries=summaries, memos=memos, hot=hot)
         return part.finish(), (carry, picks)
@@ -314,8 +323,9 @@ def flushed_due(
     def change(layer: LayerCache) -> LayerCache:
         observation, ring = Observation(), layer.queries
         if ring is not None:
-            ring = ring.turned(plan.block)
-            observation = Observation.of(ring, plan.needs, ring.newest(plan.block) if plan.needs.new else None)
+            ring = ring.aged()
+            new = ring.newest(plan.block).since(unflushed(layer.recent, plan.stay)) if plan.needs.new else None
+            observation = Observation.of(ring, plan.needs, new)
         return flush(replace(layer, queries=ring), layer.recent, observation, counts, plan, model, lower=lower)
 
     return when(due, change, layer)

@@ -240,7 +240,7 @@ def _split(cache: Cache, plan: Views) -> StepCarry:
 
 def _join_cache(cache: Cache, plan: Views, moving: StepCarry) -> Cache:
     both = zip(moving.layers, cache.layers, plan, strict=True)
-    layers = tuple(dated(moved.into(x), one, moving.put, cache.fill, moving.fill) for moved, x, one in both)
+    layers = tuple(dated(moved.into(x), one, moving.put) for moved, x, one in both)
     counts = replace(cache.counts, seen=moving.seen)
     return replace(cache, layers=layers, states=moving.states, counts=counts, fill=moving.fill)
 

@@ -285,9 +285,19 @@ def _held(
         n, size = taken.sum(), plan.queries
         index = jnp.remainder(fill - plan.stay + turn, size)
         index = jnp.where(taken & (turn >= n - size), index, size)  # of those that share a place the newest
+        pos = take_along(queries.pos, path, 1)
+        alive = pos >= 0  # a row that pauses keeps its own
+
+        def held(old: Array, own: Array) -> Array:
+            was = old.at[:, :, :, index].get(mode="clip")
+            now = take_along(own, path.reshape(path.shape[0], 1, 1, -1, *[1] * (own.ndim - 4)), 3)
+            live = alive.reshape(alive.shape[0], 1, 1, -1, *[1] * (own.ndim - 4))
+            return old.at[:, :, :, index].set(jnp.where(live, now, was), mode="drop")
+
+        was = ring.pos.at[:, index].get(mode="clip")
         ring = Queries(
-            q=ring.q.at[:, :, :, index].set(take_along(queries.q, path[:, None, None, :, None], 3), mode="drop"),
-            pos=ring.pos.at[:, index].set(take_along(queries.pos, path, 1), mode="drop"),
-            lse=ring.lse.at[:, :, :, index].set(take_along(queries.lse, path[:, None, None], 3), mode="drop"),
+            q=held(ring.q, queries.q),
+            pos=ring.pos.at[:, index].set(jnp.where(alive, pos, was), mode="drop"),
+            lse=held(ring.lse, queries.lse),
         )
     return replace(layer, recent=recent, queries=ring)

@@ -79,30 +79,23 @@ class Queries:
             lse=jnp.concatenate([self.lse, new.lse], 3),
         )
 
-    def put(self, q: Array, lse: Array, at: Array) -> Queries:
-        """With those from `at` on replaced, but for their positions."""
-        return replace(
-            self,
-            q=jax.lax.dynamic_update_slice_in_dim(self.q, q.astype(self.q.dtype), at, 3),
-            lse=jax.lax.dynamic_update_slice_in_dim(self.lse, lse, at, 3),
-        )
+    def put(self, q: Array, lse: Array, at: Array, alive: Array) -> Queries:
+        """With those from `at` on replaced, but for their positions; a row that pauses, bool[B], keeps its own."""
 
-    def turned(self, steps: Array | int) -> Queries:
-        """Oldest first, of a ring that was so before its oldest were overwritten, one a step."""
-        n = self.pos.shape[1]
-        if isinstance(steps, int) and steps % n == 0:
-            return self
-        index = jnp.remainder(steps + jnp.arange(n), n)
-        return Queries(
-            q=take_along(self.q, index[None, None, None, :, None], 3),
-            pos=take_along(self.pos, index[None], 1),
-            lse=take_along(self.lse, index[None, None, None], 3),
-        )
+        def one(old: Array, new: Array) -> Array:
+            was = jax.lax.dynamic_slice_in_dim(old, at, new.shape[3], 3)
+            new = jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new.astype(old.dtype), was)
+            return jax.lax.dynamic_update_slice_in_dim(old, new, at, 3)
 
-    def last(self, n: Array | int) -> Queries:
-        """The same, of which all but the newest n are dead."""
-        total = self.pos.shape[1]
-        return replace(self, pos=jnp.where((jnp.arange(total) >= total - n)[None], self.pos, -1))
+        return replace(self, q=one(self.q, q), lse=one(self.lse, lse))
+
+    def aged(self) -> Queries:
+        """The dead ones first, then the oldest: of a ring, whose oldest are overwritten where they are."""
+        return self.ordered(jnp.argsort(self.pos, axis=1, stable=True))
+
+    def since(self, first: Array) -> Queries:
+        """The same, of which those before i32[B] are dead."""
+        return replace(self, pos=jnp.where(self.pos >= first[:, None], self.pos, -1))
 
 
 class Schedule(Protocol):

@@ -62,7 +62,7 @@ def test_marks_are_of_every_tier(spec: str):
 
 
 def test_positions_of_steps_come_into_windows_and_rings():
-    """As if every step had written them itself: rows that pause, rings shorter and longer than the block."""
+    """As if every step had written them itself, but for rows that pause; rings shorter and longer than the block."""
     cache = filled("snapkv(budget=24, window=4)")
     plan, layer = views(cache)[0], cache.layers[0]
     rng, room = np.random.default_rng(1), cache.room
@@ -76,10 +76,11 @@ def test_positions_of_steps_come_into_windows_and_rings():
             window, want = old.copy(), ring.copy()
             for i in range(first, fill):
                 window[:, i] = put[:, i]
-                want[:, (i - plan.stay) % n] = put[:, i]
+                place = (i - plan.stay) % n
+                want[:, place] = np.where(put[:, i] < 0, want[:, place], put[:, i])
             queries = Queries(q=jnp.zeros(0), pos=jnp.asarray(ring), lse=jnp.zeros(0))
             before = replace(layer, recent=replace(layer.recent, pos=jnp.asarray(old)), queries=queries)
-            after = dated(before, plan, jnp.asarray(put), jnp.int32(first), jnp.int32(fill))
+            after = dated(before, plan, jnp.asarray(put))
             np.testing.assert_array_equal(after.recent.pos, window)
             assert after.queries is not None
             np.testing.assert_array_equal(after.queries.pos, want)

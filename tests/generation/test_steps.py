@@ -122,3 +122,45 @@ def test_steps_end_with_the_context_but_where_positions_are_relative():
         found.append(int(logits[0].argmax()))
         cache, logits = jkv.step(short, cache, jnp.array(found[-1:], jnp.int32))
     assert found == jkv.generate(short, text, rows, max_new_tokens=60, stop_ids=()).tokens[0]
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=40, window=8)", "tova(budget=40)", "h2o(budget=40)"])
+@pytest.mark.parametrize("steps", [5, 20])
+def test_a_row_that_pauses_keeps_its_queries(text: str, steps: int):
+    """Those of the row alone, of as many of its tokens: another row's steps, and the flushes between, take none."""
+    rng = np.random.default_rng(5)
+    said = rng.integers(3, 90, (2, 60))
+    cache, _ = jkv.prefill(PARAMS, text, [PROMPT[0], PROMPT[0][:50]], room=80)
+    alone, _ = jkv.prefill(PARAMS, text, [PROMPT[0]], room=80)
+    for i in range(40):
+        token = np.where([i < steps, True], said[:, i], -1)
+        cache, _ = jkv.step(PARAMS, cache, jnp.asarray(token, jnp.int32))
+        if i < steps:
+            alone, _ = jkv.step(PARAMS, alone, jnp.asarray(token[:1], jnp.int32))
+    for got, want in zip(cache.layers, alone.layers, strict=True):
+        got, want = got.queries.aged(), want.queries.aged()
+        assert (want.pos[0] >= 0).all() and want.pos[0, -1] == len(PROMPT[0]) + steps - 1
+        np.testing.assert_array_equal(got.pos[0], want.pos[0])
+        np.testing.assert_allclose(got.q[0], want.q[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=40, window=8)", "tova(budget=40)", "h2o(budget=40)"])
+def test_a_shorter_text_of_a_batch_keeps_older_queries(text: str):
+    """And what is asked after a pause is found: a row's cache after it is that of the row alone."""
+    more = [[7, 8, 9], list(range(20, 60))]
+    both, _ = jkv.extend(PARAMS, jkv.prefill(PARAMS, text, [PROMPT[0], PROMPT[0][:50]], room=80)[0], more)
+    one, _ = jkv.extend(PARAMS, jkv.prefill(PARAMS, text, [PROMPT[0]], room=80)[0], more[:1])
+    for got, want in zip(both.layers, one.layers, strict=True):
+        np.testing.assert_array_equal(got.queries.aged().pos[0], want.queries.aged().pos[0])
+        np.testing.assert_array_equal(np.sort(got.tiers[0].pos[0]), np.sort(want.tiers[0].pos[0]))
+
+
+def test_queries_of_a_row_that_pauses_are_counted_once():
+    """A flush adds the attention of what came since the last one, and the ring has older queries too."""
+    cache, _ = jkv.prefill(PARAMS, "h2o(budget=100)", PROMPT, room=80)
+    sums = []
+    for i in range(60):
+        cache, _ = jkv.step(PARAMS, cache, jnp.array([5 if i < 5 else -1, 7], jnp.int32))
+        sums.append([np.asarray(x.tiers[0].columns["mass"])[0].sum() for x in cache.layers])
+    flushes = sorted({i for i in range(1, 60) if not np.allclose(sums[i], sums[i - 1])})
+    assert len(flushes) == 1, flushes  # the one that came after its five tokens

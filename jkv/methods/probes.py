@@ -62,7 +62,7 @@ class Rebuilt(Probe):
         out = []
         for start in range(0, max(map(len, rows)), self.piece):
             pieces = [r[start : start + self.piece] for r in rows]
-            lead = [[*go_on, *r[start - self.lead : start]] if start else again for r in rows]
+            lead = [[*go_on, *r[max(start - self.lead, 0) : start]] if start else again for r in rows]
             ids = [[*a, *turn, *b] if b else [] for a, b in zip(lead, pieces, strict=True)]
             reach(params, rows, ids, "a smaller piece=")
             out.append(ProbeTokens(ids=ids, span=[(start, start + len(b)) for b in pieces]))

@@ -71,6 +71,8 @@ def test_a_token_is_worth_what_it_is_to_the_repetition_of_its_own_piece():
     parts = Rebuilt(piece=40, lead=6, sinks=3).texts(PARAMS, ROWS, greedy)
     assert [x.span for x in parts] == [[(0, 40), (0, 40)], [(40, 60), (40, 73)]]
     assert parts[0].ids[0] == ROWS[0][:40] and parts[1].ids[1] == ROWS[1][34:]  # no tokenizer: no request in words
+    small = Rebuilt(piece=4, lead=6).texts(PARAMS, ROWS, greedy)  # pieces shorter than what leads to them
+    assert small[1].ids[0] == ROWS[0][:8] and small[2].ids[0] == ROWS[0][2:12]
     cache = found("kvzip(budget=32, piece=40, sinks=3)")
     lead8 = Rebuilt(piece=40, sinks=3).texts(PARAMS, ROWS, greedy)
     for part in lead8:

@@ -6,11 +6,12 @@ import ast
 import importlib
 import json
 import re
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import jkv
 
 ROOT = Path(__file__).parents[1]
 BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -39,9 +40,10 @@ def test_a_notebook_begins_as_colab_needs_it(path: Path):
     assert first.startswith(
         "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab."
     )
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
     forms = dict(re.findall(r'(?m)^([A-Z]+) = (".*")  # @param [{\[]', "\n".join(source)))
-    assert forms["SOURCE"] == '""' and forms["REVISION"] == f'"v{version}"' and forms["MODEL"] == '"smollm2-135m"'
+    assert (
+        forms["SOURCE"] == '""' and forms["REVISION"] == f'"v{jkv.__version__}"' and forms["MODEL"] == '"smollm2-135m"'
+    )
     assert "jkv.load(MODEL)" in "\n".join(source) and second.startswith("# @title")
     pips = re.findall(r"(?m)^ *%pip install .*", "\n".join(source))
     assert len(pips) == 1 and re.search(r'-q "jkv-cache\[\w+\] @ \{FROM\}" "\{JAX\}"$', pips[0])

@@ -589,6 +589,22 @@ def first() -> list[str]:
     return [line(renew, f"{x:,.0f}", f"{x / ms[WHOLE]:.2f}") for renew, x in ms.items()]
 
 
+def second() -> list[str]:
+    """Caches of a second model, the largest first."""
+    rows = sorted(results("gemma"), key=lambda r: -r["bytes"])
+    whole = next(r["bytes"] for r in rows if r["cache"] == "full")
+    return [
+        line(
+            code(r["cache"]),
+            f"{r['bytes'] / whole:.1%}",
+            f"{r['kl']:.2g} ({min(r['kl_by_text']):.2g} to {max(r['kl_by_text']):.2g})",
+            f"{r['ppl']:.2f}",
+        )
+        for r in rows
+        if r["cache"] != "full"
+    ]
+
+
 def by_layer() -> list[str]:
     """A plan beside one codec in every layer, on prose and on code."""
     texts = [{r["cache"]: r for r in results(f"layers/heldout-{name}")} for name in ("pydoc", "stdlib")]
@@ -625,6 +641,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         ): hot,
     },
     "docs/quality.md": {
+        head("cache of Gemma 3 270M", "bytes of its full cache", "KL (by text)", "perplexity"): second,
         head(
             "cache", "bits (keys / values)", "KL, prose", "KL, code", "perplexity, prose", "perplexity, code"
         ): by_layer,

@@ -79,6 +79,11 @@ def line(*cells: str) -> str:
     return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
 
+def by_text(row: dict[str, Any]) -> str:
+    """A row's KL, and the least and the most of a text."""
+    return f"{row['kl']:.2g} ({min(row['kl_by_text']):.2g} to {max(row['kl_by_text']):.2g})"
+
+
 def sized(rows: Iterable[dict[str, Any]], value: str) -> dict[str, list[float]]:
     """The means of a value by method, for those that were measured at all of `BUDGETS`."""
     found: dict[str, dict[int, list[float]]] = {}
@@ -164,7 +169,7 @@ def quantized() -> list[str]:
             row["engine"],
             code(row["cache"]) if row["engine"] == "jkv" else row["cache"],
             f"{row['bits'][0]:.3g} / {row['bits'][1]:.3g}",
-            f"{row['kl']:.2g} ({min(row['kl_by_text']):.2g} to {max(row['kl_by_text']):.2g})" if row["kl"] else "0",
+            by_text(row) if row["kl"] else "0",
             f"{row['ppl']:.2f}",
             number(row["ms"]),
         )
@@ -182,7 +187,7 @@ def compositions() -> list[str]:
 
     def kl(rows: Rows) -> str:
         (row,) = rows
-        return f"{row['kl']:.2g} ({min(row['kl_by_text']):.2g} to {max(row['kl_by_text']):.2g})"
+        return by_text(row)
 
     def share(rows: Rows) -> str:
         return f"{sum(row['score'] for row in rows) / len(rows):.2f}"
@@ -597,7 +602,7 @@ def second() -> list[str]:
         line(
             code(r["cache"]),
             f"{r['bytes'] / whole:.1%}",
-            f"{r['kl']:.2g} ({min(r['kl_by_text']):.2g} to {max(r['kl_by_text']):.2g})",
+            by_text(r),
             f"{r['ppl']:.2f}",
         )
         for r in rows
@@ -668,9 +673,9 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         ): loaded,
         head("blocks of 64 tokens", "lru", "lpc", "belady", "lpc needs", "belady needs"): evicted,
         head("text", "codec", "bits of a number", "KL"): coded,
-        head(
-            *("cache", "passages", "needles", "fewer", "prompts", "read", "KL to read whole", "less than pie"),
-        ): partial(reused, "documents", "score", "fewer"),
+        head("cache", "passages", "needles", "fewer", "prompts", "read", "KL to read whole", "less than pie"): partial(
+            reused, "documents", "score", "fewer"
+        ),
         head("passages", "first token, ms", "of reading it whole"): first,
         head("cache", "passages", "edits", "prompts", "read", "KL to read whole", "less than pie"): partial(
             reused, "edits", "edits"

@@ -336,7 +336,7 @@ def watching(ev: Evidence, kept: Queries | None, plan: LayerConfig) -> Queries |
     if select is None or not select.stateful:
         return None
     assert kept is not None
-    kept = kept.newest(select.needs.queries).packed()
+    kept = kept.newest(select.needs.queries).aged()
     return ev.complete(kept) if ev.tiers else kept  # a step's log-sum-exp is of what it read alone
 
 

@@ -183,8 +183,8 @@ def observation_of(
     needs, ring, join = plan.needs, layer.queries, among if placed else Queries.then
     if ring is not None:
         old = ring if steps is None else ring.aged()
-        # in their order, as the pads of a shorter text would push older queries out
-        both = join(old, new) if placed or steps is None else old.then(new.newest(plan.queries)).aged()
+        # by position, as the pads of a shorter text would push older queries out
+        both = join(old, new) if placed or steps is None else among(old, new.newest(plan.queries))
         ring = both.newest(plan.queries)
         if needs.new and steps is not None:
             new = join(old.since(unflushed(layer.recent, plan.stay)), new)

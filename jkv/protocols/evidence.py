@@ -60,10 +60,6 @@ class Queries:
         total = self.pos.shape[1]
         return self.cut(total - min(n, total), total)
 
-    def packed(self) -> Queries:
-        """The dead ones first."""
-        return self.ordered(jnp.argsort(self.pos >= 0, axis=1, stable=True))
-
     def ordered(self, order: Array) -> Queries:
         """Those of i32[B,N], in that order."""
         return Queries(
@@ -90,7 +86,7 @@ class Queries:
         return replace(self, q=one(self.q, q), lse=one(self.lse, lse))
 
     def aged(self) -> Queries:
-        """The dead ones first, then the oldest: of a ring, whose oldest are overwritten where they are."""
+        """The dead ones first, then the oldest: in a ring the oldest are overwritten where they are."""
         return self.ordered(jnp.argsort(self.pos, axis=1, stable=True))
 
     def since(self, first: Array) -> Queries:

@@ -138,28 +138,29 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
 
 
 def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared: int) -> dict[str, Any]:
-    """Of the layers from `spared` on that select: the share of attention read, a mean, and by layer; and of the older
-    tokens which part is read, in bytes of keys and values too: by whole tiles, and with what a pick reads.
+    """Of the layers from `spared` on that select: the share of attention read, a mean, by layer, and by kv head; and of
+    the older tokens which part is read, in bytes of keys and values too: by whole tiles, and with what a pick reads.
     """
     shares, parts, sizes, given = [], [], [], None
     for i, one in enumerate(layers):
         own = select.for_layer(params.config, i)
         if own is None:
-            shares.append(1.0)
+            shares.append(np.ones(one.k.shape[1]))
             continue
         old, d = one.mass.shape[2], one.k.shape[3]
         n = len(one.q[0, 0, 0])
         none = jnp.full((n, 1, one.k.shape[1], own.reads(old)), -1)
         share, read, tiled, given = chosen(own, one, none if given is None or not own.follows else given)
-        shares.append(float(share.mean()))
+        shares.append(np.asarray(share, float).mean(0))
         if i >= spared:
             parts.append(float(read.mean()) / old)
             index = _index(own, d, one.k.shape[1]) + (d if own.scans else 0)
             sizes.append(min(float(tiled.mean()) / old, 1.0) + index / (2 * d))
-    late = shares[spared:]
+    by_head = np.stack(shares)
     return {
-        "recovered": round(float(np.mean(late)), 4),
-        "by_layer": [round(x, 4) for x in shares],
+        "recovered": round(float(by_head[spared:].mean()), 4),
+        "by_layer": by_head.mean(1).round(4).tolist(),
+        "by_head": by_head.round(4).tolist(),
         "tokens_share": round(float(np.mean(parts)), 4),
         "bytes_share": round(float(np.mean(sizes)), 4),
     }

@@ -33,6 +33,7 @@ def test_the_share_is_what_dense_queries_pay_to_the_pages_of_highest_bound():
             read[:, :OLD] = np.repeat(np.argsort(np.argsort(-bound, -1), -1) < 2, PAGE, 1)
             shares.append((p[:, :, -LATE + n].mean(1) * read).sum(-1))
         np.testing.assert_allclose(got["by_layer"][layer], np.mean(shares), atol=1e-4)
+        np.testing.assert_allclose(got["by_head"][layer], np.mean(shares, 0), atol=1e-4)
     assert got["tokens_share"] == 0.2 and got["bytes_share"] == 1 + 1 / PAGE  # one tile has all of it; kmin and kmax
 
 

@@ -150,11 +150,11 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
         old, d = one.mass.shape[2], one.k.shape[3]
         n = len(one.q[0, 0, 0])
         none = jnp.full((n, 1, one.k.shape[1], own.reads(old)), -1)
+        index = _index(own, d, one.k.shape[1]) + (d if own.scans else 0)
         share, read, tiled, given = chosen(own, one, none if given is None or not own.follows else given)
         shares.append(np.asarray(share, float).mean(0))
         if i >= spared:
             parts.append(float(read.mean()) / old)
-            index = _index(own, d, one.k.shape[1]) + (d if own.scans else 0)
             sizes.append(min(float(tiled.mean()) / old, 1.0) + index / (2 * d))
     by_head = np.stack(shares)
     return {
@@ -167,6 +167,6 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
 
 
 def _index(select: Selector, dim: int, heads: int) -> float:
-    """Numbers that are known of a token and head."""
+    """Numbers that are known of a token and head; ValueError for a selector that reads what a score remembers."""
     summary, _ = index_shapes(select, (1, heads, 1, dim), select.unit, [MASS])
     return tree_bytes(summary) / 4 / heads / select.unit

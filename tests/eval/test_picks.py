@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jkv.eval import picks
 from jkv.methods import parse
@@ -35,6 +36,13 @@ def test_the_share_is_what_dense_queries_pay_to_the_pages_of_highest_bound():
         np.testing.assert_allclose(got["by_layer"][layer], np.mean(shares), atol=1e-4)
         np.testing.assert_allclose(got["by_head"][layer], np.mean(shares, 0), atol=1e-4)
     assert got["tokens_share"] == 0.2 and got["bytes_share"] == 1 + 1 / PAGE  # one tile has all of it; kmin and kmax
+
+
+def test_a_selector_that_reads_what_a_score_remembers_is_refused():
+    late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
+    select = parse("sentencekv(keep=1.0, tokens=40, sinks=2, window=8)").select
+    with pytest.raises(ValueError, match="jkv eval attention"):
+        picks.recovered(PARAMS, select, picks.asked(PARAMS, IDS, late, OLD), 0)
 
 
 def test_layers_that_follow_read_what_the_one_below_picked():

@@ -188,5 +188,5 @@ def test_of_equal_sentences_the_oldest_tokens_are_read_and_rows_that_have_ended_
 def test_what_it_cannot_be_is_refused():
     with pytest.raises(ValueError, match="more than sinks=32 and window=32"):
         parse("sentencekv(budget=256, tokens=64)")
-    with pytest.raises(ValueError, match="take the score Sentences"):
+    with pytest.raises(ValueError, match="the score Sentences remembers"):
         rig.made(replace(parse("full"), select=SentenceMeans()))

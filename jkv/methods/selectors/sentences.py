@@ -60,7 +60,10 @@ class SentenceMeans(Ranked):
 
     def summarize(self, new: Entered) -> Array:
         if START not in new.columns:
-            raise ValueError("sentences are known by where they begin: take the score Sentences")
+            raise ValueError(
+                "sentences are known by where they begin, which the score Sentences remembers: take that score, and "
+                "measure it in a cache (jkv eval attention), not by picks alone"
+            )
         came = (new.pos[..., 0] >= 0).sum(-1).astype(jnp.float32)
         return self._means(new, new.memo.tokens.sum(-1) - came, new.memo.tokens.shape[2]).astype(jnp.float32)
 

@@ -483,6 +483,16 @@ def eighth() -> list[str]:
     return [line(code(x), f"{prose[x]:.2f}", f"{of_code[x]:.2f}", f"{share(x):.2f}") for x in prose]
 
 
+def dense_layers() -> list[str]:
+    """Perplexity by how many of the lowest layers read everything, the others the keys of highest logits."""
+    lines = []
+    for name, corpus in (("prose", "pydoc"), ("code", "stdlib")):
+        full = next(r["ppl"] for r in results(f"selectors_ppl_{corpus}") if r["cache"] == "full")
+        found = [r["ppl"] for r in results(f"selectors_layers_{corpus}")]
+        lines.append(line(name, *(f"{x:.2f} ({x / full - 1:+.1%})" for x in found)))
+    return lines
+
+
 def families() -> list[str]:
     """Every family beside transformers."""
     return [
@@ -654,6 +664,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("", *SIZES): later,
         head("selector", "attention", "of the older tokens", "of their bytes, by tiles"): selectors,
         head("an eighth read by", "perplexity, prose", "code", "needles"): eighth,
+        head("layers that read everything", "0", "2", "5", "10", "15", "20", "25"): dense_layers,
         head("codec", "bits, keys / values", "KL", "of int4's, by text", "perplexity"): codecs,
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,

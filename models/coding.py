@@ -28,13 +28,14 @@ def int8(w: np.ndarray, kind: np.dtype) -> Coded:
 
 
 def int4(w: np.ndarray, kind: np.dtype) -> Coded:
-    """w [*out, in] as step * code + low, codes 0 to 15 from the least to the largest of a group of 32 inputs (16, where
-    these do not divide the inputs). Step and low are rounded to bfloat16 first: 5 bits a weight."""
+    """w [*out, in] as step * code + low, codes 0 to 15 from the least to the largest of a group of 32 inputs.
+
+    Step and low are rounded to bfloat16 first: 5 bits a weight.
+    """
     width = w.shape[-1]
     if (span := gcd(width, 2 * GROUP)) < GROUP:
         raise ValueError(f"int4 weights: a matrix with {width} inputs has no groups of {GROUP}; use weights='int8'")
-    group = min(span, GROUP)
-    x = np.asarray(w, np.float32).reshape(*w.shape[:-1], -1, group)
+    x = np.asarray(w, np.float32).reshape(*w.shape[:-1], -1, GROUP)
     low: Any = x.min(-1).astype(ml_dtypes.bfloat16)
     step: Any = ((x.max(-1) - low.astype(np.float32)) / 15).astype(ml_dtypes.bfloat16)
     wide = np.where(step > 0, step, 1).astype(np.float32)[..., None]

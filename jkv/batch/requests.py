@@ -120,10 +120,23 @@ def failed(request: Request, error: str) -> Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The most characters that a row's text can have, and the most new tokens that a row may ask for."""
+    """The most tokens that are read of a row, each of so many characters at most, and the most that it may ask for."""
 
-    characters: float = math.inf
+    tokens: float = math.inf
+    longest: int = 1
     new: float = math.inf
+
+    @classmethod
+    def of(cls, params: Params, tokens: int) -> Limits:
+        """A text that no so many tokens of the model's could hold need not be cut into tokens to be refused."""
+        if params.tokenizer is None:
+            return cls()
+        longest = max(map(len, params.tokenizer.core.get_vocab(with_added_tokens=True)), default=1)
+        return cls(tokens=tokens, longest=longest)
+
+    @property
+    def characters(self) -> float:
+        return self.tokens * self.longest
 
     def check(self, asked: int) -> None:
         """Raises ValueError for more new tokens."""
@@ -135,13 +148,8 @@ class Limits:
 
 
 def limits(params: Params, config: CacheConfig, most_new: int = MOST_NEW) -> Limits:
-    """Those of a job. A text that no tokens of the model's could hold need not be cut into tokens to be refused."""
-    if config.unlimited:
-        return Limits(new=most_new)
-    if params.tokenizer is None:
-        return Limits()
-    longest = max(map(len, params.tokenizer.core.get_vocab(with_added_tokens=True)), default=1)
-    return Limits(characters=params.config.context * longest)
+    """Those of a job."""
+    return Limits(new=most_new) if config.unlimited else Limits.of(params, params.config.context)
 
 
 def _digest(raw: bytes) -> str:
@@ -230,8 +238,8 @@ def request(
     count = {"prompt": len, "messages": lambda x: sum(len(m["content"]) for m in x), "tokens": lambda _: 0}[given[0]]
     if (n := count(prompt)) > limit.characters:
         raise ValueError(
-            f"the text has {n:,} characters, and the model's context of {params.config.context} tokens holds "
-            f"{limit.characters:,} at most: shorten it"
+            f"the text has {n:,} characters: {limit.tokens:,} tokens are read at most, and hold {limit.characters:,}; "
+            "shorten it"
         )
     tokens = encode_row(params, prompt)
     check_length(config, params.config, len(tokens), settings.max_new_tokens)

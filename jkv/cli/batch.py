@@ -88,7 +88,7 @@ def _number(text: str) -> int:
     """Rows at once; 0: auto."""
     if text == "auto":
         return 0
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"--batch {text}: a number of rows, or auto")
     return int(text)
 
@@ -142,7 +142,7 @@ def join(hosts: str) -> None:
         jax.distributed.initialize()
         return
     address, *numbers = hosts.split(",")
-    if ":" not in address or len(numbers) != 2 or not all(x.strip().isdigit() for x in numbers):
+    if ":" not in address or len(numbers) != 2 or not all(x.strip().isdecimal() for x in numbers):
         raise ValueError(f"--hosts {hosts}: auto, or such as 10.0.0.1:9876,0,2 for the first of two processes")
     process, processes = map(int, numbers)
     if process >= processes:

@@ -207,6 +207,8 @@ def reuse(
     renews = renew or list(RENEWS)
     if bed not in BEDS:
         raise ValueError(f"--bed {bed}: {', '.join(BEDS)}")
+    if o.samples < 1:
+        raise ValueError(f"--samples {o.samples}: prompts of the bed, 1 or more")
     for x in renews:
         renewal(x)
     s = setting(o, o.cache, length)

@@ -85,7 +85,7 @@ def _sizes(text: str) -> dict[str, int]:
                 f"mesh {text!r}: its axes are {ROWS} (rows), {HEADS} (kv heads) and {CONTEXT} (slots of tiers), such "
                 "as data=4,model=2"
             )
-        if not number.strip().isdigit() or int(number) < 1:
+        if not number.strip().isdecimal() or int(number) < 1:
             raise ValueError(f"mesh {text!r}: {name} is a number of devices, 1 or more")
         sizes[name] = int(number)
     return sizes
@@ -111,6 +111,16 @@ class MeshPlan:
                 f"{rows} rows on a mesh of {ROWS}={self.mesh.shape[ROWS]}: give a multiple of it, or load the model "
                 f"with {ROWS}=1"
             )
+
+    def divide(self, cache: Cache) -> None:
+        """Raise ValueError for a cache that the devices cannot share evenly."""
+        self.check(cache.rows)
+        for tier in (tier for layer in cache.layers for tier in layer.tiers):
+            if tier.pos.shape[2] % prod(self.mesh.shape[axis] for axis in tier.axes):
+                raise ValueError(
+                    f"{cache.name or 'the cache'} was made for {cache.devices} devices that divide its slots, and has "
+                    f"{tier.pos.shape[2]}, which this mesh cannot share: read the prompt again with this model"
+                )
 
     def shardings(self, x: Any) -> Any:
         """Of one argument or result."""

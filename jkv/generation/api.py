@@ -101,17 +101,18 @@ def generate(
 ) -> Result:
     """Text after a prompt, through a compressed cache.
 
-    cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to go
-    on from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
-    depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. stop: texts that
-    end a row (left out of it); stop_ids: tokens that do (default: the model's). chunk: as for `prefill`. n: answers to
-    each prompt, in rows next to each other: it is read once, and its cache forked. compare: also run the full cache on
-    the generated tokens and report KL and first divergence. until(cache, logits f32[B,V], tokens): asked after every
-    block, which rows end there; `extend` gives the result's cache more to read, and `generate` goes on from it. draft:
-    "suffix", "recycle", "drafter", a cache for the model's own guesses, a smaller model or a Drafter: several guesses
-    are verified in a pass, with the tokens of plain decoding; a list: each verifies what the next one guesses. store:
-    where the prompt's beginning is read from if it was read before, by whatever process; or `jkv.Passages` that stand
-    anywhere in it.
+    cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to go on
+    from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
+    depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch.
+    repetition_penalty: of the tokens of the prompt and the answer; a cache does not know which tokens it holds.
+    stop: texts that end a row (left out of it); stop_ids: tokens that do (default: the model's). chunk: as for
+    `prefill`. n: answers to each prompt, in rows next to each other: it is read once, and its cache forked.
+    compare: also run the full cache on the generated tokens and report KL and first divergence. until(cache, logits
+    f32[B,V], tokens): asked after every block, which rows end there; `extend` gives the result's cache more to
+    read, and `generate` goes on from it. draft: "suffix", "recycle", "drafter", a cache for the model's own
+    guesses, a smaller model or a Drafter: several guesses are verified in a pass, with the tokens of plain
+    decoding; a list: each verifies what the next one guesses. store: where the prompt's beginning is read from if
+    it was read before, by whatever process; or `jkv.Passages` that stand anywhere in it.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.core import sharding
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import layout
 from jkv.generation.steps import check_there
@@ -55,6 +56,7 @@ def packed(cache: Cache, params: Params) -> tuple[dict[str, np.ndarray], dict[st
         "rows": cache.rows,
         "longest": cache.plan[0].longest if cache.plan else 0,
         "new": cache.new,
+        "devices": cache.devices,
         "sizes": [asdict(plan.size) for plan in cache.plan],
         "dtype": cache.dtype.name,
         "weights": weights(cache.plan),
@@ -70,12 +72,17 @@ def row(arrays: Mapping[str, np.ndarray], meta: dict[str, Any], i: int) -> tuple
 def load_cache(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
     """The cache in a file written by `save_cache` with the same model; config: only for one without a text form.
 
-    Raises FormatError for a file that is damaged, of another model (with both fingerprints), of another jkv or of
-    another shape.
+    It lies where the model does, on one device or a mesh. Raises FormatError for a file that is damaged, of another
+    model (with both fingerprints), of another jkv or of another shape, ValueError for a mesh that cannot divide it.
     """
-    path = Path(path)
+    path, over = Path(path), sharding.over(params)
     with checkpoint.opened(path) as (meta, _, read):
-        return unpacked(path, meta, read, params, config)
+        config = config and replace(config, devices=meta.get("devices", 1))  # those of the file, wherever it goes
+        cache = unpacked(path, meta, read, params, config)
+    if over is None:
+        return cache
+    over.divide(cache)
+    return jax.device_put(cache, over.shardings(cache))
 
 
 def unpacked(
@@ -134,10 +141,11 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
     try:
         if config is None and (not isinstance(meta["config"], str) or len(meta["config"]) > _LONGEST_TEXT):
             raise ValueError("its config is no text, or far too long")
-        config = (config or parse(meta["config"])).bound(params)
-        rows, longest, new, dtype = meta["rows"], meta["longest"], meta["new"], jnp.dtype(meta["dtype"])
-        if not all(type(n) is int and 0 <= n < 1 << 31 for n in (rows, longest, new)):
-            raise ValueError(f"rows, longest and new are {rows!r}, {longest!r} and {new!r}")
+        numbers = rows, longest, new, devices = [meta[x] for x in ("rows", "longest", "new", "devices")]
+        if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers) or not devices:
+            raise ValueError(f"rows, longest, new and devices are {numbers}")
+        config = (config or replace(parse(meta["config"]), devices=devices)).bound(params)
+        dtype = jnp.dtype(meta["dtype"])
         model = reaching(params.config, longest) if config.unlimited else params.config
         sizes = Sizes(layers=tuple(LayerSize(**{k: _tuples(x) for k, x in size.items()}) for size in meta["sizes"]))
         plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
@@ -161,6 +169,7 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         model=model,
         name=config.name,
         new=new,
+        devices=config.devices,
     )
 
 

@@ -5,7 +5,7 @@ Reuse is approximate but for a prompt's beginning: a passage was read without wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -105,7 +105,7 @@ class Passages:
         if lead is None:
             lead = [] if params.tokenizer is None else params.tokenizer.encode("")[:1]
         ids = tuple(encode_row(params, text, "the passage"))
-        front = tuple(encode_row(params, lead, "the lead")) if len(lead) else ()
+        front = tuple(encode_row(params, lead, "the lead")) if not isinstance(lead, Sized) or len(lead) else ()
         if len(front) + len(ids) > params.config.context:
             raise ValueError(
                 f"a passage of {len(front) + len(ids)} tokens: the model reads {params.config.context}; "

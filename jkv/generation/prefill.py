@@ -21,7 +21,7 @@ from jkv.generation.draft import greedy
 from jkv.generation.prompts import check_length, reaching
 from jkv.generation.room import with_room
 from jkv.generation.sizes import empty, shaped, sized
-from jkv.generation.steps import check_there
+from jkv.generation.steps import check_beside, check_there
 from jkv.memory.cache import Cache
 from jkv.memory.positions import bucket, pad
 from jkv.methods.checks import check
@@ -185,6 +185,8 @@ def prefilled(
 def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> tuple[Cache, Array, Cost]:
     """The cache after more text in every row, with room for `new` tokens after it; as `prefilled` otherwise."""
     check_there(cache)
+    check_beside(params, cache)
+    _check_asked(cache, rows)
     if len(rows) != cache.rows:
         raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
     cache = with_room(cache, np.array([len(row) for row in rows]), np.full(len(rows), new))
@@ -192,3 +194,20 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
     params = replace(params, config=cache.model)
     cache, logits = cost.run(prefill, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
     return cache, logits, cost
+
+
+def _check_asked(cache: Cache, rows: list[list[int]]) -> None:
+    """Raise ValueError where the flush after these texts would ask for queries that a rollback took away."""
+    seen, given = np.asarray(cache.seen), np.array([len(row) for row in rows])
+    for layer, plan in zip(cache.layers, cache.plan, strict=True):
+        n = plan.needs.queries
+        if layer.queries is None or not n or (plan.budget.on_top and plan.size.beyond >= cache.new):
+            continue
+        old = np.clip(n - given, 0, seen)  # of them are older than the text
+        pos = np.asarray(layer.queries.pos)
+        held = ((pos >= 0) & (pos >= (seen - old)[:, None])).sum(1)
+        if (held < old).any():
+            raise ValueError(
+                f"{cache.name or 'the cache'} ranks by the queries of its newest {n} tokens, and a rollback took some "
+                "of them: go on from the older cache, or by jkv.step or branch, which fill them up before they are used"
+            )

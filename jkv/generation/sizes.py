@@ -66,7 +66,7 @@ def shaped(
     plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
     number: Any = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     counts = Counts(seen=number((rows,)), prompt=number((rows,)), later=number((rows,)))
-    about = dict(plan=plan, model=model, name=config.name, new=new)
+    about = dict(plan=plan, model=model, name=config.name, new=new, devices=config.devices)
     return Cache(layers=layers, states=states, counts=counts, fill=number(()), **about)
 
 

@@ -12,7 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from jkv import kernels
-from jkv.core import loop
+from jkv.core import loop, sharding
 from jkv.core.compiled import ANY, Run, call, compiled, flow
 from jkv.generation.room import with_room
 from jkv.memory.cache import Cache
@@ -71,10 +71,22 @@ def check_there(cache: Cache) -> None:
         )
 
 
+def check_beside(params: Params, cache: Cache) -> None:
+    """Raise ValueError for a cache that lies on other devices than the model, or that these cannot share."""
+    if (over := sharding.over(params)) is not None:
+        over.divide(cache)
+    elif len(cache.counts.seen.sharding.device_set) > 1:
+        raise ValueError(
+            "this cache lies on a mesh of devices, and the model on one: load the model with that mesh, or move the "
+            "cache by jax.device_put(cache, jax.devices()[0])"
+        )
+
+
 def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache]:
     """The model and the cache that a step of these tokens i32[B] takes; ValueError where there is no room for them."""
     check_there(cache)
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves((cache.counts, token))):
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves((params.embed, cache.counts, token))):
+        check_beside(params, cache)
         going = (np.asarray(token) >= 0).astype(np.int32)
         cache = with_room(cache, np.zeros_like(going), going)
     return replace(params, config=cache.model), cache

@@ -12,7 +12,7 @@ def read_call(stage: str, text: str) -> tuple[str, dict[str, Any]]:
     """Name and literal keyword arguments of one stage."""
     try:
         node = ast.parse(stage, mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, TypeError):  # no Python, or no text
         raise ValueError(f"cannot read {stage!r} in {text!r}: write name or name(argument=value)") from None
     call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
     if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
@@ -21,6 +21,8 @@ def read_call(stage: str, text: str) -> tuple[str, dict[str, Any]]:
         given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, TypeError):  # a set of lists is no literal either
         raise ValueError(f"arguments in {stage!r} must be plain numbers, strings or True/False") from None
+    if len(given) < len(call.keywords):
+        raise ValueError(f"{stage!r} in {text!r} gives an argument twice: leave one of them out")
     return call.func.id, {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
 
 

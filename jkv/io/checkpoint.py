@@ -36,6 +36,8 @@ def write(path: str | Path, arrays: Mapping[str, Array | np.ndarray], meta: dict
     from safetensors.numpy import save_file
 
     target = Path(path)
+    if not target.name:
+        raise OSError(f"cannot write {str(path)!r}: that is no file; give a folder and a name")
     plain = {name: _plain(name, array) for name, array in arrays.items()}
     try:
         header = json.dumps({"version": VERSION, "sha256": digest(plain, meta), "meta": meta})

@@ -44,11 +44,13 @@ def is_url(what: str | os.PathLike[str]) -> bool:
 def place(what: str | os.PathLike[str]) -> Place:
     """The path that a text names: local, or in an object store where it is a URL.
 
-    Raises ValueError for a scheme that is not read, ImportError without etils.
+    Raises ValueError for an empty text or a scheme that is not read, ImportError without etils.
 
     >>> place("out/rows").name
     'rows'
     """
+    if not os.fspath(what):
+        raise ValueError("an empty text is no path; the current folder is .")
     return _stored(os.fspath(what)) if is_url(what) else Path(what).expanduser()
 
 

@@ -72,6 +72,8 @@ class Store:
     def __init__(
         self, folder: str | Path, bytes: int | str = "8GiB", evict: str = "lru", salt: str = "", codec: str = ""
     ) -> None:
+        if not os.fspath(folder):
+            raise ValueError("a store needs a folder, and an empty text is none; the current one is .")
         self.evict, self.codec = policy(evict), codec_of(codec)
         self.folder, self.bytes, self.salt = Path(folder).expanduser(), read_bytes(bytes), salt
         self.reused = 0  # tokens that prompts of this process found here

@@ -125,8 +125,8 @@ class Cache:
 
     layers: of the blocks that attend; states: of those that recur, whose size no text changes; counts: tokens of each
     row; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
-    text; new: tokens after the prompt that it was made for; common: what rows share, or None. A value: nothing changes
-    it, every function returns a new one.
+    text; new: tokens after the prompt that it was made for; devices: that the slots of its tiers were made for; common:
+    what rows share, or None. A value: nothing changes it, every function returns a new one.
     """
 
     layers: tuple[LayerCache, ...]
@@ -137,6 +137,7 @@ class Cache:
     model: ModelConfig = static()
     name: str = static(default="")
     new: int = static(default=0)
+    devices: int = static(default=1)
     common: Common | None = None
 
     @property
@@ -243,18 +244,22 @@ class Cache:
     def rollback(self, n: int) -> Cache:
         """The cache without the newest n tokens of every row.
 
-        Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it.
+        Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it,
+        in any row. A batch flushes by its steps, so where a row paused among the newest n, the next flush comes n
+        tokens earlier than without them. The queries of earlier tokens that these n replaced are gone: `extend` refuses
+        a text behind which a score would ask for them.
         """
         if any(tier.remembers for layer in self.plan for tier in layer.tiers):
             raise ValueError(
                 f"rollback({n}): {self.name} remembers what each step read, also those to be taken back; "
                 "a cache is a value, so keep the older one and go on from it"
             )
-        since = min(int(self.fill) - self.stay, *(int(x.count.min()) for x in self.states[:1]), self.room)
+        own = [(x.recent.pos[:, self.stay :] >= 0).sum(1) for x in self.layers[:1]]  # a row may have paused
+        since = min(int(x.min()) for x in (*own, *(x.count for x in self.states[:1]), jnp.int32(self.room)))
         if not 0 <= n <= since:
             raise ValueError(
-                f"rollback({n}): {since} tokens were added since the last flush; a cache is a value, so keep the older "
-                "one and go on from it"
+                f"rollback({n}): {since} tokens of a row were added since the last flush; a cache is a value, so keep "
+                "the older one and go on from it"
             )
         seen = self.seen - n
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jkv.host.arguments import read_bytes
 from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond
-from jkv.methods.config import CacheConfig
+from jkv.methods.config import MOST, CacheConfig
 from jkv.methods.prefills import compressed
 from jkv.methods.selectors.reuse import over_layers, over_steps, voted
 
@@ -84,8 +84,11 @@ class Row:
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
         whole = isinstance(value, int) and not isinstance(value, bool)
         least = int(kind == "Positive")
-        if kind in ("int", "int | None", "Positive") and value is not None and (not whole or value < least):
-            raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {least} or more")
+        if kind in ("int", "int | None", "Positive") and value is not None:
+            if not whole or value < least:
+                raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {least} or more")
+            if value >= MOST:
+                raise ValueError(f"{self.name}: {name}={value}: a whole number below 2**31")
         if kind == "float" and not (whole or isinstance(value, float)):
             raise ValueError(f"{self.name}: {name}={value!r}: a number")
         if kind == FOLDER and value is not None and not isinstance(value, str | Path):
@@ -201,11 +204,11 @@ def size(budget: int | None = None, keep: float | None = None, bytes: Any = None
     if bytes is not None:
         return Bytes(bytes=read_bytes(bytes))
     if budget is not None:
-        if not isinstance(budget, int) or budget < 1:
-            raise ValueError(f"budget={budget}: a number of tokens, 1 or more, that are kept")
+        if type(budget) is not int or not 1 <= budget < MOST:
+            raise ValueError(f"budget={budget}: a number of tokens, 1 or more and below 2**31, that are kept")
         return Tokens(tokens=budget)
     assert keep is not None
-    if not 0 < keep <= 1:
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
     return Keep(keep=float(keep))
 

@@ -14,7 +14,7 @@ from jkv.attention.pool import HEADS
 from jkv.memory import codes
 from jkv.memory.hot import RANKS
 from jkv.memory.lines import reachable
-from jkv.methods.config import CacheConfig, expiring, follows
+from jkv.methods.config import MOST, CacheConfig, expiring, follows
 from jkv.protocols import Demand, Selector, needs_of
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     kernels.check(config.kernels)
     if not model.layers:
         _check_idle(config, model)
-    if config.block < 1:
-        raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more")
-    if config.recent < 0:
-        raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more")
+    if not 1 <= config.block < MOST:
+        raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more, and below 2**31")
+    if not 0 <= config.recent < MOST:
+        raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more, and below 2**31")
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     spared = config.exact_layers

@@ -53,6 +53,7 @@ class TierSpec:
     rope: Literal["write", "read", "rank"] = "write"
 
 
+MOST = 1 << 31  # numbers of tokens and the like are below it: programs count in 32 bits
 PAGE = 16  # tokens that come from the host together where no selector says how many
 FAR = {  # keys and values on the host; "kept": neither, in the units in which they could be
     "none": (False, False),

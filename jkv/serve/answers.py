@@ -30,6 +30,7 @@ class Answer:
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
         self.kind, self.new = kind, 0
         self.offsets = [0] * len(asked.requests)
+        self.heard = [tokenizer.stream() for _ in asked.requests]
 
     @property
     def usage(self) -> dict[str, int]:
@@ -105,7 +106,7 @@ class Answer:
         for t in tokens:
             names.append(self._name(t.id))
             offsets.append(self.offsets[i])
-            self.offsets[i] += len(names[-1])
+            self.offsets[i] += len(self.heard[i].push(t.id))  # halves of a character begin where it does
         return {
             "tokens": names,
             "token_logprobs": [t.logprob for t in tokens],

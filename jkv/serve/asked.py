@@ -108,7 +108,7 @@ class Reader:
         limits, params = self.engine.limits, self.engine.params
         most = min(SHORT, limits.new) if url != CHAT else limits.new
         own_, defaults = own(url, body, DOES), Settings(max_new_tokens=most)
-        row = request(0, own_, params, parse("full"), defaults, Sizes(characters=self._characters))
+        row = request(0, own_, params, parse("full"), defaults, self._sizes)
         if len(row.tokens) > limits.prompt:
             raise ValueError(f"the prompt has {len(row.tokens):,} tokens: at most {limits.prompt:,} are read here")
         stops = row.settings.stop
@@ -119,10 +119,8 @@ class Reader:
         return row
 
     @cached_property
-    def _characters(self) -> int:
-        """That no more tokens than are read here can hold."""
-        vocabulary = self.engine.params.tokenizer.core.get_vocab(with_added_tokens=True)
-        return self.engine.limits.prompt * max(map(len, vocabulary))
+    def _sizes(self) -> Sizes:
+        return Sizes.of(self.engine.params, self.engine.limits.prompt)
 
     def _seeded(self, row: Request, i: int) -> Request:
         """A row of its own: those of one prompt draw from seeds one after the other."""
@@ -138,7 +136,7 @@ class Reader:
             raise ValueError(f"cache has {len(text):,} characters: at most {LONGEST_CACHE:,}")
         for stage in text.split("|") if text not in self.caches else ():
             name, given = read_call(stage.strip(), text)
-            for argument in known(name).folders:
+            for argument in (*known(name).folders, "disk"):
                 if given.get(argument) is not None:  # what lies there is the server's
                     raise ValueError(f"cache={text!r}: a request cannot name folders; leave out {argument}=")
         return self.engine.maker.usable(parse(text))

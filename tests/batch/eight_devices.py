@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from jkv.generation import sizes
 from jkv.memory.cache import Cache
 from jkv.methods.codecs import Affine, LowRank
 from jkv.methods.config import CacheConfig, TierSpec
+from jkv.models import Params
 from jkv.plan.collectives import collectives
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -114,7 +117,7 @@ def rows_that_recur(kind: str) -> dict[str, Any]:
 
 
 # a score that asks the queries of the whole prompt, a pool, and a prompt in pieces behind what is kept of it
-PROMPTS = ("h2o(budget=40) | int8", 0), ("adakv(budget=80, window=8) | int4", 0), ("streaming(budget=48) | int4", 64)
+PROMPTS = ("h2o(budget=41) | int8", 0), ("adakv(budget=80, window=8) | int4", 0), ("streaming(budget=48) | int4", 64)
 
 
 def prompts(cache: str, chunk: int) -> dict[str, Any]:
@@ -130,7 +133,35 @@ def prompts(cache: str, chunk: int) -> dict[str, Any]:
         "same": kept[0] == kept[1] and np.asarray(one.kept()).tolist() == np.asarray(all_.kept()).tolist(),
         "apart": float(abs(np.asarray(here) - np.asarray(there)).max()),
         "extended": float(abs(np.asarray(then) - np.asarray(thence)).max()),
+        "read": [float(abs(np.asarray(x) - np.asarray(y)).max()) for x, y in filed(weights, all_, cache)],
     }
+
+
+def filed(weights: tuple[Params, Params], cache: Cache, text: str) -> list[tuple[jax.Array, jax.Array]]:
+    """Logits after more text of a cache on a mesh, and of what its file gives on the mesh and on one device; what else
+    lies elsewhere than the model is refused, and one device goes on as before."""
+    one, mesh = weights
+    with tempfile.TemporaryDirectory() as folder:
+        jkv.save_cache(cache, f"{folder}/cache", mesh)
+        there, here = (jkv.load_cache(f"{folder}/cache", x) for x in (mesh, one))
+    assert there.counts.seen.sharding.is_equivalent_to(cache.counts.seen.sharding, 1)
+    more, token = [[n] * n for n in (4, 3, 2, 1)], jnp.ones(4, jnp.int32)
+    refused(lambda: jkv.extend(one, cache, more), "lies on a mesh of devices")
+    refused(lambda: jkv.step(one, cache, token), "lies on a mesh of devices")
+    refused(lambda: jkv.extend(mesh, cache.pick(jnp.array([0])), [[1]]), "1 rows on a mesh of data=2")
+    uneven = jkv.prefill(one, "h2o(budget=41)", [[5] * 60] * 4)[0]
+    refused(lambda: jkv.extend(mesh, uneven, more), "which this mesh cannot share")
+    want = jkv.extend(mesh, cache, more)[1]
+    return [(want, jkv.extend(x, y, more)[1]) for x, y in ((mesh, there), (one, here))]
+
+
+def refused(run: Callable[[], Any], why: str) -> None:
+    try:
+        run()
+    except ValueError as error:
+        assert why in str(error), error
+    else:
+        raise AssertionError(why)
 
 
 def products() -> list[float]:

@@ -94,7 +94,7 @@ POISON: dict[str, tuple[Any, str]] = {
     "id of a false": ({"prompt": "x", "id": False}, "the id is a text or a number"),
     "id twice": ({"prompt": "x", "id": "first"}, "id 'first' is that of line 1 too"),
     "key twice": (b'{"prompt": "x", "prompt": "y"}', "'prompt' is there twice"),
-    "too long to read": ({"prompt": "x" * (512 * 3 + 1)}, "1,537 characters, and the model's context of 512 tokens"),
+    "too long to read": ({"prompt": "x" * (512 * 3 + 1)}, "1,537 characters: 512 tokens are read at most"),
     "too long": ({"prompt": "x" * 600}, "the model's context is 512"),
     "surrogate": (b'{"prompt": "\\ud800"}', ""),
     "too much": ({"prompt": "x", "max_new_tokens": 10**9}, "the model's context is 512"),

@@ -205,6 +205,10 @@ def test_devices_that_divide_slots_divide_the_tokens_of_a_prompt(eight: list[Any
     assert all(x["same"] and x["apart"] < 1e-4 and x["extended"] < 1e-4 for x in eight[4]["prompts"])
 
 
+def test_a_cache_of_a_mesh_is_read_back_by_it_and_by_one_device(eight: list[Any]):
+    assert all(len(x["read"]) == 2 and max(x["read"]) < 1e-4 for x in eight[4]["prompts"])
+
+
 def test_nothing_is_made_on_another_device_than_it_is_needed_on(eight: list[Any]):
     """Queries, keys and values of a head, and a gate and what it gates: the weights that make them lie together."""
     for found in eight[5:]:

@@ -81,6 +81,32 @@ def test_rollback_past_a_flush_is_refused(params):
         cache.rollback(1)
 
 
+@pytest.mark.parametrize("text", ["full(recent=0)", "snapkv(budget=40, window=8)"])
+def test_rollback_goes_no_further_than_the_row_that_paused(params, text):
+    cache, logits = jkv.prefill(params, text, PROMPT)
+    token = logits.argmax(-1).astype(jnp.int32)
+    for i in range(5):
+        cache, _ = jkv.branch(params, cache, token.at[0].set(-1) if i else token)
+    with pytest.raises(ValueError, match=r"rollback\(2\): 1 tokens of a row"):
+        cache.rollback(2)
+    assert (cache.rollback(1).seen == cache.seen - 1).all()
+
+
+def test_text_behind_a_rollback_is_refused_where_it_asks_for_queries_that_are_gone(params):
+    before, _ = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
+    after = before
+    for _ in range(3):
+        after, _ = jkv.branch(params, after, jnp.full(before.rows, 5))
+    back = after.rollback(3)
+    for n in (1, 2):
+        with pytest.raises(ValueError, match="newest 8 tokens, and a rollback took some"):
+            jkv.extend(params, back, [[7] * n] * before.rows)
+    for n in (3, 12):  # which need no more of the older ones than are there
+        got, want = (jkv.extend(params, x, [[7] * n] * before.rows) for x in (back, before))
+        np.testing.assert_array_equal(got[1], want[1])
+        np.testing.assert_array_equal(got[0].kept(), want[0].kept())
+
+
 def test_forks_of_a_row_repeat_it(params):
     cache, logits = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
     token = logits.argmax(-1).astype(jnp.int32)

@@ -297,6 +297,14 @@ def test_log_probabilities_are_those_of_score(client: openai.OpenAI):
     assert alone.choices[1].logprobs.token_logprobs[1:] == pytest.approx(scored.logprobs, abs=1e-4)
 
 
+def test_offsets_are_places_in_the_text_where_characters_have_two_tokens(client: openai.OpenAI):
+    prompt = "cdéf€g"
+    said = client.completions.create(model="tiny", prompt=prompt, max_tokens=0, logprobs=0, echo=True)
+    found = said.choices[0].logprobs
+    assert said.choices[0].text == prompt and len(found.tokens) == len(prompt.encode())
+    assert found.text_offset == [0, 1, 2, 2, 3, 4, 4, 4, 5]
+
+
 def test_a_prompt_that_is_echoed_alone_is_not_answered(client: openai.OpenAI):
     said = client.completions.create(model="tiny", prompt="abc", max_tokens=0, echo=True, n=2)
     assert [x.text for x in said.choices] == ["abc"] * 2
@@ -392,7 +400,7 @@ GOOD = json.dumps({"prompt": "a", "max_tokens": 3, "stop": ["b"], "stream": Fals
 CUT = [GOOD[:i].encode() for i in range(1, len(GOOD))]
 
 
-def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.OpenAI, server: Any):
+def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.OpenAI, server: Any, tmp_path: Path):
     assert len(BAD_TEXTS) + len(CUT) + len(BAD_CHATS) + len(ELSEWHERE) >= 200
     for path, bodies in ((TEXTS, [*BAD_TEXTS, *CUT]), (CHATS, BAD_CHATS)):
         for body in bodies:
@@ -403,6 +411,13 @@ def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.Op
         assert got == status and json.loads(said)["error"]["message"], (path, got, said)
     with pytest.raises(openai.BadRequestError, match="a request cannot name folders"):  # nor learn which there are
         client.completions.create(model="tiny", prompt="a", extra_body={"cache": "trimkv(budget=9, gate='/etc')"})
+    for folder in (tmp_path / "made", "/proc/none"):  # nor make one
+        with pytest.raises(openai.BadRequestError, match="a request cannot name folders; leave out disk="):
+            body = {"cache": f"full(host='all', disk='{folder}')"}
+            client.completions.create(model="tiny", prompt="a", extra_body=body)
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(openai.BadRequestError, match="65 characters: 64 tokens are read at most"):
+        client.completions.create(model="tiny", prompt="a" * 65)
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not here"):
         client.completions.create(model="gpt", prompt="a")
     with socket.create_connection(("127.0.0.1", server.port)) as line:

@@ -712,7 +712,10 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("", "tokens kept", "times smaller", "Python's", "Vim's"): unseen,
         head("", "tokens kept", "times smaller", "one key", "one of four keys"): found,
         head("pages", "4", "8", "16", "32"): forecast,
-        head("tokens read of each head", "h2o", "quest", "attentionpredictor, linear", "attentionpredictor"): reading,
+        head(
+            *("tokens read of each head", "h2o", "quest", "attentionpredictor, linear", "attentionpredictor"),
+            "sentencekv",
+        ): reading,
     },
 }
 

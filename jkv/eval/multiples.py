@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jkv.eval.families import FULL, ORDER, family
-from jkv.eval.points import LOWER, METRICS, Point, pareto
+from jkv.eval.points import LOWER, METRICS, Point, Row, pareto
 from jkv.io.figures import blank
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ SHARES = (2, 5, 10, 20, 30, 50, 100, 200, 400)  # percent, on an axis of bytes
 COLORS = ("#0072b2", "#d55e00", "#007a5a", "#aa3377", "#222222", "#8c6d00", "#4b3fa0", "#5a7a8c")  # told apart by all
 MARKERS = "osD^vP*X"
 GREY, FRONT, SMALL = "#d4d4d4", "#555555", 8
+PICKED = ("of the older tokens, %", "of their bytes, by whole tiles and with what a pick reads, %")
 Place = tuple[float, float]
 
 
@@ -32,7 +33,7 @@ def method(cache: str) -> str:
     >>> method("snapkv(budget=512, window=8) | int4")
     'snapkv(window=8) | int4'
     """
-    out = re.sub(r"\b(budget|keep|bytes|pages)=[^,)]*(, )?", "", cache)
+    out = re.sub(r"\b(budget|keep|bytes|pages|tokens|blocks)=[^,)]*(, )?", "", cache)
     return out.replace(", )", ")").replace("()", "")
 
 
@@ -73,6 +74,35 @@ def multiples(found: Sequence[Point], cost: str, title: str) -> Figure:
     _label(wide, marked, ["#222222"] * len(marked), edge)
     for axes, name in zip(panels[1:], shown, strict=True):
         _family(axes, families[name], x, edge)
+    return figure
+
+
+def picked(rows: Sequence[Row], title: str) -> Figure:
+    """The share of attention in what selectors pick, against that of tokens, and of bytes by whole tiles."""
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: r["tokens_share"]):
+        lines.setdefault(method(row["cache"]), []).append(row)
+    several = {name: some for name, some in lines.items() if len(some) > 1} or lines
+    colors = [COLORS[i % len(COLORS)] for i in range(len(several))]
+    figure = blank(10.9, 5)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, share, says in zip(panels, ("tokens_share", "bytes_share"), PICKED, strict=True):
+        axes.set(xscale="log", xlabel=says)
+        drawn = [(name, [(100 * r[share], r["recovered"]) for r in some]) for name, some in sorted(several.items())]
+        for i, (color, (_, line)) in enumerate(zip(colors, drawn, strict=True)):
+            axes.plot(*zip(*line, strict=True), color=color, marker=MARKERS[i // len(COLORS)], ms=4, lw=1.1)
+        at = [x for _, line in drawn for x, _ in line]
+        axes.set_xticks(ticks := [t for t in SHARES if min(at) / 1.3 < t < max(at) * 1.3], map(str, ticks))
+        axes.minorticks_off()
+        axes.grid(color="#eeeeee", lw=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("share of attention (higher is better)")
+    figure.suptitle(_plain(title, 120), fontsize=11, x=0.01, ha="left", parse_math=False)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes, share in zip(panels, ("tokens_share", "bytes_share"), strict=True):
+        drawn = [(name, [(100 * r[share], r["recovered"]) for r in some]) for name, some in sorted(several.items())]
+        _label(axes, drawn, colors, drawn[0][1])
     return figure
 
 

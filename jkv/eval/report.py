@@ -105,17 +105,21 @@ def layers(row: Row) -> Figure:
 
 def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
     """All pictures of these rows and of their points, as PNG files in a folder."""
-    from jkv.eval.multiples import multiples  # the catalogue, and so jax
+    from jkv.eval.multiples import multiples, picked  # the catalogue, and so jax
 
     out.mkdir(parents=True, exist_ok=True)
     made: list[tuple[str, Figure]] = []
     needles: dict[str, list[Row]] = {}
+    picks: dict[str, list[Row]] = {}
     for row in rows:
         if str(row.get("task")).startswith("niah/"):
             needles.setdefault(f"{row['cache']}, question {row['question']}", []).append(row)
+        if "bytes_share" in row:
+            picks.setdefault(row["task"], []).append(row)
         if {"by_layer", "mass"} <= row.keys():  # of a sweep; those of `jkv eval attention` are shares alone
             made.append((f"layers {row['cache']}", layers(row)))
     made += [(f"niah {name}", heat(some, name)) for name, some in needles.items()]
+    made += [(name, picked(some, name)) for name, some in picks.items()]
     for name, some in groups(found):
         for cost in ("bytes", "ms_token"):
             if len(some) > 1 and (cost == "bytes" or all(cost in p.more for p in some)):

@@ -79,11 +79,15 @@ def test_pictures_of_every_kind_are_drawn(tmp_path):
         ]
     rows += [row("h2o", "fidelity/pydoc", kl=0.1, mass=[[0.5, 0.6], [0.7, 0.8]], by_layer=[0.3, 0.1], spare=[0])]
     rows += [row("quest", "attention/pydoc", recovered=0.9, by_layer=[0.8, 1.0], tokens_read=64)]
+    for n in (1, 2, 4):
+        found = dict(recovered=n / 9, tokens_share=n / 20, bytes_share=n / 10, by_layer=[1.0])
+        rows += [row(f"quest(pages={n})", "picks/pydoc", **found)]
     paths = report.draw(rows, points([("a.json", {}, rows)]), tmp_path / "plots")
     assert sorted(p.name for p in paths) == [
         "layers-h2o.png",
         "niah-full-question-seen.png",
         "niah-full-question-unseen.png",
+        "picks-pydoc.png",
         "ppl-pydoc-by-bytes.png",
         "ppl-pydoc-by-ms-token.png",
     ]

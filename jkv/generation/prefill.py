@@ -27,7 +27,7 @@ from jkv.memory.positions import bucket, pad
 from jkv.methods.checks import check
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.protocols import Probe
+from jkv.protocols import Probe, ProbeTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +123,11 @@ class Prompts:
     def dense(self) -> tuple[Cache, Array]:
         return self.cost.run(prefill_own, self.reaching, self.uncompressed(), pad(self.rows, self.padded), fresh=True)
 
-    def probe(self, dense: Cache, probe_: Probe) -> Cache:
-        for text in probe_.texts(self.reaching, self.rows, greedy):
+    def texts(self, probe: Probe) -> list[ProbeTokens]:
+        return probe.texts(self.reaching, self.rows, greedy)
+
+    def probe(self, dense: Cache, probe_: Probe, texts: list[ProbeTokens]) -> Cache:
+        for text in texts:
             ids, span = pad(text.ids, bucket(max(map(len, text.ids)))), jnp.asarray(text.span, jnp.int32)
             dense = self.cost.run(probe, self.reaching, dense, ids, span, probe_)
         return dense

@@ -106,10 +106,11 @@ class Deferred(Prefill):
             )
 
     def __call__(self, reading: Reading) -> tuple[Any, Array]:
+        texts = reading.texts(self.probe) if self.probe else []  # refused before the prompt is read
         empty = reading.empty()
         dense, logits = reading.dense()
         if self.probe:
-            dense = reading.probe(dense, self.probe)
+            dense = reading.probe(dense, self.probe, texts)
         return reading.compress(empty, dense), logits
 
 
@@ -215,7 +216,8 @@ class Attended(PromptCompression):
         score, probe = LateOrProbed(queries=self.window), Drafted(tokens=self.drafted, layers=small.config.layers)
         config = CacheConfig(score=score, prefill=Deferred(probe=probe))
         draft = reading.draft(small, config)
-        dense = draft.probe(draft.dense()[0], probe)
+        texts = draft.texts(probe)
+        dense = draft.probe(draft.dense()[0], probe, texts)
         told = draft.statistic(dense)[counting.start :].max(0)
         live = np.asarray(dense.layers[0].recent.pos) >= 0
         return [x[at] for x, at in zip(told, live, strict=True)]

@@ -95,8 +95,12 @@ class Reading(Protocol):
         """Cache and logits of the prompts in one piece, of which all stays in the recent windows."""
         ...
 
-    def probe(self, dense: Any, probe: Probe) -> Any:
-        """That cache after the probe has filled its column."""
+    def texts(self, probe: Probe) -> list[ProbeTokens]:
+        """What the probe reads after the prompts; ValueError where the model's context has no room for it."""
+        ...
+
+    def probe(self, dense: Any, probe: Probe, texts: list[ProbeTokens]) -> Any:
+        """The dense cache after the probe has filled its column by these texts."""
         ...
 
     def statistic(self, dense: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ import jkv
 from jkv.core import deferred, loop
 from jkv.generation import sizes
 from jkv.generation.draft import greedy
+from jkv.generation.prefill import Prompts
 from jkv.memory.positions import pad
 from jkv.methods import CATALOGUE, checks, parse
 from jkv.methods.probes import AGAIN, Pseudo, Rebuilt
@@ -143,13 +144,15 @@ def test_the_best_by_what_was_learned_stay(form: str):
         assert len(kept ^ set(best[: 24 * H * L])) <= 2 * L  # a layer's places are whole tokens a head
 
 
-@pytest.mark.slow
-def test_what_cannot_work_is_refused(tmp_path):
+def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
     long = [[1] * 500]
+    monkeypatch.setattr(Prompts, "dense", lambda self: pytest.fail("the prompt was read first"))
     with pytest.raises(ValueError, match="531 tokens, and the model's context is 512: take dapq: fewer tokens="):
         jkv.prefill(PARAMS, "dapq(budget=40, tokens=31)", long, room=0)
     with pytest.raises(ValueError, match="1000 tokens.*take a smaller piece="):
         jkv.prefill(PARAMS, "kvzip(budget=40)", long, room=0)
+    with pytest.raises(ValueError, match="525 tokens.*fewer tokens of a draft"):
+        jkv.prefill(PARAMS, "speckv(budget=40, tokens=25)", long, room=0)
     with pytest.raises(ValueError, match="reads texts after the prompt.*chunk=64"):
         jkv.prefill(PARAMS, "dapq(budget=40)", ROWS, chunk=64)
     with pytest.raises(ValueError, match="jkv batch prefills in one program"):

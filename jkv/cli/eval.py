@@ -271,9 +271,13 @@ def report(
     from jkv.eval.report import table
 
     found = load(files)
-    if not (measured := points(found)):
+    if not any(rows for *_, rows in found):
         raise ValueError("these files have no rows yet: run jkv eval first")
-    console.show(table(measured))
+    measured = points(found)  # picks of selectors are none: they have a picture alone
+    if html is not None and not measured:
+        raise ValueError("--html: these rows have no bytes of a cache; --plots draws them")
+    if measured:
+        console.show(table(measured))
     if plots is not None:
         drawn(found, plots)
     if html is not None:

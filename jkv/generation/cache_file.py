@@ -151,6 +151,9 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
     except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         raise FormatError(path, f"its description cannot be used ({type(error).__name__}: {error})", _AGAIN) from error
+    if meta["config"] != config.name:
+        cause = f"its cache is {meta['config'] or 'of a config without a text'}, not {config}"
+        raise FormatError(path, cause, "leave out config=, or prefill the prompt again with it")
     if meta.get("weights", "") != weights(plan):
         cause = "the weights that its score was trained to are not those of this config"
         raise FormatError(path, cause, "load it with the gate that it was made with, or " + _AGAIN)

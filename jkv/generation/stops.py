@@ -12,5 +12,10 @@ def hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
 
 
 def cut(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the first stop text."""
-    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+    """The text before the stop text that is complete first, in however large pieces the text comes.
+
+    >>> cut("0123456789", ("567", "34567", "9"))
+    '012'
+    """
+    ends = ((text.index(s) + len(s), text.index(s)) for s in stop if s in text)
+    return text[: min(ends, default=(0, len(text)))[1]]

@@ -13,6 +13,7 @@ import pytest
 import jkv
 from jkv.core import blocks, compiled, loop
 from jkv.generation.prompts import encode
+from jkv.generation.stops import cut, hold
 from jkv.memory.positions import bucket
 
 
@@ -163,6 +164,18 @@ def test_the_first_token_of_a_greedy_stream_waits_for_no_loop(params, calls, pen
     assert first + "".join(stream) == want
     stop = want[:2]
     assert "".join(jkv.stream(params, "h2o(budget=48)", PROMPTS[0], stop=stop, **options)) == ""
+
+
+@pytest.mark.parametrize("size", [1, 4, 60])
+def test_the_stop_text_that_is_complete_first_ends_a_text_in_pieces_of_any_size(size: int):
+    text, stop = "0123456789" * 6, ("6789", "34567890123", "9")
+    said, held = "", ""
+    for i in range(0, len(text), size):
+        held, ready = hold(held + text[i : i + size], stop)
+        said += ready
+        if any(s in held for s in stop):
+            break
+    assert said + cut(held, stop) == "012345"
 
 
 @pytest.mark.parametrize("end", ["length", "stop text", "stop token"])

@@ -55,6 +55,13 @@ def test_cache_of_another_model_is_refused(params, tmp_path):
         jkv.load_cache(tmp_path / "c", other)
 
 
+def test_a_cache_of_another_config_is_refused(params, tmp_path):
+    cache, _ = jkv.prefill(params, "full", PROMPT)
+    jkv.save_cache(cache, tmp_path / "c", params)
+    with pytest.raises(FormatError, match=r"its cache is full, not int8; leave out config="):
+        jkv.load_cache(tmp_path / "c", params, jkv.parse("int8"))
+
+
 def test_truncated_cache_is_refused(params, tmp_path):
     cache, _ = jkv.prefill(params, "full", PROMPT)
     jkv.save_cache(cache, tmp_path / "c", params)

@@ -82,16 +82,21 @@ def picked(rows: Sequence[Row], title: str) -> Figure:
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda r: r["tokens_share"]):
         lines.setdefault(method(row["cache"]), []).append(row)
-    several = {name: some for name, some in lines.items() if len(some) > 1} or lines
+    several = sorted({name: some for name, some in lines.items() if len(some) > 1}.items() or lines.items())
     colors = [COLORS[i % len(COLORS)] for i in range(len(several))]
+
+    def places(share: str) -> list[tuple[str, list[Place]]]:
+        return [(name, [(100 * r[share], r["recovered"]) for r in some]) for name, some in several]
+
     figure = blank(10.9, 5)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, share, says in zip(panels, ("tokens_share", "bytes_share"), PICKED, strict=True):
         axes.set(xscale="log", xlabel=says)
-        drawn = [(name, [(100 * r[share], r["recovered"]) for r in some]) for name, some in sorted(several.items())]
-        for i, (color, (_, line)) in enumerate(zip(colors, drawn, strict=True)):
-            axes.plot(*zip(*line, strict=True), color=color, marker=MARKERS[i // len(COLORS)], ms=4, lw=1.1)
-        at = [x for _, line in drawn for x, _ in line]
+        for i, (color, (_, line)) in enumerate(zip(colors, places(share), strict=True)):
+            axes.plot(
+                *zip(*line, strict=True), color=color, marker=MARKERS[i // len(COLORS) % len(MARKERS)], ms=4, lw=1.1
+            )
+        at = [x for _, line in places(share) for x, _ in line]
         axes.set_xticks(ticks := [t for t in SHARES if min(at) / 1.3 < t < max(at) * 1.3], map(str, ticks))
         axes.minorticks_off()
         axes.grid(color="#eeeeee", lw=0.6)
@@ -101,8 +106,7 @@ def picked(rows: Sequence[Row], title: str) -> Figure:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axes, share in zip(panels, ("tokens_share", "bytes_share"), strict=True):
-        drawn = [(name, [(100 * r[share], r["recovered"]) for r in some]) for name, some in sorted(several.items())]
-        _label(axes, drawn, colors, drawn[0][1])
+        _label(axes, places(share), colors, places(share)[0][1])
     return figure
 
 

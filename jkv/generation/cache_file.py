@@ -141,7 +141,7 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
     try:
         if config is None and (not isinstance(meta["config"], str) or len(meta["config"]) > _LONGEST_TEXT):
             raise ValueError("its config is no text, or far too long")
-        numbers = rows, longest, new, devices = [meta[x] for x in ("rows", "longest", "new", "devices")]
+        numbers = rows, longest, new, devices = meta["rows"], meta["longest"], meta["new"], meta.get("devices", 1)
         if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers) or not devices:
             raise ValueError(f"rows, longest, new and devices are {numbers}")
         config = (config or replace(parse(meta["config"]), devices=devices)).bound(params)

@@ -159,7 +159,7 @@ def test_tokens_are_taken_back_and_read_again(params):
     again, was = (loop.step(params, x, jnp.asarray([9, 8]))[1] for x in (back, kept[2]))
     np.testing.assert_allclose(again, was, atol=1e-6)
     assert back.seen.tolist() == kept[2].seen.tolist()
-    with pytest.raises(ValueError, match="rollback.7.: 6 tokens were added since the last flush"):
+    with pytest.raises(ValueError, match="rollback.7.: 6 tokens of a row were added since the last flush"):
         kept[6].rollback(7)
 
 

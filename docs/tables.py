@@ -449,6 +449,16 @@ def found() -> list[str]:
     return lines
 
 
+def foreseen() -> list[str]:
+    """Perplexity by how many texts a gate of kvzap has read, its teacher last."""
+    ppl = {row["cache"]: row["ppl"] for name in ("kvzap", "pydoc") for row in results(f"heldout/{name}")}
+    lines = []
+    for says, budget in (("a quarter", 336), ("an eighth", 168)):
+        gates = [f"kvzap(budget={budget}, window=32, sinks=4, gate='gates/kvzap{n}')" for n in (6, 12, 24, "")]
+        lines.append(line(says, *(f"{ppl[x]:.2f}" for x in (*gates, f"kvzip(budget={budget})"))))
+    return lines
+
+
 def forecast() -> list[str]:
     """Attention found in so many pages, knowing everything."""
     found = json.loads((LEARNED / "smollm2-135m-attentionpredictor" / "card.json").read_text())["eval"]["recovered"]
@@ -708,6 +718,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         ): recurrent
     },
     "docs/training.md": {
+        head("texts of 448 tokens", "6", "12", "24", "48", "kvzip"): foreseen,
         head("at half / a quarter / an eighth of 1,024 tokens", "KL, prose", "perplexity, code", "needles"): trained,
         head("", "tokens kept", "times smaller", "Python's", "Vim's"): unseen,
         head("", "tokens kept", "times smaller", "one key", "one of four keys"): found,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,10 @@ SHARES = (2, 5, 10, 20, 30, 50, 100, 200, 400)  # percent, on an axis of bytes
 COLORS = ("#0072b2", "#d55e00", "#007a5a", "#aa3377", "#222222", "#8c6d00", "#4b3fa0", "#5a7a8c")  # told apart by all
 MARKERS = "osD^vP*X"
 GREY, FRONT, SMALL = "#d4d4d4", "#555555", 8
-PICKED = ("of the older tokens, %", "of their bytes, by whole tiles and with what a pick reads, %")
+PICKED = {
+    "tokens_share": "of the older tokens, %",
+    "bytes_share": "of their bytes, by whole tiles and with what a pick reads, %",
+}
 Place = tuple[float, float]
 
 
@@ -56,10 +59,7 @@ def multiples(found: Sequence[Point], cost: str, title: str) -> Figure:
         axes.scatter([x(p) for p in found], [p.value for p in found], s=9, color=GREY, lw=0, zorder=1)
         axes.plot(*zip(*edge, strict=True), color=FRONT, lw=0.8, zorder=2, drawstyle="steps-post")
         axes.set_title(name, fontsize=9, loc="left")
-        axes.grid(color="#eeeeee", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=SMALL, length=2, color="#999999")
+        _plainly(axes)
     _scales(wide, found, cost)
     figure.supxlabel("bytes, % of the full cache" if cost == "bytes" else "ms per token", fontsize=9)
     better = "lower" if found[0].metric in LOWER else "higher"
@@ -79,47 +79,60 @@ def multiples(found: Sequence[Point], cost: str, title: str) -> Figure:
 
 def picked(rows: Sequence[Row], title: str) -> Figure:
     """The share of attention in what selectors pick, against that of tokens, and of bytes by whole tiles."""
-    lines: dict[str, list[Row]] = {}
+    methods: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda r: r["tokens_share"]):
-        lines.setdefault(method(row["cache"]), []).append(row)
-    several = sorted({name: some for name, some in lines.items() if len(some) > 1}.items() or lines.items())
-    colors = [COLORS[i % len(COLORS)] for i in range(len(several))]
-
-    def places(share: str) -> list[tuple[str, list[Place]]]:
-        return [(name, [(100 * r[share], r["recovered"]) for r in some]) for name, some in several]
-
+        methods.setdefault(method(row["cache"]), []).append(row)
+    several = {name: some for name, some in methods.items() if len(some) > 1} or methods
     figure = blank(10.9, 5)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, share, says in zip(panels, ("tokens_share", "bytes_share"), PICKED, strict=True):
-        axes.set(xscale="log", xlabel=says)
-        for i, (color, (_, line)) in enumerate(zip(colors, places(share), strict=True)):
-            axes.plot(
-                *zip(*line, strict=True), color=color, marker=MARKERS[i // len(COLORS) % len(MARKERS)], ms=4, lw=1.1
-            )
-        at = [x for _, line in places(share) for x, _ in line]
-        axes.set_xticks(ticks := [t for t in SHARES if min(at) / 1.3 < t < max(at) * 1.3], map(str, ticks))
+    panels = []
+    for axes, (share, says) in zip(figure.subplots(1, 2, sharey=True), PICKED.items(), strict=True):
+        lines = {name: [(100 * r[share], r["recovered"]) for r in some] for name, some in several.items()}
+        at = [place for line in lines.values() for place in line]
+        axes.scatter(*zip(*at, strict=True), s=9, color=GREY, lw=0, zorder=1)
+        _plainly(axes)
+        _shares(axes, [x for x, _ in at])
         axes.minorticks_off()
-        axes.grid(color="#eeeeee", lw=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("share of attention (higher is better)")
+        axes.set_xlabel(says, fontsize=9)
+        panels.append((axes, lines))
+    figure.supylabel("share of attention (higher is better)", fontsize=9)
     figure.suptitle(_plain(title, 120), fontsize=11, x=0.01, ha="left", parse_math=False)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    for axes, share in zip(panels, ("tokens_share", "bytes_share"), strict=True):
-        _label(axes, places(share), colors, places(share)[0][1])
+    for axes, lines in panels:
+        _lines(axes, lines, [])
     return figure
 
 
 def _family(axes: Axes, some: Sequence[Point], x: Callable[[Point], float], edge: Sequence[Place]) -> None:
-    """A line a method, in its colour and with its name."""
     lines: dict[str, list[Place]] = {}
     for p in sorted(some, key=x):
         lines.setdefault(method(p.cache), []).append((x(p), p.value))
+    _lines(axes, lines, edge)
+
+
+def _lines(axes: Axes, lines: Mapping[str, Sequence[Place]], edge: Sequence[Place]) -> None:
+    """A line a method, in its colour and with its name."""
     named = sorted(lines.items())  # a method's colour is the same in all pictures of the same caches
     colors = [COLORS[i % len(COLORS)] for i in range(len(named))]
     for i, (color, (_, line)) in enumerate(zip(colors, named, strict=True)):
-        axes.plot(*zip(*line, strict=True), color=color, marker=MARKERS[i % len(MARKERS)], ms=4, lw=1.1, zorder=3)
+        marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # another one where a colour comes again
+        axes.plot(*zip(*line, strict=True), color=color, marker=marker, ms=4, lw=1.1, zorder=3)
     _label(axes, named, colors, edge)
+
+
+def _plainly(axes: Axes) -> None:
+    axes.grid(color="#eeeeee", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=SMALL, length=2, color="#999999")
+
+
+def _shares(axes: Axes, x: Sequence[float]) -> None:
+    """Percents on a logarithmic axis: most are between a tenth and the half."""
+    axes.set_xscale("log")
+    ends = min(x) / 1.3, max(x) * 1.3
+    axes.set_xlim(*ends)
+    axes.set_xticks(ticks := [t for t in SHARES if ends[0] < t < ends[1]], map(str, ticks))
 
 
 def _cost(cost: str) -> Callable[[Point], float]:
@@ -138,11 +151,8 @@ def _scales(axes: Axes, found: Sequence[Point], cost: str) -> None:
         forward, back = (lambda y: np.arcsinh((y - least) / near)), (lambda z: least + near * np.sinh(z))
         axes.set_yscale("function", functions=(forward, back))
         _ticks(axes, [float(f"{least:.3g}"), *(t for t in PPL if least < t < most)])
-    if cost == "bytes":  # most caches lie between a tenth of the full one and the half
-        axes.set_xscale("log")
-        ends = min(x) / 1.3, max(x) * 1.3
-        axes.set_xlim(*ends)
-        axes.set_xticks(ticks := [t for t in SHARES if ends[0] < t < ends[1]], map(str, ticks))
+    if cost == "bytes":
+        _shares(axes, x)
     axes.minorticks_off()
 
 
@@ -173,8 +183,9 @@ def _label(
     renderer = FigureCanvasAgg(figure).get_renderer()
     own = [axes.transData.transform(line) for _, line in lines]
     marks = np.concatenate(own)
-    steps = [step for a, b in zip(edge, edge[1:], strict=False) for step in (a, (b[0], a[1]))] + [edge[-1]]
-    paths = np.concatenate([marks, *map(_along, [*own, axes.transData.transform(steps)])])
+    steps = [step for a, b in zip(edge, edge[1:], strict=False) for step in (a, (b[0], a[1]))] + [*edge[-1:]]
+    drawn = [*own, axes.transData.transform(steps)] if steps else own
+    paths = np.concatenate([marks, *map(_along, drawn)])
     frame, placed, points = axes.bbox, np.zeros((0, 4)), 72 / figure.dpi
     for (name, data), line, color in zip(lines, own, colors, strict=True):
         size = axes.text(0, 0, _plain(name), fontsize=SMALL, parse_math=False)

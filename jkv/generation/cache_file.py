@@ -23,7 +23,7 @@ from jkv.io.identity import fingerprint
 from jkv.memory.cache import Cache, Counts
 from jkv.memory.pages import is_far, settled
 from jkv.methods import parse
-from jkv.methods.config import CacheConfig
+from jkv.methods.config import MOST, CacheConfig
 from jkv.models import Params
 from jkv.protocols import LayerSize, Sizes
 
@@ -142,7 +142,7 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         if config is None and (not isinstance(meta["config"], str) or len(meta["config"]) > _LONGEST_TEXT):
             raise ValueError("its config is no text, or far too long")
         numbers = rows, longest, new, devices = meta["rows"], meta["longest"], meta["new"], meta.get("devices", 1)
-        if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers) or not devices:
+        if not all(type(n) is int and 0 <= n < MOST for n in numbers) or not devices:
             raise ValueError(f"rows, longest, new and devices are {numbers}")
         config = (config or replace(parse(meta["config"]), devices=devices)).bound(params)
         dtype = jnp.dtype(meta["dtype"])
@@ -180,7 +180,7 @@ def _tuples(x: Any) -> Any:
     """JSON's lists as tuples of whole numbers; ValueError for anything else."""
     if isinstance(x, list):
         return tuple(map(_tuples, x))
-    if x is not None and not (type(x) is int and 0 <= x < 1 << 31):
+    if x is not None and not (type(x) is int and 0 <= x < MOST):
         raise ValueError(f"a layer of {x!r} tokens")
     return x
 

@@ -189,9 +189,9 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
     """The cache after more text in every row, with room for `new` tokens after it; as `prefilled` otherwise."""
     check_there(cache)
     check_beside(params, cache)
-    _check_asked(cache, rows)
     if len(rows) != cache.rows:
         raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
+    _check_asked(cache, rows)
     cache = with_room(cache, np.array([len(row) for row in rows]), np.full(len(rows), new))
     cost = Cost(over=sharding.over(params))
     params = replace(params, config=cache.model)

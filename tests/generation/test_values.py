@@ -99,6 +99,13 @@ def test_rollback_goes_no_further_than_the_row_that_paused(params, text):
     assert (cache.rollback(1).seen == cache.seen - 1).all()
 
 
+def test_texts_of_another_number_of_rows_are_refused_where_queries_are_kept(params):
+    cache, _ = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=f"the cache has 2 rows and the prompt {rows}: give one text a row"):
+            jkv.extend(params, cache, [[7]] * rows)
+
+
 def test_text_behind_a_rollback_is_refused_where_it_asks_for_queries_that_are_gone(params):
     before, _ = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
     after = before

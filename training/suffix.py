@@ -28,6 +28,7 @@ from jkv.training.optimiser import adamw, cosine
 SINKS = 4  # first tokens, which are held in any case
 SHARES = (1 / 8, 1 / 2)  # of a prefix, that a cache holds in a step
 HALVINGS = 30  # of the interval in which a threshold lies
+LEAST = 1e-12  # of a sum of slopes
 
 
 @value
@@ -165,7 +166,9 @@ def after(params: Params, held: Prefix, live: Array, rest: Batch, added: Array) 
 def above(s: Array, free: Array, total: Array, kappa: float) -> Array:
     """(s - threshold) / kappa, f32[L,B,H,T]: the threshold f32[B] where sigmoid of it sums to `total` f32[B].
 
-    Over all that bool[L,B,H,T] is free to leave, 0 where nothing is; no gradient goes through the threshold.
+    Over all that bool[L,B,H,T] is free to leave, 0 where nothing is. The threshold moves with s, as it does in a
+    contest: by the mean of ds that the sigmoid's slopes weigh, so that the sum stays. Were it fixed, every token would
+    gain by a larger s, and what is learned would be who is near the threshold.
     """
     fixed = jax.lax.stop_gradient(s)
     some = free.any((0, 2, 3))
@@ -179,7 +182,13 @@ def above(s: Array, free: Array, total: Array, kappa: float) -> Array:
         return jnp.where(open_ > total, middle, low), jnp.where(open_ > total, high, middle)
 
     low, high = jax.lax.fori_loop(0, HALVINGS, halve, (low, high))
-    return (s - ((low + high) / 2)[None, :, None, None]) / kappa
+    level = ((low + high) / 2)[None, :, None, None]
+    open_ = jax.nn.sigmoid((fixed - level) / kappa)
+    slope = jnp.where(free, open_ * (1 - open_), 0)
+    moved = (slope * (s - fixed)).sum((0, 2, 3), keepdims=True) / jnp.maximum(
+        slope.sum((0, 2, 3), keepdims=True), LEAST
+    )
+    return (s - level - moved) / kappa
 
 
 def chosen(s: Array, live: Array, share: Array, window: int, kappa: float) -> tuple[Array, Array]:

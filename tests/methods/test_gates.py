@@ -55,6 +55,29 @@ def test_a_head_that_retrieves_forgets_more_slowly():
         assert np.isinf(kept[:, [0, 4, 5]]).all() and np.isfinite(kept[:, 1:4]).all()
 
 
+def test_a_token_stays_for_what_fades_or_for_what_does_not():
+    """rank = log(exp(r) + beta^age): all of the newest is beta's, and of the oldest r's."""
+    config = jkv.parse(f"utility(budget=24, window=2, sinks=1, gate={rig.ZAP!r}, fading={rig.GATE!r})").bound(PARAMS)
+    beta = np.array([[0.9, 0.2, 0.8, 0.99, 0.7, 0.6]] * H)[None]
+    r = np.random.default_rng(0).uniform(-6, 0, beta.shape)
+    columns = {"0.repeated": jnp.asarray(r, jnp.float32), "1.log_beta": jnp.asarray(np.log(beta), jnp.float32)}
+    ev = dataclasses.replace(evidence(np.eye(6)), columns=columns)
+    own = config.score.score.rank(ev)
+    np.testing.assert_allclose(own, np.log(np.exp(r) + beta ** np.arange(7, 1, -1)), rtol=1e-5, atol=1e-5)
+    kept = config.score.rank(ev)[0]
+    assert np.isinf(kept[:, [0, 4, 5]]).all() and (kept[:, 1:4] == own[0, :, 1:4]).all()
+    never = dataclasses.replace(ev, columns=dict(columns, **{"0.repeated": jnp.full(beta.shape, -jnp.inf)}))
+    np.testing.assert_allclose(config.score.score.rank(never), np.log(beta) * np.arange(7, 1, -1), rtol=1e-5)
+
+
+def test_a_utility_says_which_weights_it_lacks():
+    for some, method in ((f"fading={rig.GATE!r}", "kvzap"), (f"gate={rig.ZAP!r}", "trimkv")):
+        with pytest.raises(ValueError, match=f"`jkv train {method} --model"):
+            jkv.parse(f"utility(budget=24, {some})").bound(PARAMS)
+    with pytest.raises(ValueError, match="step=0: slots, 1 or more"):
+        jkv.parse("utility(budget=24, step=0)")
+
+
 def test_without_heads_it_says_how_they_are_found():
     with pytest.raises(ValueError, match="`jkv calibrate compresskv --model"):
         jkv.parse(f"retrieval(budget=24, gate={rig.GATE!r})").bound(PARAMS)

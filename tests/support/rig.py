@@ -361,6 +361,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "qfilters": (Case(f"qfilters(budget={{b}}, window=8, queries={QUERIES!r})"),),
     "triattention": (Case(f"triattention(budget={{b}}, block=16, queries={QUERIES!r})"),),
     "kvzap": (Case(f"kvzap(budget={{b}}, window=8, step={{b}}, gate={ZAP!r})"),),
+    "utility": (Case(f"utility(budget={{b}}, window=8, step={{b}}, gate={ZAP!r}, fading={GATE!r})"),),
     "fastkvzip": (Case(f"fastkvzip(budget={{b}}, window=8, portion=0.5, step={{b}}, gate={SINKS!r})"),),
     "duoattention": (Case(f"duoattention(local={{b}}, heads={DUO!r})", whole=1),),
     "think": (Case(f"think(share=0.5, recent=16, queries={QUERIES!r})", slot=THIN),),

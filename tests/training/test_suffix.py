@@ -55,6 +55,23 @@ def test_a_contest_holds_its_share():
         np.testing.assert_allclose(gap, gap.flat[0], atol=1e-4)  # one threshold for all layers and heads
 
 
+def test_a_threshold_moves_with_what_competes():
+    """A gradient is that of the whole contest: what one head gains, others lose, and what all gain changes nothing."""
+    live = jnp.asarray(np.arange(40) < np.array(SIZES)[:, None])
+    s, way = (jnp.asarray(RNG.normal(0, scale, (3, 2, 4, 40)), jnp.float32) for scale in (3, 1))
+    free = jnp.broadcast_to(live[None, :, None], s.shape)
+    total, h = jnp.array([40.0, 60.0]), 1e-2
+
+    @jax.jit
+    def found(s):
+        logit, slope = jax.jvp(lambda s: suffix.above(s, free, total, 0.5), (s,), (way,))
+        return logit, slope, jax.jvp(lambda s: suffix.above(s, free, total, 0.5), (s,), (jnp.ones_like(s),))[1]
+
+    _, slope, alike = found(s)
+    np.testing.assert_allclose(slope, (found(s + h * way)[0] - found(s - h * way)[0]) / (2 * h), rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(alike, 0, atol=1e-5)
+
+
 def test_a_text_that_is_held_in_any_case_has_no_contest():
     """And no number that is none, in its logits or their gradient."""
     live, s = jnp.ones((1, 9), bool), jnp.asarray(RNG.normal(0, 1, (2, 1, 2, 9)), jnp.float32)

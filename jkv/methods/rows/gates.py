@@ -10,6 +10,7 @@ from jkv.methods.divisions import Split, Weighted, Won
 from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
 from jkv.methods.scores.heads import Lasting
+from jkv.methods.scores.hybrid import Either
 from jkv.methods.scores.learned import Contested, Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
 from jkv.methods.scores.published import Distilled, Repeated, Whole, read_heads
@@ -54,6 +55,9 @@ def makeeach(
 
 def _contest(name: str, size: Size, score: Score, window: int, sinks: int, step: int | None) -> Axes:
     """The tokens of a prompt, of all layers and heads, compete for one budget beside the first and the newest."""
+    window = at_most(window, size.tokens, 4)
+    if step is not None and step < 1:
+        raise ValueError(f"{name}: step={step}: slots, 1 or more")
     size = size.above(name, window + sinks, "its first and newest tokens")
     return _among(size, Protect(score=score, sinks=sinks, newest=window), step)
 
@@ -84,9 +88,6 @@ def retrieval(
     gate: a folder of `jkv train retrieval` or `trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and
     the newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
-    window = at_most(window, size.tokens, 4)
-    if step is not None and step < 1:
-        raise ValueError(f"retrieval: step={step}: slots, 1 or more")
     score = Lasting(score=learned.trained(gate, Contested()))
     return _contest("retrieval", size, score if heads is None else score.of(heads), window, sinks, step)
 
@@ -179,11 +180,29 @@ def kvzap(size: Size, *, window: int = 128, sinks: int = 0, step: int | None = N
     gate: a folder of `jkv train kvzap`, or one as the authors publish it, of one layer or two; the first `sinks` and
     the newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
-    window = at_most(window, size.tokens, 4)
-    if window < 0 or (step is not None and step < 1):
-        raise ValueError(f"kvzap: window={window}, step={step}: newest tokens, 0 or more, and slots, 1 or more")
     score = Repeated() if gate is None else Repeated().of(gate)
     return _contest("kvzap", size, score, window, sinks, step)
+
+
+@row("-", "jkv's own: kvzap and makeeach, neither of which knows what the other does, in one contest")
+def utility(
+    size: Size,
+    *,
+    window: int = 32,
+    sinks: int = 4,
+    step: int | None = None,
+    gate: str | None = None,
+    fading: str | None = None,
+) -> Axes:
+    """What a question may look up stays, what only the next lines need fades: KVzap's and TRIM-KV's gates, in nats.
+
+    rank = log(exp(r) + beta^age), of all layers and heads together: r is the log of the attention that a repetition
+    would pay a token. gate: a folder of `jkv train kvzap`, fading: of `jkv train trimkv`; the first `sinks` and the
+    newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
+    """
+    foreseen = Repeated() if gate is None else Repeated().of(gate)
+    score = Either(scores=(foreseen, learned.trained(fading, Retention())))
+    return _contest("utility", size, score, window, sinks, step)
 
 
 @row(

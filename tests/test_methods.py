@@ -121,7 +121,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "kvtc": {"sensitivity": rig.SENSITIVITY},
     "kvquant": {"sensitivity": rig.SENSITIVITY},
     "kvzap": {"gate": rig.ZAP},
-    "utility": {"gate": rig.ZAP, "fading": rig.GATE},
+    "utility": {"gate": rig.WORTH},
     "fastkvzip": {"gate": rig.SINKS},
     "fasa": {"channels": rig.CHANNELS, "pairs": 3},
     "infinigen": {"channels": rig.CHANNELS, "directions": 4},

@@ -29,11 +29,24 @@ from jkv.methods.scores import gated as gated_score
 from jkv.methods.scores import learned as learned_score
 from jkv.methods.scores.heads import CHOICE, found
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
-from jkv.methods.scores.published import Repeated
+from jkv.methods.scores.published import Repeated, Surrogate
+from jkv.methods.scores.utility import Twofold, Utility, joined
 from jkv.methods.selectors.forecast import Forecast
 from jkv.models import FAMILIES, Params
 from jkv.models.params import apart
-from jkv.training import data, delay, distilling, estimates, flags, forecast, lasting, mixtures, retention, surrogates
+from jkv.training import (
+    data,
+    delay,
+    distilling,
+    estimates,
+    flags,
+    forecast,
+    lasting,
+    mixtures,
+    retention,
+    surrogates,
+    worth,
+)
 from jkv.training import drafter as drafters
 from jkv.training import features as features_of
 from jkv.training import xecomla as latents
@@ -252,6 +265,34 @@ def retrieval(run: Run, *, heads: Path | None, budget: int, **chosen: Any) -> No
     caches = ("full", f"streaming(budget={budget})", own)
     more = {"heads": digest([shares.tobytes()])}
     fitted(run, recipe, score if run.start else score.bound(run.params), caches, more, {"budget": budget})
+
+
+@method
+def utility(run: Run, *, foreseen: Path | None, fading: Path | None, budget: int, **chosen: Any) -> None:
+    """What a question may look up and what the next lines need, in one contest of all layers and heads."""
+    recipe = worth.Recipe(**chosen, seed=run.seed).checked(run.length)
+    score, more = Utility(), {}
+    if run.start is not None and (foreseen or fading):
+        raise ValueError("--start has both gates: leave out --foreseen and --fading")
+    if run.start is None:
+        score = Utility(gate=_both(run.params, foreseen, fading))
+        more = {"gates": digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])}
+    own = f"utility(budget={budget}, window={recipe.window}, gate={str(run.out)!r})"
+    fitted(run, recipe, score, ("full", f"streaming(budget={budget})", own), more, {"budget": budget})
+
+
+def _both(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
+    """The gates that two folders hold; ValueError for those of another kind, or of another model."""
+    if foreseen is None:
+        raise ValueError("utility begins with what was learned before: give --foreseen FOLDER of `jkv train kvzap`")
+    looks = Repeated().of(str(foreseen)).bound(params)
+    looks.for_layer(params.config, 0)
+    if not isinstance(looks.gate, Surrogate):
+        raise ValueError(
+            f"{foreseen}: surrogates of one layer, and utility takes those of two, as `jkv train kvzap` makes them"
+        )
+    lasts = learned.trained(None if fading is None else str(fading), Retention()).bound(params)
+    return joined(looks.gate, lasts.weights)
 
 
 @method

@@ -65,8 +65,12 @@ class Recipe(trainer.Recipe):
         return self
 
     def tune(self) -> Any:
-        faster = optax.stateless(lambda change, _: offset(change, lambda x: x * self.offsets))
+        faster = optax.stateless(lambda change, _: self.quick(change, lambda x: x * self.offsets))
         return optax.chain(adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip), faster)
+
+    def quick(self, score: Any, change: Any) -> Any:
+        """A score, or what its weights change by, with other offsets."""
+        return replace(score, gate=replace(score.gate, offset=change(score.gate.offset)))
 
     def worth(self, score: Any, held: Prefix, live: Array) -> Array:
         """s f32[L,B,H,T], in nats, of the tokens of a prefix bool[B,T]: who wins the contest."""
@@ -87,11 +91,6 @@ class Recipe(trainer.Recipe):
         added = jnp.where(safe[None, :, None], 0, jax.nn.log_sigmoid(drawn(logit, second)))
         kl, ce = distil(params, after(params, held, live, rest, added), rest, told)
         return kl, {"loss": kl, "ce": ce}
-
-
-def offset(score: Any, change: Any) -> Any:
-    """A score, or what its weights change by, with another offset."""
-    return replace(score, gate=replace(score.gate, offset=change(score.gate.offset)))
 
 
 @partial(jax.jit, static_argnames=("n", "k"))

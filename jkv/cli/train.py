@@ -197,6 +197,22 @@ class Retrieval(Suffix):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Utility(Suffix):
+    """Gates of kvzap and trimkv in one contest of all layers and heads, by what a text that goes on misses."""
+
+    untrained: ClassVar[bool] = True  # without steps they are both, as they are
+    foreseen: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Surrogates of jkv train kvzap; needed without --start.")
+    ] = None
+    fading: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Gates of jkv train trimkv. Default: those of jkv.")
+    ] = None
+    steps: Steps = 400
+    rate: Rate = 1e-3
+    window: Annotated[int, typer.Option(min=0, help="Newest tokens, which are held in any case.")] = 32
+
+
+@dataclass(frozen=True, kw_only=True)
 class S3Attention:
     """Dictionaries of sparse features, by which a question finds the spans of a text that are read."""
 
@@ -250,7 +266,7 @@ class XEcoMLA:
 
 METHODS: tuple[type, ...] = (
     TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval,
-    S3Attention, Drafter, XEcoMLA,
+    Utility, S3Attention, Drafter, XEcoMLA,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from safetensors.numpy import save_file
 import jkv.models as models
 from jkv.io import learned as io
 from jkv.methods.scores import delayed, gated, learned
+from jkv.methods.scores.published import Surrogate
+from jkv.methods.scores.utility import joined
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config
@@ -205,6 +208,17 @@ def published_zap(folder: str, hidden: int | None, width: int, heads: int, count
     return folder
 
 
+def worth(folder: str) -> str:
+    """A folder with the gates of `gate`, others that foresee, and levels for the tiny model: random."""
+    rng, fading = np.random.default_rng(25), learned.start(MODEL, 8, 3.0, jax.random.key(7))
+    fading = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, fading)
+    shapes = {"into": (L, 6, MODEL.width), "bias": (L, 6), "out": (L, H, 6), "offset": (L, H)}
+    made = joined(Surrogate(**{name: jnp.asarray(rng.normal(-0.5, 0.5, x)) for name, x in shapes.items()}), fading)
+    made = dataclasses.replace(made, level=jnp.asarray(rng.normal(0, 1, (L, H))))
+    io.write(folder, vars(made), {"method": "utility", "model": io.identities(PARAMS)})
+    return folder
+
+
 def sunk(folder: str) -> str:
     """A file of Fast KVzip for the tiny model as its authors lay it out: random."""
     path = Path(folder)
@@ -293,4 +307,5 @@ CHANNELS, GATE, DEEP, ESTIMATES, MIXTURES, SWITCH, LOOK, PREDICTOR, FINDERS, KEE
 SENSITIVITY = sensitivity(f"{FOLDER.name}/sensitivity")
 FEATURES = features(f"{FOLDER.name}/features")
 PLAN = plan(f"{FOLDER.name}/plan")
+WORTH = worth(f"{FOLDER.name}/worth")
 SINKS = sunk(f"{FOLDER.name}/sunk")

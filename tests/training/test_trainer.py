@@ -28,6 +28,7 @@ from jkv.training import data, methods, retention, trainer
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch
 from support.commands import PARAMS, call, refused
+from support.tiny import published_zap
 
 ARGUMENTS = (
     "--budget 12 --warm 8 --steps 20 --every 5 --rate 1e-2 --texts 5 --length 64 --corpus pydoc --width 8 --top 0 "
@@ -241,7 +242,8 @@ def given_folders(tmp_path_factory):
     learned.write(at / "start", vars(start(c, 8, 4.0, jax.random.key(0))), of | {"method": "trimkv"})
     table = np.linspace(0.2, 1, c.layers * c.heads * c.groups).reshape(c.layers, c.heads, c.groups)
     learned.write(at / "heads", {"heads": table, "layers": np.full(c.layers, 0.5)}, of | {"method": "compresskv"})
-    return {"start": at / "start", "heads": at / "heads"}
+    zap = published_zap(str(at / "foreseen"), 8, c.width, c.heads, c.layers)
+    return {"start": at / "start", "heads": at / "heads", "foreseen": zap, "fading": at / "start"}
 
 
 @pytest.mark.parametrize("settings", METHODS)
@@ -260,7 +262,7 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
     small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
     small |= dict(rank=12, rope_dim=4, layer=1)
     name, given = settings.__name__.lower(), {f.name: small.get(f.name, f.default) for f in fields(settings)}
-    read = {k: given_folders[k] for k in given.keys() & {"heads"}}
+    read = {k: given_folders[k] for k in given.keys() & given_folders.keys() - {"start"}}
     if name == "retrieval":  # goes on from what it can only be given here
         read["start"] = given_folders["start"]
     given = {k: x for k, x in given.items() if k != "start"} | read
@@ -270,8 +272,9 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
     )
     assert result.stderr.splitlines()[-1] == "error: told", result.stderr
     wrote = told[0] | told[0]["recipe"]
-    assert wrote.keys() >= read.keys() and (wrote.get("layers") == (1,)) == ("layer" in given)  # it says all of them
-    unsaid = {"every", "layer", *read} | ({"budget"} if name in ("locret", "kvzap", "retrieval") else set())
+    expected = {"gates"} if name == "utility" else read.keys() - {"start"}
+    assert wrote.keys() >= expected and (wrote.get("layers") == (1,)) == ("layer" in given)  # it says all of them
+    unsaid = {"every", "layer", *read} | ({"budget"} if name in ("locret", "kvzap", "retrieval", "utility") else set())
     assert {k: wrote.get(k) for k in given.keys() - unsaid} == {k: given[k] for k in given.keys() - unsaid}
 
 

@@ -10,10 +10,10 @@ from jkv.methods.divisions import Split, Weighted, Won
 from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
 from jkv.methods.scores.heads import Lasting
-from jkv.methods.scores.hybrid import Either
 from jkv.methods.scores.learned import Contested, Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
 from jkv.methods.scores.published import Distilled, Repeated, Whole, read_heads
+from jkv.methods.scores.utility import Utility
 from jkv.protocols import Score
 
 
@@ -192,17 +192,14 @@ def utility(
     sinks: int = 4,
     step: int | None = None,
     gate: str | None = None,
-    fading: str | None = None,
 ) -> Axes:
-    """What a question may look up stays, what only the next lines need fades: KVzap's and TRIM-KV's gates, in nats.
+    """What a question may look up stays, what the next lines need fades: the tokens of all layers and heads compete.
 
-    rank = log(exp(r) + beta^age), of all layers and heads together: r is the log of the attention that a repetition
-    would pay a token. gate: a folder of `jkv train kvzap`, fading: of `jkv train trimkv`; the first `sinks` and the
-    newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
+    rank = log(exp(r) + exp(level) beta^age), r of KVzap's gate, beta of TRIM-KV's, weighed by `jkv train utility`:
+    `gate` is a folder of it. The first `sinks` and the newest `window` stay; slots come in steps of `step` tokens
+    (None: a quarter of the budget).
     """
-    foreseen = Repeated() if gate is None else Repeated().of(gate)
-    score = Either(scores=(foreseen, learned.trained(fading, Retention())))
-    return _contest("utility", size, score, window, sinks, step)
+    return _contest("utility", size, learned.trained(gate, Utility()), window, sinks, step)
 
 
 @row(

@@ -238,27 +238,6 @@ class Plus(Several):
 
 
 @part
-class Either(Several):
-    """Scores that are log utilities, in nats: rank = log sum_i exp(rank_i). A token stays for what any of them expects.
-
-    What one protects is protected; what all let go leaves.
-    """
-
-    scores: tuple[Score, ...] = leaf()
-
-    @property
-    def parts(self) -> tuple[Score, ...]:
-        return self.scores
-
-    def having(self, parts: tuple[Score, ...]) -> Score:
-        return replace(self, scores=parts)
-
-    def rank(self, ev: Evidence) -> Array:
-        ranks = [s.rank(own) for s, own in self.views(ev)]
-        return reduce(jnp.logaddexp, [across(x) if self.uniform else x for x in ranks])
-
-
-@part
 class ByPhase(Several):
     """One score for prompts, and another one, the `path`, for flushes while generating; both observe all queries.
 

@@ -29,7 +29,7 @@ from jkv.methods.scores import gated as gated_score
 from jkv.methods.scores import learned as learned_score
 from jkv.methods.scores.heads import CHOICE, found
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
-from jkv.methods.scores.published import Repeated, Surrogate
+from jkv.methods.scores.published import Repeated, Surrogate, of_another
 from jkv.methods.scores.utility import Twofold, Utility, joined
 from jkv.methods.selectors.forecast import Forecast
 from jkv.models import FAMILIES, Params
@@ -285,12 +285,14 @@ def _both(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold
     """The gates that two folders hold; ValueError for those of another kind, or of another model."""
     if foreseen is None:
         raise ValueError("utility begins with what was learned before: give --foreseen FOLDER of `jkv train kvzap`")
-    looks = Repeated().of(str(foreseen)).bound(params)
-    looks.for_layer(params.config, 0)
+    c, looks = params.config, Repeated().of(str(foreseen)).bound(params)
     if not isinstance(looks.gate, Surrogate):
         raise ValueError(
             f"{foreseen}: surrogates of one layer, and utility takes those of two, as `jkv train kvzap` makes them"
         )
+    found, own = looks.gate.into.shape[::2] + looks.gate.out.shape[1:2], (c.layers, c.width, c.heads)
+    if found != own:
+        raise of_another(f"{foreseen} (layers, width, kv heads)", found, c, own)
     lasts = learned.trained(None if fading is None else str(fading), Retention()).bound(params)
     return joined(looks.gate, lasts.weights)
 

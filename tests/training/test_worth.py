@@ -73,7 +73,12 @@ def test_without_steps_they_are_both_as_they_are(tmp_path, given):
 
 
 def test_what_is_not_given_is_named(tmp_path, given):
+    c = commands.PARAMS.config
+    deep = published_zap(str(tmp_path / "deep"), 8, c.width, c.heads, c.layers + 1)
+    line = published_zap(str(tmp_path / "line"), None, c.width, c.heads, c.layers)
     for options, message in (
+        (("--foreseen", deep), f"the weights are of [{c.layers + 1}, {c.width}, {c.heads}]"),
+        (("--foreseen", line), "surrogates of one layer"),
         ((), "give --foreseen FOLDER of `jkv train kvzap`"),
         (("--start", WORTH, "--fading", given["--fading"]), "leave out --foreseen and --fading"),
     ):

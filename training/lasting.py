@@ -35,7 +35,7 @@ class Recipe(suffix.Recipe):
 
     def worth(self, score: Slowed, held: suffix.Prefix, live: Array) -> Array:
         size, at = live.sum(1, keepdims=True), jnp.cumsum(live, 1) - 1
-        age = jnp.log(jnp.maximum(size - at, 1).astype(jnp.float32))
+        age = jnp.log(jnp.maximum(size + 1 - at, 1).astype(jnp.float32))
         slow = -jnp.log(jnp.maximum(jnp.asarray(score.shares, jnp.float32), LEAST))
         own = (-jnp.log(-_of_layer(score.weights, i)(held.x[:, i])) for i in range(held.x.shape[1]))
         return jnp.stack(list(own)) + slow[:, None, :, None] - age[None, :, None]

@@ -26,7 +26,7 @@ def test_who_wins_in_training_is_who_ranks_best_in_a_cache():
     for row, size in enumerate(SIZES):
         hidden = np.einsum("lwe,lte->ltw", into, x[row, :, :size]) + bias[:, None]
         z = np.einsum("lhw,ltw->lht", out, hidden / (1 + np.exp(-hidden))) + offset[..., None]
-        rank = shares[..., None] * (size - np.arange(size)) * -np.logaddexp(0, -z)
+        rank = shares[..., None] * (size + 1 - np.arange(size)) * -np.logaddexp(0, -z)  # as a cache counts ages
         np.testing.assert_allclose(worth[:, row, :, :size], -np.log(-rank), rtol=1e-4, atol=1e-4)
 
 

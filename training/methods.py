@@ -27,7 +27,6 @@ from jkv.methods.features import Featured
 from jkv.methods.scores import delayed
 from jkv.methods.scores import gated as gated_score
 from jkv.methods.scores import learned as learned_score
-from jkv.methods.scores.heads import CHOICE, found
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.published import Repeated, Surrogate, of_another
 from jkv.methods.scores.utility import Twofold, Utility, joined
@@ -41,7 +40,6 @@ from jkv.training import (
     estimates,
     flags,
     forecast,
-    lasting,
     mixtures,
     retention,
     surrogates,
@@ -250,21 +248,6 @@ def kvzap(run: Run, *, budget: int, **chosen: Any) -> None:
     surrogates.request(run.params, run.length)  # what came of it is asked so too, after hours of work
     gate = surrogates.start(run.params.config, recipe.width, jax.random.key(recipe.seed))
     gated(run, recipe, Repeated(gate=gate), budget, recipe.width)
-
-
-@method
-def retrieval(run: Run, *, heads: Path | None, budget: int, **chosen: Any) -> None:
-    """Retention gates of a contest of all layers and heads; without --start from those that come with jkv."""
-    recipe = lasting.Recipe(**chosen, seed=run.seed).checked(run.length)
-    folder = str(heads or learned.shipped(CHOICE, run.params, str, how="calibrate"))
-    table, models = found(folder, CHOICE)
-    learned.check(models, run.params)
-    shares = 1 - table["heads"].max(-1)
-    score = lasting.Slowed(shares=tuple(map(tuple, shares.tolist())))
-    own = f"{run.name}(budget={budget}, window={recipe.window}, heads={folder!r}, gate={str(run.out)!r})"
-    caches = ("full", f"streaming(budget={budget})", own)
-    more = {"heads": digest([shares.tobytes()])}
-    fitted(run, recipe, score if run.start else score.bound(run.params), caches, more, {"budget": budget})
 
 
 @method

@@ -182,21 +182,6 @@ class KVzap(Suffix):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retrieval(Suffix):
-    """Gates of a contest of all layers and heads, by what a text that goes on misses."""
-
-    start: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Gates of this command or of trimkv. Default: those of jkv.")
-    ] = None
-    heads: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Heads of jkv calibrate compresskv. Default: those of jkv.")
-    ] = None
-    steps: Steps = 400
-    rate: Rate = 1e-3
-    window: Annotated[int, typer.Option(min=0, help="Newest tokens, which are held in any case.")] = 32
-
-
-@dataclass(frozen=True, kw_only=True)
 class Utility(Suffix):
     """Gates of kvzap and trimkv in one contest of all layers and heads, by what a text that goes on misses."""
 
@@ -265,8 +250,8 @@ class XEcoMLA:
 
 
 METHODS: tuple[type, ...] = (
-    TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Retrieval,
-    Utility, S3Attention, Drafter, XEcoMLA,
+    TrimKV, MakeEach, Locret, LoCoCo, DMS, AttentionGate, AttentionPredictor, KVzap, Utility,
+    S3Attention, Drafter, XEcoMLA,
 )  # fmt: skip
 
 

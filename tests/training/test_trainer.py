@@ -236,14 +236,12 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
 
 @pytest.fixture(scope="module")
 def given_folders(tmp_path_factory):
-    """Folders that a training asks for: gates to start from, and heads."""
-    at, of = tmp_path_factory.mktemp("folders"), {"model": learned.identities(PARAMS)}
-    c = PARAMS.config
-    learned.write(at / "start", vars(start(c, 8, 4.0, jax.random.key(0))), of | {"method": "trimkv"})
-    table = np.linspace(0.2, 1, c.layers * c.heads * c.groups).reshape(c.layers, c.heads, c.groups)
-    learned.write(at / "heads", {"heads": table, "layers": np.full(c.layers, 0.5)}, of | {"method": "compresskv"})
+    """Folders that a training asks for: gates that foresee, and gates that fade."""
+    at, c = tmp_path_factory.mktemp("folders"), PARAMS.config
+    card = {"method": "trimkv", "model": learned.identities(PARAMS)}
+    learned.write(at / "fading", vars(start(c, 8, 4.0, jax.random.key(0))), card)
     zap = published_zap(str(at / "foreseen"), 8, c.width, c.heads, c.layers)
-    return {"start": at / "start", "heads": at / "heads", "foreseen": zap, "fading": at / "start"}
+    return {"foreseen": zap, "fading": at / "fading"}
 
 
 @pytest.mark.parametrize("settings", METHODS)
@@ -262,9 +260,7 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
     small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
     small |= dict(rank=12, rope_dim=4, layer=1)
     name, given = settings.__name__.lower(), {f.name: small.get(f.name, f.default) for f in fields(settings)}
-    read = {k: given_folders[k] for k in given.keys() & given_folders.keys() - {"start"}}
-    if name == "retrieval":  # goes on from what it can only be given here
-        read["start"] = given_folders["start"]
+    read = {k: given_folders[k] for k in given.keys() & given_folders.keys()}
     given = {k: x for k, x in given.items() if k != "start"} | read
     options = [x for k, v in given.items() for x in (f"--{k.replace('_', '-')}", v)]
     result = call(
@@ -272,9 +268,8 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
     )
     assert result.stderr.splitlines()[-1] == "error: told", result.stderr
     wrote = told[0] | told[0]["recipe"]
-    expected = {"gates"} if name == "utility" else read.keys() - {"start"}
-    assert wrote.keys() >= expected and (wrote.get("layers") == (1,)) == ("layer" in given)  # it says all of them
-    unsaid = {"every", "layer", *read} | ({"budget"} if name in ("locret", "kvzap", "retrieval", "utility") else set())
+    assert ("gates" in wrote) == bool(read) and (wrote.get("layers") == (1,)) == ("layer" in given)  # it says all
+    unsaid = {"every", "layer", *read} | ({"budget"} if name in ("locret", "kvzap", "utility") else set())
     assert {k: wrote.get(k) for k in given.keys() - unsaid} == {k: given[k] for k in given.keys() - unsaid}
 
 
@@ -411,18 +406,6 @@ def test_lessons_are_remembered_while_there_is_room(monkeypatch):
     run = trainer.Training(PARAMS, Batch(ids=ids, pos=0 * ids), Recipe(), None)
     assert all(run._lesson(i).shape == (10,) for i in (0, 1, 2, 0, 1, 2))
     assert asked == [0, 1, 2, 2]
-
-
-@pytest.mark.slow
-def test_a_contest_is_trained_and_goes_on_from_what_it_learned(tiny, tmp_path, given_folders):
-    short = "--steps 2 --answer 20 --texts 2 --length 60 --corpus pydoc --budget 24 --window 4".split()
-    for out, begun in (("a", given_folders["start"]), ("b", tmp_path / "a")):
-        result = call(
-            "train", "retrieval", "--out", tmp_path / out, "--start", begun, "--heads", given_folders["heads"], *short
-        )
-        assert result.exit_code == 0, result.output
-    card = read_json(tmp_path / "b" / "card.json")
-    assert card["method"] == "retrieval" and np.isfinite(card["losses"]["loss"])
 
 
 MESH = """

@@ -10,7 +10,7 @@ from jkv.methods.divisions import Split, Weighted, Won
 from jkv.methods.prefills import Deferred
 from jkv.methods.scores import delayed, gated
 from jkv.methods.scores.heads import Lasting
-from jkv.methods.scores.learned import Contested, Foreseen, Outlook, Retention
+from jkv.methods.scores.learned import Foreseen, Outlook, Retention
 from jkv.methods.scores.position import Protect
 from jkv.methods.scores.published import Distilled, Repeated, Whole, read_heads
 from jkv.methods.scores.utility import Utility
@@ -85,10 +85,10 @@ def retrieval(
 ) -> Axes:
     """Retrieving heads forget more slowly: TRIM-KV's gates, and the tokens of all layers and heads compete.
 
-    gate: a folder of `jkv train retrieval` or `trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and
+    gate: a folder of `jkv train trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and
     the newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
-    score = Lasting(score=learned.trained(gate, Contested()))
+    score = Lasting(score=learned.trained(gate, Retention()))
     return _contest("retrieval", size, score if heads is None else score.of(heads), window, sinks, step)
 
 

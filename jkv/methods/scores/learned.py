@@ -168,13 +168,6 @@ class Retention(Trained):
 
 
 @part
-class Contested(Retention):
-    """`Retention` by gates that were trained in a contest of all layers and heads, or by TRIM-KV's."""
-
-    methods = ("retrieval", "trimkv")
-
-
-@part
 class Outlook(Retention):
     """What a token will be worth over the next n = `ahead` queries: rank = log of the sum of beta^(a+m), m = 0 .. n-1.
 

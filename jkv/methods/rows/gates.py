@@ -184,7 +184,7 @@ def kvzap(size: Size, *, window: int = 128, sinks: int = 0, step: int | None = N
     return _contest("kvzap", size, score, window, sinks, step)
 
 
-@row("-", "jkv's own: kvzap and makeeach, neither of which knows what the other does, in one contest")
+@row("-", "jkv's own: the gates of kvzap and trimkv, weighed head by head, in the contest of makeeach")
 def utility(
     size: Size,
     *,

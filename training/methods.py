@@ -28,23 +28,12 @@ from jkv.methods.scores import delayed
 from jkv.methods.scores import gated as gated_score
 from jkv.methods.scores import learned as learned_score
 from jkv.methods.scores.learned import Foreseen, Outlook, Retention
-from jkv.methods.scores.published import Repeated, Surrogate, of_another
-from jkv.methods.scores.utility import Twofold, Utility, joined
+from jkv.methods.scores.published import Repeated
+from jkv.methods.scores.utility import Utility
 from jkv.methods.selectors.forecast import Forecast
 from jkv.models import FAMILIES, Params
 from jkv.models.params import apart
-from jkv.training import (
-    data,
-    delay,
-    distilling,
-    estimates,
-    flags,
-    forecast,
-    mixtures,
-    retention,
-    surrogates,
-    worth,
-)
+from jkv.training import data, delay, distilling, estimates, flags, forecast, mixtures, retention, surrogates, worth
 from jkv.training import drafter as drafters
 from jkv.training import features as features_of
 from jkv.training import xecomla as latents
@@ -258,26 +247,10 @@ def utility(run: Run, *, foreseen: Path | None, fading: Path | None, budget: int
     if run.start is not None and (foreseen or fading):
         raise ValueError("--start has both gates: leave out --foreseen and --fading")
     if run.start is None:
-        score = Utility(gate=_both(run.params, foreseen, fading))
+        score = Utility(gate=worth.begun(run.params, foreseen, fading))
         more = {"gates": digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])}
     own = f"utility(budget={budget}, window={recipe.window}, gate={str(run.out)!r})"
     fitted(run, recipe, score, ("full", f"streaming(budget={budget})", own), more, {"budget": budget})
-
-
-def _both(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
-    """The gates that two folders hold; ValueError for those of another kind, or of another model."""
-    if foreseen is None:
-        raise ValueError("utility begins with what was learned before: give --foreseen FOLDER of `jkv train kvzap`")
-    c, looks = params.config, Repeated().of(str(foreseen)).bound(params)
-    if not isinstance(looks.gate, Surrogate):
-        raise ValueError(
-            f"{foreseen}: surrogates of one layer, and utility takes those of two, as `jkv train kvzap` makes them"
-        )
-    found, own = looks.gate.into.shape[::2] + looks.gate.out.shape[1:2], (c.layers, c.width, c.heads)
-    if found != own:
-        raise of_another(f"{foreseen} (layers, width, kv heads)", found, c, own)
-    lasts = learned.trained(None if fading is None else str(fading), Retention()).bound(params)
-    return joined(looks.gate, lasts.weights)
 
 
 @method

@@ -12,6 +12,7 @@ stay as they are; how each kv head weighs them, its offsets and its level move.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +20,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.methods.scores.utility import Twofold, Utility
+from jkv.io import learned
+from jkv.methods.scores.learned import Retention
+from jkv.methods.scores.published import Repeated, Surrogate, of_another
+from jkv.methods.scores.utility import Twofold, Utility, joined
+from jkv.models import Params
 from jkv.training import suffix
+from jkv.training.surrogates import of_layer
 
 
 @part
@@ -32,11 +38,11 @@ class Recipe(suffix.Recipe):
         age = jnp.maximum(size + 1 - at, 1).astype(jnp.float32)[:, None]
         gate = _weighed(score.weights)
 
-        def of_layer(i: int) -> Array:
-            own, x = jax.tree.map(lambda a: a[i], gate), held.x[:, i]
-            return jnp.logaddexp(own.foreseen(x), own.level[None, :, None] + age * own.fading(x))
+        def nats(i: int) -> Array:
+            own, x = of_layer(gate, i), held.x[:, i]
+            return own.worth(own.foreseen(x), own.fading(x), age)
 
-        return jnp.stack([of_layer(i) for i in range(held.x.shape[1])])
+        return jnp.stack([nats(i) for i in range(held.x.shape[1])])
 
     def quick(self, score: Any, change: Any) -> Any:
         gate = score.gate
@@ -47,3 +53,19 @@ def _weighed(gate: Twofold) -> Twofold:
     """The same, whose first products learn nothing."""
     names = ("into", "bias", "fade_into", "fade_bias")
     return replace(gate, **{name: jax.lax.stop_gradient(getattr(gate, name)) for name in names})
+
+
+def begun(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
+    """The gates that two folders hold; ValueError for those of another kind, or of another model."""
+    if foreseen is None:
+        raise ValueError("utility begins with what was learned before: give --foreseen FOLDER of `jkv train kvzap`")
+    c, looks = params.config, Repeated().of(str(foreseen)).bound(params)
+    if not isinstance(looks.gate, Surrogate):
+        raise ValueError(
+            f"{foreseen}: surrogates of one layer, and utility takes those of two, as `jkv train kvzap` makes them"
+        )
+    found, own = looks.gate.into.shape[::2] + looks.gate.out.shape[1:2], (c.layers, c.width, c.heads)
+    if found != own:
+        raise of_another(f"{foreseen} (layers, width, kv heads)", found, c, own)
+    lasts = learned.trained(None if fading is None else str(fading), Retention()).bound(params)
+    return joined(looks.gate, lasts.weights)

@@ -51,6 +51,10 @@ class Twofold:
     def fading(self) -> Gate:
         return Gate(into=self.fade_into, bias=self.fade_bias, out=self.fade_out, offset=self.fade_offset)
 
+    def worth(self, foreseen: Array, log_beta: Array, age: Array) -> Array:
+        """log(exp(foreseen) + exp(level) beta^age) f32[B,H,T] of one layer, of f32[B,H,T] and ages f32[B,1 or H,T]."""
+        return jnp.logaddexp(foreseen, self.level[None, :, None] + age * log_beta)
+
 
 def joined(foreseen: Surrogate, fading: Gate) -> Twofold:
     """Both, with a level of 0."""
@@ -70,5 +74,4 @@ class Utility(Trained):
 
     def rank(self, ev: Evidence) -> Array:
         age = (ev.seen[:, None, None] + 1 - ev.pos).astype(jnp.float32)
-        fading = self.weights.level[None, :, None] + age * ev.columns["log_beta"]
-        return jnp.logaddexp(ev.columns["foreseen"], fading)
+        return self.weights.worth(ev.columns["foreseen"], ev.columns["log_beta"], age)

@@ -1,17 +1,19 @@
-"""Training a drafter: a few blocks of a frozen model, over its commonest words, learn what that model says next.
+"""Training a drafter: a small recurrent network learns what a frozen model says next, of its commonest words.
 
-    loss = KL(p || q), p and q over the drafter's n words alone
+    loss = sum_k w_k KL(p_{t+k} || q_k) / sum_k w_k, w_k = fall^(k - 1), k = 1 to `ahead`
 
-p is the model's distribution, q the drafter's, whose embedding and output are the model's own rows: they are frozen,
-and no bytes of its. It begins with blocks of the model, evenly spaced from the first to the last. The texts go on as
-the model itself continues them, as those are what it will be asked to guess (DistillSpec, 2310.08461).
+p_{t+k} is the model's distribution after token t + k, q_k the drafter's, which has read the model's last hidden numbers
+of token t and the tokens up to t + k; both over the drafter's n words alone (`jkv.generation.distilled.Net`). The
+model's embedding and head are frozen, and no bytes of its. The texts go on as the model itself continues them, as those
+are what it will be asked to guess (DistillSpec, 2310.08461).
 
-The size decides the depth: as many blocks as fit with 8 bits a weight, a step for each output, and the words' map.
+The size decides the width: the largest whose matrices fit with 8 bits a weight and a step for each output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 
 import jax
@@ -19,43 +21,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.tree import part, value
 from jkv.generation.api import generate
-from jkv.generation.distilled import STEP, Words, packed, thinned
+from jkv.generation.distilled import NEWEST, Ends, Net, begun, followed, found, like, packed, said
 from jkv.models import Params, family
+from jkv.training import distilling
 from jkv.training.data import rows
-from jkv.training.losses import Batch
+from jkv.training.losses import Batch, Teacher, divergence, teach
 from jkv.training.measured import Measured
 from jkv.training.student import hidden
+from jkv.training.trainer import Told, Training
 
 HEADER, ENTRY = 4096, 128  # bytes of a file beside its arrays, and of each of them, at most
 TOGETHER = 32  # texts that are continued at once
-SLICE = 256  # tokens whose nearest words are looked for at once
 
 
-def places(layers: int, n: int) -> list[int]:
-    """The n of so many blocks that a drafter begins with.
-
-    >>> places(30, 1), places(30, 2), places(30, 3)
-    ([0], [0, 29], [0, 14, 29])
-    """
-    return np.linspace(0, layers - 1, n).astype(int).tolist()
-
-
-def stored(params: Params, n: int, words: int) -> int:
-    """Bytes of the file of a drafter of n blocks, at most."""
-    known = Words(of=np.arange(min(words, params.config.vocab)), read=np.zeros(params.config.vocab, np.int32))
-    arrays = packed(thinned(params, known.of, places(params.config.layers, n)), known, range(n))
+def stored(width: int, inner: int, words: int) -> int:
+    """Bytes of the file of a drafter of `inner` numbers for a model of `width`, at most."""
+    arrays = packed(like(width, inner), np.arange(words))
     return HEADER + sum(x.nbytes + ENTRY for x in arrays.values())
 
 
-def depth(params: Params, bytes: int, words: int) -> int:
-    """The most blocks that fit into bytes; ValueError where none does."""
-    sizes = [stored(params, n, words) for n in (1, 2)]
-    if bytes < sizes[0]:
+def inner(width: int, bytes: int, words: int) -> int:
+    """The most numbers of a drafter that fits into bytes; ValueError where not even one does."""
+    least, most = 0, 1
+    while stored(width, most, words) <= bytes:
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if stored(width, middle, words) <= bytes else (least, middle)
+    if not least:
         raise ValueError(
-            f"bytes={bytes:,}: one block of this model and the map of {words:,} words take {sizes[0]:,}; give as many"
+            f"bytes={bytes:,}: a drafter of one number that says {words:,} words takes {stored(width, 1, words):,}; "
+            "give as many"
         )
-    return min(1 + (bytes - sizes[0]) // (sizes[1] - sizes[0]), params.config.layers)
+    return least
+
+
+def start(width: int, inner: int, seed: int) -> Net:
+    """A drafter before its training: normal numbers, of which a product has the size of what it multiplies; a third of
+    that where several are added up."""
+    rng, shapes = np.random.default_rng(seed), like(width, inner)
+
+    def drawn(name: str) -> Array:
+        x, size = getattr(shapes, name), 0.3 if name in ("newest", "down") else 1.0
+        return jnp.asarray(rng.normal(size=x.shape) * size / np.sqrt(x.shape[-1]), jnp.float32)
+
+    return Net(**{f.name: drawn(f.name) for f in fields(Net)})
 
 
 def commonest(texts: Batch, vocab: int, n: int) -> np.ndarray:
@@ -67,32 +79,6 @@ def commonest(texts: Batch, vocab: int, n: int) -> np.ndarray:
     ids = np.asarray(texts.ids)
     counts = np.bincount(ids[ids >= 0], minlength=vocab)
     return np.sort(np.argsort(-counts, kind="stable")[:n]).astype(np.int32)
-
-
-def nearest(params: Params, of: np.ndarray) -> np.ndarray:
-    """i32[V]: for each token the word of `of` whose embedding has the largest cosine with its; a word is its own."""
-    unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-9)  # noqa: E731
-
-    @jax.jit
-    def of_some(some: Array, among: Array) -> Array:
-        return (unit(some.astype(jnp.float32)) @ unit(among.astype(jnp.float32)).T).argmax(-1)
-
-    embed = np.asarray(params.embed)
-    pad = np.pad(embed, ((0, -len(embed) % SLICE), (0, 0))).reshape(-1, SLICE, embed.shape[1])
-    found = np.concatenate([np.asarray(of_some(x, embed[of])) for x in pad])[: len(embed)].astype(np.int32)
-    found[of] = np.arange(len(of))
-    return found
-
-
-def begun(params: Params, texts: Batch, words: int, at: Sequence[int]) -> tuple[Params, Words]:
-    """The drafter before its training, and its words: the commonest of the texts."""
-    of = commonest(texts, params.config.vocab, words)
-    return thinned(params, of, at), Words(of=of, read=nearest(params, of))
-
-
-def wide(name: str) -> bool:
-    """Which arrays of a drafter are kept in float32."""
-    return name.endswith(STEP)
 
 
 def cut(texts: Batch, prompt: int) -> Batch:
@@ -139,33 +125,100 @@ def continued(
     return Batch(ids=jnp.asarray(ids), pos=jnp.asarray(pos))
 
 
-def in_words(texts: Batch, words: Words) -> Batch:
-    """Texts as the drafter reads them."""
-    ids = np.asarray(texts.ids)
-    return Batch(
-        ids=jnp.asarray(np.where(ids >= 0, words.read[np.maximum(ids, 0)], -1).astype(np.int32)), pos=texts.pos
-    )
+@value
+class Lesson:
+    """What the model says of texts: u f16[B,T,E], its last hidden numbers, and its distributions over the words."""
+
+    u: Array
+    teacher: Teacher
 
 
-@jax.jit
-def _agreeing(params: Params, small: Params, of: Array, tokens: Batch, own: Batch) -> tuple[Array, Array]:
-    """At every place whether the drafter's likeliest word is the model's likeliest token, and how likely it is."""
-    token = of[family(small.config).head(small, hidden(small, own)[0]).argmax(-1)]
-    logits = family(params.config).head(params, hidden(params, tokens)[0])
-    p = jnp.take_along_axis(jax.nn.softmax(logits, -1), token[..., None], -1)[..., 0]
-    return logits.argmax(-1) == token, p
+@partial(jax.jit, static_argnames=("k",))
+def lesson(params: Params, ends: Ends, batch: Batch, k: int) -> Lesson:
+    """Of the k likeliest words one by one; 0, or more than there are: of all."""
+    x, words = hidden(params, batch)[0], len(ends.words)
+    u = found(ends.back, family(params.config).head(ends.bare, x)[..., ends.some])
+    return Lesson(u=u.astype(jnp.float16), teacher=teach(ends.bare, x, min(k or words, words)))
 
 
-def agreement(params: Params, small: Params, words: Words, texts: Batch) -> dict[str, float]:
-    """How often the drafter's likeliest word is what the model says after the same text: its likeliest token
-    (`greedy`), and one that is drawn (`drawn`); means over the labelled places."""
+@part
+class Recipe(distilling.Recipe):
+    """How a drafter is trained. ahead: the tokens that it guesses one after the other; fall: what the loss of each
+    weighs, of the one before."""
 
-    read, found = in_words(texts, words), ([], [])
+    ahead: int = 4
+    fall: float = 0.8
+
+    def loss(self, score: Net, params: Params, batch: Batch, teacher: Lesson, step: Array, key: Array) -> Told:
+        h, each = first(score, params, batch, teacher.u), []
+        for k in range(1, self.ahead + 1):
+            token = shifted(batch.ids, k, -1)
+            h = followed(score, params, h, token)
+            told = jax.tree.map(partial(shifted, by=k, filled=0), teacher.teacher)
+            kl = jax.checkpoint(_apart)(score, params, h, told)
+            each.append(jnp.where(token >= 0, kl, 0).sum() / jnp.maximum((token >= 0).sum(), 1).astype(jnp.float32))
+        weights = self.fall ** jnp.arange(self.ahead, dtype=jnp.float32)
+        loss = (weights * jnp.stack(each)).sum() / weights.sum()
+        return loss, {"loss": loss} | {f"kl_{k + 1}": kl for k, kl in enumerate(each)}
+
+
+def _apart(net: Net, bare: Params, h: Array, told: Teacher) -> Array:
+    return divergence(said(net, bare, h), told)
+
+
+def first(net: Net, bare: Params, batch: Batch, u: Array) -> Array:
+    """h_0 f32[B,T,R] at every place, of u f[B,T,E]."""
+    before = jnp.stack([shifted(batch.ids, -j, -1) for j in range(NEWEST - 1)], -1)
+    return begun(net, bare, u.astype(jnp.float32), before)
+
+
+def shifted(x: Array, by: int, filled: float) -> Array:
+    """[B,T,...]: what lies so many places later, or earlier; where the text has none, `filled`.
+
+    >>> shifted(jnp.array([[1, 2, 3]]), 2, -1).tolist(), shifted(jnp.array([[1, 2, 3]]), -1, -1).tolist()
+    ([[3, -1, -1]], [[-1, 1, 2]])
+    """
+    t, n = x.shape[1], min(abs(by), x.shape[1])
+    part, pad = (x[:, n:], (0, n)) if by > 0 else (x[:, : t - n], (n, 0))
+    return jnp.pad(part, ((0, 0), pad, *[(0, 0)] * (x.ndim - 2)), constant_values=filled)
+
+
+@dataclass(kw_only=True)
+class Guessing(Training):
+    """The training of a drafter, whose `params` are what it has of the model."""
+
+    model: Params
+    ends: Ends
+
+    def taught(self, i: int) -> Lesson:
+        return lesson(self.model, self.ends, rows(self.texts, [i]), self.recipe.top)
+
+
+@partial(jax.jit, static_argnames=("ahead",))
+def _agreeing(params: Params, net: Net, ends: Ends, batch: Batch, ahead: int) -> tuple[Array, Array]:
+    """bool[ahead,B,T]: whether the k-th guess is the model's likeliest token, and how likely that guess is."""
+    x = hidden(params, batch)[0]
+    logits = family(params.config).head(params, x)
+    p, best = jax.nn.softmax(logits, -1), logits.argmax(-1)
+    h = first(net, ends.bare, batch, found(ends.back, logits[..., ends.words[ends.some]]))
+    same, likely = [], []
+    for k in range(1, ahead + 1):
+        h = followed(net, ends.bare, h, shifted(batch.ids, k, -1))
+        token = ends.words[said(net, ends.bare, h).argmax(-1)]
+        same.append(shifted(best, k, -1) == token)
+        likely.append(jnp.take_along_axis(shifted(p, k, 0), token[..., None], -1)[..., 0])
+    return jnp.stack(same), jnp.stack(likely)
+
+
+def agreement(params: Params, net: Net, ends: Ends, texts: Batch, ahead: int) -> dict[str, list[float]]:
+    """How often the k-th guess, after the same text, is what the model says: its likeliest token (`greedy`), and one
+    that is drawn (`drawn`); means over the places that have one, k from 1 to `ahead`."""
+    found: list[list[np.ndarray]] = [[] for _ in range(2 * ahead)]
     for i in range(len(np.asarray(texts.ids))):
-        use = np.asarray(rows(texts, [i]).labelled)
-        for kept, x in zip(
-            found, _agreeing(params, small, jnp.asarray(words.of), rows(texts, [i]), rows(read, [i])), strict=True
-        ):
-            kept.append(np.asarray(x, np.float64)[use])
-    greedy, drawn = (round(float(np.concatenate(x).mean()), 4) for x in found)
-    return {"greedy": greedy, "drawn": drawn}
+        one = rows(texts, [i])
+        places = [np.asarray(shifted(one.ids, k, -1)) >= 0 for k in range(1, ahead + 1)]
+        made = [x for some in _agreeing(params, net, ends, one, ahead) for x in np.asarray(some, np.float64)]
+        for kept, x, use in zip(found, made, places * 2, strict=True):
+            kept.append(x[use])
+    means = [round(float(np.concatenate(x).mean()), 4) for x in found]
+    return {"greedy": means[:ahead], "drawn": means[ahead:]}

@@ -74,6 +74,17 @@ def teach(params: Params, x: Array, k: int) -> Teacher:
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])[:, :t], made)
 
 
+def divergence(logits: Array, told: Teacher) -> Array:
+    """KL f32[...] in nats of a teacher to logits f32[...,V]: over the teacher's tokens, and the rest as one more."""
+    total = jax.nn.logsumexp(logits, -1)
+    own = jnp.take_along_axis(logits, told.tokens, -1) - total[..., None]
+    others = _without(logits, told.tokens) - total
+    kl = (jnp.exp(told.top) * (told.top - own)).sum(-1)
+    some = told.rest > -80  # beneath it, the rest weighs nothing in float32
+    gap = jnp.where(some, told.rest - jnp.where(some, others, 0), 0)
+    return kl + jnp.exp(told.rest) * gap
+
+
 def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Array | None = None) -> tuple[Array, Array]:
     """KL(teacher || student) over the teacher's tokens and the rest as one more, and the next token's cross-entropy.
 
@@ -87,14 +98,8 @@ def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Arra
     def one(part: tuple[Array, Teacher, Array, Array]) -> Array:
         x, told, token, use = part
         logits = net.head(params, x)
-        total = jax.nn.logsumexp(logits, -1)
-        own = jnp.take_along_axis(logits, told.tokens, -1) - total[..., None]
-        others = _without(logits, told.tokens) - total
-        kl = (jnp.exp(told.top) * (told.top - own)).sum(-1)
-        some = told.rest > -80  # beneath it, the rest weighs nothing in float32
-        gap = jnp.where(some, told.rest - jnp.where(some, others, 0), 0)
-        kl = kl + jnp.exp(told.rest) * gap
-        ce = total - jnp.take_along_axis(logits, token[..., None], -1)[..., 0]
+        kl = divergence(logits, told)
+        ce = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, token[..., None], -1)[..., 0]
         return jnp.stack([jnp.where(use, kl, 0).sum(), jnp.where(use, ce, 0).sum()])
 
     parts = jax.tree.map(_sliced, (x, teacher, following, use))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.eval import measure
 from jkv.eval.results import digest
-from jkv.generation.distilled import Distilled, packed
+from jkv.generation import distilled
 from jkv.host import console
 from jkv.host.arguments import read_bytes
 from jkv.io import learned
@@ -314,44 +314,47 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
 
 @method
 def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float, **chosen: Any) -> None:
-    """A small model that guesses what this one says."""
-    recipe = distilling.Recipe(**chosen, seed=run.seed)
+    """A small network that guesses what this model says."""
+    recipe = drafters.Recipe(**chosen, seed=run.seed)
     if not 0 <= prompt < run.length or temperature < 0:
         raise ValueError(
             f"prompt={prompt}, length={run.length}, temperature={temperature}: tokens to begin with (0: all), a longer "
             "text, and a temperature of 0 or more"
         )
-    blocks = drafters.places(run.params.config.layers, drafters.depth(run.params, read_bytes(bytes), words))
+    if recipe.ahead >= run.length:
+        raise ValueError(f"ahead={recipe.ahead}, length={run.length}: give a longer text, or fewer tokens ahead")
+    size, width = min(words, run.params.config.vocab), run.params.config.width
+    inner = drafters.inner(width, read_bytes(bytes), size)
     texts, held = run.given()
     begun = drafters.cut(texts, prompt)
-    own = {"bytes": bytes, "words": words, "blocks": blocks, "prompt": prompt, "temperature": temperature}
+    own = {"bytes": bytes, "words": words, "width": inner, "prompt": prompt, "temperature": temperature}
     what = run.what(texts, recipe, **own)
     with Folder(run.out, what, run.resume) as folder:
         said = ("model", "dtype", "texts", "prompt", "temperature")
         kept = Measured(folder.path / "continued.json", {k: what[k] for k in said} | {"seed": run.seed})
         with console.progress(len(drafters.pieces(begun))) as say:
             texts = drafters.continued(run.params, begun, temperature, run.seed, kept, say)
-        small, known = drafters.begun(run.params, texts, words, blocks)
-        score = {"layers": small.layers, "norm": small.norm}
-        bare, read = replace(small, layers=()), drafters.in_words(texts, known)
+        known = drafters.commonest(texts, run.params.config.vocab, size)
+        ends = distilled.ends(run.params, known)
         with console.progress(recipe.steps) as say:
-            made = distilling.Distilling(bare, read, recipe, folder, say, model=run.params, ends=bare, tokens=texts)
-            small = distilling.whole(bare, made.run(score).score)
+            made = drafters.Guessing(ends.bare, texts, recipe, folder, say, model=run.params, ends=ends)
+            net = made.run(drafters.start(width, inner, run.seed)).score
         card = run.card(what, folder) | {"tokens": int((np.asarray(texts.ids) >= 0).sum())}
-        arrays = packed(small, known, blocks)
-        learned.write(run.out, arrays, card, drafters.wide)
+        arrays = distilled.packed(net, known)
+        learned.write(run.out, arrays, card, distilled.wide)
         print(f"learned: {run.out}\ndrawn: {folder.draw()}")
         if held is not None:
-            card["eval"] = agreed(run, held)
-            learned.write(run.out, arrays, card, drafters.wide)
+            card["eval"] = agreed(run, held, recipe.ahead)
+            learned.write(run.out, arrays, card, distilled.wide)
 
 
-def agreed(run: Run, held: tuple[np.ndarray, str]) -> dict[str, Any]:
-    """How often a drafter's guess, in texts that are held back, is what the model says."""
-    (ids, source), made = held, Distilled(run.params, str(run.out))
+def agreed(run: Run, held: tuple[np.ndarray, str], ahead: int) -> dict[str, Any]:
+    """How often a drafter's guesses, in texts that are held back, are what the model says."""
+    (ids, source), made = held, distilled.Distilled(run.params, str(run.out))
     unseen = Batch(ids=jnp.asarray(ids), pos=jnp.asarray(np.indices(ids.shape, np.int32)[1]))
-    found = drafters.agreement(run.params, made.model.params, made.words, unseen)
-    print(f"{source}: the model says what is guessed in {found['greedy']:.1%} of all places")
+    found = drafters.agreement(run.params, made.net, made.ends, unseen, ahead)
+    shares = ", ".join(f"{x:.1%}" for x in found["greedy"])
+    print(f"{source}: of its first guesses, second ones and so on, so many are what the model says: {shares}")
     return {"source": source, "samples": len(ids), **found}
 
 

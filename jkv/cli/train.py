@@ -216,10 +216,11 @@ class S3Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """A small model that guesses what this one says, for draft=."""
+    """A small network that guesses what this model says, for draft=."""
 
-    bytes: Annotated[str, typer.Option(help="Most bytes of its weights, such as 8MB; its depth follows.")] = "8MB"
-    words: Annotated[int, typer.Option(min=2, help="Commonest tokens, which it reads and says.")] = 6144
+    bytes: Annotated[str, typer.Option(help="Most bytes of its weights, such as 8MB; its width follows.")] = "8MB"
+    words: Annotated[int, typer.Option(min=2, help="Commonest tokens, which are what it says.")] = 6144
+    ahead: Annotated[int, typer.Option(min=1, help="Tokens that it learns to guess one after the other.")] = 4
     prompt: Annotated[
         int,
         typer.Option(min=0, help="Tokens of a text before the model's own continuation; 0: all, if it is not short."),

@@ -1,112 +1,218 @@
-"""A drafter that was distilled from the model that it drafts for: a few blocks over some of that model's words."""
+"""A drafter that was distilled from the model that it drafts for: it goes on from what that model predicts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.generation.drafters import Guess, Verifier
-from jkv.generation.through import Through
+from jkv.arrays.tree import value
+from jkv.generation.drafters import Verifier
+from jkv.generation.drawing import Chains, Draws, Known, probabilities
+from jkv.generation.pace import NODES, ROW
 from jkv.io import learned
-from jkv.models import Params
-from jkv.models.coding import MATRICES, int8
-from jkv.models.weights import decoded, rows
+from jkv.memory.cache import tree_bytes
+from jkv.models import Params, family
+from jkv.models.coding import int8
+from jkv.models.weights import rows
 
 METHOD = "drafter"
-STEP = ".step"  # after the name of a matrix in codes: what they are multiplied by
+STEP = ".step"  # after the name of matrices in codes: what they are multiplied by
+NEWEST = 4  # tokens that it begins with: the next one, and those before it
+SEEN = 4  # logits of which the hidden numbers are found again, for each of those
 
 
-@dataclass(frozen=True)
-class Words:
-    """A drafter's words: `of` i32[n], the model's token of each; `read` i32[V], the word that a token is read as."""
+@value
+class Net:
+    """A recurrent network of R numbers for a model of E, after ReDrafter (2403.09919).
 
-    of: np.ndarray
-    read: np.ndarray
+    h_0 = U u + sum_j N_j e(x_{t-j}), j = 0 to 2
+    h_k = B_2(B_1(h_{k-1} + S n(h_{k-1}) + X e(x_{t+k})))
+    B(h) = h + D (silu(G n(h)) * (P n(h)))
+    q_k = head(O n(h_k))
 
-    def reading(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Rows of the model's tokens as the drafter reads them.
+    u f32[E]: the model's last hidden numbers after token t; q_k: the logits of token t + k + 1; e: a token's embedding,
+    of root mean square 1; n(h) = h / rms(h); head: the model's own, of some of its tokens. Each matrix is [out, in].
+    """
 
-        >>> Words(of=np.array([4, 6]), read=np.array([0, 0, 0, 0, 0, 1, 1])).reading([[4, 5], [6]])
-        [[0, 1], [1]]
-        """
-        return [self.read[np.asarray(row, np.int32)].tolist() for row in rows]
+    hidden: Array  # U
+    newest: Array  # N [NEWEST - 1,R,E]
+    state: Array  # S
+    word: Array  # X
+    gate: Array  # G [2,2R,R]
+    up: Array  # P [2,2R,R]
+    down: Array  # D [2,R,2R]
+    out: Array  # O
 
 
-def thinned(params: Params, of: np.ndarray, at: Sequence[int]) -> Params:
-    """The model of the words `of` alone, which it reads and says as they are there, with its blocks `at`.
+@value
+class Ends:
+    """What a drafter has of its model, which is in no folder. bare: without blocks, with the head of the words alone;
+    words i32[n]: the model's token of each; back f32[m,E]: hidden numbers u of logits z of m words, z = W u."""
 
-    Raises ValueError for a model with blocks that recur, or with experts.
+    bare: Params
+    words: Array
+    back: Array
+
+    @property
+    def some(self) -> np.ndarray:
+        """i[m]: the words whose logits tell the hidden numbers."""
+        return np.linspace(0, self.words.shape[0] - 1, self.back.shape[0]).astype(np.int32)
+
+
+def ends(params: Params, words: np.ndarray) -> Ends:
+    """The embedding of a model, and its head of some tokens, in float32.
+
+    back = W (W' W)^-1, by least squares; numbers that no logit depends on are 0.
 
     >>> from jkv import models
-    >>> thinned(models.random(models.TINY), np.arange(10), [1]).head.shape
+    >>> ends(models.random(models.TINY), np.arange(10)).bare.head.shape
     (10, 32)
     """
-    c = params.config
-    if c.mixers is not None or c.experts is not None:
-        raise ValueError(f"a drafter has blocks that attend, without experts, and this {c.family} model has others")
-    ropes, windows = tuple(c.ropes[i] for i in at), tuple(c.windows[i] for i in at)
-    return replace(
-        params,
-        embed=rows(params.embed, jnp.asarray(of)),
-        head=None if params.head is None else rows(params.head, jnp.asarray(of)),
-        layers=tuple({name: decoded(x) for name, x in params.layers[i].items()} for i in at),
-        config=replace(c, layers=len(at), ropes=ropes, windows=windows, vocab=len(of)),
-        tokenizer=None,
-    )
+    table = params.embed if params.head is None else params.head
+    head = rows(table, jnp.asarray(words)).astype(jnp.float32)
+    bare = replace(params.ends, head=head, norm=params.norm.astype(jnp.float32), tokenizer=None)
+    m = min(len(words), SEEN * head.shape[1])
+    some = np.asarray(head, np.float64)[np.linspace(0, len(words) - 1, m).astype(int)]
+    gram = some.T @ some
+    gram += 1e-9 * np.trace(gram) / len(gram) * np.eye(len(gram))
+    back = np.linalg.solve(gram, some.T).T
+    return Ends(bare=bare, words=jnp.asarray(words, jnp.int32), back=jnp.asarray(back, jnp.float32))
 
 
-def packed(small: Params, words: Words, at: Sequence[int]) -> dict[str, np.ndarray]:
-    """What a folder holds of a drafter: matrices in 8 bits with a step for each output, words, the blocks' places.
+def found(back: Array, z: Array) -> Array:
+    """u f32[...,E] of root mean square 1, of the logits f32[...,m] of those words."""
+    return _even(z @ back)
 
-    The embedding and the output are the model's, and are not in it.
+
+def begun(net: Net, bare: Params, u: Array, before: Array) -> Array:
+    """h_0 f32[...,R], of u f32[...,E] and the tokens i32[...,NEWEST - 1] up to it, the newest first, -1: none."""
+    return u @ net.hidden.T + jnp.einsum("...je,jre->...r", _embedded(bare, before), net.newest)
+
+
+def followed(net: Net, bare: Params, h: Array, token: Array) -> Array:
+    """h_k f32[...,R] of h_{k-1} and the token i32[...] after it."""
+    h = h + _even(h) @ net.state.T + _embedded(bare, token) @ net.word.T
+    for gate, up, down in zip(net.gate, net.up, net.down, strict=True):
+        y = _even(h)
+        h = h + (jax.nn.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    return h
+
+
+def said(net: Net, bare: Params, h: Array) -> Array:
+    """q_k f32[B,T,n], of h f32[B,T,R]."""
+    return family(bare.config).head(bare, _even(h) @ net.out.T)
+
+
+def _even(x: Array) -> Array:
+    """x / rms(x), over the last axis."""
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def _embedded(bare: Params, ids: Array) -> Array:
+    """e f32[...,E] of tokens i32[...]; 0 of -1."""
+    some = ids.reshape(1, -1)
+    x = family(bare.config).embed(bare, jnp.maximum(some, 0)).astype(jnp.float32)
+    return jnp.where(some[..., None] >= 0, _even(x), 0).reshape(*ids.shape, -1)
+
+
+@jax.jit
+def chains(
+    net: Net, ends: Ends, logits: Array, newest: Array, known: Array, most: Array, odds: Array
+) -> tuple[Array, Array]:
+    """Tokens i32[B,N] behind rows, -1: none, and their probabilities.
+
+    logits f32[B,V]: the model's newest; newest i32[B,NEWEST]: a row's tokens, the one that comes next first, -1: none;
+    known i32[B,N]: those that come behind that, -1: none; odds f32[2]: bias and slope of `Odds`. A chain ends after
+    `most`, and all end where none is likely to come as far in more than ROW of all cases: where a pass is slow, what
+    one more token brings is then less than it costs.
     """
-    kind = np.uint16 if len(words.of) <= 1 << 16 else np.int32
-    arrays = {"words": words.of.astype(np.int32), "read": words.read.astype(kind), "blocks": np.asarray(at, np.int32)}
-    arrays["norm"] = np.asarray(small.norm, np.float32)
-    for i, layer in enumerate(small.layers):
-        for name, x in layer.items():
-            wide = np.asarray(x, np.float32)
-            if name not in MATRICES:
-                arrays[f"{i}.{name}"] = wide
-            else:
-                coded = int8(wide, np.dtype(np.float32))
-                arrays[f"{i}.{name}"] = np.asarray(coded.codes)
-                arrays[f"{i}.{name}{STEP}"] = np.asarray(coded.step.values)
+    bare, some = ends.bare, ends.words[ends.some]
+    h = begun(net, bare, found(ends.back, logits[:, some]), newest[:, 1:])
+
+    def going(carry: tuple[Array, ...]) -> Array:
+        i, chance = carry[0], carry[3]
+        return (i < most) & (chance > ROW).any()
+
+    def one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        i, h, token, chance, ids, qs = carry
+        h = followed(net, bare, h, token)
+        q = said(net, bare, h[:, None])[:, 0]
+        best = q.argmax(-1)
+        p = probabilities(q)
+        sure = known[:, i]
+        token = jnp.where(sure >= 0, sure, ends.words[best])
+        chance = chance * jnp.where(sure >= 0, 1, likely(p, odds))
+        return i + 1, h, token, chance, ids.at[:, i].set(token), qs.at[:, i].set(p)
+
+    b, n = known.shape
+    start = jnp.int32(0), h, newest[:, 0], jnp.ones(b), jnp.full((b, n), -1, jnp.int32), jnp.zeros((b, n))
+    *_, ids, qs = jax.lax.while_loop(going, one, start)
+    return ids, qs
+
+
+def likely(q: Array, odds: Array) -> Array:
+    """f32[...]: `Odds.of` probabilities q."""
+    q = jnp.clip(q, 1e-6, 1 - 1e-6)
+    return jax.nn.sigmoid(odds[0] + odds[1] * jnp.clip(jnp.log(q / (1 - q)), -6, 6) / 6)
+
+
+def packed(net: Net, words: np.ndarray) -> dict[str, np.ndarray]:
+    """What a folder holds of a drafter: matrices in 8 bits with a step for each output, and its words."""
+    arrays = {"words": words.astype(np.int32)}
+    for name, x in _named(net).items():
+        coded = int8(np.asarray(x), np.dtype(np.float32))
+        arrays[name], arrays[name + STEP] = np.asarray(coded.codes), np.asarray(coded.step.values)
     return arrays
 
 
-def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> tuple[Params, Words]:
-    """The drafter that `packed` made for a model, in that model's type; FormatError for other arrays."""
+def wide(name: str) -> bool:
+    """Which arrays of a folder are kept in float32."""
+    return name.endswith(STEP)
+
+
+def _named(net: Net) -> dict[str, Array]:
+    return {f.name: getattr(net, f.name) for f in fields(net)}
+
+
+def like(width: int, inner: int) -> Net:
+    """Zeros, as many as a drafter has of `inner` numbers for a model of `width`."""
+    of = partial(jnp.zeros, dtype=jnp.float32)
+    return Net(
+        hidden=of((inner, width)),
+        newest=of((NEWEST - 1, inner, width)),
+        state=of((inner, inner)),
+        word=of((inner, width)),
+        gate=of((2, 2 * inner, inner)),
+        up=of((2, 2 * inner, inner)),
+        down=of((2, inner, 2 * inner)),
+        out=of((width, inner)),
+    )
+
+
+def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> tuple[Net, np.ndarray]:
+    """The drafter that `packed` made for a model, and its words; FormatError for other arrays."""
     wrong = learned.unlike(folder, arrays, METHOD)
     try:
-        words, blocks, c = Words(of=arrays["words"], read=arrays["read"]), arrays["blocks"], params.config
-    except KeyError as error:
+        words, inner = arrays["words"], len(arrays["state"])
+    except (KeyError, TypeError) as error:
         raise wrong from error
-    whole = _indices(words.of, c.vocab) and _indices(words.read, len(words.of)) and _indices(blocks, c.layers)
-    if not whole or words.read.shape != (c.vocab,):
+    if words.ndim != 1 or not words.size or words.min() < 0 or words.max() >= params.config.vocab or not inner:
         raise wrong
-    at = blocks.tolist()
-    first = thinned(params, words.of, at)
-    forms = [{name: (x.shape, x.dtype.kind) for name, x in some.items()} for some in (arrays, packed(first, words, at))]
+    forms = [
+        {name: (x.shape, x.dtype) for name, x in some.items()}
+        for some in (arrays, packed(like(params.config.width, inner), words))
+    ]
     if forms[0] != forms[1]:
         raise wrong
-
-    def own(name: str, like: Array) -> Array:
-        return jnp.asarray(arrays[name] * arrays.get(name + STEP, np.float32(1)), like.dtype)
-
-    layers = tuple({name: own(f"{i}.{name}", x) for name, x in layer.items()} for i, layer in enumerate(first.layers))
-    small = replace(first, layers=layers, norm=own("norm", first.norm))
-    return small, words
-
-
-def _indices(x: np.ndarray, n: int) -> bool:
-    """Whether x is a line of integers from 0 to n - 1, one at least."""
-    return x.ndim == 1 and x.size > 0 and x.dtype.kind in "iu" and x.min() >= 0 and x.max() < n
+    each = {f.name: arrays[f.name] * arrays[f.name + STEP] for f in fields(Net)}
+    return Net(**{name: jnp.asarray(x, jnp.float32) for name, x in each.items()}), words
 
 
 def read(folder: str) -> tuple[str, dict[str, np.ndarray], tuple[str, ...]]:
@@ -116,12 +222,15 @@ def read(folder: str) -> tuple[str, dict[str, np.ndarray], tuple[str, ...]]:
 
 
 @dataclass
-class Distilled:
-    """Guesses by a small model that learned what the one that verifies would say (2310.08461), through a cache.
+class Distilled(Chains):
+    """Guesses by a small network that learned what the model which verifies says next (ReDrafter, 2403.09919).
 
-    folder: of `jkv train drafter`; None: the one that comes with jkv for this model. It says the model's commonest
-    words only, and reads each other token as the word whose embedding is nearest; both are rows of the model's own
-    embedding.
+    It begins with what that model predicts, whose hidden numbers it finds in the logits, and goes on token by token
+    (`Net`). So it reads no prompt, holds nothing of a row, and rows may come and go. It says the model's commonest
+    tokens only. Beside the paper: the three tokens before are read too, one chain is drawn instead of a beam, and its
+    matrices have 8 bits.
+
+    folder: of `jkv train drafter`; None: the one that comes with jkv for this model.
 
     Raises ValueError for weights that were made for another model, or where none come with jkv, and FormatError for a
     folder of something else.
@@ -129,39 +238,43 @@ class Distilled:
 
     params: Params
     folder: str | None = None
-    top: int = field(default=0, init=False)
-    rows_change: bool = field(default=False, init=False, repr=False)
-    words: Words = field(init=False, repr=False)
-    model: Through = field(init=False, repr=False)
+    rows_change: bool = field(default=True, init=False, repr=False)
+    net: Net = field(init=False, repr=False)
+    ends: Ends = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         folder, arrays, models = (
             learned.shipped(METHOD, self.params, read) if self.folder is None else read(self.folder)
         )
         learned.check(models, self.params)
-        small, self.words = unpacked(arrays, self.params, folder)
-        self.model = Through(small)
+        self.net, words = unpacked(arrays, self.params, folder)
+        self.ends = ends(self.params, words)
+        self.nbytes = tree_bytes((self.net, self.ends.bare.head, self.ends.back))
 
-    @property
-    def nbytes(self) -> int:
-        return self.model.nbytes
-
-    def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
-        self.model.begin(self.words.reading(rows), new)
-
-    def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        return [self._said(guess) for guess in self.model.propose(self.words.reading(rows), most, verifier)]
-
-    def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
-        """Nothing: it reads what was taken before it guesses again."""
+    def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
+        assert verifier is not None
+        known = known or [[] for _ in rows]
+        newest = [_filled(row[: -NEWEST - 1 : -1], NEWEST) for row in rows]
+        sure = [_filled(more, NODES) for more in known]
+        given = jnp.asarray(newest, jnp.int32), jnp.asarray(sure, jnp.int32), jnp.int32(most)
+        odds = jnp.asarray([self.odds.bias, self.odds.slope], jnp.float32)
+        made = chains(self.net, self.ends, verifier.state.logits, *given, odds)
+        each = zip(
+            *(np.asarray(x).tolist() for x in made), known, np.asarray(verifier.state.alive).tolist(), strict=True
+        )
+        return [_new(ids, qs, len(more)) if on else ([], []) for ids, qs, more, on in each]
 
     def branch(self, rows: list[list[int]]) -> Distilled:
         branch = copy(self)
-        branch.model = self.model.branch(self.words.reading(rows))
+        branch.newest = []
         return branch
 
-    def end(self, rows: list[list[int]]) -> None:
-        self.model.end(self.words.reading(rows))
 
-    def _said(self, guess: Guess) -> Guess:
-        return replace(guess, ids=self.words.of[np.asarray(guess.ids, np.int32)].tolist())
+def _filled(ids: Sequence[int], n: int) -> list[int]:
+    return [*ids, *[-1] * n][:n]
+
+
+def _new(ids: list[int], qs: list[float], n: int) -> tuple[list[int], list[float]]:
+    """Of a chain the tokens behind the n that are known."""
+    made = [(t, q) for t, q in zip(ids, qs, strict=True) if t >= 0][n:]
+    return [t for t, _ in made], [q for _, q in made]

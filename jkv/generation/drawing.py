@@ -77,26 +77,22 @@ class Odds:
 
 
 @dataclass
-class Drawing:
-    """Guesses that a model draws; what `draw` gives is its own.
+class Chains:
+    """Guesses that are one chain a row, drawn token by token; what `draw` gives is each drafter's own.
 
-    behind: guesses for this one in turn, which verifies them. Speculative decoding (2211.17192) with guesses that are
-    points: a token is taken with the probability that the model which verifies gives it. The chances of the guesses are
-    `Odds` of the model's probabilities. nbytes: of what it holds beside what verifies.
+    Speculative decoding (2211.17192) with guesses that are points: a token is taken with the probability that the model
+    which verifies gives it. The chances of the guesses are `Odds` of the drafter's probabilities. nbytes: of what it
+    holds beside what verifies.
     """
 
-    behind: Drafter | None = field(default=None, kw_only=True)
     top: int = field(default=0, init=False)
     rows_change: bool = field(default=False, init=False, repr=False)
     nbytes: int = field(default=0, init=False, repr=False)
-    pace: Pace = field(default_factory=Pace, init=False, repr=False)  # of what is behind
     odds: Odds = field(default_factory=Odds, init=False, repr=False)
     newest: list[Drawn] = field(default_factory=list, init=False, repr=False)
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
         self.newest = []
-        if self.behind is not None:
-            self.behind.begin(rows, new)
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
         for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # none at first
@@ -108,12 +104,28 @@ class Drawing:
         return [Guess(ids, range(-1, len(ids) - 1), self.odds.along(qs)) for ids, qs in found]
 
     def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
-        """The model's own tokens after rows and what is known behind each, and its probabilities of them, `most` with
-        those known; none of a row with nothing new."""
+        """The drafter's own tokens after rows and what is known behind each, and its probabilities of them, at most
+        `most` with those known; none of a row with nothing new."""
         raise NotImplementedError  # its own in every drafter
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
         """Nothing: it reads what was taken before it guesses again."""
+
+    def end(self, rows: list[list[int]]) -> None:
+        """Nothing stays."""
+
+
+@dataclass
+class Drawing(Chains):
+    """Guesses that a model draws through a cache. behind: guesses for this one in turn, which verifies them."""
+
+    behind: Drafter | None = field(default=None, kw_only=True)
+    pace: Pace = field(default_factory=Pace, init=False, repr=False)  # of what is behind
+
+    def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
+        super().begin(rows, new, verifier)
+        if self.behind is not None:
+            self.behind.begin(rows, new)
 
     def end(self, rows: list[list[int]]) -> None:
         if self.behind is not None:

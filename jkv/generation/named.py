@@ -34,7 +34,7 @@ def drafter(what: Any, params: Params) -> Drafter:
     """
     first, *rest = what if isinstance(what, list | tuple) and what else [what]
     if rest:
-        one, behind = drafter(first, params), drafter(rest, params)
+        one, behind = drafter(first, params), drafter(rest, first if isinstance(first, Params) else params)
         if isinstance(one, Across):
             raise ValueError("draft=: a model of another vocabulary cannot verify what another guesses; give it last")
         if not isinstance(one, Drawing):

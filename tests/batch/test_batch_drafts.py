@@ -22,11 +22,14 @@ from jkv.batch.requests import Request, Settings
 from jkv.batch.running import Running
 from jkv.batch.work import run
 from jkv.core import sharding
+from jkv.generation import distilled
 from jkv.generation.drafters import Recycling, Suffix
 from jkv.generation.drafting import Drafting
 from jkv.generation.trial import Trial
 from jkv.generation.verify import verify
+from jkv.io import learned
 from jkv.models import TINY, random
+from jkv.training.drafter import start
 
 PARAMS = random(TINY | dict(num_hidden_layers=1), 1)  # whose answers repeat themselves
 
@@ -55,10 +58,13 @@ def test_the_rows_of_a_job_with_drafts_are_those_without(tmp_path: Path, monkeyp
     monkeypatch.setattr(slots, "Drafting", partial(Drafting, clock=lambda: 0.0))
     want, plain = answers(job(tmp_path, None))
     assert plain.drafts is None and [len(x) for x in want] == [12, 21, 30, 39, 48]
-    for draft in ("suffix", "recycle"):
-        got, report = answers(job(tmp_path, draft))
+    about = {"method": distilled.METHOD, "model": learned.identities(PARAMS)}
+    net = start(PARAMS.config.width, 8, 0)
+    learned.write(tmp_path / "net", distilled.packed(net, np.arange(100)), about, distilled.wide)
+    for draft, least in (("suffix", 10), ("recycle", 10), (f"drafter(folder='{tmp_path / 'net'}')", 0)):
+        got, report = answers(replace(job(tmp_path, draft), out=tmp_path / draft.split("(")[0]))
         assert got == want
-        assert report.drafts is not None and report.drafts["drafted"] > 10 and "drafted taken" in str(report)
+        assert report.drafts is not None and report.drafts["drafted"] > least and "drafted taken" in str(report)
 
 
 @pytest.mark.slow

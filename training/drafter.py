@@ -1,11 +1,13 @@
 """Training a drafter: a small recurrent network learns what a frozen model says next, of its commonest words.
 
-    loss = sum_k w_k KL(p_{t+k} || q_k) / sum_k w_k, w_k = fall^(k - 1), k = 1 to `ahead`
+    loss = sum_k w_k (KL(p_{t+k} || q_k) + pull mean((u_k - u_{t+k})^2)) / sum_k w_k
+    w_k = fall^(k - 1), k = 1 to `ahead`
 
-p_{t+k} is the model's distribution after token t + k, q_k the drafter's, which has read the model's last hidden numbers
-of token t and the tokens up to t + k; both over the drafter's n words alone (`jkv.generation.distilled.Net`). The
-model's embedding and head are frozen, and no bytes of its. The texts go on as the model itself continues them, as those
-are what it will be asked to guess (DistillSpec, 2310.08461).
+u_{t+k} are the model's last hidden numbers after token t + k, all of which it learns from at once, as in EAGLE
+(2401.15077). p_{t+k} is the model's distribution after token t + k, and q_k the drafter's, which has read u_t and the
+tokens up to t + k (`jkv.generation.distilled.Net`), both over the drafter's n words alone. The model's embedding and
+head are frozen, and no bytes of its. The texts go on as the model itself continues them, as those are what it will be
+asked to guess (DistillSpec, 2310.08461).
 
 The size decides the width: the largest whose matrices fit with 8 bits a weight and a step for each output.
 """
@@ -13,7 +15,7 @@ The size decides the width: the largest whose matrices fit with 8 bits a weight 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import jax
@@ -23,7 +25,7 @@ from jax import Array
 
 from jkv.arrays.tree import part, value
 from jkv.generation.api import generate
-from jkv.generation.distilled import NEWEST, Ends, Net, begun, followed, found, like, packed, said
+from jkv.generation.distilled import NEWEST, Ends, Net, begun, followed, foreseen, found, like, packed, said
 from jkv.models import Params, family
 from jkv.training import distilling
 from jkv.training.data import rows
@@ -59,15 +61,21 @@ def inner(width: int, bytes: int, words: int) -> int:
 
 
 def start(width: int, inner: int, seed: int) -> Net:
-    """A drafter before its training: normal numbers, of which a product has the size of what it multiplies; a third of
-    that where several are added up."""
+    """A drafter before its training, which says again what it read: O U = 1, or its best approximation.
+
+    The rest are normal numbers, of which a product has the size of what it multiplies; a third of that where several
+    are added up.
+    """
     rng, shapes = np.random.default_rng(seed), like(width, inner)
 
     def drawn(name: str) -> Array:
         x, size = getattr(shapes, name), 0.3 if name in ("newest", "down") else 1.0
         return jnp.asarray(rng.normal(size=x.shape) * size / np.sqrt(x.shape[-1]), jnp.float32)
 
-    return Net(**{f.name: drawn(f.name) for f in fields(Net)})
+    even = np.linalg.qr(rng.normal(size=(max(width, inner), min(width, inner))))[0]
+    into = jnp.asarray(even if inner > width else even.T, jnp.float32)
+    net = Net(**{f.name: drawn(f.name) for f in fields(Net)})
+    return replace(net, hidden=into, out=into.T)
 
 
 def commonest(texts: Batch, vocab: int, n: int) -> np.ndarray:
@@ -144,26 +152,33 @@ def lesson(params: Params, ends: Ends, batch: Batch, k: int) -> Lesson:
 @part
 class Recipe(distilling.Recipe):
     """How a drafter is trained. ahead: the tokens that it guesses one after the other; fall: what the loss of each
-    weighs, of the one before."""
+    weighs, of the one before; pull: what the distance of hidden numbers weighs."""
 
-    ahead: int = 4
+    ahead: int = 2
     fall: float = 0.8
+    pull: float = 5.0
 
     def loss(self, score: Net, params: Params, batch: Batch, teacher: Lesson, step: Array, key: Array) -> Told:
-        h, each = first(score, params, batch, teacher.u), []
+        h, kls, gaps = first(score, params, batch, teacher.u), [], []
         for k in range(1, self.ahead + 1):
             token = shifted(batch.ids, k, -1)
             h = followed(score, params, h, token)
-            told = jax.tree.map(partial(shifted, by=k, filled=0), teacher.teacher)
-            kl = jax.checkpoint(_apart)(score, params, h, told)
-            each.append(jnp.where(token >= 0, kl, 0).sum() / jnp.maximum((token >= 0).sum(), 1).astype(jnp.float32))
+            told = jax.tree.map(partial(shifted, by=k, filled=0), teacher)
+            u = foreseen(score, h)
+            gap = ((u - told.u.astype(jnp.float32)) ** 2).mean(-1)
+            kl = jax.checkpoint(_apart)(params, u, told.teacher)
+            for kept, x in ((kls, kl), (gaps, gap)):
+                n = jnp.maximum((token >= 0).sum(), 1).astype(jnp.float32)
+                kept.append(jnp.where(token >= 0, x, 0).sum() / n)
         weights = self.fall ** jnp.arange(self.ahead, dtype=jnp.float32)
-        loss = (weights * jnp.stack(each)).sum() / weights.sum()
-        return loss, {"loss": loss} | {f"kl_{k + 1}": kl for k, kl in enumerate(each)}
+        each = jnp.stack(kls) + self.pull * jnp.stack(gaps)
+        loss = (weights * each).sum() / weights.sum()
+        names = {f"kl_{k + 1}": kl for k, kl in enumerate(kls)} | {f"gap_{k + 1}": gap for k, gap in enumerate(gaps)}
+        return loss, {"loss": loss} | names
 
 
-def _apart(net: Net, bare: Params, h: Array, told: Teacher) -> Array:
-    return divergence(said(net, bare, h), told)
+def _apart(bare: Params, u: Array, told: Teacher) -> Array:
+    return divergence(said(bare, u), told)
 
 
 def first(net: Net, bare: Params, batch: Batch, u: Array) -> Array:
@@ -204,7 +219,7 @@ def _agreeing(params: Params, net: Net, ends: Ends, batch: Batch, ahead: int) ->
     same, likely = [], []
     for k in range(1, ahead + 1):
         h = followed(net, ends.bare, h, shifted(batch.ids, k, -1))
-        token = ends.words[said(net, ends.bare, h).argmax(-1)]
+        token = ends.words[said(ends.bare, foreseen(net, h)).argmax(-1)]
         same.append(shifted(best, k, -1) == token)
         likely.append(jnp.take_along_axis(shifted(p, k, 0), token[..., None], -1)[..., 0])
     return jnp.stack(same), jnp.stack(likely)

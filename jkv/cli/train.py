@@ -220,16 +220,17 @@ class Drafter:
 
     bytes: Annotated[str, typer.Option(help="Most bytes of its weights, such as 8MB; its width follows.")] = "8MB"
     words: Annotated[int, typer.Option(min=2, help="Commonest tokens, which are what it says.")] = 6144
-    ahead: Annotated[int, typer.Option(min=1, help="Tokens that it learns to guess one after the other.")] = 4
+    ahead: Annotated[int, typer.Option(min=1, help="Tokens that it learns to guess one after the other.")] = 2
+    pull: Annotated[float, typer.Option(min=0, help="Weight of the distance of its hidden numbers.")] = 5.0
     prompt: Annotated[
         int,
         typer.Option(min=0, help="Tokens of a text before the model's own continuation; 0: all, if it is not short."),
     ] = 0
     temperature: Annotated[float, typer.Option(min=0, help="Of the continuation.")] = 0.7
     steps: Steps = 1000
-    batch: Batch = 8
+    batch: Batch = 4
     accumulate: Accumulate = 1
-    rate: Rate = 1e-3
+    rate: Rate = 2e-3
     top: Top = 64
     every: Every = 100
 

@@ -35,10 +35,11 @@ class Net:
     h_0 = U u + sum_j N_j e(x_{t-j}), j = 0 to 2
     h_k = B_2(B_1(h_{k-1} + S n(h_{k-1}) + X e(x_{t+k})))
     B(h) = h + D (silu(G n(h)) * (P n(h)))
-    q_k = head(O n(h_k))
+    u_k = n(O n(h_k)), q_k = head(u_k)
 
-    u f32[E]: the model's last hidden numbers after token t; q_k: the logits of token t + k + 1; e: a token's embedding,
-    of root mean square 1; n(h) = h / rms(h); head: the model's own, of some of its tokens. Each matrix is [out, in].
+    u f32[E]: the model's last hidden numbers after token t, of root mean square 1, and u_k after token t + k; q_k: the
+    logits of token t + k + 1; e: a token's embedding, of root mean square 1; n(h) = h / rms(h); head: the model's own,
+    of some of its tokens. Each matrix is [out, in].
     """
 
     hidden: Array  # U
@@ -54,7 +55,7 @@ class Net:
 @value
 class Ends:
     """What a drafter has of its model, which is in no folder. bare: without blocks, with the head of the words alone;
-    words i32[n]: the model's token of each; back f32[m,E]: hidden numbers u of logits z of m words, z = W u."""
+    words i32[n]: the model's token of each; back f32[m,E]: makes hidden numbers u of the logits z = W u of m words."""
 
     bare: Params
     words: Array
@@ -69,7 +70,8 @@ class Ends:
 def ends(params: Params, words: np.ndarray) -> Ends:
     """The embedding of a model, and its head of some tokens, in float32.
 
-    back = W (W' W)^-1, by least squares; numbers that no logit depends on are 0.
+    back = W (W' W)^-1, by least squares, where W is what the head makes of hidden numbers of root mean square 1; those
+    that no logit depends on are 0.
 
     >>> from jkv import models
     >>> ends(models.random(models.TINY), np.arange(10)).bare.head.shape
@@ -78,8 +80,10 @@ def ends(params: Params, words: np.ndarray) -> Ends:
     table = params.embed if params.head is None else params.head
     head = rows(table, jnp.asarray(words)).astype(jnp.float32)
     bare = replace(params.ends, head=head, norm=params.norm.astype(jnp.float32), tokenizer=None)
-    m = min(len(words), SEEN * head.shape[1])
-    some = np.asarray(head, np.float64)[np.linspace(0, len(words) - 1, m).astype(int)]
+    width = head.shape[1]
+    each = family(bare.config).head(bare, jnp.eye(width)[None])[0].T / jnp.sqrt(width)  # of numbers of rms 1
+    m = min(len(words), SEEN * width)
+    some = np.asarray(each, np.float64)[np.linspace(0, len(words) - 1, m).astype(int)]
     gram = some.T @ some
     gram += 1e-9 * np.trace(gram) / len(gram) * np.eye(len(gram))
     back = np.linalg.solve(gram, some.T).T
@@ -105,9 +109,14 @@ def followed(net: Net, bare: Params, h: Array, token: Array) -> Array:
     return h
 
 
-def said(net: Net, bare: Params, h: Array) -> Array:
-    """q_k f32[B,T,n], of h f32[B,T,R]."""
-    return family(bare.config).head(bare, _even(h) @ net.out.T)
+def foreseen(net: Net, h: Array) -> Array:
+    """u_k f32[...,E] of h_k."""
+    return _even(_even(h) @ net.out.T)
+
+
+def said(bare: Params, u: Array) -> Array:
+    """q_k f32[B,T,n], of u_k f32[B,T,E]."""
+    return family(bare.config).head(bare, u)
 
 
 def _even(x: Array) -> Array:
@@ -143,7 +152,7 @@ def chains(
     def one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         i, h, token, chance, ids, qs = carry
         h = followed(net, bare, h, token)
-        q = said(net, bare, h[:, None])[:, 0]
+        q = said(bare, foreseen(net, h)[:, None])[:, 0]
         best = q.argmax(-1)
         p = probabilities(q)
         sure = known[:, i]

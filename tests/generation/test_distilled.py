@@ -97,11 +97,11 @@ def test_what_it_knows_by_heart_comes(taught):
     assert got.report.passes <= 20 and got.report.drafted_taken >= 20
 
 
-def by_hand(net: Net, params, words, u, newest, known, most, odds):
+def by_hand(net: Net, params, own, u, newest, known, most, odds):
     """A chain of one row, by the formula, in float64; and where it may end."""
     x = {f.name: np.asarray(getattr(net, f.name), np.float64) for f in fields(net)}
     table = np.asarray(params.embed, np.float64)
-    head = table[words] if params.head is None else np.asarray(params.head, np.float64)[words]
+    words, head, norm = (np.asarray(y, np.float64) for y in (own.words, own.bare.head, own.bare.norm))
     even = lambda v: v / np.sqrt((v * v).mean() + 1e-6)  # noqa: E731
     h = x["hidden"] @ u + sum(x["newest"][j] @ even(table[t]) for j, t in enumerate(newest[1:]) if t >= 0)
     token, chance, ids, qs = newest[0], 1.0, [], []
@@ -111,8 +111,8 @@ def by_hand(net: Net, params, words, u, newest, known, most, odds):
             y = even(h)
             g = gate @ y
             h = h + down @ (g / (1 + np.exp(-g)) * (up @ y))
-        y = x["out"] @ even(h)
-        y = y / np.sqrt((y * y).mean() + params.config.eps) * np.asarray(params.norm, np.float64)
+        y = even(x["out"] @ even(h))
+        y = y / np.sqrt((y * y).mean() + params.config.eps) * norm
         z = head @ y
         p = np.exp(z - z.max())
         p /= p.sum()
@@ -131,12 +131,12 @@ def test_a_chain_is_the_formula_step_by_step(odds, known, newest):
     """Sharpened, so that chains are long; of some words, and of one row that stops before the other."""
     rng, words = np.random.default_rng(1), np.arange(20, 100)
     net = start(WIDTH, 12, 5)
-    net = replace(net, out=40 * net.out)
     own = ends(PARAMS, words)
+    own = replace(own, bare=replace(own.bare, norm=6 * own.bare.norm))
     u = rng.normal(size=(1, WIDTH))
     u /= np.sqrt((u * u).mean())
     logits = np.zeros((1, 100), np.float32)
-    logits[:, words] = u @ np.asarray(own.bare.head, np.float64).T
+    logits[:, words] = head(PARAMS, u, words)
     padded = jnp.asarray([[*known, *[-1] * NODES][:NODES]], jnp.int32)
     ids, qs = chains(
         net,
@@ -147,23 +147,30 @@ def test_a_chain_is_the_formula_step_by_step(odds, known, newest):
         jnp.int32(6),
         jnp.asarray([odds.bias, odds.slope], jnp.float32),
     )
-    want, sure = by_hand(net, PARAMS, words, u[0], newest, known, 6, odds)
+    want, sure = by_hand(net, PARAMS, own, u[0], newest, known, 6, odds)
     assert 6 >= len(want) > len(known) and ids[0].tolist() == want + [-1] * (NODES - len(want))
     np.testing.assert_allclose(qs[0, : len(want)], sure, rtol=2e-3)
 
 
+def head(params, u, words):
+    """The logits of some words, f64, of hidden numbers of root mean square 1."""
+    table = np.asarray(params.embed if params.head is None else params.head, np.float64)
+    return (u * np.asarray(params.norm, np.float64)) @ table[words].T
+
+
 def test_hidden_numbers_are_found_in_logits():
-    """Also where a head is a product of fewer numbers than it is wide, those that it tells."""
+    """Also where fewer words than numbers tell some of them only: as much as tells the logits."""
     rng = np.random.default_rng(0)
-    for params in (PARAMS, replace(PARAMS, head=jnp.asarray(rng.normal(size=PARAMS.embed.shape), jnp.float32))):
-        own, u = ends(params, np.arange(3, 95)), rng.normal(size=(2, WIDTH)).astype(np.float32)
-        z = u @ np.asarray(own.bare.head).T
-        want = u / np.sqrt((u * u).mean(-1, keepdims=True))
-        np.testing.assert_allclose(found(own.back, jnp.asarray(z[:, own.some])), want, atol=2e-3)
+    table = jnp.asarray(rng.normal(size=PARAMS.embed.shape), jnp.float32)
+    norm = jnp.asarray(rng.uniform(0.5, 2, WIDTH), jnp.float32)
+    for params in (PARAMS, replace(PARAMS, head=table, norm=norm)):
+        own, u = ends(params, np.arange(3, 95)), rng.normal(size=(2, WIDTH))
+        u /= np.sqrt((u * u).mean(-1, keepdims=True))
+        z = head(params, u, np.arange(3, 95)[own.some])
+        np.testing.assert_allclose(found(own.back, jnp.asarray(z, jnp.float32)), u, atol=2e-3)
     few = ends(PARAMS, np.arange(5))
-    z = rng.normal(size=(1, WIDTH)) @ np.asarray(few.bare.head, np.float64).T
-    back = z @ np.asarray(few.back, np.float64)
-    np.testing.assert_allclose(back @ np.asarray(few.bare.head, np.float64).T, z, rtol=1e-3)
+    z = head(PARAMS, rng.normal(size=(1, WIDTH)), np.arange(5))
+    np.testing.assert_allclose(head(PARAMS, z @ np.asarray(few.back, np.float64), np.arange(5)), z, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.generation.distilled import Distilled, begun, ends, followed, found, like, packed, said, wide
+from jkv.generation.distilled import Distilled, begun, ends, followed, foreseen, found, like, packed, said, wide
 from jkv.io import learned
 from jkv.io import load as loading
 from jkv.training import data, drafter
@@ -96,19 +96,21 @@ def test_the_loss_is_the_divergence_over_the_words_and_agreement_counts_what_is_
     net = drafter.start(PARAMS.config.width, 12, 0)
     net = replace(net, out=5 * net.out)
     told = drafter.lesson(PARAMS, own, texts, len(of))
-    recipe = drafter.Recipe(ahead=ahead, fall=0.5)
+    recipe = drafter.Recipe(ahead=ahead, fall=0.5, pull=3.0)
     got, parts = jax.jit(recipe.loss)(net, own.bare, texts, told, jnp.int32(0), jax.random.key(0))
-    kl, greedy, drawn = ([[] for _ in range(ahead)] for _ in range(3))
+    kl, gap, greedy, drawn = ([[] for _ in range(ahead)] for _ in range(4))
     for row in rows:
         every = logits(PARAMS, row)
         p = np.exp(every) / np.exp(every).sum(-1, keepdims=True)
+        us = np.asarray(found(own.back, jnp.asarray(every[:, of[own.some]], jnp.float32)))
         for t in range(len(row) - 1):
             before = jnp.asarray([[*row[: t + 1][::-1], -1, -1, -1][:3]], jnp.int32)
-            u = found(own.back, jnp.asarray(every[t, of[own.some]], jnp.float32))
-            h = begun(net, own.bare, u[None], before)
+            h = begun(net, own.bare, jnp.asarray(us[t : t + 1]), before)
             for k, token in enumerate(row[t + 1 : t + 1 + ahead]):
                 h = followed(net, own.bare, h, jnp.asarray([token], jnp.int32))
-                q = np.asarray(said(net, own.bare, h[:, None]), np.float64)[0, 0]
+                u = foreseen(net, h)
+                gap[k].append(((np.asarray(u[0]) - us[t + 1 + k]) ** 2).mean())
+                q = np.asarray(said(own.bare, u[:, None]), np.float64)[0, 0]
                 q = np.exp(q) / np.exp(q).sum()
                 best, of_words = t + 1 + k, p[t + 1 + k][of] / p[t + 1 + k][of].sum()
                 kl[k].append((of_words * (np.log(of_words) - np.log(q))).sum())
@@ -116,7 +118,8 @@ def test_the_loss_is_the_divergence_over_the_words_and_agreement_counts_what_is_
                 drawn[k].append(p[best][of[q.argmax()]])
     means = [np.mean(x) for x in kl]
     np.testing.assert_allclose([parts[f"kl_{k + 1}"] for k in range(ahead)], means, rtol=2e-3)
-    np.testing.assert_allclose(got, np.dot(means, [1, 0.5, 0.25]) / 1.75, rtol=2e-3)
+    each = np.array(means) + 3 * np.array([np.mean(x) for x in gap])
+    np.testing.assert_allclose(got, np.dot(each, [1, 0.5, 0.25]) / 1.75, rtol=2e-3)
     agreeing = drafter.agreement(PARAMS, net, own, texts, ahead)
     np.testing.assert_allclose(agreeing["greedy"], [np.mean(x) for x in greedy], atol=6e-5)
     np.testing.assert_allclose(agreeing["drawn"], [np.mean(x) for x in drawn], atol=6e-5)

@@ -46,14 +46,14 @@ def prompts(kind: str, params: Params, samples: int) -> list[str]:
             out.append("Add the field country to each record of this list:\n[" + ",\n ".join(records) + "]")
         return out
     if kind == "code":
-        passages = _passages(params.tokenizer, "stdlib", samples)
+        passages = _passages(params.tokenizer, "stdlib:test", samples)
         return [f"Copy this code, with self renamed to this:\n```python\n{x}\n```" for x in passages]
-    return [f"Repeat this text word for word:\n\n{x}" for x in _passages(params.tokenizer, "pydoc", samples)]
+    return [f"Repeat this text word for word:\n\n{x}" for x in _passages(params.tokenizer, "pydoc:test", samples)]
 
 
 @lru_cache(2)  # a corpus takes seconds to encode, and two kinds read the same
 def _passages(tokenizer: Any, corpus: str, samples: int) -> list[str]:
-    """Stretches of 200 tokens."""
+    """Stretches of 200 tokens, of what no drafter of `jkv train` has read."""
     windows = corpora.windows(tokenizer.encode(corpora.text(corpus)), 200, samples, SEED)
     return [tokenizer.decode(x) for x in np.asarray(windows).tolist()]
 

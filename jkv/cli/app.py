@@ -201,7 +201,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     chunk: Chunk = None,
     draft: Annotated[
-        str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle, drafter, a cache.")
+        str | None,
+        typer.Option(help="Guesses, several verified a pass: suffix, recycle, drafter, a cache; two with |."),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
     stored: Stored = Stored(),

@@ -109,10 +109,11 @@ def generate(
     `prefill`. n: answers to each prompt, in rows next to each other: it is read once, and its cache forked.
     compare: also run the full cache on the generated tokens and report KL and first divergence. until(cache, logits
     f32[B,V], tokens): asked after every block, which rows end there; `extend` gives the result's cache more to
-    read, and `generate` goes on from it. draft: "suffix", "recycle", "drafter", a cache for the model's own
-    guesses, a smaller model or a Drafter: several guesses are verified in a pass, with the tokens of plain
-    decoding; a list: each verifies what the next one guesses. store: where the prompt's beginning is read from if
-    it was read before, by whatever process; or `jkv.Passages` that stand anywhere in it.
+    read, and `generate` goes on from it. draft: "suffix", "recycle", "drafter", two such as "suffix | recycle",
+    whichever offers more, a cache for the model's own guesses, a smaller model or a Drafter: several guesses are
+    verified in a pass, with the tokens of plain decoding; a list: each verifies what the next one guesses. store:
+    where the prompt's beginning is read from if it was read before, by whatever process; or `jkv.Passages` that stand
+    anywhere in it.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)

@@ -11,6 +11,7 @@ from jkv.generation.across import Across
 from jkv.generation.distilled import Distilled
 from jkv.generation.drafters import Drafter, Recycling, Suffix
 from jkv.generation.drawing import Drawing
+from jkv.generation.either import Either
 from jkv.generation.excerpts import Excerpts
 from jkv.generation.through import Through
 from jkv.generation.vocabularies import Translation
@@ -27,9 +28,10 @@ DRAFTERS = {"suffix": Suffix, "recycle": Recycling, "drafter": Distilled}
 def drafter(what: Any, params: Params) -> Drafter:
     """The drafter for a model that a caller names, or gives.
 
-    A text such as "suffix(p_min=0.2)"; a text of a cache, through which the model's own weights guess: through a part
-    of the cache that verifies, if it only reads a part; a smaller model, of another vocabulary too if both have
-    tokenizers; a Drafter. Or several: each verifies what the next one guesses.
+    A text such as "suffix(p_min=0.2)", or two such as "suffix | recycle", whichever offers more; a text of a cache,
+    through which the model's own weights guess: through a part of the cache that verifies, if it only reads a part; a
+    smaller model, of another vocabulary too if both have tokenizers; a Drafter. Or several: each verifies what the next
+    one guesses.
     Raises ValueError or TypeError for anything else.
     """
     first, *rest = what if isinstance(what, list | tuple) and what else [what]
@@ -56,7 +58,7 @@ def of_batch(text: str, params: Params) -> Drafter:
     """A drafter whose rows may change, by its name; ValueError for any other, and for no drafter."""
     made = drafter(text, params)
     if not made.rows_change:
-        raise ValueError(f"--draft {text}: rows of a batch come and go; give suffix or recycle")
+        raise ValueError(f"--draft {text}: rows of a batch come and go; give suffix, recycle or drafter")
     return made
 
 
@@ -65,6 +67,9 @@ def _named(text: str, params: Params) -> Drafter:
     if word in CATALOGUE:
         config = parse(text)
         return Excerpts(config) if config.reads_part else Through(params, config)
+    one, bar, other = text.partition("|")
+    if bar:
+        return Either(_named(one.strip(), params), _named(other.strip(), params))
     name, arguments = read_one_of(DRAFTERS, text, "drafter")
     of_model = {"recycle": {"vocab": params.config.vocab}, "drafter": {"params": params}}
     given: dict[str, Any] = of_model.get(name, {})

@@ -90,7 +90,7 @@ def test_a_job_goes_on_without_a_drafter_that_fails(tmp_path: Path, monkeypatch:
 
 def test_what_a_job_cannot_guess_with_is_refused_by_name(tmp_path: Path):
     for draft, why in (
-        ("triforce(tokens=512)", "rows of a batch come and go; give suffix or recycle"),
+        ("triforce(tokens=512)", "rows of a batch come and go; give suffix, recycle or drafter"),
         ("sufix", "did you mean 'suffix'"),
     ):
         with pytest.raises(ValueError, match=why):

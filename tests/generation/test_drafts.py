@@ -17,6 +17,7 @@ from jkv.core import sharding
 from jkv.generation import drafting, drawing, generating
 from jkv.generation.drafters import Guess, Recycling, Suffix, template
 from jkv.generation.drafting import Drafting, drafts
+from jkv.generation.either import Either
 from jkv.generation.named import drafter
 from jkv.generation.pace import NODES, SURE, WIDTHS, Pace
 from jkv.generation.through import Through
@@ -355,7 +356,38 @@ def test_drafting_is_never_below_095_of_plain_decoding(row: float, right: float 
             assert new / took > 1.5
 
 
-@pytest.mark.parametrize("draft", ["suffix", "recycle", "suffix(alpha=2.0, p_min=0.2)"])
+def test_of_two_drafters_the_one_that_offers_more_guesses():
+    """Row by row; the second is asked only where the first offers less than the second did; both are told of tokens."""
+    asked, told = [], []
+
+    class Says:
+        rows_change, nbytes = True, 5
+
+        def __init__(self, name: str, top: int, *chances: list[float]) -> None:
+            self.name, self.top, self.chances = name, top, [*chances]
+
+        def propose(self, rows, most, verifier=None):
+            asked.append(self.name)
+            return [Guess([len(self.name)] * len(x), range(-1, len(x) - 1), x) for x in self.chances.pop(0)]
+
+        def learn(self, ids, top):
+            told.append((self.name, None if top is None else top.shape[-1]))
+
+    one = Says("a", 0, [[0.9, 0.4], [0.1]], [[0.2], [0.7]], [[1.0, 0.9], [0.8]])
+    two = Says("bb", 3, [[1.0], [0.2]], [[0.3], [0.5]])
+    both = Either(one, two)
+    assert [x.ids for x in both.propose([[1], [2]], 7)] == [[1, 1], [2]]
+    assert both.offers == pytest.approx(0.6)
+    assert [x.ids for x in both.propose([[1], [2]], 7)] == [[2], [1]]
+    assert both.offers == pytest.approx(0.9 * 0.6 + 0.1 * 0.4)
+    assert [x.ids for x in both.propose([[1], [2]], 7)] == [[1, 1], [1]]
+    assert asked == ["a", "bb", "a", "bb", "a"]
+    both.learn(np.zeros((2, 1), np.int32), np.zeros((2, 1, 3), np.int32))
+    assert told == [("a", None), ("bb", 3)] and (both.top, both.nbytes, both.rows_change) == (3, 10, True)
+    assert not Either(one, Through(PARAMS)).rows_change
+
+
+@pytest.mark.parametrize("draft", ["suffix", "recycle", "suffix(alpha=2.0, p_min=0.2)", "suffix | recycle"])
 def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
     for options in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):
         how = {"max_new_tokens": 40, "stop_ids": (), **options}
@@ -555,6 +587,9 @@ def test_what_cannot_be_is_refused_by_name():
         ("suffix(beta=1e400)", "beta=inf; give a number"),
         ("suffix(beam=3)", "takes alpha, beta, p_min, depth, limit"),
         ("suffix(", "write name or name"),
+        ("suffix |", "write name or name"),
+        ("suffix | recicle", "did you mean 'recycle'"),
+        (["suffix | recycle", "recycle"], "no model that verifies what another guesses"),
         (["suffix", "recycle"], "'suffix' has no model that verifies what another guesses"),
         ("triforce(tokens=7)", "tokens=7, page=8: that are read together; a page or more"),
         ("triforce(page=0)", "page=0: a whole number, 1 or more"),

@@ -202,7 +202,7 @@ def generate(
     chunk: Chunk = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Guesses, several verified a pass: suffix, recycle, drafter, a cache; two with |."),
+        typer.Option(help="Guesses, several verified a pass: suffix, recycle, drafter, a cache; two: a | b."),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
     stored: Stored = Stored(),

@@ -53,6 +53,14 @@ def test_a_drafter_is_as_wide_as_fits_into_its_bytes(tmp_path):
         drafter.inner(64, 4_000, 30)
 
 
+def test_it_begins_by_saying_again_what_it_read():
+    for inner in (64, 80):
+        net = drafter.start(64, inner, 0)
+        np.testing.assert_allclose(net.out @ net.hidden, np.eye(64), atol=1e-5)
+    few = drafter.start(64, 16, 0)
+    np.testing.assert_allclose(few.hidden @ few.out, np.eye(16), atol=1e-5)
+
+
 def test_its_words_are_the_commonest():
     texts = batch([[7, 7, 9, 9, 9, 300, 2]], 9)
     assert drafter.commonest(texts, 400, 3).tolist() == [2, 7, 9]

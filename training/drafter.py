@@ -228,12 +228,12 @@ def _agreeing(params: Params, net: Net, ends: Ends, batch: Batch, ahead: int) ->
 def agreement(params: Params, net: Net, ends: Ends, texts: Batch, ahead: int) -> dict[str, list[float]]:
     """How often the k-th guess, after the same text, is what the model says: its likeliest token (`greedy`), and one
     that is drawn (`drawn`); means over the places that have one, k from 1 to `ahead`."""
-    found: list[list[np.ndarray]] = [[] for _ in range(2 * ahead)]
+    shares: list[list[np.ndarray]] = [[] for _ in range(2 * ahead)]
     for i in range(len(np.asarray(texts.ids))):
         one = rows(texts, [i])
         places = [np.asarray(shifted(one.ids, k, -1)) >= 0 for k in range(1, ahead + 1)]
         made = [x for some in _agreeing(params, net, ends, one, ahead) for x in np.asarray(some, np.float64)]
-        for kept, x, use in zip(found, made, places * 2, strict=True):
+        for kept, x, use in zip(shares, made, places * 2, strict=True):
             kept.append(x[use])
-    means = [round(float(np.concatenate(x).mean()), 4) for x in found]
+    means = [round(float(np.concatenate(x).mean()), 4) for x in shares]
     return {"greedy": means[:ahead], "drawn": means[ahead:]}

@@ -175,19 +175,15 @@ def likely(q: Array, odds: Array) -> Array:
 def packed(net: Net, words: np.ndarray) -> dict[str, np.ndarray]:
     """What a folder holds of a drafter: matrices in 8 bits with a step for each output, and its words."""
     arrays = {"words": words.astype(np.int32)}
-    for name, x in _named(net).items():
-        coded = int8(np.asarray(x), np.dtype(np.float32))
-        arrays[name], arrays[name + STEP] = np.asarray(coded.codes), np.asarray(coded.step.values)
+    for f in fields(Net):
+        coded = int8(np.asarray(getattr(net, f.name)), np.dtype(np.float32))
+        arrays[f.name], arrays[f.name + STEP] = np.asarray(coded.codes), np.asarray(coded.step.values)
     return arrays
 
 
 def wide(name: str) -> bool:
     """Which arrays of a folder are kept in float32."""
     return name.endswith(STEP)
-
-
-def _named(net: Net) -> dict[str, Array]:
-    return {f.name: getattr(net, f.name) for f in fields(net)}
 
 
 def like(width: int, inner: int) -> Net:
@@ -259,6 +255,8 @@ class Distilled(Chains):
         self.net, words = unpacked(arrays, self.params, folder)
         self.ends = ends(self.params, words)
         self.nbytes = tree_bytes((self.net, self.ends.bare.head, self.ends.back))
+        # what it learned are probabilities of drawn tokens, and greedy ones come more often
+        self.odds.bias, self.odds.slope = 1.0, 5.0
 
     def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
         assert verifier is not None
@@ -268,9 +266,8 @@ class Distilled(Chains):
         given = jnp.asarray(newest, jnp.int32), jnp.asarray(sure, jnp.int32), jnp.int32(most)
         odds = jnp.asarray([self.odds.bias, self.odds.slope], jnp.float32)
         made = chains(self.net, self.ends, verifier.state.logits, *given, odds)
-        each = zip(
-            *(np.asarray(x).tolist() for x in made), known, np.asarray(verifier.state.alive).tolist(), strict=True
-        )
+        ids, qs, alive = (np.asarray(x).tolist() for x in (*made, verifier.state.alive))
+        each = zip(ids, qs, known, alive, strict=True)
         return [_new(ids, qs, len(more)) if on else ([], []) for ids, qs, more, on in each]
 
     def branch(self, rows: list[list[int]]) -> Distilled:

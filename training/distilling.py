@@ -20,11 +20,15 @@ from jkv.training.trainer import Told, Training
 RISE = 100  # steps until the largest rate
 
 
-class Recipe(Steps):
-    """How a student is trained; the rate rises, then falls in a cosine."""
+class Rising(Steps):
+    """A training whose rate rises, then falls in a cosine."""
 
     def tune(self) -> Any:
         return adamw(cosine(self.rate, RISE, self.steps), self.clip)
+
+
+class Recipe(Rising):
+    """How a student is trained."""
 
     def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
         student = whole(params, score)

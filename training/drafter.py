@@ -27,8 +27,8 @@ from jkv.arrays.tree import part, value
 from jkv.generation.api import generate
 from jkv.generation.distilled import NEWEST, Ends, Net, begun, followed, foreseen, found, like, packed, said
 from jkv.models import Params, family
-from jkv.training import distilling
 from jkv.training.data import rows
+from jkv.training.distilling import Rising
 from jkv.training.losses import Batch, Teacher, divergence, teach
 from jkv.training.measured import Measured
 from jkv.training.student import hidden
@@ -150,7 +150,7 @@ def lesson(params: Params, ends: Ends, batch: Batch, k: int) -> Lesson:
 
 
 @part
-class Recipe(distilling.Recipe):
+class Recipe(Rising):
     """How a drafter is trained. ahead: the tokens that it guesses one after the other; fall: what the loss of each
     weighs, of the one before; pull: what the distance of hidden numbers weighs."""
 

@@ -26,15 +26,13 @@ class Either:
 
     first: Drafter
     second: Drafter
+    top: int = field(init=False)
+    rows_change: bool = field(init=False, repr=False)
     offers: float = field(default=float("inf"), init=False, repr=False)  # tokens of the second's guesses; not known yet
 
-    @property
-    def top(self) -> int:
-        return max(self.first.top, self.second.top)
-
-    @property
-    def rows_change(self) -> bool:
-        return self.first.rows_change and self.second.rows_change
+    def __post_init__(self) -> None:
+        self.top = max(self.first.top, self.second.top)
+        self.rows_change = self.first.rows_change and self.second.rows_change
 
     @property
     def nbytes(self) -> int:

@@ -369,9 +369,7 @@ def xecomla(run: Run, *, rank: int, rope_dim: int, query_rank: int, **chosen: An
     with Folder(run.out, what, run.resume) as folder:
         bare, score = replace(student, layers=()), latents.trained(student)
         with console.progress(recipe.steps) as say:
-            made = distilling.Distilling(
-                bare, texts, recipe, folder, say, model=run.params, ends=run.params.ends, tokens=texts
-            )
+            made = distilling.Distilling(bare, texts, recipe, folder, say, model=run.params)
             student = distilling.whole(bare, made.run(score).score)
         tensors = apart(student, FAMILIES[student.config.family].TENSORS)
         write_folder(run.out, config, tensors, run.params.tokenizer)

@@ -14,7 +14,7 @@ from jax import Array
 
 from jkv.arrays.tree import value
 from jkv.generation.drafters import Verifier
-from jkv.generation.drawing import Chains, Draws, Known, probabilities
+from jkv.generation.drawing import Chains, Draws, Known, likely, probabilities
 from jkv.generation.pace import NODES, ROW
 from jkv.io import learned
 from jkv.memory.cache import tree_bytes
@@ -64,7 +64,16 @@ class Ends:
     @property
     def some(self) -> np.ndarray:
         """i[m]: the words whose logits tell the hidden numbers."""
-        return np.linspace(0, self.words.shape[0] - 1, self.back.shape[0]).astype(np.int32)
+        return spread(self.words.shape[0], self.back.shape[0])
+
+
+def spread(n: int, m: int) -> np.ndarray:
+    """i32[m]: numbers below n, from the first to the last, evenly.
+
+    >>> spread(9, 3).tolist()
+    [0, 4, 8]
+    """
+    return np.linspace(0, n - 1, m).astype(np.int32)
 
 
 def ends(params: Params, words: np.ndarray) -> Ends:
@@ -83,7 +92,7 @@ def ends(params: Params, words: np.ndarray) -> Ends:
     width = head.shape[1]
     each = family(bare.config).head(bare, jnp.eye(width)[None])[0].T / jnp.sqrt(width)  # of numbers of rms 1
     m = min(len(words), SEEN * width)
-    some = np.asarray(each, np.float64)[np.linspace(0, len(words) - 1, m).astype(int)]
+    some = np.asarray(each, np.float64)[spread(len(words), m)]
     gram = some.T @ some
     gram += 1e-9 * np.trace(gram) / len(gram) * np.eye(len(gram))
     back = np.linalg.solve(gram, some.T).T
@@ -164,12 +173,6 @@ def chains(
     start = jnp.int32(0), h, newest[:, 0], jnp.ones(b), jnp.full((b, n), -1, jnp.int32), jnp.zeros((b, n))
     *_, ids, qs = jax.lax.while_loop(going, one, start)
     return ids, qs
-
-
-def likely(q: Array, odds: Array) -> Array:
-    """f32[...]: `Odds.of` probabilities q."""
-    q = jnp.clip(q, 1e-6, 1 - 1e-6)
-    return jax.nn.sigmoid(odds[0] + odds[1] * jnp.clip(jnp.log(q / (1 - q)), -6, 6) / 6)
 
 
 def packed(net: Net, words: np.ndarray) -> dict[str, np.ndarray]:

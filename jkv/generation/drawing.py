@@ -25,12 +25,19 @@ from jkv.models import Params
 Drawn = tuple[int, list[int], list[float]]  # tokens of a row, those drafted after it, and their probabilities
 Draws = list[tuple[list[int], list[float]]]  # of each row, drafted tokens and their probabilities
 Known = Sequence[list[int]]  # of each row, tokens that come behind it
+CUT = 6.0  # log-odds beyond which all are alike
 
 
 @jax.jit
 def probabilities(trace: Array) -> Array:
     """f32[B,N]: of the likeliest token, of logits f32[B,N,V]."""
     return jnp.exp(trace.max(-1) - jax.nn.logsumexp(trace, -1))
+
+
+def likely(q: Array, odds: Array) -> Array:
+    """f32[...]: what `Odds` of bias and slope f32[2] say of probabilities q, inside a program."""
+    q = jnp.clip(q, 1e-6, 1 - 1e-6)
+    return jax.nn.sigmoid(odds[0] + odds[1] * jnp.clip(jnp.log(q / (1 - q)), -CUT, CUT) / CUT)
 
 
 @dataclass
@@ -73,7 +80,7 @@ class Odds:
     @staticmethod
     def _log_odds(q: float) -> float:
         q = min(max(q, 1e-6), 1 - 1e-6)
-        return max(-6.0, min(6.0, log(q / (1 - q)))) / 6
+        return max(-CUT, min(CUT, log(q / (1 - q)))) / CUT
 
 
 @dataclass

@@ -261,7 +261,7 @@ def drafts() -> list[str]:
     return [
         line(
             names[r["kind"]],
-            f"`{r['draft']}`",
+            code(re.sub(r"\(folder='.*'\)", "", r["draft"])),  # where its weights lie
             *(f"{r[x]:.1f}" for x in ("plain_ms", "ms")),
             f"{r['speedup']:.2f} ({min(r['speedups']):.2f} to {max(r['speedups']):.2f})",
             f"{r['tokens_a_pass']:.2f}",

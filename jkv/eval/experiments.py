@@ -33,7 +33,10 @@ Say = Callable[[str], None]  # takes what was just measured
 
 @dataclass(frozen=True)
 class Setting:
-    """What every experiment needs: a model, the caches as text, how many at a time, where results go."""
+    """What every experiment needs: a model, the caches as text, how many at a time, where results go.
+
+    Raises ValueError for a cache that the model cannot have, before any is measured.
+    """
 
     name: str
     params: Params
@@ -41,6 +44,10 @@ class Setting:
     batch: int
     path: Path | None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for cache in self.caches:
+            parse(cache).bound(self.params)
 
     def results(self, command: str, prompts: Sequence[str | bytes], **how: Any) -> Results:
         """The file, with all that its numbers depend on; see `results.Results`."""

@@ -198,6 +198,12 @@ def test_a_conversation_is_the_templates_own():
     )
 
 
+def test_caches_that_a_model_cannot_have_are_refused_before_any_is_measured():
+    for cache, word in (("trimkv(budget=9)", "trimkv"), ("kvtc", "sensitivity"), ("nothing", "nothing")):
+        with pytest.raises(ValueError, match=word):
+            experiments.Setting("tiny", PARAMS, ["full", cache], 2, None)
+
+
 def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
     setting = experiments.Setting("tiny", PARAMS, ["full"], 2, None)
     right = {}

@@ -71,6 +71,15 @@ def code(cache: str) -> str:
     return f"`{cache}`".replace("|", "\\|")
 
 
+def without_folders(text: str) -> str:
+    """A composition or drafters without where their weights lie.
+
+    >>> without_folders("kvtc(bits=4, sensitivity='made/here')"), without_folders("suffix | drafter(folder='there')")
+    ('kvtc(bits=4)', 'suffix | drafter')
+    """
+    return re.sub(r"(, )?\b(folder|sensitivity)='[^']*'", "", text).replace("()", "")
+
+
 def number(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else f"{x:.1f}"
 
@@ -146,13 +155,13 @@ def peers() -> list[str]:
     ]
 
 
-def codecs() -> list[str]:
+def codecs(of: str = "codecs") -> list[str]:
     """What codecs cost at the bits that they really take, the most bits first."""
-    rows = {row["cache"]: row for row in results("codecs")}
+    rows = {row["cache"]: row for row in results(of)}
     shares = lambda row: [a / b for a, b in zip(row["kl_by_text"], rows["int4"]["kl_by_text"], strict=True)]  # noqa: E731
     return [
         line(
-            code(name),
+            code(without_folders(name)),
             f"{row['bits'][0]:.3g} / {row['bits'][1]:.3g}",
             f"{row['kl']:.2g}",
             f"{min(shares(row)):.2g} to {max(shares(row)):.2g}",
@@ -261,7 +270,7 @@ def drafts() -> list[str]:
     return [
         line(
             names[r["kind"]],
-            code(re.sub(r"\(folder='.*'\)", "", r["draft"])),  # where its weights lie
+            code(without_folders(r["draft"])),
             *(f"{r[x]:.1f}" for x in ("plain_ms", "ms")),
             f"{r['speedup']:.2f} ({min(r['speedups']):.2f} to {max(r['speedups']):.2f})",
             f"{r['tokens_a_pass']:.2f}",
@@ -676,6 +685,9 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("an eighth read by", "perplexity, prose", "code", "needles"): eighth,
         head("layers that read everything", "0", "2", "5", "10", "15", "20", "25"): dense_layers,
         head("codec", "bits, keys / values", "KL", "of int4's, by text", "perplexity"): codecs,
+        head("codec of Gemma 3 270M", "bits, keys / values", "KL", "of int4's, by text", "perplexity"): partial(
+            codecs, "gemma_codecs"
+        ),
         head("codec", "bits", "prose", "of full", "by KL", "code", "of full", "by KL"): after,
         head("cache", "bytes", "KL, prose (by text)", "KL, code", "later questions", "needles"): compositions,
         head("method", "tokens in common", "perplexity jkv", "perplexity kvpress"): peers,

@@ -15,6 +15,8 @@ from rich.table import Table
 
 from jkv import methods
 from jkv.bench.engines import PEERS, Jkv, apart
+from jkv.bench.llama import NAME as LLAMA
+from jkv.bench.llama import LlamaCpp
 from jkv.bench.measure import cache_bytes, clock, copy_rate, percentiles, turns, weight_bytes
 from jkv.bench.results import SEED
 from jkv.core import loop
@@ -120,9 +122,15 @@ class Beside:
 
 
 def peer_of(vs: str | None, params: Params, source: Source, threads: int, dtype: str) -> Peer | None:
-    """transformers or kvpress with the same weights, or another cache; None takes no turns."""
+    """transformers or kvpress with the same weights, llama.cpp with the same file, or another cache; None takes no
+    turns."""
     if vs is None:
         return None
+    if vs == LLAMA:
+        assert source.file is not None  # or it was refused
+        llama = LlamaCpp(source.file, threads)
+        llama.apart(Jkv(params))
+        return llama
     if vs not in PEERS:
         return Beside(params, vs)
     peer = PEERS[vs](source, threads, dtype)

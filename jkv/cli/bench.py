@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jkv.bench.speed import What
 
 CODES = ("int8", "int4", "kivi(bits=2)")
-SHARED = ("full", "snapkv(keep=0.25)")  # with kvpress
+ALIKE = {"kvpress": ("full", "snapkv(keep=0.25)"), "llama.cpp": ("full", "int8", "int4")}  # caches that peers have too
 CONTEXTS = (512, 2048)
 
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, and of other engines.")
@@ -29,7 +29,8 @@ Versus = Annotated[
     str | None,
     typer.Option(
         "--vs",
-        help="Take turns: transformers (its full cache) or kvpress (same budget) on CPU, same weights; or a cache.",
+        help="Take turns on CPU: transformers (its full cache) or kvpress (same budget), same weights; llama.cpp, same "
+        ".gguf file, in the file's codes; or a cache.",
     ),
 ]
 
@@ -60,7 +61,7 @@ def flush(o: Timed = Timed(rounds=15)) -> None:
 
 
 def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
-    specs, contexts = o.cache or (SHARED if vs == "kvpress" else CACHES), o.context or CONTEXTS
+    specs, contexts = o.cache or ALIKE.get(vs or "", CACHES), o.context or CONTEXTS
     cores, dtype = start(specs, o, o.dtype, vs)
     from jkv import models
     from jkv.bench import results, speed

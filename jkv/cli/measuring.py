@@ -23,6 +23,7 @@ Row = dict[str, Any]
 PEERS = {
     "transformers": (("torch", "transformers"), "parity"),
     "kvpress": (("torch", "transformers", "kvpress"), "kvpress"),
+    "llama.cpp": (("xllamacpp",), "llama"),
 }
 
 
@@ -56,7 +57,7 @@ def check_peer(vs: str, specs: Iterable[str]) -> None:
         try:
             methods.parse(vs)
         except ValueError as error:
-            raise ValueError(f"--vs {vs}: the peers are {' and '.join(PEERS)}, and other caches: {error}") from None
+            raise ValueError(f"--vs {vs}: the peers are {', '.join(PEERS)}, and other caches: {error}") from None
         return
     packages, extra = PEERS[vs]
     if missing := [name for name in packages if find_spec(name) is None]:
@@ -65,12 +66,13 @@ def check_peer(vs: str, specs: Iterable[str]) -> None:
 
     if jax.default_backend() != "cpu":
         raise ValueError(f"beside {vs}: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
-    if vs == "kvpress":
+    if vs in ("kvpress", "llama.cpp"):
         from jkv import methods
-        from jkv.bench.presses import shared
+        from jkv.bench import llama, presses
 
         for spec in specs:
-            shared(str(methods.parse(spec)), 1)
+            cache = str(methods.parse(spec))
+            llama.shared(cache) if vs == "llama.cpp" else presses.shared(cache, 1)
 
 
 def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
@@ -81,10 +83,13 @@ def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]
     check_weights(o.weights)
     if o.weights == "file" and o.random_weights:
         raise ValueError("--weights file: random weights are of no file; use int8 or int4")
-    if o.weights is not None and vs in PEERS:
+    if o.weights is not None and vs in PEERS and vs != "llama.cpp":
         raise ValueError(f"--weights {o.weights} beside {vs}: it has floats alone; leave --weights out")
     size = 1 if o.weights else 4 if dtype == "float32" else 2
-    return subject(o.model, o.shape, o.random_weights, size, 1 + (vs in PEERS))
+    name, source = subject(o.model, o.shape, o.random_weights, size, 1 + (vs in PEERS))
+    if vs == "llama.cpp" and source.file is None:
+        raise ValueError(f"--vs {vs}: it reads .gguf files alone, and {name} is none")
+    return name, source
 
 
 def build(o: Subject, source: Source, dtype: str) -> Params:

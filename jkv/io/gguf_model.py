@@ -69,7 +69,7 @@ def read_gguf(path: str | Path) -> Source:
     kinds = {target: rows.tensor.type for target, rows in names.items()}
     kept = {target: partial(Blocks, rows) for target, rows in names.items() if _codes(rows)}
     tokenizer = build_tokenizer(file)
-    return replace(Source.of(config, tensors, tokenizer), blocks=kept, kinds=kinds)
+    return replace(Source.of(config, tensors, tokenizer), blocks=kept, kinds=kinds, file=file.path)
 
 
 def _codes(rows: Rows) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jkv.io.tokenizer import Tokenizer
@@ -15,7 +16,7 @@ class Source:
 
     blocks: tensors that the file has in codes, by the same names: read for the float type that they stand for; kinds:
     what a file that has such tensors calls the type of each. commit: that of the hub repository which was
-    read, if one was.
+    read, if one was. file: the .gguf file, if it is one.
     """
 
     config: dict[str, Any]
@@ -24,6 +25,7 @@ class Source:
     commit: str | None = None
     blocks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
+    file: Path | None = None
 
     @classmethod
     def of(

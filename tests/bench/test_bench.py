@@ -336,7 +336,10 @@ KERNEL = ("bench", "kernel", "--shape", "tiny")
         ((*DECODE, *TINY, "--dtype", "int8"), "must be one of float32"),
         ((*DECODE, *TINY, "--weights", "int3"), "must be one of int8, int4, file"),
         ((*DECODE, *TINY, "--context", 40, "--weights", "file"), "random weights are of no file; use int8 or int4"),
-        ((*DECODE, *TINY, "--vs", "vllm"), "the peers are transformers and kvpress, and other caches: unknown method"),
+        (
+            (*DECODE, *TINY, "--vs", "vllm"),
+            "the peers are transformers, kvpress, llama.cpp, and other caches: ",
+        ),
         ((*DECODE, *TINY, "--vs", "sdpa"), "a column of jkv bench kernel"),
         ((*KERNEL, "--op", "flush"), "--op flush: there is decode_attention"),
         ((*KERNEL, "--kernels", "tpu"), "this process runs on cpu, which has xla"),

@@ -1,7 +1,7 @@
 """Pallas Mosaic GPU (Hopper): one program attends a kv head's window, and writes what enters it where it lies.
 
 The product of the tensor cores has 64 rows. Those of a program are queries, of which a step has a few: what the others
-are is never written. A window is one tile of 64 slots, or a few; beyond its end the copy gives zeros.
+are is never written. A window is one tile of 64 slots, or a few; what is copied from behind its end is masked.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def program(
     found_s: list[Ref], operands_s: list[Ref], places_s: list[Ref], part_s: Ref, sums_s: list[Ref],
     asked: Ref, arrived: Ref,
 ) -> None:  # fmt: skip
-    """entering: a key and a value, rows of [B*H,1,8,D], and i32[1], the slot into which they come; or none."""
+    """places: i32[B*R] each; sides: keys and values [B*H*R,D]; entering: a key and a value, the first rows of
+    [B*H,1,8,D], and i32[1], the slot into which they come; or nothing."""
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
     row = lax.div(head, h)
     r, d, slots = *q_g.shape[2:], places_g[0].shape[0] // bounds_g.shape[0]

@@ -22,6 +22,7 @@ from jkv.io.source import Source
 from jkv.kernels.column_sums import check as columns
 from jkv.kernels.decode_attention import check as attention
 from jkv.kernels.prefill_attention import check as prompts
+from jkv.kernels.window_attention import check as windows
 
 Row = dict[str, Any]
 CODES = ("full", "int8", "int4", "int4(group=32)", "int2", "kivi(bits=2)")
@@ -157,6 +158,8 @@ def checks(size: Size, dtype: str) -> Iterator[Row]:
         "prefill_attention": prompts.verdicts(name, [*prompts.cases(size.tokens)][:: size.every]),
         "column_sums": columns.verdicts(name, [*prompts.cases(size.tokens)][:: size.every]),
     }
+    if name != "tpu":  # has none of it
+        asked["window_attention"] = windows.verdicts(name, [*windows.cases()][:: size.every])
     for operation, found in asked.items():
         all_ = list(found)
         count = Counter(word for word, _ in all_)

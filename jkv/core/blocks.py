@@ -15,12 +15,13 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.partial import Partial, merge_all, with_sinks
 from jkv.arrays.tree import value
-from jkv.attention.attend import attend, attend_window
+from jkv.attention.attend import attend_window
 from jkv.attention.coded import as_stored
 from jkv.attention.common import attend_common
 from jkv.attention.context import spread
 from jkv.attention.mask import causal
 from jkv.attention.picks import brought, observed, picked, stayed, staying
+from jkv.attention.recent import entered
 from jkv.attention.tiers import attend_tier
 from jkv.core.compiled import ANY, program
 from jkv.core.flush import flush, pruned
@@ -265,11 +266,9 @@ def attending(
     def run(_: int, new: Any) -> tuple[Array, tuple[LayerCarry, Picks]]:
         q = rope.rotate(new.q, pos[:, None, None]).astype(dtype)
         fresh = as_window(one, new, pos, ids, plan, rope, dtype, step=True)
-        window = jax.tree.map(  # but for positions, i32[B,R], of which `put` has the new ones
-            lambda a, b: a if a.ndim == 2 else jax.lax.dynamic_update_slice_in_dim(a, b, fill, 2), recent, fresh
-        )
         mask = causal(pos, plan.window)
-        parts = [attend(q, window.k, window.v, mask.over(jnp.maximum(window.pos, put)[:, None]), model.scale)]
+        part, window = entered(q, recent, fresh, fill, put, mask, model.scale, plan.kernels)
+        parts = [part]
         both = list(zip(layer.tiers, plan.tiers, strict=True))
         columns = {name: y[:, :, 0] for name, y in fresh.columns.items()}
         found = [

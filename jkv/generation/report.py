@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import Array
 
 from jkv.attention.attend import prompt_kernel
 from jkv.attention.picks import staying
+from jkv.attention.recent import window_kernel
 from jkv.attention.tiers import reader_of
 from jkv.generation.sizes import layout
 from jkv.kernels import Choice
@@ -229,12 +231,13 @@ def kernels_of(cache: Cache) -> str:
 
 def prefill_kernel_of(cache: Cache) -> str:
     """What attends a prompt's tokens to each other, and sums its columns; tiers that are there are read by xla."""
-    return _prompt_reader(cache).name
+    return _exact_reader(cache, prompt_kernel).name
 
 
 def kernels_off(cache: Cache) -> str:
     """Why kernels of the platform do not run, each reason once; "" where they all do, or there are none."""
-    return "; ".join(dict.fromkeys(x.why for x in (_prompt_reader(cache), *_readers(cache)) if x.why))
+    exact = (_exact_reader(cache, of) for of in (prompt_kernel, window_kernel))
+    return "; ".join(dict.fromkeys(x.why for x in (*exact, *_readers(cache)) if x.why))
 
 
 def _readers(cache: Cache) -> list[Choice]:
@@ -247,11 +250,12 @@ def _readers(cache: Cache) -> list[Choice]:
     ]
 
 
-def _prompt_reader(cache: Cache) -> Choice:
+def _exact_reader(cache: Cache, of: Callable[..., Choice]) -> Choice:
+    """Of a prompt's tokens, or of the recent windows, by the function that chooses it."""
     if not cache.plan:
         return Choice("xla")
     m = cache.model
-    return prompt_kernel(cache.plan[0].kernels, cache.dtype, m.head_dim, m.value_dim, m.groups)
+    return of(cache.plan[0].kernels, cache.dtype, m.head_dim, m.value_dim, m.groups)
 
 
 def check_compressed(cache: Cache, bounded: bool, config: str) -> None:

@@ -16,6 +16,7 @@ from jkv.attention.attend import attend
 from jkv.attention.common import attend_common
 from jkv.attention.mask import causal
 from jkv.attention.picks import picked
+from jkv.attention.recent import attend_recent
 from jkv.attention.tiers import attend_tier
 from jkv.core.blocks import as_window, none, with_residual
 from jkv.core.compiled import ANY, Run, call, flow, program
@@ -159,7 +160,7 @@ def drafted(
         mask = causal(pos, plan.window)
         parts = [
             attend(q, window.k, window.v, mask.over(pos[:, None]) & sees[:, None], model.scale),
-            attend(q, recent.k, recent.v, mask.over(recent.pos[:, None]), model.scale),
+            attend_recent(q, recent, mask, model.scale, plan.kernels),
         ]
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             parts.append(_attend_each(q, pos, window.columns, plan, tier, config, rope, model.scale))

@@ -34,6 +34,7 @@ PROVEN = {
     "paged_attention": ("0.10", "0.11"),
     "prefill_attention": ("0.10", "0.11"),
     "column_sums": ("0.10", "0.11"),
+    "window_attention": ("0.10", "0.11"),
 }
 log = logging.getLogger("jkv")
 

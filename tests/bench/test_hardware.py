@@ -108,7 +108,7 @@ def test_the_small_size_of_a_cpu(tmp_path):
     assert done.exit_code == 0, done.output
     rows = saved(tmp_path)
     count = {part: sum(r["part"] == part for r in rows) for part in hardware.PARTS}
-    assert count == {"checks": 3, "memory": 1, "kernels": 6, "decode": 4} and not any("failed" in r for r in rows)
+    assert count == {"checks": 4, "memory": 1, "kernels": 6, "decode": 4} and not any("failed" in r for r in rows)
     assert all(r["ok"] > 1 and not r["WRONG"] for r in rows if r["part"] == "checks")
     text = (tmp_path / hardware.PAGE).read_text()
     assert not re.search(r"https?:|src=|<script|@import|url\(", text)  # of its own

@@ -115,7 +115,7 @@ def test_a_gpu_that_is_no_hopper_runs_on_xla_and_the_receipt_says_why(monkeypatc
 def test_versions_of_jax_without_golden_rows_run_on_xla(monkeypatch):
     """Which they are: those whose compiled loops every row of the operation is known for."""
     golden = json.loads((Path(__file__).parent / "golden_gpu.json").read_text())
-    words = {"prefill_attention": "prompt", "column_sums": "columns", "paged_attention": "pages"}
+    words = dict(prefill_attention="prompt", column_sums="columns", paged_attention="pages", window_attention="window")
     every = set().union(*golden.values())
     for operation, proven in kernels.PROVEN.items():
         if (word := words.get(operation)) is None:

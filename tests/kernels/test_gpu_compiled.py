@@ -32,6 +32,7 @@ from jkv.kernels.column_sums import gpu as column_sums  # noqa: E402
 from jkv.kernels.decode_attention import gpu  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 from jkv.kernels.prefill_attention import gpu as prefill  # noqa: E402
+from jkv.kernels.window_attention import gpu as window  # noqa: E402
 
 pytestmark = pytest.mark.hardware
 
@@ -125,6 +126,25 @@ def prompts():
         yield f"columns D={dim} G={group} T={tokens}", columns, q, k, places, places, places, lse
 
 
+def seen(*arrays):
+    return window.attention(*arrays, 0.1)
+
+
+def entered(*arrays):
+    return window.entered(*arrays, 0.1)
+
+
+def windows():
+    """The same, of recent windows of two tiles, so that there is a loop, and of what enters them."""
+    for dim, group, new in ((64, 3, 1), (128, 4, 1), (128, 4, 8), (256, 2, 1)):
+        q, k, one = (Shape((2, 8, *x, dim), jnp.bfloat16) for x in ((group, new), (111,), (1,)))
+        places, bounds, at = Shape((2, 111), jnp.int32), Shape((2, new), jnp.int32), Shape((), jnp.int32)
+        name = f"window D={dim} G={group} T={new}"
+        yield name, seen, q, k, k, places, bounds, bounds
+        if new == 1:
+            yield f"{name} enters", entered, q, k, k, one, one, at, places, places, bounds, bounds
+
+
 def decode(form, q, codes, pos, first, last, *pages):
     """Steps in an inner loop, and a flush that scatters into the tier in an outer one: as `jkv.core.loop` does."""
 
@@ -190,7 +210,7 @@ def temporary() -> int:
 
 def measure(asked: list[str]) -> dict:
     """By name, of all if none is asked for: kernels, decode loops (as `loop NAME`), and "temporary"."""
-    every = {x[0]: functools.partial(machine, *x) for x in (*programs(), *prompts())}
+    every = {x[0]: functools.partial(machine, *x) for x in (*programs(), *prompts(), *windows())}
     every |= {f"loop {name}": functools.partial(moves, *x) for name, x in LOOPS.items()}
     every |= {"temporary": temporary}
     return {name: every[name]() for name in asked or every}
@@ -228,7 +248,7 @@ def test_a_kernel_is_as_it_was(measured: dict, case: str):
 
 
 def test_all_kernels_are_known():
-    assert set(golden()) == {x[0] for x in (*programs(), *prompts())}
+    assert set(golden()) == {x[0] for x in (*programs(), *prompts(), *windows())}
 
 
 @pytest.mark.parametrize("case", LOOPS)

@@ -110,6 +110,26 @@ def sums(
     return run(q, k, pos, first, last, lse, scale)
 
 
+@checked
+def entered(
+    run: Run,
+    q: Float[Array, "B H G T D"],
+    k: Float[Array, "B H R D"],
+    v: Float[Array, "B H R D"],
+    new_k: Float[Array, "B H 1 D"],
+    new_v: Float[Array, "B H 1 D"],
+    at: Int32[Array, ""],
+    pos: Int32[Array, "B R"],
+    put: Int32[Array, "B R"],
+    first: Int32[Array, "B T"],
+    last: Int32[Array, "B T"],
+    scale: float,
+) -> tuple[Partial, Float[Array, "B H R D"], Float[Array, "B H R D"]]:
+    part, *window = run(q, k, v, new_k, new_v, at, pos, put, first, last, scale)
+    assert isinstance(part.acc, Float[Array, "B H G T D"]) and isinstance(part.l, Float[Array, "B H G T"]), part
+    return part, *window
+
+
 PROMISES = (
     (Score, (rank, observe, birth, expires)),
     (Codec, (decode, encode, logits, mix)),
@@ -121,6 +141,8 @@ KERNELS = (
     ("paged_attention", attention),
     ("prefill_attention", attention),
     ("column_sums", sums),
+    ("window_attention", attention),
+    ("window_attention", entered),
 )
 
 

@@ -22,3 +22,29 @@ def lengths(pos: Array) -> Array:
     [[[3], [0]]]
     """
     return jnp.where(pos >= 0, jnp.arange(1, pos.shape[2] + 1, dtype=jnp.int32)[None, None], 0).max(2, keepdims=True)
+
+
+def query_rows(q: Array, most: int) -> Array:
+    """[B*H,chunks,r,D] of q [B,H,G,T,D]: r rows, a multiple of 8 and `most` at most, for one program; in few of them.
+
+    >>> query_rows(jnp.ones((2, 3, 7, 5, 64)), 16).shape
+    (6, 3, 16, 64)
+    """
+    b, h, g, t, d = q.shape
+    chunks = -(-g * t // most)
+    r = -(-g * t // (8 * chunks)) * 8
+    rows = jnp.pad(q.reshape(b * h, g * t, d), ((0, 0), (0, chunks * r - g * t), (0, 0)))
+    return rows.reshape(b * h, chunks, r, d)
+
+
+def query_bounds(first: Array, last: Array, g: int, chunks: int, r: int) -> Array:
+    """i32[B,chunks,2,r]: the first and the last position that those rows see, of i32[B,T]; -1, of the dead, none does.
+
+    >>> query_bounds(jnp.array([[-3, 2]]), jnp.array([[4, 5]]), 2, 1, 8).tolist()
+    [[[[0, 2, 0, 2, 0, 0, 0, 0], [4, 5, 4, 5, -1, -1, -1, -1]]]]
+    """
+    b, t = first.shape
+    bounds = jnp.broadcast_to(jnp.stack([first, last], 1)[:, :, None], (b, 2, g, t)).reshape(b, 2, g * t)
+    bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, chunks * r - g * t)), constant_values=-1)
+    bounds = jnp.maximum(bounds, jnp.array([0, -1], jnp.int32)[None, :, None])  # queries of the padding see nothing
+    return jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jkv.arrays.bits import bits_of
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import gpu_sides as sides
-from jkv.kernels.decode_attention import lengths
+from jkv.kernels.decode_attention import lengths, query_bounds, query_rows
 from jkv.kernels.decode_attention.gpu_sides import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
@@ -102,15 +102,10 @@ def attention(
     b, h, g, t, d = q.shape
     n = tile_of(v)
     kf, vf = Form.both(k, v, d, n)
-    chunks = -(-g * t // most_rows(kf, vf))
-    r = -(-g * t // (8 * chunks)) * 8
-    pad = chunks * r - g * t
+    rows = query_rows(q, most_rows(kf, vf)).astype(f32)
+    chunks, r = rows.shape[1:3]
+    bounds = query_bounds(first, last, g, chunks, r)
     flat = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (as_bytes(k), as_bytes(v)))
-    rows = jnp.pad(q.astype(f32).reshape(b * h, g * t, d), ((0, 0), (0, pad), (0, 0))).reshape(b * h, chunks, r, d)
-    bounds = jnp.broadcast_to(jnp.stack([first, last], 1)[:, :, None], (b, 2, g, t)).reshape(b, 2, g * t)
-    bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
-    bounds = jnp.maximum(bounds, jnp.array([0, -1], i32)[None, :, None])  # dead slots and queries of the padding
-    bounds = jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)
     ends = (lengths(pos) if ends is None else ends).reshape(-1)
     ops = Ops(interpret is not None, plain)
     once = [bounds, *sides.queries(kf, rows, scale, ops.unit(kf.bits))]

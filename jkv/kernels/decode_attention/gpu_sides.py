@@ -223,7 +223,7 @@ def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], quer
 
 def slot_index(ops: Ops, shape: tuple[int, ...], span: int) -> Array:
     """i32[64,r]: which of 64 slots a row is, or the first of 16 that it is one of."""
-    row = ops.row_index(shape)
+    row = ops.index(shape, 0)
     return (row >> 1 & 3) * 16 if span else row
 
 

@@ -98,16 +98,20 @@ class Ops:
     def matrix(self, ref: Ref) -> Array:
         return self.place(ref[...], WGMMA)
 
+    def loose(self, ref: Ref) -> Array:
+        """The same of a ref that lies row by row, whose rows share banks."""
+        return ref[...] if self.interpret else load(ref, WGMMA)
+
     def ordered_matrix(self, ref: Ref, piece: int) -> Array:
         """Floats [n,k] of ref, the rows by `contracted` with a piece."""
         if self.interpret:
             return contracted(ref[...], piece)
         return renamed(ref, matrix_layout(ref.shape, piece))
 
-    def row_index(self, shape: tuple[int, ...]) -> Array:
+    def index(self, shape: tuple[int, ...], axis: int) -> Array:
         if self.interpret:
-            return jax.lax.broadcasted_iota(i32, shape, 0)
-        return plgpu.broadcasted_iota(i32, shape, 0, layout=WGMMA)
+            return jax.lax.broadcasted_iota(i32, shape, axis)
+        return plgpu.broadcasted_iota(i32, shape, axis, layout=WGMMA)
 
     def matmul(self, *products: tuple[list[Any], list[Ref]], meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
         """For each (a, b) f32[n,r], the sum of a_i @ b_i.T; a [n,k] in registers or refs, b refs [r,k].

@@ -1,0 +1,30 @@
+"""The oracle: a window is a prompt's keys, and what enters it is put there first."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.partial import Partial
+from jkv.kernels.prefill_attention.reference import attention
+
+__all__ = ["attention", "entered"]
+
+
+def entered(
+    q: Array,
+    k: Array,
+    v: Array,
+    new_k: Array,
+    new_v: Array,
+    at: Array,
+    pos: Array,
+    put: Array,
+    first: Array,
+    last: Array,
+    scale: float,
+) -> tuple[Partial, Array, Array]:
+    """See the package; in q's dtype, float64 where jax allows it."""
+    k, v = (jax.lax.dynamic_update_slice_in_dim(x, new, at, 2) for x, new in ((k, new_k), (v, new_v)))
+    return attention(q, k, v, jnp.maximum(pos, put), first, last, scale), k, v

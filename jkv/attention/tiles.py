@@ -13,7 +13,7 @@ from jkv.arrays.gather import per
 from jkv.memory.pages import Pages, is_far
 from jkv.protocols import Code
 
-TILE, FEW = 1024, 64  # slots of a coded tier that so many queries, or fewer, read at a time
+TILE = 512  # slots of a coded tier that are read at a time
 LEAST = 16  # slots that are read at once
 
 
@@ -53,5 +53,5 @@ def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
     """
     if (queries == 1 and not decodes) or slots <= LEAST:
         return slots
-    tile = min(TILE * FEW // max(queries, FEW), -(-slots // 2) if decodes else slots)
+    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)

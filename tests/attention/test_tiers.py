@@ -284,9 +284,9 @@ def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
 
 
 def test_a_step_reads_a_long_tier_in_tiles():
-    """Five of them, the last moved back; beside softmax over the decoded tier, in float64."""
+    """Ten of them, the last moved back; beside softmax over the decoded tier, in float64."""
     config = replace(tier_of((Affine(bits=4), Affine(bits=2), "write"), 1, None), capacity=5001, most=5001)
-    assert tile_size(True, 5001, 1, 1) == 1024
+    assert tile_size(True, 5001, 1, 1) == 512
     tier = filled(config, plain(config))
     q = np.random.default_rng(1).standard_normal((ROWS, H, G, 1, D)).astype(np.float32)
     got = jax.jit(lambda q, t: attend_tier(q, causal(jnp.full((ROWS, 1), 2500), None), t, config, ROPE, 0.3).finish())

@@ -279,6 +279,19 @@ def drafts() -> list[str]:
     ]
 
 
+def beside_llama() -> list[str]:
+    """A token, and a prompt, beside llama.cpp on the same file."""
+    out = []
+    for name in ("float32", "int8", "prefill"):
+        found = json.loads((ROOT / "results" / "llama" / f"{name}.json").read_text())
+        for r in found["rows"]:
+            what = f"{r['context']:,}" + " (the prompt itself)" * (r["what"] == "prefill")
+            theirs = f"{number(r['peer']['ms'])} ({r['peer']['cache']})"
+            weights = found["meta"]["weights"] or found["meta"]["dtype"]
+            out.append(line(weights, f"`{r['cache']}`", what, number(r["ms"]), theirs, f"{r['ratio']:.2f}"))
+    return out
+
+
 def loaded() -> list[str]:
     """Servers under load: beside each other, and for ten minutes."""
     pair = lambda x, of, form: f"{x['p50'] / of:{form}} ({x['p99'] / of:{form}})"  # noqa: E731
@@ -719,6 +732,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         head("", "jkv ms", "transformers ms", "ratio", "floor ms"): beside,
         head("sampling, ms", "49,152 words, 1 row", "16 rows", "128,256 words, 1 row", "16 rows"): draws,
         head("cache", "compiled", "first token, s", "first block, s", "all, s", "MiB of programs"): waiting,
+        head("weights of jkv", "cache", "tokens before", "jkv", "llama.cpp (its cache)", "ratio"): beside_llama,
         head("text", "drafts", "plain, ms a token", "ms a token", "speed-up (of each prompt)", "tokens a pass"): drafts,
         head("`weights=`", "held as", "MB", "KL", "ms a token", "of float32's", "prompt, s"): forms,
         head("`weights=`", "MB", "perplexity", "KL"): blocks,

@@ -36,7 +36,7 @@ def shared(cache: str) -> str:
 
 
 class LlamaCpp:
-    """Trials of llama.cpp on the CPU: one row, its own kernels, greedy tokens, no token twice.
+    """Trials of llama.cpp on the CPU: one row, its own kernels, greedy tokens.
 
     A prompt is read once and stays; each trial of decoding reads its last token again. Times are those that llama.cpp
     gives: of a prompt, and of each token from the second on.

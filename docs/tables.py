@@ -63,8 +63,12 @@ PCIE = 25e9  # bytes a second of PCIe 4 x16, as it is reached
 Rows = list[dict[str, Any]]
 
 
+def whole(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
 def results(name: str) -> Rows:
-    return json.loads((ROOT / "results" / f"{name}.json").read_text())["rows"]
+    return whole(name)["rows"]
 
 
 def code(cache: str) -> str:
@@ -283,7 +287,7 @@ def beside_llama() -> list[str]:
     """A token, and a prompt, beside llama.cpp on the same file."""
     out = []
     for name in ("float32", "int8", "prefill"):
-        found = json.loads((ROOT / "results" / "llama" / f"{name}.json").read_text())
+        found = whole(f"llama/{name}")
         for r in found["rows"]:
             what = f"{r['context']:,}" + " (the prompt itself)" * (r["what"] == "prefill")
             theirs = f"{number(r['peer']['ms'])} ({r['peer']['cache']})"
@@ -297,7 +301,7 @@ def loaded() -> list[str]:
     pair = lambda x, of, form: f"{x['p50'] / of:{form}} ({x['p99'] / of:{form}})"  # noqa: E731
     out = []
     for name in ("beside", "ten_minutes"):
-        found = json.loads((ROOT / "results" / "serve" / f"{name}.json").read_text())
+        found = whole(f"serve/{name}")
         for r in found["rows"]:
             mib = r["mib"][0], max(r["mib"]), r["mib"][-1]
             counts = f"{found['meta']['seconds'] / 60:.0f}", f"{r['answers']:,}", str(r["lost"])
@@ -380,7 +384,7 @@ def stages() -> list[str]:
     names = {"all": "one process", "prefill": "the worker that prefills", "decode": "the worker that decodes"}
     names["parent"] = "their parent, which holds the weights too"
     found = {r["process"]: r["peak_bytes"] for r in results("stages")}
-    handed = json.loads((ROOT / "results" / "stages.json").read_text())["meta"]["handed_bytes"]
+    handed = whole("stages")["meta"]["handed_bytes"]
     lines = [line(name, f"{found[key] / 2**20:,.0f}") for key, name in names.items()]
     return [*lines, line("handed over, a row", f"{handed / 2**20:.1f}")]
 

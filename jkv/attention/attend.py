@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,14 +40,17 @@ def attend_again(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Sc
     return jax.tree.map(lambda *x: jnp.concatenate(x, 3), *parts)
 
 
-def prompt_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> kernels.Choice:
-    """Which implementation attends a prompt's tokens, for keys of that dtype, of `dim` channels and `groups` queries
-    each, and values of `width` channels."""
+def exact_kernel(operation: str, kind: str, dtype: Any, dim: int, width: int, groups: int) -> kernels.Choice:
+    """Which implementation of an operation on exact tokens runs, for keys of that dtype, of `dim` channels and `groups`
+    queries each, and values of `width` channels."""
 
     def refusal(module: Any) -> str | None:
         return kernels.uneven(dim, width) or module.supports(dtype, dim, groups)
 
-    return kernels.choose("prefill_attention", kind, refusal)
+    return kernels.choose(operation, kind, refusal)
+
+
+prompt_kernel = partial(exact_kernel, "prefill_attention")  # which one attends a prompt's tokens
 
 
 def attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Scale, kind: str = "xla") -> Partial:

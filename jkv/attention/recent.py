@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv import kernels
 from jkv.arrays.partial import Partial
-from jkv.attention.attend import attend
+from jkv.attention.attend import attend, exact_kernel
 from jkv.attention.mask import Mask
 from jkv.models.scale import Scale
 from jkv.protocols import Window
@@ -22,11 +22,7 @@ def window_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> k
     values of `width` channels. Only GPUs have one: elsewhere XLA fuses what is around it."""
     if kernels.wanted(kind) != "gpu":
         return kernels.Choice("xla")
-
-    def refusal(module: Any) -> str | None:
-        return kernels.uneven(dim, width) or module.supports(dtype, dim, groups)
-
-    return kernels.choose("window_attention", kind, refusal)
+    return exact_kernel("window_attention", kind, dtype, dim, width, groups)
 
 
 def _name(q: Array, window: Window, kind: str) -> str:

@@ -43,6 +43,11 @@ class Jkv:
     def empty(self, longest: int, new: int) -> Any:
         return sizes.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
 
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """f32[B,V] of what comes after prompts."""
+        cache = self.empty(ids.shape[1] + 16, 16)
+        return np.asarray(loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)[1], np.float32)
+
     def prefill(self, ids: np.ndarray) -> Trial:
         cache, x = self.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
         return lambda: clock(lambda: loop.prefill(self.params, cache, x, fresh=True))
@@ -198,8 +203,7 @@ PEERS = {kind.name: kind for kind in (Transformers, Kvpress)}
 def apart(engine: Jkv, peer: Transformers) -> float:
     """The largest difference of the logits of one prompt; ValueError if that is too much for the same model."""
     ids = np.random.default_rng(1).integers(0, engine.params.config.vocab, (engine.rows, 16))
-    cache = engine.empty(32, 16)
-    ours = np.asarray(loop.prefill(engine.params, cache, jnp.asarray(ids, jnp.int32), True)[1], np.float32)
+    ours = engine.logits(ids)
     theirs = peer.absorb(ids, peer.cache())[:, -1].float().numpy()
     found = float(abs(ours - theirs).max())
     # the 16-bit types round every layer: their limit is a share of the largest logit

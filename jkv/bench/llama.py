@@ -6,16 +6,11 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from jkv.bench.engines import Jkv
-from jkv.core import loop
-
-if TYPE_CHECKING:
-    from jkv.bench.engines import Tokens
+from jkv.bench.engines import Jkv, Tokens
 
 NAME = "llama.cpp"
 # What llama.cpp keeps keys and values in where jkv has this cache, by the names of its types.
@@ -24,10 +19,10 @@ LIKELY = 20  # words whose log-probabilities must be those of jkv
 APART = 1.0  # nats that they may differ by: llama.cpp rounds what weights are multiplied by to 8 bits
 
 
-def shared(cache: str) -> str:
-    """The type in which llama.cpp keeps what this cache of jkv keeps; ValueError if it has none.
+def shared(cache: str, tokens: int) -> str:
+    """The type in which llama.cpp keeps what this cache of jkv keeps of so many; ValueError if it has none.
 
-    >>> shared("int8")
+    >>> shared("int8", 9)
     'Q8_0'
     """
     if cache not in CACHES:
@@ -52,7 +47,7 @@ class LlamaCpp:
 
     def follow(self, cache: str, tokens: int) -> str:
         """Hold a prompt in the type of this cache."""
-        self.kept = shared(cache)
+        self.kept = shared(cache, tokens)
         return self.kept
 
     def trial(self, what: str, ids: np.ndarray, steps: int) -> Tokens:
@@ -77,8 +72,7 @@ class LlamaCpp:
         self._start(32)
         (token,) = self._ask(ids[0], 1, cache_prompt=False, n_probs=LIKELY)[0]["choices"][0]["logprobs"]["content"]
         theirs = {x["id"]: x["logprob"] for x in token["top_logprobs"]}
-        logits = loop.prefill(engine.params, engine.empty(32, 16), jnp.asarray(ids, jnp.int32), True)[1]
-        own = np.asarray(logits[0], np.float64)
+        own = engine.logits(ids)[0].astype(np.float64)
         own -= np.logaddexp.reduce(own)
         found = max(abs(own[word] - p) for word, p in theirs.items())
         if found > APART:

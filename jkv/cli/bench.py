@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from jkv.bench.speed import What
 
 CODES = ("int8", "int4", "kivi(bits=2)")
-ALIKE = {"kvpress": ("full", "snapkv(keep=0.25)"), "llama.cpp": ("full", "int8", "int4")}  # caches that peers have too
 CONTEXTS = (512, 2048)
 
 app = typer.Typer(help="Speed, bytes and memory of caches on this machine, and of other engines.")
@@ -61,7 +60,7 @@ def flush(o: Timed = Timed(rounds=15)) -> None:
 
 
 def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
-    specs, contexts = o.cache or ALIKE.get(vs or "", CACHES), o.context or CONTEXTS
+    specs, contexts = o.cache or (PEERS[vs].caches if vs in PEERS else CACHES), o.context or CONTEXTS
     cores, dtype = start(specs, o, o.dtype, vs)
     from jkv import models
     from jkv.bench import results, speed

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.bench.results import use_cores
-from jkv.cli.options import MODEL, Machine, Subject
+from jkv.cli.options import CACHES, MODEL, Machine, Subject
 from jkv.host import console
 from jkv.host.extras import install
 
@@ -20,10 +22,26 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another engine. packages: what must be there, of an extra; caches: what is measured beside it by default; shared:
+    the module that says which caches both have, if not all; codes: it reads a .gguf file, as it is, not floats."""
+
+    packages: tuple[str, ...]
+    extra: str
+    caches: tuple[str, ...] = CACHES
+    shared: str = ""
+    codes: bool = False
+
+
 PEERS = {
-    "transformers": (("torch", "transformers"), "parity"),
-    "kvpress": (("torch", "transformers", "kvpress"), "kvpress"),
-    "llama.cpp": (("xllamacpp",), "llama"),
+    "transformers": Peer(("torch", "transformers"), "parity"),
+    "kvpress": Peer(
+        ("torch", "transformers", "kvpress"), "kvpress", ("full", "snapkv(keep=0.25)"), "jkv.bench.presses"
+    ),
+    "llama.cpp": Peer(("xllamacpp",), "llama", ("full", "int8", "int4"), "jkv.bench.llama", codes=True),
 }
 
 
@@ -59,20 +77,18 @@ def check_peer(vs: str, specs: Iterable[str]) -> None:
         except ValueError as error:
             raise ValueError(f"--vs {vs}: the peers are {', '.join(PEERS)}, and other caches: {error}") from None
         return
-    packages, extra = PEERS[vs]
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; {install(extra)}")
+    peer = PEERS[vs]
+    if missing := [name for name in peer.packages if find_spec(name) is None]:
+        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; {install(peer.extra)}")
     import jax
 
     if jax.default_backend() != "cpu":
         raise ValueError(f"beside {vs}: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
-    if vs in ("kvpress", "llama.cpp"):
+    if peer.shared:
         from jkv import methods
-        from jkv.bench import llama, presses
 
         for spec in specs:
-            cache = str(methods.parse(spec))
-            llama.shared(cache) if vs == "llama.cpp" else presses.shared(cache, 1)
+            import_module(peer.shared).shared(str(methods.parse(spec)), 1)
 
 
 def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
@@ -83,11 +99,12 @@ def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]
     check_weights(o.weights)
     if o.weights == "file" and o.random_weights:
         raise ValueError("--weights file: random weights are of no file; use int8 or int4")
-    if o.weights is not None and vs in PEERS and vs != "llama.cpp":
+    codes = vs in PEERS and PEERS[vs].codes
+    if o.weights is not None and vs in PEERS and not codes:
         raise ValueError(f"--weights {o.weights} beside {vs}: it has floats alone; leave --weights out")
     size = 1 if o.weights else 4 if dtype == "float32" else 2
     name, source = subject(o.model, o.shape, o.random_weights, size, 1 + (vs in PEERS))
-    if vs == "llama.cpp" and source.file is None:
+    if codes and source.file is None:
         raise ValueError(f"--vs {vs}: it reads .gguf files alone, and {name} is none")
     return name, source
 

@@ -338,7 +338,7 @@ KERNEL = ("bench", "kernel", "--shape", "tiny")
         ((*DECODE, *TINY, "--context", 40, "--weights", "file"), "random weights are of no file; use int8 or int4"),
         (
             (*DECODE, *TINY, "--vs", "vllm"),
-            "the peers are transformers, kvpress, llama.cpp, and other caches: ",
+            "the peers are transformers, kvpress, llama.cpp, and other caches: unknown method",
         ),
         ((*DECODE, *TINY, "--vs", "sdpa"), "a column of jkv bench kernel"),
         ((*KERNEL, "--op", "flush"), "--op flush: there is decode_attention"),

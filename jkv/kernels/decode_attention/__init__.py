@@ -37,6 +37,16 @@ def query_rows(q: Array, most: int) -> Array:
     return rows.reshape(b * h, chunks, r, d)
 
 
+def query_results(x: Array, shape: tuple[int, ...]) -> Array:
+    """[B,H,G,T,...] of x [B*H,chunks,r,...], of those rows; shape: of q.
+
+    >>> query_results(jnp.ones((6, 3, 16, 4)), (2, 3, 7, 5, 64)).shape
+    (2, 3, 7, 5, 4)
+    """
+    b, h, g, t, _ = shape
+    return x.reshape(b, h, -1, *x.shape[3:])[:, :, : g * t].reshape(b, h, g, t, *x.shape[3:])
+
+
 def query_bounds(first: Array, last: Array, g: int, chunks: int, r: int) -> Array:
     """i32[B,chunks,2,r]: the first and the last position that those rows see, of i32[B,T]; -1, of the dead, none does.
 

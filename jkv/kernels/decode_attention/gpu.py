@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jkv.arrays.bits import bits_of
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import gpu_sides as sides
-from jkv.kernels.decode_attention import lengths, query_bounds, query_rows
+from jkv.kernels.decode_attention import lengths, query_bounds, query_results, query_rows
 from jkv.kernels.decode_attention.gpu_sides import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
@@ -115,9 +115,7 @@ def attention(
     call = kernel(kf, vf, (b, h, chunks), pos.shape, t, r, scale, ops, interpret)
     acc, m, l, low = call(tables, once, pos.reshape(-1, pos.shape[2]), scales, codes)  # noqa: E741
     part = join(sides.gather(vf, acc, low if scales[1] else None, ops.unit(vf.bits)), m, l)
-    return jax.tree.map(
-        lambda x: x.reshape(b, h, chunks * r, *x.shape[3:])[:, :, : g * t].reshape(b, h, g, t, *x.shape[3:]), part
-    )
+    return jax.tree.map(lambda x: query_results(x, q.shape), part)
 
 
 def as_bytes(x: KernelCodes) -> KernelCodes:

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jkv.arrays.partial import Partial
-from jkv.kernels.decode_attention import query_bounds, query_rows
+from jkv.kernels.decode_attention import query_bounds, query_results, query_rows
 from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.kernels.prefill_attention.gpu import LOG2E, UNSEEN, supports
 
@@ -72,17 +72,16 @@ def attended(
     interpret: Any,
 ) -> Partial:
     """Over k, v [B*H*R,D], arrays or refs; entering: as of `program`; places: i32[B,R], of which the largest counts."""
-    b, h, g, t, d = q.shape
+    b, h, g, _, d = q.shape
     if (why := supports(k.dtype, d, g)) is not None:
         raise ValueError(f"the gpu kernel of window_attention does not take {why}")
     asks = query_rows(q, TILE).astype(k.dtype)
     bounds = query_bounds(first, last, g, *asks.shape[1:3])
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, 0), (0, TILE - asks.shape[2])), constant_values=-1)
     call = kernel((b, h, *asks.shape[1:]), k.dtype, len(places), scale, Ops(interpret is not None), interpret)
-    acc, m, l = call(asks, bounds, [x.reshape(-1) for x in places], [k, v], entering)  # noqa: E741
-    acc, m, l = (x.reshape(b, h, -1, *x.shape[3:])[:, :, : g * t] for x in (acc, m, l))  # noqa: E741
-    part = Partial(acc=acc, m=jnp.where(l > 0, m * math.log(2), -jnp.inf), l=l)
-    return jax.tree.map(lambda x: x.reshape(b, h, g, t, *x.shape[3:]), part)
+    found = call(asks, bounds, [x.reshape(-1) for x in places], [k, v], entering)
+    acc, m, l = (query_results(x, q.shape) for x in found)  # noqa: E741
+    return Partial(acc=acc, m=jnp.where(l > 0, m * math.log(2), -jnp.inf), l=l)
 
 
 def kernel(shape: tuple[int, ...], dtype: Any, places: int, scale: float, ops: Ops, interpret: Any) -> Any:

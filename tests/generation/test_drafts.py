@@ -387,30 +387,6 @@ def test_of_two_drafters_the_one_that_offers_more_guesses():
     assert not Either(one, Through(PARAMS)).rows_change
 
 
-@pytest.mark.parametrize(("takes", "asks"), [(0.4, 200), (0.6, 2 + 3)])
-def test_the_second_of_two_drafters_is_asked_while_it_brings_more_than_its_time(takes: float, asks: int):
-    """Half a token a guess, a token a second; what is slower is tried again after 64 guesses, once."""
-    now, asked = [0.0], []
-
-    class Says:
-        top, rows_change, nbytes = 0, True, 0
-
-        def __init__(self, chance: float, seconds: float) -> None:
-            self.chance, self.seconds = chance, seconds
-
-        def propose(self, rows, most, verifier=None):
-            asked.append(self)
-            now[0] += self.seconds
-            return [Guess([1], [-1], [self.chance]) for _ in rows]
-
-    one, two = Says(0.1, 0.0), Says(0.6, takes)
-    both = Either(one, two, clock=lambda: now[0])
-    for n in range(200):
-        both.propose([[0] * n, [0] * (n + 5)], 7)
-        now[0] += 1.0
-    assert asked.count(one) == 200 and asked.count(two) == asks
-
-
 @pytest.mark.parametrize("draft", ["suffix", "recycle", "suffix(alpha=2.0, p_min=0.2)", "suffix | recycle"])
 def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
     for options in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):

@@ -19,7 +19,7 @@ from jkv.attention.attend import FEW
 from jkv.attention.marks import ends
 from jkv.attention.mask import Mask
 from jkv.attention.pool import line, together
-from jkv.attention.tiles import cut, over_tiles, tile_size
+from jkv.attention.tiles import cut, over_tiles, tile_sizes
 from jkv.kernels.decode_attention import lengths
 from jkv.memory import codes
 from jkv.memory.cache import MERGED, Tier
@@ -240,8 +240,8 @@ def _attend_own(
 
     far = is_far(k) or is_far(v)  # what comes from the host is a copy too
     decodes = far or config.pre_rope or not (config.k.exact and config.v.exact)
-    tile = tile_size(decodes, size, tokens, config.unit)
-    return over_tiles(body, nothing(q, codes.inner_width(config.v, sample(v))), size, tile)
+    tiles = tile_sizes(decodes, size, tokens, config.unit, b * h * max(q.shape[4], g * t))
+    return over_tiles(body, nothing(q, codes.inner_width(config.v, sample(v))), size, *tiles)
 
 
 def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale, read: Array) -> Partial | None:
@@ -332,8 +332,8 @@ def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
             dots = key_logits(x, tile, places, config, rope) if of == "k" else codes.dots(codec, x, tile)
             return jax.lax.dynamic_update_slice_in_dim(out, dots, start, 3)
 
-        tile = tile_size(decodes, c, shape[2], config.unit)
-        return over_tiles(body, jnp.zeros((b, h, n, c), jnp.float32), c, tile)
+        tiles = tile_sizes(decodes, c, shape[2], config.unit, b * h * max(x.shape[3], n))
+        return over_tiles(body, jnp.zeros((b, h, n, c), jnp.float32), c, *tiles)
 
     return context.whole(context.each(own, (code, at), tier.axes, axis=3), tier.axes, axis=3).reshape(shape)
 
@@ -360,7 +360,8 @@ def tier_mix(w: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
             x = jnp.where(alive[:, :, 0, :, None], x, 0)
             return out + jnp.einsum("bhns,bhsd->bhnd", wt * fresh[None, None, None].astype(w.dtype), x)
 
-        tile = tile_size(True, c, shape[2], config.unit)
-        return over_tiles(body, jnp.zeros((*w.shape[:3], codes.width(codec, sample(code))), jnp.float32), c, tile)
+        width = codes.width(codec, sample(code))
+        tiles = tile_sizes(True, c, shape[2], config.unit, w.shape[0] * w.shape[1] * max(width, w.shape[2]))
+        return over_tiles(body, jnp.zeros((*w.shape[:3], width), jnp.float32), c, *tiles)
 
     return context.each(own, (code, at, tier.pos), tier.axes, join=jax.lax.psum).reshape(*shape, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jkv.memory.pages import Pages, is_far
 from jkv.protocols import Code
 
 TILE = 512  # slots of a coded tier that are read at a time
+LARGE = 1 << 22  # numbers that a GPU decodes at a time, where each turn of a loop is a dozen launches
 LEAST = 16  # slots that are read at once
 
 
@@ -29,11 +31,16 @@ def cut(code: Code | Pages, start: Array, n: int, slots: int) -> Code:
     return jax.tree.map(one, code)
 
 
-def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, tile: int) -> Any:
+def over_tiles(
+    body: Callable[[Array, Array, Any], Any], init: Any, slots: int, tile: int, on_gpu: int | None = None
+) -> Any:
     """Fold body(start, fresh bool[tile], state) over tiles; the last tile is moved back to stay inside.
 
-    `fresh` is False for the slots of a moved tile that were read before.
+    `fresh` is False for the slots of a moved tile that were read before. on_gpu: slots of a tile there; None: as many.
     """
+    if on_gpu not in (None, tile):
+        few, many = (partial(over_tiles, body, slots=slots, tile=n) for n in (tile, on_gpu))
+        return jax.lax.platform_dependent(init, cuda=many, rocm=many, default=few)
     if slots <= tile:
         return body(jnp.int32(0), jnp.ones(slots, bool), init)
 
@@ -44,8 +51,8 @@ def over_tiles(body: Callable[[Array, Array, Any], Any], init: Any, slots: int, 
     return jax.lax.fori_loop(0, -(-slots // tile), step, init)
 
 
-def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
-    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else TILE, or fewer for
+def tile_size(decodes: bool, slots: int, queries: int, unit: int, most: int = TILE) -> int:
+    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else `most`, or fewer for
     many queries.
 
     What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
@@ -53,5 +60,15 @@ def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
     """
     if (queries == 1 and not decodes) or slots <= LEAST:
         return slots
-    tile = min(TILE * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
+    tile = min(most * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)
+
+
+def tile_sizes(decodes: bool, slots: int, queries: int, unit: int, numbers: int) -> tuple[int, int]:
+    """`tile_size`, and that of a GPU, which has LARGE numbers, `numbers` of each slot, or TILE slots if these are more.
+
+    >>> tile_sizes(True, 131072, 1, 1, 8 * 128)
+    (512, 4096)
+    """
+    one = partial(tile_size, decodes, slots, queries, unit)
+    return one(), one(most=max(TILE, LARGE // numbers))

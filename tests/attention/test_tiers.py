@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.attention import tiers
 from jkv.attention.marks import newest
 from jkv.attention.mask import causal
 from jkv.attention.picks import look, picked
 from jkv.attention.tiers import attend_tier, gathered, tier_dot
-from jkv.attention.tiles import tile_size
 from jkv.core.admit import admit
 from jkv.core.merge import Newcomers
 from jkv.memory.cache import Tier
@@ -283,19 +283,35 @@ def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
             np.testing.assert_allclose(np.asarray(got)[live], np.asarray(want)[live], atol=1e-6)
 
 
-def test_a_step_reads_a_long_tier_in_tiles():
-    """Ten of them, the last moved back; beside softmax over the decoded tier, in float64."""
-    config = replace(tier_of((Affine(bits=4), Affine(bits=2), "write"), 1, None), capacity=5001, most=5001)
-    assert tile_size(True, 5001, 1, 1) == 512
-    tier = filled(config, plain(config))
+LONG = replace(tier_of((Affine(bits=4), Affine(bits=2), "write"), 1, None), capacity=5001, most=5001)
+
+
+def attended(q: jax.Array, tier: Tier) -> jax.Array:
+    return attend_tier(q, causal(jnp.full((ROWS, 1), 2500), None), tier, LONG, ROPE, 0.3).finish()
+
+
+@pytest.mark.parametrize("size", [512, 2501])
+def test_a_step_reads_a_long_tier_in_tiles(size: int, monkeypatch):
+    """Ten of them, or the two of a GPU, the last moved back; beside softmax over the decoded tier, in float64."""
+    monkeypatch.setattr(tiers, "tile_sizes", lambda *_: (size, size))
+    tier = filled(LONG, plain(LONG))
     q = np.random.default_rng(1).standard_normal((ROWS, H, G, 1, D)).astype(np.float32)
-    got = jax.jit(lambda q, t: attend_tier(q, causal(jnp.full((ROWS, 1), 2500), None), t, config, ROPE, 0.3).finish())
-    k, v = (np.asarray(decode(codec, x), np.float64) for codec, x in ((config.k, tier.k), (config.v, tier.v)))
+    got = jax.jit(lambda q, t: attended(q, t))  # of its own: another size is another program
+    k, v = (np.asarray(decode(codec, x), np.float64) for codec, x in ((LONG.k, tier.k), (LONG.v, tier.v)))
     logits = np.einsum("bhgtd,bhnd->bhgtn", q, k) * 0.3
     pos = np.asarray(tier.pos)[:, :, None, None]
     p = np.where((pos >= 0) & (pos <= 2500), np.exp(logits - logits.max(-1, keepdims=True)), 0)
     want = np.einsum("bhgtn,bhnd->bhgtd", p / p.sum(-1, keepdims=True), v)
     np.testing.assert_allclose(got(jnp.asarray(q), tier), want, atol=1e-5)
+
+
+@pytest.mark.parametrize(("platform", "size"), [("cpu", 512), ("tpu", 512), ("cuda", 2501), ("rocm", 2501)])
+def test_a_gpu_reads_large_tiles(platform: str, size: int):
+    """Each turn of the loop is a dozen launches there; a CPU's caches hold a small one."""
+    tier = jax.eval_shape(lambda: filled(LONG, plain(LONG)))
+    q = jax.ShapeDtypeStruct((ROWS, H, G, 1, D), jnp.float32)
+    text = jax.jit(attended).trace(q, tier).lower(lowering_platforms=(platform,)).as_text()
+    assert {n for n in (512, 2501) if f"tensor<{ROWS}x{H}x{n}x" in text} == {size}
 
 
 def test_the_last_page_may_be_a_part_of_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jkv.attention.context import each_query
 from jkv.attention.mask import Mask
 from jkv.models.scale import Scale
 
-QUERY_TILE, KEY_TILE = 256, 256  # of the blocked prefill sweep: a tile of scores stays in cache
+TILE = 256  # queries, and keys, of the blocked prefill sweep: a tile of scores stays in cache
+LARGE = 1 << 23  # scores of a tile on a GPU, where each turn of a loop is a dozen launches and a wait for the host
 BACK_TILE = 128  # queries whose scores over all keys exist at once on the way back
 FEW = 16  # up to so many query tokens of a row the decode kernels serve, beyond it the prefill kernel
 
@@ -78,9 +80,33 @@ def _attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: 
 
         masks = pos, mask.first, mask.last, *([] if mask.until is None else [mask.until])
         return kernels.over_mesh(run, q, k, v, *masks)
-    if t * s <= QUERY_TILE * KEY_TILE:
+    few, many = (partial(_swept, mask=mask, scale=scale, tile=x) for x in (TILE, gpu_tile(prod(q.shape[:3]))))
+    if t * s <= TILE * TILE or many.keywords == few.keywords:
+        return few(q, k, v, pos)
+    return jax.lax.platform_dependent(q, k, v, pos, cuda=many, rocm=many, default=few)
+
+
+def gpu_tile(heads: int) -> int:
+    """Queries, and keys, of a tile on a GPU, for so many query heads of all rows.
+
+    >>> gpu_tile(9), gpu_tile(32), gpu_tile(8 * 32)
+    (512, 512, 256)
+    """
+    return max(TILE, 1 << int((LARGE / heads) ** 0.5).bit_length() - 1)
+
+
+def scores_at_once(heads: int, t: int, s: int) -> int:
+    """Scores of a tile, of so many query heads of all rows, on this process's devices, by t queries and s keys."""
+    tile = gpu_tile(heads) if jax.default_backend() == "gpu" else TILE
+    return heads * min(tile * tile, t * s)
+
+
+def _swept(q: Array, k: Array, v: Array, pos: Array, *, mask: Mask, scale: Scale, tile: int) -> Partial:
+    """`attend_window` by tiles."""
+    t, s = q.shape[3], k.shape[2]
+    if t * s <= tile * tile:
         return attend(q, k, v, mask.over(pos[:, None]), scale)
-    tq, tk = min(QUERY_TILE, t), min(KEY_TILE, s)
+    tq, tk = min(tile, t), min(tile, s)
 
     def rows(i: Array) -> Partial:
         # Tiles at the end are moved back to stay inside; rows that are computed twice are equal.

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from jkv.attention.attend import KEY_TILE, QUERY_TILE
+from jkv.attention.attend import scores_at_once
 from jkv.core.sharding import MeshPlan
 from jkv.host import memory
 from jkv.kernels import HEADS, ROWS
@@ -87,7 +87,7 @@ def needed(empty: Cache, n: int, *, fresh: bool, over: MeshPlan | None, copies: 
     blocks = [_attention(model, *kind, rows * n, rows * window, exact) // shares for kind in kinds]
     if model.mixers:
         blocks.append(FLOAT * rule(model.mixers).floats(model.mixers, rows, n) // shares)
-    tiles = 3 * FLOAT * rows * model.heads * model.groups * min(QUERY_TILE * KEY_TILE, n * window) // shares
+    tiles = 3 * FLOAT * scores_at_once(rows * model.heads * model.groups, n, window) // shares
     feed = FLOAT * rows * n * _units(model, shares)
     between = 2 * rows * n * model.width * exact  # what a block is given, and what it gives
     worst = max(max(blocks) + tiles, feed + rows * window * model.heads * model.cached * exact // shares) + between

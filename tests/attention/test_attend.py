@@ -63,8 +63,9 @@ def test_huge_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("t, s", [(200, 1100), (129, 513), (40, 40)])
-def test_the_blocked_prefill_is_plain_causal_attention(t: int, s: int, window: int | None):
+@pytest.mark.parametrize(("t", "s", "tile"), [(200, 1100, 256), (129, 513, 256), (40, 40, 256), (600, 1100, 512)])
+def test_the_blocked_prefill_is_plain_causal_attention(t: int, s: int, tile: int, window: int | None, monkeypatch):
+    monkeypatch.setattr(A, "TILE", tile)
     q, k, v = draw(1, 1, 2, t, D), draw(1, 1, s, D), draw(1, 1, s, D)
     k_pos = np.concatenate([np.full(7, -1), np.arange(s - 7)])[None].astype(np.int32)
     q_pos = k_pos[:, -t:]
@@ -75,6 +76,18 @@ def test_the_blocked_prefill_is_plain_causal_attention(t: int, s: int, window: i
     np.testing.assert_allclose(
         got.finish()[:, :, :, live], softmax64(q, k, v, mask[None, None])[:, :, :, live], atol=5e-6
     )
+
+
+@pytest.mark.parametrize(("platform", "tile"), [("cpu", 256), ("tpu", 256), ("cuda", 512), ("rocm", 512)])
+def test_a_gpu_reads_large_tiles_of_a_prompt(platform: str, tile: int):
+    x = jax.ShapeDtypeStruct((1, 4, 4, 1100, D), jnp.float32)
+    pos = jnp.arange(1100, dtype=jnp.int32)[None]
+
+    def run(q: jax.Array) -> jax.Array:
+        return A.attend_window(q, q[:, :, 0], q[:, :, 0], causal(pos, None), pos, SCALE).finish()
+
+    text = jax.jit(run).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    assert {n for n in (256, 512) if f"tensor<1x4x4x{n}x{n}xf32>" in text} == {tile}
 
 
 def all_of(pos: np.ndarray, keys: int) -> Mask:

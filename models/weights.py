@@ -212,13 +212,15 @@ def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
     """On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
 
     For bfloat16 [10576, 2560] its schedule has 237,000 cycles for one row on v6e and 70,000 for two; v5e 388,000 and
-    146,000.
+    146,000. So it is for float16 on a GPU: one before Ampere would convert all weights to float32 for one row.
     """
 
     def two(w: Array, x: Array) -> Array:
         return _product(w, jnp.concatenate([x, jnp.zeros_like(x)]), dtype)[:1]
 
-    return jax.lax.platform_dependent(w, x, tpu=two, default=partial(_product, dtype=dtype))
+    one = partial(_product, dtype=dtype)
+    on_gpu = two if x.dtype == jnp.float16 else one
+    return jax.lax.platform_dependent(w, x, tpu=two, cuda=on_gpu, rocm=on_gpu, default=one)
 
 
 @partial(jax.jit, static_argnames="dtype")

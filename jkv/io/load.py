@@ -38,9 +38,25 @@ def dtype_of(dtype: str | None) -> str:
     if dtype is not None:
         check_dtype(dtype)
         return dtype
+    return "float32" if _slow("bfloat16") else "bfloat16"
+
+
+def _slow(dtype: str) -> str:
+    """Why such weights are slow on this process's devices, and what to take; "" where they are not.
+
+    XLA makes float32 copies of 16-bit matrices on a CPU, and of bfloat16 ones for GPUs before Ampere (8.0), as its
+    compiler's programs for a T4 show.
+    """
     import jax
 
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    device = jax.devices()[0]
+    if device.platform == "cpu" and dtype != "float32":
+        text = "on a CPU a token takes 4 times as long and all weights lie in memory as float32 too"
+        return f"with {dtype} {text}; take float32"
+    if device.platform == "gpu" and float(getattr(device, "compute_capability", 8)) < 8 and dtype == "bfloat16":
+        text = f"a {device.device_kind} multiplies no bfloat16: a float32 copy of its matrix precedes each product"
+        return f"{text}; take float32, or float16 where it holds the model's numbers"
+    return ""
 
 
 def check_dtype(dtype: str, name: str = "dtype") -> None:
@@ -148,12 +164,9 @@ def load(
 
 
 def _note_slow(dtype: str) -> None:
-    """Says on stderr what XLA makes of 16-bit weights on a CPU: a float32 copy of them, in the loop of steps."""
-    import jax
-
-    if dtype != "float32" and jax.default_backend() == "cpu":
-        text = f"note: with {dtype} on a CPU a token takes 4 times as long and all weights lie in memory as float32 too"
-        print(f"{text}; take float32", file=sys.stderr, flush=True)
+    """Says on stderr that such weights are slow here, if they are."""
+    if why := _slow(dtype):
+        print(f"note: {why}", file=sys.stderr, flush=True)
 
 
 def read(what: str | Path) -> Source:

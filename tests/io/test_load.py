@@ -136,9 +136,24 @@ def test_sixteen_bits_on_a_cpu_are_said_to_be_slow(tmp_path, capsys, monkeypatch
     assert load.load(file, "bfloat16").embed.dtype == "bfloat16"
     said = capsys.readouterr().err
     assert said.startswith("note: with bfloat16 on a CPU") and said.endswith("; take float32\n")
-    monkeypatch.setattr("jax.default_backend", lambda: "tpu")
-    load._note_slow("bfloat16")
-    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "slow"),
+    [
+        (dict(platform="tpu", device_kind="TPU v5e"), "bfloat16", ""),
+        (dict(platform="gpu", device_kind="NVIDIA L4", compute_capability="8.9"), "bfloat16", ""),
+        (dict(platform="gpu", device_kind="Tesla T4", compute_capability="7.5"), "float32", "bfloat16"),
+    ],
+)
+def test_weights_are_in_floats_that_the_device_multiplies(device, dtype: str, slow: str, capsys, monkeypatch):
+    monkeypatch.setattr("jax.devices", lambda *_: [types.SimpleNamespace(**device)])
+    assert load.dtype_of(None) == dtype and load.dtype_of("bfloat16") == "bfloat16"
+    for asked in ("float32", "float16", "bfloat16"):
+        load._note_slow(asked)
+        assert bool(said := capsys.readouterr().err) == (asked == slow)
+        assert not said or said.startswith("note: a Tesla T4 multiplies no bfloat16")
+        assert not said or "take float32, or float16 where" in said
 
 
 def test_other_files_and_dtypes(tmp_path):

@@ -233,3 +233,15 @@ def test_blocks_with_nan_are_refused(tmp_path):
     read = {n: partial(f, KIND) for n, f in {**source.blocks, name: broken}.items()}
     with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
         models.build(source.config, source.tensors, KIND, blocks=read)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "rows"),
+    [("tpu", "bfloat16", 2), ("cuda", "float16", 2), ("cuda", "bfloat16", 1), ("cpu", "float16", 1)],
+)
+def test_one_row_is_the_first_of_two_where_its_product_is_slow(platform: str, dtype: str, rows: int):
+    """Programs are made for other machines here; the product itself is the same."""
+    w, x = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((48, 32), (1, 32)))
+    text = jax.jit(weights.linear).trace(w, x).lower(lowering_platforms=(platform,)).as_text()
+    (line,) = (line for line in text.splitlines() if "dot_general" in line)
+    assert f"(tensor<{rows}x32x" in line or f", tensor<{rows}x32x" in line

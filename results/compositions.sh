@@ -11,7 +11,7 @@ asked() {
     code) set -- fidelity --corpus stdlib --prefix 2048 --continue 64 --samples 4 --json $out/code.json ;;
     later) set -- multiturn --tasks needles --mode reused --length 1024 --samples 3 --json $out/later.json ;;
     needles)
-        set -- ruler --tasks niah_single_2 --tasks niah_multikey_1 --tasks niah_multivalue --length 1024 --samples 2 \
+        set -- ruler --tasks niah_single_2 --tasks niah_multikey_1 --tasks niah_multivalue --length 1024 --samples 4 \
             --json $out/needles.json
         ;;
     *) echo "compositions: $1 is none of prose, code, later, needles" >&2 && exit 1 ;;

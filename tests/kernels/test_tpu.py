@@ -23,6 +23,7 @@ from jkv.kernels.decode_attention.tpu_walk import Walk
 from jkv.kernels.place import tpu as placing
 from jkv.memory import codes
 from jkv.methods.codecs import Affine, Dense, Sparse
+from jkv.methods.codecs.levels import Bfp, Levels
 from jkv.protocols import Codec, KernelCodes
 
 pytestmark = pytest.mark.hardware
@@ -39,6 +40,16 @@ FORMS = {
     "int2": (Affine(bits=2), Affine(bits=2), 128),
     "kivi": (KIVI, Affine(bits=2, group=32), 128),
     "int8 keys, int4 values": (INT8, INT4, 64),
+    "int3": (Affine(bits=3), Affine(bits=3), 64),
+    "int3 in groups": (Affine(bits=3, group=32), Affine(bits=3, group=64), 128),
+    "kivi of 3 bits": (replace(KIVI, bits=3), Affine(bits=3, group=32), 128),
+    "tables of 2 and 4 bits": (Levels(bits=2), Levels(bits=4), 128),
+    "tables of 4 and 2 bits, in groups": (Levels(bits=4, group=16), Levels(bits=2, group=32), 64),
+    "tables of 3 bits": (Levels(bits=3, unbiased=True), Levels(bits=3, group=64), 128),
+    "table of 1 bit, int3 values": (Levels(bits=1), Affine(bits=3), 128),
+    "bfp of 4 bits": (Bfp(), Bfp(), 64),
+    "bfp of 8 and 3 bits": (Bfp(mantissa=8), Bfp(mantissa=3), 128),
+    "bfp of 2 and 8 bits": (Bfp(mantissa=2, block=128), Bfp(mantissa=8, block=16), 128),
     "64 and 39 of 128 channels": (Sparse(sparsity=0.5), Sparse(sparsity=0.7), 128),
     "20 and 32 of 64 channels": (Sparse(sparsity=0.7), Sparse(sparsity=0.5), 64),
     "69 and 20 of 96 channels": (Sparse(sparsity=0.29), Sparse(sparsity=0.8), 96),
@@ -95,8 +106,12 @@ def coded(codec: Codec, x: jax.Array) -> KernelCodes:
 
 
 def poisoned(x: KernelCodes, dead: np.ndarray) -> KernelCodes:
-    """NaN wherever a dead slot's float lies, and all bits of its channels."""
-    bad = lambda y: jnp.where(dead[..., None], jnp.nan, y) if y.shape[2] == dead.shape[2] else y  # noqa: E731
+    """NaN wherever a dead slot's float lies, all bits of its exponents, and of its channels."""
+
+    def bad(y: jax.Array | None) -> jax.Array | None:
+        worst = 255 if y is not None and y.dtype == jnp.uint8 else jnp.nan
+        return y if y is None or y.shape[2] != dead.shape[2] else jnp.where(dead[..., None], worst, y)
+
     if x.kept is not None:
         return replace(x, codes=bad(x.codes), kept=jnp.where(dead[..., None], 255, x.kept))
     if not x.bits:

@@ -40,6 +40,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int4 groups of 32": (dict(bits=4, group=32), dict(bits=4, group=32)),
     "int2": (dict(bits=2), dict(bits=2)),
     "kivi 2": (dict(bits=2, tokens=32), dict(bits=2, group=32)),
+    "int3": (dict(bits=3), dict(bits=3)),
+    "int3 groups of 32": (dict(bits=3, group=32), dict(bits=3, group=32)),
+    "kivi 3": (dict(bits=3, tokens=32), dict(bits=3, group=32)),
+    **{f"turboquant {bits}": (dict(bits=bits, form="table"),) * 2 for bits in (2, 3, 4)},
+    **{f"bfp {bits}": (dict(bits=bits, group=32, form="power"),) * 2 for bits in (3, 4, 8)},
     "sparse 0.7": (dict(bits=0, sparsity=0.7), dict(bits=0, sparsity=0.7)),
     "sparse 0.5": (dict(bits=0, sparsity=0.5), dict(bits=0, sparsity=0.5)),
 }
@@ -73,7 +78,15 @@ COLUMNS = [
 
 
 def stored(
-    shape: Any, h: int, c: int, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None
+    shape: Any,
+    h: int,
+    c: int,
+    d: int,
+    bits: int,
+    group: int = 0,
+    tokens: int = 1,
+    sparsity: float | None = None,
+    form: str = "affine",
 ) -> KernelCodes:
     """A tier's codes with tokens last, as the compiler would keep them in a loop."""
 
@@ -87,14 +100,20 @@ def stored(
     if not bits:
         return KernelCodes(codes=shape((1, h, d, c), jnp.bfloat16))
     sizes = (1, h, c // tokens, d) if tokens > 1 else (1, h, d // (group or d), c)
-    step, low = (lying(sizes, jnp.uint16) for _ in range(2))
-    return KernelCodes(codes=shape((1, h, d * bits // 8, c), jnp.uint8), step=step, low=low, bits=bits)
+    codes, step = shape((1, h, d * bits // 8, c), jnp.uint8), lying(sizes, jnp.uint16)
+    if form == "power":
+        return KernelCodes(codes=codes, step=lying(sizes, jnp.uint8), bits=bits)
+    if form == "table":
+        return KernelCodes(codes=codes, step=step, table=shape((1, h, 2**bits), jnp.bfloat16), bits=bits)
+    return KernelCodes(codes=codes, step=step, low=lying(sizes, jnp.uint16), bits=bits)
 
 
 def logical(x: KernelCodes) -> KernelCodes:
     """[B,H,C,...] again, and floats that are kept as their bits."""
 
     def turn(y: Any) -> Any:
+        if y.ndim < 4:
+            return y
         y = jnp.swapaxes(y, 2, 3) if y.shape[3] == x.codes.shape[3] else y
         return jax.lax.bitcast_convert_type(y, jnp.bfloat16) if y.dtype == jnp.uint16 else y
 

@@ -43,12 +43,12 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
         return f"{queries} queries a kv head; {LANES} at most"
     for name, x in (("keys", k), ("values", v)):
         for y in (x.step, x.low) if x.bits else (x.codes,):
-            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32):
+            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32) and not (x.bits and y.dtype == jnp.uint8):
                 return f"{name} in {y.dtype}; bfloat16 or float32"
         if x.kept is not None and x.codes.dtype != jnp.bfloat16:
             return f"{name} of some channels in {x.codes.dtype}; bfloat16"
-        if x.bits and dim * x.bits % 128:
-            return f"{name} of {dim} channels in {x.bits} bits; a token in whole multiples of 16 bytes"
+        if x.bits and dim * x.bits % 64:
+            return f"{name} of {dim} channels in {x.bits} bits; a token in whole multiples of 8 bytes"
         if x.step is not None and x.step.shape[2] == x.codes.shape[2] and x.step.shape[3] > 8:
             return f"{name} with {x.step.shape[3]} steps a token; 8 at most"
     if v.step is not None and v.step.shape[2] != v.codes.shape[2]:

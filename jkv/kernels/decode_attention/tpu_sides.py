@@ -16,6 +16,7 @@ from jkv.kernels import STEPS
 from jkv.protocols import KernelCodes
 
 LANES = 128
+REGISTER = 8  # rows of 32 bits
 HALF = 128  # of a byte: the matrix unit takes signed codes
 
 
@@ -83,14 +84,76 @@ def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-def _codes(x: Array, bits: int) -> Array:
-    """int8[D,n] of packed uint8[D*bits/8,n]; of 8 bits, less HALF."""
-    words = pltpu.bitcast(x, jnp.uint32)
+@dataclass(frozen=True)
+class _Coded:
+    """Codes with steps: arrays and tokens as a Side has them, and what `read` makes of their blocks: int8 or bfloat16
+    [D,n], their steps in float32, and their lows, None: 0."""
+
+    arrays: tuple[Array, ...]
+    tokens: tuple[tuple[int, int] | None, ...]
+    read: Callable[..., tuple[Array, Array, Array | None]]
+
+
+def _coded(x: KernelCodes) -> _Coded:
+    assert x.step is not None
+    span = x.codes.shape[1] // x.step.shape[1]
+    along = (1, span) if span > 1 else (2, 1)
+    step, low = (y if y is None else _bits(y) if span > 1 else _lanes(_bits(y)) for y in (x.step, x.low))
+    if x.table is not None:
+        table = jnp.pad(x.table.astype(jnp.float32), ((0, 0), (0, max(0, REGISTER - x.table.shape[1]))))
+        return _Coded((_lanes(x.codes), step, table[..., None]), ((2, 1), along, None), partial(_entries, x.bits))
+    if low is None:
+        return _Coded((_lanes(x.codes), step), ((2, 1), along), partial(_exponents, x.bits))
+    return _Coded((_lanes(x.codes), step, low), ((2, 1), along, along), partial(_affine, x.bits))
+
+
+def _affine(bits: int, codes: Array, step: Array, low: Array) -> tuple[Array, Array, Array]:
+    step, low = step.astype(jnp.float32), low.astype(jnp.float32)
     if bits == 8:
-        return pltpu.bitcast(words ^ jnp.uint32(0x80808080), jnp.int8)
+        return _signed(codes, bits), step, low + HALF * step
+    return pltpu.bitcast(_fields(codes, bits), jnp.int8), step, low
+
+
+def _exponents(bits: int, codes: Array, step: Array) -> tuple[Array, Array, None]:
+    """An exponent of 0 gives a step of 0, and those above 190 are of dead slots."""
+    powers = lax.bitcast_convert_type(step.astype(jnp.int32) << 23, jnp.float32)
+    return _signed(codes, bits), powers * 2.0 ** (bits - 8), None
+
+
+def _entries(bits: int, codes: Array, step: Array, table: Array) -> tuple[Array, Array, None]:
+    """The entries of a table f32[8,1] or [16,1]: a register holds eight of them, one a row, and is asked by row."""
+    codes = pltpu.bitcast(_fields(codes, bits), jnp.int8).astype(jnp.int32)
+    registers = [jnp.broadcast_to(table[i : i + 8], (8, codes.shape[1])) for i in range(0, table.shape[0], REGISTER)]
+    out = []
+    for i in range(0, codes.shape[0], REGISTER):
+        rows = codes[i : i + 8]
+        found = [jnp.take_along_axis(x, rows & 7, 0, mode="promise_in_bounds") for x in registers]
+        out.append(found[0] if len(found) == 1 else jnp.where(rows < 8, *found))
+    return jnp.concatenate(out, 0).astype(jnp.bfloat16), step.astype(jnp.float32), None
+
+
+def _fields(x: Array, bits: int) -> Array:
+    """uint32[D/4,n], four codes of a token in each, of packed uint8[D*bits/8,n]."""
+    words = pltpu.bitcast(x, jnp.uint32)
+    if bits == 3:
+        words, bits = _nibbles(words), 4
     mask = jnp.uint32(((1 << bits) - 1) * 0x01010101)
-    fields = [pltpu.bitcast((words >> jnp.uint32(bits * j)) & mask, jnp.int8) for j in range(8 // bits)]
-    return jnp.concatenate(fields, 0)
+    return jnp.concatenate([(words >> jnp.uint32(bits * j)) & mask for j in range(8 // bits)], 0)
+
+
+def _nibbles(words: Array) -> Array:
+    """Codes of 3 bits packed as those of 4 are. A byte's even fields of two bits and odd ones take their third bits
+    from between the others, all at once."""
+    two, one = jnp.uint32(0x33333333), jnp.uint32(0x44444444)
+    low, third = words[: words.shape[0] // 3 * 2], words[words.shape[0] // 3 * 2 :]
+    third = jnp.concatenate([third, third >> jnp.uint32(1)], 0)  # the bit of field j at 2 * j
+    even, odd = (low & two) | ((third << jnp.uint32(2)) & one), ((low >> jnp.uint32(2)) & two) | (third & one)
+    return jnp.concatenate([even, odd], 0)
+
+
+def _signed(x: Array, bits: int) -> Array:
+    """int8[D,n] of packed codes less 2**(bits - 1), in the uppermost bits of a byte."""
+    return pltpu.bitcast((_fields(x, bits) << jnp.uint32(8 - bits)) ^ jnp.uint32(0x80808080), jnp.int8)
 
 
 def _high_low(x: Array) -> tuple[Array, Array]:
@@ -112,6 +175,19 @@ def _weights(parts: list[Array]) -> tuple[Array, Array]:
     return jnp.concatenate(rows, 0).astype(jnp.int8), most / (127 * HALF)
 
 
+def _high_rest(parts: list[Array]) -> tuple[Array, Array]:
+    """The same of any x in bfloat16, whose two rows hold 16 bits: the scale is 1."""
+    high = [_short(x) for x in parts]
+    rows = [y for x, short in zip(parts, high, strict=True) for y in (short / HALF, x - short)]
+    return jnp.concatenate(rows, 0).astype(jnp.bfloat16), jnp.ones((parts[0].shape[0], 1), jnp.float32)
+
+
+def _joined(dots: Array, i: int, n: int) -> Array:
+    """f32[n,...] of the products of the i-th pair of n rows, high and low."""
+    high, low = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
+    return ((high << 7) + low).astype(jnp.float32) if dots.dtype == jnp.int32 else high * HALF + low
+
+
 def key_side(q: Array, k: KernelCodes) -> Side:
     """For scaled queries f32[heads,N,D]."""
     if k.kept is not None:
@@ -123,40 +199,41 @@ def key_side(q: Array, k: KernelCodes) -> Side:
         return Side(arrays, (None, (2, 1), (2, 1)), dot)
     if not k.bits:
         return Side((q.astype(k.codes.dtype), _lanes(k.codes)), (None, (2, 1)), _dot)
-    assert k.step is not None and k.low is not None
+    assert k.step is not None
     if k.step.shape[1] != k.codes.shape[1]:
         return _keys_by_channel(q, k)
     n, d = q.shape[1:]
     groups = k.step.shape[2]
+    coded = _coded(k)
     own = jnp.arange(d)[None] // (d // groups) == jnp.arange(groups)[:, None]  # a group's channels
-    rows, unit = jax.vmap(_high_low)(q)
+    rows, unit = jax.vmap(_high_low if k.table is None else lambda x: _high_rest([x]))(q)
     rows = jnp.where(own[None, :, None], rows[:, None], 0).reshape(-1, groups * 2 * n, d)
     total = jnp.where(own[None, :, None], q[:, None], 0).sum(-1).swapaxes(1, 2)
     about = jnp.concatenate([unit, total], -1)  # f32[heads,N,1+groups]
 
-    def work(rows: Array, about: Array, codes: Array, step: Array, low: Array) -> Array:
-        dots = jnp.dot(rows, _codes(codes, k.bits), preferred_element_type=jnp.int32)
-        step, low = _metadata(step, low, k.bits)
+    def work(rows: Array, about: Array, *blocks: Array) -> Array:
+        codes, step, low = coded.read(*blocks)
+        dots = _dot(rows, codes)
         out = rest = jnp.zeros((n, codes.shape[1]), jnp.float32)
         for i in range(groups):
-            high, less = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
-            out += ((high << 7) + less).astype(jnp.float32) * step[i : i + 1]
-            rest += about[:, 1 + i : 2 + i] * low[i : i + 1]
+            out += _joined(dots, i, n) * step[i : i + 1]
+            if low is not None:
+                rest += about[:, 1 + i : 2 + i] * low[i : i + 1]
         return out * about[:, :1] + rest
 
-    arrays = rows, about, *map(_lanes, (k.codes, _bits(k.step), _bits(k.low)))
-    return Side(arrays, (None, None, (2, 1), (2, 1), (2, 1)), work)
+    return Side((rows, about, *coded.arrays), (None, None, *coded.tokens), work)
 
 
 def _keys_by_channel(q: Array, k: KernelCodes) -> Side:
     """A step per channel and group of tokens: each group has queries of its own, and a tile of 128 takes them all."""
-    assert k.step is not None and k.low is not None
+    assert k.step is not None
     n = q.shape[1]
     span = k.codes.shape[1] // k.step.shape[1]
+    coded = _coded(k)
 
-    def work(q: Array, codes: Array, step: Array, low: Array) -> Array:
-        step, low = _metadata(step, low, k.bits)
-        codes = _codes(codes, k.bits).astype(jnp.bfloat16)  # exact: 8 bits
+    def work(q: Array, *blocks: Array) -> Array:
+        codes, step, low = coded.read(*blocks)
+        codes = codes.astype(jnp.bfloat16)  # exact: 8 bits
         lane = lax.broadcasted_iota(jnp.int32, (n, LANES), 1)
         out = []
         for start in range(0, codes.shape[1], LANES):
@@ -172,12 +249,13 @@ def _keys_by_channel(q: Array, k: KernelCodes) -> Side:
             tile = jnp.zeros((n, LANES), jnp.float32)
             for at, i in enumerate(groups):
                 one = dots[n * at : n * (at + 1)] + dots[n * (len(groups) + at) : n * (len(groups) + at + 1)]
-                one += (q * low[i : i + 1]).sum(-1, keepdims=True)
+                if low is not None:
+                    one += (q * low[i : i + 1]).sum(-1, keepdims=True)
                 tile = jnp.where((lane >= at * span) & (lane < (at + 1) * span), one, tile)
             out.append(tile)
         return jnp.concatenate(out, 1)
 
-    return Side((q, _lanes(k.codes), _bits(k.step), _bits(k.low)), (None, (2, 1), (1, span), (1, span)), work)
+    return Side((q, *coded.arrays), (None, *coded.tokens), work)
 
 
 def _short(x: Array) -> Array:
@@ -218,20 +296,20 @@ def _channels(codes: Array, kept: Array) -> Array:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
+    return jnp.dot(a, b, **_exactly(b))
 
 
 def _by_tokens(p: Array, x: Array) -> Array:
     """[N,n] against [D,n]: both are contracted over tokens, which lie on lanes."""
-    exact = x.dtype == jnp.float32
-    return lax.dot_general(
-        p,
-        x,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.int32 if x.dtype == jnp.int8 else jnp.float32,
-        precision=lax.Precision.HIGHEST if exact else None,
-    )
+    return lax.dot_general(p, x, (((1,), (1,)), ((), ())), **_exactly(x))
+
+
+def _exactly(x: Array) -> dict[str, Any]:
+    """How a product with x loses nothing of it."""
+    return {
+        "preferred_element_type": jnp.int32 if x.dtype == jnp.int8 else jnp.float32,
+        "precision": lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+    }
 
 
 def value_side(v: KernelCodes, d: int) -> Side:
@@ -248,30 +326,29 @@ def value_side(v: KernelCodes, d: int) -> Side:
             return _by_tokens(p.astype(codes.dtype), codes)
 
         return Side((_lanes(v.codes),), ((2, 1),), mix)
-    assert v.step is not None and v.low is not None
+    assert v.step is not None
     groups = v.step.shape[2]
+    coded = _coded(v)
 
-    def work(p: Array, alive: Array, codes: Array, step: Array, low: Array) -> Array:
+    def work(p: Array, alive: Array, *blocks: Array) -> Array:
         n = p.shape[0]
-        step, low = (
-            lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & alive, jnp.float32)
-            for x in _metadata(step, low, v.bits)
-        )
-        rows, unit = _weights([p * step[i : i + 1] for i in range(groups)])
-        dots = _by_tokens(rows, _codes(codes, v.bits)).astype(jnp.float32)
+        codes, step, low = coded.read(*blocks)
+        step, low = (x if x is None else _only(x, alive) for x in (step, low))
+        rows, unit = (_weights if codes.dtype == jnp.int8 else _high_rest)([p * step[i : i + 1] for i in range(groups)])
+        dots = _by_tokens(rows, codes).astype(jnp.float32)
         channel = lax.broadcasted_iota(jnp.int32, (n, d), 1)
         out = jnp.zeros((n, d), jnp.float32)
         for i in range(groups):
-            high, less = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
-            one = (high * HALF + less) * unit + (p * low[i : i + 1]).sum(-1, keepdims=True)
+            one = _joined(dots, i, n) * unit
+            if low is not None:
+                one += (p * low[i : i + 1]).sum(-1, keepdims=True)
             own = (channel >= i * (d // groups)) & (channel < (i + 1) * (d // groups))
             out = jnp.where(own, one, out)
         return out
 
-    return Side(tuple(map(_lanes, (v.codes, _bits(v.step), _bits(v.low)))), ((2, 1),) * 3, work)
+    return Side(coded.arrays, coded.tokens, work)
 
 
-def _metadata(step: Array, low: Array, bits: int) -> tuple[Array, Array]:
-    """float32 steps, and lows of the signed codes."""
-    step, low = step.astype(jnp.float32), low.astype(jnp.float32)
-    return step, low + HALF * step if bits == 8 else low
+def _only(x: Array, alive: Array) -> Array:
+    """f32 where alive, i32 of -1 or 0, else 0."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & alive, jnp.float32)

@@ -238,8 +238,15 @@ def test_what_it_does_not_take_is_named():
     assert "float16" in str(kernel.supports(half, full, 64, 8)) and kernel.supports(full, full, 64, 8) is None
     some = replace(full, kept=jnp.zeros((1, 1, 128, 8), jnp.uint8))
     assert "keys of some channels in float32; bfloat16" in str(kernel.supports(some, full, 64, 8))
-    narrow = codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, 16))))
-    assert "whole multiples of 16 bytes" in str(kernel.supports(narrow, narrow, 16, 8))
+    narrow, whole = (codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, d)))) for d in (24, 32))
+    assert "24 channels in 4 bits; a token in whole multiples of 8" in str(kernel.supports(narrow, narrow, 24, 8))
+    assert "in whole multiples of 8 bytes" in str(kernel.supports(replace(narrow, bits=3), whole, 96, 8))
+    assert "values of 5 bits; 4 at most" in str(kernel.supports(full, replace(whole, bits=5), 64, 8))
+    table = replace(whole, bits=8, low=None, table=jnp.zeros((1, 1, 256), jnp.bfloat16))
+    assert "keys of 8 bits of a table; 4 at most" in str(kernel.supports(table, full, 64, 8))
+    shorts = replace(whole, step=whole.step.astype(jnp.float16))
+    assert "values in float16" in str(kernel.supports(whole, shorts, 32, 8))
+    assert kernel.supports(whole, whole, 32, 8) is None
     shared = Affine(bits=8, axis="channel", group=128)
     keys = jax.eval_shape(lambda x: codes.kernel_codes(shared, codes.encode(shared, x)), jnp.zeros((1, 1, 128, 64)))
     assert "65 queries a kv head on keys with a step per 128 tokens; 64" in str(kernel.supports(keys, full, 64, 65))

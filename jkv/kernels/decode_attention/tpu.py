@@ -1,8 +1,9 @@
 """Pallas for TPU: tokens on lanes, codes unpacked in registers, several heads in one softmax.
 
 The matrix unit takes codes as int8 weights; queries and probabilities go against them as two int8 rows each, high and
-low, which costs nothing (rows are free, weights are not) and keeps 15 bits of them. Steps and lows are multiplied into
-logits and probabilities, never into codes. Keys with a step per channel scale the queries instead, once a group.
+low, which costs nothing (rows are free, weights are not) and keeps 15 bits of them. Entries of a table are bfloat16
+weights, against two rows of bfloat16. Steps and lows are multiplied into logits and probabilities, never into codes.
+Keys with a step per channel scale the queries instead, once a group.
 
 The arrays are handed over with tokens last. XLA then stores a tier that way, so nothing is moved for it in a loop. They
 stay in the large memory, from where the kernel fetches a step while it computes the one before, be it of another block
@@ -42,8 +43,10 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
     if queries > LANES:
         return f"{queries} queries a kv head; {LANES} at most"
     for name, x in (("keys", k), ("values", v)):
+        if x.bits > 4 and (x.bits != 8 or x.table is not None):
+            return f"{name} of {x.bits} bits{' of a table' * (x.table is not None)}; 4 at most, or 8 without a table"
         for y in (x.step, x.low) if x.bits else (x.codes,):
-            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32) and not (x.bits and y.dtype == jnp.uint8):
+            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32, *[jnp.uint8] * bool(x.bits)):
                 return f"{name} in {y.dtype}; bfloat16 or float32"
         if x.kept is not None and x.codes.dtype != jnp.bfloat16:
             return f"{name} of some channels in {x.codes.dtype}; bfloat16"

@@ -16,8 +16,12 @@ from jkv.kernels import STEPS
 from jkv.protocols import KernelCodes
 
 LANES = 128
-REGISTER = 8  # rows of 32 bits
+ROWS = 8  # of a register
 HALF = 128  # of a byte: the matrix unit takes signed codes
+
+Arrays = tuple[Array, ...]
+Tokens = tuple[tuple[int, int] | None, ...]
+Numbers = tuple[Array, Array, Array | None]  # int8 or bfloat16 [D,n], f32 steps, and lows unless these are 0
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Side:
     NaN, and would spoil a product.
     """
 
-    arrays: tuple[Array, ...]
-    tokens: tuple[tuple[int, int] | None, ...]
+    arrays: Arrays
+    tokens: Tokens
     work: Callable[..., Array]
 
     @property
@@ -84,51 +88,47 @@ def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-@dataclass(frozen=True)
-class _Coded:
-    """Codes with steps: arrays and tokens as a Side has them, and what `read` makes of their blocks: int8 or bfloat16
-    [D,n], their steps in float32, and their lows, None: 0."""
-
-    arrays: tuple[Array, ...]
-    tokens: tuple[tuple[int, int] | None, ...]
-    read: Callable[..., tuple[Array, Array, Array | None]]
-
-
-def _coded(x: KernelCodes) -> _Coded:
+def _coded(x: KernelCodes) -> tuple[Arrays, Tokens, Callable[..., Numbers]]:
+    """Codes with steps as a Side has them, and what makes numbers of their blocks."""
     assert x.step is not None
     span = x.codes.shape[1] // x.step.shape[1]
-    along = (1, span) if span > 1 else (2, 1)
-    step, low = (y if y is None else _bits(y) if span > 1 else _lanes(_bits(y)) for y in (x.step, x.low))
+    along, turned = ((1, span), _bits) if span > 1 else ((2, 1), lambda y: _lanes(_bits(y)))
+    arrays, tokens = (_lanes(x.codes), turned(x.step)), ((2, 1), along)
     if x.table is not None:
-        table = jnp.pad(x.table.astype(jnp.float32), ((0, 0), (0, max(0, REGISTER - x.table.shape[1]))))
-        return _Coded((_lanes(x.codes), step, table[..., None]), ((2, 1), along, None), partial(_entries, x.bits))
-    if low is None:
-        return _Coded((_lanes(x.codes), step), ((2, 1), along), partial(_exponents, x.bits))
-    return _Coded((_lanes(x.codes), step, low), ((2, 1), along, along), partial(_affine, x.bits))
+        table = jnp.pad(x.table.astype(jnp.float32), ((0, 0), (0, max(0, ROWS - x.table.shape[1]))))
+        return (*arrays, table[..., None]), (*tokens, None), partial(_entries, x.bits)
+    if x.low is None:
+        return arrays, tokens, partial(_powers, x.bits)
+    return (*arrays, turned(x.low)), (*tokens, along), partial(_affine, x.bits)
 
 
-def _affine(bits: int, codes: Array, step: Array, low: Array) -> tuple[Array, Array, Array]:
+def _affine(bits: int, codes: Array, step: Array, low: Array) -> Numbers:
     step, low = step.astype(jnp.float32), low.astype(jnp.float32)
     if bits == 8:
         return _signed(codes, bits), step, low + HALF * step
     return pltpu.bitcast(_fields(codes, bits), jnp.int8), step, low
 
 
-def _exponents(bits: int, codes: Array, step: Array) -> tuple[Array, Array, None]:
-    """An exponent of 0 gives a step of 0, and those above 190 are of dead slots."""
-    powers = lax.bitcast_convert_type(step.astype(jnp.int32) << 23, jnp.float32)
-    return _signed(codes, bits), powers * 2.0 ** (bits - 8), None
+def _powers(bits: int, codes: Array, step: Array) -> Numbers:
+    """Of steps that are exponents. That of 0 is 0, since a product with it would be none that float32 has; that of 255,
+    which the dead have, is infinite."""
+    power = lax.bitcast_convert_type(step.astype(jnp.int32) << 23, jnp.float32)
+    return _signed(codes, bits), power * 2.0 ** (bits - 8), None
 
 
-def _entries(bits: int, codes: Array, step: Array, table: Array) -> tuple[Array, Array, None]:
-    """The entries of a table f32[8,1] or [16,1]: a register holds eight of them, one a row, and is asked by row."""
-    codes = pltpu.bitcast(_fields(codes, bits), jnp.int8).astype(jnp.int32)
-    registers = [jnp.broadcast_to(table[i : i + 8], (8, codes.shape[1])) for i in range(0, table.shape[0], REGISTER)]
+def _entries(bits: int, codes: Array, step: Array, table: Array) -> Numbers:
+    """Of a table f32[8,1] or [16,1]: a register holds eight entries, one a row, from which each code takes its own.
+
+    By v5e's schedule, choosing by the bits of codes takes twice as long for 2 bits and three times for 4, and gathers
+    from lanes, which hold pairs of entries, three times for all.
+    """
+    rows = pltpu.bitcast(_fields(codes, bits), jnp.int8).astype(jnp.int32)
+    eights = [jnp.broadcast_to(table[i : i + ROWS], (ROWS, rows.shape[1])) for i in range(0, table.shape[0], ROWS)]
     out = []
-    for i in range(0, codes.shape[0], REGISTER):
-        rows = codes[i : i + 8]
-        found = [jnp.take_along_axis(x, rows & 7, 0, mode="promise_in_bounds") for x in registers]
-        out.append(found[0] if len(found) == 1 else jnp.where(rows < 8, *found))
+    for i in range(0, rows.shape[0], ROWS):
+        own = rows[i : i + ROWS]
+        found = [jnp.take_along_axis(x, own & (ROWS - 1), 0, mode="promise_in_bounds") for x in eights]
+        out.append(found[0] if len(found) == 1 else jnp.where(own < ROWS, *found))
     return jnp.concatenate(out, 0).astype(jnp.bfloat16), step.astype(jnp.float32), None
 
 
@@ -176,16 +176,14 @@ def _weights(parts: list[Array]) -> tuple[Array, Array]:
 
 
 def _high_rest(parts: list[Array]) -> tuple[Array, Array]:
-    """The same of any x in bfloat16, whose two rows hold 16 bits: the scale is 1."""
-    high = [_short(x) for x in parts]
-    rows = [y for x, short in zip(parts, high, strict=True) for y in (short / HALF, x - short)]
+    """Of any x in bfloat16, whose two rows hold 16 bits: x ~ high + rest, and the scale is 1."""
+    rows = [y for x in parts for y in (_short(x), x - _short(x))]
     return jnp.concatenate(rows, 0).astype(jnp.bfloat16), jnp.ones((parts[0].shape[0], 1), jnp.float32)
 
 
-def _joined(dots: Array, i: int, n: int) -> Array:
-    """f32[n,...] of the products of the i-th pair of n rows, high and low."""
-    high, low = dots[2 * n * i : 2 * n * i + n], dots[2 * n * i + n : 2 * n * (i + 1)]
-    return ((high << 7) + low).astype(jnp.float32) if dots.dtype == jnp.int32 else high * HALF + low
+def _joined(dots: Array, i: int, n: int, half: int) -> Array:
+    """[n,...] of the products of the i-th pair of n rows, of which the first counts `half` times."""
+    return dots[2 * n * i : 2 * n * i + n] * half + dots[2 * n * i + n : 2 * n * (i + 1)]
 
 
 def key_side(q: Array, k: KernelCodes) -> Side:
@@ -204,7 +202,7 @@ def key_side(q: Array, k: KernelCodes) -> Side:
         return _keys_by_channel(q, k)
     n, d = q.shape[1:]
     groups = k.step.shape[2]
-    coded = _coded(k)
+    (arrays, tokens, read), half = _coded(k), HALF if k.table is None else 1
     own = jnp.arange(d)[None] // (d // groups) == jnp.arange(groups)[:, None]  # a group's channels
     rows, unit = jax.vmap(_high_low if k.table is None else lambda x: _high_rest([x]))(q)
     rows = jnp.where(own[None, :, None], rows[:, None], 0).reshape(-1, groups * 2 * n, d)
@@ -212,16 +210,16 @@ def key_side(q: Array, k: KernelCodes) -> Side:
     about = jnp.concatenate([unit, total], -1)  # f32[heads,N,1+groups]
 
     def work(rows: Array, about: Array, *blocks: Array) -> Array:
-        codes, step, low = coded.read(*blocks)
+        codes, step, low = read(*blocks)
         dots = _dot(rows, codes)
         out = rest = jnp.zeros((n, codes.shape[1]), jnp.float32)
         for i in range(groups):
-            out += _joined(dots, i, n) * step[i : i + 1]
+            out += _joined(dots, i, n, half).astype(jnp.float32) * step[i : i + 1]
             if low is not None:
                 rest += about[:, 1 + i : 2 + i] * low[i : i + 1]
         return out * about[:, :1] + rest
 
-    return Side((rows, about, *coded.arrays), (None, None, *coded.tokens), work)
+    return Side((rows, about, *arrays), (None, None, *tokens), work)
 
 
 def _keys_by_channel(q: Array, k: KernelCodes) -> Side:
@@ -229,33 +227,27 @@ def _keys_by_channel(q: Array, k: KernelCodes) -> Side:
     assert k.step is not None
     n = q.shape[1]
     span = k.codes.shape[1] // k.step.shape[1]
-    coded = _coded(k)
+    arrays, tokens, read = _coded(k)
 
     def work(q: Array, *blocks: Array) -> Array:
-        codes, step, low = coded.read(*blocks)
+        codes, step, low = read(*blocks)
         codes = codes.astype(jnp.bfloat16)  # exact: 8 bits
         lane = lax.broadcasted_iota(jnp.int32, (n, LANES), 1)
         out = []
         for start in range(0, codes.shape[1], LANES):
             groups = range(start // span, (start + LANES) // span)
-            scaled = [q * step[i : i + 1] for i in groups]
-            high = [_short(x) for x in scaled]
-            rest = [x - y for x, y in zip(scaled, high, strict=True)]
-            dots = jnp.dot(
-                jnp.concatenate([*high, *rest], 0).astype(jnp.bfloat16),
-                codes[:, start : start + LANES],
-                preferred_element_type=jnp.float32,
-            )
+            rows, _ = _high_rest([q * step[i : i + 1] for i in groups])
+            dots = _dot(rows, codes[:, start : start + LANES])
             tile = jnp.zeros((n, LANES), jnp.float32)
             for at, i in enumerate(groups):
-                one = dots[n * at : n * (at + 1)] + dots[n * (len(groups) + at) : n * (len(groups) + at + 1)]
+                one = _joined(dots, at, n, 1)
                 if low is not None:
                     one += (q * low[i : i + 1]).sum(-1, keepdims=True)
                 tile = jnp.where((lane >= at * span) & (lane < (at + 1) * span), one, tile)
             out.append(tile)
         return jnp.concatenate(out, 1)
 
-    return Side((q, *coded.arrays), (None, *coded.tokens), work)
+    return Side((q, *arrays), (None, *tokens), work)
 
 
 def _short(x: Array) -> Array:
@@ -328,25 +320,25 @@ def value_side(v: KernelCodes, d: int) -> Side:
         return Side((_lanes(v.codes),), ((2, 1),), mix)
     assert v.step is not None
     groups = v.step.shape[2]
-    coded = _coded(v)
+    (arrays, tokens, read), half = _coded(v), HALF if v.table is None else 1
 
     def work(p: Array, alive: Array, *blocks: Array) -> Array:
         n = p.shape[0]
-        codes, step, low = coded.read(*blocks)
-        step, low = (x if x is None else _only(x, alive) for x in (step, low))
-        rows, unit = (_weights if codes.dtype == jnp.int8 else _high_rest)([p * step[i : i + 1] for i in range(groups)])
+        codes, step, low = read(*blocks)
+        step, low = _only(step, alive), None if low is None else _only(low, alive)
+        rows, unit = (_weights if v.table is None else _high_rest)([p * step[i : i + 1] for i in range(groups)])
         dots = _by_tokens(rows, codes).astype(jnp.float32)
         channel = lax.broadcasted_iota(jnp.int32, (n, d), 1)
         out = jnp.zeros((n, d), jnp.float32)
         for i in range(groups):
-            one = _joined(dots, i, n) * unit
+            one = _joined(dots, i, n, half) * unit
             if low is not None:
                 one += (p * low[i : i + 1]).sum(-1, keepdims=True)
             own = (channel >= i * (d // groups)) & (channel < (i + 1) * (d // groups))
             out = jnp.where(own, one, out)
         return out
 
-    return Side(coded.arrays, coded.tokens, work)
+    return Side(arrays, tokens, work)
 
 
 def _only(x: Array, alive: Array) -> Array:

@@ -52,9 +52,8 @@ CASES = [
     *(("v5e:2x2", form, d, 8) for form in FORMS for d in (64, 128, 256) if (form, d) != ("bfp 4", 256)),
     *(("v5e:2x2", "int8", 128, g) for g in (1, 3, 4)),
     *((chip, form, 128, 8) for chip in ("v6e:2x2", "v5p:2x2x1") for form in FORMS),
-    *(
-        ("v5e:2x2", form, 128, 8, 16) for form in ("bf16", "int4", "kivi 2", "turboquant 4", "sparse 0.7")
-    ),  # pages of 16 slots
+    # Pages of 16 slots.
+    *(("v5e:2x2", form, 128, 8, 16) for form in ("bf16", "int4", "kivi 2", "turboquant 4", "sparse 0.7")),
     *(("v5e:2x2", "int4", d, 8, 16) for d in (64, 256)),
     *(("v5e:2x2", "int8", 128, g, 16) for g in (1, 3, 4)),
     ("v5e:2x2", "int4", 128, 8, 512),

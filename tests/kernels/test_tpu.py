@@ -23,6 +23,7 @@ from jkv.kernels.decode_attention.tpu_walk import Walk
 from jkv.kernels.place import tpu as placing
 from jkv.memory import codes
 from jkv.methods.codecs import Affine, Dense, Sparse
+from jkv.methods.codecs.float8 import Float
 from jkv.methods.codecs.levels import Bfp, Levels
 from jkv.protocols import Codec, KernelCodes
 
@@ -34,6 +35,7 @@ KIVI = Affine(bits=2, axis="channel", group=32)
 FORMS = {
     "float32": (Dense(), Dense(), 64),
     "bfloat16": (Dense(), Dense(), 64),
+    "fp8": (Float(), Float(), 64),
     "int8": (INT8, INT8, 64),
     "int4": (INT4, INT4, 64),
     "int4 in groups": (GROUPS, GROUPS, 64),
@@ -88,14 +90,14 @@ def truth(q, k, v, pos, first, last, scale):
 
 
 def allowed(q, k: KernelCodes, v: KernelCodes, keys, values, scale) -> tuple[float, float]:
-    """Of output and log-sum-exp: what rounding q and p to 15 bits (or the dtype of floats) can do."""
+    """Of output and log-sum-exp: what rounding q and p to 15 bits (or as floats of more than 8 bits are) can do."""
+    of_k, of_v = (float(jnp.finfo(jnp.float32 if x.codes.dtype == jnp.float32 else jnp.bfloat16).eps) for x in (k, v))
     if not k.bits:
-        eps = float(jnp.finfo(k.codes.dtype).eps)
-        logit = eps * np.abs(q).max() * np.abs(keys).sum(-1).max() * scale
+        logit = of_k * np.abs(q).max() * np.abs(keys).sum(-1).max() * scale
     else:
         logit = np.abs(q).max() / 16256 / 2 * np.abs(keys - keys.mean()).sum(-1).max() * 2 * scale
     # of p: one rounding each, uniform and independent, so six deviations of their sum; a value is at most 2 * big codes
-    share = float(jnp.finfo(v.codes.dtype).eps) if not v.bits else 12 * (keys.shape[2] / 12) ** 0.5 / 16256
+    share = of_v if not v.bits else 12 * (keys.shape[2] / 12) ** 0.5 / 16256
     big = np.abs(values).max()
     return 2 * np.expm1(2 * logit) * big + share * big + 1e-5, logit + 1e-5
 
@@ -235,7 +237,10 @@ def test_only_steps_that_have_tokens_are_walked():
 
 def test_what_it_does_not_take_is_named():
     half, full = (KernelCodes(codes=jnp.zeros((1, 1, 128, 64), x)) for x in (jnp.float16, jnp.float32))
-    assert "float16" in str(kernel.supports(half, full, 64, 8)) and kernel.supports(full, full, 64, 8) is None
+    assert (
+        "in float16; bfloat16, float32 or float8_e4m3fn" in str(kernel.supports(half, full, 64, 8))
+        and kernel.supports(full, full, 64, 8) is None
+    )
     some = replace(full, kept=jnp.zeros((1, 1, 128, 8), jnp.uint8))
     assert "keys of some channels in float32; bfloat16" in str(kernel.supports(some, full, 64, 8))
     narrow, whole = (codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, d)))) for d in (24, 32))
@@ -245,7 +250,7 @@ def test_what_it_does_not_take_is_named():
     table = replace(whole, bits=8, low=None, table=jnp.zeros((1, 1, 256), jnp.bfloat16))
     assert "keys of 8 bits of a table; 4 at most" in str(kernel.supports(table, full, 64, 8))
     shorts = replace(whole, step=whole.step.astype(jnp.float16))
-    assert "values in float16" in str(kernel.supports(whole, shorts, 32, 8))
+    assert "values in float16; bfloat16, float32 or uint8" in str(kernel.supports(whole, shorts, 32, 8))
     assert kernel.supports(whole, whole, 32, 8) is None
     shared = Affine(bits=8, axis="channel", group=128)
     keys = jax.eval_shape(lambda x: codes.kernel_codes(shared, codes.encode(shared, x)), jnp.zeros((1, 1, 128, 64)))

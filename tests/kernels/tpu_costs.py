@@ -35,6 +35,7 @@ GOLDEN = Path(__file__).with_name("golden_tpu.json")
 C, H, PAGES = 131072, 8, 64
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": (dict(bits=0), dict(bits=0)),
+    "fp8": (dict(bits=0, form="float8"),) * 2,
     "int8": (dict(bits=8), dict(bits=8)),
     "int4": (dict(bits=4), dict(bits=4)),
     "int4 groups of 32": (dict(bits=4, group=32), dict(bits=4, group=32)),
@@ -98,7 +99,7 @@ def stored(
         values = lying((1, h, Sparse(sparsity=sparsity).kept(d), c), jnp.uint16)
         return KernelCodes(codes=values, kept=shape((1, h, d // 8, c), jnp.uint8))
     if not bits:
-        return KernelCodes(codes=shape((1, h, d, c), jnp.bfloat16))
+        return KernelCodes(codes=shape((1, h, d, c), jnp.uint8 if form == "float8" else jnp.bfloat16))
     sizes = (1, h, c // tokens, d) if tokens > 1 else (1, h, d // (group or d), c)
     codes, step = shape((1, h, d * bits // 8, c), jnp.uint8), lying(sizes, jnp.uint16)
     if form == "power":
@@ -115,6 +116,8 @@ def logical(x: KernelCodes) -> KernelCodes:
         if y.ndim < 4:
             return y
         y = jnp.swapaxes(y, 2, 3) if y.shape[3] == x.codes.shape[3] else y
+        if y.dtype == jnp.uint8 and not x.bits and x.kept is None:
+            return jax.lax.bitcast_convert_type(y, jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(y, jnp.bfloat16) if y.dtype == jnp.uint16 else y
 
     return jax.tree.map(turn, x)

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv.arrays.partial import Partial, merge_all
 from jkv.kernels.decode_attention import lengths
-from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, least_tile, value_side
+from jkv.kernels.decode_attention.tpu_sides import FLOAT8, LANES, Side, key_side, least_tile, value_side
 from jkv.kernels.decode_attention.tpu_walk import Moving, Walk, device_cores, shares
 from jkv.protocols import KernelCodes
 
@@ -45,9 +45,10 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
     for name, x in (("keys", k), ("values", v)):
         if x.bits > 4 and (x.bits != 8 or x.table is not None):
             return f"{name} of {x.bits} bits{' of a table' * (x.table is not None)}; 4 at most, or 8 without a table"
+        short = jnp.dtype(jnp.uint8 if x.bits else FLOAT8)
         for y in (x.step, x.low) if x.bits else (x.codes,):
-            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32, *[jnp.uint8] * bool(x.bits)):
-                return f"{name} in {y.dtype}; bfloat16 or float32"
+            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32, short):
+                return f"{name} in {y.dtype}; bfloat16, float32 or {short}"
         if x.kept is not None and x.codes.dtype != jnp.bfloat16:
             return f"{name} of some channels in {x.codes.dtype}; bfloat16"
         if x.bits and dim * x.bits % 64:

@@ -17,6 +17,7 @@ from jkv.protocols import KernelCodes
 
 LANES = 128
 ROWS = 8  # of a register
+FLOAT8 = jnp.float8_e4m3fn
 HALF = 128  # of a byte: the matrix unit takes signed codes
 
 Arrays = tuple[Array, ...]
@@ -86,6 +87,16 @@ def _lanes(x: Array) -> Array:
 def _bits(x: Array) -> Array:
     """bfloat16 steps as they are stored: XLA makes nothing of the two conversions, but would make an array of one."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _bytes(x: Array) -> Array:
+    """Floats of 8 bits likewise; longer ones are stored as such."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == FLOAT8 else x
+
+
+def _floats(x: Array) -> Array:
+    """Of floats or bytes, those that the matrix unit takes."""
+    return pltpu.bitcast(x, FLOAT8).astype(jnp.bfloat16) if x.dtype == jnp.uint8 else x
 
 
 def _coded(x: KernelCodes) -> tuple[Arrays, Tokens, Callable[..., Numbers]]:
@@ -196,7 +207,8 @@ def key_side(q: Array, k: KernelCodes) -> Side:
         arrays = q.astype(k.codes.dtype), _lanes(_bits(k.codes)), _lanes(k.kept)
         return Side(arrays, (None, (2, 1), (2, 1)), dot)
     if not k.bits:
-        return Side((q.astype(k.codes.dtype), _lanes(k.codes)), (None, (2, 1)), _dot)
+        q = q if k.codes.dtype == jnp.float32 else q.astype(jnp.bfloat16)
+        return Side((q, _lanes(_bytes(k.codes))), (None, (2, 1)), lambda q, codes: _dot(q, _floats(codes)))
     assert k.step is not None
     if k.step.shape[1] != k.codes.shape[1]:
         return _keys_by_channel(q, k)
@@ -314,10 +326,10 @@ def value_side(v: KernelCodes, d: int) -> Side:
     if not v.bits:
 
         def mix(p: Array, alive: Array, codes: Array) -> Array:
-            codes = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) & alive, codes.dtype)
+            codes = _floats(pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) & alive, codes.dtype))
             return _by_tokens(p.astype(codes.dtype), codes)
 
-        return Side((_lanes(v.codes),), ((2, 1),), mix)
+        return Side((_lanes(_bytes(v.codes)),), ((2, 1),), mix)
     assert v.step is not None
     groups = v.step.shape[2]
     (arrays, tokens, read), half = _coded(v), HALF if v.table is None else 1

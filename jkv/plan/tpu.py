@@ -59,15 +59,14 @@ class Block(NamedTuple):
 
 
 def blocks(schedule: Path) -> list[Block]:
-    """Of a schedule, in order."""
-    line_of = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*((?:> ?)*)\s*\{(.*)")
+    """Of a schedule, in order. A loop ends at a label: the compiler leaves the marks out of some bundles inside."""
+    line_of = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*((?:> ?)*)\s*\{")
     depth, out = 0, list[Block]()
     for line in schedule.read_text().splitlines():
         hit = line_of.match(line)
         if hit is None:
             continue
-        closing = hit[3].strip().startswith("}") and not hit[2]
-        now = depth if closing else hit[2].count(">")
+        now = max(hit[2].count(">"), 0 if hit[1] else depth)
         if hit[1] or now != depth or not out:
             out.append(Block(hit[1] == "LB", now, 0))
         depth = now

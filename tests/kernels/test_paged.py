@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -40,7 +41,12 @@ def test_visits_are_the_tiles_of_the_pages_and_nothing_else_is_read(unit: int, t
 
 
 def cases() -> list[check.Case]:
-    return [case for case in check.cases(SLOTS) if case.page]
+    """Those of the check, and pages of 3 bits, of tables, of exponents and of short floats."""
+    base = check.Case(k=check.Side(bits=3, grain=32), v=check.Side(bits=3, groups=2), slots=SLOTS, page=64)
+    table, power = check.Side(bits=4, table=True), check.Side(bits=4, groups=4, power=True)
+    more = [replace(base, lengths=(SLOTS, 300)), replace(base, k=table, v=power, page=16, lengths=(SLOTS, 129))]
+    short = check.Side(bits=0, floats="float8_e4m3fn")
+    return [*(x for x in check.cases(SLOTS) if x.page), *more, replace(base, k=short, v=short, lengths=(SLOTS, 300))]
 
 
 @pytest.fixture

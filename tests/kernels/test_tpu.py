@@ -23,6 +23,8 @@ from jkv.kernels.decode_attention.tpu_walk import Walk
 from jkv.kernels.place import tpu as placing
 from jkv.memory import codes
 from jkv.methods.codecs import Affine, Dense, Sparse
+from jkv.methods.codecs.float8 import Float
+from jkv.methods.codecs.levels import Bfp, Levels
 from jkv.protocols import Codec, KernelCodes
 
 pytestmark = pytest.mark.hardware
@@ -33,12 +35,23 @@ KIVI = Affine(bits=2, axis="channel", group=32)
 FORMS = {
     "float32": (Dense(), Dense(), 64),
     "bfloat16": (Dense(), Dense(), 64),
+    "fp8": (Float(), Float(), 64),
     "int8": (INT8, INT8, 64),
     "int4": (INT4, INT4, 64),
     "int4 in groups": (GROUPS, GROUPS, 64),
     "int2": (Affine(bits=2), Affine(bits=2), 128),
     "kivi": (KIVI, Affine(bits=2, group=32), 128),
     "int8 keys, int4 values": (INT8, INT4, 64),
+    "int3": (Affine(bits=3), Affine(bits=3), 64),
+    "int3 in groups": (Affine(bits=3, group=32), Affine(bits=3, group=64), 128),
+    "kivi of 3 bits": (replace(KIVI, bits=3), Affine(bits=3, group=32), 128),
+    "tables of 2 and 4 bits": (Levels(bits=2), Levels(bits=4), 128),
+    "tables of 4 and 2 bits, in groups": (Levels(bits=4, group=16), Levels(bits=2, group=32), 64),
+    "tables of 3 bits": (Levels(bits=3, unbiased=True), Levels(bits=3, group=64), 128),
+    "table of 1 bit, int3 values": (Levels(bits=1), Affine(bits=3), 128),
+    "bfp of 4 bits": (Bfp(), Bfp(), 64),
+    "bfp of 8 and 3 bits": (Bfp(mantissa=8), Bfp(mantissa=3), 128),
+    "bfp of 2 and 8 bits": (Bfp(mantissa=2, block=128), Bfp(mantissa=8, block=16), 128),
     "64 and 39 of 128 channels": (Sparse(sparsity=0.5), Sparse(sparsity=0.7), 128),
     "20 and 32 of 64 channels": (Sparse(sparsity=0.7), Sparse(sparsity=0.5), 64),
     "69 and 20 of 96 channels": (Sparse(sparsity=0.29), Sparse(sparsity=0.8), 96),
@@ -77,14 +90,14 @@ def truth(q, k, v, pos, first, last, scale):
 
 
 def allowed(q, k: KernelCodes, v: KernelCodes, keys, values, scale) -> tuple[float, float]:
-    """Of output and log-sum-exp: what rounding q and p to 15 bits (or the dtype of floats) can do."""
+    """Of output and log-sum-exp: what rounding q and p to 15 bits (or as floats of more than 8 bits are) can do."""
+    of_k, of_v = (float(jnp.finfo(jnp.float32 if x.codes.dtype == jnp.float32 else jnp.bfloat16).eps) for x in (k, v))
     if not k.bits:
-        eps = float(jnp.finfo(k.codes.dtype).eps)
-        logit = eps * np.abs(q).max() * np.abs(keys).sum(-1).max() * scale
+        logit = of_k * np.abs(q).max() * np.abs(keys).sum(-1).max() * scale
     else:
         logit = np.abs(q).max() / 16256 / 2 * np.abs(keys - keys.mean()).sum(-1).max() * 2 * scale
     # of p: one rounding each, uniform and independent, so six deviations of their sum; a value is at most 2 * big codes
-    share = float(jnp.finfo(v.codes.dtype).eps) if not v.bits else 12 * (keys.shape[2] / 12) ** 0.5 / 16256
+    share = of_v if not v.bits else 12 * (keys.shape[2] / 12) ** 0.5 / 16256
     big = np.abs(values).max()
     return 2 * np.expm1(2 * logit) * big + share * big + 1e-5, logit + 1e-5
 
@@ -95,8 +108,12 @@ def coded(codec: Codec, x: jax.Array) -> KernelCodes:
 
 
 def poisoned(x: KernelCodes, dead: np.ndarray) -> KernelCodes:
-    """NaN wherever a dead slot's float lies, and all bits of its channels."""
-    bad = lambda y: jnp.where(dead[..., None], jnp.nan, y) if y.shape[2] == dead.shape[2] else y  # noqa: E731
+    """NaN wherever a dead slot's float lies, all bits of its exponents, and of its channels."""
+
+    def bad(y: jax.Array | None) -> jax.Array | None:
+        worst = 255 if y is not None and y.dtype == jnp.uint8 else jnp.nan
+        return y if y is None or y.shape[2] != dead.shape[2] else jnp.where(dead[..., None], worst, y)
+
     if x.kept is not None:
         return replace(x, codes=bad(x.codes), kept=jnp.where(dead[..., None], 255, x.kept))
     if not x.bits:
@@ -220,11 +237,19 @@ def test_only_steps_that_have_tokens_are_walked():
 
 def test_what_it_does_not_take_is_named():
     half, full = (KernelCodes(codes=jnp.zeros((1, 1, 128, 64), x)) for x in (jnp.float16, jnp.float32))
-    assert "float16" in str(kernel.supports(half, full, 64, 8)) and kernel.supports(full, full, 64, 8) is None
+    assert "in float16; bfloat16, float32 or float8_e4m3fn" in str(kernel.supports(half, full, 64, 8))
+    assert kernel.supports(full, full, 64, 8) is None
     some = replace(full, kept=jnp.zeros((1, 1, 128, 8), jnp.uint8))
     assert "keys of some channels in float32; bfloat16" in str(kernel.supports(some, full, 64, 8))
-    narrow = codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, 16))))
-    assert "whole multiples of 16 bytes" in str(kernel.supports(narrow, narrow, 16, 8))
+    narrow, whole = (codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, d)))) for d in (24, 32))
+    assert "24 channels in 4 bits; a token in whole multiples of 8" in str(kernel.supports(narrow, narrow, 24, 8))
+    assert "in whole multiples of 8 bytes" in str(kernel.supports(replace(narrow, bits=3), whole, 96, 8))
+    assert "values of 5 bits; 4 at most" in str(kernel.supports(full, replace(whole, bits=5), 64, 8))
+    table = replace(whole, bits=8, low=None, table=jnp.zeros((1, 1, 256), jnp.bfloat16))
+    assert "keys of 8 bits of a table; 4 at most" in str(kernel.supports(table, full, 64, 8))
+    shorts = replace(whole, step=whole.step.astype(jnp.float16))
+    assert "values in float16; bfloat16, float32 or uint8" in str(kernel.supports(whole, shorts, 32, 8))
+    assert kernel.supports(whole, whole, 32, 8) is None
     shared = Affine(bits=8, axis="channel", group=128)
     keys = jax.eval_shape(lambda x: codes.kernel_codes(shared, codes.encode(shared, x)), jnp.zeros((1, 1, 128, 64)))
     assert "65 queries a kv head on keys with a step per 128 tokens; 64" in str(kernel.supports(keys, full, 64, 65))

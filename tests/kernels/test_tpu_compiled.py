@@ -26,6 +26,8 @@ LOOPS = [
     "llama-3.1-8b adakv(budget=4096) | int8",
     "qwen3-8b int8",
     "llama-3.1-8b mustafar",
+    "llama-3.1-8b turboquant",
+    "llama-3.1-8b fp8",
     "smollm2-135m int4(group=32)",
 ]
 MOST = 2**20  # bytes of temporaries: a line of positions of one head would be half of that

@@ -35,11 +35,16 @@ GOLDEN = Path(__file__).with_name("golden_tpu.json")
 C, H, PAGES = 131072, 8, 64
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": (dict(bits=0), dict(bits=0)),
+    "fp8": (dict(bits=0, form="float8"),) * 2,
     "int8": (dict(bits=8), dict(bits=8)),
     "int4": (dict(bits=4), dict(bits=4)),
     "int4 groups of 32": (dict(bits=4, group=32), dict(bits=4, group=32)),
     "int2": (dict(bits=2), dict(bits=2)),
     "kivi 2": (dict(bits=2, tokens=32), dict(bits=2, group=32)),
+    "int3": (dict(bits=3), dict(bits=3)),
+    "kivi 3": (dict(bits=3, tokens=32), dict(bits=3, group=32)),
+    **{f"turboquant {bits}": (dict(bits=bits, form="table"),) * 2 for bits in (2, 3, 4)},
+    "bfp 4": (dict(bits=4, group=32, form="power"),) * 2,
     "sparse 0.7": (dict(bits=0, sparsity=0.7), dict(bits=0, sparsity=0.7)),
     "sparse 0.5": (dict(bits=0, sparsity=0.5), dict(bits=0, sparsity=0.5)),
 }
@@ -47,7 +52,8 @@ CASES = [
     *(("v5e:2x2", form, d, 8) for form in FORMS for d in (64, 128, 256)),
     *(("v5e:2x2", "int8", 128, g) for g in (1, 3, 4)),
     *((chip, form, 128, 8) for chip in ("v6e:2x2", "v5p:2x2x1") for form in FORMS),
-    *(("v5e:2x2", form, 128, 8, 16) for form in ("bf16", "int4", "kivi 2", "sparse 0.7")),  # pages of 16 slots
+    # Pages of 16 slots.
+    *(("v5e:2x2", form, 128, 8, 16) for form in ("bf16", "int4", "kivi 2", "turboquant 4", "sparse 0.7")),
     *(("v5e:2x2", "int4", d, 8, 16) for d in (64, 256)),
     *(("v5e:2x2", "int8", 128, g, 16) for g in (1, 3, 4)),
     ("v5e:2x2", "int4", 128, 8, 512),
@@ -73,7 +79,15 @@ COLUMNS = [
 
 
 def stored(
-    shape: Any, h: int, c: int, d: int, bits: int, group: int = 0, tokens: int = 1, sparsity: float | None = None
+    shape: Any,
+    h: int,
+    c: int,
+    d: int,
+    bits: int,
+    group: int = 0,
+    tokens: int = 1,
+    sparsity: float | None = None,
+    form: str = "affine",
 ) -> KernelCodes:
     """A tier's codes with tokens last, as the compiler would keep them in a loop."""
 
@@ -85,17 +99,25 @@ def stored(
         values = lying((1, h, Sparse(sparsity=sparsity).kept(d), c), jnp.uint16)
         return KernelCodes(codes=values, kept=shape((1, h, d // 8, c), jnp.uint8))
     if not bits:
-        return KernelCodes(codes=shape((1, h, d, c), jnp.bfloat16))
+        return KernelCodes(codes=shape((1, h, d, c), jnp.uint8 if form == "float8" else jnp.bfloat16))
     sizes = (1, h, c // tokens, d) if tokens > 1 else (1, h, d // (group or d), c)
-    step, low = (lying(sizes, jnp.uint16) for _ in range(2))
-    return KernelCodes(codes=shape((1, h, d * bits // 8, c), jnp.uint8), step=step, low=low, bits=bits)
+    codes, step = shape((1, h, d * bits // 8, c), jnp.uint8), lying(sizes, jnp.uint16)
+    if form == "power":
+        return KernelCodes(codes=codes, step=lying(sizes, jnp.uint8), bits=bits)
+    if form == "table":
+        return KernelCodes(codes=codes, step=step, table=shape((1, h, 2**bits), jnp.bfloat16), bits=bits)
+    return KernelCodes(codes=codes, step=step, low=lying(sizes, jnp.uint16), bits=bits)
 
 
 def logical(x: KernelCodes) -> KernelCodes:
     """[B,H,C,...] again, and floats that are kept as their bits."""
 
     def turn(y: Any) -> Any:
+        if y.ndim < 4:
+            return y
         y = jnp.swapaxes(y, 2, 3) if y.shape[3] == x.codes.shape[3] else y
+        if y.dtype == jnp.uint8 and not x.bits and x.kept is None:
+            return jax.lax.bitcast_convert_type(y, jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(y, jnp.bfloat16) if y.dtype == jnp.uint16 else y
 
     return jax.tree.map(turn, x)

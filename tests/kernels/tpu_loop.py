@@ -31,6 +31,8 @@ DECODE = [
     (LLAMA, "quest(pages=64, dense_layers=0)"),
     (LLAMA, "adakv(budget=4096) | int8", 1),  # a pool, in one layer: its contests take long to compile
     (LLAMA, "mustafar", 1),
+    (LLAMA, "turboquant", 1),
+    (LLAMA, "fp8", 1),
     (SMOLLM, "int4(group=32)", 1),  # three kv heads: the devices divide rows
 ]
 CONTEXT = LLAMA, "int8", 2, "data=1,model=4,context=2"

@@ -33,7 +33,8 @@ EXACT = 2.0**-18  # operands that need no rounding: what accumulation in float32
 class Side:
     """bits 0: floats; groups of channels that share a step; grain: slots that do; size: log2 of codes' spans, about.
 
-    kept: channels that a slot has floats of, others are 0; 0: all.
+    kept: channels that a slot has floats of, others are 0; 0: all. table: codes are entries of one; power: steps are
+    exponents.
     """
 
     bits: int
@@ -42,13 +43,16 @@ class Side:
     floats: str = "bfloat16"
     size: tuple[int, int] = (0, 0)
     kept: int = 0
+    table: bool = False
+    power: bool = False
 
     def __str__(self) -> str:
         if not self.bits:
             return self.floats + f" of {self.kept} channels" * (self.kept > 0)
+        name = "table" if self.table else "bfp" if self.power else "int"
         shared = f"/{self.grain} slots" if self.grain > 1 else f"/{self.groups}" * (self.groups > 1)
         low, high = self.size
-        return f"int{self.bits}{shared}" + f" x 2**{low}..{high}" * (low != 0 or high != 0)
+        return f"{name}{self.bits}{shared}" + f" x 2**{low}..{high}" * (low != 0 or high != 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,18 @@ def forms() -> list[tuple[Side, Side]]:
     floats = [Side(bits=0, floats=name) for name in ("bfloat16", "float16", "float8_e4m3fn")]
     some = [(x, x) for x in [*floats, *coded]]
     some += [(Side(bits=bits, grain=grain), Side(bits=bits, groups=2)) for bits, grain in ((2, 32), (4, 64), (8, 128))]
-    return [*some, (Side(bits=4, grain=256), Side(bits=8)), (Side(bits=0), Side(bits=4)), (Side(bits=2), Side(bits=0))]
+    some += [(Side(bits=4, grain=256), Side(bits=8)), (Side(bits=0), Side(bits=4)), (Side(bits=2), Side(bits=0))]
+    return [*some, *others()]
+
+
+def others() -> list[tuple[Side, Side]]:
+    """Codes of 3 bits, entries of a table, and integers whose steps are exponents."""
+    threes = [Side(bits=3), Side(bits=3, groups=4), Side(bits=3, table=True), Side(bits=3, groups=4, power=True)]
+    tables = [Side(bits=bits, table=True) for bits in (1, 2, 4)]
+    powers = [Side(bits=bits, groups=groups, power=True) for bits, groups in ((2, 2), (4, 1), (4, 4), (8, 4))]
+    some = [(x, x) for x in [*threes, *tables, *powers, Side(bits=4, groups=4, table=True)]]
+    mixed = [(Side(bits=3, grain=32), Side(bits=3, groups=2)), (Side(bits=4, table=True), Side(bits=2, table=True))]
+    return [*some, *mixed, (Side(bits=3, table=True), Side(bits=8)), (Side(bits=0), Side(bits=4, groups=4, power=True))]
 
 
 def long(slots: int = LONG) -> Iterator[Case]:
@@ -141,13 +156,20 @@ def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> KernelCodes
         kept[dead] = 255
         return KernelCodes(codes=floats, kept=kept)
     shape = (b, h, c // side.grain, dim if side.grain > 1 else side.groups)
-    size = 2.0 ** rng.uniform(*side.size, shape)
-    span = rng.uniform(1, 4, shape) * size
-    step: Any = (span / (2**side.bits - 1)).astype(scales)
-    low: Any = (rng.normal(size=shape) * 0.3 * size - span / 2).astype(scales)
     gone = dead.reshape(b, h, -1, side.grain).all(-1)
-    step[gone] = low[gone] = np.nan
     packed: Any = rng.integers(0, 256, (b, h, c, dim * side.bits // 8), np.uint8)
+    size = 2.0 ** rng.uniform(*side.size, shape)
+    if side.power:
+        exponents: Any = np.round(127 - side.bits + np.log2(size)).astype(np.uint8)
+        exponents[gone] = 255
+        return KernelCodes(codes=packed, step=exponents, bits=side.bits)
+    span = rng.uniform(1, 4, shape) * size
+    step: Any = (span / (1 if side.table else 2**side.bits - 1)).astype(scales)
+    low: Any = (rng.normal(size=shape) * 0.3 * size - span / 2).astype(scales)
+    step[gone] = low[gone] = np.nan
+    if side.table:
+        table: Any = np.sort(rng.uniform(-1, 1, (b, h, 2**side.bits))).astype(ml_dtypes.bfloat16)
+        return KernelCodes(codes=packed, step=step, table=table, bits=side.bits)
     return KernelCodes(codes=packed, step=step, low=low, bits=side.bits)
 
 
@@ -202,20 +224,34 @@ def unread(pos: np.ndarray, pages: np.ndarray | None = None, unit: int = 1) -> n
 
 def dense(x: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
     """float64[B,H,C,D] of codes, and of their part above `low`: what the products round."""
-    if x.step is None or x.low is None:
+    if x.step is None:
         floats = x.codes.astype(np.float64)
         if x.kept is not None:
             there = np.unpackbits(x.kept, -1, bitorder="little").astype(int)
             rank = np.minimum(np.cumsum(there, -1), floats.shape[-1]) - 1
             floats = np.where(there, np.take_along_axis(floats, np.maximum(rank, 0), -1), 0)
         return floats, floats
-    fields = [(x.codes >> (x.bits * j)) & (2**x.bits - 1) for j in range(8 // x.bits)]
-    code = np.concatenate(fields, -1).astype(np.float64)
-    step, low = (
-        np.repeat(np.repeat(y.astype(np.float64), code.shape[2] // y.shape[2], 2), dim // y.shape[3], 3)
-        for y in (x.step, x.low)
-    )
-    return code * step + low, code * step
+    code = unpacked(x.codes, x.bits)
+
+    def wide(y: np.ndarray) -> np.ndarray:
+        return np.repeat(np.repeat(y.astype(np.float64), code.shape[2] // y.shape[2], 2), dim // y.shape[3], 3)
+
+    if x.table is not None:
+        found = np.take_along_axis(x.table.astype(np.float64)[:, :, None], code, -1) * wide(x.step)
+        return found, found
+    if x.step.dtype == np.uint8:
+        step = 2.0 ** (wide(x.step) - 127)
+        return (code - 2 ** (x.bits - 1)) * step, code * step
+    return code * wide(x.step) + wide(x.low), code * wide(x.step)
+
+
+def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
+    """i64[...,D]: field after field of bytes; of 3 bits the lower two first, and beside them the third."""
+    if bits == 3:
+        low, high = np.split(codes, [codes.shape[-1] // 3 * 2], -1)
+        return unpacked(low, 2) + 4 * unpacked(high, 1)
+    fields = [(codes >> (bits * j)) & (2**bits - 1) for j in range(8 // bits)]
+    return np.concatenate(fields, -1).astype(np.int64)
 
 
 def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -> dict[str, np.ndarray]:

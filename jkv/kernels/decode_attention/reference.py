@@ -21,11 +21,12 @@ def dense(x: KernelCodes, dtype: Any = jnp.float32) -> Array:
         return x.codes.astype(dtype)
     codes = unpack(x.codes, x.bits)
     codes = (codes if x.table is None else jax.vmap(jax.vmap(select))(codes, x.table)).astype(dtype)
+    exponents = x.step.dtype == jnp.uint8
 
     def wide(y: Array) -> Array:
         return jnp.repeat(jnp.repeat(y, codes.shape[2] // y.shape[2], 2), codes.shape[3] // y.shape[3], 3).astype(dtype)
 
-    codes = codes * wide(powers(x.step) if x.step.dtype == jnp.uint8 else x.step)
+    codes = (codes - 2 ** (x.bits - 1)) * wide(powers(x.step)) if exponents else codes * wide(x.step)
     return codes if x.low is None else codes + wide(x.low)
 
 

@@ -1,8 +1,9 @@
 """Pallas for TPU: tokens on lanes, codes unpacked in registers, several heads in one softmax.
 
 The matrix unit takes codes as int8 weights; queries and probabilities go against them as two int8 rows each, high and
-low, which costs nothing (rows are free, weights are not) and keeps 15 bits of them. Steps and lows are multiplied into
-logits and probabilities, never into codes. Keys with a step per channel scale the queries instead, once a group.
+low, which costs nothing (rows are free, weights are not) and keeps 15 bits of them. Entries of a table are bfloat16
+weights, against two rows of bfloat16. Steps and lows are multiplied into logits and probabilities, never into codes.
+Keys with a step per channel scale the queries instead, once a group.
 
 The arrays are handed over with tokens last. XLA then stores a tier that way, so nothing is moved for it in a loop. They
 stay in the large memory, from where the kernel fetches a step while it computes the one before, be it of another block
@@ -24,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv.arrays.partial import Partial, merge_all
 from jkv.kernels.decode_attention import lengths
-from jkv.kernels.decode_attention.tpu_sides import LANES, Side, key_side, least_tile, value_side
+from jkv.kernels.decode_attention.tpu_sides import FLOAT8, LANES, Side, key_side, least_tile, value_side
 from jkv.kernels.decode_attention.tpu_walk import Moving, Walk, device_cores, shares
 from jkv.protocols import KernelCodes
 
@@ -42,13 +43,16 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
     if queries > LANES:
         return f"{queries} queries a kv head; {LANES} at most"
     for name, x in (("keys", k), ("values", v)):
+        if x.bits > 4 and (x.bits != 8 or x.table is not None):
+            return f"{name} of {x.bits} bits{' of a table' * (x.table is not None)}; 4 at most, or 8 without a table"
+        short = jnp.dtype(jnp.uint8 if x.bits else FLOAT8)
         for y in (x.step, x.low) if x.bits else (x.codes,):
-            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32):
-                return f"{name} in {y.dtype}; bfloat16 or float32"
+            if y is not None and y.dtype not in (jnp.bfloat16, jnp.float32, short):
+                return f"{name} in {y.dtype}; bfloat16, float32 or {short}"
         if x.kept is not None and x.codes.dtype != jnp.bfloat16:
             return f"{name} of some channels in {x.codes.dtype}; bfloat16"
-        if x.bits and dim * x.bits % 128:
-            return f"{name} of {dim} channels in {x.bits} bits; a token in whole multiples of 16 bytes"
+        if x.bits and dim * x.bits % 64:
+            return f"{name} of {dim} channels in {x.bits} bits; a token in whole multiples of 8 bytes"
         if x.step is not None and x.step.shape[2] == x.codes.shape[2] and x.step.shape[3] > 8:
             return f"{name} with {x.step.shape[3]} steps a token; 8 at most"
     if v.step is not None and v.step.shape[2] != v.codes.shape[2]:

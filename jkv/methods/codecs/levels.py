@@ -22,12 +22,15 @@ LLOYD_MAX = {
 
 
 def lloyd_max(bits: int) -> np.ndarray:
-    """f32[2**bits], ascending: the levels that keep normal numbers of unit variance best.
+    """f32[2**bits], ascending: the levels that keep normal numbers of unit variance best, as bfloat16 has them.
 
-    >>> [round(float(x), 4) for x in lloyd_max(1)]
-    [-0.7979, 0.7979]
+    So a product with a level rounds nothing, in whatever dtype a kernel multiplies; the error stays within 1e-4 of the
+    least.
+
+    >>> [float(x) for x in lloyd_max(1)]
+    [-0.796875, 0.796875]
     """
-    half = np.array(LLOYD_MAX[bits], np.float32)
+    half = np.array(LLOYD_MAX[bits], jnp.bfloat16).astype(np.float32)
     return np.concatenate([-half[::-1], half])
 
 
@@ -83,7 +86,7 @@ class Levels(Codec):
 
     def kernel_codes(self, code: Code) -> KernelCodes:
         packed, step = code.slots
-        table = jnp.asarray(lloyd_max(self.bits))
+        table = jnp.asarray(lloyd_max(self.bits), jnp.bfloat16)
         return KernelCodes(codes=packed, step=floats(step, self.scale_dtype), table=table, bits=self.bits)
 
 
@@ -133,5 +136,4 @@ class Bfp(Codec):
 
     def kernel_codes(self, code: Code) -> KernelCodes:
         packed, power = code.slots
-        low = -(2.0 ** (self.mantissa - 1)) * powers(power)
-        return KernelCodes(codes=packed, step=power, low=low, bits=self.mantissa)
+        return KernelCodes(codes=packed, step=power, bits=self.mantissa)

@@ -92,11 +92,7 @@ def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.C
         k, v = jax.eval_shape(partial(kernel_codes, config=config), tier)
         if k is None or v is None:
             return f"codes of {type(config.k if k is None else config.v).__name__}: they have no form that kernels read"
-        why = (
-            kernels.uneven(dim, codes.inner_width(config.v, config.values(tier)))
-            or kernels.unread(k)
-            or kernels.unread(v)
-        )
+        why = kernels.uneven(dim, codes.inner_width(config.v, config.values(tier)))
         return why or module.supports(k, v, dim, queries, *more)
 
     return kernels.choose(name, config.kernels, refusal)

@@ -25,7 +25,7 @@ from jkv.kernels.prefill_attention import check as prompts
 from jkv.kernels.window_attention import check as windows
 
 Row = dict[str, Any]
-CODES = ("full", "int8", "int4", "int4(group=32)", "int2", "kivi(bits=2)")
+CODES = ("full", "int8", "int4", "int4(group=32)", "int2", "kivi(bits=2)", "turboquant", "ksort", "fp8")
 CACHES = (
     "full",
     "int8",

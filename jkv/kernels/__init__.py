@@ -17,11 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
-
-from jkv.protocols import KernelCodes
 
 ROWS, HEADS, CONTEXT = "data", "model", "context"  # axes of a mesh: rows, kv heads, slots of tiers
 SLOTS = 128  # of a tier, that the kernels read together
@@ -167,17 +164,6 @@ def uneven(keys: int, values: int) -> str | None:
     (None, 'values of 128 channels beside keys of 192')
     """
     return None if keys == values else f"values of {values} channels beside keys of {keys}"
-
-
-def unread(codes: KernelCodes) -> str | None:
-    """Why no kernel reads such codes yet, or None."""
-    if codes.table is not None:
-        return "codes that stand for the entries of a table"
-    if codes.step is not None and codes.step.dtype == jnp.uint8:
-        return "steps that are exponents"
-    if codes.step is not None and codes.bits not in (2, 4, 8):
-        return f"codes of {codes.bits} bits"
-    return None
 
 
 def over_mesh(run: Callable[..., Any], *args: Any) -> Any:

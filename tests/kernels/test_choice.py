@@ -19,7 +19,6 @@ from jkv import kernels, methods, models
 from jkv.attention.tiers import kernel_codes
 from jkv.generation import sizes
 from jkv.generation.report import kernels_of, kernels_off
-from jkv.io.load import dtype_of
 from jkv.kernels.decode_attention import check, reference
 from jkv.kernels.decode_attention.tpu_sides import least_tile
 
@@ -143,12 +142,6 @@ def test_a_cuda_that_miscompiles_causal_masks_keeps_the_prompts_kernels_off(monk
         assert (gpu.supports(jnp.bfloat16, 128, 4) is None) == good
     monkeypatch.setattr(gpu.cuda_versions, "cuda_runtime_get_version", lambda: 12090)
     assert "CUDA 12.9.0, which miscompiles" in kernels.implementation("column_sums", "gpu").supports(jnp.float16, 64, 1)
-
-
-def test_weights_are_what_the_platform_is_made_for(monkeypatch):
-    for backend, dtype in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
-        monkeypatch.setattr(jax, "default_backend", lambda x=backend: x)
-        assert dtype_of(None) == dtype and dtype_of("float16") == "float16"
 
 
 def test_the_receipt_says_which():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv import kernels
 from jkv.arrays.bits import fields, pack, together, unpack
 from jkv.kernels.decode_attention.reference import dense
 from jkv.methods.codecs import Affine, Rotated
@@ -122,17 +121,6 @@ def test_kernels_would_read_what_decodes(codec: Codec):
     assert read is not None
     one = jax.tree.map(lambda x: x[None, None], read)
     np.testing.assert_allclose(dense(one)[0, 0], codec.decode(code), atol=1e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("codec", "why"),
-    [(Levels(bits=2), "entries of a table"), (Affine(bits=3), "codes of 3 bits"), (Bfp(), "steps that are exponents")],
-)
-def test_kernels_refuse_by_name_what_they_do_not_read(codec: Codec, why: str):
-    read = codec.kernel_codes(codec.encode(drawn(5, 16, D)))
-    assert read is not None and why in str(kernels.unread(read))
-    plain = Affine(bits=4)
-    assert kernels.unread(plain.kernel_codes(plain.encode(drawn(5, 16, D)))) is None
 
 
 @pytest.mark.parametrize("codec", MANY, ids=str)

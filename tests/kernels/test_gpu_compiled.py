@@ -21,6 +21,7 @@ from jkv.arrays.gather import put
 from jkv.memory import codes as codes_of
 from jkv.memory.empty import empty_side
 from jkv.methods.codecs import Affine, Dense, Float
+from jkv.methods.codecs.levels import Bfp, Levels
 from jkv.plan import cuda
 
 if __name__ != "__main__":
@@ -43,6 +44,8 @@ FORMS = {"bf16": Dense(), "fp8": Float(), "int8": Affine(bits=8), "int4": Affine
 FORMS = {name: (codec, codec) for name, codec in FORMS.items()}  # of keys and values
 MIXED = {"bf16 keys int4": (Dense(), Affine(bits=4)), "bf16 values int2": (Affine(bits=2), Dense())}
 GROUPED = {f"int{n} groups of 32": (Affine(bits=n, group=32),) * 2 for n in (4, 2)} | {"kivi int2": KIVI}
+TABLES = {f"table of {2**n}": (Levels(bits=n),) * 2 for n in (2, 4)}
+POWERS = {f"bfp{n}": (Bfp(mantissa=n),) * 2 for n in (4, 8)}
 Shape = jax.ShapeDtypeStruct
 PAGES = Shape((2, 8, 64), jnp.int32)
 
@@ -85,10 +88,10 @@ def programs():
                 if group in (1, 8) and (dim, name) != (128, "int4"):  # kernels like that of 4
                     continue
                 yield f"{name} D={dim} G={group}", whole, *arguments(form, dim, group, slots)
-        for name, form in (GROUPED | MIXED if dim == 128 else GROUPED).items():
+        for name, form in (GROUPED | TABLES | POWERS | (MIXED if dim == 128 else {})).items():
             yield f"{name} D={dim} G=4", whole, *arguments(form, dim, 4, MIDDLE)
-    for name in ("bf16", "fp8", "int8", "int4", "int2", "int2 groups of 32", "kivi int2"):
-        yield f"{name} D=256 G=4", whole, *arguments((FORMS | GROUPED)[name], 256, 4, MIDDLE)
+    for name in ("bf16", "fp8", "int8", "int4", "int2", "int2 groups of 32", "kivi int2", *TABLES):
+        yield f"{name} D=256 G=4", whole, *arguments((FORMS | GROUPED | TABLES)[name], 256, 4, MIDDLE)
     for name, dim, group in (
         ("bf16", 128, 4),
         ("int4", 128, 4),

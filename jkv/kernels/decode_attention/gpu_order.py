@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -157,3 +158,53 @@ def takes(bits: int, shift: bool) -> list[list[Take]]:
 def operand_order(words: np.ndarray, field: list[Take]) -> list[tuple[int, Take]]:
     """Which word each register of wgmma's operand is taken of, and how."""
     return [(int(i), how) for step in words.reshape(-1, 2) for how in field for i in step]
+
+
+# Codes that stand for entries of a table. A permutation of bytes (PRMT) takes four of eight bytes, by the nibbles of
+# a word's lower half: of the lower bytes of eight entries those of four codes, and of their higher bytes likewise.
+
+
+def table_words(table: Array) -> Array:
+    """i32[N,words] of entries [N,2**bits] as float16: first all lower bytes, then all higher ones.
+
+    >>> [hex(x) for x in table_words(jnp.array([[1.0, -2.0, 0.5, 0.0]], jnp.bfloat16))[0].tolist()]
+    ['0x0', '0x38c03c']
+    """
+    halves = jax.lax.bitcast_convert_type(table.astype(jnp.float16), jnp.uint8)
+    return jax.lax.bitcast_convert_type(jnp.swapaxes(halves, 1, 2).reshape(table.shape[0], -1, 4), jnp.int32)
+
+
+def entries_of(words: Array) -> Array:
+    """f32[2**bits], the inverse of `table_words` for one table."""
+    low, high = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(2, -1)
+    return jax.lax.bitcast_convert_type(low.astype(jnp.uint16) | high.astype(jnp.uint16) << 8, jnp.float16).astype(
+        jnp.float32
+    )
+
+
+def looked_up(on: Any, word: Any, table: list[Any], bits: int) -> list[tuple[Any, Any]]:
+    """For each field the registers of the entries for bytes 0 and 2 of a word, and of those for 1 and 3.
+
+    on: the operations on words, a thread's or numpy's.
+    """
+    word, fields = on.chosen(word, word, on.constant(0x3120)), 4 // bits  # bytes 0 and 2, and 1 and 3, side by side
+    out: list[Any] = [None] * (2 * fields)
+    for j in range(fields):  # nibbles are the codes of fields j and j + fields, of one byte and of the other
+        codes = on.masked(on.moved(word, bits * j), ((1 << bits) - 1) * 0x11111111)
+        halves = [entry_bytes(on, codes, 16 * h, table, bits) for h in range(2)]
+        out[j], out[j + fields] = (
+            tuple(on.chosen(low, high, on.constant(x)) for low, high in halves) for x in (0x6240, 0x7351)
+        )
+    return out
+
+
+def entry_bytes(on: Any, codes: Any, right: int, table: list[Any], bits: int) -> list[Any]:
+    """The lower and the higher bytes of the entries that four nibbles, from bit `right` on, are codes of."""
+    count = len(table) // 2
+    low, high = table[:count], table[count:]
+    if count < 4:
+        return [on.chosen(x[0], x[-1], on.moved(codes, right)) for x in (low, high)]
+    among = on.moved(on.masked(codes, 0x77777777), right)  # of eight; and which eight
+    upper = on.joined(on.masked(on.moved(codes, 1), 0x44444444), on.constant(0x32103210))
+    upper = on.moved(upper, right)
+    return [on.chosen(on.chosen(*x[:2], among), on.chosen(*x[2:], among), upper) for x in (low, high)]

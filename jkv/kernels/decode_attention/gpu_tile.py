@@ -19,13 +19,16 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from jkv.arrays.bits import select
 from jkv.kernels.decode_attention.gpu_order import (
     UNIT,
     UNIT8,
     Bytes,
     Take,
     contracted,
+    entries_of,
     key_bytes,
+    looked_up,
     matrix_layout,
     mgpu,
     operand_order,
@@ -166,25 +169,34 @@ class Ops:
         else:
             ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
-    def key_codes(self, ref: Ref, bits: int, piece: int, span: int, shift: bool) -> list[Array]:
+    def key_codes(self, ref: Ref, bits: int, piece: int, span: int, shift: bool, table: list[Array]) -> list[Array]:
         """Fields f16[n,w] of bytes [n,w], `contracted`: channels by `piece`, slots by `span`, 0: as they lie.
 
-        A code c of field j is c * 2**(bits * j) * unit; with `shift` c * unit. bits 0: floats of 8 bits.
+        A code c of field j is c * 2**(bits * j) * unit; with `shift` c * unit. bits 0: floats of 8 bits. Of the words
+        of a table, an entry of it.
         """
         if self.interpret:
-            return plain_fields(contracted(contracted(ref[...], span), piece, 1), bits, shift, self.unit(bits))
-        return unpacked(ref, key_bytes(ref.shape, piece, span), bits, shift, self.plain)
+            return self.numbers(contracted(contracted(ref[...], span), piece, 1), bits, shift, table)
+        return self.unpacked(ref, key_bytes(ref.shape, piece, span), bits, shift, table)
 
-    def value_codes(self, ref: Ref, bits: int, fold: int, span: int) -> list[Array]:
+    def value_codes(self, ref: Ref, bits: int, fold: int, span: int, table: list[Array]) -> list[Array]:
         """Fields f16[w * fold, n / fold] of bytes [w,n], slots `contracted` with the piece `span`; as without `shift`.
 
         Folded, the parts of the tile lie below each other.
         """
         if self.interpret:
             x = contracted(ref[...], span, 1)
-            below = jnp.concatenate(jnp.split(x, fold, 1))
-            return plain_fields(below, bits, False, self.unit(bits))
-        return unpacked(ref, value_bytes(ref.shape, fold, span), bits, False, self.plain)
+            return self.numbers(jnp.concatenate(jnp.split(x, fold, 1)), bits, False, table)
+        return self.unpacked(ref, value_bytes(ref.shape, fold, span), bits, False, table)
+
+    def numbers(self, x: Array, bits: int, shift: bool, table: list[Array]) -> list[Array]:
+        if not table:
+            return plain_fields(x, bits, shift, self.unit(bits))
+        entries = entries_of(jnp.stack(table))
+        return [select(code, entries) for code in plain_fields(x, bits, True, 1.0)]
+
+    def unpacked(self, ref: Ref, how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
+        return entries(ref, how, bits, table) if table else unpacked(ref, how, bits, shift, self.plain)
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -258,6 +270,52 @@ def unpacked(ref: Ref, how: Bytes, bits: int, shift: bool, plain: bool) -> list[
 
     out = list(unpack(load(ref, how.layout)))
     return [y * jnp.full_like(y, PLAIN) for y in out] if plain else out
+
+
+class Words:
+    """What a thread does with its words of 32 bits: see `looked_up`."""
+
+    @staticmethod
+    def constant(x: int) -> Any:
+        return mgpu.utils.c(x, ir.IntegerType.get_signless(32))
+
+    @staticmethod
+    def moved(x: Any, right: int) -> Any:
+        shift = arith.shrui if right > 0 else arith.shli
+        return shift(x, Words.constant(abs(right))) if right else x
+
+    @staticmethod
+    def masked(x: Any, mask: int) -> Any:
+        return arith.andi(x, Words.constant(mask))
+
+    @staticmethod
+    def joined(x: Any, y: Any) -> Any:
+        return arith.ori(x, y)
+
+    @staticmethod
+    def chosen(x: Any, y: Any, which: Any) -> Any:
+        return mgpu.utils.prmt(x, y, which)
+
+
+def entries(ref: Ref, how: Bytes, bits: int, table: list[Array]) -> list[Array]:
+    """Fields f16 of bytes that are codes of a table, whose words are scalars."""
+    shape, fields = (64 * how.words.shape[0], 16 * how.words.shape[1]), range(8 // bits)
+
+    @inline([how.layout, *[ROW for _ in table]], tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in fields))
+    def look_up(_: Any, x: Any, *table: Any) -> Any:
+        pair = ir.VectorType.get((2,), ir.F16Type.get())
+        mine = [y for register in x.registers.flat for y in words_of(register)]
+        found = [
+            looked_up(Words, y, [mgpu.utils.bitcast(t.registers.flat[0], y.type) for t in table], bits) for y in mine
+        ]
+
+        def ordered(j: int) -> list[Any]:
+            steps = how.words.reshape(-1, 2)
+            return [mgpu.utils.bitcast(found[i][j][h], pair) for step in steps for h in range(2) for i in step]
+
+        return tuple(in_layout(WGMMA, shape, ordered(j)) for j in fields)
+
+    return list(look_up(load(ref, how.layout), *(plgpu.layout_cast(jnp.full((64,), x, i32), ROW) for x in table)))
 
 
 def words_of(register: Any) -> list[Any]:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jkv.kernels.decode_attention.gpu_order import contracted
+from jkv.kernels.decode_attention.gpu_order import contracted, plane
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f16, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
 
 LOG2E = math.log2(math.e)
+PLACES = (0, 2)  # of a slot's planes, in blocks of their own widths: third bits lie behind twice as many bytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,12 @@ class Form:
 
     @property
     def width(self) -> int:
-        return self.dim * self.bits // 8 if self.bits else self.dim
+        return self.dim * plane(self.bits) // 8 if self.bits else self.dim
+
+    @property
+    def planes(self) -> list[int]:
+        """Entries of a slot, of what is packed by itself: beside the lower bits, w of them, third ones."""
+        return [self.width, self.dim // 8] if self.bits == 3 else [self.width]
 
     @property
     def fields(self) -> int:
@@ -66,7 +72,7 @@ class Form:
     @property
     def rise(self) -> int:
         """log2 of how much larger than the codes of one field those of the next are, in registers."""
-        return 0 if self.table else self.bits
+        return 0 if self.table else plane(self.bits)
 
     @property
     def lows(self) -> int:
@@ -173,23 +179,25 @@ def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
 def key_operands(k: Form, x: KernelCodes, q: Array, scale: float) -> list[Array]:
     """Of x [N,C,...] and q f32[N,chunks,r,D]."""
     if k.grain == 1:
-        return [x.codes]
+        return [x.codes for _ in k.planes]
     lows = jnp.einsum("nurd,nsd->nusr", q, x.low.astype(f32), precision="highest") * (scale * LOG2E)
-    return [x.codes, x.step, lows]
+    return [*[x.codes for _ in k.planes], x.step, lows]
 
 
 def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Array], Array]) -> list[Any]:
     """place(i): which tile a step reads."""
-    codes = plgpu.BlockSpec(
-        (None, k.tile, k.width),
-        lambda i: (head, place(i), 0),
-        transforms=operand(k.width, jnp.uint8 if k.coded else k.dtype),
-    )
+    whole = operand(k.width, jnp.uint8 if k.coded else k.dtype)
+    # What shared memory has side by side must divide a whole row, of which planes are parts.
+    transforms = whole if len(k.planes) == 1 else (plgpu.TilingTransform((8, 16)),)
+    codes = [
+        plgpu.BlockSpec((None, k.tile, width), lambda i, at=at: (head, place(i), at), transforms=transforms)
+        for width, at in zip(k.planes, PLACES, strict=False)
+    ]
     if k.grain == 1:
-        return [codes]
+        return codes
     tiles = max(1, k.grain // k.tile)  # that share a step
     return [
-        codes,
+        *codes,
         pl.BlockSpec((None, k.units, k.dim), lambda i: (head, lax.div(place(i), tiles), 0)),
         pl.BlockSpec((None, None, k.units, r), lambda i: (head, chunk, lax.div(place(i), tiles), 0)),
     ]
@@ -209,9 +217,10 @@ def logits(
     if not k.coded:
         keys = [ops.ordered_matrix(refs[0], k.span)] if k.span else refs
         return ops.matmul((keys, query))[0] * (scale * LOG2E)
-    fields = ops.key_codes(refs[0], k.bits, k.piece, k.span, k.grain > 1, table)
+    codes, more = refs[: len(k.planes)], refs[len(k.planes) :]
+    fields = ops.key_codes(codes, k.bits, k.piece, k.span, k.grain > 1, table)
     if k.grain > 1:
-        return channel_logits(ops, k, fields, refs[1:], query, scratch[0])
+        return channel_logits(ops, k, fields, more, query, scratch[0])
     q_s, sums_s = query
     size, parts = sums_s[k.groups, 0], []
     for g, x in enumerate(ops.matmul(*(pieces(k, fields, q_s, g) for g in range(k.groups)))):
@@ -265,10 +274,17 @@ def slot_index(ops: Ops, shape: tuple[int, ...], span: int) -> Array:
 # Values
 
 
+def value_operands(v: Form, x: KernelCodes) -> list[Array]:
+    return [slot_minor(x.codes) for _ in v.planes]
+
+
 def value_blocks(v: Form, head: Array, place: Callable[[Array], Array]) -> list[Any]:
     dtype = jnp.uint8 if v.coded else v.dtype
     transforms = operand(v.tile, dtype)
-    return [plgpu.BlockSpec((None, v.width, v.tile), lambda i: (head, 0, place(i)), transforms=transforms)]
+    return [
+        plgpu.BlockSpec((None, width, v.tile), lambda i, at=at: (head, at, place(i)), transforms=transforms)
+        for width, at in zip(v.planes, PLACES, strict=False)
+    ]
 
 
 RAISE = 2.0**14  # of weights times steps, which go to float16: the largest comes to this, subnormal is 2**-28 of it
@@ -324,7 +340,7 @@ def mix(ops: Ops, v: Form, refs: list[Ref], table: list[Array], p_s: Ref, r: int
     count = v.per_field * v.fold
     firsts = [j * v.groups // v.fields * v.fold for j in range(v.fields)]
     weights = [p_s.at[pl.ds(first * r, count * r)] for first in firsts]
-    fields = ops.value_codes(refs[0], v.bits, v.fold, v.span, table)
+    fields = ops.value_codes(refs, v.bits, v.fold, v.span, table)
     wide = ops.matmul(*(([x], [w]) for x, w in zip(fields, weights, strict=True)))
     return [x[:, i * r : (i + 1) * r] for x in wide for i in range(count)]
 

@@ -7,7 +7,7 @@ a row vector has a number for each of its rows, a column vector one for each of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from jkv.kernels.decode_attention.gpu_order import (
     UNIT,
     UNIT8,
     Bytes,
-    Take,
     contracted,
     entries_of,
     key_bytes,
@@ -32,9 +31,11 @@ from jkv.kernels.decode_attention.gpu_order import (
     matrix_layout,
     mgpu,
     operand_order,
+    plane,
     plgpu,
     row_layout,
     takes,
+    thirds,
     value_bytes,
 )
 
@@ -169,34 +170,40 @@ class Ops:
         else:
             ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
-    def key_codes(self, ref: Ref, bits: int, piece: int, span: int, shift: bool, table: list[Array]) -> list[Array]:
+    def key_codes(
+        self, refs: list[Ref], bits: int, piece: int, span: int, shift: bool, table: list[Array]
+    ) -> list[Array]:
         """Fields f16[n,w] of bytes [n,w], `contracted`: channels by `piece`, slots by `span`, 0: as they lie.
 
-        A code c of field j is c * 2**(bits * j) * unit; with `shift` c * unit. bits 0: floats of 8 bits. Of the words
-        of a table, an entry of it.
+        A code c of field j is c * 2**(b j) * unit, b the bits of it that lie together; with `shift` c * unit. bits 0:
+        floats of 8 bits. Third bits have a ref of their own, [n,w/2]. A table has words; then a code is its entry.
         """
         if self.interpret:
-            return self.numbers(contracted(contracted(ref[...], span), piece, 1), bits, shift, table)
-        return self.unpacked(ref, key_bytes(ref.shape, piece, span), bits, shift, table)
+            planes = [contracted(contracted(x, span), piece, 1) for x in plain_planes(refs, 1)]
+            return self.numbers(planes, bits, shift, table)
+        return self.registers(refs, key_bytes(refs[0].shape, piece, span), bits, shift, table)
 
-    def value_codes(self, ref: Ref, bits: int, fold: int, span: int, table: list[Array]) -> list[Array]:
+    def value_codes(self, refs: list[Ref], bits: int, fold: int, span: int, table: list[Array]) -> list[Array]:
         """Fields f16[w * fold, n / fold] of bytes [w,n], slots `contracted` with the piece `span`; as without `shift`.
 
         Folded, the parts of the tile lie below each other.
         """
         if self.interpret:
-            x = contracted(ref[...], span, 1)
-            return self.numbers(jnp.concatenate(jnp.split(x, fold, 1)), bits, False, table)
-        return self.unpacked(ref, value_bytes(ref.shape, fold, span), bits, False, table)
+            planes = [contracted(x, span, 1) for x in plain_planes(refs, 0)]
+            return self.numbers([jnp.concatenate(jnp.split(x, fold, 1)) for x in planes], bits, False, table)
+        return self.registers(refs, value_bytes(refs[0].shape, fold, span), bits, False, table)
 
-    def numbers(self, x: Array, bits: int, shift: bool, table: list[Array]) -> list[Array]:
+    def numbers(self, planes: list[Array], bits: int, shift: bool, table: list[Array]) -> list[Array]:
         if not table:
-            return plain_fields(x, bits, shift, self.unit(bits))
+            return plain_fields(planes, bits, shift, self.unit(bits))
         entries = entries_of(jnp.stack(table))
-        return [select(code, entries) for code in plain_fields(x, bits, True, 1.0)]
+        return [select(code, entries) for code in plain_fields(planes, bits, True, 1.0)]
 
-    def unpacked(self, ref: Ref, how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
-        return entries(ref, how, bits, table) if table else unpacked(ref, how, bits, shift, self.plain)
+    def registers(self, refs: list[Ref], how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
+        if table:
+            return looked(refs, how, bits, table)
+        out = masked(refs, how, bits, shift)
+        return [y * jnp.full_like(y, PLAIN) for y in out] if self.plain else out
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -249,27 +256,58 @@ def in_layout(layout: Any, shape: tuple[int, ...], registers: list[Any], signed:
     )
 
 
-def unpacked(ref: Ref, how: Bytes, bits: int, shift: bool, plain: bool) -> list[Array]:
-    """Fields f16 of bytes."""
-    shape, fields = (64 * how.words.shape[0], 16 * how.words.shape[1]), takes(bits, shift)
+def masked(refs: list[Ref], how: Bytes, bits: int, shift: bool) -> list[Array]:
+    """Fields f16 of bytes, whose codes are subnormal numbers."""
+    fields = takes(bits, shift)
+    of_third = thirds(shift) if refs[1:] else [[[], []] for _ in fields]
 
-    @inline([how.layout], tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in fields))
-    def unpack(_: Any, x: Any) -> Any:
-        word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
-        mine = [y for register in x.registers.flat for y in words_of(register)]
-
+    def run(loaded: list[list[Any]], _: list[Any]) -> Iterator[list[Any]]:
         def some(x: Any, move: int, mask: int) -> Any:
-            shift = arith.shrui if move > 0 else arith.shli
-            x = shift(x, mgpu.utils.c(abs(move), word)) if move else x
-            return arith.andi(x, mgpu.utils.c(mask, word))
+            return Words.masked(Words.moved(x, move), mask)
 
-        def taken(i: int, take: Take) -> Any:
-            return mgpu.utils.bitcast(functools.reduce(arith.ori, [some(mine[i], *x) for x in take]), pair)
+        for field in zip(fields, of_third, strict=True):
+            both = list(zip(*field, strict=True))  # of the halves, what is taken of either plane
+            yield [
+                functools.reduce(
+                    Words.joined, [some(x[i], *y) for x, take in zip(loaded, how, strict=False) for y in take]
+                )
+                for i, how in operand_order(how.words, both)
+            ]
 
-        return tuple(in_layout(WGMMA, shape, [taken(*x) for x in operand_order(how.words, field)]) for field in fields)
+    return fields_of(refs, how, len(fields), run, [])
 
-    out = list(unpack(load(ref, how.layout)))
-    return [y * jnp.full_like(y, PLAIN) for y in out] if plain else out
+
+def looked(refs: list[Ref], how: Bytes, bits: int, table: list[Array]) -> list[Array]:
+    """Fields f16 of bytes, whose codes stand for entries of the table that has these words."""
+
+    def run(loaded: list[list[Any]], table: list[Any]) -> Iterator[list[Any]]:
+        found = [looked_up(Words, x, table, bits) for x in zip(*loaded, strict=True)]
+        for j in range(len(found[0])):
+            yield [found[i][j][h] for i, h in operand_order(how.words, [0, 1])]
+
+    return fields_of(refs, how, 8 // plane(bits), run, table)
+
+
+def fields_of(
+    refs: list[Ref], how: Bytes, count: int, run: Callable[..., Iterator[list[Any]]], table: list[Array]
+) -> list[Array]:
+    """As many matrices f16 of the registers that `run` makes of loaded words, of each plane, and of a table's."""
+    shape, layouts = (64 * how.words.shape[0], 16 * how.words.shape[1]), [how.layout, how.thirds][: len(refs)]
+
+    @inline([*layouts, *[ROW for _ in table]], tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in range(count)))
+    def unpack(_: Any, *args: Any) -> Any:
+        loaded = [[y for register in x.registers.flat for y in words_of(register)] for x in args[: len(refs)]]
+        if len(loaded) > 1:
+            turn = Words.masked(Words.moved(mgpu.utils.thread_idx(), how.turn), 1)
+            loaded[1] = [arith.shrui(x, turn) for x in loaded[1]]
+        pair, word = ir.VectorType.get((2,), ir.F16Type.get()), ir.IntegerType.get_signless(32)
+        words = [mgpu.utils.bitcast(x.registers.flat[0], word) for x in args[len(refs) :]]
+        return tuple(
+            in_layout(WGMMA, shape, [mgpu.utils.bitcast(x, pair) for x in some]) for some in run(loaded, words)
+        )
+
+    alike = [plgpu.layout_cast(jnp.full((64,), x, i32), ROW) for x in table]
+    return list(unpack(*(load(ref, layout) for ref, layout in zip(refs, layouts, strict=True)), *alike))
 
 
 class Words:
@@ -297,27 +335,6 @@ class Words:
         return mgpu.utils.prmt(x, y, which)
 
 
-def entries(ref: Ref, how: Bytes, bits: int, table: list[Array]) -> list[Array]:
-    """Fields f16 of bytes that are codes of a table, whose words are scalars."""
-    shape, fields = (64 * how.words.shape[0], 16 * how.words.shape[1]), range(8 // bits)
-
-    @inline([how.layout, *[ROW for _ in table]], tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in fields))
-    def look_up(_: Any, x: Any, *table: Any) -> Any:
-        pair = ir.VectorType.get((2,), ir.F16Type.get())
-        mine = [y for register in x.registers.flat for y in words_of(register)]
-        found = [
-            looked_up(Words, y, [mgpu.utils.bitcast(t.registers.flat[0], y.type) for t in table], bits) for y in mine
-        ]
-
-        def ordered(j: int) -> list[Any]:
-            steps = how.words.reshape(-1, 2)
-            return [mgpu.utils.bitcast(found[i][j][h], pair) for step in steps for h in range(2) for i in step]
-
-        return tuple(in_layout(WGMMA, shape, ordered(j)) for j in fields)
-
-    return list(look_up(load(ref, how.layout), *(plgpu.layout_cast(jnp.full((64,), x, i32), ROW) for x in table)))
-
-
 def words_of(register: Any) -> list[Any]:
     """The words of a register of bytes."""
     word, count = ir.IntegerType.get_signless(32), ir.VectorType(register.type).shape[0] // 4
@@ -327,11 +344,20 @@ def words_of(register: Any) -> list[Any]:
     return [vector.extract(words, [], [i]) for i in range(count)]
 
 
-def plain_fields(x: Array, bits: int, shift: bool, unit: float) -> list[Array]:
+def plain_planes(refs: list[Ref], axis: int) -> list[Array]:
+    """Bytes, and third bits where bytes have them: bit 2 j of field j."""
+    return [refs[0][...], *[jnp.concatenate([x[...], x[...] >> 1], axis) for x in refs[1:]]]
+
+
+def plain_fields(planes: list[Array], bits: int, shift: bool, unit: float) -> list[Array]:
     """Fields of bytes, as numbers."""
+    x, *third = planes
     if not bits:
         wide = x.astype(jnp.uint16)
         halves = (wide & 0x80) << 8 | (wide & 0x7F) << 7
         return [jax.lax.bitcast_convert_type(halves, f16).astype(f32) * (unit / UNIT8)]
-    codes = [(x.astype(i32) >> (bits * j)) & ((1 << bits) - 1) for j in range(8 // bits)]
-    return [y.astype(f32) * (unit * 2.0 ** (0 if shift else bits * j)) for j, y in enumerate(codes)]
+    each = plane(bits)
+    codes = [(x.astype(i32) >> (each * j)) & ((1 << each) - 1) for j in range(8 // each)]
+    for y in third:
+        codes = [code | ((y.astype(i32) >> (each * j)) & 1) << each for j, code in enumerate(codes)]
+    return [y.astype(f32) * (unit * 2.0 ** (0 if shift else each * j)) for j, y in enumerate(codes)]

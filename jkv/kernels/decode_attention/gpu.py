@@ -116,20 +116,15 @@ def attention(
     flat = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (as_bytes(k), as_bytes(v)))
     ends = (lengths(pos) if ends is None else ends).reshape(-1)
     ops = Ops(interpret is not None, plain)
-    once = [bounds, *sides.queries(kf, rows, scale, unit(ops, kf))]
+    once = [bounds, *sides.queries(kf, rows, scale, ops.unit(kf.bits, kf.table))]
     scales = [sides.scale_operands(form, x) for form, x in zip((kf, vf), flat, strict=True)]
     codes = [*sides.key_operands(kf, flat[0], rows, scale), *sides.value_operands(vf, flat[1])]
     places = [ends] if tiles is None else [ends, tiles.reshape(b * h, -1)]
     tables = [[] if x.table is None else [table_words(x.table)] for x in flat]
     call = kernel(kf, vf, (b, h, chunks), pos.shape, t, r, scale, ops, interpret)
     acc, m, l, low = call(places, tables, once, pos.reshape(-1, pos.shape[2]), scales, codes)  # noqa: E741
-    part = join(sides.gather(vf, acc, low if vf.lows else None, unit(ops, vf)), m, l)
+    part = join(sides.gather(vf, acc, low if vf.lows else None, ops.unit(vf.bits, vf.table)), m, l)
     return jax.tree.map(lambda x: query_results(x, q.shape), part)
-
-
-def unit(ops: Ops, form: Form) -> float:
-    """What a code of 1 is in registers; entries of a table are themselves."""
-    return 1.0 if form.table else ops.unit(form.bits)
 
 
 def as_bytes(x: KernelCodes) -> KernelCodes:

@@ -9,6 +9,7 @@ channels or slots in a sum is free: queries and weights lie in the same.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -183,9 +184,23 @@ def thirds(shift: bool) -> list[list[Take]]:
     return [[[(8 * h + shift * j - 2, 0x40004 << (0 if shift else j))] for h in range(2)] for j in range(0, 8, 2)]
 
 
-def operand_order(words: np.ndarray, field: list[Any]) -> list[tuple[int, Any]]:
-    """Which word each register of wgmma's operand is taken of, and how."""
-    return [(int(i), how) for step in words.reshape(-1, 2) for how in field for i in step]
+def registers(on: Any, planes: list[Any], how: Bytes, bits: int, shift: bool, table: list[Any]) -> list[list[Any]]:
+    """For each field wgmma's registers, of a thread's words of each plane of bytes, and of a table if there is one.
+
+    on: the operations on words, a thread's or numpy's.
+    """
+    halves = [(int(i), h) for step in how.words.reshape(-1, 2) for h in range(2) for i in step]
+    planes = [planes[0], *[[on.turned(x, how.turn) for x in third] for third in planes[1:]]]
+    if table:
+        found = [looked_up(on, list(x), table, bits) for x in zip(*planes, strict=True)]
+        return [[found[i][j][h] for i, h in halves] for j in range(len(found[0]))]
+
+    def taken(i: int, takes: Any) -> Any:
+        parts = [(x[i], *some) for x, take in zip(planes, takes, strict=True) for some in take]
+        return functools.reduce(on.joined, [on.masked(on.moved(x, move), mask) for x, move, mask in parts])
+
+    every = [takes(bits, shift), thirds(shift)][: len(planes)]
+    return [[taken(i, [take[h] for take in field]) for i, h in halves] for field in zip(*every, strict=True)]
 
 
 # Codes that stand for entries of a table. A permutation of bytes (PRMT) takes four of eight bytes, by the nibbles of
@@ -213,7 +228,7 @@ def entries_of(words: Array) -> Array:
 def looked_up(on: Any, planes: list[Any], table: list[Any], bits: int) -> list[tuple[Any, Any]]:
     """For each field the registers of the entries for bytes 0 and 2 of a word, and of those for 1 and 3.
 
-    on: the operations on words, a thread's or numpy's; planes: the word, and that of its third bits.
+    planes: the word, and that of its third bits.
     """
     low, *third = (on.chosen(x, x, on.constant(0x3120)) for x in planes)  # bytes 0 and 2, and 1 and 3, side by side
     each, fields = plane(bits), 4 // plane(bits)

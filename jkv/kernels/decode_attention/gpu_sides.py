@@ -21,7 +21,6 @@ from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f16, f32, i
 from jkv.protocols import KernelCodes
 
 LOG2E = math.log2(math.e)
-PLACES = (0, 2)  # of a slot's planes, in blocks of their own widths: third bits lie behind twice as many bytes
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,11 @@ class Form:
     @property
     def fields(self) -> int:
         return self.dim // self.width
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where each lies in a slot, in blocks of its width: third bits behind twice as many bytes; and the width."""
+        return [(2 * i, width) for i, width in enumerate(self.planes)]
 
     @property
     def rise(self) -> int:
@@ -191,7 +195,7 @@ def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Arra
     transforms = whole if len(k.planes) == 1 else (plgpu.TilingTransform((8, 16)),)
     codes = [
         plgpu.BlockSpec((None, k.tile, width), lambda i, at=at: (head, place(i), at), transforms=transforms)
-        for width, at in zip(k.planes, PLACES, strict=False)
+        for at, width in k.places
     ]
     if k.grain == 1:
         return codes
@@ -283,7 +287,7 @@ def value_blocks(v: Form, head: Array, place: Callable[[Array], Array]) -> list[
     transforms = operand(v.tile, dtype)
     return [
         plgpu.BlockSpec((None, width, v.tile), lambda i, at=at: (head, at, place(i)), transforms=transforms)
-        for width, at in zip(v.planes, PLACES, strict=False)
+        for at, width in v.places
     ]
 
 

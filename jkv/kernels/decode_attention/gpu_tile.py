@@ -6,8 +6,7 @@ a row vector has a number for each of its rows, a column vector one for each of 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +26,12 @@ from jkv.kernels.decode_attention.gpu_order import (
     contracted,
     entries_of,
     key_bytes,
-    looked_up,
     matrix_layout,
     mgpu,
-    operand_order,
     plane,
     plgpu,
+    registers,
     row_layout,
-    takes,
-    thirds,
     value_bytes,
 )
 
@@ -80,9 +76,9 @@ class Ops:
     def full(self, shape: tuple[int, ...], value: float) -> Array:
         return self.place(jnp.full(shape, value, f32), WGMMA if len(shape) == 2 else COLUMN)
 
-    def unit(self, bits: int) -> float:
-        """What a code of 1 is in `key_codes` and `value_codes`."""
-        return (UNIT if bits else UNIT8) * (PLAIN if self.plain else 1)
+    def unit(self, bits: int, table: bool = False) -> float:
+        """What a code of 1 is in `key_codes` and `value_codes`; an entry of a table is itself."""
+        return 1.0 if table else (UNIT if bits else UNIT8) * (PLAIN if self.plain else 1)
 
     def row(self, ref: Ref) -> Array:
         return ref[...] if self.interpret else load(ref, ROW)
@@ -200,10 +196,8 @@ class Ops:
         return [select(code, entries) for code in plain_fields(planes, bits, True, 1.0)]
 
     def registers(self, refs: list[Ref], how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
-        if table:
-            return looked(refs, how, bits, table)
-        out = masked(refs, how, bits, shift)
-        return [y * jnp.full_like(y, PLAIN) for y in out] if self.plain else out
+        out = unpacked(refs, how, bits, shift, table)
+        return [y * jnp.full_like(y, PLAIN) for y in out] if self.plain and not table else out
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -256,62 +250,25 @@ def in_layout(layout: Any, shape: tuple[int, ...], registers: list[Any], signed:
     )
 
 
-def masked(refs: list[Ref], how: Bytes, bits: int, shift: bool) -> list[Array]:
-    """Fields f16 of bytes, whose codes are subnormal numbers."""
-    fields = takes(bits, shift)
-    of_third = thirds(shift) if refs[1:] else [[[], []] for _ in fields]
-
-    def run(loaded: list[list[Any]], _: list[Any]) -> Iterator[list[Any]]:
-        def some(x: Any, move: int, mask: int) -> Any:
-            return Words.masked(Words.moved(x, move), mask)
-
-        for field in zip(fields, of_third, strict=True):
-            both = list(zip(*field, strict=True))  # of the halves, what is taken of either plane
-            yield [
-                functools.reduce(
-                    Words.joined, [some(x[i], *y) for x, take in zip(loaded, how, strict=False) for y in take]
-                )
-                for i, how in operand_order(how.words, both)
-            ]
-
-    return fields_of(refs, how, len(fields), run, [])
-
-
-def looked(refs: list[Ref], how: Bytes, bits: int, table: list[Array]) -> list[Array]:
-    """Fields f16 of bytes, whose codes stand for entries of the table that has these words."""
-
-    def run(loaded: list[list[Any]], table: list[Any]) -> Iterator[list[Any]]:
-        found = [looked_up(Words, x, table, bits) for x in zip(*loaded, strict=True)]
-        for j in range(len(found[0])):
-            yield [found[i][j][h] for i, h in operand_order(how.words, [0, 1])]
-
-    return fields_of(refs, how, 8 // plane(bits), run, table)
-
-
-def fields_of(
-    refs: list[Ref], how: Bytes, count: int, run: Callable[..., Iterator[list[Any]]], table: list[Array]
-) -> list[Array]:
-    """As many matrices f16 of the registers that `run` makes of loaded words, of each plane, and of a table's."""
+def unpacked(refs: list[Ref], how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
+    """Fields f16 of bytes: codes as subnormal numbers, or entries of the table that has these words."""
     shape, layouts = (64 * how.words.shape[0], 16 * how.words.shape[1]), [how.layout, how.thirds][: len(refs)]
+    results = tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in range(8 // (plane(bits) or 8)))
 
-    @inline([*layouts, *[ROW for _ in table]], tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in range(count)))
+    @inline([*layouts, *[ROW for _ in table]], results)
     def unpack(_: Any, *args: Any) -> Any:
-        loaded = [[y for register in x.registers.flat for y in words_of(register)] for x in args[: len(refs)]]
-        if len(loaded) > 1:
-            turn = Words.masked(Words.moved(mgpu.utils.thread_idx(), how.turn), 1)
-            loaded[1] = [arith.shrui(x, turn) for x in loaded[1]]
-        pair, word = ir.VectorType.get((2,), ir.F16Type.get()), ir.IntegerType.get_signless(32)
-        words = [mgpu.utils.bitcast(x.registers.flat[0], word) for x in args[len(refs) :]]
-        return tuple(
-            in_layout(WGMMA, shape, [mgpu.utils.bitcast(x, pair) for x in some]) for some in run(loaded, words)
-        )
+        word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
+        planes = [[y for register in x.registers.flat for y in words_of(register)] for x in args[: len(refs)]]
+        entries = [mgpu.utils.bitcast(x.registers.flat[0], word) for x in args[len(refs) :]]
+        fields = registers(Words, planes, how, bits, shift, entries)
+        return tuple(in_layout(WGMMA, shape, [mgpu.utils.bitcast(x, pair) for x in some]) for some in fields)
 
     alike = [plgpu.layout_cast(jnp.full((64,), x, i32), ROW) for x in table]
     return list(unpack(*(load(ref, layout) for ref, layout in zip(refs, layouts, strict=True)), *alike))
 
 
 class Words:
-    """What a thread does with its words of 32 bits: see `looked_up`."""
+    """What a thread does with its words of 32 bits, for `registers`."""
 
     @staticmethod
     def constant(x: int) -> Any:
@@ -332,7 +289,13 @@ class Words:
 
     @staticmethod
     def chosen(x: Any, y: Any, which: Any) -> Any:
+        """The bytes of x and, from 4 on, of y that the nibbles of the lower half of a word number."""
         return mgpu.utils.prmt(x, y, which)
+
+    @staticmethod
+    def turned(x: Any, bit: int) -> Any:
+        """Moved right by a bit of the thread's number."""
+        return arith.shrui(x, Words.masked(Words.moved(mgpu.utils.thread_idx(), bit), 1))
 
 
 def words_of(register: Any) -> list[Any]:

@@ -219,13 +219,11 @@ def table_words(table: Array) -> Array:
 
 def entries_of(words: Array) -> Array:
     """f32[2**bits], the inverse of `table_words` for one table."""
-    low, high = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(2, -1)
-    return jax.lax.bitcast_convert_type(low.astype(jnp.uint16) | high.astype(jnp.uint16) << 8, jnp.float16).astype(
-        jnp.float32
-    )
+    low, high = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(2, -1).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(low | high << 8, jnp.float16).astype(jnp.float32)
 
 
-def looked_up(on: Any, planes: list[Any], table: list[Any], bits: int) -> list[tuple[Any, Any]]:
+def looked_up(on: Any, planes: list[Any], table: list[Any], bits: int) -> list[list[Any]]:
     """For each field the registers of the entries for bytes 0 and 2 of a word, and of those for 1 and 3.
 
     planes: the word, and that of its third bits.
@@ -237,20 +235,19 @@ def looked_up(on: Any, planes: list[Any], table: list[Any], bits: int) -> list[t
         codes = on.masked(on.moved(low, each * j), ((1 << each) - 1) * 0x11111111)
         for x in third:
             codes = on.joined(codes, on.masked(on.moved(x, each * j - 2), 0x44444444))
-        halves = [entry_bytes(on, codes, 16 * h, table, bits) for h in range(2)]
-        out[j], out[j + fields] = (
-            tuple(on.chosen(low, high, on.constant(x)) for low, high in halves) for x in (0x6240, 0x7351)
-        )
+        halves = [entry_bytes(on, codes, 16 * h, table) for h in range(2)]
+        out[j] = [on.chosen(*x, on.constant(0x6240)) for x in halves]  # both bytes of the first code and of the third
+        out[j + fields] = [on.chosen(*x, on.constant(0x7351)) for x in halves]
     return out
 
 
-def entry_bytes(on: Any, codes: Any, right: int, table: list[Any], bits: int) -> list[Any]:
+def entry_bytes(on: Any, codes: Any, right: int, table: list[Any]) -> list[Any]:
     """The lower and the higher bytes of the entries that four nibbles, from bit `right` on, are codes of."""
     count = len(table) // 2
-    low, high = table[:count], table[count:]
+    both = table[:count], table[count:]
     if count < 4:
-        return [on.chosen(x[0], x[-1], on.moved(codes, right)) for x in (low, high)]
-    among = on.moved(on.masked(codes, 0x77777777), right)  # of eight; and which eight
+        return [on.chosen(x[0], x[-1], on.moved(codes, right)) for x in both]
+    among = on.moved(on.masked(codes, 0x77777777), right)  # eight entries; their fourth bits say of which eight
     upper = on.joined(on.masked(on.moved(codes, 1), 0x44444444), on.constant(0x32103210))
     upper = on.moved(upper, right)
-    return [on.chosen(on.chosen(*x[:2], among), on.chosen(*x[2:], among), upper) for x in (low, high)]
+    return [on.chosen(on.chosen(*x[:2], among), on.chosen(*x[2:], among), upper) for x in both]

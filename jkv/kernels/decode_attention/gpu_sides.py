@@ -61,17 +61,17 @@ class Form:
 
     @property
     def planes(self) -> list[int]:
-        """Entries of a slot, of what is packed by itself: beside the lower bits, w of them, third ones."""
-        return [self.width, self.dim // 8] if self.bits == 3 else [self.width]
+        """Entries of a slot, of each part that is packed by itself: w and, of third bits, half as many."""
+        return [self.width, self.width // 2] if self.bits == 3 else [self.width]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where these lie in a slot, in blocks of their own widths, and the widths."""
+        return [(2 * i, width) for i, width in enumerate(self.planes)]
 
     @property
     def fields(self) -> int:
         return self.dim // self.width
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Where each lies in a slot, in blocks of its width: third bits behind twice as many bytes; and the width."""
-        return [(2 * i, width) for i, width in enumerate(self.planes)]
 
     @property
     def rise(self) -> int:
@@ -132,9 +132,9 @@ def read_scales(ops: Ops, form: Form, refs: list[Ref], at: Array) -> list[Array]
 
 def scales_of(ops: Ops, form: Form, read: list[Array]) -> Scales:
     found = [ops.as_row(x, form.span) for x in read]
+    numbers = [power(x) if form.exponents else x.astype(f32) for x in found]
     if form.table or form.exponents:
-        return [(power(x) if form.exponents else x.astype(f32), None) for x in found]
-    numbers = [x.astype(f32) for x in found]
+        return [(x, None) for x in numbers]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 

@@ -182,7 +182,7 @@ def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
 
 def key_operands(k: Form, x: KernelCodes, q: Array, scale: float) -> list[Array]:
     """Of x [N,C,...] and q f32[N,chunks,r,D]."""
-    if k.grain == 1:
+    if x.step is None or x.low is None or k.grain == 1:
         return [x.codes for _ in k.planes]
     lows = jnp.einsum("nurd,nsd->nusr", q, x.low.astype(f32), precision="highest") * (scale * LOG2E)
     return [*[x.codes for _ in k.planes], x.step, lows]
@@ -315,8 +315,9 @@ def weigh(ops: Ops, v: Form, p: Array, pos: Array, scales: Scales, p_s: Ref) -> 
     lows = []
     for g in range(v.groups):
         w = p * RAISE if v.coded else p
-        if scales:  # a dead slot's may be NaN
-            step, low = (x if x is None else jnp.where(pos >= 0, x, 0.0) for x in scales[g])
+        if scales:
+            step, low = scales[g]
+            step, low = live(step, pos), None if low is None else live(low, pos)
             w = p * rows(step * RAISE, p.shape)
             if (low := low_of(v, step, low)) is not None:
                 lows.append(folded_sum(p * rows(low, p.shape)))
@@ -325,6 +326,11 @@ def weigh(ops: Ops, v: Form, p: Array, pos: Array, scales: Scales, p_s: Ref) -> 
             ops.put_transposed(p_s.at[pl.ds((g * v.fold + i) * r, r)], w[i * part : (i + 1) * part])
     plgpu.commit_smem()
     return lows
+
+
+def live(x: Array, pos: Array) -> Array:
+    """Steps or lows of slots; those of the dead may be NaN."""
+    return jnp.where(pos >= 0, x, 0.0)
 
 
 def folded_sum(x: Array) -> Array:

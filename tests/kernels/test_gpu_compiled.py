@@ -96,7 +96,7 @@ def programs():
             yield f"{name} D={dim} G=4", whole, *arguments(form, dim, 4, MIDDLE)
         for name, form in TABLES.items():
             yield f"{name} D={dim} G=16", whole, *arguments(form, dim, 16, MIDDLE)
-    for name in (*FORMS, "int2 groups of 32", "kivi int2", *TABLES, *THIRDS):
+    for name in (*FORMS, "int2 groups of 32", "kivi int2", *TABLES, "int3", "table of 8"):
         yield f"{name} D=256 G=4", whole, *arguments(EVERY[name], 256, 4, MIDDLE)
     for name, dim, group in (
         ("bf16", 128, 4),

@@ -38,10 +38,16 @@ def interpreted(**arguments):
     return kernel.attention(**arguments, interpret=parameters())
 
 
+def refusal(case) -> str | None:
+    p = check.problem(case, "gpu")
+    module, unit = (paged, [case.page]) if case.page else (gpu, [])
+    return module.supports(p["k"], p["v"], case.dim, case.group * case.new, *unit)
+
+
 def fewer():
     """Of the cases with a head dim of 64, those that lie otherwise than with 128; none that is refused."""
-    other = {"int4/4", "int2/2", "int2/32 slots"}
-    return [x for x in check.cases(512) if not x.k.kept and (x.dim > 64 or str(x.k) in other)]
+    other = {"int4/4", "int2/2", "int2/32 slots", "table2"}
+    return [x for x in check.cases(512) if (x.dim > 64 or str(x.k) in other) and refusal(x) is None]
 
 
 @pytest.mark.parametrize("case", fewer(), ids=str)
@@ -65,14 +71,44 @@ def test_the_check_sees_a_wrong_kernel(seed):
     assert not any(check.verdict(case, problem, part, "gpu")[0] for part in wrong)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+def planes(codes: np.ndarray, bits: int) -> list[np.ndarray]:
+    """The bytes of codes [n,D] as the codecs pack them; beside those of two bits, of 3 bits the others."""
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
+    return np.split(packed, [packed.shape[1] // 3 * 2], 1) if bits == 3 else [packed]
+
+
+def table_of(bits: int) -> np.ndarray:
+    """Entries as bfloat16 has them."""
+    return np.sort(np.random.default_rng().normal(size=2**bits)).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def words_of(table: np.ndarray) -> list:
+    return list(gpu_order.table_words(jnp.asarray(table, jnp.bfloat16)[None])[0])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("shift", [False, True])
 def test_fields_are_the_channels_of_the_codec(bits: int, shift: bool):
     codes = np.random.default_rng().integers(0, 2**bits, (64, 32), np.uint8)
-    fields = gpu_tile.plain_fields(pack(jnp.asarray(codes), bits), bits, shift, 0.5)
-    scale = 1 if shift else 2.0 ** (bits * np.arange(8 // bits))
-    each = 32 * bits // 8
-    np.testing.assert_array_equal(np.concatenate(fields, 1), codes * 0.5 * np.repeat(scale * np.ones(8 // bits), each))
+    fields = gpu_tile.plain_fields(gpu_tile.plain_planes(planes(codes, bits), 1), bits, shift, 0.5)
+    each = {3: 2}.get(bits, bits)  # bits that lie together
+    scale = 1 if shift else 2.0 ** (each * np.arange(8 // each))
+    want = codes * 0.5 * np.repeat(scale * np.ones(8 // each), 32 * each // 8)
+    np.testing.assert_array_equal(np.concatenate(fields, 1), want)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_fields_are_entries_of_a_table(bits: int):
+    codes, table = np.random.default_rng().integers(0, 2**bits, (64, 32), np.uint8), table_of(bits)
+    bytes_ = gpu_tile.plain_planes(planes(codes, bits), 1)
+    fields = gpu_tile.Ops(interpret=True).numbers(bytes_, bits, False, words_of(table))
+    np.testing.assert_array_equal(np.concatenate(fields, 1), table[codes])
+
+
+def test_steps_of_exponents_are_powers_of_two():
+    """0, of what is smaller than all that counts; dead slots have 255."""
+    steps = gpu_sides.power(jnp.arange(256, dtype=jnp.uint8))
+    np.testing.assert_array_equal(steps, [0, *(2.0 ** (np.arange(1, 255) - 127)), np.inf])
 
 
 def as_floats(words: np.ndarray, how: gpu_order.Take) -> np.ndarray:
@@ -100,12 +136,13 @@ def in_threads(layout, x: np.ndarray) -> np.ndarray:
         x = x.reshape(*lead, *split)
         order = [len(lead) + 2 * i for i in range(len(tile))] + [len(lead) + 2 * i + 1 for i in range(len(tile))]
         x = x.transpose(*range(len(lead)), *order)
-    replicas = 1
-    for d in layout.lane_dims:  # the last, if it is there
-        replicas *= getattr(d, "times", 1)
-    named = [d % x.ndim for d in (*layout.warp_dims, *layout.lane_dims) if isinstance(d, int)]
-    x = x.transpose(*named, *(d for d in range(x.ndim) if d not in named)).reshape(4, 32 // replicas, -1)
-    return np.repeat(x, replicas, 1)
+    dims = [*layout.warp_dims, *layout.lane_dims]
+    named = [d % x.ndim for d in dims if isinstance(d, int)]
+    x = x.transpose(*named, *(d for d in range(x.ndim) if d not in named))
+    for i, d in enumerate(dims):
+        if not isinstance(d, int):  # these hold the same
+            x = np.repeat(np.expand_dims(x, i), d.times, i)
+    return x.reshape(4, 32, -1)
 
 
 def test_masks_make_floats_of_every_byte():
@@ -126,13 +163,48 @@ def by_digits(x: np.ndarray, piece: int, axis: int) -> np.ndarray:
     return np.take(x, index // piece * piece + ((t * steps + s) * 2 + e) * 2 + h, axis)
 
 
-def operand(tile: np.ndarray, how: gpu_order.Bytes, bits: int) -> list[np.ndarray]:
+class Words:
+    """What 128 threads do with a word each, as `gpu_tile.Words`: `chosen` is PTX's prmt.b32."""
+
+    constant = np.uint32
+
+    @staticmethod
+    def moved(x, right: int):
+        return (x >> right if right > 0 else x << -right).astype(np.uint32)
+
+    @staticmethod
+    def masked(x, mask: int):
+        return x & np.uint32(mask)
+
+    @staticmethod
+    def joined(x, y):
+        return x | y
+
+    @staticmethod
+    def chosen(x, y, which):
+        x, y, which = (z.astype(np.int64) for z in np.broadcast_arrays(x, y, which))
+        eight, out = y << 32 | x, 0
+        for i in range(4):
+            nibble = which >> 4 * i & 15
+            byte = eight >> 8 * (nibble & 7) & 255
+            out = out | np.where(nibble & 8, np.where(byte & 128, 255, 0), byte) << 8 * i
+        return out.astype(np.uint32)
+
+    @staticmethod
+    def turned(x, bit: int):
+        return (x >> (np.arange(128) >> bit & 1)).astype(np.uint32)
+
+
+def operand(
+    tiles: list[np.ndarray], how: gpu_order.Bytes, bits: int, shift: bool = False, table: list[np.uint32] = ()
+) -> list[np.ndarray]:
     """The fields [threads, registers, 2] that threads make of the bytes that they load."""
-    loaded = np.ascontiguousarray(in_threads(how.layout.to_mgpu(), tile)).view(np.uint32).reshape(128, -1)
-    return [
-        np.stack([as_floats(loaded[:, i], take) for i, take in gpu_order.operand_order(how.words, field)], 1)
-        for field in gpu_order.takes(bits, False)
+    loaded = [
+        np.ascontiguousarray(in_threads(layout.to_mgpu(), tile)).view(np.uint32).reshape(128, -1).T
+        for layout, tile in zip((how.layout, how.thirds), tiles, strict=False)
     ]
+    fields = gpu_order.registers(Words, [list(x) for x in loaded], how, bits, shift, table)
+    return [np.stack(x, 1)[..., None].view(np.float16) for x in fields]
 
 
 def wanted(codes: np.ndarray, bits: int, j: int) -> np.ndarray:
@@ -153,7 +225,7 @@ def wanted(codes: np.ndarray, bits: int, j: int) -> np.ndarray:
 )
 def test_threads_load_keys_as_operands(n: int, w: int, piece: int, span: int):
     tile = np.random.default_rng(n + w).integers(0, 256, (n, w), np.uint8)
-    fields = operand(tile, gpu_order.key_bytes((n, w), piece, span), 4)
+    fields = operand([tile], gpu_order.key_bytes((n, w), piece, span), 4)
     want = by_digits(by_digits(tile, span, 0) if span else tile, piece, 1)
     for j, field in enumerate(fields):
         np.testing.assert_array_equal(field, wanted(want, 4, j))
@@ -167,11 +239,67 @@ def test_threads_load_keys_as_operands(n: int, w: int, piece: int, span: int):
 )
 def test_threads_load_values_as_operands(w: int, n: int, fold: int, span: int):
     tile = np.random.default_rng(n + w).integers(0, 256, (w, n), np.uint8)
-    fields = operand(tile, gpu_order.value_bytes((w, n), fold, span), 4)
+    fields = operand([tile], gpu_order.value_bytes((w, n), fold, span), 4)
     want = by_digits(tile, span, 1)
     below = np.concatenate([want[:, i : i + n // fold] for i in range(0, n, n // fold)])
     for j, field in enumerate(fields):
         np.testing.assert_array_equal(field, wanted(below, 4, j))
+
+
+def test_bytes_are_chosen_as_ptx_says():
+    x, y = np.uint32(0x83828180), np.uint32(0x07060504)
+    assert hex(Words.chosen(x, y, np.uint32(0xFFFF7420))) == "0x7048280"
+    assert hex(Words.chosen(x, y, np.uint32(0x0F8A))) == "0x8000ffff"  # a fourth bit: of the byte's sign
+
+
+def drawn(bits: int, dim: int, n: int, table: bool) -> tuple[np.ndarray, list, list, np.ndarray]:
+    """Codes [n,D], the bytes of each plane, the words of a table, and for each field the numbers [n,w]."""
+    codes = np.random.default_rng().integers(0, 2**bits, (n, dim), np.uint8)
+    bytes_ = planes(codes, bits)
+    fields = dim // bytes_[0].shape[1]
+    if table:
+        entries = table_of(bits)
+        words = [np.uint32(int(x) & 0xFFFFFFFF) for x in words_of(entries)]
+        return bytes_, words, np.split(entries[codes], fields, 1)
+    rise = 8 // fields
+    return bytes_, [], [x * (gpu_order.UNIT * 2.0 ** (rise * j)) for j, x in enumerate(np.split(codes, fields, 1))]
+
+
+OTHERS = [(3, False), (2, True), (3, True), (4, True)]  # bits, and whether they are of a table
+
+
+@pytest.mark.parametrize(("bits", "table"), OTHERS)
+@pytest.mark.parametrize(
+    ("dim", "n", "groups", "span"), [(128, 128, 1, 128), (128, 128, 4, 64), (256, 64, 1, 64), (128, 128, 1, 0)]
+)
+def test_threads_make_channels_of_keys(bits: int, table: bool, dim: int, n: int, groups: int, span: int):
+    bytes_, words, want = drawn(bits, dim, n, table)
+    piece = min(bytes_[0].shape[1], dim // groups)
+    how = gpu_order.key_bytes(bytes_[0].shape, piece, span)
+    fields = operand(bytes_, how, bits, False, words)
+    for j, (field, x) in enumerate(zip(fields, want, strict=True)):
+        x = by_digits(by_digits(x, span, 0) if span else x, piece, 1)
+        np.testing.assert_array_equal(field, in_threads(mgpu.WGMMA_LAYOUT, x).reshape(128, -1, 2))
+        if not table:  # as the queries of keys with steps for each channel want them
+            moved = operand(bytes_, how, bits, True)[j]
+            np.testing.assert_array_equal(moved * 2.0 ** (8 // len(want) * j), field)
+
+
+SHAPES = [(128, 128, 128), (128, 128, 64), (256, 64, 64)]  # channels, slots of a tile, and of what is contracted
+
+
+@pytest.mark.parametrize(
+    ("bits", "table", "dim", "n", "span"),
+    [*[(*x, *shape) for x in OTHERS for shape in SHAPES], (2, True, 64, 256, 64), (4, True, 64, 128, 64)],
+)
+def test_threads_make_channels_of_values(bits: int, table: bool, dim: int, n: int, span: int):
+    bytes_, words, want = drawn(bits, dim, n, table)
+    fold = max(1, 64 // bytes_[0].shape[1])
+    how = gpu_order.value_bytes(bytes_[0].T.shape, fold, span)
+    for field, x in zip(operand([x.T for x in bytes_], how, bits, False, words), want, strict=True):
+        x = by_digits(x.T, span, 1)
+        below = np.concatenate(np.split(x, fold, 1))
+        np.testing.assert_array_equal(field, in_threads(mgpu.WGMMA_LAYOUT, below).reshape(128, -1, 2))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +375,14 @@ def linear(bits=4, dim=128, slots=256, steps=None, groups=1, scales=jnp.bfloat16
     return KernelCodes(codes=np.zeros((1, 1, slots, dim * bits // 8), np.uint8), step=step, low=step, bits=bits)
 
 
+def powers(*args, **kw) -> KernelCodes:
+    return replace(linear(*args, **kw, scales=np.uint8), low=None)
+
+
+def entries(bits=4, *args, **kw) -> KernelCodes:
+    return replace(linear(bits, *args, **kw), low=None, table=np.ones((1, 1, 2**bits), jnp.bfloat16))
+
+
 def floats(dtype, dim=128, slots=256) -> KernelCodes:
     return KernelCodes(codes=np.zeros((1, 1, slots, dim), dtype))
 
@@ -272,6 +408,15 @@ def some(count: int, slots=256) -> KernelCodes:
         (linear(steps=8, groups=4), linear(), 128, "shared by 32 slots and 32 channels"),
         (linear(), linear(steps=8, groups=128), 128, "values with steps shared by slots"),
         (linear(bits=1), linear(), 128, "keys with 1 bits"),
+        (linear(), linear(bits=5), 128, "values with 5 bits"),
+        (linear(3, 64), linear(4, 64), 64, "keys with 3 bits of 64 channels"),
+        (entries(1), linear(), 128, "keys with 1 bits"),
+        (linear(), entries(8), 128, "values with a table of 256 entries"),
+        (entries(scales=np.float32), linear(), 128, "keys with float32 steps"),
+        (entries(groups=8), linear(), 128, "keys with 8 channel groups"),
+        (entries(steps=8, groups=128), linear(), 128, "keys with steps of a table shared by 32 slots"),
+        (powers(steps=8, groups=128), linear(), 128, "keys with exponents shared by 32 slots"),
+        (linear(), powers(groups=8), 128, "values with 8 channel groups"),
         (some(39), linear(), 128, "keys with 39 of 128 channels"),
     ],
 )
@@ -296,11 +441,10 @@ def test_pages_that_lie_across_tiles_are_refused():
 
 
 def test_what_the_check_runs_is_supported_but_for_some_of_the_channels():
+    """And but for single bits, and for 3 of 64 channels, whose slots have 24 bytes."""
     for case in check.cases():
-        p = check.problem(case, "gpu")
-        module, unit = (paged, [case.page]) if case.page else (gpu, [])
-        reason = module.supports(p["k"], p["v"], case.dim, case.group * case.new, *unit)
-        assert (reason is not None) == (case.k.kept > 0), case
+        other = any(x.bits == 1 or (x.bits, case.dim) == (3, 64) for x in (case.k, case.v))
+        assert (refusal(case) is not None) == (case.k.kept > 0 or other), case
 
 
 def waves(programs: int, at_once: int, tiles: int, n: int) -> tuple[float, int]:
@@ -326,10 +470,11 @@ def form(bits: int, dim: int = 128, coded: bool = True) -> gpu.Form:
 
 
 FORMS = {"bf16": form(0, coded=False), "fp8": form(0), "int8": form(8), "int4": form(4), "int2": form(2)}
+FORMS |= {"int3": form(3), "table of 4": replace(form(2), table=True), "table of 8": replace(form(3), table=True)}
 
 
 def test_what_a_multiprocessor_runs_at_once_is_what_its_memory_holds():
-    assert [gpu.resident(x, x, 8) for x in FORMS.values()] == [1, 3, 3, 3, 3]
+    assert [gpu.resident(x, x, 8) for x in FORMS.values()] == [1, 3, 3, 3, 3, 2, 2, 2]
     assert (
         gpu.resident(form(0, 64, False), form(0, 64, False), 8) == 3 and gpu.resident(FORMS["int4"], form(4), 16) == 2
     )

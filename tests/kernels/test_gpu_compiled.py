@@ -21,6 +21,7 @@ from jkv.arrays.gather import put
 from jkv.memory import codes as codes_of
 from jkv.memory.empty import empty_side
 from jkv.methods.codecs import Affine, Dense, Float
+from jkv.methods.codecs.levels import Bfp, Levels
 from jkv.plan import cuda
 
 if __name__ != "__main__":
@@ -43,6 +44,11 @@ FORMS = {"bf16": Dense(), "fp8": Float(), "int8": Affine(bits=8), "int4": Affine
 FORMS = {name: (codec, codec) for name, codec in FORMS.items()}  # of keys and values
 MIXED = {"bf16 keys int4": (Dense(), Affine(bits=4)), "bf16 values int2": (Affine(bits=2), Dense())}
 GROUPED = {f"int{n} groups of 32": (Affine(bits=n, group=32),) * 2 for n in (4, 2)} | {"kivi int2": KIVI}
+TABLES = {f"table of {2**n}": (Levels(bits=n),) * 2 for n in (2, 4)}
+POWERS = {f"bfp{n}": (Bfp(mantissa=n),) * 2 for n in (4, 8)}
+THIRDS = {"int3": (Affine(bits=3),) * 2, "table of 8": (Levels(bits=3),) * 2}  # of 128 channels and more
+THIRDS |= {"kivi int3": (Affine(bits=3, axis="channel", group=32), Affine(bits=3, group=32))}
+EVERY = FORMS | GROUPED | TABLES | POWERS | THIRDS
 Shape = jax.ShapeDtypeStruct
 PAGES = Shape((2, 8, 64), jnp.int32)
 
@@ -85,18 +91,22 @@ def programs():
                 if group in (1, 8) and (dim, name) != (128, "int4"):  # kernels like that of 4
                     continue
                 yield f"{name} D={dim} G={group}", whole, *arguments(form, dim, group, slots)
-        for name, form in (GROUPED | MIXED if dim == 128 else GROUPED).items():
+        more = GROUPED | TABLES | POWERS
+        for name, form in (more | THIRDS | MIXED if dim == 128 else more).items():
             yield f"{name} D={dim} G=4", whole, *arguments(form, dim, 4, MIDDLE)
-    for name in ("bf16", "fp8", "int8", "int4", "int2", "int2 groups of 32", "kivi int2"):
-        yield f"{name} D=256 G=4", whole, *arguments((FORMS | GROUPED)[name], 256, 4, MIDDLE)
+        for name, form in TABLES.items():
+            yield f"{name} D={dim} G=16", whole, *arguments(form, dim, 16, MIDDLE)
+    for name in (*FORMS, "int2 groups of 32", "kivi int2", *TABLES, "int3", "table of 8"):
+        yield f"{name} D=256 G=4", whole, *arguments(EVERY[name], 256, 4, MIDDLE)
     for name, dim, group in (
         ("bf16", 128, 4),
         ("int4", 128, 4),
         ("int8", 64, 4),
         ("int2", 64, 8),
         ("kivi int2", 128, 4),
+        ("table of 8", 128, 4),
     ):
-        form = (FORMS | GROUPED)[name]
+        form = EVERY[name]
         yield f"{name} D={dim} G={group} pages", pages_of_16, *arguments(form, dim, group, LONG), PAGES
 
 
@@ -183,7 +193,10 @@ def moved(text: str, leaves: list[tuple[int, ...]]) -> list[str]:
     return found
 
 
-LOOPS = {" ".join(x): x for x in (("bf16",), ("int8",), ("int4 groups of 32",), ("kivi int2",), ("int4", "pages"))}
+LOOPS = {
+    name: (name,) for name in ("bf16", "int8", "int4 groups of 32", "kivi int2", "bfp4", "table of 8", "kivi int3")
+}
+LOOPS |= {"int4 pages": ("int4", "pages")}
 
 
 def machine(name: str, function, *args) -> dict:
@@ -196,7 +209,7 @@ def machine(name: str, function, *args) -> dict:
 
 def moves(name: str, *pages: str) -> list[str]:
     """What a decode loop writes of a tier's size."""
-    form = (FORMS | GROUPED)[name]
+    form = EVERY[name]
     q, _, _, *places = arguments(form, 128, 4, 8192)
     codes = tiers(form, 128, 8192)
     text = cuda.compiled(functools.partial(decode, form), q, codes, *places, *[PAGES for _ in pages]).as_text()

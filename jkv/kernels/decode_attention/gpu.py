@@ -23,6 +23,7 @@ from jkv.arrays.bits import bits_of
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import gpu_sides as sides
 from jkv.kernels.decode_attention import lengths, query_bounds, query_results, query_rows
+from jkv.kernels.decode_attention.gpu_order import plane, table_words
 from jkv.kernels.decode_attention.gpu_sides import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
@@ -52,22 +53,27 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
 def tile_of(v: KernelCodes) -> int:
     """Slots of a tile; more where a slot of the values is 16 bytes, for each part of a folded tile is 64 slots, and
     fewer where it has 256 channels: a program has no more memory."""
-    width = v.codes.shape[-1]
-    if v.bits and width == 16:
+    dim = v.codes.shape[-1] * 8 // (v.bits or 8)
+    if v.bits and dim * plane(v.bits) == 128:
         return 256
-    return 64 if width * (8 // v.bits if v.bits else 1) == 256 else 128
+    return 64 if dim == 256 else 128
 
 
 def unsupported(x: KernelCodes, dim: int, tile: int) -> str | None:
     if x.kept is not None:
         return f"{x.codes.shape[-1]} of {dim} channels; all are"
-    if x.step is None or x.low is None:
+    if x.step is None:
         good = x.codes.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
         return None if good else f"{x.codes.dtype} floats; bfloat16, float16 and float8_e4m3fn are"
-    if x.bits not in (2, 4, 8):
-        return f"{x.bits} bits; 2, 4 and 8 are"
-    for name, y in (("steps", x.step), ("lows", x.low)):
-        if y.dtype not in (jnp.bfloat16, jnp.float16):
+    if x.bits not in (2, 3, 4, 8):
+        return f"{x.bits} bits; 2, 3, 4 and 8 are"
+    if x.bits == 3 and dim == 64:
+        return "3 bits of 64 channels, 24 bytes, and copies go by 16; of 128 and 256 are"
+    if x.table is not None and x.bits == 8:
+        return "a table of 256 entries; of 4, 8 and 16 are"
+    exponents = x.step.dtype == jnp.uint8
+    for name, y in (("steps", None if exponents else x.step), ("lows", x.low)):
+        if y is not None and y.dtype not in (jnp.bfloat16, jnp.float16):
             return f"{y.dtype} {name}; bfloat16 and float16 are"
     slots, steps, groups = x.codes.shape[2], *x.step.shape[2:]
     if steps == slots:
@@ -75,6 +81,8 @@ def unsupported(x: KernelCodes, dim: int, tile: int) -> str | None:
         good = groups in (1, 2, 4, 8) and groups <= most and dim // groups >= 16
         return None if good else f"{groups} channel groups; powers of 2 up to {most} are"
     grain = slots // steps
+    if x.low is None:
+        return f"{'exponents' if exponents else 'steps of a table'} shared by {grain} slots; those of each slot are"
     if groups != dim:
         return f"steps shared by {grain} slots and {dim // groups} channels; by one of both are"
     whole = grain >= 32 and (tile % grain == 0 or grain % tile == 0)
@@ -108,13 +116,14 @@ def attention(
     flat = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (as_bytes(k), as_bytes(v)))
     ends = (lengths(pos) if ends is None else ends).reshape(-1)
     ops = Ops(interpret is not None, plain)
-    once = [bounds, *sides.queries(kf, rows, scale, ops.unit(kf.bits))]
+    once = [bounds, *sides.queries(kf, rows, scale, ops.unit(kf.bits, kf.table))]
     scales = [sides.scale_operands(form, x) for form, x in zip((kf, vf), flat, strict=True)]
-    codes = [*sides.key_operands(kf, flat[0], rows, scale), sides.slot_minor(flat[1].codes)]
-    tables = [ends] if tiles is None else [ends, tiles.reshape(b * h, -1)]
+    codes = [*sides.key_operands(kf, flat[0], rows, scale), *sides.value_operands(vf, flat[1])]
+    places = [ends] if tiles is None else [ends, tiles.reshape(b * h, -1)]
+    tables = [[] if x.table is None else [table_words(x.table)] for x in flat]
     call = kernel(kf, vf, (b, h, chunks), pos.shape, t, r, scale, ops, interpret)
-    acc, m, l, low = call(tables, once, pos.reshape(-1, pos.shape[2]), scales, codes)  # noqa: E741
-    part = join(sides.gather(vf, acc, low if scales[1] else None, ops.unit(vf.bits)), m, l)
+    acc, m, l, low = call(places, tables, once, pos.reshape(-1, pos.shape[2]), scales, codes)  # noqa: E741
+    part = join(sides.gather(vf, acc, low if vf.lows else None, ops.unit(vf.bits, vf.table)), m, l)
     return jax.tree.map(lambda x: query_results(x, q.shape), part)
 
 
@@ -124,7 +133,8 @@ def as_bytes(x: KernelCodes) -> KernelCodes:
 
 def most_rows(k: Form, v: Form) -> int:
     """Query rows that one program has registers for; more are cut, and all but one program read codes from L2."""
-    return 16 if k.groups == v.groups == k.grain == 1 and v.tile == 128 else 8
+    light = k.groups == v.groups == k.grain == 1 and len(k.planes) == len(v.planes) == 1
+    return 16 if light and v.tile == 128 else 8
 
 
 def join(acc: Array, m: Array, l: Array) -> Partial:  # noqa: E741
@@ -144,14 +154,15 @@ def processors() -> int:
 
 def resident(k: Form, v: Form, r: int) -> int:
     """Programs that a multiprocessor runs at once, by its shared memory and the registers that compiled ones take."""
-    light = r == 8 and k.grain == k.groups == v.groups == 1 and v.tile <= 128 and v.width < 256
+    plain = k.grain == k.groups == v.groups == 1 and not any(x.table or len(x.planes) > 1 for x in (k, v))
+    light = r == 8 and plain and v.tile <= 128 and v.width < 256
     own = 2 * v.groups * r * v.tile + 4 * r * k.dim + (2 * k.units * r * k.dim if k.grain > 1 else 0)
     return max(1, min(3 if light else 2, SHARED // (stages(k, v) * tile_bytes(k, v, r) + own + 1024)))
 
 
 def tile_bytes(k: Form, v: Form, r: int) -> int:
     """Of shared memory; steps and lows of slots are read straight to registers."""
-    codes = sum(x.tile * x.width * (1 if x.coded else 2) for x in (k, v))
+    codes = sum(x.tile * sum(x.planes) * (1 if x.coded else 2) for x in (k, v))
     return codes + (k.units * (2 * k.dim + 4 * r) if k.grain > 1 else 0) + (0 if v.coded else 4 * v.tile)
 
 
@@ -212,12 +223,16 @@ def kernel(
 
 def program(
     k: Form, v: Form, ops: Ops, heads: int, pos_heads: int, splits: int, new: int, scale: float,
-    tables: list[Ref], once_g: list[Ref], pos_g: Ref, scales_g: list[list[Ref]], codes_g: list[Ref], *out_g: Ref,
+    where_g: list[Ref], tables_g: list[list[Ref]], once_g: list[Ref], pos_g: Ref,
+    scales_g: list[list[Ref]], codes_g: list[Ref], *out_g: Ref,
     once: list[Ref], scratch: list[Ref], p_s: Ref, arrived: Ref,
 ) -> None:  # fmt: skip
-    """tables: ends i32[B*Hs] of the slots; where their tiles are listed, also where these lie, i32[B*H,U]."""
+    """where_g: ends i32[B*Hs] of the slots; where their tiles are listed, also where these lie, i32[B*H,U].
+
+    tables_g: `table_words` of keys and of values.
+    """
     head, split, chunk = (lax.axis_index(name) for name in ("head", "split", "chunk"))
-    ends_g, *places_g = tables
+    ends_g, *places_g = where_g
     row = lax.div(head, heads)
     of_pos = head if pos_heads == heads else row
     for source, target in zip([once_g[0].at[row], *(x.at[head] for x in once_g[1:])], once, strict=True):
@@ -241,7 +256,8 @@ def program(
         some = [[x.at[head] for x in refs] for refs in scales_g]
         return pos, [sides.read_scales(ops, form, refs, at) for form, refs in zip((k, v), some, strict=True)]
 
-    blocks = [*sides.key_blocks(k, r, head, chunk, place), *sides.value_blocks(v, head, place)]
+    tables = [[ref[head, i] for ref in refs for i in range(ref.shape[1])] for refs in tables_g]
+    of_keys, of_values = sides.key_blocks(k, r, head, chunk, place), sides.value_blocks(v, head, place)
     alive = [] if v.coded else [pl.BlockSpec((None, v.tile), lambda i: (of_pos, start + i))]
 
     ahead = v.tile <= 128  # those of the next tile wait in registers, if there are some left for them
@@ -249,9 +265,9 @@ def program(
     def body(index: Any, *more: Any) -> Any:
         *sides_s, (held, m, l, low, acc) = more  # noqa: E741
         pos, scales = held if ahead else read(index[0])
-        keys_s, values_s = sides_s[: len(blocks) - 1], sides_s[len(blocks) - 1 :]
+        keys_s, values_s = sides_s[: len(of_keys)], sides_s[len(of_keys) :]
         pos = ops.as_row(pos, v.span)
-        s = sides.logits(ops, k, scale, keys_s, sides.scales_of(ops, k, scales[0]), once[1:], scratch)
+        s = sides.logits(ops, k, scale, keys_s, sides.scales_of(ops, k, scales[0]), tables[0], once[1:], scratch)
         at = rows(pos, s.shape)
         s = jnp.where((at >= bound(0, s.shape)) & (at <= bound(1, s.shape)), s, -jnp.inf)
         v_scales = sides.scales_of(ops, v, scales[1])
@@ -259,7 +275,7 @@ def program(
         fade = jnp.exp2(m - top)
         p = jnp.exp2(s - columns(top, s.shape))
         lows = sides.weigh(ops, v, p, pos, v_scales, p_s)
-        mixed = sides.mix(ops, v, values_s, p_s, r)
+        mixed = sides.mix(ops, v, values_s, tables[1], p_s, r)
         after = read(index[0] + 1) if ahead else ()
         plgpu.commit_smem()  # the codes were read by loads: only now may a copy overwrite them
 
@@ -269,7 +285,7 @@ def program(
         return after, top, add(l, sides.folded_sum(p)), list(map(add, low, lows)), list(map(add, acc, mixed))
 
     none = ops.full((64, r), 0)
-    lows = [none] * (v.groups if scales_g[1] else 0)
+    lows = [none] * v.lows
     init = (
         read(jnp.int32(0)) if ahead else (),
         ops.full((r,), UNSEEN),
@@ -278,7 +294,11 @@ def program(
         [ops.full((max(v.width, 64), r), 0)] * v.blocks,
     )
     loop = plgpu.emit_pipeline(
-        body, grid=(stop - start,), in_specs=[*blocks, *alive], max_concurrent_steps=stages(k, v), init_carry=init
+        body,
+        grid=(stop - start,),
+        in_specs=[*of_keys, *of_values, *alive],
+        max_concurrent_steps=stages(k, v),
+        init_carry=init,
     )
     _, m, l, low, acc = loop(*codes_g, *[pos_g] * len(alive))  # noqa: E741
     acc_g, m_g, l_g, low_g = (x.at[head, chunk, split] for x in out_g)

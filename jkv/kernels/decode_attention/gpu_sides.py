@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jkv.kernels.decode_attention.gpu_order import contracted
+from jkv.kernels.decode_attention.gpu_order import contracted, plane
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f16, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
 
@@ -35,6 +35,8 @@ class Form:
     tile: int = 128  # n
     span: int = 0  # slots within which their order is `contracted`; 0: as they lie
     coded: bool = True  # unpacked in registers
+    table: bool = False  # a code stands for an entry of one
+    exponents: bool = False  # steps are powers of two, times codes of which the middle one is 0
 
     @classmethod
     def of(cls, x: KernelCodes, dim: int, tile: int) -> Form:
@@ -43,7 +45,8 @@ class Form:
         if x.step is None:
             return cls(0, dim, 1, 1, x.codes.dtype, tile, coded=False)
         grain = x.codes.shape[2] // x.step.shape[2]
-        return cls(x.bits, dim, 1 if grain > 1 else x.step.shape[3], grain, jnp.dtype(f16), tile)
+        groups, exponents = 1 if grain > 1 else x.step.shape[3], x.step.dtype == jnp.uint8
+        return cls(x.bits, dim, groups, grain, jnp.dtype(f16), tile, table=x.table is not None, exponents=exponents)
 
     @classmethod
     def both(cls, k: KernelCodes, v: KernelCodes, dim: int, tile: int) -> tuple[Form, Form]:
@@ -54,11 +57,31 @@ class Form:
 
     @property
     def width(self) -> int:
-        return self.dim * self.bits // 8 if self.bits else self.dim
+        return self.dim * plane(self.bits) // 8 if self.bits else self.dim
+
+    @property
+    def planes(self) -> list[int]:
+        """Entries of a slot, of each part that is packed by itself: w and, of third bits, half as many."""
+        return [self.width, self.width // 2] if self.bits == 3 else [self.width]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where these lie in a slot, in blocks of their own widths, and the widths."""
+        return [(2 * i, width) for i, width in enumerate(self.planes)]
 
     @property
     def fields(self) -> int:
         return self.dim // self.width
+
+    @property
+    def rise(self) -> int:
+        """log2 of how much larger than the codes of one field those of the next are, in registers."""
+        return 0 if self.table else plane(self.bits)
+
+    @property
+    def lows(self) -> int:
+        """Channel groups whose numbers have a part that is no code's."""
+        return self.groups if self.bits and not self.table else 0
 
     @property
     def piece(self) -> int:
@@ -94,7 +117,7 @@ def slot_minor(x: Array) -> Array:
 # Steps and lows of each slot
 
 
-Scales = list[tuple[Array, Array]]  # of each channel group, row vectors f32[n]
+Scales = list[tuple[Array, Array | None]]  # of each channel group, row vectors f32[n]; a low where one is stored
 
 
 def scale_operands(form: Form, x: KernelCodes) -> list[Array]:
@@ -108,8 +131,21 @@ def read_scales(ops: Ops, form: Form, refs: list[Ref], at: Array) -> list[Array]
 
 
 def scales_of(ops: Ops, form: Form, read: list[Array]) -> Scales:
-    numbers = [ops.as_row(x, form.span).astype(f32) for x in read]
+    found = [ops.as_row(x, form.span) for x in read]
+    numbers = [power(x) if form.exponents else x.astype(f32) for x in found]
+    if form.table or form.exponents:
+        return [(x, None) for x in numbers]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def low_of(form: Form, step: Array, low: Array | None) -> Array | None:
+    """Beside exponents the middle code is 0."""
+    return step * -(2.0 ** (form.bits - 1)) if form.exponents else low
+
+
+def power(exponents: Array) -> Array:
+    """f32: 2**(e - 127) of uint8 e, as the bits of a number; 0 of e = 0, infinity of the 255 of dead slots."""
+    return lax.bitcast_convert_type(exponents.astype(i32) << 23, f32)
 
 
 # Keys
@@ -128,7 +164,7 @@ def queries(k: Form, q: Array, scale: float, unit: float) -> list[Array]:
         return [jnp.swapaxes(places, 2, 3), most * (scale * LOG2E / unit)]
     # Likewise the largest query of a program is below 1, and codes of higher bits are larger.
     size = jnp.exp2(jnp.frexp(jnp.abs(q).max((2, 3)))[1].astype(f32))[..., None, None]
-    field = jnp.exp2(-k.bits * (jnp.arange(k.dim) // k.width).astype(f32))[None, None, None]
+    field = jnp.exp2(-k.rise * (jnp.arange(k.dim) // k.width).astype(f32))[None, None, None]
     sums = q.reshape(*q.shape[:3], k.groups, -1).sum(-1) * (scale * LOG2E)
     sizes = jnp.broadcast_to(size * (scale * LOG2E / unit), (*q.shape[:3], 1))
     return [(places / size * field).astype(f16), jnp.swapaxes(jnp.concatenate([sums, sizes], -1), 2, 3)]
@@ -147,46 +183,58 @@ def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
 def key_operands(k: Form, x: KernelCodes, q: Array, scale: float) -> list[Array]:
     """Of x [N,C,...] and q f32[N,chunks,r,D]."""
     if x.step is None or x.low is None or k.grain == 1:
-        return [x.codes]
+        return [x.codes for _ in k.planes]
     lows = jnp.einsum("nurd,nsd->nusr", q, x.low.astype(f32), precision="highest") * (scale * LOG2E)
-    return [x.codes, x.step, lows]
+    return [*[x.codes for _ in k.planes], x.step, lows]
 
 
 def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Array], Array]) -> list[Any]:
     """place(i): which tile a step reads."""
-    codes = plgpu.BlockSpec(
-        (None, k.tile, k.width),
-        lambda i: (head, place(i), 0),
-        transforms=operand(k.width, jnp.uint8 if k.coded else k.dtype),
-    )
+    whole = operand(k.width, jnp.uint8 if k.coded else k.dtype)
+    # What shared memory has side by side must divide a whole row, of which planes are parts.
+    transforms = whole if len(k.planes) == 1 else (plgpu.TilingTransform((8, 16)),)
+    codes = [
+        plgpu.BlockSpec((None, k.tile, width), lambda i, at=at: (head, place(i), at), transforms=transforms)
+        for at, width in k.places
+    ]
     if k.grain == 1:
-        return [codes]
+        return codes
     tiles = max(1, k.grain // k.tile)  # that share a step
     return [
-        codes,
+        *codes,
         pl.BlockSpec((None, k.units, k.dim), lambda i: (head, lax.div(place(i), tiles), 0)),
         pl.BlockSpec((None, None, k.units, r), lambda i: (head, chunk, lax.div(place(i), tiles), 0)),
     ]
 
 
 def logits(
-    ops: Ops, k: Form, scale: float, refs: list[Ref], scales: Scales, query: list[Ref], scratch: list[Ref]
+    ops: Ops,
+    k: Form,
+    scale: float,
+    refs: list[Ref],
+    scales: Scales,
+    table: list[Array],
+    query: list[Ref],
+    scratch: list[Ref],
 ) -> Array:
     """f32[n,r], times log2 e."""
     if not k.coded:
         keys = [ops.ordered_matrix(refs[0], k.span)] if k.span else refs
         return ops.matmul((keys, query))[0] * (scale * LOG2E)
-    fields = ops.key_codes(refs[0], k.bits, k.piece, k.span, k.grain > 1)
+    codes, more = refs[: len(k.planes)], refs[len(k.planes) :]
+    fields = ops.key_codes(codes, k.bits, k.piece, k.span, k.grain > 1, table)
     if k.grain > 1:
-        return channel_logits(ops, k, fields, refs[1:], query, scratch[0])
+        return channel_logits(ops, k, fields, more, query, scratch[0])
     q_s, sums_s = query
     size, parts = sums_s[k.groups, 0], []
     for g, x in enumerate(ops.matmul(*(pieces(k, fields, q_s, g) for g in range(k.groups)))):
         if not scales:
             return x * size
         step, low = scales[g]
-        sums = columns(ops.column(sums_s.at[g]), x.shape)
-        parts.append(x * rows(step * size, x.shape) + rows(low, x.shape) * sums)
+        part = x * rows(step * size, x.shape)
+        if (low := low_of(k, step, low)) is not None:
+            part = part + rows(low, x.shape) * columns(ops.column(sums_s.at[g]), x.shape)
+        parts.append(part)
     return functools.reduce(operator.add, parts)
 
 
@@ -230,10 +278,17 @@ def slot_index(ops: Ops, shape: tuple[int, ...], span: int) -> Array:
 # Values
 
 
+def value_operands(v: Form, x: KernelCodes) -> list[Array]:
+    return [slot_minor(x.codes) for _ in v.planes]
+
+
 def value_blocks(v: Form, head: Array, place: Callable[[Array], Array]) -> list[Any]:
     dtype = jnp.uint8 if v.coded else v.dtype
     transforms = operand(v.tile, dtype)
-    return [plgpu.BlockSpec((None, v.width, v.tile), lambda i: (head, 0, place(i)), transforms=transforms)]
+    return [
+        plgpu.BlockSpec((None, width, v.tile), lambda i, at=at: (head, at, place(i)), transforms=transforms)
+        for at, width in v.places
+    ]
 
 
 RAISE = 2.0**14  # of weights times steps, which go to float16: the largest comes to this, subnormal is 2**-28 of it
@@ -260,10 +315,12 @@ def weigh(ops: Ops, v: Form, p: Array, pos: Array, scales: Scales, p_s: Ref) -> 
     lows = []
     for g in range(v.groups):
         w = p * RAISE if v.coded else p
-        if scales:  # a dead slot's may be NaN
-            step, low = (jnp.where(pos >= 0, x, 0.0) for x in scales[g])
+        if scales:
+            step, low = scales[g]
+            step, low = live(step, pos), None if low is None else live(low, pos)
             w = p * rows(step * RAISE, p.shape)
-            lows.append(folded_sum(p * rows(low, p.shape)))
+            if (low := low_of(v, step, low)) is not None:
+                lows.append(folded_sum(p * rows(low, p.shape)))
         w = w.astype(v.dtype)
         for i in range(v.fold):
             ops.put_transposed(p_s.at[pl.ds((g * v.fold + i) * r, r)], w[i * part : (i + 1) * part])
@@ -271,12 +328,17 @@ def weigh(ops: Ops, v: Form, p: Array, pos: Array, scales: Scales, p_s: Ref) -> 
     return lows
 
 
+def live(x: Array, pos: Array) -> Array:
+    """Steps or lows of slots; those of the dead may be NaN."""
+    return jnp.where(pos >= 0, x, 0.0)
+
+
 def folded_sum(x: Array) -> Array:
     """f32[64,r] of [n,r]: adding what one thread holds needs no exchange between threads."""
     return sum((x[i : i + 64] for i in range(64, x.shape[0], 64)), x[:64])
 
 
-def mix(ops: Ops, v: Form, refs: list[Ref], p_s: Ref, r: int) -> list[Array]:
+def mix(ops: Ops, v: Form, refs: list[Ref], table: list[Array], p_s: Ref, r: int) -> list[Array]:
     """f32[max(w, 64), r] for each field, group of the field and part of the tile; `gather` finds what is wanted.
 
     refs: codes; of floats also positions, for a dead slot may hold NaN.
@@ -288,7 +350,7 @@ def mix(ops: Ops, v: Form, refs: list[Ref], p_s: Ref, r: int) -> list[Array]:
     count = v.per_field * v.fold
     firsts = [j * v.groups // v.fields * v.fold for j in range(v.fields)]
     weights = [p_s.at[pl.ds(first * r, count * r)] for first in firsts]
-    fields = ops.value_codes(refs[0], v.bits, v.fold, v.span)
+    fields = ops.value_codes(refs, v.bits, v.fold, v.span, table)
     wide = ops.matmul(*(([x], [w]) for x, w in zip(fields, weights, strict=True)))
     return [x[:, i * r : (i + 1) * r] for x in wide for i in range(count)]
 
@@ -302,7 +364,7 @@ def gather(v: Form, acc: Array, low: Array | None, unit: float) -> Array:
     for b in range(0, v.blocks, v.fold):
         begin = b // v.fold % v.per_field * each
         part = sum(acc[..., b + i, begin + i * v.width :, :][..., :each, :] for i in range(v.fold))
-        parts.append(part * 2.0 ** -(v.bits * (b // v.fold // v.per_field)))
+        parts.append(part * 2.0 ** -(v.rise * (b // v.fold // v.per_field)))
     total = jnp.concatenate(parts, -2) / (RAISE * unit)
     total = total if low is None else total + jnp.repeat(low, v.dim // v.groups, -2)
     return jnp.swapaxes(total, -1, -2)

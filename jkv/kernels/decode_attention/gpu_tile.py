@@ -6,7 +6,6 @@ a row vector has a number for each of its rows, a column vector one for each of 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +18,20 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from jkv.arrays.bits import select
 from jkv.kernels.decode_attention.gpu_order import (
     UNIT,
     UNIT8,
     Bytes,
-    Take,
     contracted,
+    entries_of,
     key_bytes,
     matrix_layout,
     mgpu,
-    operand_order,
+    plane,
     plgpu,
+    registers,
     row_layout,
-    takes,
     value_bytes,
 )
 
@@ -76,9 +76,9 @@ class Ops:
     def full(self, shape: tuple[int, ...], value: float) -> Array:
         return self.place(jnp.full(shape, value, f32), WGMMA if len(shape) == 2 else COLUMN)
 
-    def unit(self, bits: int) -> float:
-        """What a code of 1 is in `key_codes` and `value_codes`."""
-        return (UNIT if bits else UNIT8) * (PLAIN if self.plain else 1)
+    def unit(self, bits: int, table: bool = False) -> float:
+        """What a code of 1 is in `key_codes` and `value_codes`; an entry of a table is itself."""
+        return 1.0 if table else (UNIT if bits else UNIT8) * (PLAIN if self.plain else 1)
 
     def row(self, ref: Ref) -> Array:
         return ref[...] if self.interpret else load(ref, ROW)
@@ -166,25 +166,38 @@ class Ops:
         else:
             ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
-    def key_codes(self, ref: Ref, bits: int, piece: int, span: int, shift: bool) -> list[Array]:
+    def key_codes(
+        self, refs: list[Ref], bits: int, piece: int, span: int, shift: bool, table: list[Array]
+    ) -> list[Array]:
         """Fields f16[n,w] of bytes [n,w], `contracted`: channels by `piece`, slots by `span`, 0: as they lie.
 
-        A code c of field j is c * 2**(bits * j) * unit; with `shift` c * unit. bits 0: floats of 8 bits.
+        A code c of field j is c * 2**(b j) * unit, b the bits of it that lie together; with `shift` c * unit. bits 0:
+        floats of 8 bits. Third bits have a ref of their own, [n,w/2]. A table has words; then a code is its entry.
         """
         if self.interpret:
-            return plain_fields(contracted(contracted(ref[...], span), piece, 1), bits, shift, self.unit(bits))
-        return unpacked(ref, key_bytes(ref.shape, piece, span), bits, shift, self.plain)
+            planes = [contracted(contracted(x, span), piece, 1) for x in plain_planes(refs, 1)]
+            return self.numbers(planes, bits, shift, table)
+        return self.registers(refs, key_bytes(refs[0].shape, piece, span), bits, shift, table)
 
-    def value_codes(self, ref: Ref, bits: int, fold: int, span: int) -> list[Array]:
+    def value_codes(self, refs: list[Ref], bits: int, fold: int, span: int, table: list[Array]) -> list[Array]:
         """Fields f16[w * fold, n / fold] of bytes [w,n], slots `contracted` with the piece `span`; as without `shift`.
 
         Folded, the parts of the tile lie below each other.
         """
         if self.interpret:
-            x = contracted(ref[...], span, 1)
-            below = jnp.concatenate(jnp.split(x, fold, 1))
-            return plain_fields(below, bits, False, self.unit(bits))
-        return unpacked(ref, value_bytes(ref.shape, fold, span), bits, False, self.plain)
+            planes = [contracted(x, span, 1) for x in plain_planes(refs, 0)]
+            return self.numbers([jnp.concatenate(jnp.split(x, fold, 1)) for x in planes], bits, False, table)
+        return self.registers(refs, value_bytes(refs[0].shape, fold, span), bits, False, table)
+
+    def numbers(self, planes: list[Array], bits: int, shift: bool, table: list[Array]) -> list[Array]:
+        if not table:
+            return plain_fields(planes, bits, shift, self.unit(bits))
+        entries = entries_of(jnp.stack(table))
+        return [select(code, entries) for code in plain_fields(planes, bits, True, 1.0)]
+
+    def registers(self, refs: list[Ref], how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
+        out = unpacked(refs, how, bits, shift, table)
+        return [y * jnp.full_like(y, PLAIN) for y in out] if self.plain and not table else out
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -237,27 +250,52 @@ def in_layout(layout: Any, shape: tuple[int, ...], registers: list[Any], signed:
     )
 
 
-def unpacked(ref: Ref, how: Bytes, bits: int, shift: bool, plain: bool) -> list[Array]:
-    """Fields f16 of bytes."""
-    shape, fields = (64 * how.words.shape[0], 16 * how.words.shape[1]), takes(bits, shift)
+def unpacked(refs: list[Ref], how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
+    """Fields f16 of bytes: codes as subnormal numbers, or entries of the table that has these words."""
+    shape, layouts = (64 * how.words.shape[0], 16 * how.words.shape[1]), [how.layout, how.thirds][: len(refs)]
+    results = tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in range(8 // (plane(bits) or 8)))
 
-    @inline([how.layout], tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in fields))
-    def unpack(_: Any, x: Any) -> Any:
+    @inline([*layouts, *[ROW for _ in table]], results)
+    def unpack(_: Any, *args: Any) -> Any:
         word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
-        mine = [y for register in x.registers.flat for y in words_of(register)]
+        planes = [[y for register in x.registers.flat for y in words_of(register)] for x in args[: len(refs)]]
+        entries = [mgpu.utils.bitcast(x.registers.flat[0], word) for x in args[len(refs) :]]
+        fields = registers(Words, planes, how, bits, shift, entries)
+        return tuple(in_layout(WGMMA, shape, [mgpu.utils.bitcast(x, pair) for x in some]) for some in fields)
 
-        def some(x: Any, move: int, mask: int) -> Any:
-            shift = arith.shrui if move > 0 else arith.shli
-            x = shift(x, mgpu.utils.c(abs(move), word)) if move else x
-            return arith.andi(x, mgpu.utils.c(mask, word))
+    alike = [plgpu.layout_cast(jnp.full((64,), x, i32), ROW) for x in table]
+    return list(unpack(*(load(ref, layout) for ref, layout in zip(refs, layouts, strict=True)), *alike))
 
-        def taken(i: int, take: Take) -> Any:
-            return mgpu.utils.bitcast(functools.reduce(arith.ori, [some(mine[i], *x) for x in take]), pair)
 
-        return tuple(in_layout(WGMMA, shape, [taken(*x) for x in operand_order(how.words, field)]) for field in fields)
+class Words:
+    """What a thread does with its words of 32 bits, for `registers`."""
 
-    out = list(unpack(load(ref, how.layout)))
-    return [y * jnp.full_like(y, PLAIN) for y in out] if plain else out
+    @staticmethod
+    def constant(x: int) -> Any:
+        return mgpu.utils.c(x, ir.IntegerType.get_signless(32))
+
+    @staticmethod
+    def moved(x: Any, right: int) -> Any:
+        shift = arith.shrui if right > 0 else arith.shli
+        return shift(x, Words.constant(abs(right))) if right else x
+
+    @staticmethod
+    def masked(x: Any, mask: int) -> Any:
+        return arith.andi(x, Words.constant(mask))
+
+    @staticmethod
+    def joined(x: Any, y: Any) -> Any:
+        return arith.ori(x, y)
+
+    @staticmethod
+    def chosen(x: Any, y: Any, which: Any) -> Any:
+        """The bytes of x and, from 4 on, of y that the nibbles of the lower half of a word number."""
+        return mgpu.utils.prmt(x, y, which)
+
+    @staticmethod
+    def turned(x: Any, bit: int) -> Any:
+        """Moved right by a bit of the thread's number."""
+        return arith.shrui(x, Words.masked(Words.moved(mgpu.utils.thread_idx(), bit), 1))
 
 
 def words_of(register: Any) -> list[Any]:
@@ -269,11 +307,20 @@ def words_of(register: Any) -> list[Any]:
     return [vector.extract(words, [], [i]) for i in range(count)]
 
 
-def plain_fields(x: Array, bits: int, shift: bool, unit: float) -> list[Array]:
+def plain_planes(refs: list[Ref], axis: int) -> list[Array]:
+    """Bytes, and third bits where bytes have them: bit 2 j of field j."""
+    return [refs[0][...], *[jnp.concatenate([x[...], x[...] >> 1], axis) for x in refs[1:]]]
+
+
+def plain_fields(planes: list[Array], bits: int, shift: bool, unit: float) -> list[Array]:
     """Fields of bytes, as numbers."""
+    x, *third = planes
     if not bits:
         wide = x.astype(jnp.uint16)
         halves = (wide & 0x80) << 8 | (wide & 0x7F) << 7
         return [jax.lax.bitcast_convert_type(halves, f16).astype(f32) * (unit / UNIT8)]
-    codes = [(x.astype(i32) >> (bits * j)) & ((1 << bits) - 1) for j in range(8 // bits)]
-    return [y.astype(f32) * (unit * 2.0 ** (0 if shift else bits * j)) for j, y in enumerate(codes)]
+    each = plane(bits)
+    codes = [(x.astype(i32) >> (each * j)) & ((1 << each) - 1) for j in range(8 // each)]
+    for y in third:
+        codes = [code | ((y.astype(i32) >> (each * j)) & 1) << each for j, code in enumerate(codes)]
+    return [y.astype(f32) * (unit * 2.0 ** (0 if shift else each * j)) for j, y in enumerate(codes)]

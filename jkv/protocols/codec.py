@@ -35,8 +35,7 @@ class KernelCodes:
     bits the lower two lie in front of all third ones, each packed so.
     step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats. low is None, 0, beside a table and
     beside uint8 steps: these are exponents, 2**(step - 127), of code - 2**(bits - 1).
-    table bf16[B,H,2**bits], of whole channels' steps or of groups of one token: table[code] stands for code. None: code
-    for itself.
+    table bf16[B,H,2**bits]: table[code] stands for code; None: code for itself.
     kept uint8[B,H,C,D/8], or None: all channels are. Channel d is if bit d % 8 of byte d // 8 says so; codes are then
     the floats [B,H,C,K] of the K kept channels of each token, in their order, and the others are 0.
     """

@@ -80,8 +80,9 @@ def _attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: 
 
         masks = pos, mask.first, mask.last, *([] if mask.until is None else [mask.until])
         return kernels.over_mesh(run, q, k, v, *masks)
-    few, many = (partial(_swept, mask=mask, scale=scale, tile=x) for x in (TILE, gpu_tile(prod(q.shape[:3]))))
-    if t * s <= TILE * TILE or many.keywords == few.keywords:
+    tile = gpu_tile(prod(q.shape[:3]))
+    few, many = (partial(_swept, mask=mask, scale=scale, tile=x) for x in (TILE, tile))
+    if t * s <= TILE * TILE or tile == TILE:
         return few(q, k, v, pos)
     return jax.lax.platform_dependent(q, k, v, pos, cuda=many, rocm=many, default=few)
 

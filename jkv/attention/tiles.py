@@ -51,8 +51,8 @@ def over_tiles(
     return jax.lax.fori_loop(0, -(-slots // tile), step, init)
 
 
-def tile_size(decodes: bool, slots: int, queries: int, unit: int, most: int = TILE) -> int:
-    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else `most`, or fewer for
+def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
+    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else TILE, or fewer for
     many queries.
 
     What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
@@ -60,15 +60,18 @@ def tile_size(decodes: bool, slots: int, queries: int, unit: int, most: int = TI
     """
     if (queries == 1 and not decodes) or slots <= LEAST:
         return slots
-    tile = min(most * 128 // max(queries, 128), -(-slots // 2) if decodes else slots)
-    return min(slots, max(-(-tile // unit), 1) * unit)
+    return _whole(min(TILE * 128 // max(queries, 128), -(-slots // 2) if decodes else slots), slots, unit)
 
 
 def tile_sizes(decodes: bool, slots: int, queries: int, unit: int, numbers: int) -> tuple[int, int]:
-    """`tile_size`, and that of a GPU, which has LARGE numbers, `numbers` of each slot, or TILE slots if these are more.
+    """`tile_size`, and that of a GPU, whose tile has LARGE numbers, `numbers` of each slot, if these are more slots.
 
-    >>> tile_sizes(True, 131072, 1, 1, 8 * 128)
-    (512, 4096)
+    >>> tile_sizes(True, 131072, 1, 1, 8 * 128), tile_sizes(True, 131072, 2048, 1, 9 * 2048)
+    ((512, 4096), (32, 227))
     """
-    one = partial(tile_size, decodes, slots, queries, unit)
-    return one(), one(most=max(TILE, LARGE // numbers))
+    tile = tile_size(decodes, slots, queries, unit)
+    return tile, max(tile, _whole(min(LARGE // numbers, -(-slots // 2) if decodes else slots), slots, unit))
+
+
+def _whole(tile: int, slots: int, unit: int) -> int:
+    return min(slots, max(-(-tile // unit), 1) * unit)

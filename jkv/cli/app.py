@@ -75,7 +75,7 @@ def _said(error: BaseException) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}; check the path, its permissions and the free space"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        return f"out of memory; use --chunk 512, a smaller budget or --dtype bfloat16 ({text})"
+        return f"out of memory; use --chunk 512, a smaller budget or --weights int8 ({text})"
     return text
 
 

@@ -20,7 +20,7 @@ Model = Annotated[
 ]
 FLOATS = "Type of weights and exact tokens: float32, bfloat16 or float16."
 Floats = Annotated[str, typer.Option("--dtype", help=FLOATS)]
-Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: float32 on a CPU, else bfloat16.")]
+Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: bfloat16, on CPUs and old GPUs float32.")]
 
 
 Weights = Annotated[

@@ -87,7 +87,7 @@ def needed(empty: Cache, n: int, *, fresh: bool, over: MeshPlan | None, copies: 
     blocks = [_attention(model, *kind, rows * n, rows * window, exact) // shares for kind in kinds]
     if model.mixers:
         blocks.append(FLOAT * rule(model.mixers).floats(model.mixers, rows, n) // shares)
-    tiles = 3 * FLOAT * scores_at_once(rows * model.heads * model.groups, n, window) // shares
+    tiles = 3 * FLOAT * scores_at_once(rows * model.heads * model.groups // shares, n, window)
     feed = FLOAT * rows * n * _units(model, shares)
     between = 2 * rows * n * model.width * exact  # what a block is given, and what it gives
     worst = max(max(blocks) + tiles, feed + rows * window * model.heads * model.cached * exact // shares) + between

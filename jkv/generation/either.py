@@ -16,8 +16,8 @@ class Either:
     """The first drafter's guess where its score is the higher one, else the second's (SuffixDecoding, 2411.04975).
 
     A guess's score is the sum of its chances: the tokens that are expected to come. The second is asked where a row's
-    first guess has a lower score than the second's had in the mean, the older the less; so what reads a text where it
-    repeats itself does not wait for a model.
+    first guess has none, or a lower score than the second's had in the mean, the older the less; so what reads a text
+    where it repeats itself does not wait for a model.
 
     >>> from jkv.generation.drafters import Recycling, Suffix
     >>> Either(Suffix(), Recycling(100)).propose([[1, 2, 3, 1, 2]], 2)[0].ids
@@ -44,7 +44,8 @@ class Either:
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
         one = self.first.propose(rows, most, verifier)
-        if all(_score(guess) >= self.offers for guess in one):
+        scores = [_score(guess) for guess in one]
+        if min(scores) > 0 and min(scores) >= self.offers:  # a second that had nothing yet may have learned
             return one
         two = self.second.propose(rows, most, verifier)
         score = float(np.mean([_score(guess) for guess in two]))

@@ -38,10 +38,10 @@ def dtype_of(dtype: str | None) -> str:
     if dtype is not None:
         check_dtype(dtype)
         return dtype
-    return "float32" if _slow("bfloat16") else "bfloat16"
+    return "float32" if why_slow("bfloat16") else "bfloat16"
 
 
-def _slow(dtype: str) -> str:
+def why_slow(dtype: str) -> str:
     """Why such weights are slow on this process's devices, and what to take; "" where they are not.
 
     XLA makes float32 copies of 16-bit matrices on a CPU, and of bfloat16 ones for GPUs before Ampere (8.0), as its
@@ -49,11 +49,13 @@ def _slow(dtype: str) -> str:
     """
     import jax
 
+    from jkv.kernels import capability
+
     device = jax.devices()[0]
     if device.platform == "cpu" and dtype != "float32":
         text = "on a CPU a token takes 4 times as long and all weights lie in memory as float32 too"
         return f"with {dtype} {text}; take float32"
-    if device.platform == "gpu" and float(getattr(device, "compute_capability", 8)) < 8 and dtype == "bfloat16":
+    if dtype == "bfloat16" and (capability() or 8) < 8:
         text = f"a {device.device_kind} multiplies no bfloat16: a float32 copy of its matrix precedes each product"
         return f"{text}; take float32, or float16 where it holds the model's numbers"
     return ""
@@ -119,7 +121,7 @@ def load(
 ) -> Params:
     """The model `what` names, its weights as `dtype` and its tokenizer with it.
 
-    dtype: float32, bfloat16 or float16; None: float32 on a CPU, else bfloat16, which kernels read in half the time.
+    dtype: float32, bfloat16 or float16; None: float32 on a CPU and on a GPU before Ampere, else bfloat16.
     weights: what its matrices are kept as in memory: "int8" (one step an output), "int4" (a step and a low for 32
     inputs), "file" (the blocks of a .gguf file, exactly as they are there), "bitstack(bytes='60MiB')" (signs and
     products of low rank, as many as fit into so many bytes of all weights; blocks='FOLDER': in the order that `jkv
@@ -165,7 +167,7 @@ def load(
 
 def _note_slow(dtype: str) -> None:
     """Says on stderr that such weights are slow here, if they are."""
-    if why := _slow(dtype):
+    if why := why_slow(dtype):
         print(f"note: {why}", file=sys.stderr, flush=True)
 
 

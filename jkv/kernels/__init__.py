@@ -43,11 +43,21 @@ def native() -> str:
     >>> native() in KERNELS
     True
     """
-    device = jax.devices()[0]
-    if device.platform == "tpu":
+    if jax.devices()[0].platform == "tpu":
         return "tpu"
-    hopper = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) == 9
-    return "gpu" if hopper else "xla"  # Mosaic GPU's wgmma is Hopper's
+    return "gpu" if capability() == 9 else "xla"  # Mosaic GPU's wgmma is Hopper's
+
+
+def capability() -> float | None:
+    """The compute capability of this process's default device, if it is a GPU that has a number for it.
+
+    >>> capability()
+    """
+    device = jax.devices()[0]
+    try:
+        return float(device.compute_capability) if device.platform == "gpu" else None
+    except (AttributeError, ValueError):  # such as gfx942
+        return None
 
 
 def foreign() -> str:

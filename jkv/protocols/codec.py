@@ -33,9 +33,9 @@ class KernelCodes:
 
     codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first; of 3
     bits the lower two lie in front of all third ones, each packed so.
-    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats. low is None, 0, beside a table and
-    beside uint8 steps: these are exponents, 2**(step - 127), of code - 2**(bits - 1).
-    table bf16[B,H,2**bits]: table[code] stands for code; None: code for itself.
+    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats. low is also None in two cases: uint8
+    steps, which are exponents: x = (code - 2**(bits - 1)) * 2**(step - 127); and a table: x = table[code] * step.
+    table bf16[B,H,2**bits], of numbers that float16 holds too; or None.
     kept uint8[B,H,C,D/8], or None: all channels are. Channel d is if bit d % 8 of byte d // 8 says so; codes are then
     the floats [B,H,C,K] of the K kept channels of each token, in their order, and the others are 0.
     """

@@ -90,6 +90,12 @@ def test_a_gpu_reads_large_tiles_of_a_prompt(platform: str, tile: int):
     assert {n for n in (256, 512) if f"tensor<1x4x4x{n}x{n}xf32>" in text} == {tile}
 
 
+@pytest.mark.parametrize(("backend", "tile"), [("cpu", 256), ("gpu", 512)])
+def test_scores_that_exist_at_once_are_those_of_a_tile(backend: str, tile: int, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert A.scores_at_once(16, 4096, 8192) == 16 * tile * tile and A.scores_at_once(16, 100, 200) == 16 * 100 * 200
+
+
 def all_of(pos: np.ndarray, keys: int) -> Mask:
     return every(jnp.asarray(pos))
 

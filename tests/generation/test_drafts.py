@@ -387,6 +387,14 @@ def test_of_two_drafters_the_one_that_offers_more_guesses():
     assert not Either(one, Through(PARAMS)).rows_change
 
 
+def test_a_second_drafter_that_had_nothing_at_first_is_asked_again():
+    both = Either(Suffix(), Recycling(100))
+    both.propose([[1, 2, 3, 4, 5]], 4)
+    assert both.offers == 0
+    both.second.propose([[7, 9, 8, 7]], 4)
+    assert both.propose([[1, 2, 7]], 4)[0].ids[0] == 9
+
+
 @pytest.mark.parametrize("draft", ["suffix", "recycle", "suffix(alpha=2.0, p_min=0.2)", "suffix | recycle"])
 def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
     for options in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):

@@ -143,6 +143,7 @@ def test_sixteen_bits_on_a_cpu_are_said_to_be_slow(tmp_path, capsys, monkeypatch
     [
         (dict(platform="tpu", device_kind="TPU v5e"), "bfloat16", ""),
         (dict(platform="gpu", device_kind="NVIDIA L4", compute_capability="8.9"), "bfloat16", ""),
+        (dict(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "bfloat16", ""),
         (dict(platform="gpu", device_kind="Tesla T4", compute_capability="7.5"), "float32", "bfloat16"),
     ],
 )

@@ -77,14 +77,14 @@ def test_what_is_not_refused_is_right(platform: str, monkeypatch):
     q = jnp.asarray(rng.standard_normal((B, H, G, 1, D)), jnp.bfloat16)
     pos = jnp.asarray(np.where(np.arange(C) < 900, rng.permutation(C), -1)[None, None], jnp.int32)
     places = dict(pos=pos, first=jnp.zeros((B, 1), jnp.int32), last=jnp.full((B, 1), C, jnp.int32), scale=D**-0.5)
-    taken, wrong = [], {}
+    kinds, wrong = set[tuple[int, bool, bool]](), dict[str, str]()
     for name, pair in pairs().items():
         whole = jax.ShapeDtypeStruct((B, H, lcm(C, *(codec.grain for codec in pair)), D), x.dtype)
         k, v = (jax.eval_shape(partial(encoded, codec), whole)[2] for codec in pair)
         if k is None or v is None or kernel.supports(k, v, D, G) is not None:
             continue
         assert whole.shape == x.shape[1:], "slots in whole units of such a codec"
-        taken.append(name)
+        kinds |= {(x.bits, x.table is not None, x.step is not None and x.step.dtype == jnp.uint8) for x in (k, v)}
         (key_codec, keys, k), (value_codec, values, v) = (
             jax.jit(partial(encoded, codec))(y) for codec, y in zip(pair, x, strict=True)
         )
@@ -102,6 +102,8 @@ def test_what_is_not_refused_is_right(platform: str, monkeypatch):
             found = codes.between_ends(read, q, *codecs, D**-0.5).finish()
             return jnp.abs(found - reference.attention(q, *plain, **places).finish()).max() / jnp.abs(values).max()
 
-        if not good or (off := both(q.astype(jnp.float32), (key_codec, value_codec), keys, values)) > 1e-4:
+        if not good or not (off := both(q.astype(jnp.float32), (key_codec, value_codec), keys, values)) <= 1e-4:
             wrong[name] = text if not good else f"codes decode to something else: {off:.1e}"
-    assert len(taken) > 10 and not wrong, wrong
+    tables, exponents = {(bits, True, False) for bits in (2, 3, 4)}, {(4, False, True)}
+    assert kinds >= {(bits, False, False) for bits in (0, 2, 3, 4, 8)} | tables | exponents
+    assert not wrong, wrong

@@ -418,6 +418,8 @@ def some(count: int, slots=256) -> KernelCodes:
         (powers(steps=8, groups=128), linear(), 128, "keys with exponents shared by 32 slots"),
         (linear(), powers(groups=8), 128, "values with 8 channel groups"),
         (some(39), linear(), 128, "keys with 39 of 128 channels"),
+        (replace(linear(), low=None), linear(), 128, "keys with steps that have not just one of lows"),
+        (linear(), replace(powers(), table=entries().table), 128, "values with steps that have not just one of lows"),
     ],
 )
 def test_what_is_not_taken_is_refused(k, v, dim, reason):

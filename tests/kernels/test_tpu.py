@@ -247,6 +247,8 @@ def test_what_it_does_not_take_is_named():
     assert "values of 5 bits; 4 at most" in str(kernel.supports(full, replace(whole, bits=5), 64, 8))
     table = replace(whole, bits=8, low=None, table=jnp.zeros((1, 1, 256), jnp.bfloat16))
     assert "keys of 8 bits of a table; 4 at most" in str(kernel.supports(table, full, 64, 8))
+    for unclear in (replace(whole, low=None), replace(whole, table=jnp.zeros((1, 1, 16), jnp.bfloat16))):
+        assert "values with steps that have not just one of lows" in str(kernel.supports(whole, unclear, 32, 8))
     shorts = replace(whole, step=whole.step.astype(jnp.float16))
     assert "values in float16; bfloat16, float32 or uint8" in str(kernel.supports(whole, shorts, 32, 8))
     assert kernel.supports(whole, whole, 32, 8) is None

@@ -14,6 +14,8 @@ m = -inf, l = 0, acc = 0.
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.protocols import KernelCodes
+
 
 def lengths(pos: Array) -> Array:
     """i32[B,Hs,1]: the last live slot + 1 of pos i32[B,Hs,C]; nothing beyond it needs to be read.
@@ -22,6 +24,13 @@ def lengths(pos: Array) -> Array:
     [[[3], [0]]]
     """
     return jnp.where(pos >= 0, jnp.arange(1, pos.shape[2] + 1, dtype=jnp.int32)[None, None], 0).max(2, keepdims=True)
+
+
+def unclear(x: KernelCodes) -> str | None:
+    """Why codes with steps are none that a kernel reads, or None: they have just one of lows, a table and exponents."""
+    if x.step is None or (x.low is not None) + (x.table is not None) + (x.step.dtype == jnp.uint8) == 1:
+        return None
+    return "steps that have not just one of lows, a table and exponents"
 
 
 def query_rows(q: Array, most: int) -> Array:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jkv.arrays.bits import bits_of
 from jkv.arrays.partial import Partial
 from jkv.kernels.decode_attention import gpu_sides as sides
-from jkv.kernels.decode_attention import lengths, query_bounds, query_results, query_rows
+from jkv.kernels.decode_attention import lengths, query_bounds, query_results, query_rows, unclear
 from jkv.kernels.decode_attention.gpu_order import plane, table_words
 from jkv.kernels.decode_attention.gpu_sides import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
@@ -65,6 +65,8 @@ def unsupported(x: KernelCodes, dim: int, tile: int) -> str | None:
     if x.step is None:
         good = x.codes.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
         return None if good else f"{x.codes.dtype} floats; bfloat16, float16 and float8_e4m3fn are"
+    if (why := unclear(x)) is not None:
+        return why
     if x.bits not in (2, 3, 4, 8):
         return f"{x.bits} bits; 2, 3, 4 and 8 are"
     if x.bits == 3 and dim == 64:

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv.arrays.partial import Partial, merge_all
-from jkv.kernels.decode_attention import lengths
+from jkv.kernels.decode_attention import lengths, unclear
 from jkv.kernels.decode_attention.tpu_sides import FLOAT8, LANES, Side, key_side, least_tile, value_side
 from jkv.kernels.decode_attention.tpu_walk import Moving, Walk, device_cores, shares
 from jkv.protocols import KernelCodes
@@ -43,6 +43,8 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
     if queries > LANES:
         return f"{queries} queries a kv head; {LANES} at most"
     for name, x in (("keys", k), ("values", v)):
+        if (why := unclear(x)) is not None:
+            return f"{name} with {why}"
         if x.bits > 4 and (x.bits != 8 or x.table is not None):
             return f"{name} of {x.bits} bits{' of a table' * (x.table is not None)}; 4 at most, or 8 without a table"
         short = jnp.dtype(jnp.uint8 if x.bits else FLOAT8)

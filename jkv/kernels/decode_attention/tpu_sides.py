@@ -108,8 +108,9 @@ def _coded(x: KernelCodes) -> tuple[Arrays, Tokens, Callable[..., Numbers]]:
     if x.table is not None:
         table = jnp.pad(x.table.astype(jnp.float32), ((0, 0), (0, max(0, ROWS - x.table.shape[1]))))
         return (*arrays, table[..., None]), (*tokens, None), partial(_entries, x.bits)
-    if x.low is None:
+    if x.step.dtype == jnp.uint8:
         return arrays, tokens, partial(_powers, x.bits)
+    assert x.low is not None
     return (*arrays, turned(x.low)), (*tokens, along), partial(_affine, x.bits)
 
 

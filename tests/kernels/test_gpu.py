@@ -432,7 +432,8 @@ def test_what_is_not_taken_is_refused(k, v, dim, reason):
 
 
 def test_pages_that_lie_across_tiles_are_refused():
-    assert "pages of 48 slots; divisors and multiples of 128" in str(paged.supports(linear(), linear(), 128, 4, 48))
+    assert "pages of 48 slots; divisors and multiples of 64" in str(paged.supports(linear(), linear(), 128, 4, 48))
+    assert "pages of 192 slots; divisors and multiples of 128" in str(paged.supports(linear(), linear(), 128, 4, 192))
     assert "multiples of 256" in str(paged.supports(linear(2, 64), linear(2, 64), 64, 4, 96))
     assert paged.supports(linear(2, 64), linear(2, 64), 64, 4, 128) is None
     bounds = np.zeros((1, 1), np.int32)
@@ -447,6 +448,23 @@ def test_what_the_check_runs_is_supported_but_for_some_of_the_channels():
     for case in check.cases():
         other = any(x.bits == 1 or (x.bits, case.dim) == (3, 64) for x in (case.k, case.v))
         assert (refusal(case) is not None) == (case.k.kept > 0 or other), case
+
+
+@pytest.mark.parametrize(
+    ("v", "unit", "tile"),
+    [
+        (linear(), 0, 128),
+        (linear(), 16, 64),
+        (linear(), 128, 128),
+        (linear(), 256, 128),
+        (linear(2), 16, 128),  # two parts of 64 slots
+        (linear(2, 64), 16, 256),
+        (linear(4, 256), 128, 64),
+        (floats(jnp.bfloat16), 64, 64),
+    ],
+)
+def test_a_small_page_is_read_with_few_slots_around_it(v: KernelCodes, unit: int, tile: int):
+    assert gpu.tile_of(v, unit) == tile
 
 
 def waves(programs: int, at_once: int, tiles: int, n: int) -> tuple[float, int]:

@@ -72,9 +72,9 @@ def whole(*arrays):
     return gpu.attention(*arrays, 0.1)
 
 
-def resident(q, k, v) -> int:
+def resident(q, k, v, unit=0) -> int:
     """Programs that the kernel counts on running at once on a multiprocessor."""
-    dim, tile = q.shape[-1], gpu.tile_of(v)
+    dim, tile = q.shape[-1], gpu.tile_of(v, unit)
     forms, queries = gpu.Form.both(k, v, dim, tile), q.shape[2] * q.shape[3]
     return gpu.resident(*forms, -(-queries // (8 * -(-queries // gpu.most_rows(*forms)))) * 8)
 
@@ -204,7 +204,8 @@ def machine(name: str, function, *args) -> dict:
     machines = cuda.machines(function, *args)
     assert len(machines) == 1, f"{name}: {len(machines)} kernels"
     found = {key: value for key, value in vars(machines[0]).items() if key != "opcodes"}
-    return found | ({"resident": resident(*args[:3])} if function in (whole, pages_of_16) else {})
+    units = {whole: 0, pages_of_16: 16}
+    return found | ({"resident": resident(*args[:3], units[function])} if function in units else {})
 
 
 def moves(name: str, *pages: str) -> list[str]:

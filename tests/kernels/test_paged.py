@@ -79,7 +79,8 @@ def test_the_reference_equals_float64(case: check.Case):
 
 def test_what_it_does_not_take_is_named():
     floats = KernelCodes(codes=jnp.zeros((1, 1, SLOTS, 128)))
-    kivi = KernelCodes(codes=jnp.zeros((1, 1, SLOTS, 64), jnp.uint8), bits=4, step=jnp.ones((1, 1, SLOTS // 64, 128)))
+    steps = jnp.ones((1, 1, SLOTS // 64, 128))
+    kivi = KernelCodes(codes=jnp.zeros((1, 1, SLOTS, 64), jnp.uint8), bits=4, step=steps, low=steps)
     assert [tpu.supports(floats, floats, 128, 4, unit) for unit in (16, 128, 384)] == [None] * 3
     assert "pages of 48 slots; divisors and multiples of 128" in str(tpu.supports(floats, floats, 128, 4, 48))
     assert "multiples of 512" in str(tpu.supports(kivi, floats, 128, 4, 96))

@@ -35,9 +35,9 @@ FILLING = 2  # tiles whose time a program takes before the first one is there
 UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
 
 
-def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | None:
-    """Why these codes have no kernel, or None; queries: G * T, of which any number will do."""
-    slots, tile = k.codes.shape[2], tile_of(v)
+def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int = 0) -> str | None:
+    """Why these codes have no kernel, or None; queries: G * T, of which any number will do; unit: as of `tile_of`."""
+    slots, tile = k.codes.shape[2], tile_of(v, unit)
     if dim not in (64, 128, 256):
         return f"head_dim={dim}; 64, 128 and 256 are"
     if slots % tile:
@@ -50,13 +50,18 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | No
     return None
 
 
-def tile_of(v: KernelCodes) -> int:
+def tile_of(v: KernelCodes, unit: int = 0) -> int:
     """Slots of a tile; more where a slot of the values is 16 bytes, for each part of a folded tile is 64 slots, and
-    fewer where it has 256 channels: a program has no more memory."""
+    fewer where it has 256 channels: a program has no more memory.
+
+    unit: of pages, or 0. A smaller page is read with its tile, so that has 64 slots then, the fewest that tensor cores
+    take, unless it is folded.
+    """
     dim = v.codes.shape[-1] * 8 // (v.bits or 8)
-    if v.bits and dim * plane(v.bits) == 128:
+    width = dim * plane(v.bits) // 8 if v.bits else dim
+    if width == 16:
         return 256
-    return 64 if dim == 256 else 128
+    return 64 if dim == 256 or (0 < unit < 128 and width >= 64) else 128
 
 
 def unsupported(x: KernelCodes, dim: int, tile: int) -> str | None:
@@ -102,15 +107,16 @@ def attention(
     ends: Array | None = None,
     *,
     tiles: Array | None = None,
+    unit: int = 0,
     plain: bool = False,
     interpret: Any = None,
 ) -> Partial:
-    """See the package; `plain` gives the tensor cores no subnormal numbers, `interpret` takes the interpreter's
-    parameters."""
-    if (reason := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3])) is not None:
+    """See the package; unit: slots of the pages in `tiles`; `plain` gives the tensor cores no subnormal numbers,
+    `interpret` takes the interpreter's parameters."""
+    if (reason := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3], unit)) is not None:
         raise ValueError(f"the gpu kernel of decode attention does not take {reason}")
     b, h, g, t, d = q.shape
-    n = tile_of(v)
+    n = tile_of(v, unit)
     kf, vf = Form.both(k, v, d, n)
     rows = query_rows(q, most_rows(kf, vf)).astype(f32)
     chunks, r = rows.shape[1:3]

@@ -60,7 +60,7 @@ def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
     """
     if (queries == 1 and not decodes) or slots <= LEAST:
         return slots
-    return _whole(min(TILE * 128 // max(queries, 128), -(-slots // 2) if decodes else slots), slots, unit)
+    return _whole(TILE * 128 // max(queries, 128), decodes, slots, unit)
 
 
 def tile_sizes(decodes: bool, slots: int, queries: int, unit: int, numbers: int) -> tuple[int, int]:
@@ -70,8 +70,10 @@ def tile_sizes(decodes: bool, slots: int, queries: int, unit: int, numbers: int)
     ((512, 4096), (32, 227))
     """
     tile = tile_size(decodes, slots, queries, unit)
-    return tile, max(tile, _whole(min(LARGE // numbers, -(-slots // 2) if decodes else slots), slots, unit))
+    return tile, max(tile, _whole(LARGE // numbers, decodes, slots, unit))
 
 
-def _whole(tile: int, slots: int, unit: int) -> int:
+def _whole(most: int, decodes: bool, slots: int, unit: int) -> int:
+    """At most so many slots, and half of what is decoded, rounded up to whole units."""
+    tile = min(most, -(-slots // 2) if decodes else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)

@@ -24,8 +24,8 @@ LLOYD_MAX = {
 def lloyd_max(bits: int) -> np.ndarray:
     """f32[2**bits], ascending: the levels that keep normal numbers of unit variance best, as bfloat16 has them.
 
-    So a product with a level rounds nothing, in whatever dtype a kernel multiplies; the error stays within 1e-4 of the
-    least.
+    So a product with a level rounds nothing, in whatever dtype a kernel multiplies; the mean square error is at most
+    0.02% above the least.
 
     >>> [float(x) for x in lloyd_max(1)]
     [-0.796875, 0.796875]

@@ -13,6 +13,8 @@ from jkv.batch.requests import Refused, Request, Settings, failed
 from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost
 from jkv.core.loop import admit, run_blocks
+from jkv.core.sampling import LOST
+from jkv.generation import lost
 from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
 from jkv.generation.pace import Pace
@@ -118,7 +120,7 @@ class Slots:
     @property
     def texts(self) -> list[list[int]]:
         """Of each slot the prompt and the tokens so far; one token of a slot that is free."""
-        return [[*x[0].tokens, *x[1]] if x else [0] for x in self.slots]
+        return [[*x[0].tokens, *(t for t in x[1] if t != LOST)] if x else [0] for x in self.slots]
 
     def tell(self, slot: int, request: Request) -> None:
         """The drafter has all of a row that ended, and of the others what it had."""
@@ -130,7 +132,10 @@ class Slots:
             self.drafter.end(rows)
 
     def advance(self) -> list[tuple[int, Request, list[int], list[int]]]:
-        """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them."""
+        """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them.
+
+        One whose logits are NaN ends with LOST.
+        """
         left = [x[0].new - len(x[1]) if x else 0 for x in self.slots]
         stop = min(max(left), self.state.out.shape[1])
         alive = jnp.asarray([n > 0 for n in left])
@@ -140,7 +145,7 @@ class Slots:
         rows = []
         for slot, x in enumerate(self.slots):
             if x is not None:
-                new = [int(t) for t in out[slot][: left[slot]] if t >= 0]
+                new = [int(t) for t in out[slot][: left[slot]] if t != -1]
                 x[1].extend(new)
                 rows.append((slot, *x, new))
         return rows
@@ -168,6 +173,8 @@ class Slots:
             return failed(request, said(error))
 
     def answer(self, request: Request, tokens: list[int]) -> Answer | None:
+        if tokens[-1] == LOST:
+            raise ValueError(lost.said(self.params, len(tokens) - 1))
         tokenizer, stop = self.params.tokenizer, request.settings.stop
         over = tokens[-1] in self.stop_ids
         if stop and not over:

@@ -13,6 +13,7 @@ from jax import Array
 from jkv.arrays.tree import static, value
 from jkv.host.arguments import numbers
 
+LOST = -2  # the token of a row whose logits have a NaN: nothing can be drawn, and the row ends
 _BITS_OF_INF = 0x7F800000  # of all float32 from 0 to inf, the last
 
 # The bits of a distance that fits and of one that does not, and how many tokens are nearer than each: i32[B] each.
@@ -97,7 +98,7 @@ def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int]
         top_p=jnp.asarray(np.where(greedy, 1, mass), jnp.float32),
         min_p=jnp.asarray(np.where(greedy, 0, least), jnp.float32),
         penalty=jnp.asarray(penalty, jnp.float32),
-        stop_ids=jnp.asarray(tuple(stop_ids) or (-2,), jnp.int32),
+        stop_ids=jnp.asarray((*stop_ids, LOST), jnp.int32),
         greedy=bool(greedy.all()),
     )
 
@@ -108,7 +109,7 @@ def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array
     argmax over the tokens t that are `kept` of (logits[t] - max) / temperature + gumbel(key, seen, t): a draw from the
     softmax of what is kept (Maddison et al. 2014, 1411.0030). The noise belongs to the row's key, `seen` i32[B] and the
     token's id, whatever the logits are: two models that nearly agree draw the same token, but where it was close. Rows
-    of temperature 0 take the first of the largest logits.
+    of temperature 0 take the first of the largest logits. A row whose logits have a NaN gives LOST.
 
     used bool[B,V]: tokens of the row so far, divided (or multiplied, below 0) by the penalty (1909.05858).
     """
@@ -126,18 +127,20 @@ def _drawn(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array
     behind = jnp.where(logits == best, 0, (best - logits) / jnp.where(hot, s.temperature[:, None], 1))
     keys = jax.vmap(jax.random.fold_in)(s.keys, seen)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    noisy = jnp.where(kept(behind, s.top_k, s.top_p, s.min_p), noise - behind, -jnp.inf)
+    stays = kept(behind, s.top_k, s.top_p, s.min_p) | jnp.isnan(behind)
+    noisy = jnp.where(stays, noise - behind, -jnp.inf)
     return largest(jnp.where(hot, noisy, logits))
 
 
 def largest(x: Array) -> Array:
-    """i32[B]: where the first of the largest of x f32[B,V] is; NaN is as large as infinity.
+    """i32[B]: where the first of the largest of x f32[B,V] is; LOST in a row that has a NaN.
 
     Two reductions: XLA for CPUs runs argmax, and what is fused into it, number by number. The barrier keeps each of the
     two from computing x for itself.
     """
-    x, n = jax.lax.optimization_barrier(jnp.where(jnp.isnan(x), jnp.inf, x)), x.shape[1]
-    return jnp.where(x == x.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32)[None], n).min(-1)
+    x, n = jax.lax.optimization_barrier(x), x.shape[1]
+    at = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32)[None], n)
+    return jnp.where(jnp.isnan(x), LOST, at).min(-1)  # XLA's max on a CPU may pass over a NaN
 
 
 def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:

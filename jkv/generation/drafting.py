@@ -13,7 +13,7 @@ from jax import Array
 
 from jkv.core.compiled import Cost, Run, call, flow, program
 from jkv.core.loop import borders, run_block
-from jkv.core.sampling import Sampling, sample
+from jkv.core.sampling import LOST, Sampling, sample
 from jkv.generation.drafters import Drafter, Guess, legal
 from jkv.generation.pace import NODES, SURE, Pace
 from jkv.generation.trial import Trial
@@ -126,7 +126,7 @@ class Drafting:
         state = self.state
         token = self.cost.begin(drawn, state.logits, self.sampling, state.cache.seen, state.used)
         rows = zip(self.rows, tokens, token.tolist(), alive, strict=True)
-        texts = [[*a, *b, *([t] if on else [])] for a, b, t, on in rows]
+        texts = [[*a, *b, *([t] if on and t != LOST else [])] for a, b, t, on in rows]
         self.known = [more if on else [] for more, on in zip(self.known, alive, strict=True)]
         with self.trial:
             if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not

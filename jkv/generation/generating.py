@@ -16,6 +16,7 @@ from jkv.core import sampling as draw
 from jkv.core.compiled import Cost
 from jkv.core.loop import borders, run_block, run_blocks
 from jkv.core.sharding import over
+from jkv.generation import lost
 from jkv.generation.asked import Asked, composition, fit
 from jkv.generation.chunks import Chunks
 from jkv.generation.drafters import Drafter
@@ -56,11 +57,6 @@ class Result:
     cache: Cache
     logits: Array
     report: Report
-
-
-def _tokens(out: Array) -> list[list[int]]:
-    """The tokens of each row, without the -1 after its end."""
-    return [[int(t) for t in row if t >= 0] for row in np.asarray(out)]
 
 
 class Generation:
@@ -136,7 +132,7 @@ class Generation:
         """The first token of each row where it is the largest logit, which needs no decode loop; else no token."""
         if not self.sampling.greedy or self.state.used is not None:
             return [[] for _ in self.rows]
-        return self.state.logits.argmax(-1)[:, None].tolist()
+        return [[] if np.isnan(row).any() else [int(row.argmax())] for row in np.asarray(self.state.logits)]
 
     def blocks(self) -> Iterator[list[list[int]]]:
         """Tokens so far, row by row, after every block."""
@@ -156,16 +152,22 @@ class Generation:
             if len(unread) == 1 and not (self.stop or self.until):
                 continue
             out, alive = unread.pop(0)
-            tokens = _tokens(out)
+            tokens = self._tokens(out)
             yield tokens
             if not bool(alive.any()):
                 break
             if self.stop or self.until:
                 self._end_rows(tokens)
         for out, _ in unread:
-            yield _tokens(out)
+            yield self._tokens(out)
         jax.block_until_ready(self.state.out)
         self.cost.running = time.perf_counter() - start - self.cost.compiling
+
+    def _tokens(self, out: Array) -> list[list[int]]:
+        """The tokens of each row, without the -1 after its end. ValueError for one whose logits are NaN."""
+        rows = [[int(t) for t in row if t != -1] for row in np.asarray(out)]
+        lost.check(self.params, rows)
+        return rows
 
     def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
         """The same with drafts, after every pass."""
@@ -192,7 +194,7 @@ class Generation:
         self.state = replace(self.state, alive=self.state.alive & ~jnp.asarray(over))
 
     def result(self) -> Result:
-        state, tokens = self.state, _tokens(self.state.out)
+        state, tokens = self.state, self._tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
         kl, divergence = self._fidelity()
         hits, misses = pages_asked(state.cache)

@@ -16,8 +16,11 @@ import numpy as np
 from jax import Array
 
 from jkv.batch.arrange import alone
+from jkv.batch.requests import Request
 from jkv.batch.running import Running
 from jkv.core.compiled import use_disk_cache
+from jkv.core.sampling import LOST
+from jkv.generation import lost
 from jkv.generation.api import prefill
 from jkv.generation.follow import Follow
 from jkv.host.failures import said, survivable
@@ -243,7 +246,12 @@ class Engine:
         if not any(running.slots):
             return
         seats.used, before = time.monotonic(), Counter(running.drafted)
-        fresh = [(slot, seats.tickets[request.line], new) for slot, request, _, new in running.advance()]
+        fresh = []
+        for slot, request, tokens, new in running.advance():
+            if tokens[-1:] == [LOST]:
+                self._lose(seats, slot, request, lost.said(running.params, len(tokens) - 1))
+            else:
+                fresh.append((slot, seats.tickets[request.line], new))
         self._drafted(running, [ticket for _, ticket, _ in fresh], running.drafted - before)
         logs = None
         if any(ticket.top is not None for _, ticket, _ in fresh):
@@ -320,6 +328,12 @@ class Engine:
             seats.running.slots[slot] = None
             del seats.tickets[ticket.request.line]
             ticket.tell(End(why=why, tokens=ticket.count, receipt=receipts[slot]))
+
+    def _lose(self, seats: Seats, slot: int, request: Request, error: str) -> None:
+        """A fault, and a free slot."""
+        seats.running.tell(slot, request)
+        seats.running.slots[slot] = None
+        self._fail([seats.tickets.pop(request.line)], 500, error)
 
     def _score(self) -> None:
         """One slice of the prompt that is scored."""

@@ -198,11 +198,19 @@ def test_draws_stay_what_they_were():
         assert draw(logits, s, jnp.arange(12, dtype=jnp.int32) * 5, None).tolist() == want
 
 
-def test_largest_is_the_first_of_them_nan_as_large_as_infinity():
+def test_largest_is_the_first_of_them_and_nothing_where_one_is_nan():
     rng = np.random.default_rng(8)
     x = rng.choice((-np.inf, -1, 0, 2, np.inf, np.nan), (500, 9), p=(0.2, 0.2, 0.2, 0.2, 0.1, 0.1))
     x[:9] = -np.inf
-    np.testing.assert_array_equal(
-        sampling.largest(jnp.asarray(x, jnp.float32)),
-        np.nan_to_num(x, nan=np.inf, posinf=np.inf, neginf=-np.inf).argmax(1),
-    )
+    want = np.where(np.isnan(x).any(1), sampling.LOST, x.argmax(1))
+    np.testing.assert_array_equal(sampling.largest(jnp.asarray(x, jnp.float32)), want)
+
+
+@pytest.mark.parametrize("settings", [{}, *(dict(temperature=0.7) | how for how, _ in DRAWN)])
+def test_a_row_with_nan_is_lost_and_the_others_are_not(settings: dict[str, float]):
+    logits = jnp.asarray(np.random.default_rng(9).normal(size=(4, 50)), jnp.float32)
+    s = make(4, 50, seeds=range(4), stop_ids=(), **settings)
+    seen, used = jnp.zeros(4, jnp.int32), jnp.zeros((4, 50), bool).at[:, 7].set(True)
+    want = sample(logits, s, seen, used).tolist()
+    found = sample(logits.at[1, 7].set(jnp.nan).at[2].set(jnp.nan), s, seen, used).tolist()
+    assert found == [want[0], sampling.LOST, sampling.LOST, want[3]]

@@ -1,0 +1,32 @@
+"""Rows whose logits have become NaN: no token can be drawn, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from jkv.core.sampling import LOST
+from jkv.models import Params
+
+
+def check(params: Params, rows: Iterable[list[int]]) -> None:
+    """Raise ValueError where the new tokens of a row end in LOST."""
+    for i, tokens in enumerate(rows):
+        if tokens and tokens[-1] == LOST:
+            raise ValueError(f"row {i}: {said(params, len(tokens) - 1)}")
+
+
+def said(params: Params, count: int) -> str:
+    """What became of a row after so many new tokens, the cause, and the way out."""
+    return f"the logits after {count} new tokens are NaN, so there is no next token: {_cause(params)}"
+
+
+def _cause(params: Params) -> str:
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.issubdtype(x.dtype, jnp.floating) and not bool(jnp.isfinite(x).all()):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return f"{name} of the weights holds NaN or infinity; get the model's files anew"
+    dtype = params.embed.dtype
+    return f"a number has grown beyond {dtype}" + ("" if dtype == jnp.float32 else "; load the model as float32")

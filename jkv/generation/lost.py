@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.core.sampling import LOST
 from jkv.models import Params
@@ -21,6 +22,13 @@ def check(params: Params, rows: Iterable[list[int]]) -> None:
 def said(params: Params, count: int) -> str:
     """What became of a row after so many new tokens, the cause, and the way out."""
     return f"the logits after {count} new tokens are NaN, so there is no next token: {_cause(params)}"
+
+
+def check_scores(params: Params, scores: np.ndarray, start: int = 0) -> None:
+    """Raise ValueError where a log-probability f[B,n] is NaN, of given tokens from the `start`-th of each row."""
+    rows, at = np.nonzero(np.isnan(scores))
+    if len(rows):
+        raise ValueError(f"row {rows[0]}: the log-probability of its token {start + at[0]} is NaN: {_cause(params)}")
 
 
 def _cause(params: Params) -> str:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.generation import lost
 from jkv.generation.api import prefill
 from jkv.generation.asked import model
 from jkv.generation.follow import Follow, surprise
@@ -58,7 +59,7 @@ def score(
     whatever number of continuations it has; they go through the cache token by token, flushes included. A text is
     tokenized together with the prompt's text before it, where the prompt's own tokens stay what they are. One
     continuation gives one `Scored`, a list gives a list. Raises ValueError for a continuation that is empty, for
-    numbers of prompts and continuations that do not fit, and as `generate` does.
+    numbers of prompts and continuations that do not fit, for logits that are NaN, and as `generate` does.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -92,7 +93,10 @@ def score(
 def followed(
     params: Params, cache: Cache, logits: Array, ids: list[list[int]]
 ) -> tuple[list[tuple[list[float], bool]], Cache]:
-    """Of each row's tokens: their log-probabilities, and whether they are the largest logits; and the cache after."""
+    """Of each row's tokens: their log-probabilities, and whether they are the largest logits; and the cache after.
+
+    Raises ValueError for one that is NaN.
+    """
     longest = max(map(len, ids))
     forced = np.asarray([row + [0] * (longest - len(row)) for row in ids])
     found, best = np.zeros(forced.shape, np.float32), np.zeros(forced.shape, bool)
@@ -102,6 +106,7 @@ def followed(
         found[:, here] = -surprise(part, jnp.asarray(forced[:, here]))
         best[:, here] = np.asarray(part.argmax(-1)) == forced[:, here]
         done = here.stop
+    lost.check_scores(params, found)
     answers = [(found[i, : len(row)].tolist(), bool(best[i, : len(row)].all())) for i, row in enumerate(ids)]
     return answers, run.cache
 

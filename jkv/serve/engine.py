@@ -369,6 +369,7 @@ class Engine:
             for part in Follow(self.params, cache, logits, np.asarray([ids[1:]])):
                 here = ids[len(out) : len(out) + part.shape[1]]
                 found = jax.device_get(best(part, jnp.asarray([here], jnp.int32)))
+                lost.check_scores(self.params, found[0], len(out))
                 out += tokens_of(here, [x[0] for x in found], ticket.top)
                 yield None
         yield Echo(tokens=out)

@@ -93,6 +93,13 @@ def test_a_number_too_large_for_its_type_names_the_type():
         jkv.generate(replace(half, layers=layers), "full", PROMPT, max_new_tokens=2)
 
 
+def test_scores_name_the_row_and_the_token():
+    said = f"row 0: the log-probability of its token {AT + 1} is NaN: embed of the weights holds NaN"
+    with pytest.raises(ValueError, match=said):
+        jkv.score(BROKEN, "full", [PROMPT, OTHER], WANT)
+    assert jkv.score(BROKEN, "full", OTHER, WANT[1]) == jkv.score(PARAMS, "full", OTHER, WANT[1])
+
+
 @pytest.mark.parametrize("draft", [None, "suffix"])
 def test_a_job_answers_the_other_rows(tmp_path: Path, draft: str | None, told: list[int]):
     source = tmp_path / "in.jsonl"
@@ -114,6 +121,12 @@ def test_a_server_answers_the_other_rows():
         engine._enter(seats, Ticket(asks, methods.parse("full"), events[i].append))
     while any(seats.running.slots):
         engine._turn(seats)
+    echoed: list[Any] = []
+    asks = Request(line=2, id=2, tokens=np.asarray([*PROMPT, *WANT[0]], np.int32), settings=Settings(max_new_tokens=1))
+    engine.scoring.append((ticket := Ticket(asks, methods.parse("full"), echoed.append), engine._scored(ticket)))
+    while engine.scoring:
+        engine._score()
+    assert [type(x) for x in echoed] == [Fault] and f"its token {len(PROMPT) + AT + 1} is NaN" in echoed[0].error
     lost, fine = (x[-1] for x in events)
     assert isinstance(lost, Fault) and lost.status == 500 and SAID in lost.error
     assert isinstance(fine, End) and fine.tokens == NEW and not seats.tickets

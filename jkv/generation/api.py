@@ -113,7 +113,7 @@ def generate(
     whichever offers more, a cache for the model's own guesses, a smaller model or a Drafter: several guesses are
     verified in a pass, with the tokens of plain decoding; a list: each verifies what the next one guesses. store:
     where the prompt's beginning is read from if it was read before, by whatever process; or `jkv.Passages` that stand
-    anywhere in it.
+    anywhere in it. Raises ValueError for what cannot be run, and for a row whose logits are NaN, with the cause.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)

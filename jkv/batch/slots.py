@@ -173,8 +173,8 @@ class Slots:
             return failed(request, said(error))
 
     def answer(self, request: Request, tokens: list[int]) -> Answer | None:
-        if tokens[-1] == LOST:
-            raise ValueError(lost.said(self.params, len(tokens) - 1))
+        if why := lost.said(self.params, tokens):
+            raise ValueError(why)
         tokenizer, stop = self.params.tokenizer, request.settings.stop
         over = tokens[-1] in self.stop_ids
         if stop and not over:

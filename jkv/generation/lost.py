@@ -15,13 +15,15 @@ from jkv.models import Params
 def check(params: Params, rows: Iterable[list[int]]) -> None:
     """Raise ValueError where the new tokens of a row end in LOST."""
     for i, tokens in enumerate(rows):
-        if tokens and tokens[-1] == LOST:
-            raise ValueError(f"row {i}: {said(params, len(tokens) - 1)}")
+        if why := said(params, tokens):
+            raise ValueError(f"row {i}: {why}")
 
 
-def said(params: Params, count: int) -> str:
-    """What became of a row after so many new tokens, the cause, and the way out."""
-    return f"the logits after {count} new tokens are NaN, so there is no next token: {_cause(params)}"
+def said(params: Params, tokens: list[int]) -> str | None:
+    """What became of a row whose new tokens end in LOST, the cause, and the way out; None: they do not."""
+    if tokens[-1:] != [LOST]:
+        return None
+    return f"the logits after {len(tokens) - 1} new tokens are NaN, so there is no next token: {_cause(params)}"
 
 
 def check_scores(params: Params, scores: np.ndarray, start: int = 0) -> None:

@@ -16,10 +16,8 @@ import numpy as np
 from jax import Array
 
 from jkv.batch.arrange import alone
-from jkv.batch.requests import Request
 from jkv.batch.running import Running
 from jkv.core.compiled import use_disk_cache
-from jkv.core.sampling import LOST
 from jkv.generation import lost
 from jkv.generation.api import prefill
 from jkv.generation.follow import Follow
@@ -248,10 +246,12 @@ class Engine:
         seats.used, before = time.monotonic(), Counter(running.drafted)
         fresh = []
         for slot, request, tokens, new in running.advance():
-            if tokens[-1:] == [LOST]:
-                self._lose(seats, slot, request, lost.said(running.params, len(tokens) - 1))
+            ticket = seats.tickets[request.line]
+            if why := lost.said(running.params, tokens):
+                self._free(seats, slot, ticket)
+                ticket.tell(Fault(status=500, error=why))
             else:
-                fresh.append((slot, seats.tickets[request.line], new))
+                fresh.append((slot, ticket, new))
         self._drafted(running, [ticket for _, ticket, _ in fresh], running.drafted - before)
         logs = None
         if any(ticket.top is not None for _, ticket, _ in fresh):
@@ -324,16 +324,14 @@ class Engine:
     def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]], receipts: dict[int, Receipt]) -> None:
         """Last events, and free slots."""
         for slot, (ticket, why) in ended.items():
-            seats.running.tell(slot, ticket.request)
-            seats.running.slots[slot] = None
-            del seats.tickets[ticket.request.line]
+            self._free(seats, slot, ticket)
             ticket.tell(End(why=why, tokens=ticket.count, receipt=receipts[slot]))
 
-    def _lose(self, seats: Seats, slot: int, request: Request, error: str) -> None:
-        """A fault, and a free slot."""
-        seats.running.tell(slot, request)
+    def _free(self, seats: Seats, slot: int, ticket: Ticket) -> None:
+        """The slot of a row that has ended."""
+        seats.running.tell(slot, ticket.request)
         seats.running.slots[slot] = None
-        self._fail([seats.tickets.pop(request.line)], 500, error)
+        del seats.tickets[ticket.request.line]
 
     def _score(self) -> None:
         """One slice of the prompt that is scored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import ceil
 
 import jax
@@ -76,6 +77,18 @@ def test_attention_is_over_the_tokens_that_are_held(case: Case):
     run = rig.shared(case.tight, case.model)
     for got, expected in zip(run.logits, replayed(run, case), strict=True):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
+
+
+@every
+def test_sinks_stay_exact_and_no_tier_holds_them(case: Case):
+    caches, n = rig.shared(case.tight, case.model).caches, case.sinks
+    assert case.config.num_sinks == n
+    for layer, cache in product(range(L), (caches[0], caches[-1])):
+        coded, exact = rig.held(cache, layer)
+        assert exact[:, :, :n].all() and not coded[:, :, :n].any()
+        old, new = caches[0].layers[layer].recent, cache.layers[layer].recent
+        for x, y in ((old.k, new.k), (old.v, new.v)):
+            np.testing.assert_array_equal(x[:, :, :n], y[:, :, :n])
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.rest], ids=str)
@@ -205,7 +218,7 @@ def decoding(cache, logits):
 
 def predicted(case: Case, longest: int, plan=None) -> int:
     """Bytes of the tight cache for two rows, by arithmetic; where layers asked, with the capacities of this plan."""
-    room = case.recent + case.unit - 1 + 16
+    room = case.exact + case.unit - 1 + 16
     total = 0
     for layer in range(L):
         columns, queries = len(case.plan[layer].columns), case.plan[layer].queries
@@ -226,13 +239,13 @@ def predicted(case: Case, longest: int, plan=None) -> int:
         if "pyramid" in case.text:
             capacity = case.recent + pyramid(BUDGET - case.recent, L, 20)[layer]
         capacity = min(capacity, longest)
-        slots = ceil((capacity - case.recent) / case.unit) * case.unit * case.tiers
+        slots = ceil((capacity - case.exact) / case.unit) * case.unit * case.tiers
         total += room * (H * 2 * D * 4 + 4 + H * 4 * columns)
         total += H * (2 * D + 1) * 4 * case.rest
         total += queries * (H * G * D * 4 + 4 + H * G * 4)
         own = slots
         if case.later:  # of the prompt, and of what follows it
-            own = ceil((longest - STEPS - case.recent) / case.unit) * case.unit
+            own = ceil((longest - STEPS - case.exact) / case.unit) * case.unit
             slots = own + ceil(STEPS / case.unit) * case.unit
         total += round(own * H * (case.slot.k + case.slot.v)) + slots * H * 4 * columns
         if case.later:
@@ -359,7 +372,7 @@ def test_the_budget_is_what_is_kept(case: Case):
         budget[:, 0, 0] = np.array(pyramid(BUDGET - case.recent, L, 20)) + case.recent
         assert budget.mean() == BUDGET
     if case.measured:
-        budget = np.stack([layer.share for layer in caches[0].layers])[:, :, None] + case.recent
+        budget = np.stack([layer.share for layer in caches[0].layers])[:, :, None] + case.exact
         assert (budget.mean(0) == BUDGET).all() and len(np.unique(budget)) > 1
     flushes = {0, *rig.flushed(caches)}
     for i, cache in enumerate(caches):

@@ -17,19 +17,18 @@ from jkv.models.rope import Rope
 def as_stored(window: Window, plan: LayerView, rope: Rope) -> Window:
     """The window, whose entries that a flush would encode now are what their codes decode to; others stay exact.
 
-    The units of a codec with a grain begin at the first entry of each row, as in a flush.
+    The units of a codec with a grain begin behind the sinks of each row, as in a flush.
     """
     if not plan.tiers:
         return window
-    first = plan.sinks > 0 and len(plan.tiers) > 1  # the first tier is that of first tokens, exact
-    tier, total = plan.tiers[int(first)], window.pos.shape[1]
+    tier, total = plan.tiers[0], window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
-    most = max(total - plan.recent, 0) // plan.unit * plan.unit
+    most = max(total - plan.exact, 0) // plan.unit * plan.unit
     live = (window.pos >= 0).sum(1)
-    leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
-    packed = replace(window, columns={}).ordered(order)
-    k, v, pos = packed.k[:, :, :most], packed.v[:, :, :most], packed.pos[:, None, :most]
-    leaves = (jnp.arange(most)[None] < leaving[:, None])[:, None, :, None] & (pos >= plan.sinks)[..., None]
+    leaving = per(jnp.maximum(live - plan.exact, 0), plan.unit) * plan.unit
+    packed, new = replace(window, columns={}).ordered(order), slice(plan.sinks, plan.sinks + most)
+    k, v, pos = packed.k[:, :, new], packed.v[:, :, new], packed.pos[:, None, new]
+    leaves = (jnp.arange(most)[None] < leaving[:, None])[:, None, :, None]
     found = rope.rotate(k, pos, inverse=True) if tier.pre_rope else k
     own = codes.fit(tier.k, found, leaves[..., 0]), codes.fit(tier.v, v, leaves[..., 0])
     tier = replace(tier, k=own[0] or tier.k, v=own[1] or tier.v)
@@ -38,7 +37,8 @@ def as_stored(window: Window, plan: LayerView, rope: Rope) -> Window:
     found = rope.rotate(found, pos) if tier.pre_rope else found
 
     def joined(x: Array, own: Array, of: Array) -> Array:
-        return jnp.concatenate([jnp.where(leaves, own.astype(x.dtype), of), x[:, :, most:]], 2)
+        own = jnp.where(leaves, own.astype(x.dtype), of)
+        return jnp.concatenate([x[:, :, : new.start], own, x[:, :, new.stop :]], 2)
 
     k = joined(packed.k, found, k)
     v = joined(packed.v, codes.decode(tier.v, coded if tier.v.within else codes.encode(tier.v, v)), v)

@@ -84,7 +84,10 @@ class Evidence:
         return bool(self.tiers) and self.window.pos.shape[1] == self.plan.room
 
     def chronological(self, heads: int | None = None) -> Array:
-        """i32[B,H,S]: indices by position, those that may go first, then the rest; H the first `heads`, or all."""
+        """i32[B,H,S]: indices by position, those that may go first, then the rest; where there are no slots, by age.
+
+        H: the first `heads`, or all.
+        """
         pos, goes = self.pos[:, :heads], (self.may_go & self.live)[:, :heads]
         if not self.slots:
             return jnp.broadcast_to(jnp.arange(pos.shape[2]), pos.shape)
@@ -251,7 +254,8 @@ def evidence(
     fresh: bool = True,
     lower: LayerCache | None = None,
 ) -> Evidence:
-    """The evidence of a layer and a window, of which the first `leaving` i32[B] tokens may go (None: none).
+    """The evidence of a layer and a window, of which the first `leaving` i32[B] tokens behind the sinks may go (None:
+    none).
 
     model: of this layer alone; limit i32[B]: tokens that the tiers may hold, or None: none; fresh: they are empty.
     """
@@ -260,7 +264,8 @@ def evidence(
     tiers, most = () if fresh else layer.tiers, needs_of(plan.score, plan.merge).queries
     own = [{name: jnp.broadcast_to(x, (b, h, x.shape[2])) for name, x in t.columns.items()} for t in tiers]
     columns = {name: jnp.concatenate([*(x[name] for x in own), y], -1) for name, y in window.columns.items()}
-    newcomers = jnp.broadcast_to((jnp.arange(w)[None] < leaving[:, None])[:, None], (b, h, w))
+    place = jnp.arange(w)[None] - plan.sinks
+    newcomers = jnp.broadcast_to(((place >= 0) & (place < leaving[:, None]))[:, None], (b, h, w))
     pos = [jnp.broadcast_to(t.seen_by(h), (b, h, t.pos.shape[2])) for t in tiers]
     return Evidence(
         pos=jnp.concatenate([*pos, jnp.broadcast_to(window.pos[:, None], (b, h, w))], -1),

@@ -23,11 +23,12 @@ MANY, LONG = 16, 64  # rows, and the tokens of their beginning, from which on it
 
 @dataclass(frozen=True, kw_only=True)
 class Grain:
-    """Where a text may be cut so that its first tokens are stored as in a whole one: at multiples of `unit`, `recent`
-    tokens or more before the end of its prompt."""
+    """Where a text may be cut so that its first tokens are stored as in a whole one: at multiples of `unit` behind its
+    `sinks`, `recent` tokens or more before the end of its prompt."""
 
     unit: int
     recent: int
+    sinks: int = 0
 
     def cut(self, length: int, shortest: int) -> int:
         """The longest beginning of at most `length` tokens of prompts of `shortest` or more.
@@ -35,7 +36,8 @@ class Grain:
         >>> Grain(unit=32, recent=16).cut(100, 120), Grain(unit=32, recent=16).cut(100, 110)
         (96, 64)
         """
-        return max(min(length, shortest - self.recent), 0) // self.unit * self.unit
+        units = (min(length, shortest - self.recent) - self.sinks) // self.unit
+        return self.sinks + units * self.unit if units > 0 else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ class Job:
         model = reaching(self.params.config, longest) if config.unlimited else self.params.config
         plan, _ = layout(config, model, 1, longest, new, self.params.embed.dtype)
         divides = bool(plan) and all(layer.divides for layer in plan)
-        return Grain(unit=config.unit, recent=config.recent) if divides else None
+        return Grain(unit=config.unit, recent=config.recent, sinks=config.num_sinks) if divides else None
 
     def shapes(self, bucket: Bucket, rows: Sequence[Request], batch: int) -> Shapes:
         """Of a batch of the bucket, in a job of these rows."""

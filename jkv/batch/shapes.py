@@ -64,7 +64,8 @@ class Shapes:
 
     def held(self) -> Cache:
         """An empty cache for a beginning that is held once."""
-        first = -(-self.bucket.first // self.config.unit) * self.config.unit
+        unit, sinks = self.config.unit, self.config.num_sinks
+        first = sinks + -(-max(self.bucket.first - sinks, 0) // unit) * unit
         return empty(replace(self.config, recent=0), self.model, 1, first, 0, self.dtype)
 
     def state(self) -> Decoding:

@@ -60,7 +60,7 @@ def in_use(config: TierConfig, ev: Evidence, plan: LayerConfig, given: Array | N
         return jnp.minimum(-(-given // config.unit) * config.unit, config.most)
     if config.share is None:
         return jnp.full_like(ev.limit, config.most)
-    stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.recent, 0)) // config.unit
+    stored = jnp.minimum(ev.limit, jnp.maximum(ev.seen - plan.exact, 0)) // config.unit
     part = Fraction(config.share).limit_denominator(1000)
     return jnp.minimum(-(-stored * part.numerator // part.denominator) * config.unit, config.most)
 

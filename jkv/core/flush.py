@@ -1,6 +1,6 @@
 """The one transition: the window's oldest tokens meet the tiers, the best stay, the newcomers are encoded.
 
-1 pack     per row, live entries by age: newcomers (whole units), then those that stay exact
+1 pack     per row, live entries by age: sinks, newcomers (whole units), then the newest, which stay exact too
 2 observe  columns of all tokens from the new queries
 3 rank     f32[B,Hs,S]; dead is -inf whatever the score says
 4 cascade  per tier: the i-th best newcomer takes the i-th worst slot if it is strictly better; the losers are the
@@ -58,8 +58,8 @@ def flush(
     total = window.pos.shape[1]
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
     live = (window.pos >= 0).sum(1)
-    leaving = per(jnp.maximum(live - plan.recent, 0), plan.unit) * plan.unit
-    most = max(total - plan.recent, 0) // plan.unit * plan.unit
+    leaving = per(jnp.maximum(live - plan.exact, 0), plan.unit) * plan.unit
+    most = max(total - plan.exact, 0) // plan.unit * plan.unit
     packed = window.ordered(order)
     limit = limited(plan, counts, layer.share)
     ev = evidence(layer, packed, queries, counts, plan, model, leaving, limit, fresh, lower)
@@ -73,7 +73,8 @@ def flush(
     tiers, residual = layer.tiers, layer.residual
     if tiers and most:
         first = None if plan.size.first is None else layer.share
-        both = tuple((w.k[:, :, :most], w.v[:, :, :most]) for w in (x.ordered(order) for x in group))
+        new = slice(plan.sinks, plan.sinks + most)
+        both = tuple((w.k[:, :, new], w.v[:, :, new]) for w in (x.ordered(order) for x in group))
         tiers, residual = _cascade(tiers, residual, ev, leaving, most, first, plan, model.ropes[0], both, queries.kept)
     tiers = acting(tiers, live - leaving, counts.seen)
     if watch is not None:
@@ -105,22 +106,23 @@ def pruned(
     assert plan.pruning is not None
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
     order = jnp.argsort(window.pos < 0, axis=1, stable=True)
-    leaving = jnp.maximum(live - plan.recent, 0)
+    leaving = jnp.maximum(live - plan.exact, 0)
     ev = evidence(layer, window.ordered(order), queries, counts, plan, model, leaving, lower=lower)
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)
     place = jnp.arange(total)[None]
-    rank = jnp.where(place < leaving[:, None], rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
-    n = min(max(plan.pruning.most(total), plan.recent), total)
+    goes = (place >= plan.sinks) & (place < plan.sinks + leaving[:, None])
+    rank = jnp.where(goes, rank, jnp.where(place < live[:, None], jnp.inf, -jnp.inf))
+    n = min(max(plan.pruning.most(total), plan.exact), total)
     best = jax.lax.top_k(rank, n)[1]
-    goes = jnp.arange(n)[None] < jnp.clip(plan.pruning.count(live), plan.recent, live)[:, None]
-    best = jnp.sort(jnp.where(goes, best, -1), -1)
+    there = jnp.arange(n)[None] < jnp.clip(plan.pruning.count(live), plan.exact, live)[:, None]
+    best = jnp.sort(jnp.where(there, best, -1), -1)
     return jnp.where(best < 0, -1, take_along(order, best, 1))
 
 
 def limited(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
     """i32[B]: tokens that all tiers together may hold; share i32[B]: what the layer got of a budget by a statistic."""
-    most, u = plan.budget.limit(plan, counts, share) - plan.recent, plan.unit
-    return jnp.clip(most, 0, -(-max(plan.capacity - plan.recent, 0) // u) * u)
+    most, u = plan.budget.limit(plan, counts, share) - plan.exact, plan.unit
+    return jnp.clip(most, 0, -(-max(plan.capacity - plan.exact, 0) // u) * u)
 
 
 def ranked(ev: Evidence, plan: LayerConfig) -> Array:
@@ -155,15 +157,16 @@ def _cascade(
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else ranked(ev, plan)
     fresh = not ev.tiers
-    inside = slice(ev.slots, ev.slots + most)
+    new_at, first_new = slice(plan.sinks, plan.sinks + most), ev.slots + plan.sinks
+    inside = slice(first_new, first_new + most)
     alive = (jnp.arange(most)[None] < leaving[:, None])[:, None]
     new = Newcomers(
-        k=ev.window.k[:, :, :most],
-        v=ev.window.v[:, :, :most],
+        k=ev.window.k[:, :, new_at],
+        v=ev.window.v[:, :, new_at],
         pos=jnp.where(alive, ev.pos[:, :heads, inside], -1),
         rank=jnp.where(alive, jnp.broadcast_to(rank[:, :, inside], (rank.shape[0], heads, most)), -jnp.inf),
         columns={name: x[:, :, inside] for name, x in ev.columns.items()},
-        index=jnp.broadcast_to(ev.slots + jnp.arange(most), (rank.shape[0], heads, most)),
+        index=jnp.broadcast_to(first_new + jnp.arange(most), (rank.shape[0], heads, most)),
     )
     if plan.tiers[0].select is not None and plan.tiers[0].select.arranges:
         new = new.ordered(plan.tiers[0].select.arrange(new.k, new.pos))
@@ -206,10 +209,13 @@ def _cascade(
 
 
 def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, plan: LayerConfig) -> Window:
-    """The newest entries at the right end of the first `stay` places of a new recent window; the rest is dead."""
+    """The sinks at the first places of a new recent window, the newest entries at the right end of its first `stay`
+    places; the rest is dead."""
     slot = jnp.arange(plan.room)[None]
     index = live[:, None] - plan.stay + slot  # of the packed window
-    alive = (index >= leaving[:, None]) & (slot < plan.stay)
+    newest = (index >= plan.sinks + leaving[:, None]) & (slot >= plan.sinks) & (slot < plan.stay)
+    index = jnp.where(slot < plan.sinks, slot, index)
+    alive = newest | ((slot < plan.sinks) & (slot < live[:, None]))
     at = jnp.clip(index, 0, packed.pos.shape[1] - 1)
     return Window(
         k=take(packed.k, at[:, None]),

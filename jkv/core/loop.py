@@ -127,7 +127,7 @@ def _prefilled(
     """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like.
 
     pos: of the tokens, or None: they follow what is there; held i32[B]: how many first tokens of each row do not enter
-    its tiers, or None. Nothing waits for the states.
+    its tiers, or None. Its sinks are its own all the same. Nothing waits for the states.
     """
     model, ends, stay, placed = cache.model, params.ends, cache.stay, pos is not None
     x, pos, counts, steps = run(
@@ -150,7 +150,7 @@ def _prefilled(
         x, window, observation, queries = run(attended, one, reads, plan.view, x, pos, ids, steps, **how)
         lower = plan.lower(layers)
         if held is not None:
-            window = replace(window, pos=run(beyond, window.pos, held))
+            window = replace(window, pos=run(beyond, window.pos, held, sinks=plan.sinks))
         layer, on = run(
             flushed,
             replace(layer, queries=None),
@@ -171,10 +171,10 @@ def _prefilled(
     return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(stay)), logits
 
 
-@program(arguments=(None, None), results=None)
-def beyond(pos: Array, held: Array) -> Array:
-    """Positions i32[B,W] without the first i32[B] of each row."""
-    return jnp.where(pos < held[:, None], -1, pos)
+@program(arguments=(None, None), results=None, static_argnames=("sinks",))
+def beyond(pos: Array, held: Array, sinks: int) -> Array:
+    """Positions i32[B,W] without the first i32[B] of each row, but for its sinks."""
+    return jnp.where((pos >= sinks) & (pos < held[:, None]), -1, pos)
 
 
 @program(arguments=(ANY,), results=ANY)

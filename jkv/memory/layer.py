@@ -130,9 +130,9 @@ class LayerView:
     """The part of a layer's config that attention depends on: layers and caches of one view share its programs.
 
     A flush depends on all of LayerConfig. score: for the columns of new tokens, `Unmarked` if they have none.
-    stay = recent + unit - 1 entries can be left in the recent window by a flush, room = stay + block is its size.
-    columns: the names of what the score remembers of a token; expires: its tokens may (`Score.expires`). sinks: slots
-    of the first tiers, which hold the first tokens of a text. coded: as of a `Prefill`.
+    sinks: first tokens of a text, which stay exact in the recent window, at its first places. stay = sinks + recent +
+    unit - 1 entries can be left there by a flush, room = stay + block is its size. columns: the names of what the score
+    remembers of a token; expires: its tokens may (`Score.expires`). coded: as of a `Prefill`.
     """
 
     score: Score = leaf()
@@ -150,8 +150,13 @@ class LayerView:
     kernels: str
 
     @property
+    def exact(self) -> int:
+        """Tokens of a long text that no tier holds: its first and its newest."""
+        return self.sinks + self.recent
+
+    @property
     def stay(self) -> int:
-        return self.recent + self.unit - 1
+        return self.exact + self.unit - 1
 
     @property
     def room(self) -> int:
@@ -209,7 +214,7 @@ class LayerConfig(LayerView):
     @property
     def divides(self) -> bool:
         """Whether the first tokens of a text are kept alike whatever follows, so rows can share them (`Common`)."""
-        alone = self.merge is None and self.pooled is None and self.pruning is None and not (self.sinks or self.coded)
+        alone = self.merge is None and self.pooled is None and self.pruning is None and not self.coded
         plain = not self.columns and not self.expires and self.needs == Needs()
         return alone and plain and len(self.tiers) == 1 and self.tiers[0].divides
 

@@ -156,6 +156,7 @@ AXES = (
     "steps",
     "layers",
     "recent",
+    "sinks",
     "block",
     "append",
     "prefill",
@@ -169,7 +170,7 @@ AROUND = {
     "steps": ("select", over_steps),
     "layers": ("select", over_layers),
 }
-SCHEDULE = ("recent", "block")  # the most that a method of a composition asks for
+SCHEDULE = ("recent", "sinks", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (
     *SCHEDULE,
     "chunk",

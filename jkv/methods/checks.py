@@ -30,6 +30,13 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more, and below 2**31")
     if not 0 <= config.recent < MOST:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more, and below 2**31")
+    if not 0 <= config.num_sinks < MOST:
+        raise ValueError(f"sinks={config.sinks}: the first tokens that stay exact; 0 or more, and below 2**31")
+    if config.relative and config.num_sinks:
+        raise ValueError(
+            f"{config}: positions within the cache move keys, and those of sinks= stay where they were written; leave "
+            "out sinks=, or use true positions (streaming(relative=False))"
+        )
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
     spared = config.exact_layers
@@ -284,8 +291,9 @@ def _check_budget(config: CacheConfig, model: ModelConfig) -> None:
             needed, most = config.smallest(model, model.context), model.context
             number = f" to budget={needed} or keep={ceil(1e6 * needed / most) / 1e6}, or more," if needed < most else ""
             raise ValueError(
-                f"{config}: layer {layer} would hold {room} tokens, fewer than the {least} that recent={config.recent} "
-                f"and the fixed tiers need; raise the budget{number} or lower recent="
+                f"{config}: layer {layer} would hold {room} tokens, fewer than the {least} that "
+                f"recent={config.recent}, sinks={config.num_sinks} and the fixed tiers need; raise the budget{number} or "
+                "lower recent="
             )
         if room > model.context:
             raise ValueError(

@@ -16,7 +16,7 @@ from jkv.arrays.tree import leaf, part
 from jkv.memory.layer import LayerConfig, TierConfig
 from jkv.methods.budgets import All, Tokens
 from jkv.methods.codecs import Dense, Within
-from jkv.methods.scores.position import Newest, Protect
+from jkv.methods.scores.position import Newest
 from jkv.protocols import (
     PROBED,
     Born,
@@ -41,15 +41,13 @@ class TierSpec:
     """One tier of every layer, first choice first.
 
     k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
-    None: the rest. first: it holds the first tokens of a text, whatever the score; its size is an int. rope: keys are
-    stored as they are rotated in the window ("write"), or before the rotation and rotated when they are read, by their
-    position ("read") or by their rank among the kept ("rank").
+    None: the rest. rope: keys are stored as they are rotated in the window ("write"), or before the rotation and
+    rotated when they are read, by their position ("read") or by their rank among the kept ("rank").
     """
 
     k: Codec | None = leaf(default=None)
     v: Codec | None = leaf(default=None)
     size: int | float | None = None
-    first: bool = False
     rope: Literal["write", "read", "rank"] = "write"
 
 
@@ -72,13 +70,14 @@ class CacheConfig:
     score: who is important; codec: how keys and values are kept; exact_layers: numbers of the layers that keep them as
     floats, whatever the codec; tiers: in how many parts; budget: how many tokens; pooled: the kv heads of a layer
     compete for one pool of slots, each sure of this share of an equal part, or None: every head has its own; merge:
-    what the evicted leave; select: what a step reads; recent: newest tokens, always exact; block: a flush every so many
-    steps; chunk: prompt tokens prefilled at a time (0: all), or None: as many as memory has room for, all if it can;
-    prefill: how a prompt gets in; host: codes in the memory of the host, "none", "values" or "all", or "auto":
-    as few as let a cache fit into device_bytes, and none where programs reach no such memory; disk: a folder on the
-    host where these codes lie instead; device_bytes: what a cache may take of each device; hot: of what is on the host,
-    pages of a head that stay on the device, those of the highest "lru", "fifo" or "uses" (hot_by); kernels: "auto",
-    "xla", "tpu" or "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
+    what the evicted leave; select: what a step reads; recent: newest tokens, always exact; sinks: first tokens of a
+    text, always exact too, or None: one where a codec loses anything, else none; block: a flush every so many steps;
+    chunk: prompt tokens prefilled at a time (0: all), or None: as many as memory has room for, all if it can; prefill:
+    how a prompt gets in; host: codes in the memory of the host, "none", "values" or "all", or "auto": as few as let a
+    cache fit into device_bytes, and none where programs reach no such memory; disk: a folder on the host where these
+    codes lie instead; device_bytes: what a cache may take of each device; hot: of what is on the host, pages of a head
+    that stay on the device, those of the highest "lru", "fifo" or "uses" (hot_by); kernels: "auto", "xla", "tpu" or
+    "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -90,6 +89,7 @@ class CacheConfig:
     merge: Merge | None = leaf(default=None)
     select: Selector | None = leaf(default=None)
     recent: int = 16
+    sinks: int | None = None
     block: int = 16
     chunk: int | None = None
     prefill: Prefill = leaf(default=Prefill())
@@ -143,6 +143,22 @@ class CacheConfig:
         return any(codec.taught for codec in self.all_codecs)
 
     @property
+    def num_sinks(self) -> int:
+        """First tokens of a text that stay exact, beside the tiers, whatever the score and the codecs.
+
+        Most queries attend to the first token, and its key is unlike all others: no code costs as much as its own.
+        Where keys act at their rank there are none, as the recent window does not move its keys.
+        """
+        if self.sinks is not None:
+            return self.sinks
+        return int(not self.relative and any(not codec.exact for codec in self.all_codecs))
+
+    @property
+    def exact(self) -> int:
+        """Tokens of a long text that no tier holds: its sinks and its newest."""
+        return self.num_sinks + self.recent
+
+    @property
     def unit(self) -> int:
         """Tokens that enter and leave a tier together."""
         page = self.select.unit if self.select else PAGE if self.host != "none" else 1
@@ -180,7 +196,7 @@ class CacheConfig:
     @property
     def least(self) -> int:
         """Tokens of a layer that are kept in any case, and one more."""
-        return self.recent + sum(t.size for t in self.tiers if isinstance(t.size, int)) + 1
+        return self.exact + sum(t.size for t in self.tiers if isinstance(t.size, int)) + 1
 
     def smallest(self, model: ModelConfig, longest: int) -> int:
         """The smallest number of tokens as its budget that leaves `least` to every layer."""
@@ -194,7 +210,7 @@ class CacheConfig:
 
     def uncompressed(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
-        return replace(self, recent=length, budget=All())
+        return replace(self, recent=length, sinks=0, budget=All())
 
     @property
     def reads_part(self) -> bool:
@@ -229,7 +245,7 @@ def resolve(
     demand = Demand(longest=longest, new=new, recent=config.recent)
     sizes = config.budget.sizes(model, demand) if sizes is None else sizes
     if config.taught:  # the first tier is for prompts alone
-        first = replace(config.tiers[0], size=max(longest - new - config.recent, 1))
+        first = replace(config.tiers[0], size=max(longest - new - config.exact, 1))
         config = replace(config, tiers=(first, *config.tiers[1:]))
     block = min(config.steps, ceil(new / config.unit) * config.unit) if new else config.steps
     both = zip(range(model.layers), sizes.layers, strict=True)
@@ -241,15 +257,13 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
     window = model.windows[i]  # older tokens are invisible to every later query
     size = size.within(longest if window is None else min(longest, window))
     capacity, unit = size.tokens + size.beyond, config.unit
-    specs, total = config.tiers, max(capacity - config.recent, 0)
+    specs, total = config.tiers, max(capacity - config.exact, 0)
     if size.first is not None:  # rows that use less of it have more in the next
         first, least = (min(x, total) for x in size.first)
         specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
     slots = _slots(specs, total, unit)
     score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
-    sinks = sum(n for spec, n in zip(specs, slots, strict=True) if spec.first)
     score = score.for_layer(model, i)
-    score = Protect(score=score, sinks=sinks) if sinks else score
     columns, expires = _born(score, model)
     if config.prefill.probe is None and any(name.rpartition(".")[2] == PROBED for name in columns):
         raise ValueError(f"{config}: its score reads what a probe finds out, and its prefill has none: take Deferred")
@@ -266,7 +280,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         size=size,
         pooled=config.pooled,
         merge=merge,
-        sinks=sinks,
+        sinks=config.num_sinks,
         recent=config.recent,
         block=block,
         unit=unit,

@@ -122,7 +122,7 @@ class Mixtures(learned.Bearer, Merge):
         gate = self.weights
         total = ev.pos.shape[2]
         m = min(self.count, total)
-        n = max(total - max(ev.plan.capacity - ev.plan.recent - m, 0), 1)  # so many when the slots are full
+        n = max(total - max(ev.plan.capacity - ev.plan.exact - m, 0), 1)  # so many when the slots are full
         stays, leaves = (x & ev.live & ev.may_go for x in (kept, ~kept))
         places = arranged(ev.columns["looked"], ev.pos, stays, leaves, m, n)
         index = jnp.where((lost.index < total).any(-1, keepdims=True), places.index(total), total)

@@ -104,6 +104,12 @@ class Schedule(Protocol):
     def recent(self) -> int: ...  # newest tokens, which stay in any case
 
     @property
+    def sinks(self) -> int: ...  # first tokens of a text, which stay in any case
+
+    @property
+    def exact(self) -> int: ...  # both
+
+    @property
     def block(self) -> int: ...  # steps from one flush to the next
 
     @property

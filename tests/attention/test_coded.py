@@ -20,18 +20,21 @@ def dense(text: str, row: int) -> np.ndarray:
     """The next logits f[V] of a prompt whose older tokens, in whole units, attention sees as their codes decode."""
     config, ids = parse(text), PROMPT[row, -LENGTHS[row] :][None]
     (k_codec, v_codec), n = config.codec, LENGTHS[row]
-    coded = (n - config.recent) // config.unit * config.unit
+    first = config.num_sinks
+    coded = (n - config.exact) // config.unit * config.unit
     pos = positions(jnp.asarray(ids), jnp.zeros(1, jnp.int32))
-    old = (jnp.arange(n) < coded)[:, None]
+    at, inside = jnp.arange(n), slice(first, first + coded)
+    old = ((at >= first) & (at < first + coded))[:, None]
+    pads = (0, 0), (0, 0), (first, n - coded - first), (0, 0)
 
     def attend(i, new):
         turn, before = MODEL.ropes[i].rotate, config.tiers[0].rope == "read"
         q, k, v = turn(new.q, pos[:, None, None]), turn(new.k, pos[:, None]), new.v
-        held = (new.k if before else k)[:, :, :coded]
-        held = jnp.pad(decode(k_codec, encode(k_codec, held)), ((0, 0), (0, 0), (0, n - coded), (0, 0)))
+        held = (new.k if before else k)[:, :, inside]
+        held = jnp.pad(decode(k_codec, encode(k_codec, held)), pads)
         k = jnp.where(old, turn(held, pos[:, None]) if before else held, k)
-        held = decode(v_codec, encode(v_codec, v[:, :, :coded]))
-        v = jnp.where(old, jnp.pad(held, ((0, 0), (0, 0), (0, n - coded), (0, 0))), v)
+        held = decode(v_codec, encode(v_codec, v[:, :, inside]))
+        v = jnp.where(old, jnp.pad(held, pads), v)
         p = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * MODEL.scale
         p = jax.nn.softmax(jnp.where(np.tri(n, dtype=bool), p, -jnp.inf), -1)
         return jnp.einsum("bhgts,bhsd->bhgtd", p, v), None

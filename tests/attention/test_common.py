@@ -66,7 +66,7 @@ def followed(case: rig.Case, cache: Cache, logits: jax.Array) -> tuple[Cache, li
 def test_rows_that_share_a_beginning_have_the_logits_of_rows_that_do_not(case: rig.Case):
     params, config = case.params, methods.parse(case.tight).bound(case.params)
     model, rows = params.config, texts(params.config.vocab)
-    cut = Grain(unit=config.unit, recent=config.recent).cut(BOTH, min(map(len, rows)))
+    cut = Grain(unit=config.unit, recent=config.recent, sinks=config.num_sinks).cut(BOTH, min(map(len, rows)))
     assert cut >= BOTH // 2
     firsts = sizes.empty(config.uncompressed(BOTH), model, 2, BOTH, 0, jnp.float32)
     firsts, _ = loop.prefill_own(params, firsts, pad([row[:cut] for row in rows[:2]], BOTH), fresh=True)

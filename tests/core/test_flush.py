@@ -132,7 +132,7 @@ def test_no_live_token_is_lost_where_there_is_room(layout: int):
     k = jnp.asarray(rng.standard_normal((1, H, LONGEST, D)), jnp.float32)
     waiting: list[int] = []
     while seen < LONGEST - w:
-        new = plan.block if waiting else plan.block + plan.recent
+        new = plan.block if waiting else plan.block + plan.exact
         waiting, seen = [*waiting, *range(seen, seen + new)], seen + new
         pos = np.full((1, w), -1, np.int32)
         pos[0, w - len(waiting) :] = waiting
@@ -164,5 +164,5 @@ def has_room(layer: LayerCache, came: int, plan: LayerConfig) -> bool:
     """Whether every head, or all of a pool, can hold what it holds and the tokens that come, in whole units."""
     units = [(t.seen_by(H) >= 0).reshape(1, -1, t.pos.shape[2] // plan.unit, plan.unit) for t in layer.tiers]
     used = sum(x.any(-1).sum(-1) for x in units) + came // plan.unit
-    most = (plan.capacity - plan.recent) // plan.unit
+    most = (plan.capacity - plan.exact) // plan.unit
     return int(used.sum()) <= most * H if plan.pooled is not None else int(used.max()) <= most

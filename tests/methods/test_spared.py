@@ -14,8 +14,8 @@ from jkv.memory import codes
 from jkv.memory.cache import Cache
 from jkv.methods import parse
 from jkv.methods.checks import check
-from jkv.methods.codecs import Affine, Dense
-from jkv.methods.config import CacheConfig, TierSpec
+from jkv.methods.codecs import Affine
+from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.prefills import Coded
 from support.dense import dense_prompt
 from support.tiny import MODEL, PARAMS, L
@@ -56,38 +56,43 @@ def test_layers_that_are_coded_together_are_not_spared_one_by_one():
         check(parse("xkv(layers=2, exact_layers=[0])"), MODEL)
 
 
-def test_the_first_tokens_stay_exact_whatever_else_stays():
-    """Their keys and values are the model's own, in the first tier; a budget ranks the others."""
+def test_sinks_are_the_first_keys_and_values_and_a_budget_ranks_the_others():
     cache = prompted(TWO)
     _, taps, _ = dense_prompt(np.asarray([PROMPTS[0]]))
     for layer, plan, (_, k, v, _) in zip(cache.layers, cache.plan, taps, strict=True):
-        first, rest = layer.tiers
-        pos = np.sort(first.pos, -1)
-        np.testing.assert_array_equal(pos, np.broadcast_to([0, 1, 2], pos.shape))
-        assert (np.asarray(rest.pos) >= 3).any() and not (np.asarray(rest.pos) == 0).any()
-        order = np.argsort(first.pos[0], -1)[..., None]
-        for mine, all_of in ((first.k, k), (first.v, v)):
-            got = np.take_along_axis(np.asarray(mine.slots[0]), order, 1)
-            np.testing.assert_allclose(got, all_of[0, :, :3], atol=1e-5)
-        assert plan.tiers[0].k.exact and not plan.tiers[1].k.exact
+        assert not any(tier.k.exact for tier in plan.tiers)
+        np.testing.assert_array_equal(layer.recent.pos[:, :3], [[0, 1, 2]] * 2)
+        assert all((np.asarray(tier.pos) >= 3).any() and not (tier.pos == 0).any() for tier in layer.tiers)
+        for mine, all_of in ((layer.recent.k, k), (layer.recent.v, v)):
+            np.testing.assert_allclose(mine[0, :, :3], all_of[0, :, :3], atol=1e-5)
+    assert (cache.kept() == 40).all()
+
+
+@pytest.mark.parametrize("text", ["kivi(group=16)", "polarquant(group=16)"])
+def test_a_sink_is_no_part_of_a_unit(text: str):
+    n = 8 * 16
+    (one, *_), (none, *_) = (resolve(parse(f"{text[:-1]}, recent=0, sinks={x})"), MODEL, x + n, 0) for x in (1, 0))
+    assert [plan.tiers[0].capacity for plan in (one, none)] == [n, n]
+    assert one.stay - none.stay == 1 and one.unit == none.unit == 16
+
+
+@pytest.mark.parametrize("text", ["streaming(budget=40) | int4", "full", "snapkv(budget=40)"])
+def test_there_are_no_sinks_where_nothing_is_lost_or_keys_move(text: str):
+    assert parse(text).num_sinks == 0
+
+
+def test_sinks_where_keys_move_are_refused():
+    with pytest.raises(ValueError, match="positions within the cache move keys"):
+        check(parse("streaming(budget=40) | int4(sinks=2)"), MODEL)
 
 
 @pytest.mark.slow
-def test_a_prompt_that_attends_to_its_codes_sees_its_first_tokens_exact():
-    """Nothing but exact first tokens is the full cache, and what is behind them makes a difference."""
-    low, exact = Affine(bits=2), TierSpec(k=Dense(), v=Dense(), size=61, first=True)
-    coded = TierSpec(k=low, v=low)
-    config = CacheConfig(tiers=(exact, coded), prefill=Coded(), recent=0)
+def test_a_prompt_that_attends_to_its_codes_sees_its_sinks_exact():
+    """Nothing but sinks is the full cache, and what is behind them makes a difference."""
+    config = CacheConfig(codec=(Affine(bits=2), Affine(bits=2)), prefill=Coded(), recent=0)
     full, all_of, some = (
         jkv.prefill(PARAMS, c, PROMPTS, room=30)[1]
-        for c in ("full", config, replace(config, tiers=(replace(exact, size=30), coded)))
+        for c in ("full", replace(config, sinks=61), replace(config, sinks=30))
     )
     np.testing.assert_allclose(all_of, full, atol=1e-4)
     assert np.abs(some - full).max() > 1e-2
-
-
-def test_a_first_tier_that_codes_is_refused_in_coded_prompts():
-    low = Affine(bits=2)
-    config = CacheConfig(tiers=(TierSpec(k=low, v=low, size=4, first=True), TierSpec()), prefill=Coded())
-    with pytest.raises(ValueError, match="several tiers"):
-        check(config, MODEL)

@@ -224,7 +224,7 @@ def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught():
             old, new = a.tiers[0], b.tiers[0]
             for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
                 np.testing.assert_array_equal(x, y)
-            np.testing.assert_array_equal((old.pos >= 0).sum((1, 2)), np.array(rig.LENGTHS) - number.recent)
+            np.testing.assert_array_equal((old.pos >= 0).sum((1, 2)), np.array(rig.LENGTHS) - number.exact)
             first = np.array(rig.LENGTHS)[:, None, None] - number.recent
             second = np.asarray(b.tiers[1].pos)
             assert ((second >= first) | (second < 0)).all() and (second >= 0).sum() >= 2 * 30
@@ -311,16 +311,16 @@ def prompted(text: str) -> Cache:
 def exact(width: int) -> tuple[np.ndarray, np.ndarray]:
     """What a group of both layers keeps of the un-rotated keys of row 0, and what they are, f64[n,LHD]."""
     cache = prompted(f"xkv(layers={L}, keys={width / (L * H * D)}, values=1)")
-    n = rig.LENGTHS[0] - cache.plan[0].recent
+    n, sinks = rig.LENGTHS[0] - cache.plan[0].recent, cache.plan[0].sinks
     taps = rig.dense_prompt(jnp.asarray(rig.PROMPT))[1]
     plain = []
     for layer, (_, k, _, _) in enumerate(taps):
-        x, at = np.asarray(k)[:1, :, :n], jnp.arange(n)[None, None]
+        x, at = np.asarray(k)[:1, :, sinks:n], jnp.arange(sinks, n)[None, None]
         plain.append(side_by_side(np.asarray(MODEL.ropes[layer].rotate(jnp.asarray(x), at, inverse=True))))
     got = []
     for layer, plan in zip(cache.read, cache.plan, strict=True):
         tier, config = layer.tiers[0], plan.tiers[0].of(layer.tiers[0])
-        order = np.argsort(np.where(np.asarray(tier.pos[0, 0]) < 0, 999, tier.pos[0, 0]))[:n]
+        order = np.argsort(np.where(np.asarray(tier.pos[0, 0]) < 0, 999, tier.pos[0, 0]))[: n - sinks]
         got.append(side_by_side(np.asarray(codes.decode(config.k, tier.k))[:1, :, order]))
     return np.concatenate(got, 1).astype(float), np.concatenate(plain, 1).astype(float)
 

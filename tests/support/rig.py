@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -164,6 +165,16 @@ class Case:
         return self.config.recent
 
     @property
+    def sinks(self) -> int:
+        """First tokens that stay exact: one where codes lose anything, or as many as the text says."""
+        said = re.search(r"sinks=(\d+)", self.text) if self.text.startswith(("rotatekv", "kvtc", "kvquant")) else None
+        return int(said[1]) if said else int(self.slot.lossy)
+
+    @property
+    def exact(self) -> int:
+        return self.sinks + self.recent
+
+    @property
     def unit(self) -> int:
         return self.config.unit
 
@@ -240,7 +251,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     "vidkv": (Case("vidkv(group=16, recent=16)", slot=VID),),
     "int3": (Case("int3", slot=INT3),),
     "turboquant": (Case(f"turboquant(bits=2, values=1, center=True, moments={MOMENTS!r})", slot=LEVELS),),
-    "rotatekv": (Case("rotatekv(sinks=0)", slot=Slot(k=D / 4 + 4, v=D / 4 + 4, lossy=True)),),
+    "rotatekv": (Case("rotatekv(sinks=4)", slot=Slot(k=D / 4 + 4, v=D / 4 + 4, lossy=True)),),
     "ksort": (Case(f"ksort(moments={MOMENTS!r})", slot=BLOCKS),),
     "matryoshkakv": (Case(f"matryoshkakv(keys=0.5, values=0.25, moments={MOMENTS!r})", slot=FEWER),),
     "palu": (
@@ -259,7 +270,7 @@ OWN: dict[str, tuple[Case, ...]] = {
     ),
     "xkv": (Case("xkv(layers=2)", slot=Slot(k=8.0, v=16.0, lossy=True), later=DENSE, taught=32 * (8 + 16)),),
     "minicache": (Case("minicache(kept=4)", slot=ONE_FOR_TWO, later=DENSE, taught=2 * 2 * 4 * D),),
-    "kvtc": (Case(f"kvtc(sinks=0, sensitivity={SENSITIVITY!r})", slot=ALLOTTED),),
+    "kvtc": (Case(f"kvtc(sinks=4, sensitivity={SENSITIVITY!r})", slot=ALLOTTED),),
     "kvquant": (Case(f"kvquant(sinks=0, sensitivity={SENSITIVITY!r})", slot=NONUNIFORM),),
     "planned": (Case(f"planned(plan={PLAN!r})", slot=TURNS),),
     "mustafar": (Case("mustafar(recent=16)", slot=SPARSE),),
@@ -526,12 +537,12 @@ def codes(cache) -> dict[tuple[int, ...], bytes]:
 # ---------------------------------------------------------------- a dense model that is told which tokens to see
 
 
-@partial(jax.jit, static_argnames=("grain",))
-def round_trip(codec: Any, x: jax.Array, grain: int) -> jax.Array:
-    """decode(encode(x)) of x [B,H,LONGEST,D]; groups of tokens are counted from position 0."""
+@partial(jax.jit, static_argnames=("grain", "sinks"))
+def round_trip(codec: Any, x: jax.Array, grain: int, sinks: int) -> jax.Array:
+    """decode(encode(x)) of x [B,H,LONGEST,D] behind its sinks, from which groups of tokens are counted."""
     n = x.shape[2]
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -n % grain), (0, 0)))
-    return codecs.decode(codec, codecs.encode(codec, padded))[:, :, :n]
+    padded = jnp.pad(x[:, :, sinks:], ((0, 0), (0, 0), (0, (sinks - n) % grain), (0, 0)))
+    return jnp.concatenate([x[:, :, :sinks], codecs.decode(codec, codecs.encode(codec, padded))[:, :, : n - sinks]], 2)
 
 
 @jax.jit
@@ -551,11 +562,11 @@ def turned(tier: Any, x: np.ndarray, rope: Rope, inverse: bool = False) -> np.nd
     return np.asarray(rope.rotate(jnp.asarray(x), jnp.arange(LONGEST)[None, None], inverse))
 
 
-def as_stored(codec: Any, code: Any, pos: jax.Array, x: np.ndarray, pick: np.ndarray) -> np.ndarray:
+def as_stored(codec: Any, code: Any, pos: jax.Array, x: np.ndarray, pick: np.ndarray, sinks: int) -> np.ndarray:
     """x by position, and where `pick` what a tier has of it; one layer alone does not make a code of several."""
     if codec.layers > 1:
         return np.where(pick, np.asarray(stored(codec, code, pos)), x)
-    mine = np.asarray(round_trip(codec, jnp.asarray(x), codec.grain))
+    mine = np.asarray(round_trip(codec, jnp.asarray(x), codec.grain, sinks))
     return coded_as(x, mine, np.asarray(stored(codec, code, pos)), pick, codec.grain)
 
 
@@ -594,12 +605,12 @@ class Replay:
         ks, vs, sees = [], [], []
         for i in range(L):
             coded, exact = held(after, i)
-            k, v, rope = self.k[i], self.v[i], self.params.config.ropes[i]
+            k, v, rope, sinks = self.k[i], self.v[i], self.params.config.ropes[i], self.plan[i].sinks
             for tier, held_by in zip(self.plan[i].tiers, after.read[i].tiers, strict=True):
                 tier, at = tier.of(held_by), held_by.seen_by(H)
                 pick = placed(at)[..., None]
-                k = as_stored(tier.k, held_by.k, at, turned(tier, k, rope, inverse=True), pick)
-                k, v = turned(tier, k, rope), as_stored(tier.v, held_by.v, at, v, pick)
+                k = as_stored(tier.k, held_by.k, at, turned(tier, k, rope, inverse=True), pick, sinks)
+                k, v = turned(tier, k, rope), as_stored(tier.v, held_by.v, at, v, pick, sinks)
             ks.append(jnp.asarray(k))
             vs.append(jnp.asarray(v))
             sees.append(jnp.asarray(coded | exact))

@@ -44,7 +44,7 @@ def evidence(k, v=None, q=None, score=None, rope=PLAIN, lse=0.0, q_pos=None, sta
         seen=jnp.full(1, s, jnp.int32),
         prompt=jnp.full(1, s, jnp.int32),
         limit=jnp.full(1, s, jnp.int32),
-        plan=SimpleNamespace(tiers=(), window=None, block=16, recent=0, unit=1, kernels="xla"),  # type: ignore[arg-type]
+        plan=SimpleNamespace(tiers=(), window=None, block=16, recent=0, sinks=0, exact=0, unit=1, kernels="xla"),  # type: ignore[arg-type]
         rope=rope,
         scale=1.0,
     )

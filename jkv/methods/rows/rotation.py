@@ -12,11 +12,6 @@ from jkv.methods.config import TierSpec
 from jkv.protocols import Codec
 
 
-def first(tokens: int) -> tuple[TierSpec, ...]:
-    """The tier of the first tokens of a text as they are, if there are to be some."""
-    return (TierSpec(k=Dense(), v=Dense(), size=tokens, first=True),) if tokens else ()
-
-
 @row(
     "2504.19874",
     "approximation: random signs and a Hadamard matrix for its random rotation, no residual sketch; the tail is exact",
@@ -28,14 +23,12 @@ def turboquant(
     values: int | None = None,
     unbiased: bool = False,
     center: bool = False,
-    sinks: int = 0,
     moments: str | None = None,
 ) -> Axes:
     """TurboQuant: x ~ |x| R' t / sqrt(D), t the levels of normal numbers nearest to the turned R x / |x|.
 
     `bits` of keys, and of `values` if they differ: 1 to 4, and 16 bits of |x|. unbiased: the scale keeps <x, decoded>
-    instead of |x|. center: about the mean of each layer and head, by the folder `moments` of `jkv calibrate moments`;
-    the first tokens are far from it, so take `sinks` of them, which stay as they are, along.
+    instead of |x|. center: about the mean of each layer and head, by the folder `moments` of `jkv calibrate moments`.
     """
 
     def side(bits: int, side: Side, signs: int) -> Codec:
@@ -45,7 +38,7 @@ def turboquant(
         return Rotated(inner=inner, signs=signs)
 
     k, v = side(bits, "keys", 0), side(bits if values is None else values, "values", 1)
-    return dict(tiers=(*first(sinks), TierSpec(k=k, v=v))) if sinks else dict(codec=(k, v))
+    return dict(codec=(k, v))
 
 
 @row(
@@ -61,7 +54,7 @@ def rotatekv(*, bits: Positive = 2, group: int = 0, clip: float | None = None, s
     """
     inner = Affine(bits=bits, group=group, clip=(0.8 if bits == 2 else 1.0) if clip is None else float(clip))
     codec = Rotated(inner=inner, signs=None)
-    return dict(tiers=(*first(sinks), TierSpec(k=codec, v=codec, rope="read")))
+    return dict(tiers=(TierSpec(k=codec, v=codec, rope="read"),), sinks=sinks)
 
 
 @row(
@@ -111,7 +104,7 @@ def kvtc(*, bits: float = 2.0, values: float | None = None, sinks: int = 4, sens
     k = Transformed(bits=float(bits), side="plain")
     v = Transformed(bits=float(bits if values is None else values), side="values", centered=False)
     codec = TierSpec(k=weighed(sensitivity, k), v=weighed(sensitivity, v), rope="read")
-    return dict(tiers=(*first(sinks), codec))
+    return dict(tiers=(codec,), sinks=sinks)
 
 
 @row(
@@ -126,4 +119,4 @@ def kvquant(*, bits: Positive = 3, outliers: float = 0.01, sinks: int = 1, sensi
     """
     k, v = Sensitive(bits=bits, outliers=float(outliers)), Sensitive(bits=bits, outliers=float(outliers), side="values")
     codec = TierSpec(k=weighed(sensitivity, k), v=weighed(sensitivity, v), rope="read")
-    return dict(tiers=(*first(sinks), codec))
+    return dict(tiers=(codec,), sinks=sinks)

@@ -15,6 +15,12 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 END = jnp.iinfo(jnp.int32).max
 
 
+def passing(ev: Evidence) -> Array:
+    """Positions i32[B,W] of the window, without its sinks once the tokens behind them have left it: -1."""
+    pos, sinks = ev.window.pos, ev.plan.sinks
+    return jnp.where((pos < sinks) & ~(pos == sinks).any(1, keepdims=True), -1, pos)
+
+
 def blocked(pos: Array, width: int, first: int) -> tuple[Array, Array, Array]:
     """Blocks of `width` tokens, counted from position `first`, that begin among entries at pos i32[B,W], -1 dead.
 
@@ -68,7 +74,7 @@ class Lagged(Score):
         return {"place": jnp.full(new.k.shape[:3], -1, jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
-        index, there, place = blocked(ev.window.pos, self.lag, self.sinks)
+        index, there, place = blocked(passing(ev), self.lag, self.sinks)
         b, n, _ = index.shape
         if n < 2:
             return ev.columns
@@ -108,7 +114,7 @@ class LocalLeverage(Score):
         return {"leverage": jnp.full(new.k.shape[:3], -1, jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
-        index, there, place = blocked(ev.window.pos, self.width, 0)
+        index, there, place = blocked(passing(ev), self.width, 0)
         b, n, _ = index.shape
         share = jnp.ones((), jnp.float32)
         for x in (ev.window.k, ev.window.v):
@@ -178,7 +184,7 @@ class NearMass(Score):
         if ev.tiers:
             return ev.columns
         assert ev.new is not None
-        keys, there, place = blocked(ev.window.pos, self.width, self.sinks)
+        keys, there, place = blocked(passing(ev), self.width, self.sinks)
         asks, asked, _ = blocked(ev.new.pos, self.width, self.sinks)
         b, new = keys.shape[0], ev.new
         n = min(keys.shape[1], asks.shape[1])

@@ -128,7 +128,7 @@ class Contest(Wrapper):
         heads, total = rank.shape[1], rank.shape[2]
         order, _, over, room = aged(ev, self.sinks, heads)
         live = ev.live[:, :1].sum(-1, keepdims=True)
-        held = (ev.limit + ev.plan.recent)[:, None, None].astype(jnp.float32)
+        held = (ev.limit + ev.plan.exact)[:, None, None].astype(jnp.float32)
         tree = jnp.clip(jnp.floor(self.share * held).astype(jnp.int32), 1, jnp.maximum(room, 1))
         value = take_along(rank, order, -1)
 

@@ -171,7 +171,10 @@ class Pivots(Score):
     def observe(self, ev: Evidence) -> Columns:
         assert ev.new is not None
         old = ev.columns["similar"]
-        similar = old.at[:, :, ev.slots + 1 :].set(adjacent(ev.window.k))
+        pos = ev.window.pos
+        next_to = (pos[:, 1:] == pos[:, :-1] + 1)[:, None]  # sinks stand in front of what comes much later
+        before = old[:, :, ev.slots + 1 :]
+        similar = old.at[:, :, ev.slots + 1 :].set(jnp.where(next_to, adjacent(ev.window.k), before))
         return {
             **ev.columns,
             "mass": ev.columns["mass"] + mass(ev, ev.new, "sum"),

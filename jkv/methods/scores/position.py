@@ -39,7 +39,7 @@ class Oldest(Score):
         pos = ev.pos[:, :1]
         first = jax.lax.top_k(pos, min(self.newest, pos.shape[-1]))[0][..., -1:]
         if ev.tiers and not ev.generating:
-            oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + 1
+            oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + ev.plan.sinks + 1
             first = jnp.minimum(first, oldest[:, None, None])
         return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
 
@@ -127,7 +127,7 @@ class Protect(Wrapper):
             newest = jnp.minimum(newest, jnp.floor(self.portion * ev.seen.astype(jnp.float32)).astype(jnp.int32))
         first = ev.seen - newest
         if self.share:
-            first = first - jnp.floor(self.share * (ev.limit + ev.plan.recent).astype(jnp.float32)).astype(jnp.int32)
+            first = first - jnp.floor(self.share * (ev.limit + ev.plan.exact).astype(jnp.float32)).astype(jnp.int32)
         safe = (pos < self.sinks) | (pos >= first[:, None, None])
         if self.prompt:
             safe = safe | (ev.columns["given"][:, : rank.shape[1]] > 0)

@@ -50,7 +50,8 @@ class Sentences(Wrapper):
     def observe(self, ev: Evidence) -> Columns:
         columns = ev.columns | self.score.observe(ev)
         pos, ends = ev.window.pos[:, None].astype(jnp.float32), columns[ENDS][:, :, ev.slots :]
-        begins = jnp.concatenate([jnp.ones_like(ends[:, :, :1]), ends[:, :, :-1]], 2) > 0
+        after_gap = (pos[:, :, 1:] != pos[:, :, :-1] + 1) | (ends[:, :, :-1] > 0)
+        begins = jnp.pad(after_gap, ((0, 0), (0, 0), (1, 0)), constant_values=True)
         start = jax.lax.cummax(jnp.where(begins, pos, -1), 2)
         start += (pos - start) // self.longest * self.longest
         return columns | {START: jnp.concatenate([columns[START][:, :, : ev.slots], start], 2)}

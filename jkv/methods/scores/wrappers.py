@@ -133,8 +133,8 @@ class Critical(Wrapper):
         goes = (ev.may_go & ev.live)[:, : rank.shape[1]] & jnp.isfinite(rank)
         order = jnp.argsort(jnp.where(goes, -rank, jnp.inf), axis=-1, stable=True)
         place = jnp.argsort(order, axis=-1)
-        whole = (ev.limit + ev.plan.recent).astype(jnp.float32)
-        first = jnp.floor(self.share * whole).astype(jnp.int32) - ev.plan.recent
+        whole = (ev.limit + ev.plan.exact).astype(jnp.float32)
+        first = jnp.floor(self.share * whole).astype(jnp.int32) - ev.plan.exact
         others = (rank + self.epsilon) * moves
         return jnp.where(goes, jnp.where(place < first[:, None, None], jnp.inf, others), rank)
 

@@ -84,11 +84,15 @@ def test_sinks_stay_exact_and_no_tier_holds_them(case: Case):
     caches, n = rig.shared(case.tight, case.model).caches, case.sinks
     assert case.config.num_sinks == n
     for layer, cache in product(range(L), (caches[0], caches[-1])):
-        coded, exact = rig.held(cache, layer)
-        assert exact[:, :, :n].all() and not coded[:, :, :n].any()
         old, new = caches[0].layers[layer].recent, cache.layers[layer].recent
-        for x, y in ((old.k, new.k), (old.v, new.v)):
-            np.testing.assert_array_equal(x[:, :, :n], y[:, :, :n])
+        for x, y in ((old.pos, new.pos), (old.k, new.k), (old.v, new.v)):
+            np.testing.assert_array_equal(
+                x[..., :n, :] if x.ndim > 2 else x[:, :n], y[..., :n, :] if x.ndim > 2 else y[:, :n]
+            )
+        first = n - case.config.predicted_sinks
+        np.testing.assert_array_equal(new.pos[:, :first], [range(first)] * 2)
+        coded, _ = rig.held(cache, layer)
+        assert (new.pos[:, :n] >= 0).all() and not np.take_along_axis(coded, np.asarray(new.pos)[:, None, :n], 2).any()
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.rest], ids=str)

@@ -8,21 +8,22 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import per
+from jkv.attention.sinks import packed_order
 from jkv.memory import codes
 from jkv.memory.cache import Window
 from jkv.memory.layer import LayerView
 from jkv.models.rope import Rope
 
 
-def as_stored(window: Window, plan: LayerView, rope: Rope) -> Window:
+def as_stored(window: Window, plan: LayerView, rope: Rope, fresh: bool) -> Window:
     """The window, whose entries that a flush would encode now are what their codes decode to; others stay exact.
 
-    The units of a codec with a grain begin behind the sinks of each row, as in a flush.
+    The units of a codec with a grain begin behind the sinks of each row, as in a flush; fresh: the tiers are empty.
     """
     if not plan.tiers:
         return window
     tier, total = plan.tiers[0], window.pos.shape[1]
-    order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
+    order = packed_order(window, plan, fresh)
     most = max(total - plan.exact, 0) // plan.unit * plan.unit
     live = (window.pos >= 0).sum(1)
     leaving = per(jnp.maximum(live - plan.exact, 0), plan.unit) * plan.unit

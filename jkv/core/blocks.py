@@ -86,7 +86,7 @@ def attended(
             window = (among if placed else Window.then)(layer.recent, window)
         until = plan.score.expires(window.columns, window.pos[:, None]) if plan.expires else None
         mask = causal(q_pos, plan.window, until)
-        seen = as_stored(window, plan, rope) if plan.coded and (fresh or not plan.taught) else window
+        seen = as_stored(window, plan, rope, fresh) if plan.coded and (fresh or not plan.taught) else window
         asks, k, v = (y.astype(one.prefill_dtype or dtype) for y in (q, seen.k, seen.v))
         part = attend_window(asks, k, v, mask, window.pos, model.scale, plan.kernels)
         if not fresh:

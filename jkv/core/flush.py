@@ -21,6 +21,7 @@ from jax import Array
 from jkv.arrays.gather import per, put, take, take_along
 from jkv.attention import context
 from jkv.attention.evidence import Evidence, evidence, watched, watching
+from jkv.attention.sinks import packed_order
 from jkv.attention.tiers import acting, after
 from jkv.core.admit import admit, losers
 from jkv.core.contest import contest, in_use, pooled
@@ -56,7 +57,7 @@ def flush(
     """
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
-    order = jnp.argsort(window.pos < 0, axis=1, stable=True)  # live first, by age
+    order = packed_order(window, plan, fresh)
     live = (window.pos >= 0).sum(1)
     leaving = per(jnp.maximum(live - plan.exact, 0), plan.unit) * plan.unit
     most = max(total - plan.exact, 0) // plan.unit * plan.unit
@@ -105,7 +106,7 @@ def pruned(
     """
     assert plan.pruning is not None
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
-    order = jnp.argsort(window.pos < 0, axis=1, stable=True)
+    order = packed_order(window, plan, fresh=True)
     leaving = jnp.maximum(live - plan.exact, 0)
     ev = evidence(layer, window.ordered(order), queries, counts, plan, model, leaving, lower=lower)
     rank = ranked(replace(ev, columns=plan.score.observe(ev)), plan).sum(1)

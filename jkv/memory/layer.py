@@ -130,7 +130,8 @@ class LayerView:
     """The part of a layer's config that attention depends on: layers and caches of one view share its programs.
 
     A flush depends on all of LayerConfig. score: for the columns of new tokens, `Unmarked` if they have none.
-    sinks: first tokens of a text, which stay exact in the recent window, at its first places. stay = sinks + recent +
+    sinks: tokens that stay exact in the recent window, at its first places: the first of a text, and the `predicted`
+    ones of a prompt. stay = sinks + recent +
     unit - 1 entries can be left there by a flush, room = stay + block is its size. columns: the names of what the score
     remembers of a token; expires: its tokens may (`Score.expires`). coded: as of a `Prefill`.
     """
@@ -142,6 +143,7 @@ class LayerView:
     tiers: tuple[TierView, ...] = leaf()
     merge: Merge | None = leaf()
     sinks: int
+    predicted: int
     recent: int
     block: int
     unit: int
@@ -151,7 +153,7 @@ class LayerView:
 
     @property
     def exact(self) -> int:
-        """Tokens of a long text that no tier holds: its first and its newest."""
+        """Tokens of a long text that no tier holds: its sinks and its newest."""
         return self.sinks + self.recent
 
     @property

@@ -157,6 +157,7 @@ AXES = (
     "layers",
     "recent",
     "sinks",
+    "predicted_sinks",
     "block",
     "append",
     "prefill",

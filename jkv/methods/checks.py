@@ -30,8 +30,6 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more, and below 2**31")
     if not 0 <= config.recent < MOST:
         raise ValueError(f"recent={config.recent}: the newest tokens that stay exact; 0 or more, and below 2**31")
-    if not 0 <= config.num_sinks < MOST:
-        raise ValueError(f"sinks={config.sinks}: the first tokens that stay exact; 0 or more, and below 2**31")
     if config.relative and config.num_sinks:
         raise ValueError(
             f"{config}: positions within the cache move keys, and those of sinks= stay where they were written; leave "
@@ -292,8 +290,8 @@ def _check_budget(config: CacheConfig, model: ModelConfig) -> None:
             number = f" to budget={needed} or keep={ceil(1e6 * needed / most) / 1e6}, or more," if needed < most else ""
             raise ValueError(
                 f"{config}: layer {layer} would hold {room} tokens, fewer than the {least} that "
-                f"recent={config.recent}, sinks={config.num_sinks} and the fixed tiers need; raise the budget{number} or "
-                "lower recent="
+                f"recent={config.recent}, sinks={config.num_sinks} and the fixed tiers need; raise the budget{number} "
+                "or lower recent="
             )
         if room > model.context:
             raise ValueError(

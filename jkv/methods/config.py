@@ -71,13 +71,14 @@ class CacheConfig:
     floats, whatever the codec; tiers: in how many parts; budget: how many tokens; pooled: the kv heads of a layer
     compete for one pool of slots, each sure of this share of an equal part, or None: every head has its own; merge:
     what the evicted leave; select: what a step reads; recent: newest tokens, always exact; sinks: first tokens of a
-    text, always exact too, or None: one where a codec loses anything, else none; block: a flush every so many steps;
-    chunk: prompt tokens prefilled at a time (0: all), or None: as many as memory has room for, all if it can; prefill:
-    how a prompt gets in; host: codes in the memory of the host, "none", "values" or "all", or "auto": as few as let a
-    cache fit into device_bytes, and none where programs reach no such memory; disk: a folder on the host where these
-    codes lie instead; device_bytes: what a cache may take of each device; hot: of what is on the host, pages of a head
-    that stay on the device, those of the highest "lru", "fifo" or "uses" (hot_by); kernels: "auto", "xla", "tpu" or
-    "gpu"; devices: that divide the slots of each tier; name: the text it was made from.
+    text, always exact too, or None: one where a codec loses anything, else none; predicted_sinks: tokens elsewhere in a
+    prompt, which each layer predicts from its values; block: a flush every so many steps; chunk: prompt tokens
+    prefilled at a time (0: all), or None: as many as memory has room for, all if it can; prefill: how a prompt gets in;
+    host: codes in the memory of the host, "none", "values" or "all", or "auto": as few as let a cache fit into
+    device_bytes, and none where programs reach no such memory; disk: a folder on the host where these codes lie
+    instead; device_bytes: what a cache may take of each device; hot: of what is on the host, pages of a head that stay
+    on the device, those of the highest "lru", "fifo" or "uses" (hot_by); kernels: "auto", "xla", "tpu" or "gpu";
+    devices: that divide the slots of each tier; name: the text it was made from.
     """
 
     score: Score = leaf(default=Newest())
@@ -90,6 +91,7 @@ class CacheConfig:
     select: Selector | None = leaf(default=None)
     recent: int = 16
     sinks: int | None = None
+    predicted_sinks: int = 0
     block: int = 16
     chunk: int | None = None
     prefill: Prefill = leaf(default=Prefill())
@@ -144,14 +146,16 @@ class CacheConfig:
 
     @property
     def num_sinks(self) -> int:
-        """First tokens of a text that stay exact, beside the tiers, whatever the score and the codecs.
+        """Tokens that stay exact as sinks, beside the tiers, whatever the score and the codecs.
 
         Most queries attend to the first token, and its key is unlike all others: no code costs as much as its own.
         Where keys act at their rank there are none, as the recent window does not move its keys.
         """
         if self.sinks is not None:
-            return self.sinks
-        return int(not self.relative and any(not codec.exact for codec in self.all_codecs))
+            first = self.sinks
+        else:
+            first = int(not self.relative and any(not codec.exact for codec in self.all_codecs))
+        return first + self.predicted_sinks
 
     @property
     def exact(self) -> int:
@@ -210,7 +214,7 @@ class CacheConfig:
 
     def uncompressed(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
-        return replace(self, recent=length, sinks=0, budget=All())
+        return replace(self, recent=length, sinks=0, predicted_sinks=0, budget=All())
 
     @property
     def reads_part(self) -> bool:
@@ -281,6 +285,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         pooled=config.pooled,
         merge=merge,
         sinks=config.num_sinks,
+        predicted=config.predicted_sinks,
         recent=config.recent,
         block=block,
         unit=unit,

@@ -76,6 +76,19 @@ def test_a_sink_is_no_part_of_a_unit(text: str):
     assert one.stay - none.stay == 1 and one.unit == none.unit == 16
 
 
+def test_predicted_sinks_are_the_smallest_values_of_each_layer():
+    n, recent, m = 61, 8, 5
+    ids = np.random.default_rng(0).permutation(97)[None, :n]
+    cache = jkv.prefill(PARAMS, f"int4(recent={recent}) | kvsink(tokens={m})", ids.tolist(), room=30)[0]
+    _, taps, _ = dense_prompt(ids)
+    for layer, (_, _, v, _) in zip(cache.layers, taps, strict=True):
+        size = np.linalg.norm(np.asarray(v, float)[0], axis=-1).sum(0)[1 : n - recent]
+        want = np.sort(np.argsort(size)[:m] + 1)
+        np.testing.assert_array_equal(layer.recent.pos[0, : m + 1], [0, *want])
+        np.testing.assert_allclose(layer.recent.v[0][:, 1 : m + 1], np.asarray(v)[0][:, want], atol=1e-5)
+    assert (cache.kept() == n).all()
+
+
 @pytest.mark.parametrize("text", ["streaming(budget=40) | int4", "full", "snapkv(budget=40)"])
 def test_there_are_no_sinks_where_nothing_is_lost_or_keys_move(text: str):
     assert parse(text).num_sinks == 0

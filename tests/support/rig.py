@@ -166,9 +166,9 @@ class Case:
 
     @property
     def sinks(self) -> int:
-        """First tokens that stay exact: one where codes lose anything, or as many as the text says."""
+        """One first token where codes lose anything, or as many as the text says, and the 3 of kvsink."""
         said = re.search(r"sinks=(\d+)", self.text) if self.text.startswith(("rotatekv", "kvtc", "kvquant")) else None
-        return int(said[1]) if said else int(self.slot.lossy)
+        return (int(said[1]) if said else int(self.slot.lossy)) + 3 * ("kvsink" in self.text)
 
     @property
     def exact(self) -> int:
@@ -378,6 +378,10 @@ OWN: dict[str, tuple[Case, ...]] = {
     "duoattention": (Case(f"duoattention(local={{b}}, heads={DUO!r})", whole=1),),
     "think": (Case(f"think(share=0.5, recent=16, queries={QUERIES!r})", slot=THIN),),
     "coded": (Case("full | coded"), Case("knorm(budget={b}) | coded")),
+    "kvsink": (
+        Case("int4 | kvsink(tokens=3)", slot=INT4),
+        Case("snapkv(budget={b}, window=8) | kivi(recent=8, group=16) | kvsink(tokens=3)", slot=KIVI),
+    ),
     "append": (Case("snapkv(budget={b}, window=8) | append"),),
 }
 

@@ -17,8 +17,11 @@ END = jnp.iinfo(jnp.int32).max
 
 def passing(ev: Evidence) -> Array:
     """Positions i32[B,W] of the window, without its sinks once the tokens behind them have left it: -1."""
-    pos, sinks = ev.window.pos, ev.plan.sinks
-    return jnp.where((pos < sinks) & ~(pos == sinks).any(1, keepdims=True), -1, pos)
+    pos, n = ev.window.pos, ev.plan.sinks
+    if not (ev.tiers and n):
+        return pos
+    gap = pos[:, n : n + 1] != pos[:, n - 1 : n] + 1
+    return jnp.where((jnp.arange(pos.shape[1]) < n) & gap, -1, pos)
 
 
 def blocked(pos: Array, width: int, first: int) -> tuple[Array, Array, Array]:

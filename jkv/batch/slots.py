@@ -178,9 +178,9 @@ class Slots:
         tokenizer, stop = self.params.tokenizer, request.settings.stop
         over = tokens[-1] in self.stop_ids
         if stop and not over:
-            text = tokenizer.decode(tokens)
+            text = tokenizer.decode(tokens, stop)
             over = any(s in text for s in stop)
         if not over and len(tokens) < request.new:
             return None
-        text = None if tokenizer is None else cut(tokenizer.decode(tokens), stop)
+        text = None if tokenizer is None else cut(tokenizer.decode(tokens, stop), stop)
         return Answer(request=request, tokens=tokens, text=text, end="stop" if over else "length")

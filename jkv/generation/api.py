@@ -163,7 +163,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
 def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
     run = Generation(params, given, rows, single)
-    text, done = params.tokenizer.stream(), 0
+    text, done = params.tokenizer.stream(run.stop), 0
     held = ""
     for tokens in chain([run.first()], run.blocks()):
         held += "".join(text.push(t) for t in tokens[0][done:])

@@ -185,7 +185,7 @@ class Generation:
     def _end_rows(self, tokens: list[list[int]]) -> None:
         over = np.zeros(len(tokens), bool)
         if self.stop:
-            over |= [any(s in self.params.tokenizer.decode(t) for s in self.stop) for t in tokens]
+            over |= [any(s in self.params.tokenizer.decode(t, self.stop) for s in self.stop) for t in tokens]
         if self.until:
             ends = np.asarray(self.until(self.state.cache, self.state.logits, tokens))
             if ends.shape not in ((), over.shape):
@@ -242,7 +242,7 @@ class Generation:
         )
         text = [""] * len(tokens)
         if self.params.tokenizer is not None:
-            text = [cut(self.params.tokenizer.decode(t), self.stop) for t in tokens]
+            text = [cut(self.params.tokenizer.decode(t, self.stop), self.stop) for t in tokens]
         one = self.single
         return Result(
             text=text[0] if one else text,

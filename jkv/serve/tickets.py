@@ -117,7 +117,7 @@ class Ticket:
         self.drafted: Counter[str] | None = None  # of its batch while it runs
 
     def begin(self, params: Params) -> None:
-        self.text = None if params.tokenizer is None else params.tokenizer.stream()
+        self.text = None if params.tokenizer is None else params.tokenizer.stream(self.request.settings.stop)
 
     def take(self, ids: list[int], told: list[Token], stop_ids: tuple[int, ...]) -> str | None:
         """Tell the new tokens; why the row ends with them, None: it goes on."""

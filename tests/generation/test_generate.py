@@ -123,10 +123,10 @@ class Letters:
 
     eos_ids = ()
 
-    def decode(self, ids):
+    def decode(self, ids, stop=()):
         return "".join(map(self.push, ids))
 
-    def stream(self):
+    def stream(self, stop=()):
         return self
 
     def push(self, token):

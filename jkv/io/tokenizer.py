@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,7 @@ class Chat(str):
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with the model's begin/end ids and chat template.
-
-    options: what every chat tells the template, such as {"enable_thinking": False}, unless it says otherwise itself.
-    """
+    """A `tokenizers.Tokenizer` with the model's begin/end ids and chat template."""
 
     def __init__(
         self,
@@ -164,6 +162,12 @@ class Tokenizer:
         if fixed:
             raise ValueError(f"{fixed[0]} is the tokenizer's own; it is no option of a chat template")
         return Chat(render(self.template, names | options))
+
+    def tell(self, **options: Any) -> Tokenizer:
+        """The same tokenizer, whose template is told these options in every chat that does not say otherwise."""
+        made = copy(self)
+        made.options = {**self.options, **options}
+        return made
 
     def saved(self) -> tuple[str, dict[str, str]]:
         """What tokenizer.json holds of it, and what tokenizer_config.json does: its begin, its end and its template.

@@ -124,8 +124,7 @@ def test_a_chat_has_the_tokens_of_transformers(tokenizer):
     body = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls | default('') }}{% endfor %}{{ think }}"
     for head in ("", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"):
         theirs = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=begin, chat_template=head + body)
-        own = Tokenizer(core, bos_id=0, add_bos=True, template=head + body)
-        own.options = {"think": 1}
+        own = Tokenizer(core, bos_id=0, add_bos=True, template=head + body).tell(think=1)
         want = theirs.apply_chat_template(messages, think=1, return_dict=False, add_generation_prompt=True)
         assert own.encode(own.chat(messages)) == want
         assert own.encode(own.chat(messages) + "hello") == want + own.within("hello")

@@ -142,6 +142,10 @@ def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
     stop = text[6:8]
     cut = client.chat.completions.create(**asked | dict(stop=stop))
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    tokens = jkv.generate(PARAMS, "full", prompt, max_new_tokens=22, stop=[stop]).tokens
+    assert cut.usage.completion_tokens == cut.choices[0].receipt["tokens_seen"] - len(prompt) == len(tokens) < 22
+    logs = client.chat.completions.create(**asked | dict(stop=stop, logprobs=True)).choices[0].logprobs.content
+    assert [x.token for x in logs] == [PARAMS.tokenizer.decode([t]) for t in tokens]
 
 
 def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):

@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 import difflib
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jkv.host.texts import check_unicode
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LINE = ("custom_id", "method", "url", "body")
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "n")  # of one name in both
-NOTHING = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-LENGTHS = ("max_tokens", "max_completion_tokens")
-# What is taken with the value that changes nothing, or null.
+LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing by jkv's name and OpenAI's two
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "n", *LENGTHS[1:])
+TEMPLATE = "chat_template_kwargs"  # what a chat template is told, as other servers call it
+NOTHING = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "request_id", "priority",
+)  # fmt: skip
+# What is taken with a value that changes nothing, beside null.
 ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),
-    "stream_options": (),
+    "stream_options": ({}, {"include_usage": False}),
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "logit_bias": ({},),
+    "length_penalty": (1,),
+    "logit_bias": ({}, []),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
 }
+HINTS = {"reasoning_effort": f"; a template that reads it takes it from {TEMPLATE}"}
+EXACT = 1 << 53  # whole numbers up to here are themselves as floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +92,7 @@ class Plain:
         return row.get("id")
 
     def own(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        return row
+        return asking(row)
 
     def answer(self, x: Answered) -> dict[str, Any]:
         each = [({} if text is None else {"text": text}) | {"end": end} for text, end in x.choices]
@@ -107,7 +127,7 @@ class Call:
             raise ValueError(f"{row.get('method')} {row.get('url')}: POST {CHAT} and POST {TEXT} are answered")
         if not isinstance(row.get("body"), dict):
             raise ValueError("body is an object, with model and messages or prompt")
-        return {"id": row["custom_id"], **own(self.url, row["body"])}
+        return own(self.url, row["body"])
 
     def answer(self, x: Answered) -> dict[str, Any]:
         chat = self.url == CHAT
@@ -156,29 +176,45 @@ def form_of(row: Mapping[str, Any]) -> Form:
     return Call(str(row.get("url")), model if isinstance(model, str) else None)
 
 
+def asking(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that ask for something: null is nothing, and so is an empty stop; JSON's 1.0 is 1.
+
+    Raises ValueError for text that is no Unicode.
+
+    >>> asking({"n": 1.0, "seed": None, "stop": "", "temperature": 0.5})
+    {'n': 1, 'temperature': 0.5}
+    """
+    check_unicode("", row)
+    out = {name: x for name, x in row.items() if x is not None and (name, x) != ("stop", "")}
+    whole = {name: int(x) for name, x in out.items() if type(x) is float and x.is_integer() and abs(x) <= EXACT}
+    return out | whole
+
+
 def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str, Any]:
-    """What a body of OpenAI's asks for, in jkv's words; does: fields that the caller answers to itself.
+    """What a body of OpenAI's asks for, as a row of jkv; does: fields that the caller answers to itself.
 
     Raises ValueError for a field that nobody here knows, and for one that asks for what nobody here does.
 
-    >>> own(TEXT, {"model": "m", "prompt": "Tides", "max_tokens": 4, "presence_penalty": 0})
-    {'prompt': 'Tides', 'max_new_tokens': 4}
+    >>> own(TEXT, {"model": "m", "prompt": "Tides", "max_tokens": 4, "presence_penalty": 0.0})
+    {'prompt': 'Tides', 'max_tokens': 4}
     """
-    prompt = "messages" if url == CHAT else "prompt"
-    _known("body", body, (prompt, *SETTINGS, *NOTHING, *LENGTHS, *ONLY, *does))
+    body, chat = asking(body), url == CHAT
+    prompt = "messages" if chat else "prompt"
+    settings = (*SETTINGS, TEMPLATE) if chat else SETTINGS
+    _known("body", body, (prompt, *settings, *NOTHING, *ONLY, *does))
     for name, allowed in ONLY.items():
-        x = None if name in does else body.get(name)
-        if x is not None and not any(x == y and type(x) is type(y) for y in allowed):
-            raise ValueError(f"{name}={x!r}: {' or '.join(map(repr, allowed)) or 'null'} only, or left out")
-    if body.get(prompt) is None:
+        if name in body and name not in does and not any(_same(body[name], x) for x in allowed):
+            fits = " or ".join(map(repr, allowed)) or "null"
+            raise ValueError(f"{name}={body[name]!r}: {fits} only, or left out{HINTS.get(name, '')}")
+    if prompt not in body:
         raise ValueError(f"body has no {prompt}")
-    asked = _messages(body[prompt]) if url == CHAT else _prompt(body[prompt])
-    lengths = {body[name] for name in LENGTHS if isinstance(body.get(name), int)}
-    if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(LENGTHS)} differ: give one")
-    most = next((body[name] for name in LENGTHS if body.get(name) is not None), None)
-    settings = {name: body[name] for name in SETTINGS if body.get(name) is not None}
-    return {**asked, **settings, **({} if most is None else {"max_new_tokens": most})}
+    asked = _messages(body[prompt]) if chat else _prompt(body[prompt])
+    return asked | {name: body[name] for name in settings if name in body}
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Equal in JSON, where true is not 1."""
+    return x == y and isinstance(x, bool) == isinstance(y, bool)
 
 
 def _known(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -191,10 +227,28 @@ def _known(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def _messages(x: Any) -> dict[str, Any]:
-    """Messages whose contents are texts; the texts of a content in parts are joined by newlines."""
+    """Messages as templates take them: the texts of a content in parts are joined by newlines, the arguments of a call
+    are an object, and a list of no calls is none."""
     if not isinstance(x, list) or not all(isinstance(m, dict) for m in x):
         raise ValueError('messages must be a list of {"role", "content"}')
-    return {"messages": [m | {"content": _text(m.get("content"))} for m in x]}
+    return {"messages": [_message(m) for m in x]}
+
+
+def _message(m: dict[str, Any]) -> dict[str, Any]:
+    calls = m.get("tool_calls")
+    if isinstance(calls, list):
+        calls = [_call(call) for call in calls] or None
+    return m | {"content": _text(m.get("content")), **({"tool_calls": calls} if "tool_calls" in m else {})}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
+    except ValueError as error:
+        raise ValueError(f"the arguments of a call are no JSON ({error}): {function['arguments'][:80]!r}") from None
 
 
 def _text(content: Any) -> Any:

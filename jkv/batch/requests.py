@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jkv.batch import MOST_NEW
-from jkv.batch.forms import PLAIN, Form, form_of
+from jkv.batch.forms import LENGTHS, PLAIN, TEMPLATE, Form, form_of
 from jkv.core import sampling
 from jkv.generation.prompts import check_length, encode_row
 from jkv.host.failures import said, survivable
@@ -36,9 +36,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     "repetition_penalty": (int, float),
     "seed": (int,),
     "n": (int,),
-    "max_new_tokens": (int,),
     "stop": (str, list),
 }
+EVERY = (*KINDS, *LENGTHS, TEMPLATE)  # settings that a row may have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Request:
         """Where the row has one, samples have seed, seed + 1, ..., as in `jkv.generate`; else no two of a job agree."""
         if self.settings.seed is None:
             return (self.line + (self.sample << 20)) % (1 << 32)
-        return (self.settings.seed + self.sample) % (1 << 32)
+        return (sampling.fold(self.settings.seed) + self.sample) % (1 << 32)
 
     @property
     def part(self) -> tuple[int, int]:
@@ -138,12 +138,11 @@ class Limits:
     def characters(self) -> float:
         return self.tokens * self.longest
 
-    def check(self, asked: int) -> None:
-        """Raises ValueError for more new tokens."""
+    def check(self, asked: int, name: str = LENGTHS[0]) -> None:
+        """Raises ValueError for more new tokens, which the caller asks for by this name."""
         if asked > self.new:
             raise ValueError(
-                f"max_new_tokens={asked}: at most {self.new:,} with a cache that has no limit of its own; ask for "
-                "fewer, or raise --new-tokens-limit"
+                f"{name}={asked}: at most {self.new:,} are generated here; ask for fewer, or raise --new-tokens-limit"
             )
 
 
@@ -176,7 +175,7 @@ def read(
             name = form.name(row)
             if name is not None and (first := ids.setdefault(json.dumps(name), line)) != line:
                 raise ValueError(f"id {name!r} is that of line {first} too: give each row its own, or none")
-            out = replace(request(line, form.own(row), params, config, defaults, limit), form=form)
+            out = replace(request(line, form.own(row), params, config, defaults, limit), id=name, form=form)
         except BaseException as error:
             if not survivable(error):
                 raise
@@ -219,7 +218,7 @@ def request(
     limit: Limits,
 ) -> Request:
     """One row of the input; ValueError names what is wrong with it."""
-    known = ("id", *PROMPTS, *KINDS)
+    known = ("id", *PROMPTS, *EVERY)
     for name in row:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -232,54 +231,81 @@ def request(
         raise ValueError(
             f"give exactly one of prompt (text), messages and tokens (ids); got {', '.join(given) or 'none'}"
         )
-    settings = _settings(row, params, defaults)
-    limit.check(settings.max_new_tokens)
-    prompt = _prompt(given[0], row[given[0]])
-    count = {"prompt": len, "messages": lambda x: sum(len(m["content"]) for m in x), "tokens": lambda _: 0}[given[0]]
-    if (n := count(prompt)) > limit.characters:
+    length = _length(row)
+    settings = _settings(row, length, params, defaults)
+    limit.check(settings.max_new_tokens, length)
+    prompt, options = _prompt(given[0], row[given[0]]), row.get(TEMPLATE, {})
+    if not isinstance(options, dict):
+        raise ValueError(f"{TEMPLATE} must be an object, such as {{'enable_thinking': false}}")
+    if (n := _characters(given[0], prompt)) > limit.characters:
         raise ValueError(
             f"the text has {n:,} characters: {limit.tokens:,} tokens are read at most, and hold {limit.characters:,}; "
             "shorten it"
         )
-    tokens = encode_row(params, prompt)
+    tokens = encode_row(params, prompt, options=options)
     check_length(config, params.config, len(tokens), settings.max_new_tokens)
-    return Request(line=line, id=row.get("id"), tokens=np.array(tokens, np.int32), settings=settings)
+    return Request(line=line, id=None, tokens=np.array(tokens, np.int32), settings=settings)
 
 
 def _prompt(kind: str, x: Any) -> Any:
     fits = {
         "prompt": isinstance(x, str),
-        "messages": isinstance(x, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in x),
+        "messages": isinstance(x, list),
         "tokens": isinstance(x, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in x),
     }
     if not fits[kind]:
         wanted = {"prompt": "a text", "messages": 'a list of {"role", "content"}', "tokens": "a list of token ids"}
         raise ValueError(f"{kind} must be {wanted[kind]}")
+    for i, message in enumerate(x if kind == "messages" else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'messages[{i}] must be {{"role", "content"}}')
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ValueError(f"messages[{i}].content must be a text")
     return x
 
 
-def _settings(row: Mapping[str, Any], params: Params, defaults: Settings) -> Settings:
-    """The row's own settings over the job's, checked."""
-    own = {name: row[name] for name in KINDS if row.get(name) is not None}
+def _characters(kind: str, prompt: Any) -> int:
+    """Of what the tokenizer is to read, at least."""
+    if kind == "messages":
+        return sum(len(m.get("content") or "") for m in prompt)
+    return len(prompt) if kind == "prompt" else 0
+
+
+def _length(row: Mapping[str, Any]) -> str:
+    """The name by which a row says how many tokens it asks for; ValueError if it says two numbers."""
+    given = [name for name in LENGTHS if row.get(name) is not None] or [LENGTHS[0]]
+    if any(row.get(name) != row.get(given[0]) for name in given):
+        raise ValueError(f"{' and '.join(given)} differ: give one")
+    return given[0]
+
+
+def _settings(row: Mapping[str, Any], length: str, params: Params, defaults: Settings) -> Settings:
+    """The row's own settings over the job's, checked; length: its name of `max_new_tokens`."""
+    kinds = KINDS | {length: (int,)}
+    own = {name: row[name] for name in kinds if row.get(name) is not None}
     for name, x in own.items():
-        if not isinstance(x, KINDS[name]) or isinstance(x, bool):
-            raise ValueError(f"{name}={x!r}: give {' or '.join(k.__name__ for k in KINDS[name])}")
-        if isinstance(x, int) and abs(x) >= 1 << 62:
+        if not isinstance(x, kinds[name]) or isinstance(x, bool):
+            raise ValueError(f"{name}={x!r}: give {' or '.join(k.__name__ for k in kinds[name])}")
+        if isinstance(x, int) and abs(x) > 1 << 64:
             raise ValueError(f"{name} is out of all range")
     if "stop" in own:
         own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
-    return checked(replace(defaults, **own), params)
+    if length in own:
+        own[LENGTHS[0]] = own.pop(length)
+    return checked(replace(defaults, **own), params, length)
 
 
-def checked(settings: Settings, params: Params) -> Settings:
-    """The same settings; ValueError for one that is out of range."""
+def checked(settings: Settings, params: Params, length: str = LENGTHS[0]) -> Settings:
+    """The same settings; ValueError for one that is out of range. length: the caller's name of `max_new_tokens`."""
     sampling.check(1, **settings.draws)
     if not 1 <= settings.n <= MOST_SAMPLES:
         raise ValueError(f"n={settings.n}: ask for 1 to {MOST_SAMPLES} answers to a prompt")
     if settings.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={settings.max_new_tokens}: ask for at least one")
-    if settings.seed is not None and not 0 <= settings.seed < 1 << 32:
-        raise ValueError(f"seed={settings.seed}: give 0 to {(1 << 32) - 1}")
+        raise ValueError(f"{length}={settings.max_new_tokens}: ask for at least one")
+    least, most = sampling.SEEDS
+    if settings.seed is not None and not least <= settings.seed <= most:
+        raise ValueError(f"seed={settings.seed}: give a whole number of 64 bits")
     if not all(isinstance(s, str) and s for s in settings.stop):
         raise ValueError(f"stop={list(settings.stop)!r}: give texts, none of them empty")
     if settings.stop and params.tokenizer is None:

@@ -19,7 +19,7 @@ from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
 from jkv.generation.pace import Pace
 from jkv.generation.prompts import stop_ids_of
-from jkv.generation.stops import cut
+from jkv.generation.stops import Transcript, cut
 from jkv.generation.trial import Trial
 from jkv.host.failures import said, survivable
 from jkv.memory.cache import Decoding, Tier
@@ -48,6 +48,7 @@ class Slots:
         self.stop_ids = stop_ids_of(params)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
         self.state = maker(shapes.state, cost)()
+        self.transcripts: list[Transcript | None] = [None] * shapes.rows
         self.of = [-1] * shapes.rows  # the beginning that each row shares, of those that are held
         self.newest = -1
         self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
@@ -100,6 +101,7 @@ class Slots:
         self.state = self.cost.run(admit, self.state, rows, filled.logits, used, slots)
         for slot, row, tokens in zip(free, filled.rows, drawn, strict=True):
             self.slots[slot], self.of[slot] = (row, tokens), self.newest
+            self.transcripts[slot] = Transcript(self.params.tokenizer, row.settings.stop)
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(
@@ -109,13 +111,17 @@ class Slots:
     def block(self) -> list[Answer | Refused]:
         """A stride of tokens for every row, or fewer if all rows end within it; the rows that ended."""
         ended = []
-        for slot, request, tokens, _ in self.advance():
-            answer = self.ended(request, tokens)
+        for slot, request, *_ in self.advance():
+            answer = self.ended(slot, request)
             if answer is not None:
                 ended.append(answer)
-                self.tell(slot, request)
-                self.slots[slot] = None
+                self.free(slot, request)
         return ended
+
+    def free(self, slot: int, request: Request) -> None:
+        """The slot of a row that has ended."""
+        self.tell(slot, request)
+        self.slots[slot] = None
 
     @property
     def texts(self) -> list[list[int]]:
@@ -163,24 +169,26 @@ class Slots:
         self.drafted.update(passes=run.passes + run.steps, drafted=run.drafted, taken=run.taken)
         return run.state
 
-    def ended(self, request: Request, tokens: list[int]) -> Answer | Refused | None:
-        """The answer of a row, if these tokens end it, or the error of one whose tokens make no text."""
+    def ended(self, slot: int, request: Request) -> Answer | Refused | None:
+        """The answer of a row, if its tokens end it, or the error of one whose tokens make no text."""
         try:
-            return self.answer(request, tokens)
+            return self.answer(slot)
         except BaseException as error:
             if not survivable(error):
                 raise
             return failed(request, said(error))
 
-    def answer(self, request: Request, tokens: list[int]) -> Answer | None:
+    def answer(self, slot: int) -> Answer | None:
+        row, transcript = self.slots[slot], self.transcripts[slot]
+        assert row is not None and transcript is not None
+        request, tokens = row
         if why := lost.said(self.params, tokens):
             raise ValueError(why)
         tokenizer, stop = self.params.tokenizer, request.settings.stop
-        over = tokens[-1] in self.stop_ids
-        if stop and not over:
-            text = tokenizer.decode(tokens)
-            over = any(s in text for s in stop)
+        if stop:
+            tokens[:] = transcript.cut(tokens)
+        over = transcript.over or tokens[-1] in self.stop_ids
         if not over and len(tokens) < request.new:
             return None
-        text = None if tokenizer is None else cut(tokenizer.decode(tokens), stop)
+        text = None if tokenizer is None else cut(tokenizer.decode(tokens, stop), stop)
         return Answer(request=request, tokens=tokens, text=text, end="stop" if over else "length")

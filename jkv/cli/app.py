@@ -24,7 +24,7 @@ from jkv.cli import plan as aot_cli
 from jkv.cli import serve as serve_cli
 from jkv.cli import stages as stages_cli
 from jkv.cli.calibrate import calibrate
-from jkv.cli.options import MODEL, Chunk, Drawing, Dtype, Mesh, Model, PrefillDtype, Stored, Weights, flat
+from jkv.cli.options import MODEL, ChatOptions, Chunk, Drawing, Dtype, Mesh, Model, PrefillDtype, Stored, Weights, flat
 from jkv.cli.train import train
 from jkv.host import console
 from jkv.host.console import status
@@ -135,7 +135,7 @@ def read_prompt(text: str | None, file: str | None) -> str:
     if file is not None:
         try:
             raw = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-            parts.append(raw.decode("utf-8"))
+            parts.append(raw.decode("utf-8-sig"))
         except UnicodeDecodeError:
             raise ValueError(f"{file} is not UTF-8 text: give a text file, or convert it (iconv -t UTF-8)") from None
         except OSError as error:
@@ -207,6 +207,7 @@ def generate(
     compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
     stored: Stored = Stored(),
     chat: Chat = None,
+    chat_options: ChatOptions = ChatOptions(),
     file: File = None,
     dtype: Dtype = None,
     weights: Weights = None,
@@ -217,6 +218,7 @@ def generate(
     """Generate text to stdout as it comes, then the cache's receipt to stderr."""
     text, store = read_prompt(prompt, file), stored.open()
     params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
+    params = chat_options.give(params)
     options: dict[str, Any] = dict(
         **vars(drawing),
         max_new_tokens=max_new_tokens,

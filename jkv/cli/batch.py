@@ -9,7 +9,7 @@ import typer
 
 from jkv.batch import MOST_NEW
 from jkv.batch.signals import stoppable
-from jkv.cli.options import MODEL, Drawing, Dtype, Model, Stored, Weights, flat
+from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, Stored, Weights, flat
 from jkv.host import console
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def batch(
         typer.Option(help="Processes that prefill and that decode, such as prefill=1,decode=1. Default: one for both."),
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
+    chat_options: ChatOptions = ChatOptions(),
     stored: Stored = Stored(),
     dtype: Dtype = None,
     weights: Weights = None,
@@ -77,7 +78,20 @@ def batch(
                 batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open(), draft=draft
             )
             report = start(
-                source, out, model, cache, mesh, settings, dtype, weights, hosts, stages, stopped, tell, options
+                source,
+                out,
+                model,
+                cache,
+                mesh,
+                settings,
+                chat_options,
+                dtype,
+                weights,
+                hosts,
+                stages,
+                stopped,
+                tell,
+                options,
             )
         print(report)
     if report.code:
@@ -100,6 +114,7 @@ def start(
     cache: str,
     mesh: str | None,
     settings: Settings,
+    chat_options: ChatOptions,
     dtype: str | None,
     weights: str | None,
     hosts: str | None,
@@ -125,7 +140,7 @@ def start(
     if hosts is not None:
         join(hosts)
     load = partial(loading.load, model, dtype, mesh, weights)
-    params = load()
+    params = chat_options.give(load())
     over, shares = sharding.over(params), workers is None
     job = Job(
         source=asked, out=answers, params=params, config=config, defaults=settings, over=over, shares=shares, **options

@@ -5,8 +5,9 @@ A command names such a dataclass as the type of a parameter; `flat` makes an opt
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -67,6 +68,37 @@ class Stored:
                 raise ValueError("--store-bytes, --store-evict and --store-codec are of a folder: give --store too")
             return None
         return Store(self.store, self.store_bytes, self.store_evict, codec=self.store_codec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What the model's template is told in every chat."""
+
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="What the chat template is told, such as '{\"enable_thinking\": false}'."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        self._read()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            options = json.loads(self.chat_template_kwargs or "{}")
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            raise ValueError(f"--chat-template-kwargs {self.chat_template_kwargs}: give a JSON object")
+        return options
+
+    def give(self, params: Any) -> Any:
+        """The same model, whose template is told so. ValueError for one that has none."""
+        options = self._read()
+        if not options:
+            return params
+        if params.tokenizer is None or params.tokenizer.template is None:
+            raise ValueError("--chat-template-kwargs: this model has no chat template; leave it out")
+        return replace(params, tokenizer=params.tokenizer.tell(**options))
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:

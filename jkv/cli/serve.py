@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jkv.cli.options import MODEL, Dtype, Model, PrefillDtype, Stored, Weights, flat
+from jkv.cli.options import MODEL, ChatOptions, Dtype, Model, PrefillDtype, Stored, Weights, flat
 from jkv.host.console import status
 from jkv.host.extras import install
 
@@ -26,8 +26,14 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: --model.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a running batch.")] = 8,
-    prompt_tokens_limit: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 2048,
-    new_tokens_limit: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    prompt_tokens_limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest prompt, in tokens. Default: 2048, or what the context takes."),
+    ] = None,
+    new_tokens_limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest answer, in tokens. Default: 512, or what the context takes."),
+    ] = None,
     caches: Annotated[int, typer.Option(min=1, help="Caches that have a running batch at once.")] = 4,
     queue: Annotated[int, typer.Option(min=1, help="Rows that may wait; more get status 429.")] = 64,
     token_file: Annotated[
@@ -35,6 +41,7 @@ def serve(
     ] = None,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that calls may take after SIGTERM.")] = 30,
     draft: Annotated[str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle.")] = None,
+    chat_options: ChatOptions = ChatOptions(),
     stored: Stored = Stored(),
     dtype: Dtype = None,
     weights: Weights = None,
@@ -55,9 +62,10 @@ def serve(
     from jkv.serve.app import Access
     from jkv.serve.maker import Limits
 
-    limits = Limits(rows=rows, prompt=prompt_tokens_limit, new=new_tokens_limit, caches=caches, queue=queue)
     with status("loading"):
-        params = loading.load(model, dtype, None, weights, prefill_dtype)
+        params = chat_options.give(loading.load(model, dtype, None, weights, prefill_dtype))
+    sizes = prompt_tokens_limit, new_tokens_limit
+    limits = Limits.of(params.config.context, *sizes, rows=rows, caches=caches, queue=queue)
     run(params, name or model, given, limits, Access(token=token), host, port, grace, store, draft)
 
 
@@ -67,7 +75,7 @@ def read_token(path: Path | None) -> str:
         token = os.environ.get(TOKEN, "")
         return token if not token else _checked(token, TOKEN)
     try:
-        text = path.expanduser().read_text("utf-8")
+        text = path.expanduser().read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path} ({error}): give a text file with the token in it") from error
     return _checked(text.strip(), str(path))

@@ -326,7 +326,8 @@ def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop
         out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(alive, token, -1)[:, None], count, 1)
         if used is not None:
             used = used.at[jnp.arange(token.shape[0]), token].max(alive)
-        moving, logits = _advance(params, plan, read, moving, token, alive)
+        moving, found = _advance(params, plan, read, moving, token, alive)
+        logits = jnp.where(alive[:, None], found, logits)  # a row that has ended keeps its own
         alive = alive & ~(token[:, None] == sampling.stop_ids[None]).any(-1)
         return moving, logits, alive, used, out, count + 1, trace
 
@@ -377,12 +378,13 @@ def seated(state: Decoding, rows: Cache, logits: Array, used: Array | None, slot
 
 @program(arguments=(None, ANY, None), results=(ANY, None))
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
-    """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next."""
+    """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next (NaN: it paused)."""
     due, plan = cache.fill >= cache.room, views(cache)
     cache = flush_due(cache)
     cache = replace(cache, states=entered(params, cache.states, due))
-    moving, logits = _advance(params, plan, cache, _split(cache, plan), jnp.maximum(token, 0), token >= 0)
-    return _join_cache(cache, plan, moving), logits
+    alive = token >= 0
+    moving, logits = _advance(params, plan, cache, _split(cache, plan), jnp.maximum(token, 0), alive)
+    return _join_cache(cache, plan, moving), jnp.where(alive[:, None], logits, jnp.nan)
 
 
 @program(arguments=(None, None, ANY, None), results=(ANY, None), donate_argnames=("cache",))

@@ -13,6 +13,7 @@ from jax import Array
 from jkv.arrays.tree import static, value
 from jkv.host.arguments import numbers
 
+SEEDS = -(1 << 63), (1 << 64) - 1  # the least and the largest, as other servers take them
 LOST = -2  # the token of a row whose logits have a NaN: nothing can be drawn, and the row ends
 _BITS_OF_INF = 0x7F800000  # of all float32 from 0 to inf, the last
 
@@ -66,8 +67,8 @@ def check(
     largest = float(np.finfo(np.float32).max)
     tiny = float(np.nextafter(0, 1))
     heat = _per_row(rows, "temperature", temperature, "0 (greedy) or more", False, 0, largest)
-    first = _per_row(rows, "top_k", top_k, "0 (off) or more, a whole number", True, 0, (1 << 31) - 1)
-    mass = _per_row(rows, "top_p", top_p, "above 0, at most 1", False, tiny, 1)
+    first = _per_row(rows, "top_k", top_k, "0 or -1 (off) or more, a whole number", True, -1, (1 << 31) - 1)
+    mass = _per_row(rows, "top_p", top_p, "0 (the most probable alone) to 1 (off)", False, 0, 1)
     least = _per_row(rows, "min_p", min_p, "0 (off) or more, below 1", False, 0, float(np.nextafter(1, 0)))
     penalty = _per_row(rows, "repetition_penalty", repetition_penalty, "above 0; 1 is off", False, tiny, largest)
     return heat, first, mass, least, penalty
@@ -81,7 +82,7 @@ def _per_row(rows: int, name: str, x: Any, want: str, whole: bool, least: float,
 
 
 def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int], **settings: Any) -> Sampling:
-    """Settings of `check` for `rows` rows, each one for all or one a row; top_k 0 and top_p 1 are off.
+    """Settings of `check` for `rows` rows, each one for all or one a row; top_k 0 or -1 and top_p 1 are off.
 
     Temperature 0 is greedy, and the other settings are off then. Raises ValueError for a setting out of range, naming
     it.
@@ -101,6 +102,15 @@ def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int]
         stop_ids=jnp.asarray((*stop_ids, LOST), jnp.int32),
         greedy=bool(greedy.all()),
     )
+
+
+def fold(seed: Any) -> Any:
+    """A seed of 64 bits, or an array of them, as one of 32 bits, which stays what it is.
+
+    >>> fold(7), fold(7 + (1 << 40)) != 7, 0 <= fold(-1) < 1 << 32
+    (7, True, True)
+    """
+    return (seed % (1 << 32) + (seed >> 32) * 0x9E3779B1) % (1 << 32)
 
 
 def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array:

@@ -218,7 +218,7 @@ def _file(name: str) -> str:
     if path.suffix == ".npz" and path.exists():
         raise ValueError(f"{name} holds tokens, not text; read it by corpora.tokens")
     try:
-        found = path.read_text("utf-8")
+        found = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not UTF-8 text: give a text file, or convert it (iconv -t UTF-8)") from None
     except FileNotFoundError:

@@ -23,6 +23,7 @@ from jkv.eval.experiments import Say, Setting
 from jkv.eval.results import Results
 from jkv.eval.task import Example, string_match_all, string_match_part
 from jkv.host.extras import install
+from jkv.io.tokenizer import Chat
 from jkv.methods.text import parse
 from jkv.models import Params
 
@@ -80,7 +81,7 @@ class Asked:
         if tokenizer.template is not None:
             mark = "#" * (len(self.context) + 10)
             said = [{"role": "user", "content": self.context + mark}]
-            head, after = tokenizer.chat(said, enable_thinking=False).split(mark)
+            head, after = map(Chat, tokenizer.chat(said, enable_thinking=False).split(mark))
         rest = tokenizer.within(self.question + after + self.answer_prefix)
         return tokenizer.encode(head)[:length], rest
 
@@ -117,7 +118,7 @@ def _rows(file: Path) -> Iterable[Any]:
         except ImportError as error:
             raise ValueError(f"{file}: Parquet needs the package datasets; {install('datasets')}") from error
         return parquet.read_table(file).to_pylist()
-    text = file.read_text("utf-8")
+    text = file.read_text("utf-8-sig")
     if file.suffix == ".csv":
         csv.field_size_limit(sys.maxsize)
         return csv.DictReader(text.splitlines(keepends=True))

@@ -97,13 +97,15 @@ class Backend:
         return [(sum(p), greedy) for p, greedy in self._answered(pairs)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts in nats: windows of the model's context, which only the first token precedes."""
-        pairs, whose, most = [], [], self.params.config.context - 1
+        """log p of whole texts in nats, in windows of the model's context: the first follows the token of an empty
+        context, each later one the tokens before it, as many as there is room for."""
+        pairs, whose, most = [], [], self.params.config.context
         for i, request in enumerate(requests):
             ids = self.params.tokenizer.within(request.args[0])
             for at in range(0, len(ids), most):
-                before = ids[at - 1] if at else self.start
-                pairs.append((Context((before,), (), str(request.task_name)), ids[at : at + most]))
+                window = ids[at : at + most]
+                before = ids[at + len(window) - most - 1 : at] if at else [self.start]
+                pairs.append((Context(tuple(before), (), str(request.task_name)), window))
                 whose.append(i)
         out = [0.0] * len(requests)
         for i, (p, _) in zip(whose, self._answered(pairs), strict=True):
@@ -139,15 +141,18 @@ class Backend:
         return out
 
     def _pair(self, context: str, continuation: str, task: str) -> tuple[Context, list[int]]:
-        """Token ids of both, as the harness's other models cut them: spaces at the border are the continuation's."""
+        """Token ids of both, as the harness's other models cut them: spaces at the border are the continuation's, which
+        is cut by itself where one token spans the border. ValueError for one that has no token."""
         bare = context.rstrip()
+        after = context[len(bare) :] + continuation
+        own = self.params.tokenizer.within(after)
+        if not own:
+            raise ValueError(f"{task}: the continuation {continuation!r} has no token, so there is nothing to score")
         if not bare:
-            return Context((self.start,), (), task), self.params.tokenizer.within(context + continuation)
-        whole, before = self.tokens(context + continuation), len(self.tokens(bare))
+            begun = len(own) > 1 and own[0] == self.start
+            return Context((self.start,), (), task), own[begun:]
         made = self._context(bare, task)
-        if not made.later:
-            made = Context(tuple(whole[:before]), (), task)
-        return made, whole[before:]
+        return made, self.tokens(context + continuation)[len(made.ids) + len(made.later) :] or own
 
     def _context(self, text: str, task: str) -> Context:
         if self.question == "seen":
@@ -177,7 +182,7 @@ class Backend:
     def _read(self, contexts: list[Context], room: int, answers: Sequence[int]) -> tuple[Cache, Array]:
         """The cache after contexts, and not after what is read later."""
         later = max(len(c.later) for c in contexts)
-        room = -(-(room + later) // ROOM) * ROOM
+        room = -(-max(room + later, 1) // ROOM) * ROOM
         if not self.config.unlimited:
             room = min(room, self.params.config.context - max(len(c.ids) for c in contexts))
         cache, logits = prefill(self.params, self.config, [list(c.ids) for c in contexts], room=room, chunk=self.chunk)
@@ -198,21 +203,20 @@ class Backend:
 
     def _answered(self, pairs: list[tuple[Context, list[int]]]) -> list[tuple[list[float], bool]]:
         """Of every pair: the log-probabilities of the tokens, and whether they are greedy."""
-        out: list[tuple[list[float], bool]] = [([], True)] * len(pairs)
+        out: list[tuple[list[float], bool]] = [([], False)] * len(pairs)
         whose: dict[Context, list[int]] = {}
         for i, (context, ids) in enumerate(pairs):
-            if ids:
-                cut = self._cut(context, len(ids))
-                if cut not in whose and cut != context:
-                    self._receipt(cut.task).truncated += 1
-                whose.setdefault(cut, []).append(i)
+            cut = self._cut(context, len(ids) - 1)  # the last one is predicted, and not read
+            if cut not in whose and cut != context:
+                self._receipt(cut.task).truncated += 1
+            whose.setdefault(cut, []).append(i)
         order = sorted(whose, key=lambda c: -len(c.ids))
         parts = [c for c in order if c.later], [c for c in order if not c.later]
         batches = [part[i : i + self.batch] for part in parts for i in range(0, len(part), self.batch)]
         with console.progress(len(batches)) as say:
             for some in batches:
                 rows = [(row, i) for row, context in enumerate(some) for i in whose[context]]
-                room, counts = max(len(pairs[i][1]) for _, i in rows), [len(whose[c]) for c in some]
+                room, counts = max(len(pairs[i][1]) for _, i in rows) - 1, [len(whose[c]) for c in some]
                 filled = some + some[:1] * (self.batch - len(some))  # one number of rows, one program
                 cache, logits = self._read(filled, room, counts + [0] * self.batch)
                 reached = touched(cache)
@@ -235,7 +239,8 @@ class Backend:
     # Names that the harness asks for.
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.params.tokenizer.chat(chat_history, add_generation_prompt=add_generation_prompt)
+        """A plain text: a begin token is put before it where it has none, as the harness's other models do."""
+        return str(self.params.tokenizer.chat(chat_history, add_generation_prompt=add_generation_prompt))
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         return self.params.tokenizer.template or ""

@@ -231,7 +231,7 @@ def cut(params: Params, example: Example) -> tuple[list[int], list[int]]:
     text = said(params, [example])
     end = text.index(example.context) + len(example.context)
     assert params.tokenizer is not None
-    return params.tokenizer.encode(text[:end]), added(params, text[end:])
+    return params.tokenizer.encode(type(text)(text[:end])), added(params, text[end:])
 
 
 def added(params: Params, text: str) -> list[int]:

@@ -50,7 +50,7 @@ def trace(path: str | Path, encode: Callable[[Any], Sequence[int]]) -> list[Visi
     """
     path, out = Path(path).expanduser(), []
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(path, str(error), 'give JSON lines {"time": seconds, "prompt": ...}') from error
     for number, line in enumerate(lines, 1):

@@ -15,7 +15,7 @@ from jkv.generation.generating import Generation, Result
 from jkv.generation.passages import Passages, kind
 from jkv.generation.prefill import extended, prefilled
 from jkv.generation.prompts import Prompt, encode
-from jkv.generation.stops import cut, hold
+from jkv.generation.stops import Transcript
 from jkv.host.arguments import count, short
 from jkv.host.records import told
 from jkv.io.store import Store
@@ -103,17 +103,17 @@ def generate(
 
     cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to go on
     from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
-    depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch.
-    repetition_penalty: of the tokens of the prompt and the answer; a cache does not know which tokens it holds.
-    stop: texts that end a row (left out of it); stop_ids: tokens that do (default: the model's). chunk: as for
-    `prefill`. n: answers to each prompt, in rows next to each other: it is read once, and its cache forked.
+    depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. repetition_penalty:
+    of the tokens of the prompt and the answer; a cache does not know which tokens it holds. stop: texts that end a row,
+    with the token that completes one (its text ends before); stop_ids: tokens that do (default: the model's). chunk: as
+    for `prefill`. n: answers to each prompt, in rows next to each other: it is read once, and its cache forked.
     compare: also run the full cache on the generated tokens and report KL and first divergence. until(cache, logits
-    f32[B,V], tokens): asked after every block, which rows end there; `extend` gives the result's cache more to
-    read, and `generate` goes on from it. draft: "suffix", "recycle", "drafter", two such as "suffix | recycle",
-    whichever offers more, a cache for the model's own guesses, a smaller model or a Drafter: several guesses are
-    verified in a pass, with the tokens of plain decoding; a list: each verifies what the next one guesses. store:
-    where the prompt's beginning is read from if it was read before, by whatever process; or `jkv.Passages` that stand
-    anywhere in it. Raises ValueError for what cannot be run, and for a row whose logits are NaN, with the cause.
+    f32[B,V], tokens): asked after every block, which rows end there; `extend` gives the result's cache more to read,
+    and `generate` goes on from it. draft: "suffix", "recycle", "drafter", two such as "suffix | recycle", whichever
+    offers more, a cache for the model's own guesses, a smaller model or a Drafter: several guesses are verified in a
+    pass, with the tokens of plain decoding; a list: each verifies what the next one guesses. store: where the prompt's
+    beginning is read from if it was read before, by whatever process; or `jkv.Passages` that stand anywhere in it.
+    Raises ValueError for what cannot be run, and for a row whose logits are NaN, with the cause.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -163,15 +163,10 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
 def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
     run = Generation(params, given, rows, single)
-    text, done = params.tokenizer.stream(), 0
-    held = ""
+    text = Transcript(params.tokenizer, run.stop)
     for tokens in chain([run.first()], run.blocks()):
-        held += "".join(text.push(t) for t in tokens[0][done:])
-        done = len(tokens[0])
-        held, piece = hold(held, run.stop)
-        if piece:
+        if piece := text.take(tokens[0][text.n :]):
             yield piece
-    rest = cut(held + text.finish(), run.stop)
-    if rest:
+    if rest := text.finish():
         yield rest
     return run.result()  # noqa: B901

@@ -18,6 +18,7 @@ from jkv.generation.prompts import check_length
 from jkv.generation.through import check
 from jkv.host import forked
 from jkv.host.arguments import count, numbers, short
+from jkv.host.texts import check_unicode
 from jkv.io.store import Store
 from jkv.memory.cache import Cache
 from jkv.methods.config import CacheConfig
@@ -141,10 +142,12 @@ def texts(stop: Any, params: Params) -> tuple[str, ...]:
         raise ValueError(f"stop={short(stop)}: give a text, or several, none of them empty")
     if stop and params.tokenizer is None:
         raise ValueError("stop texts need a tokenizer, and this model has none: use stop_ids")
+    check_unicode("stop", list(stop))
     return tuple(stop)
 
 
 def seeds(seed: Any) -> np.ndarray:
-    """One seed, or one a row."""
-    most = (1 << 32) - 1
-    return numbers("seed", seed, f"0 to {most}, one number or one a row", whole=True, least=0, most=most)
+    """One seed, or one a row, of 32 bits."""
+    least, most = sampling.SEEDS
+    found = numbers("seed", seed, "a whole number of 64 bits, or one a row", whole=True, least=least, most=most)
+    return np.asarray(sampling.fold(found))

@@ -38,7 +38,7 @@ from jkv.generation.report import (
     tier_bits,
 )
 from jkv.generation.steps import forks
-from jkv.generation.stops import cut
+from jkv.generation.stops import Transcript, cut
 from jkv.host.arguments import short
 from jkv.host.records import told
 from jkv.memory.cache import Cache, Decoding, tree_bytes
@@ -50,7 +50,12 @@ from jkv.models.weights import forms
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was generated: text and tokens (lists of them for several rows), the cache, the next logits, the receipt."""
+    """What was generated: text and tokens (lists of them for several rows), the cache, the next logits, the receipt.
+
+    A row's tokens end with its stop id, or with the token that completes a stop text. logits f32[B,V]: behind the
+    newest token of each row's cache. A row that a stop text or `until` ends goes on to the end of its block, so its
+    cache may have tokens behind the last one here: `cache.seen` counts them, and `cache.rollback` takes them away.
+    """
 
     text: str | list[str]
     tokens: list[int] | list[list[int]]
@@ -75,6 +80,7 @@ class Generation:
         penalized = bool((self.sampling.penalty != 1).any())
         new, cache, compare = asked.new, asked.cache, asked.compare
         self.stop, self.until, self.new, self.given = asked.stop, asked.until, new, cache
+        self.transcripts = [Transcript(params.tokenizer, self.stop) for _ in self.rows if self.stop]
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
@@ -164,17 +170,23 @@ class Generation:
         self.cost.running = time.perf_counter() - start - self.cost.compiling
 
     def _tokens(self, out: Array) -> list[list[int]]:
-        """The tokens of each row, without the -1 after its end. ValueError for one whose logits are NaN."""
+        """The tokens of each row up to its end. ValueError for one whose logits are NaN."""
         rows = [[int(t) for t in row if t != -1] for row in np.asarray(out)]
         lost.check(self.params, rows)
-        return rows
+        return self._cut(rows)
+
+    def _cut(self, rows: list[list[int]]) -> list[list[int]]:
+        """All tokens so far, without those behind a stop text."""
+        if not self.stop:
+            return rows
+        return [text.cut(row) for text, row in zip(self.transcripts, rows, strict=True)]
 
     def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
         """The same with drafts, after every pass."""
         start = time.perf_counter()
         run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
         run.watched, self.drafting = bool(self.stop or self.until), run
-        for tokens in run.run(self.new):
+        for tokens in map(self._cut, run.run(self.new)):
             self.state = run.state
             yield tokens
             if (self.stop or self.until) and int(self.state.cache.fill) >= self.state.cache.room:  # where a block ends
@@ -185,7 +197,7 @@ class Generation:
     def _end_rows(self, tokens: list[list[int]]) -> None:
         over = np.zeros(len(tokens), bool)
         if self.stop:
-            over |= [any(s in self.params.tokenizer.decode(t) for s in self.stop) for t in tokens]
+            over |= [text.over for text in self.transcripts]
         if self.until:
             ends = np.asarray(self.until(self.state.cache, self.state.logits, tokens))
             if ends.shape not in ((), over.shape):
@@ -196,7 +208,7 @@ class Generation:
     def result(self) -> Result:
         state, tokens = self.state, self._tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
-        kl, divergence = self._fidelity()
+        kl, divergence = self._fidelity(tokens)
         hits, misses = pages_asked(state.cache)
         prompt, new = (sum(map(len, x)) for x in (self.prompts, tokens))
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
@@ -242,7 +254,7 @@ class Generation:
         )
         text = [""] * len(tokens)
         if self.params.tokenizer is not None:
-            text = [cut(self.params.tokenizer.decode(t), self.stop) for t in tokens]
+            text = [cut(self.params.tokenizer.decode(t, self.stop), self.stop) for t in tokens]
         one = self.single
         return Result(
             text=text[0] if one else text,
@@ -252,16 +264,18 @@ class Generation:
             report=report,
         )
 
-    def _fidelity(self) -> tuple[float, int] | tuple[None, None]:
+    def _fidelity(self, tokens: list[list[int]]) -> tuple[float, int] | tuple[None, None]:
         """KL and first divergence: the full cache takes the generated tokens, and its logits are compared."""
         if self.state.trace is None:
             return None, None
         # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
-        forced = jnp.asarray(self.state.out)
+        forced = np.full(self.state.out.shape, -1, np.int32)
+        for row, drawn in zip(forced, tokens, strict=True):
+            row[: len(drawn)] = drawn
         exact = replace(self.params, prefill_dtype=None)
         cache, logits, *_ = prefilled(exact, composition(None), self.prompts, self.room, None)
         cache, logits = forks(cache, logits, self.n)
-        state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.maximum(forced, 0), traced=True)
+        state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.asarray(np.maximum(forced, 0)), traced=True)
         cost, n = Cost(over=over(self.params)), self.new
         full = cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(n)).trace
-        return fidelity(full[:, :n], self.state.trace[:, :n], np.asarray(forced)[:, :n])
+        return fidelity(full[:, :n], self.state.trace[:, :n], forced[:, :n])

@@ -116,8 +116,8 @@ class Passages:
     def said(self, params: Params, tokens: Sequence[int], cache: Cache) -> None:
         """What a run said, as it is in the run's cache: `said(params, out.tokens, out.cache)` of `generate`.
 
-        One row, whose last tokens these are. Raises ValueError for a cache that has not every token as it was, or one
-        of another model, and for `cachecraft`, which weighs what it has read itself.
+        One row, whose last tokens these are, all that were generated among them. Raises ValueError for a cache that has
+        not every token as it was, or one of another model, and for `cachecraft`, which weighs what it has read itself.
         """
         ids = encode_row(params, list(tokens), "what was said")
         if self.renew.alpha is not None:
@@ -132,6 +132,11 @@ class Passages:
         stop = int(cache.seen[0])
         if len(ids) > stop:
             raise ValueError(f"{len(ids)} tokens were said, and the cache has {stop}: give those of its own run")
+        if (behind := int(cache.counts.generated[0]) - len(ids)) > 0:
+            raise ValueError(
+                f"{len(ids)} tokens were said, and the cache has generated {behind} more: give them too, or, where "
+                f"they came behind a stop text, the cache of cache.rollback({behind})"
+            )
         layers = jax.device_get(
             [(x.k[0, :, stop - len(ids) : stop], x.v[0, :, stop - len(ids) : stop]) for x in stored(cache)]
         )

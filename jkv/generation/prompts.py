@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from jkv.host.arguments import short
+from jkv.host.texts import check_unicode
 from jkv.models import ModelConfig, Params
 
 if TYPE_CHECKING:
@@ -37,15 +38,22 @@ def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
     return [encode_row(params, row, f"prompt {i}") for i, row in enumerate(rows)], single
 
 
-def encode_row(params: Params, row: Any, name: str = "the prompt") -> list[int]:
-    """Token ids of a text, chat messages or token ids; raises ValueError as `encode` does."""
+def encode_row(
+    params: Params, row: Any, name: str = "the prompt", options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a text, chat messages or token ids; raises ValueError as `encode` does.
+
+    options: of the chat template, for messages.
+    """
     row = _listed(name, row)
     if not isinstance(row, str) and not (row and all(isinstance(x, Mapping) for x in row)):
         ids = [_id(name, x) for x in row]
     elif params.tokenizer is None:
         raise ValueError(f"{name} is text, and this model was built without a tokenizer: give token ids")
     else:
-        ids = params.tokenizer.encode(row if isinstance(row, str) else _chat(params, name, row))
+        text = row if isinstance(row, str) else _chat(params, name, row, options or {})
+        check_unicode(name, text)
+        ids = params.tokenizer.encode(text)
     if not ids:
         raise ValueError(f"{name} is empty: give {KINDS}")
     if min(ids) < 0 or max(ids) >= params.config.vocab:
@@ -78,9 +86,9 @@ def _id(name: str, x: Any) -> int:
     return int(x)
 
 
-def _chat(params: Params, name: str, messages: Any) -> str:
+def _chat(params: Params, name: str, messages: Any, options: Mapping[str, Any]) -> str:
     try:
-        return params.tokenizer.chat(messages)
+        return params.tokenizer.chat(messages, **options)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

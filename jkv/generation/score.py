@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,11 @@ def score(
         )
     n, prompts = len(rows), [prompt] if one else list(prompt)
     ids = [_ids(params, prompts[i % n], rows[i % n], x, i) for i, x in enumerate(texts)]
+    room = max(map(len, ids)) - 1  # the last one is predicted, and not read
     if isinstance(cache, Cache):
-        held, logits, _ = extended(params, cache, rows, max(map(len, ids)))
+        held, logits, _ = extended(params, cache, rows, room)
     else:
-        held, logits = prefill(params, cache, rows, room=max(map(len, ids)), chunk=chunk)
+        held, logits = prefill(params, cache, rows, room=room, chunk=chunk)
     seen, kept = np.asarray(held.seen), kept_by_row(held)
     if n == 1:
         held, logits = held.fork(len(ids)), jnp.repeat(logits, len(ids), 0)
@@ -93,15 +94,16 @@ def score(
 def followed(
     params: Params, cache: Cache, logits: Array, ids: list[list[int]]
 ) -> tuple[list[tuple[list[float], bool]], Cache]:
-    """Of each row's tokens: their log-probabilities, and whether they are the largest logits; and the cache after.
+    """Of each row's tokens: their log-probabilities, and whether they are the largest logits; and the cache after all
+    but the last place, whose tokens are predicted, and not read.
 
     Raises ValueError for one that is NaN.
     """
     longest = max(map(len, ids))
     forced = np.asarray([row + [0] * (longest - len(row)) for row in ids])
     found, best = np.zeros(forced.shape, np.float32), np.zeros(forced.shape, bool)
-    run, done = Follow(params, cache, logits, forced), 0
-    for part in run:
+    run, done = Follow(params, cache, logits, forced[:, :-1]), 0
+    for part in _to_the_last(run):
         here = slice(done, done + part.shape[1])
         found[:, here] = -surprise(part, jnp.asarray(forced[:, here]))
         best[:, here] = np.asarray(part.argmax(-1)) == forced[:, here]
@@ -109,6 +111,12 @@ def followed(
     lost.check_scores(params, found)
     answers = [(found[i, : len(row)].tolist(), bool(best[i, : len(row)].all())) for i, row in enumerate(ids)]
     return answers, run.cache
+
+
+def _to_the_last(run: Follow) -> Iterator[Array]:
+    """The logits of all that is read, and of what comes next."""
+    yield from run
+    yield run.logits[:, None]
 
 
 def _listed(continuation: Any) -> tuple[list[Any], bool]:

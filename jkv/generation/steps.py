@@ -22,9 +22,10 @@ from jkv.models import Params
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next.
 
-    The given cache's memory is used for the new one, so that no tier is copied; `branch` keeps the given one. Raises
-    ValueError for a cache that has been given away, and where the cache or the model's context has no room for the
-    token: of that nothing is said inside of a program of your own, and outside of one each step waits for the last.
+    Those of a row that pauses are NaN: the call that gave it its last token had them. The given cache's memory is used
+    for the new one, so that no tier is copied; `branch` keeps the given one. Raises ValueError for a cache that has
+    been given away, and where the cache or the model's context has no room for the token: of that nothing is said
+    inside of a program of your own, and outside of one each step waits for the last.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)

@@ -254,7 +254,7 @@ def _committed(
     return replace(
         state,
         cache=cache,
-        logits=last,
+        logits=jnp.where(alive[:, None], last, state.logits),
         alive=alive & ~ended,
         used=used,
         out=state.out.at[:, columns].set(ids, mode="drop"),

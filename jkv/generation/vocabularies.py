@@ -11,29 +11,16 @@ from jkv.io.tokenizer import Tokenizer
 
 COMMON = 0.01  # of the tokens of a drafter, at least, must be tokens of the model
 ANCHORS = "\n0."  # one stands before text that goes on, where a tokenizer begins every text with a space
-PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that tokens of bytes write as they are
-BYTES = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTED}))}
 
 
 def pieces(tokenizer: Tokenizer, words: int = 0) -> list[bytes | None]:
-    """The bytes of each of at least so many tokens, None of those that stand for no text or pad a model's words.
-
-    Tokens of bytes (GPT-2) are written with a character for each byte; others with U+2581 for a space, and such as
-    <0x0A> for a byte alone.
-    """
-    core = tokenizer.core
-    added, of_bytes = core.get_added_tokens_decoder(), "ByteLevel" in repr(core.decoder)
-    every = core.get_vocab(with_added_tokens=True)
-    out: list[bytes | None] = [None] * max(words, 1 + max(every.values(), default=-1))
-    for text, i in every.items():
-        if i in added:
-            out[i] = None if added[i].special else added[i].content.encode()
-        elif of_bytes and all(c in BYTES for c in text):
-            out[i] = bytes(BYTES[c] for c in text)
-        elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            out[i] = bytes.fromhex(text[3:5])
-        else:
-            out[i] = text.replace("\u2581", " ").encode()
+    """The bytes of each of at least so many tokens, None of those that stand for no text or pad a model's words."""
+    added = tokenizer.core.get_added_tokens_decoder()
+    every = tokenizer.core.get_vocab(with_added_tokens=True).values()
+    out: list[bytes | None] = [None] * max(words, 1 + max(every, default=-1))
+    for i in every:
+        if i not in added or not added[i].special:
+            out[i] = tokenizer.piece(i)
     return out
 
 

@@ -289,9 +289,10 @@ class Cache:
 class Decoding:
     """The state of a decode loop.
 
-    cache; logits f32[B,V] of the newest token; alive bool[B]; used bool[B,V] tokens seen (for the penalty) or None;
-    out i32[B,M] generated tokens, -1 after the end of a row; count i32[] columns of `out` in use; trace f32[B,M,V]
-    the logits that each token was drawn from, or None; forced i32[B,M]: tokens to take instead of drawing, or None.
+    cache; logits f32[B,V] behind the newest token of each row, alive or not; alive bool[B]; used bool[B,V] tokens seen
+    (for the penalty) or None; out i32[B,M] generated tokens, -1 after the end of a row; count i32[] columns of `out` in
+    use; trace f32[B,M,V] the logits that each token was drawn from, or None; forced i32[B,M]: tokens to take instead of
+    drawing, or None.
     """
 
     cache: Cache

@@ -123,8 +123,7 @@ class Answer:
         return {**own, **{self._name(i): p for i, p in reversed(token.top)}}
 
     def _said(self, i: int, logprob: float | None) -> dict[str, Any]:
-        name = self._name(i)
-        return {"token": name, "logprob": logprob, "bytes": None if "\ufffd" in name else list(name.encode())}
+        return {"token": self._name(i), "logprob": logprob, "bytes": list(self.tokenizer.piece(i))}
 
     def _name(self, i: int) -> str:
-        return self.tokenizer.core.decode([i], skip_special_tokens=False)
+        return self.tokenizer.piece(i).decode(errors="replace")

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from jkv.batch.forms import CHAT, own
+from jkv.batch.forms import CHAT, LENGTHS, asking, own
 from jkv.batch.requests import Limits as Sizes
 from jkv.batch.requests import Request, Settings, parsed, request
+from jkv.core.sampling import fold
 from jkv.host.calls import read_call
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
@@ -67,7 +68,7 @@ class Reader:
 
     def read(self, raw: bytes, url: str) -> Asked:
         """A body as rows. Raises ValueError that names what is wrong with it, NotFound for another model."""
-        body, chat = parsed(raw, "the body"), url == CHAT
+        body, chat = asking(parsed(raw, "the body")), url == CHAT
         model = body.get("model")
         if model is not None and model != self.name:
             raise NotFound(f"the model {str(model)[:80]!r} is not here: this is {self.name!r}")
@@ -83,10 +84,9 @@ class Reader:
         if _of(body, "best_of", int, n) != n:
             raise ValueError("best_of: as many as n only, or left out")
         cache = _of(body, "cache", str, self.caches[0])
-        most = [body.get(x) for x in ("max_tokens", "max_completion_tokens")]
-        generates = not (flags["echo"] and 0 in most)
+        generates = not (flags["echo"] and 0 in [body.get(x) for x in LENGTHS])
         if not generates:  # the prompt alone, which is read and not answered
-            body = {k: v for k, v in body.items() if k not in ("max_tokens", "max_completion_tokens")}
+            body = {k: v for k, v in body.items() if k not in LENGTHS}
         bodies = _prompts(body, chat)
         if len(bodies) * n > self.engine.limits.queue:
             raise ValueError(f"{len(bodies) * n} answers: at most {self.engine.limits.queue} a call")
@@ -106,26 +106,27 @@ class Reader:
 
     def _row(self, url: str, body: Mapping[str, Any]) -> Request:
         limits, params = self.engine.limits, self.engine.params
-        most = min(SHORT, limits.new) if url != CHAT else limits.new
-        own_, defaults = own(url, body, DOES), Settings(max_new_tokens=most)
-        row = request(0, own_, params, parse("full"), defaults, self._sizes)
+        asked = own(url, body, DOES)
+        row = request(0, asked, params, parse("full"), Settings(max_new_tokens=1), self._sizes)
         if len(row.tokens) > limits.prompt:
             raise ValueError(f"the prompt has {len(row.tokens):,} tokens: at most {limits.prompt:,} are read here")
         stops = row.settings.stop
         if len(stops) > STOPS or any(len(x) > LONGEST_STOP for x in stops):
             raise ValueError(f"stop: at most {STOPS} texts of {LONGEST_STOP} characters")
-        if row.new > limits.new:
-            raise ValueError(f"max_tokens={row.new}: at most {limits.new:,} are generated here")
+        if not any(name in asked for name in LENGTHS):
+            most = min(limits.new if url == CHAT else SHORT, limits.new, params.config.context - len(row.tokens))
+            row = replace(row, settings=replace(row.settings, max_new_tokens=most))
         return row
 
     @cached_property
     def _sizes(self) -> Sizes:
-        return Sizes.of(self.engine.params, self.engine.limits.prompt)
+        limits = self.engine.limits
+        return replace(Sizes.of(self.engine.params, limits.prompt), new=limits.new)
 
     def _seeded(self, row: Request, i: int) -> Request:
         """A row of its own: those of one prompt draw from seeds one after the other."""
         seed = row.settings.seed
-        seed = secrets.randbits(32) if seed is None else (seed + i) % (1 << 32)
+        seed = secrets.randbits(32) if seed is None else (fold(seed) + i) % (1 << 32)
         return replace(row, line=self.engine.line(), settings=replace(row.settings, seed=seed, n=1))
 
     def _text(self, row: Request) -> str:
@@ -152,9 +153,9 @@ def _of(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _text_top(body: Mapping[str, Any]) -> int | None:
-    if body.get("top_logprobs") is not None:
+    if _of(body, "top_logprobs", int, 0):
         raise ValueError("top_logprobs: of chat completions only; completions take logprobs=0 to 5")
-    top = _of(body, "logprobs", int, None)
+    top = None if body.get("logprobs") is False else _of(body, "logprobs", int, None)
     if top is not None and not 0 <= top <= TEXT_TOP:
         raise ValueError(f"logprobs={top}: give 0 to {TEXT_TOP}")
     return top
@@ -171,8 +172,8 @@ def _chat_top(body: Mapping[str, Any]) -> int | None:
 
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
     """Whether a stream ends with what it used."""
-    options = _of(body, "stream_options", dict, {})
-    if options and not stream:
+    options = asking(_of(body, "stream_options", dict, {}))
+    if any(options.values()) and not stream:
         raise ValueError("stream_options needs stream=true")
     for name in options:
         if name not in ("include_usage", "include_obfuscation"):

@@ -251,17 +251,19 @@ class Engine:
                 self._free(seats, slot, ticket)
                 ticket.tell(Fault(status=500, error=why))
             else:
-                fresh.append((slot, ticket, new))
-        self._drafted(running, [ticket for _, ticket, _ in fresh], running.drafted - before)
+                fresh.append((slot, ticket, tokens, new))
+        self._drafted(running, [ticket for _, ticket, *_ in fresh], running.drafted - before)
         logs = None
-        if any(ticket.top is not None for _, ticket, _ in fresh):
+        if any(ticket.top is not None for _, ticket, *_ in fresh):
             assert running.state.trace is not None
             logs = jax.device_get(best(running.state.trace, running.state.out))
         ended, followed = {}, {}
-        for slot, ticket, new in fresh:
+        for slot, ticket, tokens, new in fresh:
             told = [] if logs is None else tokens_of(new, [x[slot] for x in logs], ticket.top)
-            self._time(ticket, len(new))
+            before = ticket.count
             why = ticket.take(new, told, running.stop_ids)
+            del tokens[ticket.count :]  # behind a stop text
+            self._time(ticket, before)
             if why is not None:
                 ended[slot] = ticket, why
             elif ticket.follows:
@@ -300,9 +302,10 @@ class Engine:
             running.drafter = None
             self.watch.undrafted(str(running.shapes.config), running.trial.failure)
 
-    def _time(self, ticket: Ticket, new: int) -> None:
-        now = time.monotonic()
-        if ticket.count == 0:
+    def _time(self, ticket: Ticket, before: int) -> None:
+        """Tell how long the tokens took of a row that had `before`."""
+        now, new = time.monotonic(), ticket.count - before
+        if before == 0:
             self.watch.first(now - ticket.asked, new)
         elif new:
             self.watch.later((now - ticket.last) / new, new)
@@ -329,8 +332,7 @@ class Engine:
 
     def _free(self, seats: Seats, slot: int, ticket: Ticket) -> None:
         """The slot of a row that has ended."""
-        seats.running.tell(slot, ticket.request)
-        seats.running.slots[slot] = None
+        seats.running.free(slot, ticket.request)
         del seats.tickets[ticket.request.line]
 
     def _score(self) -> None:

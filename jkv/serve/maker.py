@@ -37,13 +37,33 @@ LEAST = 64  # the shortest padded prompt; the others double
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What the engine is made for: rows of a batch, tokens of a prompt and of an answer, running batches, rows that
-    wait."""
+    wait. A prompt and its answer are within the model's context too."""
 
     rows: int = 8
     prompt: int = 2048
     new: int = 512
     caches: int = 4
     queue: int = 64
+
+    @classmethod
+    def of(cls, context: int, prompt: int | None, new: int | None, **others: int) -> Limits:
+        """Those of a model's context. prompt, new: None: as many as usual, or as the context has room for.
+
+        Raises ValueError for more than that.
+
+        >>> Limits.of(256, None, 100)
+        Limits(rows=8, prompt=255, new=100, caches=4, queue=64)
+        """
+        most = context - 1
+        for name, x in (("a prompt", prompt), ("an answer", new)):
+            if x is not None and x > most:
+                raise ValueError(f"{x} tokens of {name}, and the model's context is {context}: give {most} or fewer")
+        usual = cls(**others)
+        return replace(
+            usual,
+            prompt=min(usual.prompt, most) if prompt is None else prompt,
+            new=min(usual.new, most) if new is None else new,
+        )
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -42,11 +42,6 @@ def serve(
         raise ValueError(f"host {host}: others could call it, so it needs a token; give --token-file or JKV_TOKEN")
     if params.tokenizer is None:
         raise ValueError("the model has no tokenizer, and HTTP is about texts: give a model that has one")
-    if limits.prompt + limits.new > params.config.context:
-        raise ValueError(
-            f"{limits.prompt} tokens of a prompt and {limits.new} of an answer, and the model's context is "
-            f"{params.config.context}: lower one of them"
-        )
     metrics = Metrics()
     engine = Engine(params, limits, metrics.watch(), store, draft)
     configs = [engine.maker.usable(parse(text)) for text in caches]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jkv.batch.requests import Request
-from jkv.generation.stops import cut, hold
+from jkv.generation.stops import Transcript
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
@@ -113,28 +113,27 @@ class Ticket:
         self.gone = False  # the client is, whatever thread says so
         self.asked = self.last = time.monotonic()
         self.reused, self.store_codec = 0, ""
-        self.count, self.held, self.text = 0, "", None
+        self.text = Transcript(None, ())
         self.drafted: Counter[str] | None = None  # of its batch while it runs
 
     def begin(self, params: Params) -> None:
-        self.text = None if params.tokenizer is None else params.tokenizer.stream()
+        self.text = Transcript(params.tokenizer, self.request.settings.stop)
+
+    @property
+    def count(self) -> int:
+        """Tokens of the answer so far."""
+        return self.text.n
 
     def take(self, ids: list[int], told: list[Token], stop_ids: tuple[int, ...]) -> str | None:
-        """Tell the new tokens; why the row ends with them, None: it goes on."""
-        self.count += len(ids)
-        stop = self.request.settings.stop
-        if self.text is not None:
-            self.held += "".join(map(self.text.push, ids))
-        ends = bool(ids) and ids[-1] in stop_ids
-        why = "stop" if ends or any(s in self.held for s in stop) else None
-        if why is None and self.count >= self.request.new:
-            why = "length"
-        if why is None:
-            self.held, piece = hold(self.held, stop)
-        else:
-            rest = self.text.finish() if self.text is not None else ""
-            why = "stop" if any(s in self.held + rest for s in stop) else why
-            piece = cut(self.held + rest, stop)
+        """Tell the new tokens, as far as the row goes; why it ends with them, None: it goes on."""
+        before = self.count
+        piece = self.text.take(ids)
+        ids, told = ids[: self.count - before], told[: self.count - before]
+        ends = self.text.over or (bool(ids) and ids[-1] in stop_ids)
+        why = "stop" if ends else "length" if self.count >= self.request.new else None
+        if why is not None:
+            piece += self.text.finish()
+            why = "stop" if self.text.over else why
         if piece or told:
             self.tell(Piece(text=piece, tokens=told))
         return why

@@ -12,13 +12,16 @@ import pytest
 
 import jkv
 from jkv import methods
-from jkv.batch.forms import CHAT, PLAIN, TEXT, Answered, Call
+from jkv.batch.forms import CHAT, PLAIN, TEMPLATE, TEXT, Answered, Call
 from jkv.batch.job import Job
 from jkv.batch.requests import Refused, Request, Settings, failed, read
 from jkv.batch.work import run
 from jkv.batch.written import parsed
+from jkv.generation import asked
 from jkv.io import load as loading
+from jkv.io.tokenizer import Tokenizer
 from support import ggufs
+from support.fields import nothing
 
 DEFAULTS = Settings(temperature=0.5, max_new_tokens=10)
 USAGE = {"model": "m", "temperature": 0.25, "top_p": 0.5, "seed": 3, "stop": ["a"], "max_tokens": 4}
@@ -88,7 +91,21 @@ REFUSED: list[tuple[Any, str]] = [
     (line({"messages": HELLO}, TEXT), "body has the field 'messages'"),
     (line({"messages": "hello"}), "messages must be a list"),
     (line({"messages": []}), "the prompt is empty"),
-    (line({"messages": [{"role": "user", "content": None}]}), "messages must be a list"),
+    (line({"messages": [{"role": "user", "content": None}]}), "messages[0].content must be a text"),
+    (line({"messages": [HELLO[0], {"content": "a"}]}), 'messages[1] must be {"role", "content"}'),
+    (
+        line({"messages": [{"role": "user", "content": "cut \ud83d"}]}),
+        "messages[0].content has half a character (U+D83D)",
+    ),
+    (line({"messages": HELLO, "stop": ["a", "\ud83d"]}), "stop[1] has half a character (U+D83D) at place 0: send all"),
+    (line({"messages": HELLO, TEMPLATE: {"a": {"\ude00": 1}}}), "a key of chat_template_kwargs.a has half"),
+    (line({"messages": HELLO, TEMPLATE: []}), "chat_template_kwargs must be an object"),
+    (line({"messages": HELLO, TEMPLATE: {"messages": []}}), "messages is the tokenizer's own"),
+    (line({"prompt": "hello", TEMPLATE: {}}, TEXT), "body has the field 'chat_template_kwargs'"),
+    (
+        line({"messages": HELLO, "reasoning_effort": "low"}),
+        "reasoning_effort='low': null only, or left out; a template",
+    ),
     (line({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "reads nothing else"),
     (line({"messages": HELLO, "n": 0}), "n=0: ask for 1 to 1024 answers"),
     (line({"messages": HELLO, "n": True}), "n=True: give int"),
@@ -97,10 +114,12 @@ REFUSED: list[tuple[Any, str]] = [
     (line({"messages": HELLO, "tools": [{}]}), "tools=[{}]: [] only"),
     (line({"messages": HELLO, "logprobs": True}), "logprobs=True"),
     (line({"messages": HELLO, "temprature": 1}), "'temprature': did you mean 'temperature'?"),
-    (line({"messages": HELLO, "audio": 1}), "'audio': it is not supported"),
+    (line({"messages": HELLO, "voice": 1}), "'voice': it is not supported"),
     (line({"messages": HELLO, "temperature": -1}), "temperature=-1.0: give 0"),
-    (line({"messages": HELLO, "max_tokens": 0}), "ask for at least one"),
-    (line({"messages": HELLO, "max_tokens": "4"}), "max_new_tokens='4'"),
+    (line({"messages": HELLO, "max_tokens": 0}), "max_tokens=0: ask for at least one"),
+    (line({"messages": HELLO, "max_completion_tokens": -1}), "max_completion_tokens=-1: ask for at least one"),
+    (line({"messages": HELLO, "max_tokens": "4"}), "max_tokens='4': give int"),
+    ({"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": HELLO, "max_new_tokens": 3}}, "the field"),
     (line({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}), "differ: give one"),
     (line({"prompt": ["a", "b"]}, TEXT), "prompt has 2 prompts: give each a line of its own"),
     (line({"prompt": {}}, TEXT), "prompt must be a text"),
@@ -118,6 +137,58 @@ def test_a_bad_line_is_answered_in_kind_and_the_others_go_on(params: Any, raw: A
     assert told["custom_id"] == name and told["id"] == f"batch_req_{bad.key}"
     assert told["response"]["status_code"] == 400 and told["response"]["body"]["error"]["message"] == bad.error
     assert told["error"] == {"code": "invalid_request_error", "message": bad.error}
+
+
+NO_FIELDS = {"logits": (), "anything": ()}  # nobody knows them
+
+
+def test_what_asks_for_nothing_changes_nothing(params: Any):
+    """Every field that is known, with each value that is its default, as JSON may write it."""
+    defaults = Settings(max_new_tokens=10)
+    bodies = [{"messages": HELLO} | x for x in ({}, *({name: x} for name, x in nothing(NO_FIELDS)))]
+    numbered = [(i, json.dumps(line(body, name=str(i))).encode()) for i, body in enumerate(bodies)]
+    plain, *others = read(numbered, params, methods.parse("full"), defaults)
+    assert isinstance(plain, Request) and len(others) > 90
+    for body, other in zip(bodies[1:], others, strict=True):
+        assert isinstance(other, Request), (body, other)
+        assert other.tokens.tolist() == plain.tokens.tolist(), body
+        assert other.settings in (plain.settings, replace(plain.settings, top_k=-1)), body
+
+
+def test_seeds_of_64_bits_are_seeds(params: Any):
+    seeds = [0, 7, 2**32 - 1, 2**32, 2**40, 2**63 - 1, 2**64 - 1, -1, -7, -(2**63)]
+    found = rows(params, *(line({"messages": HELLO, "seed": x}, name=str(x)) for x in seeds))
+    drawn = [x.seed for x in found if isinstance(x, Request)]
+    assert drawn[6] == drawn[7]  # the same 64 bits
+    assert drawn[:3] == seeds[:3] and len({*drawn}) == len(seeds) - 1 and all(0 <= x < 1 << 32 for x in drawn)
+    assert drawn == [int(asked.seeds(x)) for x in seeds] == asked.seeds(seeds[:6]).tolist() + drawn[6:]
+
+
+def test_calls_of_a_history_reach_the_template_as_objects(params: Any):
+    """What OpenAI's clients write as a text, templates take as an object; what is null or no call is not there."""
+    tokenizer = with_template(params, "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ enable_thinking }}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1.0}'}}
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "x", "tool_calls": []},
+    ]
+    (asked_,) = rows(tokenizer, line({"messages": history, TEMPLATE: {"enable_thinking": False}}))
+    assert isinstance(asked_, Request), asked_
+    said = tokenizer.tokenizer.decode(asked_.tokens)
+    made = call | {"function": {"name": "f", "arguments": {"a": 1.0}}}
+    want = [*HELLO, {"role": "assistant", "tool_calls": [made]}, {"role": "tool", "content": "x"}]
+    assert said == "".join(map(json.dumps, want)) + "False"
+    (bad,) = rows(tokenizer, line({"messages": [{"role": "assistant", "tool_calls": [
+        call | {"function": {"arguments": "{"}}
+    ]}]}))  # fmt: skip
+    assert isinstance(bad, Refused) and "the arguments of a call are no JSON" in bad.error
+
+
+def with_template(params: Any, template: str) -> Any:
+    old = params.tokenizer
+    made = Tokenizer(old.core, bos_id=old.bos_id, eos_ids=old.eos_ids, template=template)
+    return replace(params, tokenizer=made, config=replace(params.config, context=1024))
 
 
 def test_what_failed_while_it_ran_is_no_bad_request(params: Any):

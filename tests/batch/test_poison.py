@@ -293,14 +293,14 @@ def test_a_row_whose_tokens_make_no_text_fails_alone(
     """Where its text is looked at for a stop text, or at its end."""
     task = job(tmp_path, [good(i) | ({"stop": ["####"]} if stops else {}) for i in range(5)])
     alone = jkv.generate(PARAMS, "full", [good(i)["prompt"] for i in range(5)], max_new_tokens=5).tokens
-    panic, decode = type("PanicException", (BaseException,), {}), Tokenizer.decode
+    panic, decode, bad = type("PanicException", (BaseException,), {}), Tokenizer.decode, alone[2][-1]
 
     def poisoned(self: Tokenizer, ids: Any) -> str:
-        if list(ids) == alone[2][: len(ids)]:
+        if bad in list(ids):
             raise panic("no text")
         return decode(self, ids)
 
-    same = [i for i in range(5) if alone[i][: 3 + i % 3] == alone[2][: 3 + i % 3]]
+    same = [i for i in range(5) if bad in alone[i][: 3 + i % 3]]
     monkeypatch.setattr(Tokenizer, "decode", poisoned)
     assert run(task, never, nothing).code == FAILED
     got = written(task)

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 import jkv
-from jkv.cli.app import app, one_line
+from jkv.cli.app import app, one_line, read_prompt
+from jkv.cli.serve import read_token
+from jkv.eval import corpora, dataset, store
 from jkv.io import load as loading
 from jkv.io.errors import FetchError
 from support.commands import PARAMS, RUNNER, call, refused, tokenizer
@@ -64,6 +66,43 @@ def test_options_reach_the_runtime(tiny, monkeypatch):
         cache=CACHE, prompt="hi", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1,
         repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True, n=1, draft=None, store=None,
     )  # fmt: skip
+
+
+def test_a_template_is_told_what_is_given(tiny, monkeypatch):
+    own = replace(PARAMS, tokenizer=tokenizer("{{ messages[0].content }}{{ enable_thinking }}"))
+    monkeypatch.setattr(loading, "load", lambda *_: own)
+    said = []
+
+    def stream(params, cache, prompt, **options):
+        yield said.append(params.tokenizer.chat(prompt)) or ""
+        return type("Out", (), {"report": "receipt"})
+
+    monkeypatch.setattr(jkv, "stream", stream)
+    for value in ('{"enable_thinking": false}', "{}"):
+        assert generate("hi", "--chat-template-kwargs", value).exit_code == 0
+    assert said == ["hiFalse", "hi"]
+    for value in ("[]", "x", "3"):
+        refused(generate("hi", "--chat-template-kwargs", value), f"--chat-template-kwargs {value}: give a JSON object")
+    monkeypatch.setattr(loading, "load", lambda *_: replace(PARAMS, tokenizer=None))
+    refused(generate("hi", "--chat-template-kwargs", '{"a": 1}'), "has no chat template")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """In whatever file of text a user gives."""
+    row = dict.fromkeys(dataset.TEXTS, "a") | {"answer": ["b"], "max_new_tokens": 3, "task": "qa_1"}
+    for name, text, read in (
+        ("prompt.txt", "hello wörld", lambda path: read_prompt(None, str(path))),
+        ("corpus.txt", "hello wörld", lambda path: corpora.text(str(path))),
+        ("token", "hello-world", read_token),
+        ("rows.jsonl", json.dumps(row), dataset.read),
+        ("rows.json", json.dumps([row]), dataset.read),
+        ("trace.jsonl", '{"time": 1, "prompt": [5, 6]}', lambda path: [x.ids for x in store.trace(path, list)]),
+    ):
+        path = tmp_path / name
+        path.write_text(text, "utf-8")
+        want = read(path)
+        path.write_text(text, "utf-8-sig")
+        assert read(path) == want, name
 
 
 def test_several_answers_are_printed_one_after_the_other(tiny):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return self.within(text)
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, stop=()) -> str:
         return "".join(f" w{i}" for i in ids)
 
 
@@ -48,6 +50,18 @@ CACHE = "snapkv(budget=24, window=8)"
 
 def request(*args, task: str = "t"):
     return SimpleNamespace(args=args, task_name=task)
+
+
+@jax.jit
+def logs(ids):
+    return jax.nn.log_softmax(models.forward(TEXTS, ids, jnp.arange(ids.shape[1])[None])[0])
+
+
+def whole(before, after) -> float:
+    """log p(after | before), all of it in one pass of the model."""
+    ids = [*before, *after]
+    found = np.asarray(logs(jnp.asarray([ids + [0] * (64 - len(ids))])))
+    return sum(float(found[i - 1, ids[i]]) for i in range(len(before), len(ids)))
 
 
 def backend(cache: str = CACHE, **more) -> harness.Backend:
@@ -104,13 +118,39 @@ def test_a_question_that_is_not_seen_is_read_after_the_compression():
         unseen.loglikelihood([request(context, " w7")])
 
 
-def test_whole_texts_in_windows_of_the_models_context():
+def test_whole_texts_are_scored_in_the_harness_windows():
+    utils = pytest.importorskip("lm_eval.utils")
     small = replace(TEXTS, config=replace(TEXTS.config, context=40))
     lm = harness.Backend(small, jkv.parse("full"), 2, None, "seen", "")
-    (got,) = lm.loglikelihood_rolling([request(CONTEXTS[0])])
     ids = Words().within(CONTEXTS[0])
-    parts = jkv.score(TEXTS, None, [1], ids[:39]), jkv.score(TEXTS, None, [ids[38]], ids[39:])
-    assert got == pytest.approx(sum(x.logprob for x in parts), abs=1e-3)
+    texts = [ids, ids[:41], ids[:40], ids[:7]]
+    got = lm.loglikelihood_rolling([request(" ".join(f"w{i}" for i in x)) for x in texts])
+    for text, found in zip(texts, got, strict=True):
+        windows = map(utils.make_disjoint_window, utils.get_rolling_token_windows(text, 1, 40, 1))
+        assert found == pytest.approx(sum(whole(*x) for x in windows), abs=1e-3)
+
+
+class Joined(Words):
+    """Two of a letter are one token, wherever they meet."""
+
+    def within(self, text: str) -> list[int]:
+        return [3 + ord(x[0]) % 80 + 9 * len(x) for x in re.findall("aa|bb|.", text)]
+
+
+def test_what_has_no_token_of_its_own_is_never_certain():
+    """Where one token spans the border the continuation is scored by itself, and one without a token is refused."""
+    params = replace(TEXTS, tokenizer=Joined())
+    lm = harness.Backend(params, jkv.parse("full"), 2, None, "seen", "")
+    (spans, part), own = lm.loglikelihood([request("cda", "a"), request("cda", "ab")]), Joined().within
+    assert spans[0] == pytest.approx(whole(own("cda"), own("a")), abs=1e-4) and spans[0] < 0
+    assert part[0] == pytest.approx(whole(own("cda"), own("b")), abs=1e-4)
+    for context in ("cda", ""):
+        with pytest.raises(ValueError, match="t: the continuation '' has no token"):
+            lm.loglikelihood([request(context, "")])
+    for token, after in ((own("c")[0], "cb"), (1, "b")):  # an empty context is the token that texts begin with, once
+        lm.params = replace(params, tokenizer=type("Begun", (Joined,), {"bos_id": token})())
+        ((got, _),) = lm.loglikelihood([request("", after)])
+        assert got == pytest.approx(whole([token], own("b")), abs=1e-4)
 
 
 def test_texts_are_generated_up_to_a_stop_text():
@@ -127,8 +167,8 @@ def test_a_context_that_is_too_long_loses_its_beginning_and_that_is_said():
     small = replace(TEXTS, config=replace(TEXTS.config, context=50))
     lm = harness.Backend(small, jkv.parse("full"), 2, None, "seen", "")
     got = lm.loglikelihood([request(CONTEXTS[0], " w7 w8"), request(CONTEXTS[0], " w9 w8")])
-    want = jkv.score(TEXTS, None, Words().encode(CONTEXTS[0])[-48:], [7, 8])
-    assert got[0][0] == pytest.approx(want.logprob, abs=1e-3) and lm.receipts["t"].truncated == 1
+    want = whole(Words().encode(CONTEXTS[0])[-49:], [7, 8])
+    assert got[0][0] == pytest.approx(want, abs=1e-3) and lm.receipts["t"].truncated == 1
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(monkeypatch):
@@ -206,6 +246,10 @@ def test_the_full_cache_answers_as_the_harness_with_transformers(tasks, tmp_path
     lm = jkv.harness(params, None, batch=4)
     for own, other in zip(lm.loglikelihood(asked), peer.loglikelihood(asked), strict=True):
         assert own[0] == pytest.approx(other[0], abs=1e-3) and own[1] == other[1]
+    lm.params, peer._max_length = replace(params, config=replace(params.config, context=64)), 64
+    texts = [request(row["context"][:n]) for row, n in zip(rows, (150, 64, 65, 300), strict=True)]
+    assert lm.loglikelihood_rolling(texts) == pytest.approx(peer.loglikelihood_rolling(texts), abs=1e-3)
+    lm.params = params
     for cache, used in (("full", False), ("int4", True), ("snapkv(budget=48, window=16) | int4", True)):
         found, receipts = harness.evaluated(
             jkv.harness(params, cache, batch=4), ["follows", "prose"], include=str(tasks), bootstrap_iters=0

@@ -75,6 +75,28 @@ def test_a_stop_token_ends_its_row_alone(params):
     assert out.tokens[1] == free.tokens[1]
 
 
+@pytest.mark.parametrize("draft", [None, "suffix"])
+def test_a_row_that_ends_before_others_keeps_its_logits(params, draft):
+    """Those of the row alone, in the result and at every look of `until`."""
+    how = dict(max_new_tokens=40, temperature=1.5)
+    free = jkv.generate(params, None, PROMPTS, stop_ids=(), seed=[0, 1], **how)
+    stops = [free.tokens[0][4], free.tokens[1][21]]  # in the first block, and in the second
+    seen = {}
+
+    def run(which):
+        def until(cache, logits, tokens):
+            seen.setdefault(len(which), []).append(np.asarray(logits))
+            return False
+
+        prompts, seeds = [PROMPTS[i] for i in which], [(0, 1)[i] for i in which]
+        return jkv.generate(params, None, prompts, stop_ids=stops, seed=seeds, until=until, draft=draft, **how)
+
+    both, alone = run([0, 1]), [run([i]) for i in range(2)]
+    assert both.tokens == [x.tokens[0] for x in alone] and len(both.tokens[0]) <= 5 < 16 < len(both.tokens[1]) <= 22
+    np.testing.assert_allclose(both.logits, np.concatenate([x.logits for x in alone]), atol=1e-5)
+    assert seen[2] and all(np.abs(x[0] - alone[0].logits[0]).max() < 1e-5 for x in seen[2])
+
+
 def test_a_callback_ends_rows_between_blocks(params):
     asked, options = [], dict(max_new_tokens=20, stop_ids=())
 
@@ -123,10 +145,10 @@ class Letters:
 
     eos_ids = ()
 
-    def decode(self, ids):
+    def decode(self, ids, stop=()):
         return "".join(map(self.push, ids))
 
-    def stream(self):
+    def stream(self, stop=()):
         return self
 
     def push(self, token):

@@ -124,6 +124,12 @@ def test_steps_end_with_the_context_but_where_positions_are_relative():
     assert found == jkv.generate(short, text, rows, max_new_tokens=60, stop_ids=()).tokens[0]
 
 
+def test_a_row_that_pauses_has_no_logits():
+    cache, _ = jkv.prefill(PARAMS, "full", PROMPT)
+    _, logits = jkv.branch(PARAMS, cache, jnp.array([-1, 4]))
+    assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+
+
 @pytest.mark.parametrize("text", ["snapkv(budget=40, window=8)", "tova(budget=40)", "h2o(budget=40)"])
 @pytest.mark.parametrize("steps", [5, 20])
 def test_a_row_that_pauses_keeps_its_queries(text: str, steps: int):

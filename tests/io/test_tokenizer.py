@@ -1,9 +1,13 @@
 """Encoding, streaming and chat templates."""
 
+import json
+
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
 
 from jkv.io.gguf import open_file
 from jkv.io.gguf_vocab import build_tokenizer
@@ -92,6 +96,77 @@ def test_tools_and_options_reach_the_template(tokenizer):
         named.chat(calls, bos_token="x")
     with pytest.raises(ValueError, match="a tool is 'look'"):
         named.chat(calls, tools=["look"])
+
+
+def test_what_is_null_in_a_message_is_not_there(tokenizer):
+    """As in transformers: templates print None, or fail at it, where they know what to do without."""
+    named = Tokenizer(tokenizer.core, template="{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools is none }}")
+    call = {"function": {"name": "look", "arguments": {"x": None}}}
+    said = named.chat([{"role": "assistant", "content": None, "tool_calls": [call], "name": None}], tools=None)
+    assert said == json.dumps({"role": "assistant", "tool_calls": [call]}) + "True"
+
+
+@pytest.mark.peers
+def test_a_chat_has_the_tokens_of_transformers(tokenizer):
+    """Begin tokens are the template's own, whether the tokenizer adds one to a text or not."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    core = type(tokenizer.core).from_str(tokenizer.core.to_str())
+    begin = ggufs.SPECIAL[0]
+    core.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "x", "name": None},
+    ]
+    body = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls | default('') }}{% endfor %}{{ think }}"
+    for head in ("", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"):
+        theirs = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=begin, chat_template=head + body)
+        own = Tokenizer(core, bos_id=0, add_bos=True, template=head + body).tell(think=1)
+        want = theirs.apply_chat_template(messages, think=1, return_dict=False, add_generation_prompt=True)
+        assert own.encode(own.chat(messages)) == want
+        assert own.encode(own.chat(messages) + "hello") == want + own.within("hello")
+        assert own.encode(own.chat(messages, think=2)) != want
+    assert own.encode("hello") == theirs.encode("hello")
+
+
+@given(TEXT)
+def test_the_pieces_of_a_text_are_its_bytes(tokenizer, text):
+    assert b"".join(map(tokenizer.piece, tokenizer.within(text))) == text.encode()
+
+
+def test_the_pieces_of_bytes_and_words_are_their_bytes():
+    """Of a vocabulary with spaces in its words and bytes for what it has no word for."""
+    words = {x: i for i, x in enumerate(["<unk>", "\u2581", "\u2581the", "the", *(f"<0x{b:02X}>" for b in range(256))])}
+    core = tokenizers.Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens([AddedToken("<é>", special=True)])
+    own = Tokenizer(core)
+    ids = [words["\u2581the"], *(words[f"<0x{b:02X}>"] for b in "é😀".encode()), words["the"], core.token_to_id("<é>")]
+    assert b"".join(map(own.piece, ids)).decode() == core.decode(ids, skip_special_tokens=False) == " theé😀the<é>"
+
+
+@given(st.lists(st.integers(0, ggufs.VOCAB - 1), max_size=30), st.sampled_from(ggufs.SPECIAL))
+def test_a_special_token_that_a_stop_text_names_is_shown_whole_and_streamed(tokenizer, ids, special):
+    token = tokenizer.core.token_to_id(special)
+    others = {i for i, x in enumerate(ggufs.SPECIAL) if x != special}
+    want = tokenizer.core.decode([i for i in ids if i not in others], skip_special_tokens=False)
+    stream = tokenizer.stream((f"x{special}", "y"))
+    assert tokenizer.decode(ids, (f"x{special}", "y")) == want
+    assert "".join([*map(stream.push, ids), stream.finish()]).count(special) == ids.count(token)
+    assert tokenizer.decode(ids, ("y", special[1:])) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\udcff"])
+def test_text_that_is_no_unicode_is_refused_with_its_place(tokenizer, half):
+    says = rf"has half a character \(U\+{ord(half):04X}\) at place 3"
+    for text in (f"abc{half}d", f"a😀c{half}"):
+        with pytest.raises(ValueError, match=f"the text {says}"):
+            tokenizer.encode(text)
+        with pytest.raises(ValueError, match=rf"messages\[1\]\.content {says}"):
+            tokenizer.chat([{"role": "user", "content": "a"}, {"role": "user", "content": text}])
 
 
 def test_template_dialect():

@@ -142,6 +142,10 @@ def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
     stop = text[6:8]
     cut = client.chat.completions.create(**asked | dict(stop=stop))
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    tokens = jkv.generate(PARAMS, "full", prompt, max_new_tokens=22, stop=[stop]).tokens
+    assert cut.usage.completion_tokens == cut.choices[0].receipt["tokens_seen"] - len(prompt) == len(tokens) < 22
+    logs = client.chat.completions.create(**asked | dict(stop=stop, logprobs=True)).choices[0].logprobs.content
+    assert [x.token for x in logs] == [PARAMS.tokenizer.decode([t]) for t in tokens]
 
 
 def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):
@@ -367,8 +371,8 @@ BAD_TEXTS: list[Any] = [
     for x in [
         {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 25}, {"max_tokens": "3"}, {"max_tokens": 1e3},
         {"max_tokens": True}, {"max_tokens": 1 << 80}, {"temperature": -1}, {"temperature": "hot"},
-        {"temperature": 1e99}, {"top_p": 0}, {"top_p": 2}, {"top_k": -1}, {"min_p": 1}, {"seed": -1}, {"seed": 1.5},
-        {"repetition_penalty": 0}, {"n": 0}, {"n": 41}, {"n": "2"}, {"best_of": 2}, {"logprobs": 6},
+        {"temperature": 1e99}, {"top_p": -1}, {"top_p": 2}, {"top_k": -2}, {"min_p": 1}, {"seed": 1 << 64},
+        {"seed": 1.5}, {"repetition_penalty": 0}, {"n": 0}, {"n": 41}, {"n": "2"}, {"best_of": 2}, {"logprobs": 6},
         {"logprobs": True}, {"top_logprobs": 2}, {"echo": "yes"}, {"stream": 1}, {"stream_options": {"a": True}},
         {"stream": True, "stream_options": {"include": True}}, {"stop": 3}, {"stop": [""]}, {"stop": [1]},
         {"suffix": "b"}, {"presence_penalty": 0.5}, {"frequency_penalty": 1}, {"logit_bias": {"1": 2}},
@@ -386,7 +390,7 @@ BAD_CHATS: list[Any] = [
     {"messages": [{"content": "a"}]}, {"messages": [{"role": "user", "content": 3}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"messages": HELLO, "echo": True},
     {"messages": HELLO, "prompt": "a"}, {"messages": HELLO, "logprobs": 2}, {"messages": HELLO, "top_logprobs": 2},
-    {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, {"messages": HELLO, "functions": []},
+    {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, {"messages": HELLO, "functions": [{}]},
 ]  # fmt: skip
 ELSEWHERE: list[tuple[int, str, str, dict[str, str]]] = [
     (404, "GET", "/v1/nothing", {}), (405, "GET", TEXTS, {}), (405, "DELETE", "/health", {}),

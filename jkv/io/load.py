@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.io import hub, remote
+from jkv.io.files import refuse_pointer
 from jkv.io.source import Source
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def read(what: str | Path) -> Source:
     if path.is_dir():
         return _read_folder(path)
     if path.suffix.lower() == ".gguf" and path.exists():
+        refuse_pointer(path)
         return read_gguf(path)
     if path.exists():
         raise ValueError(f"{path} is neither a .gguf file nor a folder; give one of these, or a name like {_names()}")

@@ -39,6 +39,7 @@ from . import (
     qwen3_next,
     smollm3,
     ssd,
+    stacks,
 )
 from .coding import Form
 from .config import LAYERS, Mixers, ModelConfig
@@ -68,6 +69,7 @@ __all__ = [
     "random",
     "read_config",
     "rule",
+    "settle_head",
     "ssd",
 ]
 
@@ -176,11 +178,29 @@ def build(
     Traceback (most recent call last):
     ValueError: the checkpoint does not fit the config of this llama model: 21 tensors missing: \
 model.embed_tokens.weight, model.norm.weight, lm_head.weight, model.layers.0.input_layernorm.weight, \
-model.layers.0.self_attn.q_proj.weight and 16 more
+model.layers.0.self_attn.q_proj.weight and 16 more; take the config and the tensors of one model that is not quantized
     """
+    config, tensors = settle_head(config, tensors)
     c = read_config(config)
     table = FAMILIES[c.family].TENSORS
     return params.assemble(c, table, table.read(c, tensors), dtype, put, form, blocks)
+
+
+def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[Mapping[str, Any], Tensors]:
+    """The config and the tensors of a checkpoint, made to agree about its head.
+
+    Where the config ties the head to the embedding, a head that is a copy of it is left out, and one that is not is
+    used: the config returned says so. So does transformers 5.
+    """
+    c = read_config(config)
+    table = FAMILIES[c.family].TENSORS
+    if not c.tied or not {table.head, table.embed} <= set(tensors):
+        return config, tensors
+    if stacks.alike(tensors[table.head](), tensors[table.embed]()):
+        return config, {name: x for name, x in tensors.items() if name != table.head}
+    untied = {"tie_word_embeddings": False}
+    text = {"text_config": {**config["text_config"], **untied}} if config.get("text_config") else {}
+    return {**config, **untied, **text}, tensors
 
 
 def random(

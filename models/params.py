@@ -24,6 +24,7 @@ from .weights import Coded, Joined, Kept, rounded
 Tensors = Mapping[str, Callable[[], Any]]  # thunks of arrays, or of a `stacks.Matrix` with their `dtype`
 Blocks = Mapping[str, Callable[[], Any]]  # thunks of a `stacks.Matrix` whose rows are `Coded`
 Put = Callable[[str, Any, Any], Array]  # name of a field, its values (a Stack or Held) and type -> where it belongs
+BUFFERS = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))  # which the config says too
 EXACT = ("a_log", "dt_bias", "skip", "router_bias", "router_shift")  # fields of mixers and routers
 
 
@@ -198,9 +199,8 @@ def names(c: ModelConfig, table: Names) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def _spare(name: str, c: ModelConfig, table: Names) -> bool:
-    unread = name.endswith("rotary_emb.inv_freq") or name.startswith(table.unread)
-    return unread or (c.tied and name == table.head)
+def _spare(name: str, table: Names) -> bool:
+    return name.endswith(BUFFERS) or name.startswith(table.unread)
 
 
 def copied(_: str, x: Any, dtype: Any) -> Array:
@@ -227,9 +227,10 @@ def assemble(
     forked.begun()
     wanted = names(c, table)
     wrong = _complain("missing", [n for n in wanted if n not in tensors])
-    wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, c, table)])
+    wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, table)])
     if wrong:
-        raise ValueError(f"the checkpoint does not fit the config of this {c.family} model: " + "; ".join(wrong))
+        said = f"the checkpoint does not fit the config of this {c.family} model: " + "; ".join(wrong)
+        raise ValueError(f"{said}; take the config and the tensors of one model that is not quantized")
     checkpoint = Checkpoint(c, table, wanted, tensors, blocks, put, named(form))
     made = _stacked(c, table, checkpoint.array, dtype)
     if wrong := checkpoint.wrong:

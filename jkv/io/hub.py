@@ -15,19 +15,23 @@ import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from jkv.host.disk import cache_dir
 from jkv.host.extras import install
-from jkv.io.errors import FetchError
+from jkv.io.errors import FetchError, FormatError
+from jkv.io.files import INDEX, read_json
+from jkv.io.layouts import other
 
 _CHUNK = 1 << 20
 _STALE_SECONDS = 24 * 3600.0
-# Weights in formats that can carry code are never asked for.
-ALLOWED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+# What a folder is read of. Weights in formats that can carry code are never asked for, nor a second set of them: in
+# folders of their own, or under the names of another program. A star matches slashes.
+ALLOWED = ["*.json", "model.safetensors", "model-*.safetensors", "*.jinja", "tokenizer.model"]
 _COMMIT = re.compile("[0-9a-f]{40}")
-_REFUSED = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.py"]
+_REFUSED = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.py", "*/*.json", "*/*.safetensors", "*/tokenizer.model"]
 
 
 @dataclass(frozen=True)
@@ -202,20 +206,34 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
     try:
         if file is not None:
             return Path(remote.hf_hub_download(repo, file, revision=revision))
-        folder = Path(
-            remote.snapshot_download(repo, revision=revision, allow_patterns=ALLOWED, ignore_patterns=_REFUSED)
-        )
+        fetch = partial(remote.snapshot_download, repo, revision=revision, ignore_patterns=_REFUSED)
+        folder = Path(fetch(allow_patterns=ALLOWED))
+        if missing := _missing(folder):
+            folder = Path(fetch(allow_patterns=missing))
         if any(folder.glob("*.safetensors")):
             return folder
-        found = [name for name in remote.list_repo_files(repo, revision=revision) if name.endswith(".gguf")]
+        every = remote.list_repo_files(repo, revision=revision)
+        found = [name for name in every if name.endswith(".gguf")]
         if len(found) == 1:
             return Path(remote.hf_hub_download(repo, found[0], revision=revision))
+        if not found and "config.json" in every and any(re.fullmatch(r"[^/]+\.safetensors", name) for name in every):
+            return Path(fetch(allow_patterns=["*.safetensors"]))
+    except FormatError:
+        raise
     except Exception as error:  # The kinds depend on the HTTP client that it happens to use.
         raise FetchError(_refusal(asked, error)) from error
     if not found:
-        return folder  # whose reader says what is missing
+        cause, way_out = other(name.split("/")[0] for name in every) or ("it has no model", "give another repository")
+        raise ValueError(f"hub:{asked}: {cause}; {way_out}")
     one = f"hub:{repo}/{found[0]}" + (f"@{revision}" if revision else "")
     raise ValueError(f"{asked} has {len(found)} .gguf files ({', '.join(found)}): name one, such as {one}")
+
+
+def _missing(folder: Path) -> list[str]:
+    """The shards that an index names and that were not fetched, as they have names of their own."""
+    entries = (read_json(folder / INDEX) or {}).get("weight_map")
+    files = [file for file in (entries if isinstance(entries, dict) else {}).values() if isinstance(file, str)]
+    return sorted({file for file in files if not (folder / file).exists()})
 
 
 def _refusal(asked: str, error: Exception) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.io import hub, remote
+from jkv.io.files import refuse_pointer
 from jkv.io.source import Source
 
 if TYPE_CHECKING:
@@ -174,7 +175,6 @@ def _note_slow(dtype: str) -> None:
 def read(what: str | Path) -> Source:
     """What `load` would load, described but not yet in memory; raises as `load` does."""
     from jkv.io.gguf_model import read_gguf
-    from jkv.io.safetensors import read_folder
 
     if isinstance(what, str) and what in hub.NAMES:
         return read_gguf(hub.fetch(what))
@@ -182,8 +182,9 @@ def read(what: str | Path) -> Source:
         return _read_repository(what.removeprefix(HUB))
     path = remote.fetched(what) if remote.is_url(what) else Path(what).expanduser()
     if path.is_dir():
-        return read_folder(path)
+        return _read_folder(path)
     if path.suffix.lower() == ".gguf" and path.exists():
+        refuse_pointer(path)
         return read_gguf(path)
     if path.exists():
         raise ValueError(f"{path} is neither a .gguf file nor a folder; give one of these, or a name like {_names()}")
@@ -198,7 +199,6 @@ def read(what: str | Path) -> Source:
 def _read_repository(name: str) -> Source:
     """What "org/name", "org/name/FILE.gguf" or one of these "@revision" is on a hub."""
     from jkv.io.gguf_model import read_gguf
-    from jkv.io.safetensors import read_folder
 
     if not (asked := _REPO.fullmatch(name)):
         raise ValueError(
@@ -206,7 +206,20 @@ def _read_repository(name: str) -> Source:
             f"{HUB}org/name/FILE.gguf"
         )
     got = hub.snapshot(asked["repo"], asked["revision"], asked["file"])
-    return dataclasses.replace(read_folder(got) if got.is_dir() else read_gguf(got), commit=hub.commit(got))
+    return dataclasses.replace(_read_folder(got) if got.is_dir() else read_gguf(got), commit=hub.commit(got))
+
+
+def _read_folder(path: Path) -> Source:
+    """The model of a folder; says on stderr where its tensors have another head than its config says."""
+    from jkv.io.safetensors import read_folder
+    from jkv.models import settle_head
+
+    source = read_folder(path)
+    config, tensors = settle_head(source.config, source.tensors)
+    if config is not source.config:
+        text = "the config ties the head to the embedding, but its weights have another one, which is used"
+        print(f"note: {path}: {text}", file=sys.stderr, flush=True)
+    return dataclasses.replace(source, config=dict(config), tensors=tensors)
 
 
 def _names() -> str:

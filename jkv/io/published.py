@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from jkv.io.errors import FormatError, refusing
-from jkv.io.safetensors import read_file, read_folder, read_json
+from jkv.io.files import read_json
+from jkv.io.safetensors import read_file, read_folder
 
 HEADS = "full_attention_heads.tsv"
 _FASTKVZIP = {  # the tensors of a layer's gate, and what they are called here

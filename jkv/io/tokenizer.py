@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jkv.host.texts import check_unicode
@@ -38,6 +39,8 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         add_bos: bool = False,
         template: str | None = None,
+        tool_template: str | None = None,
+        texts: Mapping[str, str] = MappingProxyType({}),
     ):
         self.core = core
         self.bos_id = bos_id
@@ -46,6 +49,8 @@ class Tokenizer:
         self.add_bos = add_bos and bos_id is not None
         self.template = template
         self.options: Mapping[str, Any] = {}
+        self.tool_template = tool_template  # for chats with tools, where it has one of its own
+        self.texts = texts  # of tokens by their names, such as pad_token
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +139,8 @@ class Tokenizer:
         tools: functions that the model may call, as JSON schemas; options: what else the template reads, such as
         `enable_thinking=False`. Raises ValueError if the template fails, or for what is no message, tool or option.
         """
-        if self.template is None:
+        template = self.tool_template if tools and self.tool_template else self.template
+        if template is None:
             raise ValueError("this model has no chat template; use plain text, or an instruction-tuned model")
         for message in messages:
             if (
@@ -157,11 +163,12 @@ class Tokenizer:
             "tools": [dict(tool) for tool in tools or ()] or None,
             "documents": None,
         }
+        names = {**self.texts, **names}
         options = {**self.options, **options}
         fixed = sorted(set(options) & (set(names) - {"documents"}))
         if fixed:
             raise ValueError(f"{fixed[0]} is the tokenizer's own; it is no option of a chat template")
-        return Chat(render(self.template, names | options))
+        return Chat(render(template, names | options))
 
     def tell(self, **options: Any) -> Tokenizer:
         """The same tokenizer, whose template is told these options in every chat that does not say otherwise."""
@@ -169,7 +176,7 @@ class Tokenizer:
         made.options = {**self.options, **options}
         return made
 
-    def saved(self) -> tuple[str, dict[str, str]]:
+    def saved(self) -> tuple[str, dict[str, Any]]:
         """What tokenizer.json holds of it, and what tokenizer_config.json does: its begin, its end and its template.
 
         ValueError for one that `tokenizers` cannot write.
@@ -187,7 +194,11 @@ class Tokenizer:
         if self.add_bos and self.bos_id is not None:  # readers look for it around an empty text
             core.post_processor = TemplateProcessing(single="begin $A", special_tokens=[("begin", self.bos_id)])
         end = self._text(self.eos_ids[0] if self.eos_ids else None)
-        said = {"bos_token": begin, "eos_token": end, "chat_template": self.template}
+        templates: Any = self.template
+        if self.tool_template:
+            named = {"default": self.template, "tool_use": self.tool_template}
+            templates = [{"name": name, "template": text} for name, text in named.items() if text]
+        said = {**self.texts, "bos_token": begin, "eos_token": end, "chat_template": templates}
         return core.to_str(), {name: text for name, text in said.items() if text}
 
     def _text(self, token: int | None) -> str:

@@ -39,7 +39,8 @@ def from_tree(
     Traceback (most recent call last):
     ValueError: the checkpoint does not fit the config of this llama model: 20 tensors missing: \
 model.embed_tokens.weight, lm_head.weight, model.layers.0.input_layernorm.weight, \
-model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight and 15 more
+model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight and 15 more; take the config and the \
+tensors of one model that is not quantized
     """
     check_weights(weights)
     import jax.numpy as jnp

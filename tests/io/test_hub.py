@@ -1,6 +1,8 @@
 """Fetching: whole files or none, no network once there, failures that say what to do."""
 
+import fnmatch
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -193,9 +195,57 @@ def test_snapshot_asks_for_no_code(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
     assert hub.snapshot("org/name", "v1") == tmp_path and asked["repo"] == "org/name" and asked["revision"] == "v1"
-    assert "*.safetensors" in asked["allow_patterns"]
+    assert {"model.safetensors", "model-*.safetensors"} <= set(asked["allow_patterns"])
     assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked["allow_patterns"])
     assert {"*.bin", "*.pt", "*.pkl"} <= set(asked["ignore_patterns"])
+
+
+REPOSITORIES = {  # what is fetched, and what lies beside it
+    "one file": (["config.json", "model.safetensors"], []),
+    "shards": (["config.json", hub.INDEX, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], []),
+    "other names": (["config.json", hub.INDEX, "part-1.safetensors", "part-2.safetensors"], ["part-3.safetensors"]),
+    "another name": (["config.json", "weights.safetensors"], []),
+}
+BESIDE = ["consolidated.safetensors", "model.fp16.safetensors", "model.py", "pytorch_model.bin", "README.md"]
+BESIDE += [
+    f"{at}/{name}" for at in ("original", "onnx", "checkpoint-5") for name in ("config.json", "model.safetensors")
+]
+
+
+def matches(name, patterns):
+    """As huggingface_hub filters the files of a repository."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@pytest.mark.parametrize("case", REPOSITORIES)
+def test_a_repository_is_fetched_without_a_second_set_of_weights(monkeypatch, tmp_path, case):
+    wanted, beside = REPOSITORIES[case]
+    wanted = [*wanted, "tokenizer.json", "tokenizer.model", "additional_chat_templates/tool_use.jinja"]
+    shards = {name: name for name in wanted if name.endswith(".safetensors")}
+    files = [
+        *wanted,
+        *(BESIDE if case != "another name" else [x for x in BESIDE if "/" in x or "safetensors" not in x]),
+    ]
+
+    def download(repo, revision=None, allow_patterns=(), ignore_patterns=()):
+        for name in (*files, *beside):
+            if not matches(name, allow_patterns) or matches(name, ignore_patterns):
+                continue
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(json.dumps({"weight_map": shards}) if name == hub.INDEX else "{}")
+        return str(tmp_path)
+
+    remote(monkeypatch, files, snapshot_download=download)
+    assert hub.snapshot("org/name") == tmp_path
+    found = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(found) == sorted(wanted)
+
+
+def test_a_repository_of_another_kind_is_named(monkeypatch, tmp_path):
+    for files, what in ((["config.json", "pytorch_model.bin"], "pickled"), (["README.md"], "it has no model")):
+        remote(monkeypatch, files, snapshot_download=lambda *_, **__: str(tmp_path))
+        with pytest.raises(ValueError, match=f"hub:org/name@v1: .*{what}.*; "):
+            hub.snapshot("org/name", "v1")
 
 
 def test_snapshot_without_the_package_or_the_network(monkeypatch):

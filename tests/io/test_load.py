@@ -1,5 +1,6 @@
 """The one door: names, files, folders, repositories, and errors that say where to go."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -43,6 +44,18 @@ def test_folder_and_gguf_of_one_model_agree(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "snapshot", lambda *_: pytest.fail("asked the hub"))
     assert load.read("org/name").config == source.config
+
+
+def test_a_head_that_the_config_denies_is_used_and_said(tmp_path, capsys):
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf"))
+    embed = np.asarray(source.tensors["model.embed_tokens.weight"]())
+    for name, own in (("copy", embed), ("own", 2 * embed)):
+        tensors = {**source.tensors, "lm_head.weight": lambda own=own: own}
+        tied = dataclasses.replace(source, config=source.config | {"tie_word_embeddings": True}, tensors=tensors)
+        make_folder(tmp_path / name, tied)
+        got, said = load.read(tmp_path / name), capsys.readouterr().err
+        assert models.read_config(got.config).tied == (name == "copy")
+        assert said.startswith(f"note: {tmp_path / name}: the config ties the head") == (name == "own")
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"

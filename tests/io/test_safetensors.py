@@ -73,12 +73,35 @@ def test_shards(folder):
     check(read_folder(folder))
 
 
+def test_a_tensor_that_the_index_leaves_out_is_read_too(folder):
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    entries = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {n: file for n, file in entries.items() if n != "lm_head.weight"}}))
+    check(read_folder(folder))
+
+
+def test_a_tensor_of_two_files_is_taken_from_the_one_that_the_index_names(folder):
+    shard(folder)
+    save_file({name: x + 1 for name, x in TENSORS.items()}, folder / "model-2.safetensors")
+    got = {name: read() for name, read in read_folder(folder).tensors.items()}
+    entries = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    for name, x in TENSORS.items():
+        np.testing.assert_array_equal(got[name], x + (entries[name] == "model-2.safetensors"))
+
+
 def test_main_file_is_chosen_among_several(folder):
     save_file({"adapter": np.ones(2)}, folder / "adapter.safetensors")
     check(read_folder(folder))
     os.rename(folder / "model.safetensors", folder / "other.safetensors")
     with pytest.raises(FormatError, match="2 .safetensors files but no"):
         read_folder(folder)
+
+
+def test_the_whole_file_comes_before_an_index(folder):
+    save_file({"a": np.ones(2)}, folder / "old.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "old.safetensors"}}))
+    check(read_folder(folder))
 
 
 def test_tokenizer_with_all_ends(folder):

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from golden.make import CASES, weights
+from golden.make import CASES, torch_logits, torch_model, weights
 from jkv import models
 from jkv.models import params as building
 from jkv.models.params import EXACT
@@ -124,7 +124,7 @@ def test_missing_and_unused_tensors_are_named_together(tensors):
 
 
 def test_a_long_list_is_cut(tensors):
-    with pytest.raises(ValueError, match="30 tensors missing: model.embed_tokens.weight.* and 25 more$"):
+    with pytest.raises(ValueError, match="30 tensors missing: model.embed_tokens.weight.* and 25 more; take the config"):
         models.build(CASES["llama"], {}, jnp.float32)
     assert len(tensors) == 30
 
@@ -155,8 +155,37 @@ def test_known_spare_tensors_are_left_alone():
         raise AssertionError("a spare tensor was read")
 
     tensors = thunks(weights(CASES["llama-tied"], 0))
-    spare = {"lm_head.weight": never, "model.layers.0.self_attn.rotary_emb.inv_freq": never}
+    spare = {f"model.layers.0.self_attn.{name}": never for name in building.BUFFERS}
     assert models.build(CASES["llama-tied"], tensors | spare, jnp.float32).head is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_head_of_its_own_is_used_and_a_copy_of_the_embedding_is_not(case):
+    hf, tied = CASES[case], {"tie_word_embeddings": True}
+    hf = hf | tied | ({"text_config": hf["text_config"] | tied} if "text_config" in hf else {})
+    table, tensors = models.FAMILIES[hf["model_type"]].TENSORS, thunks(weights(hf, 0))
+    embed = tensors[table.embed]()
+    for head, own in ((embed, False), (embed + (np.arange(len(embed)) == 1)[:, None], True), (embed[:-1], True)):
+        config, found = models.settle_head(hf, tensors | {table.head: lambda x=head: x})
+        assert models.read_config(config).tied != own and (table.head in found) == own
+    assert models.settle_head(hf, tensors) == (hf, tensors)
+
+
+def test_a_model_is_built_with_the_head_that_its_checkpoint_has(tensors):
+    tied = models.build(CASES["llama"] | {"tie_word_embeddings": True}, thunks(tensors), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, tied, models.build(CASES["llama"], thunks(tensors), jnp.float32))
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_a_tied_config_beside_an_own_head_is_read_as_transformers_reads_it(case):
+    hf = CASES[case] | {"tie_word_embeddings": True}
+    tensors = weights(hf, 0)
+    tensors["lm_head.weight"] = np.roll(tensors["model.embed_tokens.weight"], 1, 0)
+    ids, pos = np.arange(12)[None] % 100, np.arange(12)[None]
+    want = torch_logits(torch_model(hf, tensors), ids, pos)
+    got = models.forward(models.build(hf, thunks(tensors), jnp.float32), jnp.asarray(ids), jnp.asarray(pos))
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,86 @@
+"""A SentencePiece model (tokenizer.model), read without its package: byte-pair encoding of texts as they are."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jkv.io.errors import FormatError, refusing
+from jkv.io.gguf import File
+from jkv.io.gguf_vocab import build_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Numbers of the fields of sentencepiece_model.proto that change how texts are cut.
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_PIECE, _SCORE, _TYPE = 1, 2, 3
+_KIND, _SUFFIX, _UNKNOWN, _BPE = 3, 24, 40, 2
+_TABLE, _PREFIX, _SQUEEZE, _ESCAPE = 2, 3, 4, 5
+
+
+def build_core(path: Path, content: bytes, way_out: str) -> tokenizers.Tokenizer:
+    """The tokenizer of a model's bytes; raises FormatError, with this way out, where it would cut texts otherwise."""
+    with refusing(path, "it is no SentencePiece model", way_out):
+        fields: dict[int, list[Any]] = {}
+        for number, value in _fields(content):
+            fields.setdefault(number, []).append(value)
+        pieces = [dict(_fields(piece)) for piece in fields[_PIECES]]
+        trainer, normalizer = (dict(_fields(fields.get(n, [b""])[-1])) for n in (_TRAINER, _NORMALIZER))
+        tokens = [piece[_PIECE].decode() for piece in pieces]
+        scores = [struct.unpack("<f", piece.get(_SCORE, bytes(4)))[0] for piece in pieces]
+    other = {
+        "it cuts texts by a unigram model or by words": trainer.get(_KIND, 1) != _BPE,
+        "it marks the ends of words": trainer.get(_SUFFIX, 0),
+        "it replaces characters of a text": normalizer.get(_TABLE, b""),
+        "it drops spaces of a text": normalizer.get(_SQUEEZE, 1),
+        "it keeps spaces apart": not normalizer.get(_ESCAPE, 1),
+    }
+    if found := [cause for cause, holds in other.items() if holds]:
+        raise FormatError(path, f"{found[0]}, which is not implemented", way_out)
+    meta = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": np.array(scores, np.float32),
+        "token_type": np.array([piece.get(_TYPE, 1) for piece in pieces]),
+        "unknown_token_id": trainer.get(_UNKNOWN, 0),
+        "add_space_prefix": bool(normalizer.get(_PREFIX, 1)),
+    }
+    # It is what a GGUF file has of such a model.
+    made = build_tokenizer(File(path, {f"tokenizer.ggml.{name}": x for name, x in meta.items()}, {}, mmap.mmap(-1, 1)))
+    assert made is not None
+    return made.core
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value of the fields of a protobuf message: an int, or bytes; ValueError for what is none."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            if at >= len(data) or shift > 63:
+                raise ValueError(f"a number is cut at byte {at}")
+            byte, at = data[at], at + 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        key = varint()
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            yield number, varint()
+            continue
+        size = {1: 8, 5: 4}.get(wire) or (varint() if wire == 2 else len(data))
+        if size > len(data) - at:
+            raise ValueError(f"field {number} of kind {wire} at byte {at} does not fit")
+        yield number, data[at : at + size]
+        at += size

@@ -97,7 +97,7 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
             out += [f"{row.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]
-        elif not {*row.axes} <= {"append", "pooled", "merge", "prefill", "vote", "steps", "layers"}:
+        elif not {*row.axes} <= {"append", "pooled", "merge", "prefill", "vote", "steps", "layers", "values"}:
             out.append(row.name)
     out += [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
     return [text for text in out if has_weights(parse(text), params)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from jkv.methods.budgets import Bytes, Keep, Size, Tokens, beyond
 from jkv.methods.config import MOST, CacheConfig
 from jkv.methods.prefills import compressed
 from jkv.methods.selectors.reuse import over_layers, over_steps, voted
+from jkv.methods.sides import valued
 
 Axes = dict[str, Any]  # field of CacheConfig -> value
 FOLDER = "str | None"  # the type of arguments that name a folder
@@ -91,6 +92,8 @@ class Row:
                 raise ValueError(f"{self.name}: {name}={value}: a whole number below 2**31")
         if kind == "float" and not (whole or isinstance(value, float)):
             raise ValueError(f"{self.name}: {name}={value!r}: a number")
+        if kind == "str" and not isinstance(value, str):
+            raise ValueError(f"{self.name}: {name}={value!r}: a text, as '{value}'")
         if kind == FOLDER and value is not None and not isinstance(value, str | Path):
             raise ValueError(f"{self.name}: {name}={value!r}: a folder, as '{name}'")
         if kind.startswith("tuple[") and not isinstance(value, tuple | list):
@@ -162,14 +165,22 @@ AXES = (
     "append",
     "prefill",
     "compression",
+    "values",
 )
-# what rows put around an axis of the config, whichever row fills that
+
+
+def _around(axis: str, wrap: Callable[[Any, Any], Any]) -> tuple[str, Callable[[CacheConfig, Any], CacheConfig]]:
+    return axis, lambda config, given: replace(config, **{axis: wrap(getattr(config, axis), given)})
+
+
+# what rows change of an axis of the config, whichever row fills that
 AROUND = {
-    "append": ("budget", beyond),
-    "compression": ("prefill", compressed),
-    "vote": ("select", voted),
-    "steps": ("select", over_steps),
-    "layers": ("select", over_layers),
+    "append": _around("budget", beyond),
+    "compression": _around("prefill", compressed),
+    "vote": _around("select", voted),
+    "steps": _around("select", over_steps),
+    "layers": _around("select", over_layers),
+    "values": ("tiers", valued),
 }
 SCHEDULE = ("recent", "sinks", "block")  # the most that a method of a composition asks for
 ARGUMENTS = (

@@ -49,8 +49,7 @@ def parse(text: str) -> CacheConfig:
     around = {name: axes.pop(name) for name in AROUND if name in axes}
     config = CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))
     for name, given in around.items():
-        axis, wrap = AROUND[name]
-        config = replace(config, **{axis: wrap(getattr(config, axis), given)})
+        config = AROUND[name][1](config, given)
     return config
 
 

@@ -261,7 +261,7 @@ def test_every_method_is_in_the_matrix(tmp_path, monkeypatch):
     gates |= {"duoattention", "fastkvzip"}  # by their authors' heads, and gates
     gates |= {"fasa", "infinigen", "planned", "s3attention"}  # of channels, of a plan, and of features
     some = {*CATALOGUE} - {"append", "coded", "pooled", "rest", "compresskv", "razorattention"}
-    some -= {"indexcache", "similar", "vote"}
+    some -= {"indexcache", "similar", "vote", "values"}
     assert named() == some - gates
     monkeypatch.setattr(learned, "SHIPPED", tmp_path)
     tiny.gate(str(tmp_path / "trimkv"))

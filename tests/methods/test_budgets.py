@@ -161,7 +161,7 @@ def test_what_has_no_size_says_what_decides(name: str, form: str):
         parse(f"{name}({form})")
     if {"budget", "score"} & {*row.axes}:
         assert all(f"{x}=" in str(error.value) for x in row.arguments)
-    elif name in AROUND - {"pooled"}:
+    elif name in AROUND - {"pooled", "values"}:
         check(parse(re.search(r"as in '(.*)'", str(error.value))[1]), MODEL)
     elif parse(name).taught:
         assert "it keeps every token" in str(error.value)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jkv.arrays.bits import pack, unpack
 from jkv.memory.empty import empty_side
-from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Sparse, Ternary
+from jkv.methods.codecs import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Sparse, Ternary
+from jkv.methods.codecs.affine import best_share
 
 CODECS = [
     Dense(),
@@ -23,7 +24,10 @@ CODECS = [
     Sparse(sparsity=0.7),
     Float(),
     Float(format="e5m2", scale=0.5),
+    Float4(),
+    Float4(group=4, scale=0.5),
     Polar(group=16),
+    Polar(group=16, cut="zero"),
     Polar(radius=3, angle=4, group=8),
     Gear(inner=Affine(bits=2, axis="channel", group=8), group=8, outliers=0.3),
     Gear(inner=Affine(bits=2), group=16, rank=1, outliers=0.3),
@@ -72,6 +76,19 @@ def test_the_error_is_half_a_step(codec, seed: int, offset: float):
     ulp = 2.0**-7  # of bfloat16: low is rounded down and the step up, by less than that
     step = (y.max(-1, keepdims=True) - y.min(-1, keepdims=True) + top * ulp) / levels * (1 + ulp)
     assert (np.abs(got - y) <= step / 2 + 1e-6 * top).all()
+
+
+@pytest.mark.parametrize(("bits", "group"), [(2, 32), (2, 64), (2, 128), (3, 64), (4, 64)])
+def test_the_best_share_of_a_range_is_best_for_normal_numbers(bits: int, group: int):
+    x = draw(bits, 512, group)
+
+    def lost(clip: float | None) -> float:
+        codec = Affine(bits=bits, clip=clip)
+        return np.square(codec.decode(codec.encode(jnp.asarray(x))) - x).sum()
+
+    share = best_share(bits, group)
+    others = [share - 0.1, min(share + 0.1, 1.0)]
+    assert lost(None) == lost(share) <= 1.01 * min(map(lost, others)) and lost(None) <= lost(1.0)
 
 
 @pytest.mark.parametrize("codec", [Affine(bits=2, group=4), Affine(bits=2, axis="channel", group=4)], ids=str)

@@ -187,6 +187,21 @@ def test_a_channel_that_is_dropped_adds_its_singular_value(heads: int):
         np.testing.assert_allclose(np.square(got - x).sum(), want, rtol=2e-3)
 
 
+def test_a_basis_is_in_the_dtype_of_what_taught_it():
+    """A bfloat16 cache has bases of half of the bytes, and loses no more than its numbers' own rounding."""
+    x = jnp.asarray(mixed(60), jnp.bfloat16)
+    live = jnp.ones((1, 1, x.shape[2]), bool)
+    for width in (8, 16):
+        lost = []
+        for dtype in (jnp.bfloat16, jnp.float32):
+            codec = codes.fit(OfPrompt(inner=Dense(), width=width, heads=1), x.astype(dtype), live)
+            assert isinstance(codec, OfPrompt) and codec.basis is not None and codec.mean is not None
+            assert codec.basis.dtype == codec.mean.dtype == dtype
+            wide = x.astype(jnp.float32)
+            lost.append(float(jnp.square(codes.decode(codec, codes.encode(codec, x)) - wide).sum()))
+        assert lost[0] <= lost[1] + 2**-14 * float(jnp.square(x.astype(jnp.float32)).sum())
+
+
 def test_the_dead_teach_nothing():
     rng = np.random.default_rng(7)
     apart = [np.linalg.qr(np.c_[np.ones(80), rng.standard_normal((80, DIM))])[0][:, 1:] for _ in range(HEADS)]

@@ -61,7 +61,7 @@ from support.tiny import (  # noqa: F401
     L,
 )
 
-AROUND = {"pooled", "indexcache", "similar", "vote"}  # rows that change what another has
+AROUND = {"pooled", "indexcache", "similar", "vote", "values"}  # rows that change what another has
 LENGTHS, STEPS = (90, 73), 52  # prompt tokens of each row; teacher-forced tokens: three flushes
 LONGEST = max(LENGTHS) + STEPS
 LONG = 1000  # more than every budget
@@ -108,7 +108,7 @@ POLAR = Slot(k=D / 2 + 4 * D / 16, v=D / 2 + 4, lossy=True)  # a byte a pair of 
 GEAR = Slot(  # like kivi; a token's number; 2 outliers of a channel, or of a token; the two factors of rank 2
     k=D / 4 + 4 * D / 16 + 1 + 6 * D / 16 + 4 + 4 * D / 16, v=D / 4 + 4 + 6 + 4 + 4 * D / 16, lossy=True
 )
-NSN = Slot(*[D / 4 + 3 + 4 / 16 + (D / 2 + 4) / 16] * 2, lossy=True)  # entries and signs, both scales, means
+NSN = Slot(*[D / 4 + 2 + 4 / 16 + (D / 2 + 4) / 16] * 2, lossy=True)  # entries and signs, both scales, means
 VID = Slot(k=3 * D / 16 + 3 * D / 16 + D / 8 / 16, v=4 + 2 * D / 16, lossy=True)  # half of the channels in 2 bits
 
 
@@ -245,8 +245,10 @@ OWN: dict[str, tuple[Case, ...]] = {
     "int8": (Case("int8", slot=INT8),),
     "int4": (Case("int4", slot=INT4),),
     "fp8": (Case("fp8", slot=Slot(k=D, v=D, lossy=True)),),
+    "fp4": (Case("fp4", slot=Slot(k=D / 2 + 1, v=D / 2 + 1, lossy=True)),),  # D = 16 is one block
+    "values": (Case("int8 | values", slot=Slot(k=D + 4, v=D / 2 + 4, lossy=True)),),
     "polarquant": (Case("polarquant(group=16)", slot=POLAR),),
-    "gear": (Case("gear(group=16)", slot=GEAR),),
+    "gear": (Case("gear(bits=2, rank=2, outliers=0.02, group=16)", slot=GEAR),),
     "nsnquant": (Case("nsnquant(window=16)", slot=NSN),),
     "vidkv": (Case("vidkv(group=16, recent=16)", slot=VID),),
     "int3": (Case("int3", slot=INT3),),

@@ -2,6 +2,7 @@
 
 from jkv.methods.codecs.affine import Affine
 from jkv.methods.codecs.dense import Dense
+from jkv.methods.codecs.float4 import Float4
 from jkv.methods.codecs.float8 import Float
 from jkv.methods.codecs.gear import Gear
 from jkv.methods.codecs.lowrank import LowRank
@@ -20,6 +21,7 @@ __all__ = [
     "Balanced",
     "Dense",
     "Float",
+    "Float4",
     "Gear",
     "LowRank",
     "Merged",

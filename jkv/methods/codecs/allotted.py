@@ -12,12 +12,12 @@ from jax import Array
 
 from jkv.arrays.bits import bits_of, fields, floats, pack, select
 from jkv.arrays.tree import leaf, part
+from jkv.methods.codecs.affine import STEPS
 from jkv.methods.codecs.levels import LLOYD_MAX, lloyd_max
 from jkv.methods.codecs.turned import there
 from jkv.protocols import Code, Codec
 
 STRETCH = 8  # channels
-STEPS = {5: 0.1881, 6: 0.1041, 8: 0.0308}  # of equally spaced levels, where a table would be long; of N(0, 1)
 # The mean square error of N(0, 1) in so many bits, which each more lessens by less.
 LOSS = {0: 1.0, 1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0035, 6: 0.00104, 8: 0.00009}
 

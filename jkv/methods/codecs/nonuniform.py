@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from math import floor
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,15 +52,16 @@ def levels(weights: np.ndarray, bits: int) -> np.ndarray:
 class NonUniform(Codec):
     """x ~ middle + half t[code], t f[L,H,2**bits] in [-1, 1]; what lies farthest out is kept exact, as in bfloat16.
 
-    The k = floor(outliers / 2 * D) + 1 largest and smallest numbers of a token, relative to middle and half, are its
-    outliers: for each a byte that says which channel, and what it has beyond t's end if it is beyond, else 0. middle
-    and half are those of a channel (low, high f[L,H,D]: its ends), or where there are none those of the token: its ends
-    are the (k + 1)th number from either side. Source: KVQuant (2401.18079), whose outliers and ends of a token are of
-    all heads together.
+    A token has 2k outliers, k = floor(outliers / 2 * D) + 1: for each a byte that says which channel, and what it has
+    beyond t's end if it is beyond, else 0. They are those that lose most by being cut off there ("error"), or the k
+    largest and the k smallest, relative to middle and half ("rank"). middle and half are those of a channel (low, high
+    f[L,H,D]: its ends), or where there are none those of the token: its ends are the (k + 1)th number from either side.
+    Source: KVQuant (2401.18079), whose outliers, by rank, and ends of a token are of all heads together.
     """
 
     bits: int = 3
     outliers: float = 0.01
+    by: Literal["error", "rank"] = "error"
     table: Array | None = leaf(default=None)
     low: Array | None = leaf(default=None)
     high: Array | None = leaf(default=None)
@@ -80,6 +82,8 @@ class NonUniform(Codec):
     def check(self, dim: int) -> None:
         if self.bits not in WIDTHS:
             raise ValueError(f"non-uniform codec: bits={self.bits}; 2, 3 or 4")
+        if self.by not in ("error", "rank"):
+            raise ValueError(f"non-uniform codec: by={self.by!r}; outliers are those by 'error' or by 'rank'")
         if not 0 <= self.outliers < 1 or 2 * self.aside(dim) >= dim:
             raise ValueError(
                 f"non-uniform codec: outliers={self.outliers}: the share that is kept beside, 0 to below 1"
@@ -113,14 +117,14 @@ class NonUniform(Codec):
         return Code(slots=(pack(code, self.bits), ends, self._beside(y, unit, middle, half, table)))
 
     def _beside(self, y: Array, unit: Array, middle: Array, half: Array, table: Array) -> tuple[Array, ...]:
-        """Channels uint8[n,2k] of the smallest and the largest of unit [n,D], and what they have beyond t's ends."""
+        """Channels uint8[n,2k] of the outliers of y [n,D], and what they have beyond t's ends."""
         k, d = self.aside(y.shape[1]), y.shape[1]
         if not k:
             return ()
-        order = jnp.argsort(unit, 1)
-        at = jnp.concatenate([order[:, :k], order[:, d - k :]], 1)
         under, over = y - (middle + half * table[0]), y - (middle + half * table[-1])
         beyond = jnp.where(y > middle + half, over, jnp.where(y < middle - half, under, 0))
+        order = jnp.argsort(jnp.abs(beyond) if self.by == "error" else unit, 1)
+        at = order[:, d - 2 * k :] if self.by == "error" else jnp.concatenate([order[:, :k], order[:, d - k :]], 1)
         beyond = jnp.take_along_axis(beyond, at, 1).astype(jnp.dtype(self.scale_dtype))
         return at.astype(jnp.uint8), bits_of(beyond)
 

@@ -88,8 +88,9 @@ class OfPrompt(Projected):
     """x ~ mean + U y, U the first principal directions of a prompt, of `heads` kv heads of `layers` layers together.
 
     U' sum (x - mean)(x - mean)' U is diagonal and descending. width: directions W, or 0: a `share` of the channels;
-    centered: about the prompt's mean, else about 0. Each row has its own U f[gD,W] and mean, for the tokens that its
-    prompt brought; of several layers y is one code, and U in each has the rows of its own heads.
+    centered: about the prompt's mean, else about 0. Each row has its own U f[gD,W] and mean, in the dtype of its keys
+    or values, for the tokens that its prompt brought; of several layers y is one code, and U in each has the rows of
+    its own heads.
     """
 
     taught = True
@@ -126,7 +127,7 @@ class OfPrompt(Projected):
         apart = wide if mean is None else jnp.where(live[:, None], wide - mean[None], 0)
         gram = jnp.einsum("nd,ne->de", apart, apart, precision=jax.lax.Precision.HIGHEST)
         basis = jnp.linalg.eigh(gram)[1][:, ::-1][:, : self.kept(x.shape[1])]
-        own = replace(self, basis=basis, mean=mean)
+        own = replace(self, basis=basis.astype(x.dtype), mean=mean if mean is None else mean.astype(x.dtype))
         return replace(own, inner=self.inner.fit(own.coordinates(x), live))
 
     def of_layers(self, n: int) -> Self:

@@ -17,12 +17,13 @@ class Separable(Grouped):
     """x[t,j] = c[j] * y[t,j], c[j] = sqrt(max over t of |x[t,j]|); y in integers, one step and low a token.
 
     c is of `group` tokens that are coded, moved and dropped together (grain = group), so that tokens of one head need
-    no scale made before they came. Source: ZipCache (2405.14256), whose c is of the whole prompt.
+    no scale made before they came. Scales, of square roots, are far from both ends of what float16 holds. Source:
+    ZipCache (2405.14256), whose c is of the whole prompt.
     """
 
     bits: int = 4
     group: int = 20
-    scale_dtype: str = "bfloat16"
+    scale_dtype: str = "float16"
 
     @property
     def inner(self) -> Affine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Ternary
+from jkv.methods.codecs import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
 from jkv.methods.config import TierSpec
 from jkv.methods.scores.mixed import Salience, Sticky
 
@@ -17,15 +17,33 @@ def fp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", scale: float = 1.0) -> Axes
     return dict(codec=(codec, codec))
 
 
+@row("-", "approximation: 4-bit floats, one 8-bit scale for 16; the tail is exact")
+def fp4(*, group: Positive = 16, scale: float = 1.0) -> Axes:
+    """Floats of 4 bits (E2M1), an E4M3 scale for `group` channels, as NVFP4 has them; `scale`: of all of them."""
+    codec = Float4(group=group, scale=float(scale))
+    return dict(codec=(codec, codec))
+
+
 @row(
     "NeurIPS 2025: PolarQuant",
     "approximation: radius and angle of keys in bins, values in integers; the tail is exact",
     "keys whose outliers lie in one channel of a pair are smooth as radius and angle (no figure in the abstract)",
 )
-def polarquant(*, radius: int = 4, angle: int = 4, values: int = 4, group: Positive = 128, recent: int = 0) -> Axes:
-    """PolarQuant: keys as radius and angle of rotating pairs, values in `values` bits; 16 are the plain floats."""
+def polarquant(
+    *,
+    radius: int = 4,
+    angle: int = 4,
+    values: int = 4,
+    group: Positive = 128,
+    cut: Literal["gap", "zero"] = "gap",
+    recent: int = 0,
+) -> Axes:
+    """PolarQuant: keys as radius and angle of rotating pairs, values in `values` bits; 16 are the plain floats.
+
+    cut: where a pair's angles begin, behind their widest "gap" in a group, or at "zero" as in the authors' code.
+    """
     v = Dense() if values == 16 else Affine(bits=values, group=group)
-    return dict(codec=(Polar(radius=radius, angle=angle, group=group), v), recent=recent, block=group)
+    return dict(codec=(Polar(radius=radius, angle=angle, group=group, cut=cut), v), recent=recent, block=group)
 
 
 @row(
@@ -33,8 +51,12 @@ def polarquant(*, radius: int = 4, angle: int = 4, values: int = 4, group: Posit
     "approximation: a prompt is factored block by block too, outliers are counted per head; the tail is exact",
     "near-lossless at 4 bits; up to 2.38x the throughput, 2.29x less peak memory",
 )
-def gear(*, bits: Positive = 2, group: Positive = 64, rank: int = 2, outliers: float = 0.02, recent: int = 0) -> Axes:
-    """GEAR: what integers miss of each block comes back as a low rank, and the largest numbers stay beside them."""
+def gear(*, bits: Positive = 3, group: Positive = 64, rank: int = 1, outliers: float = 0.0, recent: int = 0) -> Axes:
+    """GEAR: what integers miss of each block comes back as a low rank, and the largest numbers stay beside them.
+
+    The authors' 2 bits are bits=2, rank=2, outliers=0.02: at least one number at either end of a head's vector, so
+    4.3 bits with 64 channels. The default is nearer to the full cache in 4.
+    """
     inner = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
     k, v = (Gear(inner=x, group=group, rank=rank, outliers=float(outliers)) for x in inner)
     return dict(codec=(k, v), recent=recent, block=group)
@@ -56,11 +78,14 @@ def nsnquant(*, bits: Positive = 2, window: Positive = 64, recent: int = 0) -> A
     "approximation, for text: channels are chosen per group and head; salient tokens as zipcache's; the tail is exact",
     "1.5 bits for keys and 1.58 for values with almost no drop, LLaVA-OV-7B and Qwen2.5-VL-7B",
 )
-def vidkv(*, hard: float = 0.5, group: int = 32, share: float = 0.0, recent: int = 96) -> Axes:
-    """VidKV: the `hard` channels of keys in 2 bits, others in 1; values in 3 levels, a salient `share` in 2 bits."""
+def vidkv(*, hard: float = 0.5, group: int = 32, share: float = 0.0, rounds: int = 4, recent: int = 96) -> Axes:
+    """VidKV: the `hard` channels of keys in 2 bits, others in 1; values in 3 levels, a salient `share` in 2 bits.
+
+    rounds: by which the levels of values come nearer to least squares; 0: their scale is the mean, as the authors'.
+    """
     if not 0 <= share < 1:
         raise ValueError(f"vidkv: share={share}: the fraction of tokens whose values get 2 bits, 0 to below 1")
-    k, v = Mixed(hard=float(hard), group=group), Ternary(group=group)
+    k, v = Mixed(hard=float(hard), group=group), Ternary(group=group, rounds=rounds)
     axes = dict(recent=recent, block=group)
     if not share:
         return axes | dict(codec=(k, v))

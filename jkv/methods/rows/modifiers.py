@@ -7,6 +7,8 @@ from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.prefills import Coded
 from jkv.methods.residuals import MeanToken
 from jkv.methods.scores.position import Newest
+from jkv.methods.sides import values_of
+from jkv.methods.text import parse
 
 
 @row("-", "exact")
@@ -33,6 +35,12 @@ def pooled(*, floor: float = 0.2) -> Axes:
 def rest() -> Axes:
     """One residual token per kv head: the mean of all that it evicts, with the weight of all of them."""
     return dict(merge=MeanToken())
+
+
+@row("-", "changes only how values are kept")
+def values(*, codec: str = "int4") -> Axes:
+    """Values as another method keeps them, keys as the others here do: "int8 | values(codec='kivi(bits=2)')"."""
+    return dict(values=values_of(parse(codec)))
 
 
 @row("-", "changes only what a prompt attends to")

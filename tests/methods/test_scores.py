@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,9 +83,12 @@ def test_a_doubled_key_goes_first():
 def test_sinks_and_newest_are_protected():
     rank = Protect(score=Newest(), sinks=2, newest=3).rank(evidence(np.eye(8)))[0, 0]
     np.testing.assert_array_equal(np.isinf(rank), [1, 1, 0, 0, 0, 1, 1, 1])
-    for portion, newest in ((0.25, 2), (0.3, 2), (0.9, 3)):  # of 8 tokens
-        rank = Protect(score=Newest(), newest=3, portion=portion).rank(evidence(np.eye(8)))[0, 0]
+    for portion, short, newest in ((0.25, 9, 2), (0.3, 9, 2), (0.9, 9, 3), (0.25, 8, 3)):  # of a prompt of 8 tokens
+        rank = Protect(score=Newest(), newest=3, portion=portion, short=short).rank(evidence(np.eye(8)))[0, 0]
         np.testing.assert_array_equal(np.isinf(rank), np.arange(8) >= 8 - newest)
+    held = replace(evidence(np.eye(8)), limit=jnp.full(1, 5))  # more than a row may hold: its newest
+    rank = Protect(score=Newest(), sinks=2, newest=7).rank(held)[0, 0]
+    np.testing.assert_array_equal(np.isinf(rank), [1, 1, 0, 0, 0, 1, 1, 1])
 
 
 ROPE = Rope(inv_freq=(1.0, 0.3), longest=16)

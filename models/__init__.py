@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.narrow import narrow
 from jkv.arrays.partial import softmax
 
 from . import (
@@ -183,6 +184,7 @@ model.layers.0.self_attn.q_proj.weight and 16 more
     return params.assemble(c, table, table.read(c, tensors), dtype, put, form, blocks)
 
 
+@narrow
 def random(
     config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: Form | str | None = None
 ) -> Params:
@@ -251,6 +253,7 @@ def plain(c: ModelConfig, pos: Array) -> Attend:
     return attend
 
 
+@narrow
 def forward(p: Params, ids: Array, pos: Array) -> Array:
     """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
 

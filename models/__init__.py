@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jkv.arrays.narrow import narrow
 from jkv.arrays.partial import softmax
 
 from . import (
@@ -203,6 +204,7 @@ def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[Mapping[st
     return {**config, **untied, **text}, tensors
 
 
+@narrow
 def random(
     config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: Form | str | None = None
 ) -> Params:
@@ -271,6 +273,7 @@ def plain(c: ModelConfig, pos: Array) -> Attend:
     return attend
 
 
+@narrow
 def forward(p: Params, ids: Array, pos: Array) -> Array:
     """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
 

@@ -1,5 +1,6 @@
 """Rotary position embedding from two small exact tables."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ class Rope:
 
     `inv_freq` has D/2 entries (fewer: only the first 2 * len(inv_freq) channels turn, or none), `scale` multiplies cos
     and sin (yarn), `longest` is the largest position plus one. Angles stay exact for any position: the rotation is the
-    complex product of two tables made in float64, instead of one float32 angle.
+    complex product of two tables made in float64, instead of one float32 angle. A position behind the tables turns to
+    NaN, which ends a row with an error; `ahead` has no such end.
 
     >>> import jax.numpy as jnp
     >>> rope = Rope(inv_freq=(1.0, 0.1), longest=512)
@@ -37,6 +39,18 @@ class Rope:
         ca, sa = (_rows(f(coarse), p >> COARSE_BITS) for f in (np.cos, np.sin))
         cb, sb = (_rows(f(fine) * self.scale, p & (COARSE - 1)) for f in (np.cos, np.sin))
         return ca * cb - sa * sb, sa * cb + ca * sb
+
+    def ahead(self, pos: Array, offsets: Sequence[int]) -> tuple[Array, Array]:
+        """cos, sin f32[..., D/2]: the mean over `offsets` of the rotations to pos + offset, which may be any number.
+
+        >>> cos, sin = Rope(inv_freq=(0.001,), longest=512).ahead(jnp.array([500]), [4000])
+        >>> bool(jnp.allclose(cos, jnp.cos(4.5))), bool(jnp.allclose(sin, jnp.sin(4.5)))
+        (True, True)
+        """
+        angle = np.asarray(offsets, np.float64)[:, None] * np.asarray(self.inv_freq, np.float64)
+        cos, sin = self.tables(pos)
+        a, b = (jnp.broadcast_to(jnp.asarray(f(angle).mean(0), jnp.float32), cos.shape) for f in (np.cos, np.sin))
+        return cos * a - sin * b, sin * a + cos * b
 
     def rotate(self, x: Array, pos: Array, inverse: bool = False) -> Array:
         """x [..., D] at pos [...] (broadcast against x without its last axis), computed in float32, dtype kept.
@@ -59,5 +73,5 @@ class Rope:
 
 
 def _rows(table: np.ndarray, index: Array) -> Array:
-    """f32 rows of a table at an index that is not negative."""
-    return jnp.asarray(table, jnp.float32).at[index].get(mode="clip", wrap_negative_indices=False)
+    """f32 rows of a table at an index that is not negative; NaN behind its end."""
+    return jnp.asarray(table, jnp.float32).at[index].get(mode="fill", fill_value=np.nan, wrap_negative_indices=False)

@@ -35,7 +35,7 @@ def keyword(text: str) -> str:
 
 def template(plan: str, names: Sequence[str]) -> str:
     """A plan with names and numbers left open."""
-    for i, name in enumerate(names):
+    for i, name in sorted(enumerate(names), key=lambda one: -len(one[1])):  # one name may begin another
         plan = plan.replace(name, f"{{entity {i}}}")
     return re.sub(r"(?<!entity )\b\d+\b", "{number}", plan)
 

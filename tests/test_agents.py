@@ -98,5 +98,6 @@ def test_plans_are_kept_by_what_is_asked_and_by_what_they_are_worth():
         kept.told("a", well)
     assert kept.get("a") is None  # templates that fail later go
     assert plans.template("Ask Acme for 3 offers of 2019", ["Acme"]) == "Ask {entity 0} for {number} offers of {number}"
+    assert plans.template("Ask Anna and Ann", ["Ann", "Anna"]) == "Ask {entity 1} and {entity 0}"
     with pytest.raises(ValueError, match="capacity=0"):
         plans.Plans(capacity=0)

@@ -393,4 +393,5 @@ def main() -> None:
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
+    os.environ["JAX_ENABLE_X64"] = "0"  # jax is not imported yet: see arrays/narrow.py
     app()

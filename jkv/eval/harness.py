@@ -12,6 +12,7 @@ from jax import Array
 from rich.box import MARKDOWN
 from rich.table import Table
 
+from jkv.arrays.narrow import narrow
 from jkv.generation.api import extend, generate, prefill
 from jkv.generation.asked import composition, model
 from jkv.generation.prompts import stop_ids_of
@@ -91,11 +92,13 @@ class Backend:
             raise ValueError("an empty context is the token that texts begin or end with, and this model has neither")
         return begins[0]
 
+    @narrow
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log p(continuation | context) in nats, whether it is greedy) of each."""
         pairs = [self._pair(*request.args, task=str(request.task_name)) for request in requests]
         return [(sum(p), greedy) for p, greedy in self._answered(pairs)]
 
+    @narrow
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts in nats, in windows of the model's context: the first follows the token of an empty
         context, each later one the tokens before it, as many as there is room for."""
@@ -112,6 +115,7 @@ class Backend:
             out[i] += sum(p)
         return out
 
+    @narrow
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text after each context, up to a stop text."""
         out = [""] * len(requests)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax import Array
 
+from jkv.arrays.narrow import narrow
 from jkv.generation.asked import Asked, Until, asked, composition, fit, model, stored
 from jkv.generation.drafters import Drafter
 from jkv.generation.generating import Generation, Result
@@ -26,6 +27,7 @@ from jkv.models import Params
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
 
 
+@narrow
 @told()
 def prefill(
     params: Params,
@@ -63,6 +65,7 @@ def prefill(
     return cache, logits
 
 
+@narrow
 @told()
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     """The cache after more text, and the logits f32[B,V] of what comes next; the given cache stays as it was.
@@ -78,6 +81,7 @@ def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     return extended(params, cache, rows, 0)[:2]
 
 
+@narrow
 def generate(
     params: Params,
     cache: str | CacheConfig | Cache | None,
@@ -146,6 +150,7 @@ def generate(
     return run.result()
 
 
+@narrow
 def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prompt, **options: Any) -> Iterator[str]:
     """The text of one row, piece by piece as it is generated; takes the options of `generate`.
 
@@ -161,6 +166,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
     return _pieces(params, given, rows, single)
 
 
+@narrow
 def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
     run = Generation(params, given, rows, single)
     text = Transcript(params.tokenizer, run.stop)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.arrays.narrow import narrow
 from jkv.core import sharding
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import layout
@@ -39,6 +40,7 @@ def weights(plan: Any) -> str:
     return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:32] if arrays else ""
 
 
+@narrow
 def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
     checkpoint.write(path, *packed(cache, params))
@@ -69,6 +71,7 @@ def row(arrays: Mapping[str, np.ndarray], meta: dict[str, Any], i: int) -> tuple
     return {name: x[i : i + 1] if x.ndim else x for name, x in arrays.items()}, meta | {"rows": 1}
 
 
+@narrow
 def load_cache(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
     """The cache in a file written by `save_cache` with the same model; config: only for one without a text form.
 

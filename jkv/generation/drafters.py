@@ -174,10 +174,11 @@ class Suffix:
 
     For each length m of a match of the row's newest tokens, in the row and in the outputs of earlier generations, the
     likeliest continuation of at most alpha * m + beta tokens, p the product of its shares of the counts, is followed
-    while p >= p_min; its score is the sum of p. The best score wins, among equals the longer match, then the row's own.
-    A match in the row counts the newest tokens themselves, as in the authors' code. depth: tokens of the longest match;
-    limit: tokens of earlier outputs that are kept, the newest. Counts are taken from the texts, which stay as they are,
-    instead of from a tree of suffixes: the same numbers.
+    while p >= p_min; its score is the sum of p. The best score wins, among equals the longer match, then the row's own;
+    of tokens that came equally often the one that came first. A match in the row counts the newest tokens themselves,
+    as in the authors' code. depth: tokens of a match and its continuation at most; limit: tokens of earlier outputs
+    that are kept, the newest; the authors also look at what other rows are generating. Counts are taken from the
+    texts, which stay as they are, instead of from a tree of suffixes: the same numbers.
 
     >>> guess = Suffix().propose([[1, 2, 3, 1, 2]], 8)[0]
     >>> guess.ids, guess.chance
@@ -230,15 +231,17 @@ class Suffix:
 
     def _of(self, text: np.ndarray, row: np.ndarray, most: int) -> Guess:
         """The best guess by one text."""
-        best, last = Guess([], [], []), min(len(row) - 1, self.depth)
+        best, last, far = Guess([], [], []), min(len(row) - 1, self.depth), 0
         ends = np.flatnonzero(text == row[-1]) if len(row) else np.zeros(0, np.int64)
         for m in range(1, last + 1):
             longer = ends[ends >= m]
             longer = longer[text[longer - m] == row[-m - 1]] if m < last else longer[:0]
-            if len(longer) < len(ends):  # or a token more matches at the same places: as far, and farther
-                ids, chance = self._follow(text, ends, min(most, int(self.alpha * m + self.beta)))
+            far = max(far, min(most, int(self.alpha * m + self.beta), self.depth - m))
+            if len(longer) < len(ends):  # or a token more matches at the same places: they are followed once
+                ids, chance = self._follow(text, ends, far)
                 if ids and sum(chance) >= sum(best.chance):
                     best = Guess(ids, list(range(-1, len(ids) - 1)), chance)
+                far = 0
             ends = longer
         return best
 
@@ -252,8 +255,9 @@ class Suffix:
             tokens = text[after]
             if not (tokens >= 0).any():  # -1: where an output ended
                 break
-            values, counts = np.unique(tokens[tokens >= 0], return_counts=True)
-            token, count = int(values[counts.argmax()]), int(counts.max())
+            values, first, counts = np.unique(tokens[tokens >= 0], return_index=True, return_counts=True)
+            likeliest = np.lexsort((first, -counts))[0]
+            token, count = int(values[likeliest]), int(counts[likeliest])
             p *= count / len(ends)
             if p < self.p_min:
                 break

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.narrow import narrow
 from jkv.attention.decoded import stored
 from jkv.core.blend import blended
 from jkv.core.compiled import Cost
@@ -113,6 +114,7 @@ class Passages:
             )
         self._add(Passage(ids, front))
 
+    @narrow
     def said(self, params: Params, tokens: Sequence[int], cache: Cache) -> None:
         """What a run said, as it is in the run's cache: `said(params, out.tokens, out.cache)` of `generate`.
 

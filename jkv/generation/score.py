@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.arrays.narrow import narrow
 from jkv.generation import lost
 from jkv.generation.api import prefill
 from jkv.generation.asked import model
@@ -44,6 +45,7 @@ class Scored:
         return sum(self.logprobs)
 
 
+@narrow
 def score(
     params: Params,
     cache: str | CacheConfig | Cache | None,

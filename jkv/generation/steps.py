@@ -12,6 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from jkv import kernels
+from jkv.arrays.narrow import narrow
 from jkv.core import loop, sharding
 from jkv.core.compiled import ANY, Run, call, compiled, flow
 from jkv.generation.room import with_room
@@ -19,6 +20,7 @@ from jkv.memory.cache import Cache
 from jkv.models import Params
 
 
+@narrow
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next.
 
@@ -34,12 +36,13 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     >>> cache.seen.tolist(), logits.shape
     ([4], (1, 100))
     """
-    params, cache = ready(params, cache, token)
+    params, cache, token = ready(params, cache, token)
     shared = jax.tree.map(jnp.copy, {"counts": cache.counts, "fill": cache.fill})  # by other caches
     bare, logits = _run(loop.step_own, params, cache.plan, replace(cache.bare, **shared), token)
     return cache.dressed(bare), logits
 
 
+@narrow
 def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     """`step` of a copy: the given cache stays as it was, so that other tokens can be tried after it.
 
@@ -50,7 +53,7 @@ def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     >>> [x.seen.tolist() for x in (cache, *tried)]
     [[3], [4], [4]]
     """
-    return _run(loop.step, *ready(params, cache, token), token)
+    return _run(loop.step, *ready(params, cache, token))
 
 
 @flow(arguments=(ANY, None), results=(ANY, None), static_argnames=("n",))
@@ -83,14 +86,17 @@ def check_beside(params: Params, cache: Cache) -> None:
         )
 
 
-def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache]:
-    """The model and the cache that a step of these tokens i32[B] takes; ValueError where there is no room for them."""
+def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache, Array]:
+    """The model, the cache and the tokens i32[B] that a step takes; ValueError where there is no room for them."""
     check_there(cache)
+    if not jnp.issubdtype(token.dtype, jnp.integer):
+        raise ValueError(f"tokens are {token.dtype}: a step takes whole numbers i32[B], -1 for a row that pauses")
+    token = jnp.asarray(token, jnp.int32)
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves((params.embed, cache.counts, token))):
         check_beside(params, cache)
         going = (np.asarray(token) >= 0).astype(np.int32)
         cache = with_room(cache, np.zeros_like(going), going)
-    return replace(params, config=cache.model), cache
+    return replace(params, config=cache.model), cache, token
 
 
 def _run(function: Any, params: Params, *args: Any) -> tuple[Cache, Array]:
@@ -99,5 +105,4 @@ def _run(function: Any, params: Params, *args: Any) -> tuple[Cache, Array]:
     alone = not isinstance(first, Tracer) and len(first.sharding.device_set) == 1
     if kernels.native() == "xla" or not alone:
         return function(params, *args)
-    args = (*args[:-1], jnp.asarray(args[-1], jnp.int32))
     return compiled(function, params, *args)[0](params, *args)

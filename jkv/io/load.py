@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jkv.arrays.narrow import narrow
 from jkv.io import hub, remote
 from jkv.io.files import refuse_pointer
 from jkv.io.source import Source
@@ -113,6 +114,7 @@ def blocks_of(what: str | Path, source: Source, dtype: str) -> Mapping[str, Call
     return {name: partial(read, jnp.dtype(dtype)) for name, read in source.blocks.items()}
 
 
+@narrow
 def load(
     what: str | Path,
     dtype: str | None = None,

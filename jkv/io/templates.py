@@ -9,6 +9,7 @@ prompt, kept, and started again where a template has ended it; a runtime with th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -18,8 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 SECONDS = 5.0  # of processor time for one prompt; it takes milliseconds
-PATIENCE = 60.0  # seconds on the clock, for a machine with more to do than that
+LOOK = 1.0  # seconds from one look at the process to the next
 
 
 def render(template: str, names: Mapping[str, Any]) -> str:
@@ -53,10 +56,8 @@ class _Child:
     def ask(self, request: bytes) -> dict[str, str]:
         with self.lock:
             process = self._running()
-            # The system bounds what the process uses; this is for one that sleeps or is not let run.
-            alarm = threading.Timer(PATIENCE, process.kill)
-            alarm.daemon = True
-            alarm.start()
+            answered = threading.Event()
+            threading.Thread(target=_watch, args=(process.pid, answered), daemon=True).start()
             try:
                 return self._exchange(process, request)
             except (OSError, EOFError):
@@ -66,7 +67,7 @@ class _Child:
                 self.stop()  # an answer half read would be taken for the next one's
                 raise
             finally:
-                alarm.cancel()
+                answered.set()
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, str]:
@@ -103,6 +104,20 @@ class _Child:
                 except OSError:  # what was not sent yet
                     pass
             process.wait()
+
+
+def _watch(pid: int, answered: threading.Event) -> None:
+    """End a process that is stopped, which the system's limits of time do not; one that waits for a core goes on.
+
+    Two looks: who stops and wakes a group of processes does not wake all of them at once.
+    """
+    stopped = 0
+    with contextlib.suppress(psutil.Error):  # it has ended
+        process = psutil.Process(pid)
+        while not answered.wait(LOOK):
+            stopped = stopped + 1 if process.status() == psutil.STATUS_STOPPED else 0
+            if stopped > 1:
+                process.kill()
 
 
 _CHILD = _Child()

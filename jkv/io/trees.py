@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jkv.arrays.narrow import narrow
 from jkv.io.load import check_weights, dtype_of, kept
 from jkv.io.source import Source
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 
+@narrow
 def from_tree(
     config: Mapping[str, Any],
     tree: Mapping[str, Any],

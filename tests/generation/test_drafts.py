@@ -45,19 +45,21 @@ def test_suffix_follows_what_came_after_the_same_words():
     assert Suffix().propose([[A, B, C]], 8)[0].ids == []
 
 
-def test_suffix_is_brute_force_over_all_matches():
+@pytest.mark.parametrize("depth", [64, 7])
+def test_suffix_is_brute_force_over_all_matches(depth: int):
+    """A match and what follows it are no longer than the depth; of equally frequent tokens the one that came first."""
     rng = np.random.default_rng(0)
     for _ in range(40):
-        row = rng.integers(0, 3, rng.integers(2, 24)).tolist()
-        got, best = Suffix().propose([row], 6)[0], ([], 0.0)
-        for m in range(1, len(row)):
+        row = rng.integers(0, rng.integers(2, 4), rng.integers(2, 40)).tolist()
+        got, best = Suffix(depth=depth).propose([row], 6)[0], ([], 0.0)
+        for m in range(1, min(len(row), depth)):
             ends = [i for i in range(m - 1, len(row)) if row[i - m + 1 : i + 1] == row[-m:]]
             ids, p, score, at = [], 1.0, 0.0, ends
-            while len(ids) < min(6, m):
+            while len(ids) < min(6, m, depth - m):
                 after = [row[i + 1] for i in at if i + 1 < len(row)]
                 if not after:
                     break
-                token = min(set(after), key=lambda t: (-after.count(t), t))
+                token = min(set(after), key=lambda t: (-after.count(t), after.index(t)))
                 p *= after.count(token) / len(at)
                 if p < 0.1:
                     break

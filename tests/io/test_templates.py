@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -56,9 +57,7 @@ def test_no_template_takes_more_than_it_is_given(template: str, monkeypatch: pyt
 
 
 def test_a_process_that_is_not_let_run_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    import signal
-
-    monkeypatch.setattr(templates, "PATIENCE", 0.2)
+    monkeypatch.setattr(templates, "LOOK", 1e-4)  # however often it is looked at, one that is slow is not ended
     assert render("{{ 1 }}", {}) == "1"
     templates._CHILD.process.send_signal(signal.SIGSTOP)
     with pytest.raises(ValueError, match="was stopped"):

@@ -116,9 +116,10 @@ def test_the_lines_of_the_docs_convert_what_the_authors_save(core: str, tmp_path
 
 def test_fastkvzip_has_its_papers_defaults():
     score = parse(f"fastkvzip(keep=0.3, gate={SINKS!r})").score
-    assert isinstance(score, Protect) and (score.sinks, score.newest, score.portion) == (4, 4096, 0.02)
+    assert isinstance(score, Protect) and (score.sinks, score.newest) == (4, 4096)
+    assert (score.portion, score.short) == (0.02, 16_000)
     assert parse(f"fastkvzip(budget=200, gate={SINKS!r})").score.newest == 50
-    for wrong in ("window=-1", "portion=1.0", "sinks=-1", "step=0"):
+    for wrong in ("window=-1", "portion=1.0", "short=-1", "sinks=-1", "step=0"):
         with pytest.raises(ValueError, match=f"fastkvzip: .*{wrong}"):
             parse(f"fastkvzip(budget=24, {wrong})")
 

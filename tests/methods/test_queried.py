@@ -22,7 +22,7 @@ from jkv.training.queries import measured
 from support import commands
 from support.dense import dense_prompt
 from support.scenes import Scene
-from support.tiny import MODEL, PARAMS, QUERIES, D, G, H, L
+from support.tiny import MODEL, PARAMS, QUERIES, D, H, L
 
 IDS = np.random.default_rng(3).integers(0, MODEL.vocab, (2, 40)).astype(np.int32)
 OTHER = models.random(dict(models.TINY, hidden_size=64), 1, jnp.float32)
@@ -63,18 +63,14 @@ def test_the_filter_is_a_direction():
 
 
 def test_phases_are_those_of_queries_to_come():
-    """Every offset rotated on its own, and the lengths of pairs by complex numbers."""
+    """Pairs as complex numbers in float64, every offset turned on its own, most of them far behind the context."""
     scene, typical = Scene(f"triattention(budget=20, queries={QUERIES!r})"), Typical.read(QUERIES)[0]
     mean, length = (np.asarray(x[0], np.float64) for x in (typical.mean, typical.length))
-    rope, n = scene.ev.rope, scene.n
-    s = np.zeros((H, G, n))
+    n, freq = scene.n, np.asarray(scene.ev.rope.inv_freq)
+    k, q = (x[..., : D // 2] + 1j * x[..., D // 2 :] for x in (scene.k, mean))
+    s = np.einsum("hnr,hgr->hgn", abs(k), np.maximum(length - abs(q), 0))
     for i in range(17):
-        at = jnp.full((1, 1, 1, 1), n + 2**i)
-        ahead = np.asarray(rope.rotate(jnp.asarray(mean, jnp.float32)[None, :, :, None], at), np.float64)[0, :, :, 0]
-        s += np.einsum("hgd,hnd->hgn", ahead, scene.k) / 17
-    pairs = np.abs(scene.k[..., : D // 2] + 1j * scene.k[..., D // 2 :])
-    own = np.abs(mean[..., : D // 2] + 1j * mean[..., D // 2 :])
-    s += np.einsum("hnr,hgr->hgn", pairs, np.maximum(length - own, 0))
+        s += np.einsum("hgr,hnr->hgn", q * np.exp(1j * (n + 2**i) * freq), k.conj()).real / 17
     old = s[..., : n - 16]
     z = (s - old.mean(-1, keepdims=True)) / old.std(-1, keepdims=True)
     np.testing.assert_allclose(scene.rank(), z.max(1), rtol=1e-3, atol=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,12 +83,15 @@ def test_a_doubled_key_goes_first():
 def test_sinks_and_newest_are_protected():
     rank = Protect(score=Newest(), sinks=2, newest=3).rank(evidence(np.eye(8)))[0, 0]
     np.testing.assert_array_equal(np.isinf(rank), [1, 1, 0, 0, 0, 1, 1, 1])
-    for portion, newest in ((0.25, 2), (0.3, 2), (0.9, 3)):  # of 8 tokens
-        rank = Protect(score=Newest(), newest=3, portion=portion).rank(evidence(np.eye(8)))[0, 0]
+    for portion, short, newest in ((0.25, 9, 2), (0.3, 9, 2), (0.9, 9, 3), (0.25, 8, 3)):  # of a prompt of 8 tokens
+        rank = Protect(score=Newest(), newest=3, portion=portion, short=short).rank(evidence(np.eye(8)))[0, 0]
         np.testing.assert_array_equal(np.isinf(rank), np.arange(8) >= 8 - newest)
+    held = replace(evidence(np.eye(8)), limit=jnp.full(1, 5))  # more than a row may hold: its newest
+    rank = Protect(score=Newest(), sinks=2, newest=7).rank(held)[0, 0]
+    np.testing.assert_array_equal(np.isinf(rank), [1, 1, 0, 0, 0, 1, 1, 1])
 
 
-ROPE = Rope(inv_freq=(1.0, 0.3), longest=512)
+ROPE = Rope(inv_freq=(1.0, 0.3), longest=16)
 RNG = np.random.default_rng(1)
 KEYS, VALUES = RNG.standard_normal((10, 4)), RNG.standard_normal((10, 4))
 
@@ -99,12 +104,20 @@ def expected(queries: np.ndarray, future: int) -> np.ndarray:
     return np.asarray(score.rank(evidence(KEYS, VALUES, q, score, ROPE, q_pos=at)))[0, 0]
 
 
+def ahead(q: np.ndarray, future: int) -> np.ndarray:
+    """The mean of the rotations of [...,4] to the next positions, those behind the context too, in float64."""
+    turn = np.exp(1j * np.arange(10, 10 + future)[:, None] * np.asarray(ROPE.inv_freq)).mean(0)
+    z = (q[..., :2] + 1j * q[..., 2:]) * turn
+    return np.concatenate([z.real, z.imag], -1)
+
+
 @pytest.mark.slow
-def test_without_spread_the_expected_attention_is_that_of_the_mean_query():
+@pytest.mark.parametrize("future", [1, 512])
+def test_without_spread_the_expected_attention_is_that_of_the_mean_query(future: int):
     mean = RNG.standard_normal((2, 1, 4))
-    q = np.asarray(ROPE.rotate(jnp.asarray(mean, jnp.float32), jnp.full((1, 1), 10)))
+    q = ahead(mean, future).astype(np.float32)
     p = np.asarray(jax.nn.softmax(jnp.asarray(q[:, 0] @ KEYS.T.astype(np.float32)), -1)).mean(0)
-    got = expected(np.repeat(mean, 5, 1), future=1)
+    got = expected(np.repeat(mean, 5, 1), future)
     np.testing.assert_allclose(got, p * np.linalg.norm(VALUES, axis=1), rtol=1e-5)
 
 
@@ -112,13 +125,9 @@ def test_without_spread_the_expected_attention_is_that_of_the_mean_query():
 def test_expected_attention_is_the_mean_over_gaussian_queries():
     queries = 0.5 * RNG.standard_normal((1, 6, 4))
     mu, cov = queries[0].mean(0), np.cov(queries[0].T, bias=True)
-    ahead = 4
-    draws = RNG.multivariate_normal(mu, cov, 200_000).astype(np.float32)
-    cos, sin = (np.asarray(t).mean(0) for t in ROPE.tables(jnp.arange(10, 10 + ahead)))
-    a, b = draws[:, :2], draws[:, 2:]
-    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
-    mass = np.exp(turned @ KEYS.T).mean(0)  # E exp(q . k), before the softmax
-    got = expected(queries, future=ahead) / np.linalg.norm(VALUES, axis=1)
+    draws = RNG.multivariate_normal(mu, cov, 200_000)
+    mass = np.exp(ahead(draws, 4) @ KEYS.T).mean(0)  # E exp(q . k), before the softmax
+    got = expected(queries, future=4) / np.linalg.norm(VALUES, axis=1)
     np.testing.assert_allclose(got, mass / mass.sum(), rtol=0.03)  # 200,000 draws: about 1 per cent each
 
 

@@ -58,6 +58,22 @@ def test_turned_back_is_what_it_was(rope: Rope, part: bool):
     np.testing.assert_allclose(rope.rotate(rope.rotate(x, pos, inverse=True), pos), x, atol=2e-6)
 
 
+@pytest.mark.parametrize("rope", ROPES, ids=range(len(ROPES)))
+def test_angles_are_those_of_float64_or_nan(rope: Rope):
+    """Of every position that has a table, and of offsets that lead far behind its end; what has none is no number."""
+    rope, freq, end = replace(rope, longest=600), np.asarray(rope.inv_freq), 768
+    pos = np.array([0, 1, 255, 256, 599, end - 1])
+    cos, sin = rope.tables(jnp.asarray(pos))
+    np.testing.assert_allclose(cos, np.cos(pos[:, None] * freq) * rope.scale, atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(pos[:, None] * freq) * rope.scale, atol=1e-6)
+    assert not rope.inv_freq or np.isnan(rope.tables(jnp.asarray([end, end + 99999]))).all()
+    offsets = 2 ** np.arange(17)
+    cos, sin = rope.ahead(jnp.asarray(pos), offsets)
+    angle = (pos[:, None] + offsets)[..., None] * freq
+    np.testing.assert_allclose(cos, np.cos(angle).mean(1) * rope.scale, atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(angle).mean(1) * rope.scale, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MOVED, ids=str)
 def test_keys_that_are_turned_at_read_are_those_of_the_model(case: rig.Case):

@@ -212,6 +212,7 @@ def fastkvzip(
     *,
     window: int = 4096,
     portion: float = 0.02,
+    short: int = 16_000,
     sinks: int = 4,
     step: int | None = None,
     gate: str | None = None,
@@ -219,18 +220,19 @@ def fastkvzip(
     """Fast KVzip: a small gate foresees KVzip's scores when a token is made; tokens of all layers and heads compete.
 
     gate: a file of safetensors with a gate of the authors, who publish pickles (docs/training.md converts one). The
-    first `sinks` and the newest `window` stay, but of a short text only a `portion` of it, and at most a quarter of
-    `budget`; slots come in steps of `step` tokens (None: a quarter of the budget).
+    first `sinks` and the newest `window` stay, but with a prompt of less than `short` tokens only a `portion` of the
+    text, and at most a quarter of `budget`; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
-    if window < 0 or sinks < 0 or not 0 <= portion < 1 or (step is not None and step < 1):
+    if min(window, sinks, short) < 0 or not 0 <= portion < 1 or (step is not None and step < 1):
         raise ValueError(
-            f"fastkvzip: window={window}, portion={portion}, sinks={sinks}, step={step}: newest tokens, 0 or more, a "
-            "share of the text from 0 to below 1, first tokens, 0 or more, and slots, 1 or more"
+            f"fastkvzip: window={window}, portion={portion}, short={short}, sinks={sinks}, step={step}: newest tokens, "
+            "0 or more, a share of the text from 0 to below 1, tokens, 0 or more, first ones too, and slots, 1 or more"
         )
     score = Distilled() if gate is None else Distilled().of(gate)
     newest = at_most(window, size.tokens, 4)
     size = size.above("fastkvzip", sinks, "its first tokens")
-    return _among(size, Protect(score=score, sinks=sinks, newest=newest, portion=float(portion)), step)
+    score = Protect(score=score, sinks=sinks, newest=newest, portion=float(portion), short=short)
+    return _among(size, score, step)
 
 
 @row(

@@ -23,7 +23,7 @@ def qfilters(size: Size, *, window: int = 64, queries: str | None = None) -> Axe
 
 @row(
     "2604.04921",
-    "exact for its code, each head on its own; lagged as the paper is; prompts are cut too",
+    "its code's per_layer_perhead_pruning, not its default, one choice for all layers; lagged as there; cuts prompts",
     "the accuracy of the full cache on AIME25 at 2.5x the throughput, or in 10.7x less memory",
 )
 def triattention(size: Size, *, block: int = 128, queries: str | None = None) -> Axes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class Expected(Score):
         # k' R S R' k = |A' R' k|^2 with S = A A': rotate the D columns of A as if they were queries
         values, vectors = jnp.linalg.eigh(cov)
         root = jnp.swapaxes(vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :], -1, -2)
-        turn = turning(ev.rope, ev.seen[:, None] + jnp.arange(self.future)[None])
+        turn = turning(ev.rope, ev.seen, range(self.future))
         ask = jnp.concatenate([turn(mu[..., None, :]), turn(root)], -2).reshape(b, h, g * (1 + d), d)
         dots = ev.dot(ask).reshape(b, h, g, 1 + d, -1)
         scale = float(ev.scale)  # without its cap, if it has one: the mean of exp of capped logits has no closed form
@@ -95,9 +95,9 @@ class Expected(Score):
         return p.mean(2) * ev.columns["v_norm"]
 
 
-def turning(rope: Rope, pos: Array) -> Callable[[Array], Array]:
-    """A function of x f32[B,H,G,N,D]: the mean of its rotations to positions i32[B,n]."""
-    cos, sin = (t.mean(1)[:, None, None, None] for t in rope.tables(pos))
+def turning(rope: Rope, seen: Array, offsets: Sequence[int]) -> Callable[[Array], Array]:
+    """A function of x f32[B,H,G,N,D]: the mean of its rotations to positions seen + offset, of seen i32[B]."""
+    cos, sin = (t[:, None, None, None] for t in rope.ahead(seen - 1, [1 + n for n in offsets]))  # the last has a table
     half = len(rope.inv_freq)
 
     def turn(x: Array) -> Array:

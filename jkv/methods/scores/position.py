@@ -104,13 +104,15 @@ def across(rank: Array) -> Array:
 class Protect(Wrapper):
     """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
 
-    The newest are `newest` tokens, or of a short text a `portion` of it, and a `share` of what the row may hold;
-    `prompt`: nor are tokens that were given, in this turn or an earlier one, which the column `given` tells.
+    The newest are `newest` tokens, at a prompt of less than `short` tokens at most a `portion` of the text, and a
+    `share` of what the row may hold, in all no more than it may hold; `prompt`: nor are tokens that were given, in
+    this turn or an earlier one, which the column `given` tells.
     """
 
     sinks: int = 0
     newest: int = 0
     portion: float = 1.0
+    short: int = 0
     share: float = 0.0
     prompt: bool = False
 
@@ -122,12 +124,13 @@ class Protect(Wrapper):
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
         pos = ev.pos[:, : rank.shape[1]]
-        newest: Array | int = self.newest
-        if self.portion < 1:
-            newest = jnp.minimum(newest, jnp.floor(self.portion * ev.seen.astype(jnp.float32)).astype(jnp.int32))
-        first = ev.seen - newest
+        newest, whole = jnp.full_like(ev.seen, self.newest), ev.limit + ev.plan.exact
+        if self.short:
+            few = jnp.floor(self.portion * ev.seen.astype(jnp.float32)).astype(jnp.int32)
+            newest = jnp.where(ev.prompt < self.short, jnp.minimum(newest, few), newest)
         if self.share:
-            first = first - jnp.floor(self.share * (ev.limit + ev.plan.exact).astype(jnp.float32)).astype(jnp.int32)
+            newest = newest + jnp.floor(self.share * whole.astype(jnp.float32)).astype(jnp.int32)
+        first = ev.seen - jnp.minimum(newest, whole - self.sinks)
         safe = (pos < self.sinks) | (pos >= first[:, None, None])
         if self.prompt:
             safe = safe | (ev.columns["given"][:, : rank.shape[1]] > 0)

@@ -108,7 +108,7 @@ class Phased(Queried):
 
     def rank(self, ev: Evidence) -> Array:
         mean = jnp.broadcast_to(self.known.mean[None], (ev.pos.shape[0], *self.known.mean.shape))
-        turn = turning(ev.rope, ev.seen[:, None] + jnp.asarray(OFFSETS)[None])
+        turn = turning(ev.rope, ev.seen, OFFSETS)
         s = ev.dot(turn(mean[:, :, :, None])[:, :, :, 0])
         s = s + jnp.stack([ev.columns[f"spread{g}"] for g in range(mean.shape[2])], 2)
         use = (ev.may_go & ev.live)[:, :, None]

@@ -194,6 +194,8 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
     and safetensors, or, where the repository has .gguf files instead, the only one. Raises FetchError for what cannot
     be had, ValueError where one of several .gguf files must be named.
     """
+    from jkv.io.gguf_parts import list_parts
+
     asked = repo if revision is None else f"{repo}@{revision}"
     try:
         import huggingface_hub as remote
@@ -201,21 +203,30 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
         raise FetchError(f"model {asked} is on a hub, which needs huggingface_hub; {install('hub')}") from error
     try:
         if file is not None:
-            return Path(remote.hf_hub_download(repo, file, revision=revision))
+            return _model(remote, repo, file, revision)
         folder = Path(
             remote.snapshot_download(repo, revision=revision, allow_patterns=ALLOWED, ignore_patterns=_REFUSED)
         )
         if any(folder.glob("*.safetensors")):
             return folder
-        found = [name for name in remote.list_repo_files(repo, revision=revision) if name.endswith(".gguf")]
+        every = remote.list_repo_files(repo, revision=revision)
+        found = [name for name in every if name.endswith(".gguf") and list_parts(name)[0] == name]
         if len(found) == 1:
-            return Path(remote.hf_hub_download(repo, found[0], revision=revision))
+            return _model(remote, repo, found[0], revision)
     except Exception as error:  # The kinds depend on the HTTP client that it happens to use.
         raise FetchError(_refusal(asked, error)) from error
     if not found:
         return folder  # whose reader says what is missing
     one = f"hub:{repo}/{found[0]}" + (f"@{revision}" if revision else "")
     raise ValueError(f"{asked} has {len(found)} .gguf files ({', '.join(found)}): name one, such as {one}")
+
+
+def _model(remote: Any, repo: str, file: str, revision: str | None) -> Path:
+    """A .gguf file of a repository, with the other parts of its model beside it."""
+    from jkv.io.gguf_parts import list_parts
+
+    got = {name: Path(remote.hf_hub_download(repo, name, revision=revision)) for name in list_parts(file)}
+    return got[file]
 
 
 def _refusal(asked: str, error: Exception) -> str:

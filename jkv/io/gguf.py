@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,21 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_VERSIONS = (2, 3)
+_SWAPPED = tuple(version << 24 for version in _VERSIONS)  # as a big-endian file has them
 _TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: its quantisation by name, its shape (rows first, as numpy has it) and its bytes in the file."""
+    """One tensor: its quantisation by name, its shape (rows first, as numpy has it) and its bytes in a mapped file."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    data: mmap.mmap | bytes
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,6 @@ class File:
     path: Path
     meta: dict[str, Any]
     tensors: dict[str, Tensor]
-    data: mmap.mmap
 
     def array(self, name: str) -> np.ndarray:
         """Tensor `name`, dequantised to float32 unless it is stored as float16 or bfloat16."""
@@ -59,7 +61,7 @@ class File:
 
     def rows(self, name: str, **how: Any) -> Rows:
         """Its rows; how: as `Rows` takes it."""
-        return Rows(self.tensors[name], self.data, **how)
+        return Rows(self.tensors[name], **how)
 
 
 class _Cursor:
@@ -145,7 +147,10 @@ def open_file(path: str | Path) -> File:
         raise cursor.fail("it does not begin with GGUF, so it is no GGUF file", "give a .gguf file")
     cursor.take(4, "the magic")
     version = cursor.number("I", "the version")
-    if version not in (2, 3):
+    if version in _SWAPPED:
+        way_out = f"convert it with: gguf-convert-endian {path.name} little (of the package gguf)"
+        raise cursor.fail("it is big-endian, and only little-endian files are read", way_out)
+    if version not in _VERSIONS:
         raise cursor.fail(f"it has GGUF version {version} but 2 and 3 can be read", "convert it with current tools")
     # A tensor takes at least 24 bytes (name length, dimensions, type, offset), a key 12 (length, type, value).
     n_tensors = cursor.count(24, "tensors")
@@ -161,7 +166,7 @@ def open_file(path: str | Path) -> File:
     if not isinstance(align, int) or align < 1 or align & (align - 1):
         raise cursor.fail(f"general.alignment is {align!r}, which is no power of two (corrupt)")
     base = -(-cursor.pos // align) * align
-    return File(path, meta, _place(cursor, infos, base, align), cursor.data)
+    return File(path, meta, _place(cursor, infos, base, align))
 
 
 def _tensor(cursor: _Cursor) -> Tensor:
@@ -183,7 +188,7 @@ def _tensor(cursor: _Cursor) -> Tensor:
     block, size = GGML_QUANT_SIZES[kind]
     if min(shape) < 1 or shape[-1] % block:
         raise cursor.fail(f"tensor {name!r} of type {kind.name} has the impossible shape {shape} (corrupt)")
-    return Tensor(name, kind.name, shape, offset, prod(shape) // block * size)
+    return Tensor(name, kind.name, shape, offset, prod(shape) // block * size, cursor.data)
 
 
 def _place(cursor: _Cursor, infos: list[Tensor], base: int, align: int) -> dict[str, Tensor]:
@@ -205,7 +210,7 @@ def _place(cursor: _Cursor, infos: list[Tensor], base: int, align: int) -> dict[
         if start < end:
             raise cursor.fail(f"tensors {last!r} and {info.name!r} overlap (corrupt)")
         end, last = start + info.nbytes, info.name
-        tensors[info.name] = Tensor(info.name, info.type, info.shape, start, info.nbytes)
+        tensors[info.name] = replace(info, offset=start)
     return tensors
 
 
@@ -217,7 +222,6 @@ class Rows:
     """
 
     tensor: Tensor
-    data: mmap.mmap | bytes
     order: np.ndarray | None = None
     less: float = 0.0
 
@@ -241,7 +245,7 @@ class Rows:
         return x.astype(np.float32) - np.float32(self.less) if self.less else x
 
     def _bytes(self) -> np.ndarray:
-        return np.frombuffer(self.data, np.uint8, self.tensor.nbytes, self.tensor.offset)
+        return np.frombuffer(self.tensor.data, np.uint8, self.tensor.nbytes, self.tensor.offset)
 
     def _chosen(self, x: np.ndarray, rows: slice) -> np.ndarray:
         return x[rows] if self.order is None else x[self.order[rows]]

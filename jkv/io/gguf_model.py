@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from jkv.host.notes import note
 from jkv.io.errors import FormatError
-from jkv.io.gguf import File, Rows, open_file
+from jkv.io.gguf import File, Rows
+from jkv.io.gguf_keys import AGAIN, FOLDER, Metadata
+from jkv.io.gguf_parts import open_model
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.source import Source
 
@@ -20,7 +23,6 @@ _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": 
 _MODEL_TYPES |= {"granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2"}
 _GEMMA = ("gemma2", "gemma3")
 _TURNED = ("llama", "granite", "smollm3")  # whose rows of queries and keys the converter rearranges
-_AGAIN = "download or convert it again"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -41,34 +43,39 @@ _GEMMA_BLOCK = _BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GRANITE = {
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-# Tables of rotary frequencies: they say nothing that the metadata does not, or are read apart.
-_IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_GRANITE = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+_FACTORS = "rope_freqs.weight"  # by which rotary frequencies are divided
+_TABLE = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")  # frequencies, in old files
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)")
 # What all Llama 3 models have; the file holds only the table made from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def read_gguf(path: str | Path) -> Source:
-    """The model in the GGUF file at `path`; raises FormatError if it is broken or of a kind that cannot be run."""
-    file = open_file(path)
-    arch = file.meta.get("general.architecture")
-    if arch not in _MODEL_TYPES:
+    """The model in the GGUF file at `path`, or in it and the files beside it that hold its other parts.
+
+    Raises FormatError if one is broken or missing, or of a kind that cannot be run.
+    """
+    return describe(open_model(path))
+
+
+def describe(file: File) -> Source:
+    """The model in an open file; raises FormatError for one that cannot be run as the file means it."""
+    meta = Metadata(file)
+    if meta.arch not in _MODEL_TYPES:
         known = ", ".join(_MODEL_TYPES)
-        raise FormatError(path, f"its architecture is {arch!r}", f"use a model of one of these: {known}")
-    config = _config(file, arch)
+        raise FormatError(file.path, f"its architecture is {meta.arch!r}", f"use a model of one of these: {known}")
+    meta.only("general.type", "model", cause="and no model", way_out="give the file of the model itself")
+    config = _config(meta)
+    tokenizer = build_tokenizer(meta)
+    meta.done()
     from jkv.io.gguf_blocks import Blocks
 
-    names = _names(file, arch, config)
+    names = _names(file, meta.arch, config)
     tensors = {target: partial(_given, rows) for target, rows in names.items()}
     kinds = {target: rows.tensor.type for target, rows in names.items()}
     kept = {target: partial(Blocks, rows) for target, rows in names.items() if _codes(rows)}
-    tokenizer = build_tokenizer(file)
     return replace(Source.of(config, tensors, tokenizer), blocks=kept, kinds=kinds, file=file.path)
 
 
@@ -82,22 +89,15 @@ def _given(rows: Rows) -> Rows:
     return rows
 
 
-def _config(file: File, arch: str) -> dict[str, Any]:
+def _config(meta: Metadata) -> dict[str, Any]:
     """The metadata as Hugging Face would have written it in config.json."""
-
-    def read(key: str, kind: type, default: Any = None) -> Any:
-        value = file.meta.get(f"{arch}.{key}", default)
-        valid = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        if not valid or not 0 < value < 1 << 32:
-            raise FormatError(file.path, f"metadata {arch}.{key} is {value!r}, not a positive number", _AGAIN)
-        return kind(value)
-
+    file, arch, read = meta.file, meta.arch, meta.number
     heads, width = read("attention.head_count", int), read("embedding_length", int)
-    if f"{arch}.expert_count" in file.meta:
-        raise FormatError(file.path, "it is a mixture of experts", "use a dense model")
+    if experts := meta.optional("expert_count", int):
+        raise meta.refuse("expert_count", experts, "so it is a mixture of experts", "use a dense model")
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        raise FormatError(file.path, "it has no two-dimensional tensor token_embd.weight", _AGAIN)
+        raise FormatError(file.path, "it has no two-dimensional tensor token_embd.weight", AGAIN)
     config = {
         "model_type": _MODEL_TYPES[arch],
         "hidden_size": width,
@@ -109,72 +109,132 @@ def _config(file: File, arch: str) -> dict[str, Any]:
         "vocab_size": table.shape[0],
         "max_position_embeddings": read("context_length", int),
         "rms_norm_eps": read("attention.layer_norm_rms_epsilon", float),
-        "rope_theta": read("rope.freq_base", float, 1e6 if arch == "gemma3" else 1e4),
-        "rope_scaling": _rope_scaling(file, arch),
+        "rope_theta": read("rope.freq_base", float, 1e4),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     blocks = {match[1] for match in map(_NAME.fullmatch, file.tensors) if match and match[1]}
     if len(blocks) != config["num_hidden_layers"]:
         claimed = f"it claims {config['num_hidden_layers']:,} layers but has tensors for {len(blocks):,}"
-        raise FormatError(file.path, claimed, _AGAIN)
-    if read("rope.dimension_count", int, config["head_dim"]) != config["head_dim"]:
-        raise FormatError(file.path, "only a part of each head is rotated", "use a model with full rotary positions")
-    window = f"{arch}.attention.sliding_window" in file.meta and arch in ("llama", *_GEMMA)
-    config["sliding_window"] = read("attention.sliding_window", int) if window else None
-    if arch == "llama" and window:
-        config["model_type"] = "mistral"
-    if arch not in _GEMMA:
-        config["hidden_act"] = "silu"
-    elif arch == "gemma2":
-        caps = {f"{x}_logit_softcapping": read(f"{x}_logit_softcapping", float) for x in ("attn", "final")}
-        config |= _gemma(config, largest=46) | caps
+        raise FormatError(file.path, claimed, AGAIN)
+    _check_heads(meta, config)
+    config |= _windows(meta, config)
+    if arch in _GEMMA:
+        config |= _gemma(meta, config)
     else:
-        config |= _gemma(config, largest=62) | {
-            "rope_local_base_freq": read("rope.freq_base_swa", float, 1e4),
-            "sliding_window_pattern": 6,
-        }
+        config["hidden_act"] = "silu"
     if arch == "granite":
-        config |= {name: read(key, float) for name, key in _GRANITE.items()}
-    if "olmo2.attention.sliding_window" in file.meta:
-        raise FormatError(file.path, "it is an OLMo 3, with local layers", "use the model's safetensors folder")
-    if "rope_freqs.weight" in file.tensors:
+        meta.only("rope.scaling.finetuned", True, cause="so it turns no queries and keys")
+        config |= {name: meta.optional(key, float) or 1.0 for name, key in _GRANITE.items()}
+        config["attention_multiplier"] = meta.optional("attention.scale", float) or config["head_dim"] ** -0.5
+        config["logits_scaling"] = read("logit_scale", float)
+    config["rope_scaling"] = _rope_scaling(meta)
+    if _FACTORS in file.tensors:
+        if config["rope_scaling"]:
+            raise FormatError(file.path, f"it scales its positions by metadata and by {_FACTORS}", FOLDER)
         config["rope_scaling"] = _llama3_scaling(file, config)
     return config
 
 
-def _gemma(config: dict[str, Any], largest: int) -> dict[str, Any]:
+def _check_heads(meta: Metadata, config: dict[str, Any]) -> None:
+    """FormatError for heads of another kind than are computed here."""
+    dim = config["head_dim"]
+    for part in ("", "_swa"):
+        meta.only(f"rope.dimension_count{part}", dim, cause=f"so not all {dim} channels of a head are rotated")
+        meta.only(f"attention.value_length{part}", dim, cause=f"but keys have {dim} channels: values must have as many")
+    meta.only("attention.key_length_swa", dim, cause=f"but in other layers {dim}: all must have as many channels")
+    meta.only("attention.causal", True, cause="so tokens see those behind them: only causal attention is computed")
+    meta.only("embedding_length_out", config["hidden_size"], 0, cause="so it makes vectors of texts, and no tokens")
+    if meta.arch in _TURNED:
+        meta.only("tensor_data_layout", "Meta AI original pth", cause="an order of rows that is not known")
+
+
+def _windows(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """What the file says of layers that see the newest tokens alone."""
+    arch, layers = meta.arch, config["num_hidden_layers"]
+    window = meta.optional("attention.sliding_window", int)
+    if arch == "llama" and window:
+        return {"sliding_window": window, "model_type": "mistral"}
+    if arch == "olmo2" and window:
+        raise meta.refuse("attention.sliding_window", window, "so it is an OLMo 3, with local layers", FOLDER)
+    if arch not in _GEMMA:
+        if window and window < config["max_position_embeddings"]:
+            cause = "less than the context: layers of this architecture have no window here"
+            raise meta.refuse("attention.sliding_window", window, cause, FOLDER)
+        return {"sliding_window": None}
+    local = _local(meta, layers) if window else [False] * layers
+    return {"sliding_window": window, "layer_types": [f"{'sliding' if x else 'full'}_attention" for x in local]}
+
+
+def _local(meta: Metadata, layers: int) -> list[bool]:
+    """Which layers of a Gemma are local: of each period all but the last one, or as a list says."""
+    key = "attention.sliding_window_pattern"
+    period = meta.take(key, 2 if meta.arch == "gemma2" else 6)
+    if isinstance(period, np.ndarray) and period.dtype == bool and len(period) == layers:
+        return period.tolist()
+    if type(period) is not int or not 0 < period < 1 << 32:
+        raise meta.refuse(key, period, f"neither a period nor {layers} times true or false")
+    return [bool((i + 1) % period) for i in range(layers)]
+
+
+def _gemma(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     # The largest of a generation (of so many layers) scales its queries by the width of a head's share, the others by
     # the head's own.
     share = config["hidden_size"] // config["num_attention_heads"]
-    own = config["num_hidden_layers"] != largest
-    return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": config["head_dim"] if own else share}
+    own = config["num_hidden_layers"] != _LARGEST[meta.arch]
+    found = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": config["head_dim"] if own else share}
+    if meta.arch == "gemma3":
+        return found | {"rope_local_base_freq": meta.number("rope.freq_base_swa", float, 1e4)}
+    return found | {f"{x}_logit_softcapping": meta.number(f"{x}_logit_softcapping", float) for x in ("attn", "final")}
 
 
-def _rope_scaling(file: File, arch: str) -> dict[str, Any] | None:
-    kind = file.meta.get(f"{arch}.rope.scaling.type", "none")
-    if kind == "none":
+def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
+    """How positions are scaled, as llama.cpp reads it: linearly where no type is named, and by the key of old files."""
+    kind = meta.text("rope.scaling.type", "linear")
+    factor, old = (meta.optional(key, float) for key in ("rope.scaling.factor", "rope.scale_linear"))
+    if factor and old and factor != old:
+        raise meta.refuse("rope.scale_linear", old, f"but {meta.name('rope.scaling.factor')} is {factor!r}", FOLDER)
+    factor = (factor or old or 1.0) if kind != "none" else 1.0
+    original = meta.optional("rope.scaling.original_context_length", int)
+    gain = meta.optional("rope.scaling.attn_factor", float) or 1.0
+    yarn = kind == "yarn"
+    if kind not in ("none", "linear", "yarn") or (yarn and meta.arch == "gemma3"):
+        known = "none and linear" + (" and yarn" if meta.arch != "gemma3" else "")
+        raise meta.refuse("rope.scaling.type", kind, f"which is not supported: {known} are", FOLDER)
+    # llama.cpp leaves these unread in these architectures, Hugging Face means them: only what is one to both will do.
+    same = {"beta_fast": (32.0,), "beta_slow": (1.0,), "ext_factor": (float(yarn), -1.0)}
+    same["attn_factor"] = (float(np.float32(_gain(factor if yarn else 1.0))),)
+    for key, values in same.items():
+        cause = f"where readers of such files agree on {values[0]:g} alone"
+        meta.only(f"rope.scaling.yarn_{key}", *values, cause=cause)
+    if not yarn and gain != 1:
+        raise meta.refuse("rope.scaling.attn_factor", gain, "which is supported for yarn only", FOLDER)
+    if factor == 1 and gain == 1:
         return None
-    factor = file.meta.get(f"{arch}.rope.scaling.factor")
-    if kind not in ("linear", "yarn") or not isinstance(factor, int | float) or not 0 < factor < 1e6:
-        raise FormatError(file.path, f"its rotary scaling is {kind!r} by {factor!r}", "use a model with linear scaling")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
-    original = file.meta.get(f"{arch}.rope.scaling.original_context_length")
-    return scaling | ({"original_max_position_embeddings": original} if isinstance(original, int) else {})
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if yarn:
+        scaling |= {"attention_factor": gain * _gain(factor)} if gain != 1 else {}
+        scaling |= {"original_max_position_embeddings": original} if original else {}
+    return scaling
+
+
+def _gain(factor: float) -> float:
+    """What yarn multiplies cos and sin by."""
+    return 1 + 0.1 * math.log(max(factor, 1.0))
 
 
 def _llama3_scaling(file: File, config: dict[str, Any]) -> dict[str, Any]:
     """The Llama 3 parameters that give the table in rope_freqs.weight, which divides each frequency."""
-    table = file.array("rope_freqs.weight").astype(np.float64)
+    table = file.array(_FACTORS).astype(np.float64)
     half = config["head_dim"] // 2
     if table.shape != (half,) or not np.all(np.isfinite(table)) or table.min() < 0.99:
-        raise FormatError(file.path, f"rope_freqs.weight is not {half} numbers of at least 1", _AGAIN)
+        raise FormatError(file.path, f"{_FACTORS} is not {half} numbers of at least 1", AGAIN)
     factor = float(table.max())
     wavelength = 2 * math.pi * config["rope_theta"] ** (np.arange(half) / half)
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     smooth = np.clip((_LLAMA3["original_max_position_embeddings"] / wavelength - low) / (high - low), 0, 1)
     if not np.allclose(table, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
-        raise FormatError(file.path, "rope_freqs.weight is not a Llama 3 table", "use the model's safetensors folder")
+        raise FormatError(file.path, f"{_FACTORS} is not a Llama 3 table", FOLDER)
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
@@ -186,8 +246,10 @@ def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, Rows]:
     block = _GEMMA_BLOCK if arch in (*_GEMMA, "olmo2") else _BLOCK
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found: dict[str, Rows] = {}
+    if tables := [name for name in file.tensors if _TABLE.fullmatch(name)]:
+        note(f"{file.path}: {tables[0]} and the like are left unread ({len(tables)} tensors): metadata say the same")
     for name, tensor in file.tensors.items():
-        if _IGNORED.fullmatch(name):
+        if name == _FACTORS or name in tables:
             continue
         match = _NAME.fullmatch(name)
         layer, part, kind = match.groups() if match else (None, "", "")
@@ -209,5 +271,5 @@ def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, Rows]:
 def _unpermuted(path: Path, name: str, rows: int, heads: int) -> np.ndarray:
     """Where each row lies after the converter's order for Llama: it interleaves the two rotary halves of each head."""
     if rows % (2 * heads):
-        raise FormatError(path, f"tensor {name!r} has {rows} rows, which {heads} heads cannot share", _AGAIN)
+        raise FormatError(path, f"tensor {name!r} has {rows} rows, which {heads} heads cannot share", AGAIN)
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -6,75 +6,87 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jkv.host.notes import note
 from jkv.io.errors import FormatError, refusing
-from jkv.io.gguf import File
+from jkv.io.gguf_keys import AGAIN, FOLDER, NONE, Metadata
+from jkv.io.pretokenizers import CUTS, DEFAULT, Cut
 from jkv.io.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-_AGAIN = "download or convert it again"
 _NORMAL, _CONTROL, _USER = 1, 3, 4
 _MAX_TOKEN = 256
-# How words are cut before merging, per family: contractions, letters, digits, punctuation, line ends, spaces.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe")
-_QWEN = ("qwen2", "deepseek-r1-qwen")
-_GPT2 = ("default", "gpt-2")
+# Keys of the other kind of tokenizer, which change nothing in this one, and why.
+UNUSED = {
+    "gpt2": {
+        "tokenizer.ggml.scores": "merges decide what is joined first",
+        "tokenizer.ggml.unknown_token_id": "each byte is a token, so none is unknown",
+    },
+    "llama": {"tokenizer.ggml.merges": "scores decide", "tokenizer.ggml.pre": "the text is cut into no words"},
+}
 # Control tokens that end an answer even where the metadata names only one of them.
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>")
 
 
-def build_tokenizer(file: File) -> Tokenizer | None:
+def build_tokenizer(meta: Metadata) -> Tokenizer | None:
     """The file's tokenizer, None if it has none; raises FormatError if it is broken or of an unknown kind."""
-    meta = file.meta
-    model = meta.get("tokenizer.ggml.model")
-    if model is None:
+    model = meta.text("tokenizer.ggml.model")
+    if model in (None, "none", "no_vocab"):
         return None
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if model not in builders:
-        raise FormatError(file.path, f"its tokenizer is of kind {model!r}", f"use a model with {' or '.join(builders)}")
-    tokens, types = _tokens(file)
-    with refusing(file.path, "its tokenizer cannot be built", _AGAIN):
-        core = builders[model](file, tokens, types)
+        raise FormatError(
+            meta.file.path, f"its tokenizer is of kind {model!r}", f"use a model with {' or '.join(builders)}"
+        )
+    for key in UNUSED[model]:
+        meta.take(key)
+    tokens, types = _tokens(meta)
+    with refusing(meta.file.path, "its tokenizer cannot be built", AGAIN):
+        core, begins = builders[model](meta, tokens, types)
         _add_special(core, tokens, types)
-    pre = meta.get("tokenizer.ggml.pre")
-    # Files often leave this out where the family always does it.
-    add_bos = meta.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _LLAMA3)
-    template = meta.get("tokenizer.chat_template")
     return Tokenizer(
         core,
-        bos_id=_special_id(file, "bos", len(tokens)),
-        eos_ids=_end_ids(file, tokens, types),
-        add_bos=bool(add_bos),
-        template=template if isinstance(template, str) else None,
+        bos_id=_special_id(meta, "bos", len(tokens)),
+        eos_ids=_end_ids(meta, tokens, types),
+        add_bos=meta.flag("tokenizer.ggml.add_bos_token", begins),
+        template=_template(meta),
     )
 
 
-def _tokens(file: File) -> tuple[list[str], np.ndarray]:
-    tokens = file.meta.get("tokenizer.ggml.tokens")
+def _tokens(meta: Metadata) -> tuple[list[str], np.ndarray]:
+    tokens = meta.take("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or len(set(tokens)) != len(tokens):
-        raise FormatError(file.path, "tokenizer.ggml.tokens is not a list of distinct texts", _AGAIN)
-    types = file.meta.get("tokenizer.ggml.token_type", np.full(len(tokens), _NORMAL))
+        raise FormatError(meta.file.path, "tokenizer.ggml.tokens is not a list of distinct texts", AGAIN)
+    types = meta.take("tokenizer.ggml.token_type", np.full(len(tokens), _NORMAL))
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
-        raise FormatError(file.path, f"tokenizer.ggml.token_type is not {len(tokens)} numbers", _AGAIN)
+        raise FormatError(meta.file.path, f"tokenizer.ggml.token_type is not {len(tokens)} numbers", AGAIN)
     return tokens, types
 
 
-def _special_id(file: File, name: str, size: int) -> int | None:
+def _template(meta: Metadata) -> str | None:
+    """The chat template; says which others the file has, for they are not used."""
+    one = meta.text("tokenizer.chat_template")
+    if others := [key for key in meta.rest if key.startswith("tokenizer.chat_template.")]:
+        for key in others:
+            meta.take(key)
+        used = "its default one is used" if one else "no template is used"
+        note(f"{meta.file.path} has {', '.join(others)} too, which nothing here reads: {used}")
+    return one
+
+
+def _special_id(meta: Metadata, name: str, size: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
-    value = file.meta.get(key)
-    if value is None:
+    value = meta.take(key)
+    if value is None or value == NONE:
         return None
-    if not isinstance(value, int) or not 0 <= value < size:
-        raise FormatError(file.path, f"{key} is {value!r} but there are {size} tokens", _AGAIN)
+    if type(value) is not int or not 0 <= value < size:
+        raise FormatError(meta.file.path, f"{key} is {value!r} but there are {size} tokens", AGAIN)
     return value
 
 
-def _end_ids(file: File, tokens: list[str], types: np.ndarray) -> list[int]:
-    named = [_special_id(file, name, len(tokens)) for name in ("eos", "eot", "eom")]
+def _end_ids(meta: Metadata, tokens: list[str], types: np.ndarray) -> list[int]:
+    named = [_special_id(meta, name, len(tokens)) for name in ("eos", "eot", "eom")]
     found = [int(i) for i in np.flatnonzero(types == _CONTROL) if tokens[i] in _ENDS]
     return [i for i in named if i is not None] + found
 
@@ -88,51 +100,54 @@ def _add_special(core: tokenizers.Tokenizer, tokens: list[str], types: np.ndarra
     core.add_tokens(user)
 
 
-def _byte_level(file: File, tokens: list[str], types: np.ndarray) -> tokenizers.Tokenizer:
-    """Byte-pair encoding over bytes, as GPT-2 has it; the families differ in how they cut words first."""
-    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+def _byte_level(meta: Metadata, tokens: list[str], types: np.ndarray) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte-pair encoding over bytes, as GPT-2 has it, and whether texts of its family begin with a begin token."""
+    from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
-    pre = file.meta.get("tokenizer.ggml.pre", "default")
-    merges = file.meta.get("tokenizer.ggml.merges")
+    merges = meta.take("tokenizer.ggml.merges")
     if not isinstance(merges, list):
-        raise FormatError(file.path, "tokenizer.ggml.merges is missing", _AGAIN)
+        raise FormatError(meta.file.path, "tokenizer.ggml.merges is missing", AGAIN)
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     for pair in pairs:
         if len(pair) != 2 or not (pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab):
-            raise FormatError(file.path, f"merge {' '.join(pair)!r} is not of two tokens into a third", _AGAIN)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre == "smollm":
-        cut: Any = [pre_tokenizers.Digits(individual_digits=True), byte_level]
-    elif pre in _GPT2:
-        cut = [byte_level]
-    elif pre in _LLAMA3 or pre in _QWEN:
-        pattern = Regex(_SPLIT % ("{1,3}" if pre in _LLAMA3 else ""))
-        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        cut = [pre_tokenizers.Split(pattern, "isolated"), plain]
-    else:
-        known = ", ".join(("smollm", *_GPT2, *_LLAMA3, *_QWEN))
-        raise FormatError(file.path, f"its pre-tokenizer {pre!r} is unknown", f"use a model with one of {known}")
-    # Llama 3 takes a whole word that is a token as it is, even if no merges lead to it.
-    core = Tokenizer(BPE(vocab, pairs, ignore_merges=pre in _LLAMA3))
-    if pre in _QWEN:
+            raise FormatError(meta.file.path, f"merge {' '.join(pair)!r} is not of two tokens into a third", AGAIN)
+    if meta.flag("tokenizer.ggml.add_space_prefix", False):
+        note(f"{meta.file.path} asks for a space before each text: byte-level tokenizers add none, as in llama.cpp")
+    cut = _choose_cut(meta)
+    core = Tokenizer(BPE(vocab, pairs, ignore_merges=cut.whole))
+    if cut.composed:
         core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    core.pre_tokenizer = cut.build()
     core.decoder = decoders.ByteLevel()
-    return core
+    return core, cut.begins
 
 
-def _sentencepiece(file: File, tokens: list[str], types: np.ndarray) -> tokenizers.Tokenizer:
+def _choose_cut(meta: Metadata) -> Cut:
+    """How it cuts words; says so where the file does not name a family, for then the tokens may be wrong."""
+    key = "tokenizer.ggml.pre"
+    pre = meta.text(key)
+    if pre not in (None, "", DEFAULT):
+        if pre not in CUTS:
+            raise meta.refuse(key, pre, f"a pre-tokenizer that is not known; known are {', '.join(CUTS)}", FOLDER)
+        return CUTS[pre]
+    how = "names no family" if pre else "is missing"
+    fix = "gguf-new-metadata --pre-tokenizer NAME OLD.gguf NEW.gguf"
+    note(f"{meta.file.path}: {key} {how}, so words are cut by llama.cpp's default, which is a guess; name it: {fix}")
+    return CUTS[DEFAULT]
+
+
+def _sentencepiece(meta: Metadata, tokens: list[str], types: np.ndarray) -> tuple[tokenizers.Tokenizer, bool]:
     """SentencePiece byte-pair encoding: any two tokens whose join is a token merge, the best-scored join first."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
-    scores = file.meta.get("tokenizer.ggml.scores")
+    scores = meta.take("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
-        raise FormatError(file.path, f"tokenizer.ggml.scores is not {len(tokens)} numbers", _AGAIN)
+        raise FormatError(meta.file.path, f"tokenizer.ggml.scores is not {len(tokens)} numbers", AGAIN)
     if max(map(len, tokens)) > _MAX_TOKEN:
-        raise FormatError(file.path, f"it has a token of more than {_MAX_TOKEN} characters", _AGAIN)
+        raise FormatError(meta.file.path, f"it has a token of more than {_MAX_TOKEN} characters", AGAIN)
     vocab = {token: i for i, token in enumerate(tokens)}
     order = np.argsort(-scores.astype(np.float64), kind="stable")
     merges = [
@@ -141,13 +156,13 @@ def _sentencepiece(file: File, tokens: list[str], types: np.ndarray) -> tokenize
         for cut in range(1, len(word))
         if word[:cut] in vocab and word[cut:] in vocab
     ]
-    unknown = _special_id(file, "unknown", len(tokens))
+    unknown = _special_id(meta, "unknown", len(tokens))
     core = Tokenizer(
         BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=None if unknown is None else tokens[unknown])
     )
-    prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = meta.flag("tokenizer.ggml.add_space_prefix", True)
     replace: Any = [normalizers.Replace(" ", "▁")]
     core.normalizer = normalizers.Sequence(([normalizers.Prepend("▁")] if prefix else []) + replace)
     steps: Any = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
-    return core
+    return core, True

@@ -198,6 +198,8 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
     and safetensors, or, where the repository has .gguf files instead, the only one. Raises FetchError for what cannot
     be had, ValueError where one of several .gguf files must be named.
     """
+    from jkv.io.gguf_parts import list_parts
+
     asked = repo if revision is None else f"{repo}@{revision}"
     try:
         import huggingface_hub as remote
@@ -205,7 +207,7 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
         raise FetchError(f"model {asked} is on a hub, which needs huggingface_hub; {install('hub')}") from error
     try:
         if file is not None:
-            return Path(remote.hf_hub_download(repo, file, revision=revision))
+            return _model(remote, repo, file, revision)
         fetch = partial(remote.snapshot_download, repo, revision=revision, ignore_patterns=_REFUSED)
         folder = Path(fetch(allow_patterns=ALLOWED))
         if missing := _missing(folder):
@@ -213,9 +215,9 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
         if any(folder.glob("*.safetensors")):
             return folder
         every = remote.list_repo_files(repo, revision=revision)
-        found = [name for name in every if name.endswith(".gguf")]
+        found = [name for name in every if name.endswith(".gguf") and list_parts(name)[0] == name]
         if len(found) == 1:
-            return Path(remote.hf_hub_download(repo, found[0], revision=revision))
+            return _model(remote, repo, found[0], revision)
         if not found and "config.json" in every and any(re.fullmatch(r"[^/]+\.safetensors", name) for name in every):
             return Path(fetch(allow_patterns=["*.safetensors"]))
     except FormatError:
@@ -234,6 +236,14 @@ def _missing(folder: Path) -> list[str]:
     entries = (read_json(folder / INDEX) or {}).get("weight_map")
     files = [file for file in (entries if isinstance(entries, dict) else {}).values() if isinstance(file, str)]
     return sorted({file for file in files if not (folder / file).exists()})
+
+
+def _model(remote: Any, repo: str, file: str, revision: str | None) -> Path:
+    """A .gguf file of a repository, with the other parts of its model beside it."""
+    from jkv.io.gguf_parts import list_parts
+
+    got = {name: Path(remote.hf_hub_download(repo, name, revision=revision)) for name in list_parts(file)}
+    return got[file]
 
 
 def _refusal(asked: str, error: Exception) -> str:

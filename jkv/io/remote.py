@@ -109,13 +109,14 @@ def fetched(url: str | os.PathLike[str]) -> Path:
     A file is fetched again if its size or time has changed, or the store has no times. Raises FetchError.
     """
     from jkv.host.console import status
+    from jkv.io.gguf_parts import list_parts
 
     source = _stored(os.fspath(url))
     name = hashlib.sha256(str(source).encode()).hexdigest()[:16]
     folder = cache_dir() / "remote" / f"{source.name}-{name}"
     is_one = source.suffix.lower() == ".gguf"
     try:
-        files = {source.name: source} if is_one else _files(source)
+        files = {name: source.parent / name for name in list_parts(source.name)} if is_one else _files(source)
         if not files:
             raise FetchError(
                 f"there is no model at {source}: give a folder with config.json and safetensors, or a .gguf"

@@ -75,7 +75,7 @@ HOSTILE = {
     "magic": (b"PK\x03\x04" + b"\0" * 60, "does not begin with GGUF"),
     "only magic": (b"GGUF", "truncated"),
     "version": (ggufs.raw(version=1), "version 1"),
-    "big endian": (ggufs.raw(version=3 << 24), "version"),
+    "big endian": (ggufs.raw(version=3 << 24), "big-endian"),
     "tensor count": (ggufs.raw(n_tensors=HUGE), "claims 9,223,372,036,854,775,808 tensors"),
     "key count": (ggufs.raw(n_keys=HUGE), "metadata keys"),
     "key missing": (ggufs.raw([key("a", 4, b"\1\0\0\0")], n_keys=2)[:48], "truncated"),

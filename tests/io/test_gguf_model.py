@@ -126,6 +126,13 @@ def test_granite_and_smollm3_constants(tmp_path):
     assert [bool(rope.inv_freq) for rope in c.ropes] == [True, True, True, False]
     with pytest.raises(FormatError, match="OLMo 3, with local layers"):
         read_gguf(ggufs.tiny(tmp_path / "o.gguf", "olmo2", {"olmo2.attention.sliding_window": 4}))
+    with pytest.raises(FormatError, match="sliding_window is 4, less than the context"):
+        read_gguf(ggufs.tiny(tmp_path / "q.gguf", "qwen2", {"qwen2.attention.sliding_window": 4}))
+    assert read_gguf(ggufs.tiny(tmp_path / "r.gguf", "qwen2", {"qwen2.attention.sliding_window": 128}))
+    with pytest.raises(FormatError, match="finetuned is False, so it turns no queries"):
+        read_gguf(
+            ggufs.tiny(tmp_path / "s.gguf", "granite", EXTRA["granite"] | {"granite.rope.scaling.finetuned": False})
+        )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -166,6 +173,46 @@ def test_llama3_scaling_is_read_from_its_table(tmp_path):
         read_gguf(ggufs.tiny(tmp_path / "n.gguf", meta=meta, tensors={"rope_freqs.weight": other}))
 
 
+def rope(tmp_path, **changes):
+    """The first layer's rope of a tiny Llama with this metadata."""
+    meta = {f"llama.rope.{key.replace('__', '.')}": x for key, x in changes.items()}
+    return models.read_config(read_gguf(ggufs.tiny(tmp_path / "m.gguf", meta=meta)).config).ropes[0]
+
+
+def test_rotary_scaling_is_that_of_llama_cpp(tmp_path):
+    plain = rope(tmp_path)
+    quarter = pytest.approx([x / 4 for x in plain.inv_freq])
+    for same in ({"scaling__factor": 4.0}, {"scale_linear": 4.0}, {"scaling__type": "linear", "scaling__factor": 4.0}):
+        assert rope(tmp_path, **same).inv_freq == quarter
+    for same in ({"scaling__type": "none", "scaling__factor": 4.0}, {"scaling__factor": 0.0}, {"scaling__factor": 1.0}):
+        assert rope(tmp_path, **same) == plain
+    yarn = {"scaling__type": "yarn", "scaling__factor": 4.0, "scaling__original_context_length": 64}
+    gain = 1 + 0.1 * np.log(4)
+    same = {f"scaling__yarn_{x}": y for x, y in dict(beta_fast=32.0, beta_slow=1.0, ext_factor=1.0).items()}
+    assert rope(tmp_path, **yarn).scale == pytest.approx(gain)
+    assert rope(tmp_path, **yarn, **same, scaling__yarn_attn_factor=float(gain)) == rope(tmp_path, **yarn)
+    more = rope(tmp_path, **yarn, scaling__attn_factor=2.0)
+    assert more.scale == pytest.approx(2 * gain) and more.inv_freq == rope(tmp_path, **yarn).inv_freq != plain.inv_freq
+
+
+def test_tables_of_frequencies_that_are_unread_are_told(tmp_path, capsys):
+    tables = {f"blk.{i}.attn_rot_embd.weight": np.ones(4, np.float32) for i in range(2)}
+    source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", tensors=tables))
+    assert "blk.0.attn_rot_embd.weight and the like are left unread (2 tensors)" in capsys.readouterr().err
+    assert len(source.tensors) == len(ggufs.weights())
+
+
+def test_layers_of_gemma_are_local_as_the_file_says(tmp_path):
+    def windows(**changes):
+        meta = {f"gemma3.attention.{key}": x for key, x in changes.items()}
+        return models.read_config(read_gguf(ggufs.tiny(tmp_path / "m.gguf", "gemma3", meta)).config).windows
+
+    assert windows(sliding_window=16) == (16, 16)
+    assert windows(sliding_window=16, sliding_window_pattern=2) == (16, None)
+    assert windows(sliding_window=16, sliding_window_pattern=[False, True]) == (None, 16)
+    assert windows() == windows(sliding_window=0) == (None, None)
+
+
 REFUSED = {
     "layers": ({"llama.block_count": 2**32 - 1}, {}, "claims 4,294,967,295 layers"),
     "heads 0": ({"llama.attention.head_count": 0}, {}, "head_count is 0"),
@@ -175,6 +222,21 @@ REFUSED = {
     "experts": ({"llama.expert_count": 8}, {}, "mixture of experts"),
     "partial rotation": ({"llama.rope.dimension_count": 4}, {}, "rotated"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, {}, "longrope"),
+    "two scalings": (
+        {"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0},
+        {},
+        "scale_linear is 2.0, but",
+    ),
+    "scaling and table": (
+        {"llama.rope.scaling.factor": 4.0},
+        {"rope_freqs.weight": np.ones(4, np.float32)},
+        "by metadata",
+    ),
+    "gain of linear": ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.attn_factor": 2.0}, {}, "for yarn only"),
+    "yarn otherwise": ({"llama.rope.scaling.yarn_beta_fast": 16.0}, {}, "yarn_beta_fast is 16.0, where readers"),
+    "factors": ({}, {"rope_factors_long.weight": np.ones(4, np.float32)}, "rope_factors_long"),
+    "causal": ({"llama.attention.causal": False}, {}, "only causal attention"),
+    "values": ({"llama.attention.value_length": 4}, {}, "values must have as many"),
     "unknown tensor": ({}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "attn_sinks"),
     "flat embedding": ({}, {"token_embd.weight": np.ones(64, np.float32)}, "two-dimensional"),
 }

@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 
 from jkv.io.errors import FormatError
 from jkv.io.gguf import open_file
+from jkv.io.gguf_keys import Metadata
 from jkv.io.gguf_vocab import build_tokenizer
+from jkv.io.pretokenizers import CUTS
 from support import ggufs
 
 
 def build(tmp_path, meta):
     entries = {key: value for key, value in meta.items() if value is not None}
-    return build_tokenizer(open_file(ggufs.write(tmp_path / "t.gguf", {"a": np.ones(3, np.float32)}, entries)))
+    path = ggufs.write(tmp_path / "t.gguf", {"a": np.ones(3, np.float32)}, entries)
+    return build_tokenizer(Metadata(open_file(path)))
 
 
 def tokens(tokenizer, text):
@@ -27,14 +30,58 @@ def test_smollm_takes_digits_one_by_one(tmp_path):
     assert tokens(gpt2, "hello 12") == ["hello", "Ġ", "12"]
 
 
-@pytest.mark.parametrize(
-    "pre, words",
-    [("llama-bpe", ["123", "45", " he", "'LL", " go"]), ("qwen2", ["1", "2", "3", "4", "5", " he", "'LL", " go"])],
-)
-def test_words_are_cut_as_the_family_does(tmp_path, pre, words):
-    core = build(tmp_path, ggufs.bpe(pre)).core
-    cut = [piece.replace("Ġ", " ") for piece, _ in core.pre_tokenizer.pre_tokenize_str("12345 he'LL go")]
-    assert cut == words
+TEXT = "It's 12345 DON'T helloWorld,\n\n 1/\n =[$2]`^ 漢字１２ ½\t\tz #go"
+# TEXT's words in llama.cpp, which merged all the pairs there are in it. Where its deepseek-llm keeps numbers whole, the
+# family's own tokenizer takes digits one by one.
+WORDS = {
+    "llama-bpe llama3 llama-v3 falcon3 dbrx smaug-bpe": "It¦'s¦ ¦123¦45¦ DON¦'T¦ helloWorld¦,\n\n¦ ¦1¦/\n¦ =[$¦2¦]`^¦ "
+    "漢字¦１２¦ ¦½¦\t¦\tz¦ #¦go",
+    "qwen2 deepseek-r1-qwen megrez": "It¦'s¦ ¦1¦2¦3¦4¦5¦ DON¦'T¦ helloWorld¦,\n\n¦ ¦1¦/\n¦ =[$¦2¦]`^¦ 漢字¦１¦２¦ ¦½"
+    "¦\t¦\tz¦ #¦go",
+    "seed-coder": "It¦'s¦ ¦1¦2¦3¦4¦5¦ DON¦'T¦ helloWorld¦,¦\n\n¦ ¦1¦/¦\n¦ =[$¦2¦]`^¦ 漢字¦１¦２¦ ¦½¦\t¦\tz¦ #¦go",
+    "smollm refact starcoder codeshell minerva-7b": "It¦'s¦ ¦1¦2¦3¦4¦5¦ DON¦'¦T¦ helloWorld¦,¦\n\n ¦1¦/¦\n¦ =[$¦2¦]`^¦ "
+    "漢字¦１¦２¦ ¦½¦\t¦\t¦z¦ #¦go",
+    "gpt-2 phi-2 olmo trillion mellum a.x-4.0 granite-docling": "It¦'s¦ 12345¦ DON¦'¦T¦ helloWorld¦,¦\n\n¦ 1¦/¦\n¦ "
+    "=[$¦2¦]`^¦ 漢字¦１２¦ ½¦\t¦\t¦z¦ #¦go",
+    "tekken": "It¦'s¦ ¦1¦2¦3¦4¦5¦ DON¦'T¦ hello¦World¦,\n\n¦ ¦1¦/\n¦ =[$¦2¦]`^¦ 漢字¦１¦２¦ ¦½¦\t¦\tz¦ #¦go",
+    "gpt-4o": "It's¦ ¦123¦45¦ DON'T¦ hello¦World¦,\n\n¦ ¦1¦/\n¦ =[$¦2¦]`^¦ 漢字¦１２¦ ¦½¦\t¦\tz¦ #¦go",
+    "deepseek-llm": "It¦'¦s¦ ¦1¦2¦3¦4¦5¦ DON¦'¦T¦ helloWorld¦,¦\n¦\n¦ ¦1¦/¦\n¦ =[$¦2¦]`^¦ ¦漢字¦１¦２¦ ¦½¦\t¦\tz¦ #¦go",
+    "deepseek-coder": "It¦'¦s¦ ¦1¦2¦3¦4¦5¦ DON¦'¦T¦ helloWorld¦,¦\n¦\n¦ ¦1¦/¦\n¦ =¦[¦$¦2¦]¦`^¦ ¦漢字¦１¦２¦ ¦½¦\t¦\tz¦ "
+    "#¦go",
+    "deepseek-v3": "It¦'s¦ ¦123¦45¦ DON¦'T¦ helloWorld¦,\n\n¦ ¦1¦/\n¦ =[$¦2¦]`^¦ ¦漢字¦１２¦ ¦½¦\t¦\tz¦ #¦go",
+    "falcon": "It¦'¦s¦ ¦123¦45¦ DON¦'¦T¦ helloWorld¦,¦\n\n¦ 1¦/¦\n ¦=[$¦2¦]`^¦ 漢字¦１２¦ ½¦\t¦\t¦z¦ ¦#¦go",
+    "viking": "It's¦ ¦1¦2¦3¦4¦5¦ DON'T¦ helloWorld¦,\n\n¦ ¦1¦/¦\n¦ =[$¦2¦]`^¦ 漢字¦１¦２¦ ¦½¦\t\t¦z¦ #go",
+    "default": "It¦'¦s¦ ¦123¦45¦ DON¦'¦T¦ helloWorld¦,¦\n\n¦ ¦1¦/¦\n ¦=[$¦2¦]¦`¦^¦ 漢字¦１２¦ ¦½¦\t¦\t¦z¦ ¦#¦go",
+}
+
+
+@pytest.mark.parametrize("names", WORDS)
+def test_words_are_cut_as_the_family_does(tmp_path, names):
+    for pre in names.split():
+        core = build(tmp_path, ggufs.bpe(pre)).core
+        cut = [TEXT[a:b] for _, (a, b) in core.pre_tokenizer.pre_tokenize_str(TEXT)]
+        assert "¦".join(cut) == WORDS[names], pre
+
+
+def test_every_pre_tokenizer_has_been_beside_llama_cpp():
+    assert sorted(CUTS) == sorted(" ".join(WORDS).split())
+    assert "".join(WORDS["tekken"].split("¦")) == TEXT
+
+
+@pytest.mark.parametrize("pre, why", [(None, "is missing"), ("", "is missing"), ("default", "names no family")])
+def test_a_guessed_pre_tokenizer_is_told(tmp_path, capsys, pre, why):
+    tokenizer = build(tmp_path, ggufs.bpe(pre))
+    said = capsys.readouterr().err
+    assert f"tokenizer.ggml.pre {why}, so words are cut by llama.cpp's default, which is a guess" in said
+    assert tokenizer.core.pre_tokenizer.pre_tokenize_str("12345")[0][0] == "123" and not tokenizer.add_bos
+    build(tmp_path, ggufs.bpe("gpt-2") | {"tokenizer.ggml.add_space_prefix": False})
+    build(tmp_path, spm() | {"tokenizer.ggml.pre": "default"})
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pre, begins", [("llama-bpe", True), ("tekken", True), ("smaug-bpe", False), ("dbrx", False)])
+def test_a_begin_token_without_a_word_of_it_is_the_familys(tmp_path, pre, begins):
+    assert build(tmp_path, ggufs.bpe(pre) | {"tokenizer.ggml.add_bos_token": None}).add_bos == begins
 
 
 @pytest.mark.parametrize("pre", ["smollm", "default", "llama-bpe", "qwen2"])
@@ -96,7 +143,7 @@ def spm_tokenizer(tmp_path_factory):
 
 
 REFUSED = {
-    "pre": (ggufs.bpe("tekken"), "'tekken' is unknown"),
+    "pre": (ggufs.bpe("superbpe"), "pre is 'superbpe', a pre-tokenizer that is not known"),
     "model": (ggufs.bpe() | {"tokenizer.ggml.model": "bert"}, "'bert'"),
     "no merges": (ggufs.bpe() | {"tokenizer.ggml.merges": None}, "merges is missing"),
     "merge of one": (ggufs.bpe() | {"tokenizer.ggml.merges": ["he"]}, "not of two tokens"),

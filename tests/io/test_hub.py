@@ -292,6 +292,14 @@ def test_gguf_files_of_a_repository(monkeypatch, tmp_path):
     assert hub.snapshot("org/name") == tmp_path
 
 
+def test_all_parts_of_a_model_are_fetched(monkeypatch, tmp_path):
+    named = [f"q4/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    asked = remote(monkeypatch, ["README.md", *named], snapshot_download=lambda *_, **__: str(tmp_path))
+    assert hub.snapshot("org/name", None, named[1]).name == "m-00002-of-00003.gguf"
+    assert [file for _, file, _ in asked] == named
+    assert hub.snapshot("org/name").name == "m-00001-of-00003.gguf" and [file for _, file, _ in asked[3:]] == named
+
+
 def test_a_gated_repository_names_the_token(monkeypatch):
     class GatedRepoError(Exception):
         pass

@@ -96,6 +96,16 @@ def test_a_model_is_loaded_by_url(cache: Path, tmp_path: Path):
         np.testing.assert_array_equal(got.tensors[name](), read())
 
 
+def test_all_parts_of_a_model_are_fetched(cache: Path, tmp_path: Path):
+    whole = ggufs.tiny(tmp_path / "m.gguf")
+    tensors = ggufs.converted(ggufs.weights(), "llama")
+    ggufs.write(tmp_path / "n.gguf", tensors, ggufs.metadata() | ggufs.bpe(), split_max_tensors=12)
+    for part in tmp_path.glob("n-*.gguf"):
+        epath.Path(f"gs://bucket/models/{part.name}").write_bytes(part.read_bytes())
+    got, want = loading.read("gs://bucket/models/n-00002-of-00002.gguf"), read_gguf(whole)
+    assert got.config == want.config and got.tensors.keys() == want.tensors.keys()
+
+
 def test_what_cannot_be_fetched_says_why(cache: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(FetchError, match="there is no model at gs://bucket/none: give a folder with"):
         loading.load("gs://bucket/none")

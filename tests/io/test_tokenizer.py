@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
 from jkv.io.gguf import open_file
+from jkv.io.gguf_keys import Metadata
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.templates import render
 from jkv.io.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ TEXT = st.text(max_size=40).filter(lambda text: not any(special in text for spec
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "t.gguf"
-    return build_tokenizer(open_file(ggufs.write(path, {"a": np.ones(3, np.float32)}, ggufs.bpe())))
+    return build_tokenizer(Metadata(open_file(ggufs.write(path, {"a": np.ones(3, np.float32)}, ggufs.bpe()))))
 
 
 def streamed(tokenizer, ids):

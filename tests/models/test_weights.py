@@ -36,7 +36,7 @@ def blocks(form: str) -> tuple[weights.Coded, np.ndarray]:
     raw = rng.integers(0, 256, (OUT, IN // many, size), dtype=np.uint8)
     for at in HALVES[form]:
         raw[..., at : at + 2] = rng.normal(0, 1, (OUT, IN // many, 1)).astype(np.float16).view(np.uint8)
-    found = gguf_blocks.Blocks(Rows(Tensor("w", form, (OUT, IN), 0, raw.size), raw.tobytes()), KIND)
+    found = gguf_blocks.Blocks(Rows(Tensor("w", form, (OUT, IN), 0, raw.size, raw.tobytes())), KIND)
     return found[:], gguf.quants.dequantize(raw.reshape(OUT, -1), kind)
 
 

@@ -102,9 +102,9 @@ def bpe(pre="smollm"):
     }
 
 
-def write(path, tensors, meta, arch="llama", kinds=None):
-    """Writes a GGUF file; `kinds` maps tensor names to quantisation types."""
-    writer = gguf.GGUFWriter(str(path), arch)
+def write(path, tensors, meta, arch="llama", kinds=None, **how):
+    """Writes a GGUF file; `kinds` maps tensor names to quantisation types; how: as the writer takes it."""
+    writer = gguf.GGUFWriter(str(path), arch, **how)
     for key, value in meta.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)

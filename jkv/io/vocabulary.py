@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.io.errors import FormatError, refusing
-from jkv.io.files import AGAIN, read_json, read_small, read_text
+from jkv.io.files import AGAIN, TEMPLATES, read_json, read_small, read_text
 from jkv.io.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _ids(value: Any) -> list[int]:
 
 def _templates(folder: Path, named: dict[str, Any]) -> dict[str, str]:
     """The chat templates by name, of files of their own, else of an entry."""
-    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     texts = {name: read_text(path) for name, path in files.items()}
     value: Any = {"default": read_text(folder / "chat_template.jinja")} | texts
     if not any(value.values()):

@@ -6,6 +6,7 @@ from typing import Literal
 
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, Float, Gear, Mixed, Nsn, Polar, Ternary
+from jkv.methods.codecs.grouped import Widest
 from jkv.methods.config import TierSpec
 from jkv.methods.scores.mixed import Salience, Sticky
 
@@ -33,7 +34,9 @@ def polarquant(*, radius: int = 4, angle: int = 4, values: int = 4, group: Posit
     "approximation: a prompt is factored block by block too, outliers are counted per head; the tail is exact",
     "near-lossless at 4 bits; up to 2.38x the throughput, 2.29x less peak memory",
 )
-def gear(*, bits: Positive = 2, group: Positive = 64, rank: int = 2, outliers: float = 0.02, recent: int = 0) -> Axes:
+def gear(
+    *, bits: Positive = 2, group: Positive = Widest(64), rank: int = 2, outliers: float = 0.02, recent: int = 0
+) -> Axes:
     """GEAR: what integers miss of each block comes back as a low rank, and the largest numbers stay beside them."""
     inner = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
     k, v = (Gear(inner=x, group=group, rank=rank, outliers=float(outliers)) for x in inner)

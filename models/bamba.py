@@ -9,7 +9,7 @@ from jax import Array
 
 from jkv.models.rope import Rope
 
-from .config import Fields, Mixers, ModelConfig, one_rope, read
+from .config import LAYERS, Fields, Mixers, ModelConfig, one_rope, read
 from .llama import TENSORS as LLAMA
 from .llama import embed, head, layer, mlp, project, rms
 from .mamba2 import MIX, checked, limit
@@ -44,7 +44,8 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         f.take(name, None)  # of training, of what is returned, and of the same function
     f.only("mamba_proj_bias", False, way_out="only false is implemented")
     f.only("mamba_conv_bias", True, way_out="only true is implemented")
-    depth, attending = hf.get("num_hidden_layers", 32), sorted(set(f.take("attn_layer_indices", ())))
+    depth = Fields(hf, "bamba").number("num_hidden_layers", 32, most=LAYERS)
+    attending = sorted(set(f.take("attn_layer_indices", ())))
     if not attending or not 0 <= attending[0] <= attending[-1] < depth:
         raise f.refuse("attn_layer_indices", attending, f"it names one or more of the {depth} blocks; see mamba2")
     rest = {k: v for k, v in hf.items() if k not in own and k not in names and k != "num_logits_to_keep"}

@@ -133,19 +133,25 @@ class ModelConfig:
 
 # Fields that cannot change the logits of a forward pass: training, bookkeeping, defaults of sampling, labels.
 HARMLESS = frozenset(
-    """_attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures
-    attention_dropout auto_map bad_words_ids begin_suppress_tokens cache_implementation chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder is_llama_config label2id
-    length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    output_router_logits router_aux_loss_coef router_jitter_noise
-    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
-    top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
-    unsloth_version use_bfloat16 use_cache""".split()
+    """_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
+    add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop
+    auto_map bad_words_ids begin_suppress_tokens bos_token cache_implementation chunk_size_feed_forward
+    classifier_dropout classifier_dropout_prob cls_token_id cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size
+    eos_token exponential_decay_length_penalty finetuned finetuning_task flash_attn forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label ignore_index
+    initializer_factor initializer_range is_decoder is_encoder_decoder is_llama_config label2id length_penalty license
+    mask_token_id max_length max_new_tokens max_seq_len max_seq_length max_sequence_length min_length min_new_tokens
+    min_p model_max_length model_type neftune_alpha neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token
+    pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty resid_dropout
+    resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise router_z_loss_coef
+    sep_token_id seq_length suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class tokenizer_model_max_length top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    use_flash_attention use_flash_attention_2 use_flash_attn""".split()
 )
+NOTHING = (None, False, "", [], {})  # what a field may hold that no one reads: it asks for nothing, as 0 does
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -153,6 +159,15 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 CONTEXT, HEAD_DIM, LAYERS, _MOST = 1 << 24, 1024, 1024, 1 << 40
 
 _UNSET: Any = object()
+
+
+def whole(x: Any) -> bool:
+    """Whether it is a whole number, in either spelling of JSON.
+
+    >>> whole(2), whole(2.0), whole(2.5), whole(True), whole(math.nan)
+    (True, True, False, False, False)
+    """
+    return type(x) is int or (type(x) is float and x.is_integer())
 
 
 class Fields:
@@ -197,15 +212,15 @@ class Fields:
             raise self.refuse(name, got, way_out)
 
     def done(self) -> None:
-        """ValueError where a field was left that no one read."""
-        if left := {k: v for k, v in self.rest.items() if v is not None and k not in HARMLESS}:
+        """ValueError where a field was left that no one read and that asks for something."""
+        if left := {k: v for k, v in self.rest.items() if v not in NOTHING and k not in HARMLESS}:
             name, got = next(iter(left.items()))
             more = f" (also unread: {', '.join(list(left)[1:6])})" if len(left) > 1 else ""
             raise self.refuse(
                 name,
                 got,
-                "nothing here reads it, so it might change the model's function silently. If it cannot, delete it from "
-                f"the dict or add it to HARMLESS in models/config.py{more}",
+                "nothing here reads it, and the model's own code might. If it changes no output of the model, delete "
+                f"it from config.json{more}",
             )
 
 
@@ -282,9 +297,9 @@ def ends(f: Fields) -> dict[str, Any]:
     eos = f.take("eos_token_id", ())
     ids, bos = tuple(eos) if isinstance(eos, list | tuple) else (eos,), f.take("bos_token_id", None)
     for name, got in (("eos_token_id", ids), ("bos_token_id", (bos,) if bos is not None else ())):
-        if not all(type(i) is int for i in got):
+        if not all(map(whole, got)):
             raise f.refuse(name, got, "token ids are whole numbers")
-    return {"eos": ids, "bos": bos}
+    return {"eos": tuple(map(int, ids)), "bos": None if bos is None else int(bos)}
 
 
 def sliding_window(f: Fields) -> int | None:
@@ -330,6 +345,10 @@ def rope(given: Mapping[str, Any], family: str, dim: int, context: int) -> Rope:
     kind = f.take("rope_type", kind)
     theta = f.number("rope_theta", kind=float)
     f.only("partial_rotary_factor", 1, way_out="only 1.0 is implemented: all channels of a head turn")
+    for name in ("extrapolation_factor", "attn_factor"):  # of the authors of YaRN
+        f.only(name, 1, way_out="only 1 is implemented, as in transformers, which does not read it")
+    if kind in ("default", "linear"):
+        f.take("original_max_position_embeddings", None)
     base = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     scale = 1.0
     if kind == "default":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 
-from .config import HEAD_DIM, Fields, ModelConfig, read
+from .config import HEAD_DIM, Fields, ModelConfig, read, whole
 from .experts import experts_of, feed, shapes
 from .latent import Latent
 from .llama import TENSORS as LLAMA
@@ -141,7 +141,7 @@ def experts(routing: Callable[[Fields], dict[str, Any]], f: Fields, blocks: int)
     for name in ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"):
         f.take(name, None)  # of training, of where experts lie, and of blocks that are not read
     first, hidden = f.take("first_k_dense_replace", 0), f.number("moe_intermediate_size")
-    if type(first) is not int or not 0 <= first <= blocks:
+    if not whole(first) or not 0 <= first <= blocks:
         raise f.refuse("first_k_dense_replace", first, f"it is a number of the {blocks} blocks")
     count, active = f.number("n_routed_experts"), f.number("num_experts_per_tok")
     e = experts_of(f, count, active, hidden, **routing(f), shared=hidden * f.number("n_shared_experts"))
@@ -152,7 +152,7 @@ def experts(routing: Callable[[Fields], dict[str, Any]], f: Fields, blocks: int)
         raise f.refuse(
             "topk_group", e.chosen, f"it is one to {e.groups} groups of {size}, for {active} experts a token"
         )
-    return {"experts": replace(e, at=tuple(range(first, blocks)))}
+    return {"experts": replace(e, at=tuple(range(int(first), blocks)))}
 
 
 def _gain(hf: Mapping[str, Any]) -> float:

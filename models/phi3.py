@@ -84,6 +84,4 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         if isinstance(given := hf.get(name), dict):
             part = Fields({PART: given.get(PART)}, "phi3", where=f"{name}.").number(PART, part, float, most=1)
             rest[name] = {k: v for k, v in given.items() if k != PART}
-    for name in ("embd_pdrop", "resid_pdrop"):  # of training
-        rest.pop(name, None)
     return read({"rms_norm_eps": 1e-5} | rest, "phi3", windows=_windows, ropes=partial(_ropes, part))

@@ -10,6 +10,7 @@ from jkv.io.errors import FormatError
 
 AGAIN = "download the folder again"
 INDEX = "model.safetensors.index.json"
+TEMPLATES = "additional_chat_templates"  # a folder
 _LARGEST = 1 << 26  # bytes of a file of texts: the largest tokenizers have half of that
 _POINTER = b"version https://git-lfs.github.com/spec/"
 

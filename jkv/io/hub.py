@@ -233,7 +233,8 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
 
 def _missing(folder: Path) -> list[str]:
     """The shards that an index names and that were not fetched, as they have names of their own."""
-    entries = (read_json(folder / INDEX) or {}).get("weight_map")
+    index = None if (folder / "model.safetensors").exists() else read_json(folder / INDEX)
+    entries = (index or {}).get("weight_map")
     files = [file for file in (entries if isinstance(entries, dict) else {}).values() if isinstance(file, str)]
     return sorted({file for file in files if not (folder / file).exists()})
 

@@ -15,7 +15,7 @@ _SAVE = "take its Hugging Face version, whose folder has config.json and model.s
 # A pattern of the name of a file or folder, what a folder with one is, and the way out; {name} is what was found. The
 # first lines are of folders that may have config.json and .safetensors files too, of something else.
 _ANY = (
-    (r"adapter_config\.json", "it is an adapter{base}, whose weights are added to those of a model",
+    (r"adapter_config\.json", "it is an adapter, whose weights are added to those of a model",
      "merge them with peft (merge_and_unload, then save_pretrained) and give the folder of the whole model"),
     (r"model_index\.json", "it is a diffusers pipeline, which makes pictures", _HERE),
     (r"(modules|config_sentence_transformers)\.json", "it is a sentence-transformers model, for embeddings", _HERE),
@@ -41,7 +41,7 @@ def refuse_others(folder: Path) -> None:
     if found := other(names):
         cause, way_out = found
         base = (read_json(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-        raise FormatError(folder, cause.replace("{base}", f" of {base}" if base else ""), way_out)
+        raise FormatError(folder, cause + (f", {base}" if base else ""), way_out)
 
 
 def other(names: Iterable[str]) -> tuple[str, str] | None:

@@ -18,6 +18,7 @@ from jkv.host.extras import install
 from jkv.host.locks import locked
 from jkv.host.results import beside, overwrite
 from jkv.io.errors import FetchError
+from jkv.io.files import TEMPLATES
 from jkv.io.hub import ALLOWED
 
 if TYPE_CHECKING:
@@ -137,7 +138,10 @@ def _why(error: OSError, source: epath.Path, folder: Path) -> str:
 
 
 def _files(source: epath.Path) -> dict[str, epath.Path]:
-    return {name: source / name for name in names(source) if any(fnmatch(name, kind) for kind in ALLOWED)}
+    kinds = (*ALLOWED, "*.safetensors")  # whose index may give them any name
+    own = [name for name in names(source) if any(fnmatch(name, kind) for kind in kinds)]
+    templates = [f"{TEMPLATES}/{name}" for name in names(source / TEMPLATES) if name.endswith(".jinja")]
+    return {name: source / name for name in (*own, *templates)}
 
 
 def _update(folder: Path, files: dict[str, epath.Path]) -> None:
@@ -165,6 +169,7 @@ def _chunks(at: epath.Path) -> Iterator[bytes]:
 
 def _fetch(at: epath.Path, target: Path, size: int) -> None:
     """One file, whole or not at all."""
+    target.parent.mkdir(exist_ok=True)
     fresh = beside(target)
     try:
         with fresh.open("xb") as out:

@@ -6,25 +6,24 @@ import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jkv.io.errors import FormatError, refusing
 from jkv.io.gguf import File
 from jkv.io.gguf_vocab import build_tokenizer
-
-if TYPE_CHECKING:
-    import tokenizers
+from jkv.io.tokenizer import Tokenizer
 
 # Numbers of the fields of sentencepiece_model.proto that change how texts are cut.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _PIECE, _SCORE, _TYPE = 1, 2, 3
-_KIND, _SUFFIX, _UNKNOWN, _BPE = 3, 24, 40, 2
+_KIND, _SUFFIX, _BPE = 3, 24, 2
+_IDS = {"unknown": (40, 0), "bos": (41, 1), "eos": (42, 2)}  # and their defaults
 _TABLE, _PREFIX, _SQUEEZE, _ESCAPE = 2, 3, 4, 5
 
 
-def build_core(path: Path, content: bytes, way_out: str) -> tokenizers.Tokenizer:
+def build(path: Path, content: bytes, way_out: str) -> Tokenizer | None:
     """The tokenizer of a model's bytes; raises FormatError, with this way out, where it would cut texts otherwise."""
     with refusing(path, "it is no SentencePiece model", way_out):
         fields: dict[int, list[Any]] = {}
@@ -43,18 +42,17 @@ def build_core(path: Path, content: bytes, way_out: str) -> tokenizers.Tokenizer
     }
     if found := [cause for cause, holds in other.items() if holds]:
         raise FormatError(path, f"{found[0]}, which is not implemented", way_out)
+    ids = {name: trainer.get(number, default) for name, (number, default) in _IDS.items()}
     meta = {
         "model": "llama",
         "tokens": tokens,
         "scores": np.array(scores, np.float32),
         "token_type": np.array([piece.get(_TYPE, 1) for piece in pieces]),
-        "unknown_token_id": trainer.get(_UNKNOWN, 0),
+        **{f"{name}_token_id": i for name, i in ids.items() if i < len(tokens)},  # one that lacks is -1, unsigned
         "add_space_prefix": bool(normalizer.get(_PREFIX, 1)),
     }
     # It is what a GGUF file has of such a model.
-    made = build_tokenizer(File(path, {f"tokenizer.ggml.{name}": x for name, x in meta.items()}, {}, mmap.mmap(-1, 1)))
-    assert made is not None
-    return made.core
+    return build_tokenizer(File(path, {f"tokenizer.ggml.{name}": x for name, x in meta.items()}, {}, mmap.mmap(-1, 1)))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -48,18 +48,18 @@ tensors of one model that is not quantized
     import jax.numpy as jnp
 
     from jkv.core import sharding
-    from jkv.models import build, read_config
+    from jkv.models import build, read_config, settle_head
     from jkv.models.coding import check_divided
     from jkv.models.params import copied
 
     put, dtype = copied, dtype_of(dtype)
-    source = Source(dict(config), dict(_tensors("", tree)))
+    source = Source(*settle_head(dict(config), dict(_tensors("", tree))))
     with ExitStack() as bars:
         form, blocks = kept("a tree", source, dtype, weights, bars)
         if mesh is not None:
             check_divided(form)
-            put = sharding.placing(sharding.here(mesh, read_config(config)) if isinstance(mesh, str) else mesh)
-        params = build(config, source.tensors, jnp.dtype(dtype), put, form, blocks)
+            put = sharding.placing(sharding.here(mesh, read_config(source.config)) if isinstance(mesh, str) else mesh)
+        params = build(source.config, source.tensors, jnp.dtype(dtype), put, form, blocks)
     return dataclasses.replace(params, tokenizer=tokenizer)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.io.errors import FormatError, refusing
-from jkv.io.files import AGAIN, read_json, read_small, read_text
+from jkv.io.files import AGAIN, TEMPLATES, read_json, read_small, read_text
 from jkv.io.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -22,33 +22,32 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
 
     Raises FormatError for a file that is broken, and for a vocabulary that only other programs read.
     """
-    if (found := _core(folder)) is None:
+    if (known := _vocabulary(folder)) is None:
         return None
-    core, begun = found
-    named = _named(folder)
+    core, named = known.core, _named(folder)
     _add_tokens(folder, core, named)
     generation = read_json(folder / "generation_config.json") or {}
     texts = {name: text for name in NAMED if (text := _text(named.get(name))) is not None}
     bos, eos = (core.token_to_id(texts.get(name, "")) for name in ("bos_token", "eos_token"))
     ends = [i for source in (config, generation) for i in _ids(source.get("eos_token_id"))]
     if bos is None:
-        bos = next(iter(_ids(config.get("bos_token_id"))), None)
+        bos = next(iter(_ids(config.get("bos_token_id"))), known.bos_id)
     # What the tokenizer puts around an empty text tells whether it begins every text.
     around = core.encode("", add_special_tokens=True).ids
     templates = _templates(folder, named)
     return Tokenizer(
         core,
         bos_id=bos,
-        eos_ids=ends if eos is None else [eos, *ends],
-        add_bos=bos is not None and (named.get("add_bos_token", True) is True if begun else around[:1] == [bos]),
+        eos_ids=[*([] if eos is None else [eos]), *ends, *known.eos_ids],
+        add_bos=around[:1] == [bos] or (known.add_bos and named.get("add_bos_token") is not False),
         template=templates.get("default"),
         tool_template=templates.get("tool_use"),
         texts=texts,
     )
 
 
-def _core(folder: Path) -> tuple[tokenizers.Tokenizer, bool] | None:
-    """The vocabulary, and whether its file leaves it to others to say if texts begin with a token."""
+def _vocabulary(folder: Path) -> Tokenizer | None:
+    """A tokenizer by the file of its vocabulary alone."""
     path = folder / "tokenizer.json"
     if (content := read_small(path)) is not None:
         from tokenizers import Tokenizer as Core
@@ -58,15 +57,15 @@ def _core(folder: Path) -> tuple[tokenizers.Tokenizer, bool] | None:
             # A tokenizer saved in training may cut or fill texts to a length.
             core.no_truncation()
             core.no_padding()
-        return core, False
+        return Tokenizer(core)
     way_out = (
         "write tokenizer.json, where transformers is installed: "
         f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
     )
     if (content := read_small(folder / "tokenizer.model")) is not None:
-        from jkv.io.sentencepiece import build_core
+        from jkv.io.sentencepiece import build
 
-        return build_core(folder / "tokenizer.model", content, way_out), True
+        return build(folder / "tokenizer.model", content, way_out)
     if others := sorted(path.name for pattern in _OTHERS for path in folder.glob(pattern)):
         raise FormatError(folder, f"its vocabulary is in {others[0]} alone, which is not read here", way_out)
     return None
@@ -125,7 +124,7 @@ def _ids(value: Any) -> list[int]:
 
 def _templates(folder: Path, named: dict[str, Any]) -> dict[str, str]:
     """The chat templates by name, of files of their own, else of an entry."""
-    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     texts = {name: read_text(path) for name, path in files.items()}
     value: Any = {"default": read_text(folder / "chat_template.jinja")} | texts
     if not any(value.values()):

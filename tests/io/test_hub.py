@@ -204,6 +204,7 @@ REPOSITORIES = {  # what is fetched, and what lies beside it
     "one file": (["config.json", "model.safetensors"], []),
     "shards": (["config.json", hub.INDEX, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], []),
     "other names": (["config.json", hub.INDEX, "part-1.safetensors", "part-2.safetensors"], ["part-3.safetensors"]),
+    "a file and an index": (["config.json", "model.safetensors", hub.INDEX], ["part-1.safetensors"]),
     "another name": (["config.json", "weights.safetensors"], []),
 }
 BESIDE = ["consolidated.safetensors", "model.fp16.safetensors", "model.py", "pytorch_model.bin", "README.md"]
@@ -221,7 +222,7 @@ def matches(name, patterns):
 def test_a_repository_is_fetched_without_a_second_set_of_weights(monkeypatch, tmp_path, case):
     wanted, beside = REPOSITORIES[case]
     wanted = [*wanted, "tokenizer.json", "tokenizer.model", "additional_chat_templates/tool_use.jinja"]
-    shards = {name: name for name in wanted if name.endswith(".safetensors")}
+    shards = {name: name for name in (beside if "model.safetensors" in wanted else wanted) if "safetensors" in name}
     files = [
         *wanted,
         *(BESIDE if case != "another name" else [x for x in BESIDE if "/" in x or "safetensors" not in x]),
@@ -242,7 +243,9 @@ def test_a_repository_is_fetched_without_a_second_set_of_weights(monkeypatch, tm
 
 
 def test_a_repository_of_another_kind_is_named(monkeypatch, tmp_path):
-    for files, what in ((["config.json", "pytorch_model.bin"], "pickled"), (["README.md"], "it has no model")):
+    adapter = ["adapter_config.json", "adapter_model.safetensors"]
+    kinds = ((["config.json", "pytorch_model.bin"], "pickled"), (["README.md"], "no model"), (adapter, "an adapter"))
+    for files, what in kinds:
         remote(monkeypatch, files, snapshot_download=lambda *_, **__: str(tmp_path))
         with pytest.raises(ValueError, match=f"hub:org/name@v1: .*{what}.*; "):
             hub.snapshot("org/name", "v1")

@@ -15,8 +15,16 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 
 COMMIT = "0123456789" * 4
 WHOLE = ("config.json", "model.safetensors")
 KINDS = [  # what is in a folder, what it is, the way out
-    (("adapter_config.json", "adapter_model.safetensors"), "an adapter of org/base", "merge_and_unload"),
-    ((*WHOLE, "adapter_config.json"), "an adapter of org/base", "merge_and_unload"),
+    (
+        ("adapter_config.json", "adapter_model.safetensors"),
+        "an adapter, whose weights are added to those of a model, org/base",
+        "merge_and_unload",
+    ),
+    (
+        (*WHOLE, "adapter_config.json"),
+        "an adapter, whose weights are added to those of a model, org/base",
+        "merge_and_unload",
+    ),
     (("model_index.json", "unet/"), "diffusers", "language models"),
     ((*WHOLE, "modules.json", "1_Pooling/"), "sentence-transformers", "language models"),
     (("README.md", "m-q4.gguf", "config.json"), ".gguf files", "such as m-q4.gguf"),

@@ -150,7 +150,7 @@ def model(trainer=(), normalizer=((3, 1), (4, 0))):
     spec = {3: 2, 35: 1} | dict(trainer)
     return (
         b"".join(field(1, piece) for piece in pieces)
-        + field(2, b"".join(field(n, x) for n, x in spec.items()) + field(43, -1))
+        + field(2, b"".join(field(n, x) for n, x in spec.items()) + field(43, -1))  # which has no token of padding
         + field(3, b"".join(field(n, x) for n, x in normalizer))
     )
 
@@ -165,6 +165,7 @@ def test_a_sentencepiece_model_alone_is_enough(tmp_path):
     tokenizer = read_tokenizer(bare(tmp_path, model()), {})
     texts = [tokenizer.core.id_to_token(i) for i in tokenizer.encode("hello<user>ello\n</s>")]
     assert texts == ["<s>", "▁hello", "<user>", "▁", "el", "lo", "<0x0A>", "</s>"]
+    assert read_tokenizer(bare(tmp_path, model(), bos_token=None, eos_token=None), {}).encode("</s>") == [1, 2]
     assert tokenizer.eos_ids == (2,) and tokenizer.decode(tokenizer.encode("hello é\n")) == "hello é\n"
     assert read_tokenizer(bare(tmp_path, model(), add_bos_token=False), {}).encode("hello") == [
         PIECES.index(("▁hello", 1))

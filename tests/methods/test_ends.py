@@ -180,7 +180,7 @@ def test_a_subspace_is_exact_at_its_rank_and_means_cancel_at_full_rank():
 @pytest.mark.parametrize(
     ("codec", "dim", "why"),
     [
-        (Rotated(inner=INT4), 20, "stretches of 4"),
+        (Rotated(inner=Affine(bits=4)), 20, "stretches of 4"),
         (Rotated(inner=Affine(bits=4, group=7)), 64, "does not divide"),
         (MANY["projected"], 32, "of 16 channels, not head_dim=32"),
     ],

@@ -229,7 +229,7 @@ REFUSALS = [  # case, change, what the message must say
     ("llama", {"hidden_act": "relu"}, "hidden_act.*relu.*use one of"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor.*0.5"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantized"),
-    ("llama", {"num_local_experts": 8}, "num_local_experts.*8.*HARMLESS"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts.*8.*delete it from config.json"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads.*divide"),
     ("llama", {"head_dim": 15}, "head_dim.*even"),
     ("llama", {"hidden_size": None}, "hidden_size.*missing"),
@@ -258,8 +258,8 @@ REFUSALS = [  # case, change, what the message must say
     ("gemma3", {"sliding_window": None}, "sliding layers need sliding_window"),
     ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.*full_attention"),
     ("gemma3-images", {"text_config": [1]}, "text_config.*object"),
-    ("gemma3-images", {"text_config": {"new": 1}}, "new.*HARMLESS"),
-    ("gemma3-images", {"new": 1}, "new.*gemma3.*HARMLESS"),
+    ("gemma3-images", {"text_config": {"new": 1}}, "new.*delete it from config.json"),
+    ("gemma3-images", {"new": 1}, "new.*gemma3.*delete it from config.json"),
     ("gemma3-images", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantized"),
     ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping.*positive"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -267,7 +267,7 @@ REFUSALS = [  # case, change, what the message must say
     ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor.*1 is the most"),
     ("phi3-long", {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "rope_scaling.long_factor.*6 positive numbers"),
     ("phi3-long", {"rope_scaling": LONGROPE | {"short_factor": ...}}, "short_factor"),
-    ("phi3-long", {"rope_scaling": LONGROPE | {"new": 1}}, "rope_scaling.new.*HARMLESS"),
+    ("phi3-long", {"rope_scaling": LONGROPE | {"new": 1}}, "rope_scaling.new.*delete it from config.json"),
     ("phi3", {"rope_scaling": {"type": "spiral"}}, "rope_parameters.rope_type.*spiral"),
     ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers.*3 numbers, 1 or 0"),
     ("smollm3", {"mlp_bias": True}, "mlp_bias.*only false"),
@@ -282,13 +282,13 @@ REFUSALS = [  # case, change, what the message must say
         ("mamba2", {"time_step_limit": x}, "time_step_limit.*smaller one first")
         for x in ([0.1, 0.0], [0.1], 3, [{}, 1])
     ],
-    ("mamba2", {"sliding_window": 8}, "sliding_window.*HARMLESS"),
+    ("mamba2", {"sliding_window": 8}, "sliding_window.*delete it from config.json"),
     ("bamba", {"attn_layer_indices": []}, "attn_layer_indices.*one or more of the 4 blocks"),
     ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices"),
     ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor.*only 0.5"),
     ("bamba", {"mamba_d_head": 10}, "mamba_d_head.*6 heads of a mixer share 96 channels"),
     ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias"),
-    ("bamba", {"mamba_new": 1}, "mamba_new.*HARMLESS"),
+    ("bamba", {"mamba_new": 1}, "mamba_new.*delete it from config.json"),
     ("falcon_h1", {"projectors_bias": True}, "projectors_bias.*only false"),
     ("falcon_h1", {"mamba_conv_bias": False}, "mamba_conv_bias.*only true"),
     ("falcon_h1", {"attn_layer_indices": [0]}, "attn_layer_indices.*every layer attends"),
@@ -296,17 +296,17 @@ REFUSALS = [  # case, change, what the message must say
     ("falcon_h1", {"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers.*positive"),
     ("falcon_h1", {"mamba_d_head": 10}, "mamba_d_head.*6 heads of a mixer share 72 channels"),
     ("falcon_h1-norm", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate.*only false"),
-    ("falcon_h1", {"mamba_new": 1}, "mamba_new.*HARMLESS"),
+    ("falcon_h1", {"mamba_new": 1}, "mamba_new.*delete it from config.json"),
     ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok.*5.*there are 4 experts"),
     ("mixtral", {"num_local_experts": 10**6}, "num_experts.*4,096 are the most"),
-    ("mixtral", {"moe_new": 1}, "moe_new.*HARMLESS"),
+    ("mixtral", {"moe_new": 1}, "moe_new.*delete it from config.json"),
     ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers.*list of blocks"),
     ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types.*one or more of each"),
     ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types.*linear_attention or full_attention"),
     ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types.*= 4 texts"),
     ("qwen3_next", {"num_experts_per_tok": 9}, "num_experts_per_tok.*9.*there are 8 experts"),
-    ("qwen3_next", {"linear_new": 1}, "linear_new.*HARMLESS"),
-    ("qwen3_5_text", {"num_experts": 8}, "num_experts.*HARMLESS"),
+    ("qwen3_next", {"linear_new": 1}, "linear_new.*delete it from config.json"),
+    ("qwen3_5_text", {"num_experts": 8}, "num_experts.*delete it from config.json"),
     ("qwen3_5_text", {"linear_num_key_heads": 4}, "linear_num_key_heads.*divide the 6 heads of values"),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate.*only true"),
     ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype.*only float32"),
@@ -314,7 +314,7 @@ REFUSALS = [  # case, change, what the message must say
     ("qwen3_5_text", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}}, "partial_rotary.*pairs"),
     ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers.*in every block, or in none"),
     ("qwen3_5", {"text_config": [1]}, "text_config.*object"),
-    ("qwen3_5", {"new": 1}, "new.*HARMLESS"),
+    ("qwen3_5", {"new": 1}, "new.*delete it from config.json"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv.*8.0"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob.*only false"),
     ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func.*only softmax"),
@@ -349,9 +349,62 @@ def test_a_family_refuses_another_familys_config():
         models.llama.config(CASES["mistral"])
 
 
-def test_harmless_fields_change_nothing():
-    noise = {name: "anything" for name in HARMLESS - {"model_type"}}
-    assert models.read_config(CASES["llama"] | noise) == models.read_config(CASES["llama"])
+def respelled(x, turn):
+    """A JSON value with every number as the other type that holds it, and objects back to front."""
+    if isinstance(x, dict):
+        return {name: respelled(y, turn) for name, y in reversed(x.items())}
+    if isinstance(x, list):
+        return [respelled(y, turn) for y in x]
+    return turn(x) if type(x) in (int, float) and math.isfinite(x) and x == int(x) else x
+
+
+def places(hf, changed):
+    """The config with a change in each of its objects in turn."""
+    yield changed(hf)
+    for name, x in hf.items():
+        if isinstance(x, dict) and name != "vision_config":  # of a tower that is not read
+            for inner in places(x, changed):
+                yield hf | {name: inner}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_asks_for_nothing_changes_nothing(case):
+    hf = CASES[case]
+    want = models.read_config(hf)
+    for turn in (int, float):
+        assert models.read_config(respelled(hf, turn)) == want
+    for value in (None, False, 0, 0.0, "", [], {}):
+        for same in places(hf, lambda x, value=value: x | {"field_of_tomorrow": value}):
+            assert models.read_config(same) == want
+    noise = {name: "anything" for name in HARMLESS if name not in hf}
+    assert models.read_config(hf | noise) == want
+    assert all(models.read_config(same) == want for same in places(hf, lambda x: x | {"finetuned": True}))
+    for same in places(hf, lambda x: x | {"field_of_tomorrow": 1}):
+        with pytest.raises(ValueError, match="field_of_tomorrow.*= 1.*delete it from config.json"):
+            models.read_config(same)
+
+
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("more", [{"finetuned": True}, {"original_max_position_embeddings": 64}, {"attn_factor": 1.0}])
+def test_fields_of_a_rope_are_read_as_transformers_reads_them(kind, more):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    given = more | ROPES[kind] | {"rope_theta": 1e4}
+    hf = models.TINY | dict(max_position_embeddings=256, head_dim=16)
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**hf | {"rope_parameters": dict(given)}))
+    ours = models.read_config(hf | {"rope_parameters": given}).ropes[0]
+    np.testing.assert_allclose(ours.inv_freq, theirs.inv_freq.numpy(), rtol=1e-6)
+    assert ours.scale == pytest.approx(theirs.attention_scaling)
 
 
 def test_old_and_new_spelling_of_a_rope_agree():

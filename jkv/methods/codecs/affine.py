@@ -12,6 +12,7 @@ from jax import Array
 
 from jkv.arrays.bits import at_most, bits_of, fields, floats, pack, together
 from jkv.arrays.tree import part
+from jkv.methods.codecs.grouped import shared
 from jkv.protocols import Code, Codec, KernelCodes
 
 # Of equally spaced levels, those that keep N(0, 1) best.
@@ -65,12 +66,13 @@ class Affine(Codec):
             raise ValueError(f"affine codec: bits={self.bits}; 2, 3, 4 or 8 can be packed into bytes")
         if self.axis == "channel" and self.group < 1:
             raise ValueError("affine codec per channel needs group= tokens that share a scale, such as group=32")
-        if self.axis == "token" and self.group and dim % min(self.group, dim):
+        if self.axis == "token" and dim % shared(self.group, dim):
             raise ValueError(f"affine codec: group={self.group} does not divide head_dim={dim}; take a divisor, or 0")
         if dim % together(self.bits):
+            fit = [str(bits) for bits in (2, 3, 4, 8) if dim % together(bits) == 0]
             raise ValueError(
                 f"affine codec: head_dim={dim} is no multiple of the {together(self.bits)} channels of "
-                f"{self.bits} bits that whole bytes hold; use bits=8"
+                f"{self.bits} bits that whole bytes hold; use one of {', '.join(fit)} bits"
             )
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
@@ -78,7 +80,7 @@ class Affine(Codec):
         n, d = x.shape
         if self.axis == "channel":
             return x.reshape(n // self.group, self.group, d), 1
-        return x.reshape(n, -1, min(self.group or d, d)), 2
+        return x.reshape(n, -1, shared(self.group, d)), 2
 
     def encode(self, x: Array) -> Code:
         y, axis = self._grouped(x.astype(jnp.float32))

@@ -10,6 +10,7 @@ from jax import Array
 
 from jkv.arrays.bits import bits_of, fields, floats, pack, powers, select, together
 from jkv.arrays.tree import part
+from jkv.methods.codecs.grouped import shared
 from jkv.protocols import Code, Codec, KernelCodes
 
 # Of N(0, 1), by its least mean square error; those above 0, which mirror the others.
@@ -108,7 +109,7 @@ class Bfp(Codec):
     def check(self, dim: int) -> None:
         if self.mantissa not in (2, 3, 4, 8):
             raise ValueError(f"block floating point: mantissa={self.mantissa}; 2, 3, 4 or 8 bits")
-        if dim % together(self.mantissa) or self.block < 1 or dim % min(self.block, dim):
+        if dim % together(self.mantissa) or self.block < 1 or dim % shared(self.block, dim):
             raise ValueError(
                 f"block floating point: {dim} channels are no multiple of block={self.block}, or of the "
                 f"{together(self.mantissa)} that whole bytes of {self.mantissa} bits hold"
@@ -116,7 +117,7 @@ class Bfp(Codec):
 
     def encode(self, x: Array) -> Code:
         n, d = x.shape
-        y = x.astype(jnp.float32).reshape(n, -1, min(self.block, d))
+        y = x.astype(jnp.float32).reshape(n, -1, shared(self.block, d))
         exponent = jnp.frexp(jnp.abs(y).max(2))[1] - 1
         power = jnp.clip(exponent - (self.mantissa - 2) + 127, 0, 190).astype(jnp.uint8)
         half = 2 ** (self.mantissa - 1)

@@ -13,6 +13,7 @@ from jkv.arrays.bits import bits_of, floats
 from jkv.arrays.tree import leaf, part
 from jkv.methods.codecs.affine import Affine
 from jkv.methods.codecs.dense import Dense
+from jkv.methods.codecs.grouped import Widest
 from jkv.methods.codecs.turned import there
 from jkv.protocols import Code, Codec
 
@@ -54,7 +55,7 @@ class Merged(Codec):
     taught = True
     layers = 2
 
-    inner: Codec = leaf(default=Affine(bits=4, group=32))
+    inner: Codec = leaf(default=Affine(bits=4, group=Widest(32)))
     t: float = 0.6
     kept: int = 64
     first: int | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 from jkv.arrays.tree import leaf, part
 from jkv.io import learned
 from jkv.methods.codecs.affine import Affine
+from jkv.methods.codecs.grouped import Widest
 from jkv.protocols import Codec
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Planned(Codec):
     would take the first.
     """
 
-    choices: tuple[Codec, ...] = leaf(default=(Affine(bits=4, group=32),))
+    choices: tuple[Codec, ...] = leaf(default=(Affine(bits=4, group=Widest(32)),))
     which: tuple[int, ...] = ()
     models: tuple[str, ...] = ()
 

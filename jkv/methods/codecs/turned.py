@@ -117,12 +117,12 @@ class Rotated(Turned):
     signs: int | None = 0
 
     def check(self, dim: int) -> None:
+        super().check(dim)
         if dim & -dim < 8:
             raise ValueError(
                 f"rotated codec: head_dim={dim} has stretches of {dim & -dim} channels alone that a Hadamard matrix "
                 "turns; 8 or more are needed: leave out the rotation"
             )
-        super().check(dim)
 
     def into(self, x: Array) -> Array:
         return _product(x, rotation(x.shape[1], self.signs))

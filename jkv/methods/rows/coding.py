@@ -6,6 +6,7 @@ from typing import Literal
 
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
+from jkv.methods.codecs.grouped import Widest
 from jkv.methods.config import TierSpec
 from jkv.methods.scores.mixed import Salience, Sticky
 
@@ -51,7 +52,9 @@ def polarquant(
     "approximation: a prompt is factored block by block too, outliers are counted per head; the tail is exact",
     "near-lossless at 4 bits; up to 2.38x the throughput, 2.29x less peak memory",
 )
-def gear(*, bits: Positive = 3, group: Positive = 64, rank: int = 1, outliers: float = 0.0, recent: int = 0) -> Axes:
+def gear(
+    *, bits: Positive = 3, group: Positive = Widest(64), rank: int = 1, outliers: float = 0.0, recent: int = 0
+) -> Axes:
     """GEAR: what integers miss of each block comes back as a low rank, and the largest numbers stay beside them.
 
     The authors' 2 bits are bits=2, rank=2, outliers=0.02: at least one number at either end of a head's vector, so

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jkv.methods.budgets import All, Size
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, Separable, Sparse
+from jkv.methods.codecs.grouped import Widest
 from jkv.methods.codecs.moments import Equalised, made
 from jkv.methods.codecs.planned import Planned
 from jkv.methods.codecs.turned import Rotated
@@ -37,7 +38,7 @@ def turned(codec: Affine, rotate: bool) -> Affine | Rotated:
     "approximation: integers; the tail is exact",
     "2 bits at almost the same quality; 2.6x less peak memory, 2.35x to 3.47x the throughput",
 )
-def kivi(*, bits: Positive = 2, group: Positive = 32, recent: int = 96, rotate: bool = False) -> Axes:
+def kivi(*, bits: Positive = 2, group: Positive = Widest(32), recent: int = 96, rotate: bool = False) -> Axes:
     """KIVI: keys per channel in groups of tokens, values per token (or turned, `rotate`) in groups of channels."""
     k, v = Affine(bits=bits, axis="channel", group=group), turned(Affine(bits=bits, group=group), rotate)
     return dict(codec=(k, v), recent=recent, block=group)
@@ -51,7 +52,7 @@ def int8(*, rotate: bool = False) -> Axes:
 
 
 @row("-", "approximation: 4-bit integers; the tail is exact")
-def int4(*, group: int = 32, rotate: bool = False) -> Axes:
+def int4(*, group: int = Widest(32), rotate: bool = False) -> Axes:
     """Four bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`.
 
     Mixed they are nearer to the full cache in the same bits; plain is what has been measured by this name.
@@ -61,7 +62,7 @@ def int4(*, group: int = 32, rotate: bool = False) -> Axes:
 
 
 @row("-", "approximation: 3-bit integers; the tail is exact")
-def int3(*, group: int = 32, rotate: bool = True) -> Axes:
+def int3(*, group: int = Widest(32), rotate: bool = True) -> Axes:
     """Three bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`."""
     codec = turned(Affine(bits=3, group=group), rotate)
     return dict(codec=(codec, codec))
@@ -102,7 +103,7 @@ def mikv(
     *,
     keep: float = 0.25,
     bits: Positive = 4,
-    group: int = 32,
+    group: int = Widest(32),
     recent: int = 32,
     balance: bool = False,
     moments: str | None = None,

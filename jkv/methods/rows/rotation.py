@@ -7,6 +7,7 @@ from typing import Literal
 
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense
+from jkv.methods.codecs.grouped import Widest
 from jkv.methods.codecs.levels import Bfp, Levels
 from jkv.methods.codecs.moments import Centered, Principal, Sorted, made
 from jkv.methods.codecs.sensitive import Sensitive, Transformed, weighed
@@ -62,7 +63,7 @@ def rotatekv(*, bits: Positive = 2, group: int = 0, clip: float | None = None, s
     "reconstruction (no code was released): sizes of channels are measured, values in blocks too; the tail is exact",
     "half of the memory without significant loss",
 )
-def ksort(*, mantissa: int = 4, block: int = 32, moments: str | None = None) -> Axes:
+def ksort(*, mantissa: int = 4, block: int = Widest(32), moments: str | None = None) -> Axes:
     """K-sort: `block` channels share an exponent; those of keys are sorted by their size before.
 
     moments: a folder of `jkv calibrate moments`.

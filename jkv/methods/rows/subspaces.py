@@ -6,6 +6,7 @@ from typing import Literal
 
 from jkv.methods.catalogue import Axes, Positive, row
 from jkv.methods.codecs import Affine, Dense, LowRank, Merged, OfPrompt, Stretches
+from jkv.methods.codecs.grouped import Widest
 from jkv.methods.codecs.moments import Side, made
 from jkv.methods.codecs.turned import Rotated
 from jkv.methods.config import TierSpec
@@ -75,7 +76,7 @@ def cskv(
 
 def after_prompt(k: Codec, values: int, rope: Literal["write", "read"]) -> Axes:
     """The tiers of a codec of keys that each prompt teaches, and of what follows the prompt, as it is."""
-    prompt = TierSpec(k=k, v=Dense() if values == 16 else Affine(bits=values, group=32), rope=rope)
+    prompt = TierSpec(k=k, v=Dense() if values == 16 else Affine(bits=values, group=Widest(32)), rope=rope)
     return dict(tiers=(prompt, TierSpec(k=Dense(), v=Dense())))
 
 
@@ -152,6 +153,6 @@ def minicache(*, bits: int = 4, t: float = 0.6, kept: int = 64, first: int | Non
     `t`, in `bits`; 16 are the plain floats. The `kept` tokens of a head whose directions differ most stay as they are.
     The prompt is held whole once.
     """
-    inner = Dense() if bits == 16 else Affine(bits=bits, group=32)
+    inner = Dense() if bits == 16 else Affine(bits=bits, group=Widest(32))
     codec = Merged(inner=inner, t=float(t), kept=kept, first=first)
     return dict(tiers=(TierSpec(k=codec, v=codec), TierSpec(k=Dense(), v=Dense())), prefill=Deferred())

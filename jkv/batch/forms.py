@@ -203,18 +203,17 @@ def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str
     settings = (*SETTINGS, TEMPLATE) if chat else SETTINGS
     _known("body", body, (prompt, *settings, *NOTHING, *ONLY, *does))
     for name, allowed in ONLY.items():
-        if name in body and name not in does and not any(_same(body[name], x) for x in allowed):
+        if (
+            name in body
+            and name not in does
+            and not any(body[name] == x and type(body[name]) is type(x) for x in allowed)
+        ):
             fits = " or ".join(map(repr, allowed)) or "null"
             raise ValueError(f"{name}={body[name]!r}: {fits} only, or left out{HINTS.get(name, '')}")
     if prompt not in body:
         raise ValueError(f"body has no {prompt}")
     asked = _messages(body[prompt]) if chat else _prompt(body[prompt])
     return asked | {name: body[name] for name in settings if name in body}
-
-
-def _same(x: Any, y: Any) -> bool:
-    """Equal in JSON, where true is not 1."""
-    return x == y and isinstance(x, bool) == isinstance(y, bool)
 
 
 def _known(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -237,6 +237,8 @@ def request(
     prompt, options = _prompt(given[0], row[given[0]]), row.get(TEMPLATE, {})
     if not isinstance(options, dict):
         raise ValueError(f"{TEMPLATE} must be an object, such as {{'enable_thinking': false}}")
+    if options and given[0] != "messages":
+        raise ValueError(f"{TEMPLATE}: of messages only, as {given[0]} goes through no template")
     if (n := _characters(given[0], prompt)) > limit.characters:
         raise ValueError(
             f"the text has {n:,} characters: {limit.tokens:,} tokens are read at most, and hold {limit.characters:,}; "

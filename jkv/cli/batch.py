@@ -63,7 +63,8 @@ def batch(
 
     Lines of OpenAI's batch API (custom_id, method, url, body) are read too, and answered in kind.
 
-    A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, n, max_new_tokens and stop.
+    A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, n, max_new_tokens, stop and
+    chat_template_kwargs.
     The rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
 
     The exit code is 0 when all rows are answered, 65 when some failed, 75 when it was stopped and rows are left.

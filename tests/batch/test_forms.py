@@ -22,6 +22,7 @@ from jkv.io import load as loading
 from jkv.io.tokenizer import Tokenizer
 from support import ggufs
 from support.fields import nothing
+from support.speaking import TINY, byte_tokenizer
 
 DEFAULTS = Settings(temperature=0.5, max_new_tokens=10)
 USAGE = {"model": "m", "temperature": 0.25, "top_p": 0.5, "seed": 3, "stop": ["a"], "max_tokens": 4}
@@ -257,3 +258,22 @@ def test_a_job_of_both_forms_is_answered_once(tmp_path: Path):
     body = told[2]["response"]["body"]
     assert body["usage"]["completion_tokens"] == 5 and body["choices"][0]["finish_reason"] == "length"
     assert told[3]["response"]["status_code"] == 400 and "without a tokenizer" in told[3]["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_special_token_is_a_stop_text_of_a_job(tmp_path: Path):
+    """The row ends with it, as `generate` ends, and its name is no part of the text."""
+    own = byte_tokenizer()
+    params = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=own)
+    free = jkv.generate(params, "full", "ab", max_new_tokens=24, temperature=0.7, seed=5).tokens
+    names = [own.core.id_to_token(t) for t in free]
+    at = next(i for i in range(2, 23) if free[i] not in free[:i] and "b" < names[i] <= "z")
+    own.core.add_special_tokens([names[at]])
+    params, (source, out) = replace(params, tokenizer=Tokenizer(own.core)), (tmp_path / "in.jsonl", tmp_path / "out")
+    body = {"prompt": "ab", "max_tokens": 24, "temperature": 0.7, "seed": 5, "stop": names[at]}
+    source.write_text(json.dumps(line(body, TEXT)))
+    run(Job(source=source, out=out, params=params, config=methods.parse("full"), batch=1), lambda: False, print)
+    told = json.loads((out / "rows-00000-of-00001.jsonl").read_bytes())
+    assert told["tokens"] == free[: at + 1]
+    (choice,) = told["response"]["body"]["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (own.decode(free[:at]), "stop")

@@ -39,6 +39,13 @@ def test_top_p_keeps_the_least_set_that_reaches_p():
     assert (frequencies(temperature=1.0, top_p=0.8) > 0).tolist() == [True, True, True, False, False]
 
 
+def test_what_others_write_for_off_is_off():
+    """top_k -1 keeps all, as 0 does; top_p 0 the most probable one, as the least of masses does."""
+    off, same = (make(1, 5, seeds=(0,), stop_ids=(), temperature=1.0, top_k=k).top_k.tolist() for k in (0, -1))
+    assert off == same == [5]
+    assert (frequencies(temperature=1.0, top_p=0.0) > 0).tolist() == [True, False, False, False, False]
+
+
 def test_min_p_is_relative_to_the_best():
     assert (frequencies(temperature=1.0, min_p=0.2) > 0).tolist() == [True, True, True, False, False]
 

@@ -56,7 +56,8 @@ NO_NUMBER = [
     object(),
     10**30,
 ]
-NO_COUNT = [*NO_NUMBER, 1.5, 2.0, np.float32(2), -1, [1.0]]
+OFF = -1
+NO_COUNT = [*NO_NUMBER, 1.5, 2.0, np.float32(2), OFF, [1.0]]
 WRONG = {
     "params": [None, "smollm2-135m", 5],
     "cache": [5, b"full", ["full"], 1.5, PARAMS],
@@ -68,12 +69,12 @@ WRONG = {
     ],
     "max_new_tokens": [*(x for x in NO_COUNT if x is not False), 0, [1, 2]],
     "temperature": [*NO_NUMBER, -1, np.float32(-1), float("inf"), [0.5, 0.5]],
-    "top_k": [*NO_COUNT, 1.7, 1 << 31, [1, 2]],
-    "top_p": [*NO_NUMBER, 0, 1.01, [0.5, 0.5]],
+    "top_k": [*(x for x in NO_COUNT if x is not OFF), -2, 1.7, 1 << 31, [1, 2]],
+    "top_p": [*NO_NUMBER, -0.1, 1.01, [0.5, 0.5]],
     "min_p": [*NO_NUMBER, -0.1, 1, [0.5, 0.5]],
     "repetition_penalty": [*NO_NUMBER, 0, -1, float("inf"), [1.0, 1.0]],
-    "seed": [*NO_COUNT, 1 << 32, [1, 2], [], np.int64(-1)],
-    "stop": [None, 5, b"END", "", ("",), ["a", ""], [1], [None], (x for x in "ab"), {"a": 1}],
+    "seed": [*(x for x in NO_COUNT if x is not OFF), 1 << 64, [1, 2], [], -(1 << 63) - 1],
+    "stop": [None, 5, b"END", "", "\ud83d", ("",), ["a", ""], [1], [None], (x for x in "ab"), {"a": 1}],
     "stop_ids": [x for x in NO_COUNT if x is not None] + [[100], [10**9], [-2], [[1]], "ab", (x for x in IDS)],
     "chunk": [x for x in NO_COUNT if x is not None] + [[1]],
     "n": [*NO_COUNT, 0, [2]],

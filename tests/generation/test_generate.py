@@ -497,7 +497,7 @@ def test_prompts_that_cannot_be(params, prompt, message):
         (None, dict(max_new_tokens=0), "at least one"),
         (None, dict(max_new_tokens=500), "the model's context is 512"),
         (None, dict(temperature=-1.0), "temperature=-1.0"),
-        (None, dict(top_p=0.0), "top_p=0.0"),
+        (None, dict(top_p=-0.5), "top_p=-0.5"),
         (None, dict(seed=[1, 2]), "2 numbers for 1 rows"),
         ("h2o(budget=0)", {}, "budget=0"),
         ("h2o(budget=-3)", {}, "budget=-3"),

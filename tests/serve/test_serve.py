@@ -148,6 +148,26 @@ def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
     assert [x.token for x in logs] == [PARAMS.tokenizer.decode([t]) for t in tokens]
 
 
+def test_a_special_token_is_a_stop_text_everywhere(client: openai.OpenAI, server: Any, monkeypatch: Any):
+    """Whole and streamed, of generate and of the server: the row ends with it, and its name is no part of the text."""
+    asked: Any = dict(max_new_tokens=24, temperature=0.7, seed=5)
+    free = jkv.generate(PARAMS, "full", "ab", **asked).tokens
+    own = byte_tokenizer()
+    names = [own.core.id_to_token(t) for t in free]
+    at = next(i for i in range(2, 23) if free[i] not in free[:i] and "b" < names[i] <= "z")
+    own.core.add_special_tokens([names[at]])
+    params, stop = replace(PARAMS, tokenizer=own), ["zz", names[at]]
+    assert own.decode(free[:at]) == own.decode(free[: at + 1])
+    out = jkv.generate(params, "full", "ab", stop=stop, **asked)
+    assert (out.tokens, out.text) == (free[: at + 1], own.decode(free[:at]))
+    assert "".join(jkv.stream(params, "full", "ab", stop=stop, **asked)) == out.text
+    monkeypatch.setattr(server.engine, "params", params)
+    asked = dict(model="tiny", prompt="ab", max_tokens=24, temperature=0.7, seed=5, stop=stop)
+    whole = client.completions.create(**asked)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (out.text, "stop")
+    assert "".join(x.choices[0].text for x in client.completions.create(**asked, stream=True)) == out.text
+
+
 def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):
     for cache in ("full", SNAP):
         asked: Any = dict(model="tiny", prompt=PROMPTS[9], max_tokens=22, stream=True)

@@ -17,7 +17,7 @@ from jkv.batch.requests import Request
 from jkv.batch.shapes import Shapes
 from jkv.core.compiled import Cost
 from jkv.core.loop import begin, prefill_after, prefill_own
-from jkv.generation.begun import doubling, tail
+from jkv.generation.begun import tail
 from jkv.generation.stored import Beginnings
 from jkv.io.store import Store
 from jkv.memory.cache import Cache, Tier, tree_bytes
@@ -79,6 +79,11 @@ class Prefilling:
         self.saved += sum(len(r.tokens) for r in wave.rows) - ran
         return Filled(rows=wave.rows, cache=cache, logits=logits)
 
+    def keep(self, cache: Cache, row: int, ids: list[int]) -> None:
+        """A row of a cache has ended, with these tokens: the store has its answer too, if it takes that."""
+        if self.reads is not None:
+            self.reads.keep(cache, row, ids, self.cost)
+
     def whole(self, cache: Cache, ids: Any) -> tuple[Cache, Any]:
         """The cache after prompts, at once or in chunks, and the logits of what comes next."""
         chunk, logits = self.shapes.bucket.chunk, None
@@ -92,7 +97,7 @@ class Prefilling:
     def begun(self, begins: Beginnings, wave: Wave) -> tuple[Cache, Array, int]:
         """The cache and logits of a wave of one row that begins in the store, and how many tokens that had."""
         ids = wave.tails[0].tolist()
-        head, n, stored = begins.read(self.params, ids, self.cost, doubling(max(begins.whole(len(ids)), 1)))
+        head, n, stored = begins.read(self.params, ids, self.cost, begins.capacity(len(ids)))
         rest = pad([ids[n:]], tail(len(ids) - n))
         cache, logits = self.cost.run(prefill_after, self.params, self.empty_rows(), head, None, rest)
         return cache, logits, stored

@@ -78,6 +78,12 @@ class Running(Slots):
             self.prompts.saved += sum(len(row.tokens) for row in x.rows)
         self.entering = ()
 
+    def free(self, slot: int, request: Request) -> None:
+        row = self.slots[slot]
+        assert row is not None
+        self.prompts.keep(self.state.cache, slot, [*map(int, request.tokens), *row[1]])
+        super().free(slot, request)
+
     def suspend(self) -> None:
         """Keep the rows under way for another run, as they are after a block and its flush. Raises OSError."""
         if self.suspended.folder is None or not any(self.slots):

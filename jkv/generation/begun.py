@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jkv.attention.evidence import evidence
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_after
 from jkv.generation.cache_file import weights
@@ -26,11 +27,11 @@ from jkv.generation.sizes import empty, shaped
 from jkv.io.identity import fingerprint
 from jkv.io.store import BLOCK
 from jkv.io.transit import Record
-from jkv.memory.cache import Cache, Window
-from jkv.memory.layer import LayerConfig
+from jkv.memory.cache import Cache, Observation, Window
 from jkv.memory.positions import pad
 from jkv.methods.config import CacheConfig
-from jkv.models import ModelConfig, Params
+from jkv.models import Params
+from jkv.protocols import needs_of
 
 FORMAT = "1"  # another one where the keys and values of a prompt become other numbers
 
@@ -60,15 +61,16 @@ def tail(n: int) -> int:
 class Begins(ABC):
     """What has been read of prompts for one cache.
 
-    refusal: why that is of no use for this cache, or "": what is kept of a token must depend on the tokens before it
-    alone; root: names all that its records depend on beside the tokens; least: of a prompt's last tokens, which are
-    read in any case; notes: whether a score notes something of each token.
+    refusal: why that is of no use for this cache, or "": what is known of a token before anything is compressed must
+    depend on the tokens up to it alone; root: names all that its records depend on beside the tokens; least: of a
+    prompt's last tokens, which are read in any case; notes: whether a score notes something of each token.
     """
 
     def __init__(self, params: Params, config: CacheConfig, salt: str = "") -> None:
         self.config = config
-        plan = shaped(config, params.config, 1, BLOCK, 0, params.embed.dtype).plan
-        self.refusal = refusal(config, params.config, plan)
+        shapes = shaped(config, params.config, 1, BLOCK, 0, params.embed.dtype)
+        plan = shapes.plan
+        self.refusal = refusal(config, shapes)
         self.notes = any(x.columns for x in plan)
         self.root = "" if self.refusal else root(params, config if self.notes else None, salt)
         self.least = max((1, *(x.needs.queries for x in plan)))  # these are read: for logits, and for the score
@@ -76,6 +78,14 @@ class Begins(ABC):
     def whole(self, n: int) -> int:
         """How many first ones of n tokens may have been read before."""
         return max(n - self.least, 0)
+
+    def capacity(self, n: int) -> int:
+        """Tokens of a cache that holds what has been read of prompts of at most n tokens."""
+        return doubling(max(self.whole(n), 1))
+
+    @abstractmethod
+    def keep(self, cache: Cache, row: int, ids: Sequence[int], cost: Cost) -> None:
+        """Keep all tokens that a row has read and said, for prompts that begin so, if its cache has them as made."""
 
     @abstractmethod
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
@@ -85,18 +95,32 @@ class Begins(ABC):
         """
 
 
-def refusal(config: CacheConfig, model: ModelConfig, plan: Sequence[LayerConfig]) -> str:
-    """Why nothing that was read before is of use for a cache, or ""."""
-    prefill = config.prefill
-    if model.mixers is not None:
+def refusal(config: CacheConfig, shapes: Cache) -> str:
+    """Why nothing that was read before is of use for a cache of these shapes, or ""."""
+    prefill, needs = config.prefill, needs_of(config.score, config.merge, config.select)
+    if shapes.model.mixers is not None:
         return "blocks that recur have no state for a beginning"
-    if prefill.beside or prefill.coded or prefill.probe or not prefill.splits:
+    if prefill.skips or not (prefill.splits or prefill.defers):
         return "its prefill reads a prompt as a whole"
-    needs = [x.needs for x in plan]
-    late = any(x.columns and x.needs.queries for x in plan)  # what is noted of a token changes later
-    if late or not config.splits or any(x.new or x.prompt for x in needs):
+    if needs.chunks != "any" or any(x.needs.new or x.needs.prompt for x in shapes.plan) or rewrites(shapes):
         return "it scores with queries of the whole prompt"
     return ""
+
+
+def rewrites(shapes: Cache) -> bool:
+    """Whether queries that come later change what a score notes of a token."""
+    changes = []
+
+    def look(cache: Cache) -> None:
+        for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
+            if plan.columns and plan.needs.queries:
+                kept, lower = Observation.of(layer.queries, plan.needs), plan.lower(cache.layers[:i])
+                model = cache.model.attending(i)
+                ev = evidence(layer, layer.recent, kept, cache.counts, plan, model, lower=lower)
+                changes.append(any(x is not ev.columns[name] for name, x in plan.score.observe(ev).items()))
+
+    jax.eval_shape(look, shapes)
+    return any(changes)
 
 
 Piece = tuple[int, Record]  # the place of a record's first token, and the record: k, v [L,H,n,D], columns [H,n]
@@ -167,18 +191,38 @@ def together(caches: Sequence[Cache]) -> Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class BegunPrompts(Prompts):
-    """Prompts of which a part has been read before, where that is of use: whole, on one device."""
+    """Prompts of which a part has been read before, where that is of use: whole, on one device.
 
-    begins: Callable[[Params, CacheConfig], Begins]
+    begins: what has been read, for a cache; None: nothing.
+    """
+
+    begins: Callable[[Params, CacheConfig], Begins] | None
+
+    def draft(self, params: Params, config: CacheConfig) -> Prompts:
+        return replace(super().draft(params, config), begins=None)  # what has been read is the model's own
 
     def prefill(self) -> tuple[Cache, Array]:
-        begins = self.begins(self.params, self.config)
-        if not self.whole or self.cost.over is not None or begins.refusal:
+        if (begins := self.useful) is None:
             return super().prefill()
-        params, cache = self.reaching, self.made(partial(self.blank, empty))
+        cache = self.made(partial(self.blank, empty))
         if self.then:
-            self.then(params, cache)
-        capacity = doubling(max(begins.whole(self.longest), 1))
+            self.then(self.reaching, cache)
+        return self.after(begins, cache)
+
+    def dense(self) -> tuple[Cache, Array]:
+        return super().dense() if (begins := self.useful) is None else self.after(begins, self.uncompressed())
+
+    @property
+    def useful(self) -> Begins | None:
+        """What has been read, where that is of use."""
+        if self.begins is None or not self.whole or self.cost.over is not None:
+            return None
+        begins = self.begins(self.params, self.config)
+        return None if begins.refusal else begins
+
+    def after(self, begins: Begins, cache: Cache) -> tuple[Cache, Array]:
+        """The empty cache after the prompts, and the logits of what comes next."""
+        params, capacity = self.reaching, begins.capacity(self.longest)
         begun = [begins.read(params, row, self.cost, capacity) for row in self.rows]
         rest = [row[n:] for row, (_, n, _) in zip(self.rows, begun, strict=True)]
         ids = pad(rest, tail(max(map(len, rest))))

@@ -21,7 +21,7 @@ from jkv.generation.asked import Asked, composition, fit
 from jkv.generation.chunks import Chunks
 from jkv.generation.drafters import Drafter
 from jkv.generation.drafting import Drafting
-from jkv.generation.passages import kind
+from jkv.generation.passages import begins, kind
 from jkv.generation.prefill import extended, prefilled
 from jkv.generation.prompts import stop_ids_of
 from jkv.generation.report import (
@@ -208,6 +208,7 @@ class Generation:
     def result(self) -> Result:
         state, tokens = self.state, self._tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
+        self._keep(tokens)
         kl, divergence = self._fidelity(tokens)
         hits, misses = pages_asked(state.cache)
         prompt, new = (sum(map(len, x)) for x in (self.prompts, tokens))
@@ -263,6 +264,13 @@ class Generation:
             logits=state.logits,
             report=report,
         )
+
+    def _keep(self, tokens: list[list[int]]) -> None:
+        """The store has the answers too, if it takes them."""
+        if self.store is not None and isinstance(self.given, CacheConfig) and self.cost.over is None:
+            to = begins(self.store, self.params, self.given.bound(self.params))
+            for i, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
+                to.keep(self.state.cache, i, [*row, *new], Cost())
 
     def _fidelity(self, tokens: list[list[int]]) -> tuple[float, int] | tuple[None, None]:
         """KL and first divergence: the full cache takes the generated tokens, and its logits are compared."""

@@ -284,6 +284,9 @@ class Joins(Begins):
             self._learn(cache, n, found, born, read[0], paid)
         return cache, n, n - fresh
 
+    def keep(self, cache: Cache, row: int, ids: Sequence[int], cost: Cost) -> None:
+        """Nothing: `Passages.said` is told by whoever wants an answer to be a passage."""
+
     def _learn(
         self, cache: Cache, n: int, found: Sequence[Found], born: Sequence[int], pos: Array, paid: Sequence[Array]
     ) -> None:
@@ -298,6 +301,11 @@ class Joins(Begins):
 BEGINS: dict[type, Any] = {Store: Beginnings, Passages: Joins}
 
 
+def begins(store: Store | Passages, params: Params, config: CacheConfig) -> Begins:
+    """What has been read of prompts for a cache."""
+    return BEGINS[type(store)](store, params, config)
+
+
 def kind(store: Store | Passages | None) -> Any:
     """What makes the prompts of `prefilled`."""
-    return Prompts if store is None else partial(BegunPrompts, begins=partial(BEGINS[type(store)], store))
+    return Prompts if store is None else partial(BegunPrompts, begins=partial(begins, store))

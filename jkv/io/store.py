@@ -1,4 +1,4 @@
-"""A folder of what prompts began with, in blocks of 64 tokens, which processes share: read once, not read again."""
+"""A folder of what was read and said, in blocks of 64 tokens, which processes share: read once, not read again."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jkv.io.transit import Exact, Link, Record
 from jkv.io.transit import codec as codec_of
 
 BLOCK = 64  # tokens of a record
+GRAIN = 16  # those of the last one of a text that ends inside of a block: so many, or two or three times as many
 SUFFIX = ".kv"
 HEADER = 1 << 11  # bytes of a record beside its arrays, at most
 ODDS = ".odds.json"  # of records, where they are asked for: the name in front, and the probability
@@ -42,14 +43,18 @@ def chain(root: str, ids: Sequence[int]) -> list[str]:
     """
     out, name = [], root
     for i in range(len(ids) // BLOCK):
-        block = np.asarray(ids[i * BLOCK : (i + 1) * BLOCK], "<i8").tobytes()
-        name = hashlib.sha256(name.encode() + block).hexdigest()
+        name = successor(name, ids[i * BLOCK : (i + 1) * BLOCK])
         out.append(name)
     return out
 
 
+def successor(before: str, ids: Sequence[int]) -> str:
+    """The name of a record of token ids that follow those of another record."""
+    return hashlib.sha256(before.encode() + np.asarray(ids, "<i8").tobytes()).hexdigest()
+
+
 class Store:
-    """Blocks of prompts in a folder, at most `bytes` of them ("8GiB" or a number), for prompts that begin alike.
+    """Blocks of texts in a folder, at most `bytes` of them ("8GiB" or a number), for prompts that begin alike.
 
     evict: "lru", what was used longest ago goes first, and the end of a prompt before its beginning; "lpc:FILE", what
     belongs to the conversations that are the least likely to go on (`jkv train lpc`). salt: of those who may share:
@@ -81,11 +86,16 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def match(self, root: str, ids: Sequence[int]) -> list[Record]:
-        """The records of the blocks that token ids begin with, as far as there are any."""
+        """The records of the blocks that token ids begin with, as far as there are any, and of a part of the next."""
         found: list[Record] = []
-        names = self._names(root, ids)
-        every = ([self._size(name) for name in forms] for forms in names)
-        there = [*itertools.takewhile(lambda sizes: any(x is not None for x in sizes), every)]
+        names = self._names(root, ids[: len(ids) // BLOCK * BLOCK])
+        there = [*itertools.takewhile(_held, map(self._sizes, names))]
+        whole, tokens = len(there) * BLOCK, 0
+        for n in range(min(whole + BLOCK - GRAIN, len(ids) // GRAIN * GRAIN), whole, -GRAIN):
+            end = self._names(root, ids[:n])[-1]
+            if _held(sizes := self._sizes(end)):
+                names, there, tokens = [*names[: len(there)], end], [*there, sizes], n - whole
+                break
         link = self.codec.link(len(there), self.speed)
         for forms, sizes in zip(names, there, strict=False):  # no more than are there
             if (record := self._next(forms, sizes, link)) is None:
@@ -93,7 +103,7 @@ class Store:
             found.append(record)
         self.speed = link.speed
         self._touch(names[: len(found)])
-        self.reused += len(found) * BLOCK
+        self.reused += min(len(found) * BLOCK, whole + tokens)
         return found
 
     def _next(self, forms: Sequence[str], sizes: Sequence[int | None], link: Link) -> Record | None:
@@ -115,7 +125,8 @@ class Store:
     ) -> None:
         """Write make(i), the record of block i of token ids, from block `start` on, as many as there is room for.
 
-        prompt: of which these ids are the beginning, if there is more of it.
+        The last one may be shorter, of some whole GRAIN. prompt: of which these ids are the beginning, if there is more
+        of it.
         """
         names = self._names(root, ids)
         with self._writing():
@@ -145,8 +156,12 @@ class Store:
                 self._known(names, prompt, self._held())
 
     def _names(self, root: str, ids: Sequence[int]) -> list[tuple[str, ...]]:
-        """Of each block, the names of its forms."""
-        return list(zip(*(chain(level.name + root, ids) for level in self.codec.levels), strict=True))
+        """Of each block, and of what is left of them in whole GRAIN, the names of its forms."""
+        forms, rest = [], ids[len(ids) // BLOCK * BLOCK : len(ids) // GRAIN * GRAIN]
+        for level in self.codec.levels:
+            names = chain(level.name + root, ids)
+            forms.append([*names, successor([level.name + root, *names][-1], rest)] if len(rest) else names)
+        return list(zip(*forms, strict=True))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -162,11 +177,13 @@ class Store:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
-    def _size(self, name: str) -> int | None:
-        """Bytes of a record; None: there is none."""
-        with contextlib.suppress(OSError):
-            return self._path(name).stat().st_size
-        return None
+    def _sizes(self, forms: Sequence[str]) -> list[int | None]:
+        """Bytes of each form of a record; None: it is not there."""
+        sizes: list[int | None] = [None] * len(forms)
+        for i, name in enumerate(forms):
+            with contextlib.suppress(OSError):
+                sizes[i] = self._path(name).stat().st_size
+        return sizes
 
     def _read(self, name: str, level: Exact) -> Record | None:
         path = self._path(name)
@@ -237,3 +254,8 @@ class Store:
             self._path(name).unlink(missing_ok=True)
             freed += held[name].st_size
         return free + freed
+
+
+def _held(sizes: Sequence[int | None]) -> bool:
+    """Whether a form of a record is there."""
+    return any(x is not None for x in sizes)

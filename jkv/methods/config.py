@@ -214,7 +214,8 @@ class CacheConfig:
 
     def uncompressed(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
-        return replace(self, recent=length, sinks=0, predicted_sinks=0, budget=All())
+        tiers = self.tiers[1:] if self.taught else self.tiers  # a codec learns of whole prompts
+        return replace(self, recent=length, sinks=0, predicted_sinks=0, budget=All(), tiers=tiers)
 
     @property
     def reads_part(self) -> bool:

@@ -171,7 +171,7 @@ class Maker:
         running = Running(self.params, shapes, Cost(), self.store, drafter)
         chunk, most = shapes.bucket.chunk, self.limits.prompt
         if running.prompts.reads is not None:
-            rows, logits = running.prompts.reads.prepare(params, blank, most, cost)
+            rows, logits = running.prompts.reads.prepare(params, blank, most, cost, state.cache)
         elif 0 < chunk < most:
             rows, logits = cost.begin(prefill_own, params, blank, shape((1, chunk)))
         for length in shapes.bucket.lengths if running.prompts.reads is None else ():

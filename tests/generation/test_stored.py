@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.attention.decoded import stored
 from jkv.batch.job import Job
 from jkv.batch.work import run
+from jkv.generation.begun import refusal
+from jkv.generation.sizes import shaped
 from jkv.generation.stored import Beginnings
 from jkv.io import load as loading
 from jkv.memory.cache import Cache
 from jkv.methods import parse
-from support import commands
+from support import commands, rig
 from support.speaking import TINY, byte_tokenizer
 
 PARAMS = jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32)
@@ -47,6 +50,49 @@ def test_a_prompt_through_a_store_is_the_prompt(tmp_path: Path, cache: str):
         assert store.reused - before == there
         assert positions(got) == positions(want) and got.seen.tolist() == got.prompt.tolist() == [len(prompt)]
         np.testing.assert_allclose(same, logits, atol=1e-4)
+
+
+def found(store: jkv.Store, cache: str, prompt: list[int]) -> int:
+    """Tokens of a prompt that a store had, whose cache and logits are those of one that is read."""
+    want, logits = jkv.prefill(PARAMS, cache, [prompt], room=16, chunk=0)
+    before = store.reused
+    got, same = jkv.prefill(PARAMS, cache, [prompt], room=16, chunk=0, store=store)
+    assert positions(got) == positions(want)
+    np.testing.assert_allclose(same, logits, atol=1e-5)
+    return store.reused - before
+
+
+@pytest.mark.parametrize(("cache", "there"), [("full", 224), pytest.param(SNAP, 128, marks=pytest.mark.slow)])
+def test_the_next_turn_finds_the_answer_where_the_cache_had_it_as_it_was(tmp_path: Path, cache: str, there: int):
+    """129 tokens and 100 of an answer, for every cache; a turn that leaves the answer has what is before that."""
+    store, how = jkv.Store(tmp_path), dict(max_new_tokens=100, stop_ids=())
+    said = jkv.generate(PARAMS, cache, LONG[:129], store=store, **how).tokens
+    assert said == jkv.generate(PARAMS, cache, LONG[:129], **how).tokens
+    assert found(store, "full", [*LONG[:129], *said, 7, 8, 9]) == there
+    if there == 224:
+        assert found(store, SNAP, [*LONG[:129], *said, *LONG[:9]]) == 192 + 32
+        assert found(store, "full", [*LONG[:129], *said[:80], 7, 8, 9]) == 192
+
+
+def kept(case: rig.Case) -> bool:
+    config = case.config.bound(case.params)
+    return not refusal(config, shaped(config, case.params.config, 1, 64, 0, jnp.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", rig.ALL, ids=str)
+def test_what_is_not_refused_has_the_cache_of_a_prompt_that_is_read(tmp_path: Path, case: rig.Case):
+    """The same tokens kept, and the same logits, of a prompt whose beginning another had; what is refused reads it."""
+    store, rng = jkv.Store(tmp_path), np.random.default_rng(7)
+    first, other = rng.integers(0, 100, 150).tolist(), rng.integers(0, 100, 60).tolist()
+    jkv.prefill(case.params, case.tight, [first], room=16, chunk=0, store=store)
+    prompt = [*first[:100], *other]
+    want, logits = jkv.prefill(case.params, case.tight, [prompt], room=16, chunk=0)
+    got, same = jkv.prefill(case.params, case.tight, [prompt], room=16, chunk=0, store=store)
+    assert store.reused == (64 if kept(case) else 0)
+    for a, b in zip(stored(got), stored(want), strict=True):
+        np.testing.assert_array_equal(a.here, b.here)
+    np.testing.assert_allclose(same, logits, atol=1e-5)
 
 
 def test_rows_share_what_other_caches_and_rows_have_read(tmp_path: Path):
@@ -100,10 +146,18 @@ def test_a_job_and_a_command_read_from_a_store(tmp_path: Path, monkeypatch: pyte
     (path,) = (tmp_path / "out").glob("rows-*.jsonl")
     got = {x["line"]: x["tokens"] for x in map(json.loads, path.read_text().splitlines())}
     assert [got[i] for i in (1, 2, 3)] == want and report.saved == store.reused == 192 + 128
+    source.write_text(json.dumps({"tokens": [*LONG, *want[0], 7, 8], "max_new_tokens": 1}))
+    assert run(replace(job, out=tmp_path / "next"), lambda: False, lambda *_: None).saved == 240  # of 250, and 5
     params = replace(PARAMS, tokenizer=byte_tokenizer())
     monkeypatch.setattr(loading, "load", lambda *_: params)
     command = ("generate", "a" * 150, "--no-chat", "--cache", "full", "--max-new-tokens", 2, "--json")
     said = [commands.call(*command, "--store", tmp_path / "store") for _ in range(2)]
-    assert [json.loads(x.stdout)["report"]["tokens_stored"] for x in said] == [0, 128]
+    assert [json.loads(x.stdout)["report"]["tokens_stored"] for x in said] == [0, 144]  # the answer too
     commands.refused(commands.call(*command, "--store", tmp_path / "store", "--store-bytes", "much"), "bytes='much'")
     commands.refused(commands.call(*command, "--store-codec", "cachegen"), "give --store too")
+
+
+def test_a_method_is_refused_where_later_queries_change_what_it_knows_of_a_token():
+    """Not where a prompt is compressed once it was read, or where its last queries alone are asked."""
+    asked = ("criticalkv", "rkv", "utility", "simlayerkv", "h2o", "smallkv")
+    assert [name for name in asked if not kept(rig.CASES[name][0])] == ["h2o", "smallkv"]

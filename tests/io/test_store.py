@@ -70,6 +70,20 @@ def test_a_prompt_finds_the_blocks_that_it_begins_with(tmp_path: Path):
             jkv.Store(tmp_path, **wrong)  # type: ignore[arg-type]
 
 
+def test_a_text_that_ends_inside_of_a_block_is_found_by_one_that_goes_on(tmp_path: Path):
+    """As far as whole 16 tokens of it; a whole block is taken before a part of it."""
+    store, end = jkv.Store(tmp_path), 2 * BLOCK
+    store.put("root", IDS[: end + 37], record)
+    assert found(store) == [0, 1, 2] and store.reused == end + 32
+    assert found(store, IDS[: end + 32]) == [0, 1, 2] and found(store, IDS[: end + 31]) == [0, 1]
+    assert found(store, [*IDS[: end + 20], *IDS]) == [0, 1]
+    store.put("root", IDS[: end + 16], record)
+    before = store.reused
+    assert found(store, IDS[: end + 31]) == [0, 1, 2] and store.reused == before + end + 16
+    store.put("root", IDS, lambda i: record(10 * i))
+    assert found(store) == [0, 1, 20, 30, 40, 50] and found(store, IDS[: end + 48]) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("harm", ["empty", "cut", "flipped", "foreign", "no checkpoint"])
 def test_a_torn_or_foreign_record_is_a_miss_and_goes(tmp_path: Path, harm: str):
     store = jkv.Store(tmp_path)

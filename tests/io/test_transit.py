@@ -157,7 +157,7 @@ def shaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shaped:
 
 def sizes(shaped: Shaped) -> list[list[int]]:
     """Of each record, the bytes of levels 3, 2 and 1."""
-    return [[shaped.store._size(x) or 0 for x in forms] for forms in shaped.store._names("root", range(8 * BLOCK))]
+    return [[x or 0 for x in shaped.store._sizes(forms)] for forms in shaped.store._names("root", range(8 * BLOCK))]
 
 
 def test_a_link_without_limits_brings_the_best_and_one_without_speed_none_but_the_first(shaped: Shaped):

@@ -567,9 +567,10 @@ def test_a_process_answers_what_has_begun_after_sigterm(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------------- drafts
 
 
-def told(engine: Engine, cache: str, prompt: str, top: int | None = None) -> list[Any]:
+def told(engine: Engine, cache: str, prompt: str | list[int], top: int | None = None) -> list[Any]:
     """The events of a greedy row."""
-    ids, events = np.asarray(PARAMS.tokenizer.encode(prompt), np.int32), []
+    ids = np.asarray(PARAMS.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, np.int32)
+    events: list[Any] = []
     request = Request(line=engine.line(), id=None, tokens=ids, settings=Settings(max_new_tokens=24))
     engine.submit([Ticket(request, engine.maker.usable(parse(cache)), events.append, top=top)])
     settled(lambda: events and isinstance(events[-1], End | Fault), 120)
@@ -609,6 +610,19 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
         assert "".join(x.text for x in again if isinstance(x, Piece)) == want.text
         assert "plain steps for full: MemoryError: no room" in capfd.readouterr().err
         assert 'jkv_undrafted_batches_total{cache="full"} 1.0' in metrics.text(engine).decode()
+    finally:
+        engine.stop()
+
+
+@pytest.mark.slow
+def test_the_next_turn_finds_what_the_server_has_said(tmp_path: Path):
+    engine = Engine(PARAMS, replace(LIMITS, prompt=128), store=jkv.Store(tmp_path))
+    engine.start(engine.maker.usable(parse("full")))
+    try:
+        first = np.random.default_rng(0).integers(0, 256, 60).tolist()
+        said = [t.id for x in told(engine, "full", first, top=0) if isinstance(x, Piece) for t in x.tokens]
+        assert len(said) == 24
+        assert told(engine, "full", [*first, *said, 7, 8, 9])[-1].receipt.reused == 80  # of 84 in whole 16
     finally:
         engine.stop()
 

@@ -49,18 +49,34 @@ def modules() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built of a copy: what an earlier build left in the checkout does not count."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: what an earlier build left in the checkout does not count."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    return source
+
+
+def built(source: Path, what: str) -> tuple[Path, str]:
+    """The file that is built, and what was said on stderr."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{what}('.'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "absent from the `packages` configuration" not in done.stderr
-    return zipfile.ZipFile(source / done.stdout.split()[-1])
+    return source / done.stdout.split()[-1], done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> zipfile.ZipFile:
+    path, said = built(source, "wheel")
+    assert "absent from the `packages` configuration" not in said
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.slow
+def test_an_editable_installation_warns_of_nothing(source):
+    assert "Warning" not in (said := built(source, "editable")[1]) and "!!" not in said
 
 
 def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel):

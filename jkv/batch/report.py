@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jkv.batch.signals import FAILED, STOPPED
+from jkv.generation.report import rate, speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,12 @@ class Report:
         return STOPPED if self.stopped else FAILED if self.failed else 0
 
     @property
+    def _speed(self) -> str:
+        """Of what this run generated, without what compiling took; "-" where that is too little to tell."""
+        made = round(self.tokens_per_s * self.seconds)
+        return speed(rate(made, max(self.batch, 1), self.seconds - self.compile_s), 1)
+
+    @property
     def _held(self) -> str:
         rows = sum(b["held_once"] for b in self.buckets)
         return f"; {rows} rows share beginnings that are held once" if rows else ""
@@ -72,8 +79,7 @@ class Report:
         return "\n".join(
             [
                 f"rows         {self.done} done, {self.failed} failed, of {self.rows}{left}",
-                f"tokens       {self.tokens_prompt:,} read, {self.tokens_new:,} generated, "
-                f"{self.tokens_per_s:,.1f} a second",
+                f"tokens       {self.tokens_prompt:,} read, {self.tokens_new:,} generated, {self._speed} a second",
                 f"prefixes     {self.saved:,} prompt tokens spared, {share:.0%}{self._held}",
                 *([f"resumed      {self.resumed} rows went on where they were"] if self.resumed else []),
                 *([f"suspended    {self.suspended} rows, {self._kept}"] if self.suspended else []),

@@ -169,7 +169,7 @@ class Sure:
 
 def _timed(plain_: Callable[[], Result], drafted: Callable[[], Result], rounds: int) -> Found:
     results = turns([plain_, drafted], rounds)
-    plain, ms = (1e3 / np.median([x.report.decode_tokens_per_s for x in some]) for some in results)
+    plain, ms = (1e3 * np.median([x.report.decode_s / x.report.tokens_new for x in some]) for some in results)
     (a, *_), (b, *_) = results
     return float(plain), float(ms), b, a.tokens == b.tokens
 

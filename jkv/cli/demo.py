@@ -102,7 +102,7 @@ def prompt() -> list[dict[str, str]]:
 
 
 def table(own: Report, full: Report) -> Table:
-    """Both receipts side by side."""
+    """Both receipts side by side; but for their speed, which one run of each, with new programs, does not tell."""
     out = Table(title=f"{own.tokens_prompt:,} tokens of prompt, {own.tokens_new} generated")
     out.add_column("")
     out.add_column(own.config, justify="right", style="bold cyan")
@@ -114,9 +114,6 @@ def table(own: Report, full: Report) -> Table:
     row("bytes of the cache", "{:,}", own.bytes_kept, full.bytes_full)
     row("times smaller", "{:.1f}", own.ratio, 1)
     row("tokens kept per head", "{:,.0f}", float(np.mean(own.tokens_kept)), float(np.mean(full.tokens_kept)))
-    row("prompt tokens/s", "{:,.0f}", own.prefill_tokens_per_s, full.prefill_tokens_per_s)
-    row("generated tokens/s", "{:,.1f}", own.decode_tokens_per_s, full.decode_tokens_per_s)
-    row("seconds of compiling", "{:,.1f}", own.compile_s, full.compile_s)
     row("KL to the full cache, nats", "{:.4f}", own.kl or 0.0, 0)
     same = own.divergence == -1
     out.add_row("first other token", "none" if same else f"{own.divergence}", "none")

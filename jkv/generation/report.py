@@ -23,6 +23,8 @@ from jkv.memory.cache import Cache, Tier, tree_bytes
 from jkv.memory.pages import is_far
 from jkv.methods import parse
 
+ENOUGH = 32  # tokens of a row, before the seconds that they took tell a speed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -33,18 +35,20 @@ class Report:
     changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
     decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them;
     `bytes_weights` of the model, and what its matrices are kept as. chunk: prompt tokens read at a time (0: all), and
-    reading: why so many. tokens_kept: per layer and head, mean over rows. bits: of a number of the keys and of the
-    values in tiers, metadata included (0: there are no tiers). kernels_off: why kernels of the platform do not run. kl:
-    mean KL(full || compressed) in nats over the generated tokens; divergence: index of the first token that the full
-    cache would have chosen otherwise (-1: none); both None if not asked for. passes: of the model over the cache;
-    drafted: tokens of a row that were verified beside each next one, drafted_taken: those of them that came;
-    draft_pauses: from which new token to which none was guessed, as no guess would have paid; draft_failed: from which
-    new token on the drafter was left out, as it failed, and its error; tokens_alone: those that a pass drew and that no
-    earlier one had, of the mean row, which would take as many did it not wait for others; bytes_draft: of what the
-    drafter held beside the cache; None without drafts. tokens_stored: of the prompts, those that a store had; None
-    without one; store_codec: what rounded them there, if anything. bytes_host, bytes_disk: of those kept, in the memory
-    of the host and on its disk; bytes_moved: of them to the device in a step; pages_hit, pages_missed: of keys, and of
-    values, that were on the device when a step asked for them, and that it waited for.
+    reading: why so many. prefill_s, decode_s: without compile_s; the tokens a second of both are None for less than 32
+    tokens of a row, which tell more of a program's first run than of its speed. tokens_kept: per layer and head, mean
+    over rows. bits: of a number of the keys and of the values in tiers, metadata included (0: there are no tiers).
+    kernels_off: why kernels of the platform do not run. kl: mean KL(full || compressed) in nats over the generated
+    tokens; divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None
+    if not asked for. passes: of the model over the cache; drafted: tokens of a row that were verified beside each next
+    one, drafted_taken: those of them that came; draft_pauses: from which new token to which none was guessed, as no
+    guess would have paid; draft_failed: from which new token on the drafter was left out, as it failed, and its error;
+    tokens_alone: those that a pass drew and that no earlier one had, of the mean row, which would take as many did it
+    not wait for others; bytes_draft: of what the drafter held beside the cache; None without drafts. tokens_stored: of
+    the prompts, those that a store had; None without one; store_codec: what rounded them there, if anything.
+    bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to the device
+    in a step; pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and
+    that it waited for.
     """
 
     config: str
@@ -67,9 +71,11 @@ class Report:
     bytes_peak_decode: int
     bytes_weights: int
     weights: str
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
+    prefill_s: float
+    decode_s: float
     compile_s: float
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
     kernels: str
     prefill_kernel: str
     kernels_off: str = ""
@@ -117,8 +123,9 @@ class Report:
             f"{_times(self.ratio)}{beside}",
             f"codes        {self.bits[0]:.3g} bits a number of keys, {self.bits[1]:.3g} of values, metadata included",
             f"tokens       {tokens}",
-            f"speed        prefill {self.prefill_tokens_per_s:,.0f} tokens/s, decode {self.decode_tokens_per_s:,.1f} "
-            f"tokens/s, compiling {self.compile_s:.1f} s, kernels {self.kernels} (prefill {self.prefill_kernel})",
+            f"speed        prefill {speed(self.prefill_tokens_per_s, 0)} tokens/s, decode "
+            f"{speed(self.decode_tokens_per_s, 1)} tokens/s, compiling {self.compile_s:.1f} s, "
+            f"kernels {self.kernels} (prefill {self.prefill_kernel})",
             f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
             f"while decoding, beside the weights ({self.bytes_weights:,}, {self.weights})",
         ]
@@ -155,6 +162,23 @@ class Report:
             by = f", rounded by {self.store_codec}" if self.store_codec else ""
             lines.append(f"store        {self.tokens_stored:,} of {self.tokens_prompt:,} prompt tokens were there{by}")
         return "\n".join(lines)
+
+
+def rate(tokens: int, rows: int, seconds: float) -> float | None:
+    """Tokens a second of all rows; None where a row has too few of them to tell.
+
+    >>> rate(64, 2, 0.5), rate(62, 2, 0.5)
+    (128.0, None)
+    """
+    return tokens / max(seconds, 1e-9) if tokens >= ENOUGH * rows else None
+
+
+def speed(rate: float | None, digits: int) -> str:
+    """
+    >>> speed(1234.56, 1), speed(None, 1)
+    ('1,234.6', '-')
+    """
+    return "-" if rate is None else f"{rate:,.{digits}f}"
 
 
 def _times(ratio: float) -> str:

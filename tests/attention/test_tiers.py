@@ -29,6 +29,7 @@ from jkv.methods.codecs import (
     Affine,
     Dense,
     Float,
+    Float4,
     Gear,
     LowRank,
     Mixed,
@@ -183,7 +184,7 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
 def test_what_is_not_read_by_pages_is_refused_with_a_reason():
     found, refused = picked_from()
     keys = {rope: {type(k) for (k, _, of_k), _ in found if of_k == rope} for rope in ("write", "read")}
-    both = {Affine, Centered, Dense, Float, Gear, LowRank, Mixed, Nsn, OfPrompt}
+    both = {Affine, Centered, Dense, Float, Float4, Gear, LowRank, Mixed, Nsn, OfPrompt}
     both |= {Polar, Principal, Rotated, Sensitive, Sorted, Sparse, Thinned, Transformed}
     assert keys == {"write": both, "read": both | {Bfp, Separable, Ternary}}
     for config, why in refused:

@@ -19,7 +19,20 @@ from support.points import HOSTILE, catalogue
 def test_what_rows_are_made_of_says_their_family():
     """Read from the classes of the parts and the arguments alone, not as the families read them."""
     codes, by = (
-        {"Affine", "Bfp", "Float", "Gear", "Levels", "LowRank", "Mixed", "Nsn", "OfPrompt", "Polar", "Principal"}
+        {
+            "Affine",
+            "Bfp",
+            "Float",
+            "Float4",
+            "Gear",
+            "Levels",
+            "LowRank",
+            "Mixed",
+            "Nsn",
+            "OfPrompt",
+            "Polar",
+            "Principal",
+        }
         | {"Sensitive", "Separable", "Sparse", "Thinned"},
         {name: family(name) for name in CATALOGUE},
     )

@@ -114,7 +114,7 @@ def test_numbers_beyond_the_ends_are_exact_and_the_others_at_a_level():
     np.testing.assert_array_equal(again(without, x), np.clip(want, -1, 3))
 
 
-def test_outliers_are_those_that_lose_most_by_the_ends_whichever_end_it_is():
+def test_outliers_are_those_farthest_out_on_whichever_side():
     codec = NonUniform(bits=2, table=TABLE, low=jnp.full(8, -1.0), high=jnp.full(8, 3.0))
     x = np.array([[-1.5, 1, 0.4, 9, 3, 10, 8, 1]])
     np.testing.assert_array_equal(again(codec, x), [[-1, 0.5, 0.5, 9, 3, 10, 3, 0.5]])
@@ -123,7 +123,7 @@ def test_outliers_are_those_that_lose_most_by_the_ends_whichever_end_it_is():
     assert (ours <= theirs).all() and ours.sum() < 0.8 * theirs.sum() and codec.rate(8) == ranked.rate(8)
 
 
-@pytest.mark.parametrize("by", ["error", "rank"])
+@pytest.mark.parametrize("by", ["distance", "rank"])
 def test_a_token_has_ends_of_its_own(by):
     """Those behind its smallest and its largest number."""
     codec = NonUniform(bits=2, by=by, table=TABLE)

@@ -53,15 +53,15 @@ class NonUniform(Codec):
     """x ~ middle + half t[code], t f[L,H,2**bits] in [-1, 1]; what lies farthest out is kept exact, as in bfloat16.
 
     A token has 2k outliers, k = floor(outliers / 2 * D) + 1: for each a byte that says which channel, and what it has
-    beyond t's end if it is beyond, else 0. They are those that lose most by being cut off there ("error"), or the k
-    largest and the k smallest, relative to middle and half ("rank"). middle and half are those of a channel (low, high
+    beyond t's end if it is beyond, else 0. Relative to middle and half they are those farthest out, on whichever side
+    ("distance"), or the k largest and the k smallest ("rank"). middle and half are those of a channel (low, high
     f[L,H,D]: its ends), or where there are none those of the token: its ends are the (k + 1)th number from either side.
     Source: KVQuant (2401.18079), whose outliers, by rank, and ends of a token are of all heads together.
     """
 
     bits: int = 3
     outliers: float = 0.01
-    by: Literal["error", "rank"] = "error"
+    by: Literal["distance", "rank"] = "distance"
     table: Array | None = leaf(default=None)
     low: Array | None = leaf(default=None)
     high: Array | None = leaf(default=None)
@@ -82,8 +82,8 @@ class NonUniform(Codec):
     def check(self, dim: int) -> None:
         if self.bits not in WIDTHS:
             raise ValueError(f"non-uniform codec: bits={self.bits}; 2, 3 or 4")
-        if self.by not in ("error", "rank"):
-            raise ValueError(f"non-uniform codec: by={self.by!r}; outliers are those by 'error' or by 'rank'")
+        if self.by not in ("distance", "rank"):
+            raise ValueError(f"non-uniform codec: by={self.by!r}; outliers are those by 'distance' or by 'rank'")
         if not 0 <= self.outliers < 1 or 2 * self.aside(dim) >= dim:
             raise ValueError(
                 f"non-uniform codec: outliers={self.outliers}: the share that is kept beside, 0 to below 1"
@@ -123,8 +123,9 @@ class NonUniform(Codec):
             return ()
         under, over = y - (middle + half * table[0]), y - (middle + half * table[-1])
         beyond = jnp.where(y > middle + half, over, jnp.where(y < middle - half, under, 0))
-        order = jnp.argsort(jnp.abs(beyond) if self.by == "error" else unit, 1)
-        at = order[:, d - 2 * k :] if self.by == "error" else jnp.concatenate([order[:, :k], order[:, d - k :]], 1)
+        far = self.by == "distance"
+        order = jnp.argsort(jnp.abs(unit) if far else unit, 1)
+        at = order[:, d - 2 * k :] if far else jnp.concatenate([order[:, :k], order[:, d - k :]], 1)
         beyond = jnp.take_along_axis(beyond, at, 1).astype(jnp.dtype(self.scale_dtype))
         return at.astype(jnp.uint8), bits_of(beyond)
 

@@ -61,18 +61,23 @@ class Turned(Codec):
     def check(self, dim: int) -> None:
         self.inner.check(dim)
 
+    @property
+    def _mean(self) -> Array | None:
+        return None if self.mean is None else self.mean.astype(jnp.float32)
+
     def coordinates(self, x: Array) -> Array:
         """f[n,W]: what the inner codec keeps of x f[n,D]."""
         wide = x.astype(jnp.float32)
-        y = self.into(wide if self.mean is None else wide - self.mean[None])
+        mean = self._mean
+        y = self.into(wide if mean is None else wide - mean[None])
         return y.astype(x.dtype) if self.inner.exact else y  # what keeps floats keeps those of x
 
     def encode(self, x: Array) -> Code:
         return self.inner.encode(self.coordinates(x))
 
     def decode(self, code: Code) -> Array:
-        x = self.back(self.inner.decode(code))
-        return x if self.mean is None else x + self.mean[None]
+        x, mean = self.back(self.inner.decode(code)), self._mean
+        return x if mean is None else x + mean[None]
 
     def rate(self, dim: int) -> float:
         return self.inner.rate(dim)
@@ -88,15 +93,15 @@ class Turned(Codec):
 
     def shift(self, q: Array) -> Array | None:
         q = q.astype(jnp.float32)
-        inner = self.inner.shift(self.ask(q))
-        if self.mean is None:
+        inner, mean = self.inner.shift(self.ask(q)), self._mean
+        if mean is None:
             return inner
-        own = jnp.einsum("qd,d->q", q, self.mean, precision=jax.lax.Precision.HIGHEST)
+        own = jnp.einsum("qd,d->q", q, mean, precision=jax.lax.Precision.HIGHEST)
         return own if inner is None else own + inner
 
     def output(self, acc: Array, l: Array) -> Array:  # noqa: E741
-        x = self.back(self.inner.output(acc, l))
-        return x if self.mean is None else x + l[:, None] * self.mean[None]
+        x, mean = self.back(self.inner.output(acc, l)), self._mean
+        return x if mean is None else x + l[:, None] * mean[None]
 
     def logits(self, q: Array, tile: Code) -> Array:
         return self.inner.logits(q, tile)
@@ -147,7 +152,7 @@ def rotation(dim: int, signs: int | None) -> np.ndarray:
 
 def _product(x: Array, matrix: Array | np.ndarray) -> Array:
     """In float32 on every platform: TPUs would round to bfloat16 what the codes then round once more."""
-    return jnp.einsum("nd,de->ne", x, matrix, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("nd,de->ne", x, jnp.asarray(matrix, jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def there(x: Array | None) -> Array:

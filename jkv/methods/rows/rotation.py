@@ -117,15 +117,15 @@ def kvquant(
     *,
     bits: Positive = 3,
     outliers: float = 0.01,
-    by: Literal["error", "rank"] = "error",
+    by: Literal["distance", "rank"] = "distance",
     sinks: int = 1,
     sensitivity: str | None = None,
 ) -> Axes:
     """KVQuant: un-rotated keys by channel and values by token in levels that gradients weigh, `outliers` beside.
 
-    bits: 2, 3 or 4. by: outliers are the numbers that lose most by the ends of levels ("error"), or as many of the
-    largest as of the smallest ("rank"), as the authors' fixed number of them. The first `sinks` tokens stay as they
-    are. sensitivity: a folder of `jkv calibrate sensitivity`.
+    bits: 2, 3 or 4. by: outliers are the numbers farthest out for their channel, on whichever side ("distance"), or as
+    many of the largest as of the smallest ("rank"), as where the authors fix their number. The first `sinks` tokens
+    stay as they are. sensitivity: a folder of `jkv calibrate sensitivity`.
     """
     k = Sensitive(bits=bits, outliers=float(outliers), by=by)
     v = replace(k, side="values")

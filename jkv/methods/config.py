@@ -43,7 +43,7 @@ class TierSpec:
     k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
     None: the rest. first: it holds the first tokens of a text, whatever the score; its size is an int. rope: keys are
     stored as they are rotated in the window ("write"), or before the rotation and rotated when they are read, by their
-    position ("read") or by their rank among the kept ("rank").
+    position ("read") or by their rank among the kept ("rank"). whole: steps read all of it, whatever a selector picks.
     """
 
     k: Codec | None = leaf(default=None)
@@ -51,6 +51,7 @@ class TierSpec:
     size: int | float | None = None
     first: bool = False
     rope: Literal["write", "read", "rank"] = "write"
+    whole: bool = False
 
 
 MOST = 1 << 31  # numbers of tokens and the like are below it: programs count in 32 bits
@@ -140,7 +141,12 @@ class CacheConfig:
     @property
     def taught(self) -> bool:
         """Whether a codec learns of each prompt, when it is first encoded."""
-        return any(codec.taught for codec in self.all_codecs)
+        return bool(self.pupils)
+
+    @property
+    def pupils(self) -> list[int]:
+        """The tiers whose codecs do."""
+        return [i for i, tier in enumerate(self.tiers) if any(codec.taught for codec in self.codecs(tier))]
 
     @property
     def unit(self) -> int:
@@ -228,9 +234,11 @@ def resolve(
     """
     demand = Demand(longest=longest, new=new, recent=config.recent)
     sizes = config.budget.sizes(model, demand) if sizes is None else sizes
-    if config.taught:  # the first tier is for prompts alone
-        first = replace(config.tiers[0], size=max(longest - new - config.recent, 1))
-        config = replace(config, tiers=(first, *config.tiers[1:]))
+    if config.taught:  # that tier is for prompts alone, for what those in front leave of one
+        (at,) = config.pupils
+        ahead = sum(tier.size for tier in config.tiers[:at] if isinstance(tier.size, int))
+        own = replace(config.tiers[at], size=max(longest - new - config.recent - ahead, 1))
+        config = replace(config, tiers=(*config.tiers[:at], own, *config.tiers[at + 1 :]))
     block = min(config.steps, ceil(new / config.unit) * config.unit) if new else config.steps
     both = zip(range(model.layers), sizes.layers, strict=True)
     return tuple(_layer(config, model, i, longest, size, block) for i, size in both)
@@ -298,7 +306,7 @@ def _tier(
         k=k,
         v=v,
         rope=spec.rope,
-        select=jax.tree.map(jnp.copy, select),
+        select=None if spec.whole else jax.tree.map(jnp.copy, select),
         unit=config.unit,
         evicts=evicts,
         lender=i % group,
@@ -362,5 +370,5 @@ def _slots(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:
     out = []
     for spec in specs:
         size = spec.size if spec.size is not None else rest - shared
-        out.append(ceil((int(size * rest) if isinstance(size, float) else size) / unit) * unit)
+        out.append(ceil((int(size * rest) if isinstance(size, float) else min(size, total)) / unit) * unit)
     return out

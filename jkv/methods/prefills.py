@@ -66,7 +66,7 @@ class Coded(Prefill):
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         first = config.tiers[0].first and all(codec.exact for codec in config.codecs(config.tiers[0]))
-        several = len(config.tiers) > 1 + first and not config.taught  # all that a prompt brings is then in the first
+        several = len(config.tiers) > 1 + first and config.pupils != [0]  # which has all that a prompt brings
         others = {
             "several tiers, of which it is not known where a token will be": several,
             "a merge, which changes what is stored": config.merge is not None and config.merge.changes != "none",

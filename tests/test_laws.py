@@ -249,15 +249,16 @@ def predicted(case: Case, longest: int, plan=None) -> int:
         total += queries * (H * G * D * 4 + 4 + H * G * 4)
         own = slots
         if case.later:  # of the prompt, and of what follows it
-            own = ceil((longest - STEPS - case.exact) / case.unit) * case.unit
-            slots = own + ceil(STEPS / case.unit) * case.unit
+            own = ceil((longest - STEPS - case.exact - case.apart) / case.unit) * case.unit
+            slots = own + case.apart + ceil(STEPS / case.unit) * case.unit
         total += round(own * H * (case.slot.k + case.slot.v)) + slots * H * 4 * columns
         if case.later:
             total += (slots - own) * H * round(case.later.k + case.later.v) + 4 * case.taught
         total += (slots + case.ranked) * (1 if case.uniform else H) * 4 + slots * H * case.pooled
-        if case.plan[layer].tiers[0].select is not None:
-            index = 0 if case.plan[layer].tiers[0].follows else case.index
-            total += slots // case.page * H * index * 4 + H * case.memo * 4
+        select = case.plan[layer].select
+        if select is not None:
+            index = 0 if select.follows else case.index
+            total += (slots - case.apart) // case.page * H * index * 4 + H * case.memo * 4
     return 2 * (total + states(case))
 
 

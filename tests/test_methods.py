@@ -262,7 +262,7 @@ def test_what_does_not_go_together_says_why():
         "icecache",
         "triforce",
     }
-    assert {b for a, b in refused if a == "lacache"} == reading | {"nsnquant", "shadowkv"}
+    assert {b for a, b in refused if a == "lacache"} == reading | {"nsnquant"}
     assert "every tier of this method has its own codecs" in refused["zipvl", "int8"]
     assert "relative positions move keys" in refused["streaming", "quest"]
     assert "kivi" not in {b for a, b in refused if a == "snapkv"}

@@ -14,7 +14,7 @@ from jax import Array
 from jkv import kernels
 from jkv.arrays.tree import static, value
 from jkv.attention import context
-from jkv.attention.marks import newest
+from jkv.attention.marks import reach
 from jkv.attention.mask import causal, visible
 from jkv.attention.tiers import (
     asked,
@@ -337,7 +337,7 @@ def _over_queries(one: Callable[[Array, Array, Array], Any], queries: Queries, j
 
 def watching(ev: Evidence, kept: Queries | None, plan: LayerConfig) -> Queries | None:
     """The kept queries that the tiers' selector remembers, if it is stateful."""
-    select = plan.tiers[0].select if plan.tiers else None
+    select = plan.select
     if select is None or not select.stateful:
         return None
     assert kept is not None
@@ -347,11 +347,13 @@ def watching(ev: Evidence, kept: Queries | None, plan: LayerConfig) -> Queries |
 
 def watched(tiers: tuple[Tier, ...], ev: Evidence, kept: Queries, plan: LayerConfig) -> tuple[Tier, ...]:
     """Tiers whose selectors know what the kept queries pay to everything that is there."""
-    select = plan.tiers[0].select
-    assert select is not None
     now, out = replace(ev, tiers=tiers), []
-    for i, tier in enumerate(tiers):
-        paid = now.paid(i, kept)
-        rows = paid.reshape(*paid.shape[:2], -1, select.unit, paid.shape[3]).max(3)
-        out.append(replace(tier, summary=select.observe(tier.summary, rows, newest(tier, select.unit, rows.shape[1]))))
+    for i, (tier, config) in enumerate(zip(tiers, plan.tiers, strict=True)):
+        select = config.select
+        if select is not None:
+            paid = now.paid(i, kept)
+            rows = paid.reshape(*paid.shape[:2], -1, select.unit, paid.shape[3]).max(3)
+            _, pos = reach(tier, select.unit, rows.shape[1])
+            tier = replace(tier, summary=select.observe(tier.summary, rows, pos))
+        out.append(tier)
     return tuple(out)

@@ -15,10 +15,10 @@ from jkv.memory.layer import LayerView, TierView
 
 @value
 class Marks:
-    """ends i32[B,Hs,1]: the last live slot + 1; newest i32[B,H,units]: `newest` of its selector's units, or None."""
+    """ends i32[B,Hs,1]: the last live slot + 1; units: the `reach` of its selector's, or None."""
 
     ends: Array
-    newest: Array | None
+    units: tuple[Array, Array] | None
 
 
 def marked(cache: Cache, plan: tuple[LayerView, ...]) -> Cache:
@@ -36,8 +36,8 @@ def marked(cache: Cache, plan: tuple[LayerView, ...]) -> Cache:
 
 
 def _marked(tier: Tier, config: TierView, heads: int) -> Tier:
-    units = None if config.select is None else newest(tier, config.select.unit, heads)
-    return replace(tier, marks=Marks(ends=ends(tier), newest=units))
+    units = None if config.select is None else reach(tier, config.select.unit, heads)
+    return replace(tier, marks=Marks(ends=ends(tier), units=units))
 
 
 def ends(tier: Tier) -> Array:
@@ -45,10 +45,13 @@ def ends(tier: Tier) -> Array:
     return lengths(tier.pos) if tier.marks is None else tier.marks.ends
 
 
-def newest(tier: Tier, unit: int, heads: int) -> Array:
-    """i32[B,H,units]: the position of the newest token of every unit, the last of which may be a part; -1 for none."""
-    if tier.marks is not None and tier.marks.newest is not None:
-        return tier.marks.newest
+def reach(tier: Tier, unit: int, heads: int) -> tuple[Array, Array]:
+    """i32[B,H,units] twice: the positions of the oldest and the newest token of every unit, the last of which may be a
+    part; -1 for none."""
+    if tier.marks is not None and tier.marks.units is not None:
+        return tier.marks.units
     b, _, c = tier.pos.shape
     pos = jnp.pad(tier.pos, ((0, 0), (0, 0), (0, -c % unit)), constant_values=-1)
-    return jnp.broadcast_to(pos, (b, heads, pos.shape[2])).reshape(b, heads, -1, unit).max(-1)
+    pos = jnp.broadcast_to(pos, (b, heads, pos.shape[2])).reshape(b, heads, -1, unit)
+    newest = pos.max(-1)
+    return jnp.where(pos < 0, newest[..., None], pos).min(-1), newest

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import put
-from jkv.attention.marks import newest
+from jkv.attention.marks import reach
 from jkv.attention.mask import Mask
 from jkv.attention.tiers import counted, flat, gathered, key_logits, tier_dot
 from jkv.memory.cache import MERGED, Tier
@@ -37,11 +37,12 @@ def look(
             held = replace(tier, at=jnp.zeros_like(tier.pos))
         return tier_dot(flat(asks), held, config, rope, "k").reshape(b, h, g, -1)
 
-    pos = newest(tier, config.select.unit, h)
+    oldest, pos = reach(tier, config.select.unit, h)
     return Look(
         q=q[:, :, :, 0],
         columns=columns,
         pos=pos,
+        oldest=oldest,
         summary=tier.summary,
         memo=tier.memo,
         given=given,
@@ -90,7 +91,7 @@ def observed(
     """
     select, (b, h, g, t, _), config = config.select, q.shape, config.of(tier)
     assert select is not None
-    pos = newest(tier, select.unit, h)
+    _, pos = reach(tier, select.unit, h)
     keys = replace(tier, v=Code(slots=()))
     copy, at = gathered(units, keys, tier.pos if tier.at is None else tier.at, config)
     n = copy.pos.shape[2]

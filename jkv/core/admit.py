@@ -114,7 +114,7 @@ def _indexed(
     """
     n, wanted = select.unit, select.needs.queries
     entered = Entered(
-        k=in_units(k.astype(jnp.float32), n),
+        k=in_units(k, n),
         pos=in_units(jnp.where(place < capacity, pos, -1), n),
         columns={name: in_units(x, n) for name, x in columns.items()},
         queries=queries.newest(wanted) if queries is not None and wanted else None,

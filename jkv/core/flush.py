@@ -64,7 +64,7 @@ def flush(
     packed = window.ordered(order)
     limit = limited(plan, counts, layer.share)
     ev = evidence(layer, packed, queries, counts, plan, model, leaving, limit, fresh, lower)
-    if ev.tiers and plan.tiers[0].select is not None:
+    if ev.tiers and plan.select is not None:
         ev = replace(ev, kept=ev.kept and ev.complete(ev.kept), new=ev.new and ev.complete(ev.new))
     ev = replace(ev, columns=plan.score.observe(ev))
     watch = watching(ev, queries.kept, plan)
@@ -169,8 +169,8 @@ def _cascade(
         columns={name: x[:, :, inside] for name, x in ev.columns.items()},
         index=jnp.broadcast_to(first_new + jnp.arange(most), (rank.shape[0], heads, most)),
     )
-    if plan.tiers[0].select is not None and plan.tiers[0].select.arranges:
-        new = new.ordered(plan.tiers[0].select.arrange(new.k, new.pos))
+    if plan.select is not None and plan.select.arranges:
+        new = new.ordered(plan.select.arrange(new.k, new.pos))
     out, stages, start, left = [], [], 0, ev.limit
     if plan.pooled is not None:
         heads, left = 1, ev.limit * ev.pos.shape[1]

@@ -99,7 +99,7 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
     def in_units(x: Array) -> Array:
         return take(x, order).reshape(1, h, n, u, *x.shape[3:])
 
-    newest = in_units(pos).max(3)
+    oldest, newest = in_units(pos).min(3), in_units(pos).max(3)
 
     def look(q: Array, memo: Any, given: Array, summary: Any) -> Look:
         def logits(apart: int | None = None) -> Array:
@@ -107,7 +107,7 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
                 raise ValueError("picks: keys are where they are; leave out far=")
             return jnp.einsum("bhgd,bhsd->bhgs", q, take(keys, order))
 
-        of = dict(pos=newest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool))
+        of = dict(pos=newest, oldest=oldest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool))
         return Look(q=q, columns={}, **of, logits=logits)
 
     blank = look(one.q[:, :, :, 0], None, given[0], None)
@@ -168,5 +168,5 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
 
 def _index(select: Selector, dim: int, heads: int) -> float:
     """Numbers that are known of a token and head; ValueError for a selector that reads what a score remembers."""
-    summary, _ = index_shapes(select, (1, heads, 1, dim), select.unit, [MASS])
+    summary, _ = index_shapes(select, (1, heads, 1, dim), select.unit, [MASS], jnp.float32)
     return tree_bytes(summary) / 4 / heads / select.unit

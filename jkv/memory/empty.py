@@ -36,39 +36,45 @@ def empty_side(
     return Code(slots=()) if lender and codec.layers > 1 else code, own
 
 
-def empty_index(select: Selector, plan: LayerConfig, rows: int, model: ModelConfig, slots: int) -> tuple[Any, Any]:
+def empty_index(
+    select: Selector, plan: LayerConfig, rows: int, model: ModelConfig, slots: int, dtype: Any
+) -> tuple[Any, Any]:
     """The summary of units that hold nothing, and the memo of rows that remember nothing."""
     queries = rows, model.heads, model.groups, model.head_dim
-    found = index_shapes(select, queries, slots, plan.columns)
+    found = index_shapes(select, queries, slots, plan.columns, dtype)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
 
 def index_shapes(
-    select: Selector, queries: tuple[int, int, int, int], slots: int, names: Iterable[str]
+    select: Selector, queries: tuple[int, int, int, int], slots: int, names: Iterable[str], dtype: Any
 ) -> tuple[Any, Any]:
-    """The shapes of a selector's summary and memo, for a step's queries [B,H,G,D] and columns of these names."""
+    """The shapes of a selector's summary and memo, for a step's queries [B,H,G,D], keys of the same type, and columns
+    of these names."""
     (b, h, g, d), n, u = queries, slots // select.unit, select.unit
     shape = jax.ShapeDtypeStruct
     columns = {name: shape((b, h, n, u), jnp.float32) for name in names}
-    k, pos = shape((b, h, n, u, d), jnp.float32), shape((b, h, n, u), jnp.int32)
+    k, pos = shape((b, h, n, u, d), dtype), shape((b, h, n, u), jnp.int32)
 
     def made(k: Array, pos: Array, columns: Columns, q: Array) -> tuple[Any, Any]:
         logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
         given, alive = jnp.zeros((b, h, select.reads(slots)), jnp.int32), jnp.ones(b, bool)
         own = {name: x[:, :, 0, 0] for name, x in columns.items()}
         none = {"summary": None, "memo": None}
-        look = Look(q=q, columns=own, pos=pos[..., -1], **none, given=given, alive=alive, logits=logits)
+        of = dict(pos=pos[..., -1], oldest=pos[..., 0], given=given, alive=alive)
+        look = Look(q=q, columns=own, **of, **none, logits=logits)
         memo = select.remember(look)
         return select.summarize(Entered(k=k, pos=pos, columns=columns, queries=None, memo=memo)), memo
 
-    return jax.eval_shape(made, k, pos, columns, shape((b, h, g, d), jnp.float32))
+    return jax.eval_shape(made, k, pos, columns, shape((b, h, g, d), dtype))
 
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
     """A tier with no live slot."""
     heads, dim, c = model.heads if plan.pooled is None else 1, model.head_dim, tier.capacity
     hs = 1 if plan.uniform else heads
-    summary, memo = empty_index(tier.select, plan, rows, model, c) if tier.select is not None else (None, None)
+    summary, memo = None, None
+    if tier.select is not None:
+        summary, memo = empty_index(tier.select, plan, rows, model, c, dtype)
     k, own_k = empty_side(tier.k, rows, heads, c, dim, dtype, tier.together, tier.lender)
     v, own_v = empty_side(tier.v, rows, heads, c, model.value_dim, dtype, tier.together, tier.lender)
     _check_hot(tier)

@@ -171,8 +171,13 @@ class LayerView:
 
     @property
     def taught(self) -> bool:
-        """Whether the codecs of its first tier learn of each prompt, which then is all that this tier holds."""
-        return bool(self.tiers) and self.tiers[0].taught
+        """Whether the codecs of a tier learn of each prompt, of which then is all that this tier holds."""
+        return any(tier.taught for tier in self.tiers)
+
+    @property
+    def select(self) -> Selector | None:
+        """The selector of the tiers that are not read as a whole."""
+        return next((tier.select for tier in self.tiers if tier.select is not None), None)
 
 
 @part
@@ -223,5 +228,5 @@ class LayerConfig(LayerView):
     @property
     def uniform(self) -> bool:
         """Whether all heads have a token in the same slot."""
-        arranged = any(tier.select is not None and tier.select.arranges for tier in self.tiers)
+        arranged = self.select is not None and self.select.arranges
         return self.score.uniform and not arranged

@@ -158,18 +158,18 @@ def _check_taught(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
             f"{config}: a codec learns of the whole prompt when that is first encoded, which chunk={chunk} does not "
             "keep; prefill in one piece (chunk=0)"
         )
-    group = max(codec.layers for codec in config.codecs(config.tiers[0]))
+    pupils, last = config.pupils, len(config.tiers) - 1
+    group = max(codec.layers for codec in config.codecs(config.tiers[pupils[0]]))
     if group > 1 and not config.prefill.defers:
         raise ValueError(f"{config}: {group} layers are coded together, once all of them are there: take Deferred")
     if group > 1 and len(set(model.ropes)) > 1:
         raise ValueError(f"{config}: {group} layers are coded together, and those of this model turn keys differently")
-    behind = [codec.taught for tier in config.tiers[1:] for codec in config.codecs(tier)]
     others = {
         "a budget, as it holds its whole prompt": config.budget.bounded or config.budget.statistic is not None,
         "a merge": config.merge is not None,
         "layers that see a window of the newest tokens": any(model.windows),
         "the selection of pages, as all layers of a code read it": group > 1 and config.select is not None,
-        "one tier alone, as what follows the prompt needs another": not behind or any(behind),
+        "one tier alone, as what follows the prompt needs another": len(pupils) > 1 or pupils[0] == last,
     }
     alone(config, "a codec that learns of each prompt does", others)
 

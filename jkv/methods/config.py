@@ -42,13 +42,15 @@ class TierSpec:
 
     k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
     None: the rest. rope: keys are stored as they are rotated in the window ("write"), or before the rotation and
-    rotated when they are read, by their position ("read") or by their rank among the kept ("rank").
+    rotated when they are read, by their position ("read") or by their rank among the kept ("rank"). whole: steps read
+    all of it, whatever a selector picks.
     """
 
     k: Codec | None = leaf(default=None)
     v: Codec | None = leaf(default=None)
     size: int | float | None = None
     rope: Literal["write", "read", "rank"] = "write"
+    whole: bool = False
 
 
 MOST = 1 << 31  # numbers of tokens and the like are below it: programs count in 32 bits
@@ -142,7 +144,12 @@ class CacheConfig:
     @property
     def taught(self) -> bool:
         """Whether a codec learns of each prompt, when it is first encoded."""
-        return any(codec.taught for codec in self.all_codecs)
+        return bool(self.pupils)
+
+    @property
+    def pupils(self) -> list[int]:
+        """The tiers whose codecs do."""
+        return [i for i, tier in enumerate(self.tiers) if any(codec.taught for codec in self.codecs(tier))]
 
     @property
     def num_sinks(self) -> int:
@@ -214,7 +221,7 @@ class CacheConfig:
 
     def uncompressed(self, length: int) -> CacheConfig:
         """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
-        tiers = self.tiers[1:] if self.taught else self.tiers  # a codec learns of whole prompts
+        tiers = tuple(x for i, x in enumerate(self.tiers) if i not in self.pupils)  # a codec learns of whole prompts
         return replace(self, recent=length, sinks=0, predicted_sinks=0, budget=All(), tiers=tiers)
 
     @property
@@ -249,9 +256,11 @@ def resolve(
     """
     demand = Demand(longest=longest, new=new, recent=config.recent)
     sizes = config.budget.sizes(model, demand) if sizes is None else sizes
-    if config.taught:  # the first tier is for prompts alone
-        first = replace(config.tiers[0], size=max(longest - new - config.exact, 1))
-        config = replace(config, tiers=(first, *config.tiers[1:]))
+    if config.taught:  # that tier is for prompts alone, for what those in front leave of one
+        (at,) = config.pupils
+        ahead = sum(tier.size for tier in config.tiers[:at] if isinstance(tier.size, int))
+        own = replace(config.tiers[at], size=max(longest - new - config.exact - ahead, 1))
+        config = replace(config, tiers=(*config.tiers[:at], own, *config.tiers[at + 1 :]))
     block = min(config.steps, ceil(new / config.unit) * config.unit) if new else config.steps
     both = zip(range(model.layers), sizes.layers, strict=True)
     return tuple(_layer(config, model, i, longest, size, block) for i, size in both)
@@ -318,7 +327,7 @@ def _tier(
         k=k,
         v=v,
         rope=spec.rope,
-        select=jax.tree.map(jnp.copy, select),
+        select=None if spec.whole else jax.tree.map(jnp.copy, select),
         unit=config.unit,
         evicts=evicts,
         lender=i % group,
@@ -382,5 +391,5 @@ def _slots(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:
     out = []
     for spec in specs:
         size = spec.size if spec.size is not None else rest - shared
-        out.append(ceil((int(size * rest) if isinstance(size, float) else size) / unit) * unit)
+        out.append(ceil((int(size * rest) if isinstance(size, float) else min(size, total)) / unit) * unit)
     return out

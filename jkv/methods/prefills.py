@@ -65,7 +65,7 @@ class Coded(Prefill):
     coded: ClassVar[bool] = True
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
-        several = len(config.tiers) > 1 and not config.taught  # all that a prompt brings is then in the first
+        several = len(config.tiers) > 1 and config.pupils != [0]  # which has all that a prompt brings
         others = {
             "several tiers, of which it is not known where a token will be": several,
             "a merge, which changes what is stored": config.merge is not None and config.merge.changes != "none",

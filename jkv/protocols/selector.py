@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @value
 class Entered:
-    """n units of tokens that enter a tier: rotated keys k f32[B,H,n,u,D], pos i32[B,Hs,n,u], columns f32[B,H,n,u].
+    """n units of tokens that enter a tier: rotated keys k [B,H,n,u,D], pos i32[B,Hs,n,u], columns f32[B,H,n,u].
 
-    A unit of pos -1 is none. queries: the newest, as many as the selector needs, or None; memo: what it remembers.
+    Keys are of the cache's type, and so can a summary be that is made of them. A unit of pos -1 is none. queries: the
+    newest, as many as the selector needs, or None; memo: what it remembers.
     """
 
     k: Array
@@ -36,16 +37,17 @@ class Entered:
 class Look:
     """What a selector sees when a step is about to read a tier.
 
-    q f[B,H,G,D]: rotated queries of one token a row, columns f32[B,H]: of that token; pos i32[B,H,units]: the newest
-    token of every unit, -1 for none; summary: of the units; memo: what the selector remembers of the row; given
-    i32[B,H,U]: what the nearest layer below picked, or None; alive bool[B]: whether a row has not ended. logits():
-    q . k f32[B,H,G,C] of all slots, unscaled, read from the codes; logits(n): as if every key were n tokens away, where
-    keys are stored un-rotated.
+    q f[B,H,G,D]: rotated queries of one token a row, columns f32[B,H]: of that token; pos, oldest i32[B,H,units]: the
+    newest and the oldest token of every unit, -1 for none; summary: of the units; memo: what the selector remembers of
+    the row; given i32[B,H,U]: what the nearest layer below picked, or None; alive bool[B]: whether a row has not ended.
+    logits(): q . k f32[B,H,G,C] of all slots, unscaled, read from the codes; logits(n): as if every key were n tokens
+    away, where keys are stored un-rotated.
     """
 
     q: Array
     columns: Columns
     pos: Array
+    oldest: Array
     summary: Any
     memo: Any
     given: Array | None

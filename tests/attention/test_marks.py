@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.attention.marks import ends, marked, newest
+from jkv.attention.marks import ends, marked, reach
 from jkv.attention.tiers import gathered
 from jkv.core.blocks import dated
 from jkv.core.loop import views
@@ -54,9 +54,12 @@ def test_marks_are_of_every_tier(spec: str):
             if config.select is not None:
                 unit = config.select.unit
                 pos = np.pad(bare.pos, ((0, 0), (0, 0), (0, -bare.pos.shape[2] % unit)), constant_values=-1)
-                most = np.broadcast_to(pos.reshape(*pos.shape[:2], -1, unit).max(-1), tier.marks.newest.shape)
-                np.testing.assert_array_equal(tier.marks.newest, most)
-                np.testing.assert_array_equal(newest(bare, unit, H), most)
+                pos = pos.reshape(*pos.shape[:2], -1, unit)
+                some = (pos >= 0).any(-1)
+                least = np.where(some, np.where(pos < 0, 10**6, pos).min(-1), -1)
+                for want, *found in zip((least, pos.max(-1)), tier.marks.units, reach(bare, unit, H), strict=True):
+                    for got in found:
+                        np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
                 copy, _ = gathered(jnp.ones((ROWS, H, 1), jnp.int32), tier, tier.pos, config)
                 assert copy.marks is None  # it has other slots
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jkv.attention import tiers
-from jkv.attention.marks import newest
+from jkv.attention.marks import reach
 from jkv.attention.mask import causal
 from jkv.attention.picks import look, picked
 from jkv.attention.tiers import attend_tier, gathered, tier_dot
@@ -254,7 +254,7 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: i
     logits = np.asarray(tier_dot(q.reshape(ROWS, H, G, D), tier, config, ROPE, "k")).max(2)
     best = logits.reshape(ROWS, H, -1, page).max(-1)[:, :, 4 // page :]  # without the dead unit
     seen = look(q, jnp.full((ROWS, 1), 300), {}, tier, config, ROPE)
-    bound = np.asarray(config.select.score(seen)).max(2)[:, :, 4 // page :]
+    bound = np.asarray(config.select.score(seen)).max(2)[:, :, 4 // page :] * D**0.5
     assert (bound >= best - 1e-5).all()
     if page == 1:
         np.testing.assert_allclose(bound, best, atol=1e-5)
@@ -321,7 +321,7 @@ def test_the_last_page_may_be_a_part_of_one():
     k, pos = np.random.default_rng(0).normal(0, 1, (1, H, 11, D)).astype(np.float32), np.arange(11)[None, None]
     code = encode(tier.k, jnp.asarray(k))
     held = Tier(k=code, v=code, pos=jnp.asarray(pos, jnp.int32), columns={}, at=None, head=None, summary=None)
-    np.testing.assert_array_equal(newest(held, 4, H)[0, 0], [3, 7, 10])
+    np.testing.assert_array_equal(np.stack(reach(held, 4, H))[:, 0, 0], [[0, 4, 8], [3, 7, 10]])
     copy, at = gathered(jnp.broadcast_to(jnp.asarray([2, 0]), (1, H, 2)), held, held.pos, tier)
     np.testing.assert_array_equal(copy.pos[0, 0], [8, 9, 10, -1, 0, 1, 2, 3])
     there = np.asarray(copy.pos[0, 0]) >= 0

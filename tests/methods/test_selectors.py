@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.memory.empty import index_shapes
 from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.selectors.alike import Alike, across
@@ -24,7 +25,7 @@ from jkv.methods.selectors.reuse import Similar
 from jkv.protocols import Queries
 from jkv.training import channels
 from support.looks import entered, looked
-from support.rig import MODEL
+from support.rig import CASES, MODEL, PARAMS
 
 RNG = np.random.default_rng(3)
 PAGES = np.array([[(1, 0), (0, 1)], [(-2, 3), (1, -1)]])[None, None]  # [B,H,n,u,D]
@@ -60,8 +61,8 @@ def softmax(x):
 
 def test_a_bound_is_of_the_page_and_a_linear_score_is_none():
     q = np.array([1.0, -1])[None, None, None]
-    np.testing.assert_allclose(scored(PageBound(unit=2), q, PAGES).ravel(), [1, 2])
-    np.testing.assert_allclose(scored(Clusters(unit=2), q, PAGES).ravel(), [0, -1.6], atol=1e-6)
+    np.testing.assert_allclose(scored(PageBound(unit=2), q, PAGES).ravel() * 2**0.5, [1, 2], rtol=1e-6)
+    np.testing.assert_allclose(scored(Clusters(unit=2), q, PAGES).ravel() * 2**0.5, [0, -1.6], atol=1e-6)
     up = np.abs(QUERIES)
     np.testing.assert_allclose(
         scored(Clusters(unit=U, alpha=1.0), up, KEYS), scored(PageBound(unit=U), up, KEYS), rtol=1e-5
@@ -73,7 +74,7 @@ def test_a_bound_of_few_channels_is_of_those_of_the_largest_queries():
     low, high = KEYS.min(3)[:, :, None], KEYS.max(3)[:, :, None]
     each = np.maximum(QUERIES[:, :, :, None] * low, QUERIES[:, :, :, None] * high)
     use = np.argsort(-np.abs(QUERIES).sum(2), -1)[..., :3]
-    want = np.take_along_axis(each, np.broadcast_to(use[:, :, None, None], (*each.shape[:4], 3)), -1).sum(-1)
+    want = np.take_along_axis(each, np.broadcast_to(use[:, :, None, None], (*each.shape[:4], 3)), -1).sum(-1) * D**-0.5
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -134,25 +135,56 @@ def test_the_first_tokens_are_read_whatever_their_score():
     assert (np.sort(units, -1)[..., :2] == [0, 1]).all() and (np.asarray(units) < N).all()
 
 
-def test_outliers_are_the_chunks_whose_worst_key_is_least_like_their_mean():
-    keys = KEYS.copy()
-    keys[:, :, 2] = keys[:, :, 2, :1]  # of one key: its cosine is 1
-    keys[:, :, 4] = np.array([1, -1, 1, -1])[:, None] + 1e-3 * keys[:, :, 4]
-    units = np.asarray(picked(Landmark(unit=U, pages=1, outliers=2), QUERIES, keys)[0])
-    mean = keys.mean(3, keepdims=True)
-    cosine = (keys * mean).sum(-1) / np.linalg.norm(keys, axis=-1) / np.linalg.norm(mean, axis=-1)
-    worst = np.argsort(cosine.min(3), -1, kind="stable")[..., :2]
-    assert (np.sort(units[..., :2], -1) == np.sort(worst, -1)).all() and (units != 2).sum() >= 2 * B * H
-    weight = np.einsum("bhgd,bhnd->bhgn", QUERIES, mean[:, :, :, 0]) * D**-0.5
-    np.put_along_axis(weight, np.broadcast_to(worst[:, :, None], (B, H, G, 2)), -np.inf, -1)
-    np.testing.assert_array_equal(units[..., 2], softmax(weight).max(2).argmax(-1))
+def test_a_unit_of_the_first_tokens_is_read_whatever_has_left_it():
+    """Of tokens that a cache kept: 0, 9, 17, 33 and so on; by place, not by how many there are."""
+    oldest, newest = (np.broadcast_to([[x]], (B, H, 3)) for x in ([0, 40, 80], [33, 70, 99]))
+    select = PageBound(unit=U, pages=1, sinks=1)
+    summary = select.summarize(entered(KEYS[:, :, :3] * np.array([0, 1, 1])[:, None, None]))
+    look = replace(looked(QUERIES, summary, newest), oldest=jnp.asarray(oldest))
+    np.testing.assert_array_equal(select.pick(look)[0], np.zeros((B, H, 1)))
+
+
+LIKE_ATTENTION = [
+    PageBound(unit=U),
+    Clusters(unit=U, parts=1, wide=N, pages=N),
+    Landmark(unit=U),
+    PageMean(unit=U),
+    Alike(unit=U),
+    Representative(unit=U),
+]
+
+
+@pytest.mark.parametrize("select", LIKE_ATTENTION, ids=lambda x: type(x).__name__)
+def test_units_of_one_key_have_the_logits_of_attention(select):
+    """So a softmax over them is as warm as attention's."""
+    keys = np.broadcast_to(KEYS[:, :, :, :1], KEYS.shape)
+    got = scored(select, QUERIES, keys, mass=jnp.ones(KEYS.shape[:4]))
+    np.testing.assert_allclose(
+        got, np.einsum("bhgd,bhnd->bhgn", QUERIES, keys[:, :, :, 0]) / D**0.5, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, (case, *_) in CASES.items() if case.page])
+def test_an_index_of_keys_is_of_the_caches_type(name):
+    """What is known of a unit and as wide as a key; the least and the largest of keys of that type are exact in it."""
+    select = CASES[name][0].config.bound(PARAMS).select.for_layer(MODEL, MODEL.layers - 1)
+    names = "mass", "sentence", "ends"
+    for dtype in map(jnp.dtype, (jnp.bfloat16, jnp.float32)):
+        shapes = index_shapes(select, (B, MODEL.heads, MODEL.groups, MODEL.head_dim), 64, names, dtype)[0]
+        assert {x.dtype for x in jax.tree.leaves(shapes) if x.shape[3:] == (MODEL.head_dim,)} <= {dtype}
+
+
+def test_a_page_has_the_weight_of_its_mean_key():
+    units = np.asarray(picked(Landmark(unit=U, pages=2), QUERIES, KEYS)[0])
+    weight = softmax(np.einsum("bhgd,bhnd->bhgn", QUERIES, KEYS.mean(3)) * D**-0.5).max(2)
+    np.testing.assert_array_equal(units, np.argsort(-weight, -1)[..., :2])
 
 
 def test_a_block_is_what_its_most_attended_keys_say():
     mass = RNG.random((B, H, N, U))
     got = scored(Representative(unit=U, tokens=2), QUERIES, KEYS, mass=jnp.asarray(mass))
     best = np.argsort(-mass, -1)[..., :2, None]
-    want = np.einsum("bhgd,bhnd->bhgn", QUERIES, np.take_along_axis(KEYS, best, 3).mean(3))
+    want = np.einsum("bhgd,bhnd->bhgn", QUERIES, np.take_along_axis(KEYS, best, 3).mean(3)) * D**-0.5
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -219,7 +251,7 @@ def test_the_first_units_of_a_row_teach_its_proxies():
     np.testing.assert_array_equal(first.known, [[1] * H, [0] * H])
     np.testing.assert_array_equal(first.q[0], then.q[0])
     assert (np.asarray(first.k[1]) == 0).all() and (np.asarray(then.known) == 1).all()
-    want = np.einsum("bhgd,bhnd->bhgn", QUERIES, KEYS.reshape(B, H, -1, D))
+    want = np.einsum("bhgd,bhnd->bhgn", QUERIES, KEYS.reshape(B, H, -1, D)) * D**-0.5
     np.testing.assert_allclose(score, want, atol=0.02 * abs(want).max())  # as bfloat16 holds proxies
 
 
@@ -329,11 +361,11 @@ def test_units_of_tokens_that_are_alike_are_for_layers_that_see_all():
 def test_a_page_is_as_likely_as_its_mean_key():
     """Of the sum of the queries that share it; a page that ends with the tier has as many zeros as it lacks."""
     select = PageMean(unit=U, pages=3, sinks=U)
-    want = np.einsum("bhgd,bhnd->bhn", QUERIES, KEYS.mean(3))
+    want = np.einsum("bhgd,bhnd->bhn", QUERIES, KEYS.mean(3)) * D**-0.5
     np.testing.assert_allclose(scored(select, QUERIES, KEYS).sum(2), want, rtol=1e-5)
     units, _ = picked(select, QUERIES, KEYS)
     best = 1 + np.argsort(-want[..., 1:], -1)[..., :2]
     np.testing.assert_array_equal(np.sort(units, -1), np.sort(np.concatenate([np.zeros((B, H, 1)), best], -1), -1))
     short = select.score(looked(QUERIES, None, POS, KEYS.reshape(B, H, -1, 1, D)[:, :, :-3]))
-    alone = np.einsum("bhgd,bhd->bh", QUERIES, KEYS[:, :, -1, 0]) / U
+    alone = np.einsum("bhgd,bhd->bh", QUERIES, KEYS[:, :, -1, 0]) / U * D**-0.5
     np.testing.assert_allclose(np.asarray(short).sum(2)[..., -1], alone, rtol=1e-4)

@@ -139,7 +139,8 @@ def test_a_mean_is_of_the_keys_that_are_kept_of_a_sentence():
 
 
 def look(memo: Spoken | None, q: Any, slots: int, summary: Any, ends: Any = 0.0, alive: Any = True) -> Look:
-    index: dict[str, Any] = dict(pos=jnp.arange(slots)[None, None], summary=summary, memo=memo, given=None)
+    pos = jnp.arange(slots)[None, None]
+    index: dict[str, Any] = dict(pos=pos, oldest=pos, summary=summary, memo=memo, given=None)
     q, ends, alive = jnp.full((1, 1, 1, 2), q, jnp.float32), jnp.full((1, 1), ends), jnp.full(1, alive)
     return Look(q=q, columns={ENDS: ends}, **index, alive=alive, logits=lambda: q)
 

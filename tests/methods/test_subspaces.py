@@ -228,20 +228,25 @@ def test_a_step_of_a_stretch_is_that_of_its_channel_and_its_bits():
     np.testing.assert_allclose(beyond[0, :12], x[:, :12].max(0), atol=1e-4)
 
 
+SHADOW = rig.CASES["shadowkv"][0].tight  # 2 pages of 8 tokens apart
+
+
 @pytest.mark.slow
-def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught():
-    text = "svdq(values=4)"
+@pytest.mark.parametrize(("text", "at"), [("svdq(values=4)", 0), (SHADOW, 1)])
+def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught(text: str, at: int):
     before = rig.prompted(text)
     later = loop.prefill(PARAMS, before, jnp.asarray(rig.FORCED[:, :40]), later=True)[0]
     run = rig.shared(text)
     for after in (later, run.caches[-1]):
         for a, b, number in zip(before.layers, after.layers, before.plan, strict=True):
-            old, new = a.tiers[0], b.tiers[0]
+            old, new = a.tiers[: at + 1], b.tiers[: at + 1]
             for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
                 np.testing.assert_array_equal(x, y)
-            np.testing.assert_array_equal((old.pos >= 0).sum((1, 2)), np.array(rig.LENGTHS) - number.exact)
-            first = np.array(rig.LENGTHS)[:, None, None] - number.recent
-            second = np.asarray(b.tiers[1].pos)
+            exact, unit = number.exact, number.unit
+            left = (np.array(rig.LENGTHS) - exact) // unit * unit
+            np.testing.assert_array_equal(sum((tier.pos >= 0).sum((1, 2)) for tier in old), left)
+            first = left[:, None, None] + number.sinks
+            second = np.asarray(b.tiers[-1].pos)
             assert ((second >= first) | (second < 0)).all() and (second >= 0).sum() >= 2 * 30
 
 
@@ -256,8 +261,32 @@ def test_what_has_no_room_behind_a_prompt_is_refused():
         jkv.extend(PARAMS, cache, [[1] * 17] * 2)
 
 
+def test_pages_for_which_their_mean_stands_least_stay_exact_and_the_others_are_coded():
+    cache, taps = rig.prompted(SHADOW), rig.dense_prompt(jnp.asarray(rig.PROMPT))[1]
+    for layer, (_, k, _, _) in zip(cache.layers, taps, strict=True):
+        apart, coded, later = layer.tiers
+        for row, n in enumerate(rig.LENGTHS):
+            left = (n - 32) // 8 * 8
+            keys = np.asarray(k)[row, :, -n:][:, :left]
+            pages = keys.reshape(H, -1, 8, D)
+            mean = pages.mean(2, keepdims=True)
+            cosine = (pages * mean).sum(-1) / np.linalg.norm(pages, axis=-1) / np.linalg.norm(mean, axis=-1)
+            worst = np.sort(np.argsort(cosine.min((0, 2)))[:2])
+            want = (worst[:, None] * 8 + np.arange(8)).ravel()
+            np.testing.assert_array_equal(apart.pos[row, 0], want)
+            np.testing.assert_allclose(apart.k.slots[row], keys[:, want], atol=1e-5)
+            pos = np.asarray(coded.pos[row, 0])
+            np.testing.assert_array_equal(pos[pos >= 0], np.setdiff1d(np.arange(left), want))
+            assert (later.pos[row] < 0).all() and apart.summary is None and coded.summary.shape[3:] == (D,)
+
+
+def test_a_prompt_of_no_more_pages_than_stay_exact_loses_nothing():
+    for got, want in zip(rig.shared("shadowkv(rank=8)").logits, rig.shared("full").logits, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+
+
 def test_each_row_has_the_basis_of_its_own_prompt():
-    tier = rig.prompted("shadowkv(rank=8, pages=3, values=4)").layers[0].tiers[0]
+    tier = rig.prompted(SHADOW).layers[0].tiers[1]
     k = tier.taught[0]
     assert isinstance(k, OfPrompt) and k.basis is not None and k.basis.shape == (2, 1, H * D, 8)
     eye = jnp.einsum("bhdw,bhde->bhwe", k.basis, k.basis)
@@ -266,7 +295,9 @@ def test_each_row_has_the_basis_of_its_own_prompt():
 
 
 def test_a_rank_of_all_channels_and_all_pages_are_the_full_cache():
-    for got, want in zip(rig.shared(f"shadowkv(rank={H * D})").logits, rig.shared("full").logits, strict=True):
+    for got, want in zip(
+        rig.shared(f"shadowkv(rank={H * D}, outliers=2)").logits, rig.shared("full").logits, strict=True
+    ):
         np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
 
 
@@ -308,7 +339,7 @@ def test_heads_that_do_not_divide_are_refused():
 
 @pytest.mark.slow
 def test_rows_keep_what_their_prompts_taught_when_they_are_picked():
-    text = "shadowkv(rank=8)"
+    text = SHADOW
     cache = rig.prompted(text)
     turned = cache.pick(jnp.array([1, 0]))
     token = jnp.asarray([3, 5])

@@ -38,5 +38,7 @@ def looked(
         return jnp.einsum("bhgd,bhsd->bhgs", q, flat)
 
     pos = jnp.asarray(pos, jnp.int32)
+    oldest = pos if keys is None else pos - (jnp.shape(keys)[3] - 1)
     alive = jnp.ones(q.shape[0], bool) if alive is None else jnp.asarray(alive)
-    return Look(q=q, columns={}, pos=pos, summary=summary, memo=memo, given=given, alive=alive, logits=logits)
+    of = dict(pos=pos, oldest=oldest, summary=summary, memo=memo, given=given, alive=alive)
+    return Look(q=q, columns={}, **of, logits=logits)

@@ -131,6 +131,7 @@ class Case:
     tiers: int = 1  # each with slots for every token
     later: Slot | None = None  # of what follows the prompt, in a tier of its own
     taught: int = 0  # numbers of a layer that a prompt taught its codecs
+    apart: int = 0  # slots in front of those, as exact as what follows the prompt and without an index
     model: str = "llama"
 
     @property
@@ -268,7 +269,14 @@ OWN: dict[str, tuple[Case, ...]] = {
     "cskv": (Case(f"cskv(values=0.75, bits=4, group=16, moments={MOMENTS!r})", slot=CODED_LATENT),),
     "svdq": (Case("svdq(values=4)", slot=SPECTRUM, later=DENSE, taught=32 * 32 + 3 * 32),),
     "shadowkv": (
-        Case("shadowkv(rank=8, pages={p}, outliers=2, values=4)", slot=SHADOW, later=DENSE, taught=32 * 8, index=D + 1),
+        Case(
+            "shadowkv(rank=8, pages={p}, outliers=2, values=4)",
+            slot=SHADOW,
+            later=DENSE,
+            taught=32 * 8,
+            index=D,
+            apart=16,
+        ),
     ),
     "xkv": (Case("xkv(layers=2)", slot=Slot(k=8.0, v=16.0, lossy=True), later=DENSE, taught=32 * (8 + 16)),),
     "minicache": (Case("minicache(kept=4)", slot=ONE_FOR_TWO, later=DENSE, taught=2 * 2 * 4 * D),),

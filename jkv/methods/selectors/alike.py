@@ -7,7 +7,7 @@ from jax import Array
 
 from jkv.arrays.gather import take
 from jkv.arrays.tree import part
-from jkv.methods.selectors.ranked import Ranked
+from jkv.methods.selectors.ranked import Ranked, logits
 from jkv.protocols import Entered, Look
 
 TURNS = 4  # of the power iteration: a direction that splits need not be exact
@@ -18,19 +18,15 @@ class Alike(Ranked):
     """Newcomers of a flush whose keys are alike are a unit, m_j their mean key: those of the largest q . m are read.
 
     Each head cuts its newcomers into two halves, across the principal direction of their keys, and the halves again,
-    down to units; those that hold one of the first `sinks` tokens stay as they are. Summary: m f32[D] a unit. Source:
+    down to units; those that hold one of the first `sinks` tokens stay as they are. Summary: m [D] a unit. Source:
     IceCache (2604.10539), whose tree is of approximate neighbours and takes in one token at a time.
     """
 
     arranges = True
 
-    @property
-    def _held(self) -> int:
-        """Tokens of the units of sinks."""
-        return -(-self.sinks // self.unit) * self.unit
-
     def arrange(self, k: Array, pos: Array) -> Array:
         b, h, n, _ = k.shape
+        held = -(-self.sinks // self.unit) * self.unit  # tokens of the units of sinks
         levels = (n // self.unit - 1).bit_length()
         short = (self.unit << levels) - n
         k = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, 0), (0, short), (0, 0)))
@@ -39,8 +35,8 @@ class Alike(Ranked):
         for level in range(levels):
             nodes = b, h << level, (n + short) >> level
             at = take(pos, order)
-            side = across(take(k, order).reshape(*nodes, -1), (at >= self._held).reshape(nodes))
-            place = jnp.where(at < 0, jnp.inf, jnp.where(at < self._held, -jnp.inf, side.reshape(at.shape)))
+            side = across(take(k, order).reshape(*nodes, -1), (at >= held).reshape(nodes))
+            place = jnp.where(at < 0, jnp.inf, jnp.where(at < held, -jnp.inf, side.reshape(at.shape)))
             order = take(order.reshape(nodes), jnp.argsort(place.reshape(nodes), -1, stable=True)).reshape(order.shape)
         return order[:, :, :n]
 
@@ -48,10 +44,7 @@ class Alike(Ranked):
         return new.k.mean(3)
 
     def score(self, look: Look) -> Array:
-        return jnp.einsum("bhgd,bhud->bhgu", look.q.astype(jnp.float32), look.summary)
-
-    def always(self, look: Look) -> Array:
-        return look.pos < self._held
+        return logits(look.q, look.summary)
 
 
 def across(x: Array, live: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part
-from jkv.methods.selectors.ranked import Ranked, Vote
+from jkv.methods.selectors.ranked import Ranked, Vote, logits
 from jkv.protocols import Entered, Look
 
 
@@ -19,7 +19,7 @@ class Clusters(Ranked):
     """MPCache: q . rho_c ranks clusters of `parts` neighbouring units, then the units of the best `wide` x `pages`.
 
     rho = alpha kmax + (1 - alpha) kmin of a cluster's keys, linear in q where Quest's bound is not. Scores are summed
-    over G. Summary: (kmin, kmax) f32[D] a unit. Source: 2501.06807; fixed numbers instead of shares (.5 and .2) of what
+    over G. Summary: (kmin, kmax) [D] a unit. Source: 2501.06807; fixed numbers instead of shares (.5 and .2) of what
     is there.
     """
 
@@ -32,7 +32,7 @@ class Clusters(Ranked):
         return new.k.min(3), new.k.max(3)
 
     def score(self, look: Look) -> Array:
-        low, high = look.summary
+        low, high = (x.astype(jnp.float32) for x in look.summary)
         live = look.pos >= 0
         own = self._dots(look.q, low, high)
         most = ceil(self.wide * self.pages / self.parts)
@@ -48,7 +48,7 @@ class Clusters(Ranked):
         return own
 
     def _dots(self, q: Array, low: Array, high: Array) -> Array:
-        return jnp.einsum("bhgd,bhud->bhgu", q.astype(jnp.float32), self.alpha * high + (1 - self.alpha) * low)
+        return logits(q, self.alpha * high + (1 - self.alpha) * low)
 
     def _together(self, x: Array, none: Any) -> Array:
         """[B,H,U,...] -> [B,H,U/parts,parts,...]."""

@@ -54,6 +54,6 @@ class PageMean(Ranked):
         return None
 
     def score(self, look: Look) -> Array:
-        logits = look.logits()
+        logits = look.logits() * look.q.shape[-1] ** -0.5
         short = -logits.shape[-1] % self.unit
         return jnp.pad(logits, [(0, 0)] * 3 + [(0, short)]).reshape(*logits.shape[:3], -1, self.unit).mean(-1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.tree import part, value
-from jkv.methods.selectors.ranked import Ranked, Vote
+from jkv.methods.selectors.ranked import Ranked, Vote, asked
 from jkv.protocols import Entered, Look, Needs
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -27,7 +27,7 @@ class Maps:
 
 @part
 class Factors(Ranked):
-    """Tokens of the highest (q M_Q) . (k M_K), r = `rank` numbers each; summed over G.
+    """Tokens of the highest (q M_Q) . (k M_K), r = `rank` numbers each; query heads agree by softmaxes.
 
     The maps of a head are those of the least |Q K' - A_Q A_K'|^2 + |Q - A_Q B_Q|^2 + |K - A_K B_K|^2 after two rounds
     of `factors`, A_Q = Q M_Q of the newest `queries` of all G, A_K = K M_K of the keys that enter first. Summary: k M_K
@@ -37,7 +37,7 @@ class Factors(Ranked):
 
     unit: int = 1
     pages: int = 512
-    vote: Vote = Vote(join="sum")
+    vote: Vote = Vote(soft=True)
     rank: int = 16
     queries: int = 64
 
@@ -56,7 +56,7 @@ class Factors(Ranked):
         there, asking = new.pos >= 0, asked.pos >= 0
 
         def taught() -> Maps:
-            k = jnp.where(there[..., None], new.k, 0)
+            k = jnp.where(there[..., None], new.k.astype(jnp.float32), 0)
             q = jnp.where(asking[:, None, None, :, None], asked.q.astype(jnp.float32), 0)
             keys = jnp.einsum("bhnud,bhnue->bhde", k, k, precision=EXACT)
             queries = jnp.einsum("bhgnd,bhgne->bhde", q, q, precision=EXACT)
@@ -69,10 +69,10 @@ class Factors(Ranked):
         return jax.lax.cond((memo.known == 0).any(), taught, lambda: memo)
 
     def summarize(self, new: Entered) -> Array:
-        return jnp.einsum("bhnud,bhdr->bhnur", new.k, new.memo.k).astype(jnp.bfloat16)
+        return jnp.einsum("bhnud,bhdr->bhnur", new.k.astype(jnp.float32), new.memo.k).astype(jnp.bfloat16)
 
     def score(self, look: Look) -> Array:
-        q = jnp.einsum("bhgd,bhdr->bhgr", look.q.astype(jnp.float32), look.memo.q)
+        q = jnp.einsum("bhgd,bhdr->bhgr", asked(look.q), look.memo.q)
         return jnp.einsum("bhgr,bhnur->bhgnu", q, look.summary.astype(jnp.float32)).max(-1)
 
 

@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.tree import leaf, part, value
 from jkv.io import learned
-from jkv.methods.selectors.ranked import Ranked, Vote
+from jkv.methods.selectors.ranked import Ranked, Vote, asked
 from jkv.protocols import Entered, Look, Selector
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ class Proxies(Ranked):
 
     def summarize(self, new: Entered) -> Array:
         assert self.basis is not None
-        return jnp.einsum("bhnud,hdr->bhnur", new.k, self.basis).astype(jnp.bfloat16)
+        return jnp.einsum("bhnud,hdr->bhnur", new.k.astype(jnp.float32), self.basis).astype(jnp.bfloat16)
 
     def score(self, look: Look) -> Array:
         assert self.basis is not None
-        q = jnp.einsum("bhgd,hdr->bhgr", look.q.astype(jnp.float32), self.basis)
-        each = jnp.einsum("bhgr,bhnur->bhgnu", q, look.summary.astype(jnp.float32)) * look.q.shape[-1] ** -0.5
+        q = jnp.einsum("bhgd,hdr->bhgr", asked(look.q), self.basis)
+        each = jnp.einsum("bhgr,bhnur->bhgnu", q, look.summary.astype(jnp.float32))
         score = each.max(-1)
         if self.gap:
             live = (look.pos >= 0)[:, :, None]

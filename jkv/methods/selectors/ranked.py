@@ -41,9 +41,19 @@ class Vote:
         return jnp.where(live & some.any(over, keepdims=True)[:, :, 0], voted[:, :, 0], -jnp.inf)
 
 
+def asked(q: Array) -> Array:
+    """f32[B,H,G,D]: queries whose products with keys are scaled as those of attention, by 1 / sqrt(D)."""
+    return q.astype(jnp.float32) * q.shape[-1] ** -0.5
+
+
+def logits(q: Array, keys: Array) -> Array:
+    """f32[B,H,G,U] of queries f[B,H,G,D] and a key f[B,H,U,D] for each unit, scaled as those of attention."""
+    return jnp.einsum("bhgd,bhud->bhgu", asked(q), keys.astype(jnp.float32))
+
+
 @part
 class Ranked(Selector):
-    """The `pages` units of the highest score are read, those of the first `sinks` tokens in any case.
+    """The `pages` units of the highest score are read, those of the first `sinks` tokens of a text in any case.
 
     vote: how the query heads of a kv head, or of a layer, agree. The layers below `first` read everything.
     """
@@ -62,12 +72,15 @@ class Ranked(Selector):
         return None if layer < self.first else self
 
     def score(self, look: Look) -> Array:
-        """f32[B,H,G,units], or f32[B,H,1,units] for all of a kv head; that of a dead unit may be anything."""
+        """f32[B,H,G,units], or f32[B,H,1,units] for all of a kv head; that of a dead unit may be anything.
+
+        A product of a query and a key is scaled as attention scales it, so that a soft vote is as warm as attention.
+        """
         raise NotImplementedError  # its own in every selector
 
     def always(self, look: Look) -> Array:
         """bool[B,H,units]: what is read whatever its score, and nobody votes on."""
-        return look.pos - (self.unit - 1) < self.sinks
+        return look.oldest < self.sinks
 
     def pick(self, look: Look) -> tuple[Array, Any]:
         live, held = look.pos >= 0, self.always(look)

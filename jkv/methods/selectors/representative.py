@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import part
 from jkv.methods.scores.attention import MASS
-from jkv.methods.selectors.ranked import Ranked, Vote
+from jkv.methods.selectors.ranked import Ranked, Vote, logits
 from jkv.protocols import Entered, Look
 
 
@@ -18,7 +17,7 @@ class Representative(Ranked):
     """InfLLM: r_j, the mean key of the `tokens` of block j that had the most attention before they left the window.
 
     Blocks of the highest sum over all heads of q . r_j are read, the same ones by all heads. The attention is that of
-    the score `Accumulated`. Summary: r f32[D] a block. Source: 2402.04617; keys act where they are, not all at the
+    the score `Accumulated`. Summary: r [D] a block. Source: 2402.04617; keys act where they are, not all at the
     window's distance, and all queries so far count, not those of the window alone.
     """
 
@@ -35,4 +34,4 @@ class Representative(Ranked):
         return take_along(new.k, best[..., None], 3).mean(3)
 
     def score(self, look: Look) -> Array:
-        return jnp.einsum("bhgd,bhud->bhgu", look.q.astype(jnp.float32), look.summary)
+        return logits(look.q, look.summary)

@@ -11,14 +11,14 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.tree import part, value
 from jkv.methods.scores.sentences import ENDS, START
-from jkv.methods.selectors.ranked import Ranked, Vote
+from jkv.methods.selectors.ranked import Ranked, Vote, logits
 from jkv.protocols import Entered, Look
 
 
 @value
 class Spoken:
-    """The sums of the keys of sentences f32[B,H,N,D], their tokens f32[B,H,N], and the sum of the queries since the
-    last end of a sentence f32[B,H,G,D]."""
+    """The sums of the keys of sentences [B,H,N,D], their tokens f32[B,H,N], and the sum of the queries since the last
+    end of a sentence f32[B,H,G,D]."""
 
     keys: Array
     tokens: Array
@@ -47,7 +47,9 @@ class SentenceMeans(Ranked):
         b, h, slots = look.pos.shape
         n, d = -(-slots // self.least), look.q.shape[-1]
         return Spoken(
-            keys=jnp.zeros((b, h, n, d)), tokens=jnp.zeros((b, h, n)), asked=jnp.zeros(look.q.shape, jnp.float32)
+            keys=jnp.zeros((b, h, n, d), look.q.dtype),
+            tokens=jnp.zeros((b, h, n)),
+            asked=jnp.zeros(look.q.shape, jnp.float32),
         )
 
     def renew(self, new: Entered) -> Spoken:
@@ -55,8 +57,12 @@ class SentenceMeans(Ranked):
         of = self._means(new, memo.tokens.sum(-1), n)
         live = jnp.broadcast_to(new.pos[..., 0] >= 0, of.shape)
         add = jax.vmap(jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, n)))
-        keys = add(jnp.where(live[..., None], new.k[:, :, :, 0], 0), of)
-        return replace(memo, keys=memo.keys + keys, tokens=memo.tokens + add(live.astype(jnp.float32), of))
+        keys = add(jnp.where(live[..., None], new.k[:, :, :, 0].astype(jnp.float32), 0), of)
+        return replace(
+            memo,
+            keys=(memo.keys.astype(jnp.float32) + keys).astype(memo.keys.dtype),
+            tokens=memo.tokens + add(live.astype(jnp.float32), of),
+        )
 
     def summarize(self, new: Entered) -> Array:
         if START not in new.columns:
@@ -76,9 +82,8 @@ class SentenceMeans(Ranked):
 
     def score(self, look: Look) -> Array:
         memo = look.memo
-        mean = memo.keys / jnp.maximum(memo.tokens, 1)[..., None]
-        score = jnp.einsum("bhgd,bhnd->bhgn", memo.asked, mean)
-        return take_along(score, look.summary.astype(jnp.int32)[:, :, None], -1)
+        mean = memo.keys.astype(jnp.float32) / jnp.maximum(memo.tokens, 1)[..., None]
+        return take_along(logits(memo.asked, mean), look.summary.astype(jnp.int32)[:, :, None], -1)
 
     def pick(self, look: Look) -> tuple[Array, Spoken]:
         old, alive = look.memo.asked, look.alive[:, None, None, None]

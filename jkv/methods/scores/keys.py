@@ -52,7 +52,7 @@ class KeyOutlier(Score):
 class UnitOutlier(Score):
     """Units of neighbours for which their mean stands least: rank = -cos(k, mean) of the worst key, of all kv heads.
 
-    Units are cut from the oldest token that comes in; what a tier holds already stays. Source: ShadowKV (2410.21465),
+    Units are cut from the oldest token behind the sinks; what a tier holds already stays. Source: ShadowKV (2410.21465),
     where each kv head has units of its own.
     """
 
@@ -61,13 +61,15 @@ class UnitOutlier(Score):
     uniform = True
 
     def rank(self, ev: Evidence) -> Array:
-        b, h, n, d = ev.window.k.shape
-        k = jnp.pad(ev.window.k, ((0, 0), (0, 0), (0, -n % self.unit), (0, 0))).astype(jnp.float32)
+        fixed = ev.slots + ev.plan.sinks
+        k = ev.window.k[:, :, ev.plan.sinks :].astype(jnp.float32)
+        b, h, n, d = k.shape
+        k = jnp.pad(k, ((0, 0), (0, 0), (0, -n % self.unit), (0, 0)))
         k = k.reshape(b, h, -1, self.unit, d)
         mean = k.mean(3, keepdims=True)
         cosine = (k * mean).sum(-1) / jnp.maximum(norms(k) * norms(mean), 1e-30)
         new = jnp.repeat(-cosine.min((1, 3)), self.unit, 1)[:, None, :n]
-        return jnp.concatenate([jnp.full((b, 1, ev.slots), jnp.inf), new], 2)
+        return jnp.concatenate([jnp.full((b, 1, fixed), jnp.inf), new], 2)
 
 
 @part

@@ -50,7 +50,8 @@ def build_tokenizer(meta: Metadata) -> Tokenizer | None:
         bos_id=_special_id(meta, "bos", len(tokens)),
         eos_ids=_end_ids(meta, tokens, types),
         add_bos=meta.flag("tokenizer.ggml.add_bos_token", begins),
-        template=_template(meta),
+        template=meta.text("tokenizer.chat_template"),
+        tool_template=_tool_template(meta),
     )
 
 
@@ -64,15 +65,14 @@ def _tokens(meta: Metadata) -> tuple[list[str], np.ndarray]:
     return tokens, types
 
 
-def _template(meta: Metadata) -> str | None:
-    """The chat template; says which others the file has, for they are not used."""
-    one = meta.text("tokenizer.chat_template")
+def _tool_template(meta: Metadata) -> str | None:
+    """The template of chats with tools, if there is one of its own; the note names those that nothing here reads."""
+    tools = meta.text("tokenizer.chat_template.tool_use")
     if others := [key for key in meta.rest if key.startswith("tokenizer.chat_template.")]:
         for key in others:
             meta.take(key)
-        used = "its default one is used" if one else "no template is used"
-        note(f"{meta.file.path} has {', '.join(others)} too, which nothing here reads: {used}")
-    return one
+        note(f"{meta.file.path} has {', '.join(others)} too, which nothing here reads")
+    return tools
 
 
 def _special_id(meta: Metadata, name: str, size: int) -> int | None:

@@ -49,7 +49,7 @@ def outcome(file, capsys, **changes):
     except FormatError as error:
         return str(error)
     t = source.tokenizer
-    held = t and (t.core.to_str(), t.bos_id, t.eos_ids, t.add_bos, t.template)
+    held = t and (t.core.to_str(), t.bos_id, t.eos_ids, t.add_bos, t.template, t.tool_template)
     return repr(sorted(source.config.items())), sorted(source.tensors), held, capsys.readouterr().err
 
 
@@ -99,12 +99,11 @@ def test_none_is_0_or_the_largest_number(files, capsys):
     assert "mixture of experts" in outcome(files["llama"], capsys, **{"llama.expert_count": 8})
 
 
-def test_named_templates_are_told(files, capsys):
-    named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
-    assert (
-        "has tokenizer.chat_template.tool_use too, which nothing here reads: its default"
-        in outcome(files["llama"], capsys, **named)[3]
-    )
+def test_a_template_of_tools_is_used_and_others_are_told(files, capsys):
+    named = {f"tokenizer.chat_template.{name}": "{{ tools }}" for name in ("tool_use", "rag")}
+    *_, held, told = outcome(files["llama"], capsys, **named)
+    assert held[-1] == "{{ tools }}"
+    assert "has tokenizer.chat_template.rag too, which nothing here reads" in told
 
 
 def test_an_adapter_is_no_model(files, capsys):

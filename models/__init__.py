@@ -187,7 +187,7 @@ model.layers.0.self_attn.q_proj.weight and 16 more; take the config and the tens
     return params.assemble(c, table, table.read(c, tensors), dtype, put, form, blocks)
 
 
-def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[Mapping[str, Any], Tensors]:
+def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """The config and the tensors of a checkpoint, made to agree about its head.
 
     Where the config ties the head to the embedding, a head that is a copy of it is left out, and one that is not is
@@ -196,9 +196,9 @@ def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[Mapping[st
     c = read_config(config)
     table = FAMILIES[c.family].TENSORS
     if not c.tied or not {table.head, table.embed} <= set(tensors):
-        return config, tensors
+        return dict(config), tensors
     if stacks.alike(tensors[table.head](), tensors[table.embed]()):
-        return config, {name: x for name, x in tensors.items() if name != table.head}
+        return dict(config), {name: x for name, x in tensors.items() if name != table.head}
     untied = {"tie_word_embeddings": False}
     text = {"text_config": {**config["text_config"], **untied}} if config.get("text_config") else {}
     return {**config, **untied, **text}, tensors

@@ -25,8 +25,8 @@ class Matrix(Protocol):
 
 def alike(a: Matrix, b: Matrix) -> bool:
     """Whether two matrices hold the same numbers; they are read piece by piece."""
-    at_once = max(1, PIECE // max(prod(a.shape[1:]), 1))
-    pieces = (slice(i, i + at_once) for i in range(0, *a.shape[:1] or (0,), at_once))
+    end, at_once = a.shape[0] if a.shape else 0, max(1, PIECE // max(prod(a.shape[1:]), 1))
+    pieces = (slice(i, i + at_once) for i in range(0, end, at_once))
     return a.shape == b.shape and all(np.array_equal(a[rows], b[rows]) for rows in pieces)
 
 

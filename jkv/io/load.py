@@ -218,10 +218,10 @@ def _read_folder(path: Path) -> Source:
 
     source = read_folder(path)
     config, tensors = settle_head(source.config, source.tensors)
-    if config is not source.config:
+    if config != source.config:
         text = "the config ties the head to the embedding, but its weights have another one, which is used"
         print(f"note: {path}: {text}", file=sys.stderr, flush=True)
-    return dataclasses.replace(source, config=dict(config), tensors=tensors)
+    return dataclasses.replace(source, config=config, tensors=tensors)
 
 
 def _names() -> str:

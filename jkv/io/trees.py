@@ -53,7 +53,7 @@ tensors of one model that is not quantized
     from jkv.models.params import copied
 
     put, dtype = copied, dtype_of(dtype)
-    source = Source(*settle_head(dict(config), dict(_tensors("", tree))))
+    source = Source(*settle_head(config, dict(_tensors("", tree))))
     with ExitStack() as bars:
         form, blocks = kept("a tree", source, dtype, weights, bars)
         if mesh is not None:

@@ -103,9 +103,8 @@ def _add_tokens(folder: Path, core: tokenizers.Tokenizer, named: dict[str, Any])
             if (got := core.token_to_id(text)) != i:
                 raise FormatError(folder, f"token {text!r} has id {i:,} there, and {got:,} by its vocabulary", AGAIN)
         known |= {token["content"] for token in placed.values()}
-        core.add_tokens(
-            [AddedToken(**token | {"special": True}) for text, token in special.items() if text not in known]
-        )
+        missing = [token for text, token in special.items() if text not in known]
+        core.add_tokens([AddedToken(**{**token, "special": True}) for token in missing])
 
 
 def _flags(token: Any) -> dict[str, Any]:

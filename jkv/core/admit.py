@@ -61,7 +61,7 @@ def admit(
         v = _of_layers([take(x, token) for _, x in group])
     if config.pre_rope:
         k = rope.rotate(k, pos, inverse=True)
-    taught, (k, v) = _encoded(config, k, v, place < config.capacity)
+    taught, (k, v) = _encoded(config, k, v, place < config.capacity, queries)
     return Tier(
         k=tier.k if k is None else stored(tier.k, k, config.capacity),
         v=tier.v if v is None else stored(tier.v, v, config.capacity),
@@ -136,12 +136,14 @@ def _of_layers(each: list[Array]) -> Array:
     return jnp.stack(each, 2).reshape(b, h * len(each), n, d)
 
 
-def _encoded(config: TierConfig, k: Array, v: Array, live: Array) -> tuple[Any, list[Code | None]]:
+def _encoded(
+    config: TierConfig, k: Array, v: Array, live: Array, queries: Queries | None
+) -> tuple[Any, list[Code | None]]:
     """Codecs of keys and of values that those which are live bool[B,Hs,n] taught, and codes; None: another layer's."""
     taught: list[Codec | None] = []
     out: list[Code | None] = []
     for codec, x in ((config.k, k), (config.v, v)):
-        every, own = codes.taught(codec, config.together if codec.layers > 1 else 1, config.lender, x, live)
+        every, own = codes.taught(codec, config.together if codec.layers > 1 else 1, config.lender, x, live, queries)
         taught.append(own)
         lends = config.lender == 0 or codec.layers == 1
         out.append(codes.encode(every or codec, x) if lends else None)

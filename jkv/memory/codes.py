@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.partial import Partial
-from jkv.protocols import Code, Codec, KernelCodes
+from jkv.protocols import Code, Codec, KernelCodes, Queries
 
 if TYPE_CHECKING:
     from jkv.models.scale import Scale
@@ -36,18 +36,24 @@ def decode(codec: Codec, code: Code, heads: int = 0) -> Array:
     return _own(x, codec.heads) if x.shape[1] == heads else _apart(x, codec.heads)
 
 
-def fit(codec: Codec, x: Array, live: Array) -> Codec | None:
+def fit(codec: Codec, x: Array, live: Array, queries: Queries | None = None) -> Codec | None:
     """The codec with arrays [B,H,...], made of x f[B,H,n,D] where live bool[B,Hs,n]; None: it learns nothing."""
     if not codec.taught:
         return None
     x = side_by_side(x, codec.heads)
     live = jnp.broadcast_to(live if live.shape[1] == x.shape[1] else live[:, :1], x.shape[:3])
-    return _mapped(lambda codec, x, live: codec.fit(x, live), codec, x, live)
+    q = jnp.zeros((*x.shape[:2], 1, x.shape[3]))  # where shapes alone are asked for
+    if queries is not None and codec.needs.queries:
+        last = queries.newest(codec.needs.queries)
+        q = jnp.where((last.pos >= 0)[:, None, None, :, None], last.q, 0).reshape(*x.shape[:2], -1, x.shape[3])
+    return _mapped(lambda codec, x, live, q: codec.fit(x, live, q), codec, x, live, q)
 
 
-def taught(codec: Codec, layers: int, i: int, x: Array, live: Array) -> tuple[Codec | None, Codec | None]:
+def taught(
+    codec: Codec, layers: int, i: int, x: Array, live: Array, queries: Queries | None = None
+) -> tuple[Codec | None, Codec | None]:
     """`fit` of the heads of some layers, x f[B,layers*H,n,D]: what encodes them, and what the i-th layer reads."""
-    found = fit(codec.of_layers(layers), x, live)
+    found = fit(codec.of_layers(layers), x, live, queries)
     return found, found and found.in_layer(i, layers)
 
 

@@ -15,7 +15,7 @@ from jkv.memory import codes
 from jkv.memory.hot import RANKS
 from jkv.memory.lines import reachable
 from jkv.methods.config import MOST, CacheConfig, expiring, follows
-from jkv.protocols import Demand, Selector, needs_of
+from jkv.protocols import Demand, Selector
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -44,7 +44,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(
             f"{config}: layers that are coded together do not stay exact one by one; leave out exact_layers="
         )
-    needs = needs_of(config.score, config.merge, config.select)
+    needs = config.needs
     if config.recent < needs.recent:
         raise ValueError(
             f"{config}: recent={config.recent}: what comes after a token decides whether it leaves, so the newest must "

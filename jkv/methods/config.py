@@ -25,6 +25,7 @@ from jkv.protocols import (
     Demand,
     LayerSize,
     Merge,
+    Needs,
     Prefill,
     Score,
     Selector,
@@ -170,6 +171,11 @@ class CacheConfig:
         return self.num_sinks + self.recent
 
     @property
+    def needs(self) -> Needs:
+        """Of all of its parts."""
+        return needs_of(self.score, self.merge, self.select, *self.all_codecs)
+
+    @property
     def unit(self) -> int:
         """Tokens that enter and leave a tier together."""
         page = self.select.unit if self.select else PAGE if self.host != "none" else 1
@@ -187,7 +193,7 @@ class CacheConfig:
         It does unless the prefill, or a score that ranks by queries of the first piece that are gone when it ranks,
         forbids it.
         """
-        return self.prefill.splits and needs_of(self.score, self.merge, self.select).chunks == "any"
+        return self.prefill.splits and self.needs.chunks == "any"
 
     def over(self, mesh: Any) -> CacheConfig:
         """The config of caches that lie on a mesh: its devices divide the slots of each tier.
@@ -286,7 +292,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
     tiers = tuple(_tier(config, model, i, spec, n, select, evicts) for spec, n in parts if n)
     return LayerConfig(
         score=score,
-        needs=needs_of(score, merge, select),
+        needs=needs_of(score, merge, select, *(codec for tier in tiers for codec in (tier.k, tier.v))),
         columns=columns,
         expires=expires,
         tiers=tiers,

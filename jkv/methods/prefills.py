@@ -16,7 +16,7 @@ from jkv.methods.checks import alone
 from jkv.methods.config import CacheConfig
 from jkv.methods.probes import Drafted
 from jkv.methods.scores.probes import LateOrProbed
-from jkv.protocols import Prefill, Probe, Reading, needs_of
+from jkv.protocols import Prefill, Probe, Reading
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -69,6 +69,7 @@ class Coded(Prefill):
         others = {
             "several tiers, of which it is not known where a token will be": several,
             "a merge, which changes what is stored": config.merge is not None and config.merge.changes != "none",
+            "a codec that the last queries of the prompt teach": any(x.needs.queries for x in config.all_codecs),
         }
         alone(config, "a prompt that attends to what will be stored (coded) does", others)
 
@@ -92,7 +93,7 @@ class Deferred(Prefill):
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         if self.probe:
             self.probe.check(config, model)
-        needs = needs_of(config.score, config.merge, config.select)
+        needs = config.needs
         if needs.new or needs.prompt:
             raise ValueError(
                 f"{config}: a prompt that stays whole is ranked by texts that are read after it and by its last "

@@ -12,6 +12,7 @@ from jax import Array
 
 from jkv.arrays.products import products
 from jkv.arrays.tree import static, value
+from jkv.protocols.needs import Needs
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -62,6 +63,7 @@ class Codec:
     """
 
     taught: bool = False  # its arrays are made of each prompt, when it is first encoded (`fit`)
+    needs: Needs = Needs()  # of each prompt that teaches it: the newest queries
     by_head: bool = False  # its arrays are of each kv head, once it is bound
     heads: int = 1  # kv heads that are coded together, a divisor of H; 0: all of them
     layers: int = 1  # layers that are coded together; the upper ones of them have no codes of their own
@@ -85,8 +87,11 @@ class Codec:
     def check(self, dim: int) -> None:
         """Raise ValueError for keys or values of `dim` channels that it cannot keep, naming what would work."""
 
-    def fit(self, x: Array, live: Array) -> Codec:
-        """This codec with arrays, whose shapes do not depend on n, made of those of x f[n,D] with live bool[n]."""
+    def fit(self, x: Array, live: Array, q: Array) -> Codec:
+        """This codec with arrays, whose shapes do not depend on n, made of those of x f[n,D] with live bool[n].
+
+        q f[N,D]: the rotated queries that it `needs`, of all heads that read the code, 0 where there are fewer.
+        """
         return self
 
     def of_layers(self, n: int) -> Codec:

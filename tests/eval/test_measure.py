@@ -256,7 +256,7 @@ def test_every_method_is_in_the_matrix(tmp_path, monkeypatch):
 
     gates = {"trimkv", "makeeach", "locret", "lococo", "dms", "attentiongate", "attentionpredictor"}
     gates |= {"ksort", "matryoshkakv", "palu", "kvheads", "cskv"}  # of moments, which were not measured either
-    gates |= {"kvtc", "kvquant", "qfilters", "triattention", "think"}  # nor was what is known of queries and gradients
+    gates |= {"kvtc", "kvquant", "qfilters", "triattention"}  # nor was what is known of queries and gradients
     gates |= {"kvzap", "retrieval", "utility"}  # the last two by two: trimkv's gates, and compresskv's heads or kvzap's
     gates |= {"duoattention", "fastkvzip"}  # by their authors' heads, and gates
     gates |= {"fasa", "infinigen", "planned", "s3attention"}  # of channels, of a plan, and of features

@@ -35,7 +35,7 @@ def restored(codec: Merged, same: bool = False, live: int = N) -> list[np.ndarra
     @jax.jit
     def run(x: jax.Array) -> list[jax.Array]:
         pair = codec.of_layers(2)
-        taught = pair.fit(x, jnp.arange(N) < live)
+        taught = pair.fit(x, jnp.arange(N) < live, x[:1])
         code = taught.encode(x)
         return [taught.in_layer(i, 2).decode(code) for i in range(2)]
 

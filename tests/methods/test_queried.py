@@ -14,12 +14,14 @@ from jkv import models
 from jkv.io import learned
 from jkv.io import load as loading
 from jkv.io.errors import FormatError
+from jkv.memory import codes
 from jkv.methods import parse
 from jkv.methods.checks import check
 from jkv.methods.codecs.thinned import Thinned
 from jkv.methods.scores.queried import Filtered, Phased, Typical, given
+from jkv.protocols import Queries
 from jkv.training.queries import measured
-from support import commands
+from support import commands, rig
 from support.dense import dense_prompt
 from support.scenes import Scene
 from support.tiny import MODEL, PARAMS, QUERIES, D, H, L
@@ -92,6 +94,28 @@ def test_thin_keys_have_the_channels_that_count():
     np.testing.assert_allclose(own.logits(own.query(q), code), x[:3] @ np.where(mask, x, 0).T, rtol=1e-5, atol=1e-5)
 
 
+def test_a_prompt_chooses_its_channels():
+    """By its own keys and its last queries, dead ones left out, in float64."""
+    rng = np.random.default_rng(5)
+    x, q = rng.standard_normal((1, H, 30, D)), rng.standard_normal((1, H, 2, 12, D)) * rng.uniform(0.2, 3, D)
+    live, pos = np.arange(30) < 25, np.where(np.arange(12) < 2, -1, np.arange(12))
+    lse = jnp.zeros((1, H, 2, 12))
+    queries = Queries(q=jnp.asarray(q, jnp.float32), pos=jnp.asarray(pos)[None], lse=lse)
+    codec = Thinned(share=0.25, window=11)
+    found = codes.fit(codec, jnp.asarray(x, jnp.float32), jnp.asarray(live)[None, None], queries)
+    weight = (q[0, :, :, 2:] ** 2).sum((1, 2)) * (x[0, :, :25] ** 2).sum(1)
+    np.testing.assert_array_equal(found.index[0], np.sort(np.argsort(-weight, -1)[:, :12], -1))
+
+
+@pytest.mark.slow
+def test_what_chooses_is_the_prompt_that_was_read():
+    tier = rig.prompted("think(share=0.5, recent=16, window=8)").layers[0].tiers[0]
+    assert tier.taught[0].index.shape == (2, H, D // 2)
+    assert (np.asarray(tier.taught[0].index) != np.arange(D // 2)).any()  # which nobody's queries would choose
+    with pytest.raises(ValueError, match="last queries of the prompt teach"):
+        check(parse("think | coded"), MODEL)
+
+
 @pytest.mark.parametrize("name", ["qfilters", "triattention", "think"])
 def test_what_was_found_for_one_model_is_of_no_other(name: str):
     size = "" if name == "think" else "budget=24"
@@ -100,7 +124,7 @@ def test_what_was_found_for_one_model_is_of_no_other(name: str):
     with pytest.raises(ValueError, match="load that model"):
         config.bound(OTHER)
     with pytest.raises(ValueError, match="jkv calibrate queries"):
-        parse(f"{name}({size})").bound(OTHER)
+        parse(f"{name}({size or 'window=0'})").bound(OTHER)
 
 
 def test_what_is_measured_is_used(tmp_path, monkeypatch):
@@ -129,3 +153,5 @@ def test_what_is_no_such_folder_is_refused(tmp_path):
         given(QUERIES, Thinned()).check(8)
     with pytest.raises(ValueError, match="from 0 to below 1"):
         parse("think(share=1.0)")
+    with pytest.raises(ValueError, match="window=-1"):
+        parse("think(window=-1)")

@@ -218,7 +218,7 @@ def test_the_dead_teach_nothing():
 def test_a_step_of_a_stretch_is_that_of_its_channel_and_its_bits():
     x = RNG.uniform(-3, 5, (200, 16))
     bits = (8, 4, 2, 0)
-    codec = Stretches(bits=bits).fit(jnp.asarray(x, jnp.float32), jnp.ones(200, bool))
+    codec = Stretches(bits=bits).fit(jnp.asarray(x, jnp.float32), jnp.ones(200, bool), jnp.zeros((1, 16)))
     got = np.asarray(codec.decode(codec.encode(jnp.asarray(x, jnp.float32))))
     step = np.concatenate([np.ptp(x[:, 4 * i : 4 * i + 4], axis=0) / max(2**b - 1, 1) for i, b in enumerate(bits)])
     assert (abs(got - x)[:, :12] <= step[:12] / 2 + 1e-5).all()

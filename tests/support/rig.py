@@ -386,7 +386,10 @@ OWN: dict[str, tuple[Case, ...]] = {
     "utility": (Case(f"utility(budget={{b}}, window=8, step={{b}}, gate={WORTH!r})"),),
     "fastkvzip": (Case(f"fastkvzip(budget={{b}}, window=8, portion=0.5, step={{b}}, gate={SINKS!r})"),),
     "duoattention": (Case(f"duoattention(local={{b}}, heads={DUO!r})", whole=1),),
-    "think": (Case(f"think(share=0.5, recent=16, queries={QUERIES!r})", slot=THIN),),
+    "think": (
+        Case(f"think(share=0.5, recent=16, queries={QUERIES!r})", slot=THIN),
+        Case("think(share=0.5, recent=16, window=8)", slot=THIN, later=DENSE, taught=2 * 8),
+    ),
     "coded": (Case("full | coded"), Case("knorm(budget={b}) | coded")),
     "kvsink": (
         Case("int4 | kvsink(tokens=3)", slot=INT4),

@@ -93,7 +93,7 @@ class Merged(Codec):
     def in_layer(self, i: int, n: int) -> Self:
         return replace(self, heads=1, own=i, apart=jnp.split(there(self.apart), n, axis=-1)[i])
 
-    def fit(self, x: Array, live: Array) -> Self:
+    def fit(self, x: Array, live: Array, q: Array) -> Self:
         u, w = (unit(y)[0] for y in jnp.split(x.astype(jnp.float32), 2, 1))
         apart = jnp.where(live, 1 - (u * w).sum(1), -1)
         apart = jnp.pad(apart, (0, max(self.kept - len(x), 0)), constant_values=-1)

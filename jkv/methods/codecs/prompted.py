@@ -51,7 +51,7 @@ class Stretches(Codec):
                 + (f", which {short[0]} bits do not fill" if short else "")
             )
 
-    def fit(self, x: Array, live: Array) -> Self:
+    def fit(self, x: Array, live: Array, q: Array) -> Self:
         x, live = x.astype(jnp.float32), live[:, None]
         any_, far = live.any(), jnp.finfo(jnp.float32).max
         low = jnp.where(any_, jnp.where(live, x, far).min(0), 0)
@@ -121,14 +121,14 @@ class OfPrompt(Projected):
         kept = self.kept(every)
         return round(self.inner.rate(kept) * kept / every, 4)
 
-    def fit(self, x: Array, live: Array) -> Self:
+    def fit(self, x: Array, live: Array, q: Array) -> Self:
         wide = jnp.where(live[:, None], x.astype(jnp.float32), 0)
         mean = wide.sum(0) / jnp.maximum(live.sum(dtype=jnp.float32), 1) if self.centered else None
         apart = wide if mean is None else jnp.where(live[:, None], wide - mean[None], 0)
         gram = jnp.einsum("nd,ne->de", apart, apart, precision=jax.lax.Precision.HIGHEST)
         basis = jnp.linalg.eigh(gram)[1][:, ::-1][:, : self.kept(x.shape[1])]
         own = replace(self, basis=basis.astype(x.dtype), mean=mean if mean is None else mean.astype(x.dtype))
-        return replace(own, inner=self.inner.fit(own.coordinates(x), live))
+        return replace(own, inner=self.inner.fit(own.coordinates(x), live, q))
 
     def of_layers(self, n: int) -> Self:
         return replace(self, heads=self.heads * n)

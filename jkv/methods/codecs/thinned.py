@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import floor
 from typing import TYPE_CHECKING, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,7 +17,7 @@ from jkv.io import learned
 from jkv.methods.codecs.dense import Dense
 from jkv.methods.codecs.turned import Turned
 from jkv.methods.scores.queried import METHOD, Typical, given, weight
-from jkv.protocols import Codec
+from jkv.protocols import Codec, Needs
 
 if TYPE_CHECKING:
     from jkv.models import Params
@@ -26,20 +27,35 @@ if TYPE_CHECKING:
 class Thinned(Turned):
     """y = the K = D - floor(share D) channels of each head with the largest E q_d^2 E k_d^2; x ~ y there, else 0.
 
-    Queries are asked in the same channels, so K numbers of a key are stored and read. index i32[L,H,K], in order; it is
-    made of rotated queries and keys that were measured. Source: ThinK (2407.21018), which takes them of a prompt's keys
-    and of its last queries.
+    Queries are asked in the same channels, so K numbers of a key are stored and read. index i32[L,H,K], in order: of
+    each prompt, by its keys and its last `window` queries, or with window=0 of the model, by rotated queries and keys
+    that were measured. Source: ThinK (2407.21018), which has the former.
     """
 
     inner: Codec = leaf(default=Dense())
     share: float = 0.4
+    window: int = 0
     dim: int = 0
     index: Array | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
     @property
+    def taught(self) -> bool:  # a constant of most codecs
+        return self.window > 0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries=self.window)
+
+    @property
     def by_head(self) -> bool:
-        return True
+        return not self.taught
+
+    def fit(self, x: Array, live: Array, q: Array) -> Self:
+        keys = jnp.where(live[:, None], x.astype(jnp.float32), 0)
+        size = jnp.square(q.astype(jnp.float32)).sum(0) * jnp.square(keys).sum(0)
+        index = jnp.sort(jax.lax.top_k(size, self.kept(x.shape[1]))[1])
+        return replace(self, index=index, dim=x.shape[1])
 
     @property
     def label(self) -> str:
@@ -71,6 +87,8 @@ class Thinned(Turned):
         return replace(self, index=jnp.asarray(best, jnp.int32), dim=size.shape[-1], models=models)
 
     def bound(self, params: Params) -> Self:
+        if self.taught:
+            return self
         if self.index is None:
             return learned.shipped(METHOD, params, given, self, how="calibrate")
         learned.check(self.models, params)

@@ -6,6 +6,7 @@ from jkv.methods.budgets import Size, at_most
 from jkv.methods.catalogue import Axes, row
 from jkv.methods.codecs import Dense
 from jkv.methods.codecs.thinned import Thinned
+from jkv.methods.config import TierSpec
 from jkv.methods.scores.queried import Filtered, Phased, given
 
 
@@ -37,15 +38,21 @@ def triattention(size: Size, *, block: int = 128, queries: str | None = None) ->
 
 @row(
     "2407.21018",
-    "approximation: channels are the model's, of `jkv calibrate queries`, not a prompt's; the tail is exact",
+    "its rule, of a prompt in one piece; one choice for the queries of a kv head; what follows the prompt stays whole",
     "over 20% less memory beside what evicts and quantizes, with equal or better accuracy; 2.8x less peak with KIVI",
 )
-def think(*, share: float = 0.4, recent: int = 32, queries: str | None = None) -> Axes:
+def think(*, share: float = 0.4, recent: int = 32, window: int = 32, queries: str | None = None) -> Axes:
     """ThinK: a `share` of the key channels, those of the least E q^2 E k^2 in each head, is never stored.
 
-    `queries`: a folder of `jkv calibrate queries`.
+    They are found for each prompt, of its keys and its last `window` queries. window=0: they are the model's, of `jkv
+    calibrate queries`, as that wrote them to the folder `queries`, and keys that follow lose them too; for a budget.
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"think: share={share}: the part of the key channels that is dropped, from 0 to below 1")
-    keys = Thinned(share=float(share))
+    if not 0 <= share < 1 or window < 0:
+        raise ValueError(
+            f"think: share={share}, window={window}: the part of the key channels that is dropped, from 0 to below 1, "
+            "and queries, 0 or more"
+        )
+    keys = Thinned(share=float(share), window=window if queries is None else 0)
+    if keys.taught:
+        return dict(tiers=(TierSpec(k=keys, v=Dense()), TierSpec(k=Dense(), v=Dense())), recent=recent)
     return dict(codec=(keys if queries is None else given(queries, keys), Dense()), recent=recent)

@@ -12,7 +12,7 @@ from jkv.protocols import Prefill
 
 
 def _coded(a: Axes) -> bool:
-    held = (*a.get("codec", ()), *(c for tier in a.get("tiers", ()) for c in (tier.k, tier.v)))
+    held = (a.get("values"), *a.get("codec", ()), *(c for tier in a.get("tiers", ()) for c in (tier.k, tier.v)))
     return any(not isinstance(c, Dense | None) for c in held)
 
 

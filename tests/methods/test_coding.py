@@ -333,7 +333,7 @@ def test_each_round_brings_three_levels_nearer_to_least_squares():
         (Nsn(bits=3), 64, "1 and of 2 bits"),
         (Nsn(), 96, "power of two"),
         (Nsn(group=0), 64, "tokens that share"),
-        (Nsn(group=5), 64, "an even number"),
+        (Nsn(group=5), 64, "the 5 of a group are odd"),
         (Mixed(hard=1.0), 64, "take 8, 16"),
         (Mixed(hard=0.3), 64, "take 8, 16"),
         (Mixed(), 20, "no multiple of the 8"),

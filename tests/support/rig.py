@@ -591,11 +591,15 @@ def coded_as(x: np.ndarray, mine: np.ndarray, theirs: np.ndarray, pick: np.ndarr
     """The cache's own rounding of x where `pick`, once it is seen to be as good as the replay's.
 
     Rounding is not continuous: where x, known to 1e-5, lies in the middle of two codes, either is right and both are
-    as far from x; and where a group's low or step lies in the middle of two bfloat16, all of the group may differ by
-    their last places. Both are rare: at most one number of a hundred, or the tokens of one grain, whose numbers may
-    have common factors. Anywhere else the two must agree.
+    as far from x, codes of an angle in the pair of channels that it turns; and where a group's low or step lies in the
+    middle of two bfloat16, all of the group may differ by their last places. Both are rare: at most one number of a
+    hundred, or the tokens of one grain, whose numbers may have common factors. Anywhere else the two must agree.
     """
-    apart = np.where(pick, abs(abs(theirs - x) - abs(mine - x)), 0)
+
+    def off(y: np.ndarray) -> np.ndarray:
+        return np.hypot(*np.split(y - x, 2, -1))
+
+    apart = np.where(pick, abs(off(theirs) - off(mine)), 0)
     np.testing.assert_array_less(apart, 3 * float(jnp.finfo(jnp.bfloat16).eps) * abs(x).max() + 1e-6)
     assert (pick & (abs(theirs - mine) > 1e-4)).sum() <= max(0.01 * x.size, grain * x.shape[-1])
     return np.where(pick, theirs, x)

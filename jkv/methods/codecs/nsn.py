@@ -41,7 +41,9 @@ class Nsn(Grouped):
         if self.bits not in (1, 2):
             raise ValueError(f"nsn codec: bits={self.bits}; it has codebooks of 1 and of 2 bits a number")
         if self.group % 2:
-            raise ValueError(f"nsn codec: group={self.group}; an even number of tokens, two of which share a byte")
+            raise ValueError(
+                f"nsn codec: the {self.group} of a group are odd, and two tokens share a byte: take an even group"
+            )
         if dim % WIDTH or dim & (dim - 1):
             raise ValueError(f"nsn codec: head_dim={dim} is no power of two from 8 on, as its Hadamard matrix needs")
 

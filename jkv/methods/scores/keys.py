@@ -52,8 +52,8 @@ class KeyOutlier(Score):
 class UnitOutlier(Score):
     """Units of neighbours for which their mean stands least: rank = -cos(k, mean) of the worst key, of all kv heads.
 
-    Units are cut from the oldest token behind the sinks; what a tier holds already stays. Source: ShadowKV (2410.21465),
-    where each kv head has units of its own.
+    Units are cut from the oldest token behind the sinks; what a tier holds already stays. Source: ShadowKV
+    (2410.21465), where each kv head has units of its own.
     """
 
     unit: int = 8

@@ -81,8 +81,8 @@ class Polar(Grouped):
 def unrolled(phi: Array) -> Array:
     """phi f32[m,t,n] in [0, 2 pi), and 2 pi more for those in front of the widest gap of a group's t: one stretch.
 
-    >>> unrolled(jnp.array([[[0.5], [6.0], [1.0]]])).round(3).ravel().tolist()
-    [6.783, 6.0, 7.283]
+    >>> [round(float(x), 2) for x in unrolled(jnp.array([[[0.5], [6.0], [1.0]]])).ravel()]
+    [6.78, 6.0, 7.28]
     """
     order = jnp.sort(phi, 1)
     gaps = order - jnp.concatenate([order[:, -1:] - 2 * jnp.pi, order[:, :-1]], 1)

@@ -8,6 +8,7 @@ from jax import Array
 
 from jkv.arrays.bits import bits_of, fields, floats, pack, select
 from jkv.arrays.tree import part
+from jkv.methods.codecs.grouped import shared
 from jkv.protocols import Code, Codec
 
 SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # of E2M1, by code; 8 more is below 0
@@ -32,13 +33,13 @@ class Float4(Codec):
     def check(self, dim: int) -> None:
         if not self.scale > 0:
             raise ValueError(f"float4 codec: scale={self.scale}; numbers are divided by it: above 0")
-        if self.group < 1 or dim % self.group or dim % 2:
+        if self.group < 1 or dim % shared(self.group, dim) or dim % 2:
             raise ValueError(
                 f"float4 codec: {dim} channels are no multiple of group={self.group} that share a scale, or odd"
             )
 
     def encode(self, x: Array) -> Code:
-        y = x.astype(jnp.float32).reshape(len(x), -1, self.group) / self.scale
+        y = x.astype(jnp.float32).reshape(len(x), -1, shared(self.group, x.shape[1])) / self.scale
         s = jnp.minimum(jnp.abs(y).max(2) / SIZES[-1], float(jnp.finfo(SCALES).max)).astype(SCALES)
         wide = s.astype(jnp.float32)[..., None]
         unit = (y / jnp.where(wide > 0, wide, 1)).reshape(x.shape)

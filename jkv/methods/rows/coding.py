@@ -19,7 +19,7 @@ def fp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", scale: float = 1.0) -> Axes
 
 
 @row("-", "approximation: 4-bit floats, one 8-bit scale for 16; the tail is exact")
-def fp4(*, group: Positive = 16, scale: float = 1.0) -> Axes:
+def fp4(*, group: Positive = Widest(16), scale: float = 1.0) -> Axes:
     """Floats of 4 bits (E2M1), an E4M3 scale for `group` channels, as NVFP4 has them; `scale`: of all of them."""
     codec = Float4(group=group, scale=float(scale))
     return dict(codec=(codec, codec))

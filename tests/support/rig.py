@@ -300,7 +300,7 @@ OWN: dict[str, tuple[Case, ...]] = {
         Case(
             "sentencekv(budget={b}, tokens=200, window=8, sinks=4, longest=8)",
             index=1,
-            memo=(BUDGET + STEPS - 8) // 4 * (D + 1) + G * D,
+            memo=-(-(BUDGET + STEPS - 8) // 8) * (D + 1) + G * D,
         ),
     ),
     "loopserve": (Case("loopserve(tokens={b})", index=1),),

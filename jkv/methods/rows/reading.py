@@ -203,7 +203,7 @@ def infinigen(
     tokens: Positive = 400,
     page: Positive = 1,
     directions: Positive = 13,
-    gap: float = 7.0,
+    gap: float = 8.0,
     dense_layers: int = 2,
     channels: str | None = None,
 ) -> Axes:
@@ -323,7 +323,7 @@ def sentencekv(
     pool: Positive = 7,
     sinks: int = 32,
     longest: Positive = 64,
-    least: Positive = 4,
+    least: Positive = 8,
     dense_layers: int = 0,
 ) -> Axes:
     """SentenceKV: SnapKV with a maximum evicts once, then a step reads the sentences whose mean keys fit a query best.

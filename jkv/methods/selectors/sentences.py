@@ -39,7 +39,7 @@ class SentenceMeans(Ranked):
     pages: int = 1024
     sinks: int = 32
     vote: Vote = Vote(join="sum")
-    least: int = 4
+    least: int = 8
 
     remembers = True
 

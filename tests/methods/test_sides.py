@@ -35,7 +35,7 @@ def test_values_change_in_the_tiers_that_are_coded_and_nothing_else_does(name: s
     for was, now, old, new in zip(pairs(plain), pairs(mixed), plain.tiers, mixed.tiers, strict=True):
         exact = codes and all(codec.exact for codec in was)
         assert now == (was if exact else (was[0], Affine(bits=8)))
-        assert (new.size, new.first, new.rope) == (old.size, old.first, old.rope)
+        assert (new.size, new.rope, new.whole) == (old.size, old.rope, old.whole)
     assert (mixed.recent, mixed.block) == (plain.recent, plain.block)
 
 

@@ -203,7 +203,7 @@ def infinigen(
     tokens: Positive = 400,
     page: Positive = 1,
     directions: Positive = 13,
-    gap: float = 9.0,
+    gap: float = 8.0,
     dense_layers: int = 2,
     channels: str | None = None,
 ) -> Axes:

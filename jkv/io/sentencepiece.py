@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from jkv.io.errors import FormatError, refusing
 from jkv.io.gguf import File
+from jkv.io.gguf_keys import Metadata
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.tokenizer import Tokenizer
 
@@ -52,7 +52,8 @@ def build(path: Path, content: bytes, way_out: str) -> Tokenizer | None:
         "add_space_prefix": bool(normalizer.get(_PREFIX, 1)),
     }
     # It is what a GGUF file has of such a model.
-    return build_tokenizer(File(path, {f"tokenizer.ggml.{name}": x for name, x in meta.items()}, {}, mmap.mmap(-1, 1)))
+    file = File(path, {f"tokenizer.ggml.{name}": x for name, x in meta.items()}, {})
+    return build_tokenizer(Metadata(file))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

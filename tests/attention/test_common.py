@@ -151,7 +151,7 @@ def test_shapes_of_a_bucket_that_holds_beginnings_once():
     )
     one = jax.eval_shape(Shapes(bucket=bucket, greedy=True, penalised=False, **about).held)
     slots = [x.layers[0].tiers[0].pos.shape[2] for x in (made.cache, plain.cache)]
-    assert slots == [32 + 64 - 16, 160 + 64 - 16] and made.cache.nbytes < plain.cache.nbytes
+    assert slots == [32 + 64 - 17, 160 + 64 - 17] and made.cache.nbytes < plain.cache.nbytes
     assert len(made.cache.common.held) == 2  # of three: 8 rows are those of one, and the next is read meanwhile
     assert [x.pos.shape for x in made.cache.common.held[0][0]] == [x.pos.shape for x in one.layers[0].tiers]
     assert made.cache.common.held[0][0][0].pos.shape[2] == 128

@@ -49,7 +49,7 @@ def test_no_other_bits_leave_less():
         assert sum(got) <= 7 and left(got) == pytest.approx(left(best))
 
 
-@pytest.mark.parametrize("bits", STEPS)
+@pytest.mark.parametrize("bits", [b for b in STEPS if b > 4])  # fewer are a table, of levels that are not spaced
 def test_spaced_levels_have_the_error_that_they_are_said_to_have(bits: int):
     """Of N(0, 1): the integral over each level's cell, and no other step is better."""
 

@@ -125,7 +125,7 @@ def test_recurrence_of_the_spec():
 @pytest.mark.parametrize("n, queries", [(40, 24), (150, 140)])
 def test_recurrence_is_that_of_one_step_at_a_time(n: int, queries: int):
     text = f"lazyeviction(budget=400, window={queries}, threshold=0.05)"
-    scene = Scene(text, n=n, queries=queries)
+    scene = Scene(text, n=n, queries=queries, limit=400)
     active = scene.p.max(1) >= 0.05
     want = np.stack([recurring(a, np.arange(n), n) for a in active])
     got = scene.rank()

@@ -263,20 +263,21 @@ def test_what_has_no_room_behind_a_prompt_is_refused():
 
 def test_pages_for_which_their_mean_stands_least_stay_exact_and_the_others_are_coded():
     cache, taps = rig.prompted(SHADOW), rig.dense_prompt(jnp.asarray(rig.PROMPT))[1]
+    sinks, exact_tokens = cache.plan[0].sinks, cache.plan[0].exact
     for layer, (_, k, _, _) in zip(cache.layers, taps, strict=True):
         apart, coded, later = layer.tiers
         for row, n in enumerate(rig.LENGTHS):
-            left = (n - 32) // 8 * 8
-            keys = np.asarray(k)[row, :, -n:][:, :left]
+            left = (n - exact_tokens) // 8 * 8
+            keys = np.asarray(k)[row, :, -n:][:, sinks : sinks + left]
             pages = keys.reshape(H, -1, 8, D)
             mean = pages.mean(2, keepdims=True)
             cosine = (pages * mean).sum(-1) / np.linalg.norm(pages, axis=-1) / np.linalg.norm(mean, axis=-1)
             worst = np.sort(np.argsort(cosine.min((0, 2)))[:2])
             want = (worst[:, None] * 8 + np.arange(8)).ravel()
-            np.testing.assert_array_equal(apart.pos[row, 0], want)
+            np.testing.assert_array_equal(apart.pos[row, 0], sinks + want)
             np.testing.assert_allclose(apart.k.slots[row], keys[:, want], atol=1e-5)
             pos = np.asarray(coded.pos[row, 0])
-            np.testing.assert_array_equal(pos[pos >= 0], np.setdiff1d(np.arange(left), want))
+            np.testing.assert_array_equal(pos[pos >= 0], sinks + np.setdiff1d(np.arange(left), want))
             assert (later.pos[row] < 0).all() and apart.summary is None and coded.summary.shape[3:] == (D,)
 
 

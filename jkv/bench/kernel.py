@@ -79,7 +79,7 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     """Of the codecs of a cache, its last tier's, in a model's shape; ValueError for codes that no kernel reads."""
     cache = methods.parse(spec)
     k, v = cache.codecs(cache.tiers[-1])
-    plain = CacheConfig(tiers=(TierSpec(k=k, v=v, rope=cache.tiers[-1].rope),), recent=0)
+    plain = CacheConfig(tiers=(TierSpec(k=k, v=v, rope=cache.tiers[-1].rope),), recent=0, sinks=0)
     checks.check(plain, model)
     config = resolve(plain, model, context, 0)[0].tiers[0]
     shape = (batch, model.heads, config.capacity)

@@ -239,8 +239,14 @@ class Codecs:
             "nll": round(float(nll.mean()), 5),
             "kl_by_text": kl.round(6).tolist(),
             "nll_by_text": nll.round(5).tolist(),
-            "bits": list(tier_bits(cache)),
+            "bits": self._bits(cache),
         }
+
+    def _bits(self, cache: Cache) -> list[float]:
+        """Bits of a number of keys and of values, those of the exact first tokens among them."""
+        exact, n = cache.plan[0].sinks, self.ids.shape[1]
+        wide = 8 * cache.dtype.itemsize
+        return [round((exact * wide + (n - exact) * bits) / n, 4) for bits in tier_bits(cache)]
 
     def _sliced(self, full: Array, own: Array, row: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         return sliced(self.params.ends, full, own, row[None], self.prefix)

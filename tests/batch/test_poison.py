@@ -295,10 +295,10 @@ def test_a_row_whose_tokens_make_no_text_fails_alone(
     alone = jkv.generate(PARAMS, "full", [good(i)["prompt"] for i in range(5)], max_new_tokens=5).tokens
     panic, decode, bad = type("PanicException", (BaseException,), {}), Tokenizer.decode, alone[2][-1]
 
-    def poisoned(self: Tokenizer, ids: Any) -> str:
+    def poisoned(self: Tokenizer, ids: Any, *stop: Any) -> str:
         if bad in list(ids):
             raise panic("no text")
-        return decode(self, ids)
+        return decode(self, ids, *stop)
 
     same = [i for i in range(5) if bad in alone[i][: 3 + i % 3]]
     monkeypatch.setattr(Tokenizer, "decode", poisoned)

@@ -86,17 +86,17 @@ def test_a_tied_model_reads_its_table_once_and_every_cached_token(params):
 
 
 @pytest.mark.parametrize(
-    "spec, slots, slot",
+    "spec, sinks, slots, slot",
     [
-        ("full", 200 - 16, 2 * H * D * 4 + 4),  # one position serves all heads
-        ("snapkv(budget=48, window=16)", 48 - 16, H * (2 * D * 4 + 4)),
-        ("snapkv(budget=48, window=16) | int8", 48 - 16, H * (2 * (D + 4) + 4)),  # float16 scale and low
+        ("full", 0, 200 - 16, 2 * H * D * 4 + 4),  # one position serves all heads
+        ("snapkv(budget=48, window=16)", 0, 48 - 16, H * (2 * D * 4 + 4)),
+        ("snapkv(budget=48, window=16) | int8", 1, 48 - 17, H * (2 * (D + 4) + 4)),  # float16 scale and low
     ],
 )
-def test_bytes_of_a_step_by_hand(params, spec, slots, slot):
+def test_bytes_of_a_step_by_hand(params, spec, sinks, slots, slot):
     """Recent window of 16 + 16 tokens, then the tier; columns of scores and kept queries are not read by a step."""
     cache = engines.Jkv(params, spec, rows=3).empty(200, 20)
-    recent = 32 * (2 * H * D * 4 + 4)
+    recent = (sinks + 32) * (2 * H * D * 4 + 4)
     assert measure.cache_bytes(cache) == 3 * L * (recent + slots * slot)
 
 

@@ -221,7 +221,7 @@ def test_a_missing_template(monkeypatch):
     assert generate(TEXT, new=1).exit_code == 0  # without the flag it is plain text
 
 
-@pytest.mark.parametrize("flags", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--top-p", "0"]])
+@pytest.mark.parametrize("flags", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--top-p", "-0.1"]])
 def test_settings_that_cannot_work(tiny, flags):
     refused(call("generate", TEXT, "--cache", CACHE, *flags), flags[0].strip("-").replace("-", "_"))
 

@@ -241,7 +241,8 @@ def taps(layer: int) -> list[np.ndarray]:
 
 def test_rocketkv_is_snapkv_and_quest():
     made = methods.parse("rocketkv(budget=100, window=8, pool=7, pages=3, page=8)")
-    plain = methods.parse("snapkv(budget=100, window=8, pool=7, kind='max') | quest(pages=3, page=8, dense_layers=0)")
+    pages = "quest(pages=3, page=8, sinks=0, dense_layers=0)"
+    plain = methods.parse(f"snapkv(budget=100, window=8, pool=7, kind='max') | {pages}")
     both = [replace(c, name="", exactness="", budget=plain.budget) for c in (made, plain)]
     assert jax.tree.structure(both[0]) == jax.tree.structure(both[1])
     assert made.budget == methods.parse("snapkv(budget=100) | append").budget

@@ -656,6 +656,36 @@ def second() -> list[str]:
     ]
 
 
+def sinks() -> list[str]:
+    """Caches with and without what they keep exact, or read, for sure: the most that it gains first."""
+    texts = [{r["cache"]: r for r in results(f"sinks/{name}")} for name in ("pydoc", "stdlib")]
+    pairs = {name: without for without in texts[0] if (name := with_first(without)) != without and name in texts[0]}
+
+    def kl(rows: Sequence[dict[str, Any]]) -> list[float]:
+        return [x for r in rows for x in r["kl_by_text"]]
+
+    found = []
+    for name, without in pairs.items():
+        old, new = (kl([rows[x] for rows in texts]) for x in (without, name))
+        size = texts[0][name]["bytes"] / texts[0][without]["bytes"] - 1
+        found.append((sum(new) / sum(old), line(code(name), *map(spread, (old, new)), f"{size:+.2%}")))
+    return [shown for _, shown in sorted(found)]
+
+
+def with_first(cache: str) -> str:
+    """The row of a cache without its sinks, or without its first page.
+
+    >>> with_first("palu(sinks=0)"), with_first("quest(pages=16, sinks=0)"), with_first("kivi")
+    ('palu', 'quest(pages=16)', 'kivi')
+    """
+    return re.sub(r"(, )?sinks=0", "", cache).replace("()", "")
+
+
+def spread(x: Sequence[float]) -> str:
+    """The mean, and the least and the most."""
+    return f"{sum(x) / len(x):.2g} ({min(x):.2g} to {max(x):.2g})"
+
+
 def by_layer() -> list[str]:
     """A plan beside one codec in every layer, on prose and on code."""
     texts = [{r["cache"]: r for r in results(f"layers/heldout-{name}")} for name in ("pydoc", "stdlib")]
@@ -693,6 +723,7 @@ TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     },
     "docs/quality.md": {
         head("cache of Gemma 3 270M", "bytes of its full cache", "KL (by text)", "perplexity"): second,
+        head("cache", "KL without (by text)", "KL with", "bytes"): sinks,
         head(
             "cache", "bits (keys / values)", "KL, prose", "KL, code", "perplexity, prose", "perplexity, code"
         ): by_layer,

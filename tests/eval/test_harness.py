@@ -16,7 +16,7 @@ import jkv
 from jkv import models
 from jkv.bench import shapes
 from jkv.eval import harness
-from jkv.io.tokenizer import Tokenizer
+from jkv.io.tokenizer import Stream, Tokenizer
 from support.speaking import TINY, byte_tokenizer
 from support.tiny import PARAMS
 
@@ -34,6 +34,9 @@ class Words:
 
     def decode(self, ids, stop=()) -> str:
         return "".join(f" w{i}" for i in ids)
+
+    def stream(self, stop=()) -> Stream:
+        return Stream(self, stop)
 
 
 TEXTS = replace(PARAMS, tokenizer=Words())

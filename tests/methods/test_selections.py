@@ -238,8 +238,8 @@ def test_the_same_prefix_has_the_same_codes():
     short[1, -61:] = PROMPT[1, SHIFT[1] : SHIFT[1] + 61]
     part, _ = loop.prefill(PARAMS, rig.empty(rig.KIVI_TEXT), jnp.asarray(short), fresh=True)
     for a, b in zip(whole.layers, part.layers, strict=True):
-        np.testing.assert_array_equal(a.tiers[0].pos[:, :, :48], np.tile(np.arange(48), (2, 1, 1)))
-        np.testing.assert_array_equal(b.tiers[0].pos[:, :, :48], np.tile(np.arange(48), (2, 1, 1)))
+        np.testing.assert_array_equal(a.tiers[0].pos[:, :, :48], np.tile(1 + np.arange(48), (2, 1, 1)))
+        np.testing.assert_array_equal(b.tiers[0].pos[:, :, :48], np.tile(1 + np.arange(48), (2, 1, 1)))
         for x, y in ((a.tiers[0].k, b.tiers[0].k), (a.tiers[0].v, b.tiers[0].v)):
             assert (
                 np.mean(

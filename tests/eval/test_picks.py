@@ -22,7 +22,7 @@ def test_the_share_is_what_dense_queries_pay_to_the_pages_of_highest_bound():
     taps = [[np.asarray(x, float)[0] for x in t] for t in rig.dense_prompt(IDS)[1]]
     first = taps[0][3][:, :, :OLD, :OLD].sum((1, 2))
     np.testing.assert_allclose(layers[0].mass[0], first, atol=1e-4)
-    text = "quest(pages=2, page=8, dense_layers=0)"
+    text = "quest(pages=2, page=8, sinks=0, dense_layers=0)"
     got = picks.recovered(PARAMS, parse(text).select, layers, 0)
     for layer in range(L):
         q, k, _, p = taps[layer]

@@ -93,11 +93,12 @@ def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch
         store = Store(tmp_path / type(evict).__name__, blocks * size + 6 * HEADER)
         store.evict = evict
         for x, clock[0] in zip(visits, moments(visits), strict=True):
-            found = len(store.match("", x.ids[:-1]))
+            whole = x.ids[: len(x.names) * BLOCK]
+            found = len(store.match("", whole))
             if found == len(x.names):
-                store.note("", x.ids[:-1], x.ids)
+                store.note("", whole, x.ids)
             else:
-                store.put("", x.ids[:-1], lambda i: record, found, x.ids)
+                store.put("", whole, lambda i: record, found, x.ids)
         want = replay(visits, evict, blocks)
         assert 0.2 < want["hits"] < 0.6 and store.reused == want["tokens"]
 

@@ -17,6 +17,7 @@ from jkv.methods.checks import check
 from jkv.methods.codecs import Affine
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.prefills import Coded
+from support import rig
 from support.dense import dense_prompt
 from support.tiny import MODEL, PARAMS, L
 
@@ -87,6 +88,26 @@ def test_predicted_sinks_are_the_smallest_values_of_each_layer():
         np.testing.assert_array_equal(layer.recent.pos[0, : m + 1], [0, *want])
         np.testing.assert_allclose(layer.recent.v[0][:, 1 : m + 1], np.asarray(v)[0][:, want], atol=1e-5)
     assert (cache.kept() == n).all()
+
+
+CODED = [x for x in rig.compositions() if any(not codec.exact for codec in x.all_codecs) and not x.relative]
+
+
+@pytest.mark.parametrize("config", CODED, ids=str)
+def test_sinks_move_from_slots_to_the_window_in_every_code(config: CacheConfig):
+    """One more exact token and one slot fewer, in the units that there are without; two sinks, two."""
+    model, longest = replace(MODEL, context=20_000), 1000
+    check(config, model)
+    none, one, two = (resolve(replace(config, sinks=n), model, longest, 50) for n in (0, 1, 2))
+    first = config.num_sinks - config.predicted_sinks
+    assert first >= (config.sinks is None)
+    for a, b, c in zip(none, one, two, strict=True):
+        assert a.unit == b.unit == c.unit and (a.stay + 1, a.stay + 2) == (b.stay, c.stay)
+        for x, y, z in zip(a.tiers, b.tiers, c.tiers, strict=True):
+            assert x.most >= y.most >= z.most >= x.most - max(2, x.unit) * model.heads
+        if len(a.tiers) == a.unit == 1:
+            each = model.heads if config.pooled is not None else 1
+            assert [x.tiers[0].most for x in (a, b, c)] == [a.tiers[0].most - n * each for n in range(3)]
 
 
 @pytest.mark.parametrize("text", ["streaming(budget=40) | int4", "full", "snapkv(budget=40)"])

@@ -7,8 +7,6 @@ from functools import wraps
 from inspect import isgeneratorfunction
 from typing import ParamSpec, TypeVar
 
-import jax
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,6 +17,7 @@ def narrow(function: Callable[P, R]) -> Callable[P, R]:
     Counts and indices would have 64 where the switch is on, and some loops would not compile. So a program that sets
     it for its own arrays runs what others run, and gets the same tokens.
 
+    >>> import jax
     >>> with jax.enable_x64(True):
     ...     narrow(jax.numpy.arange)(3).dtype, jax.numpy.arange(3).dtype
     (dtype('int32'), dtype('int64'))
@@ -26,11 +25,15 @@ def narrow(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **given: P.kwargs) -> R:
+        import jax  # readers of files are imported without it
+
         with jax.enable_x64(False):
             return function(*args, **given)
 
     @wraps(function)
     def pieces(*args: P.args, **given: P.kwargs) -> Iterator[object]:
+        import jax
+
         made = run(*args, **given)
         while True:
             with jax.enable_x64(False):  # not while somebody else has the piece

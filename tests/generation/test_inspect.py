@@ -52,7 +52,7 @@ def test_columns_and_places_of_tokens_are_those_of_the_keys(text):
     """Of all keys, in order: the norms of those that a smaller cache keeps, and which they are."""
     whole, _ = jkv.prefill(PARAMS, jkv.parse("knorm(budget=40)").uncompressed(120), [IDS, IDS[:70]], room=0)
     cache, _ = jkv.prefill(PARAMS, text, [IDS, IDS[:70]])
-    mask, norms = inspect.mask(cache), inspect.column(cache, "k_norm")
+    mask, norms, first = inspect.mask(cache), inspect.column(cache, "k_norm"), cache.plan[0].sinks
     np.testing.assert_array_equal(mask.sum(-1), cache.kept())
     np.testing.assert_array_equal(np.isnan(norms), ~mask)
     for layer, part in enumerate(whole.layers):
@@ -62,7 +62,8 @@ def test_columns_and_places_of_tokens_are_those_of_the_keys(text):
             here = mask[layer, row, :, :n]
             np.testing.assert_allclose(norms[layer, row, :, :n][here], want[here], rtol=1e-5)
             assert here[:, n - 16 :].all()
-            old, stay = want[:, : n - 16], here[:, : n - 16]
+            assert here[:, :first].all()
+            old, stay = want[:, first : n - 16], here[:, first : n - 16]
             for head in () if "pooled" in text else range(2):  # of the others the shortest
                 assert old[head][stay[head]].max() <= old[head][~stay[head]].min() + 1e-5
     assert not mask[:, 1, :, 70:].any()

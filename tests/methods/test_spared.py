@@ -93,7 +93,7 @@ def test_predicted_sinks_are_the_smallest_values_of_each_layer():
 CODED = [x for x in rig.compositions() if any(not codec.exact for codec in x.all_codecs) and not x.relative]
 
 
-@pytest.mark.parametrize("config", CODED, ids=str)
+@pytest.mark.parametrize("config", CODED, ids=range(len(CODED)))
 def test_sinks_move_from_slots_to_the_window_in_every_code(config: CacheConfig):
     """One more exact token and one slot fewer, in the units that there are without; two sinks, two."""
     model, longest = replace(MODEL, context=20_000), 1000

@@ -221,7 +221,8 @@ class LayerConfig(LayerView):
     @property
     def divides(self) -> bool:
         """Whether the first tokens of a text are kept alike whatever follows, so rows can share them (`Common`)."""
-        alone = self.merge is None and self.pooled is None and self.pruning is None and not self.coded
+        alone = self.merge is None and self.pooled is None and self.pruning is None
+        alone = alone and not (self.coded or self.predicted)
         plain = not self.columns and not self.expires and self.needs == Needs()
         return alone and plain and len(self.tiers) == 1 and self.tiers[0].divides
 

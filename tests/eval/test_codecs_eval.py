@@ -60,7 +60,7 @@ def test_one_pass_measures_attention_to_what_is_stored(text: str):
         kl = (np.exp(full) * (full - own)).sum(-1).mean()
         assert kl > 1e-5
         np.testing.assert_allclose(got["kl_by_text"][i], kl, rtol=0.02, atol=2e-6)  # of codes at a border
-        np.testing.assert_allclose(got["nll_by_text"][i], -own[np.arange(len(own)), row[PREFIX:]].mean(), atol=1e-4)
+        np.testing.assert_allclose(got["nll_by_text"][i], -own[np.arange(len(own)), row[PREFIX:]].mean(), rtol=1e-3)
     rates = [codec.rate(PARAMS.config.head_dim) for codec in parse(text).codec]
     np.testing.assert_allclose(got["bits"], [(32 + 96 * x) / 97 for x in rates], atol=1e-3)  # one of 97 is exact
 

@@ -413,7 +413,7 @@ def test_what_does_not_go_with_layers_together_is_refused(text: str, chunk: int)
 def test_a_selector_over_codes_of_some_heads_reads_what_it_picks():
     """Two heads at a time of four: all pages picked is no selector."""
     params = models.random(dict(models.TINY, num_attention_heads=8, num_key_value_heads=4))
-    prompt = [[(7 * i) % 97 for i in range(64)]]
+    prompt = [[(7 * i) % 97 for i in range(65)]]  # a sink, four pages and the window
     text = "svdq(heads=2, bits=(8, 8))"
     want = jkv.generate(params, text, prompt, max_new_tokens=20, stop_ids=(), compare=True)
     got = jkv.generate(

@@ -659,7 +659,8 @@ def second() -> list[str]:
 def sinks() -> list[str]:
     """Caches with and without what they keep exact, or read, for sure: the most that it gains first."""
     texts = [{r["cache"]: r for r in results(f"sinks/{name}")} for name in ("pydoc", "stdlib")]
-    pairs = {name: without for without in texts[0] if (name := with_first(without)) != without and name in texts[0]}
+    measured = set(texts[0]) & set(texts[1])
+    pairs = {name: x for x in texts[0] if (name := with_first(x)) != x and {name, x} <= measured}
 
     def kl(rows: Sequence[dict[str, Any]]) -> list[float]:
         return [x for r in rows for x in r["kl_by_text"]]

@@ -4,7 +4,7 @@
 set -e
 out=results/sinks
 mkdir -p $out
-for corpus in pydoc stdlib; do
+for corpus in stdlib pydoc; do
     set -- fidelity --corpus $corpus:test --prefix 1024 --continue 64 --samples 2 --json $out/$corpus.json
     while read -r cache; do
         set -- "$@" --cache "$cache"

@@ -52,9 +52,9 @@ def fewest(layer: int, row: int, n: int) -> tuple[int, int]:
 
 
 TIERS = {  # score, bits of the lower tier, tokens of the upper one and of both of n that are no longer recent
-    "mikv(keep=0.25, recent=16, bits=2)": (heavy, 2, lambda layer, row, n: (-(-n // 4), n)),
-    "arkv(budget=48, window=8)": (indicated, 8, original),
-    CASES["zipvl"][0].tight: (looked_at, 0, fewest),
+    "mikv(keep=0.25, recent=16, bits=2, sinks=0)": (heavy, 2, lambda layer, row, n: (-(-n // 4), n)),
+    "arkv(budget=48, window=8, sinks=0)": (indicated, 8, original),
+    CASES["zipvl"][0].tight[:-1] + ", sinks=0)": (looked_at, 0, fewest),
 }
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jkv.batch.folder import agree, foreign, headless, manifest, note
+from jkv.batch.folder import agree, foreign, headless, manifest
 from jkv.batch.written import Written, answered, dumped, relined, scan, tally
+from jkv.host.notes import note
 from jkv.io.errors import FormatError
 from jkv.io.remote import names, reaching, read_bytes
 

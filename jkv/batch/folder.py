@@ -8,13 +8,13 @@ import fcntl
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.batch.written import answered, dumped, relined, scan, tally
+from jkv.host.notes import note
 from jkv.host.results import beside, create
 from jkv.io.errors import FormatError
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 _ROWS = re.compile(r"rows-\d+-of-\d+\.jsonl")
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
-
-
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def sync(folder: Path) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 
 from jkv.batch import fit
 from jkv.batch.arrange import Bucket, Grain, arrange, shape
-from jkv.batch.folder import note
 from jkv.batch.forms import Answered
 from jkv.batch.job import Job, Tell, made
 from jkv.batch.output import Rows, output
@@ -30,6 +29,7 @@ from jkv.core.compiled import Cost, use_disk_cache
 from jkv.generation.chunks import LEAST, chosen, spare
 from jkv.generation.trial import Trial
 from jkv.host.failures import said, survivable
+from jkv.host.notes import note
 from jkv.methods.checks import check, check_prefill
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -18,6 +17,7 @@ from jkv.generation.prefill import extended, prefilled
 from jkv.generation.prompts import Prompt, encode
 from jkv.generation.stops import Transcript
 from jkv.host.arguments import count, short
+from jkv.host.notes import note
 from jkv.host.records import told
 from jkv.io.store import Store
 from jkv.memory.cache import Cache
@@ -61,7 +61,7 @@ def prefill(
         room = ROOM if plan.unlimited else max(0, min(ROOM, left))
     cache, logits, _, chunks = prefilled(params, plan, rows, room, chunk, kind=kind(stored(store)))
     if chunks.size and chunks.open:
-        print(f"note: the prompt is read {chunks.why}", file=sys.stderr, flush=True)
+        note(f"the prompt is read {chunks.why}")
     return cache, logits
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.arrays.narrow import narrow
+from jkv.host.notes import note
 from jkv.io import hub, remote
 from jkv.io.files import refuse_pointer
 from jkv.io.source import Source
@@ -171,7 +171,7 @@ def load(
 def _note_slow(dtype: str) -> None:
     """Says on stderr that such weights are slow here, if they are."""
     if why := why_slow(dtype):
-        print(f"note: {why}", file=sys.stderr, flush=True)
+        note(why)
 
 
 def read(what: str | Path) -> Source:
@@ -193,7 +193,7 @@ def read(what: str | Path) -> Source:
     if isinstance(what, str) and path.suffix.lower() != ".gguf" and _REPO.fullmatch(what):
         if Path(path.parts[0]).is_dir():  # a folder's name with a slip must not load a stranger's model
             raise ValueError(f"there is no folder {what!r} in {path.parts[0]}; {HUB}{what} is the repository on a hub")
-        print(f"note: there is no folder {what!r} here, so a hub is asked for {HUB}{what}", file=sys.stderr, flush=True)
+        note(f"there is no folder {what!r} here, so a hub is asked for {HUB}{what}")
         return _read_repository(what)
     raise ValueError(_unknown(str(what)))
 
@@ -220,7 +220,7 @@ def _read_folder(path: Path) -> Source:
     config, tensors = settle_head(source.config, source.tensors)
     if config != source.config:
         text = "the config ties the head to the embedding, but its weights have another one, which is used"
-        print(f"note: {path}: {text}", file=sys.stderr, flush=True)
+        note(f"{path}: {text}")
     return dataclasses.replace(source, config=config, tensors=tensors)
 
 

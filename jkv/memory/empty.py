@@ -59,9 +59,8 @@ def index_shapes(
         logits = lambda *_: jnp.zeros((b, h, g, slots))  # noqa: E731
         given, alive = jnp.zeros((b, h, select.reads(slots)), jnp.int32), jnp.ones(b, bool)
         own = {name: x[:, :, 0, 0] for name, x in columns.items()}
-        none = {"summary": None, "memo": None}
         of = dict(pos=pos[..., -1], oldest=pos[..., 0], given=given, alive=alive)
-        look = Look(q=q, columns=own, **of, **none, logits=logits)
+        look = Look(q=q, columns=own, **of, summary=None, memo=None, logits=logits)
         memo = select.remember(look)
         return select.summarize(Entered(k=k, pos=pos, columns=columns, queries=None, memo=memo)), memo
 

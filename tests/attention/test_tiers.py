@@ -56,7 +56,7 @@ from support.looks import entered
 from support.rig import CASES, LONGEST, MODEL, STEPS, D, G, H, L
 
 PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside another one's
-ROPE, ROWS = MODEL.ropes[0], 2
+ROPE, ROWS = replace(MODEL.ropes[0], longest=1 << 16), 2  # a tier of two whole units is longer than the context
 ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all rows
 SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
 SELECTORS = [getattr(x, "select", x) for x in SELECTORS]  # without what is around one

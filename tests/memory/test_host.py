@@ -27,7 +27,7 @@ from support import rig
 
 ONE = models.random(dict(models.TINY, num_hidden_layers=1), 0, jnp.float32)
 MODEL = ONE.config
-ROWS = [row[row >= 0].tolist()[:n] for row, n in zip(rig.PROMPT, (50, 40), strict=True)]
+ROWS = [row[row >= 0].tolist()[:n] for row, n in zip(rig.PROMPT, (50, 44), strict=True)]
 NEW = 20
 QUEST = "quest(pages=3, page=8, dense_layers=0"
 

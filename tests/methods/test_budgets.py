@@ -37,9 +37,9 @@ def planned(text: str, longest: int = LENGTH, new: int = 0):
 
 
 def limits(plans, seen: int, generated: int = 0) -> list[int]:
-    """Tokens that each layer may hold of a row, its recent window included."""
+    """Tokens that each layer may hold of a row, its recent window and its sinks included."""
     of = Counts(seen=jnp.array([seen]), prompt=jnp.array([seen - generated]), later=jnp.array([0]))
-    return [int(limited(plan, of, None)[0]) + plan.recent for plan in plans]
+    return [int(limited(plan, of, None)[0]) + plan.exact for plan in plans]
 
 
 def divided(plans) -> list[bool]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jkv.batch.written import answered, dumped, relined, scan, tally
+from jkv.host.files import sync
 from jkv.host.notes import note
 from jkv.host.results import beside, create
 from jkv.io.errors import FormatError
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
 
 _ROWS = re.compile(r"rows-\d+-of-\d+\.jsonl")
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
-
-
-def sync(folder: Path) -> None:
-    """What the folder lists is on the disk; a file's own fsync says nothing of its name."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def claim(out: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:

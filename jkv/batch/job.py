@@ -14,19 +14,19 @@ import jax
 
 import jkv
 from jkv import models
-from jkv.batch import MOST_NEW, fit
+from jkv.batch import fit
 from jkv.batch.arrange import Bucket, Grain
-from jkv.batch.requests import Request, Settings
+from jkv.batch.requests import MOST_NEW, Request, Settings
 from jkv.batch.shapes import Shapes
 from jkv.batch.together import spans
 from jkv.core.sharding import MeshPlan
-from jkv.generation.cache_file import fingerprint, weights
 from jkv.generation.drafters import Drafter
 from jkv.generation.named import of_batch
 from jkv.generation.prompts import reaching
 from jkv.generation.sizes import layout
 from jkv.generation.through import check
 from jkv.host.results import versions
+from jkv.io.identity import fingerprint, weights
 from jkv.io.store import Store
 from jkv.methods.config import CacheConfig
 from jkv.models import Params

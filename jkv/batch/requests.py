@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jkv.batch import MOST_NEW
 from jkv.batch.forms import LENGTHS, PLAIN, TEMPLATE, Form, form_of
 from jkv.core import sampling
 from jkv.generation.prompts import check_length, encode_row
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 PROMPTS = ("prompt", "messages", "tokens")
 MOST_SAMPLES = 1024  # answers to a prompt
+MOST_NEW = 1 << 15  # new tokens of a row, where the cache has no limit of its own
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them
 KINDS: dict[str, tuple[type, ...]] = {
     "temperature": (int, float),

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.batch.arrange import Bucket
-from jkv.batch.folder import sync
 from jkv.batch.prefilling import Filled
 from jkv.batch.requests import Request
 from jkv.generation.cache_file import packed, row, unpacked
 from jkv.host.failures import said
+from jkv.host.files import sync
 from jkv.host.notes import note
 from jkv.host.records import SHARE
 from jkv.io import checkpoint

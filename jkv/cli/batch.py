@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv.batch import MOST_NEW
+from jkv.batch.requests import MOST_NEW
 from jkv.batch.signals import stoppable
 from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, Stored, Weights, flat
 from jkv.host import console

@@ -21,10 +21,9 @@ from jax import Array
 from jkv.attention.evidence import evidence
 from jkv.core.compiled import Cost
 from jkv.core.loop import prefill_after
-from jkv.generation.cache_file import weights
 from jkv.generation.prefill import Prompts
 from jkv.generation.sizes import empty, shaped
-from jkv.io.identity import fingerprint
+from jkv.io.identity import fingerprint, weights
 from jkv.io.store import BLOCK
 from jkv.io.transit import Record
 from jkv.memory.cache import Cache, Observation, Window

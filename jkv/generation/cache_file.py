@@ -15,12 +15,12 @@ import numpy as np
 from jkv.arrays.narrow import narrow
 from jkv.core import sharding
 from jkv.generation.prompts import reaching
+from jkv.generation.room import check_there
 from jkv.generation.sizes import layout
-from jkv.generation.steps import check_there
 from jkv.host.results import versions
 from jkv.io import checkpoint
 from jkv.io.errors import FormatError
-from jkv.io.identity import fingerprint
+from jkv.io.identity import fingerprint, weights
 from jkv.memory.cache import Cache, Counts
 from jkv.memory.pages import is_far, settled
 from jkv.methods import parse
@@ -32,12 +32,6 @@ _FIELDS = ("layers", "states", "counts", "fill")
 _AGAIN = "prefill the prompt again"
 _FAR = 1 << 30  # beyond any text; sums of two still fit
 _LONGEST_TEXT = 1 << 16  # of a config: far above any, far below what Python's parser cannot take
-
-
-def weights(plan: Any) -> str:
-    """Hex digest of what a config has learned; empty where it is nothing."""
-    arrays = [np.asarray(x) for x in jax.tree.leaves(plan)]
-    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:32] if arrays else ""
 
 
 @narrow

@@ -19,9 +19,8 @@ from jkv.core.loop import prefill, prefill_own
 from jkv.generation.chunks import Chunks, chosen, spare
 from jkv.generation.draft import greedy
 from jkv.generation.prompts import check_length, reaching
-from jkv.generation.room import with_room
+from jkv.generation.room import check_beside, check_there, with_room
 from jkv.generation.sizes import empty, shaped, sized
-from jkv.generation.steps import check_beside, check_there
 from jkv.memory.cache import Cache
 from jkv.memory.positions import bucket, pad
 from jkv.methods.checks import check

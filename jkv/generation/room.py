@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from jkv.core import sharding
 from jkv.generation.prompts import check_total, reaching
 from jkv.memory.cache import Cache, Counts
 from jkv.memory.positions import bucket
+from jkv.models import Params
 
 
 def with_room(cache: Cache, given: np.ndarray, new: np.ndarray) -> Cache:
@@ -52,3 +56,23 @@ def _check_on_top(cache: Cache, given: np.ndarray, new: np.ndarray) -> None:
                 f"the cache has room for {room} tokens on top of its budget, after its prompt, and would hold "
                 f"{needed}: prefill with a larger room="
             )
+
+
+def check_there(cache: Cache) -> None:
+    """Raise ValueError for a cache whose memory a step has taken."""
+    if any(not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(cache)):
+        raise ValueError(
+            "this cache was given to jkv.step, which uses its memory for the next one: go on with the cache that step "
+            "returned, or call jkv.branch where the given one is still needed"
+        )
+
+
+def check_beside(params: Params, cache: Cache) -> None:
+    """Raise ValueError for a cache that lies on other devices than the model, or that these cannot share."""
+    if (over := sharding.over(params)) is not None:
+        over.divide(cache)
+    elif len(cache.counts.seen.sharding.device_set) > 1:
+        raise ValueError(
+            "this cache lies on a mesh of devices, and the model on one: load the model with that mesh, or move the "
+            "cache by jax.device_put(cache, jax.devices()[0])"
+        )

@@ -13,9 +13,9 @@ from jax.core import Tracer
 
 from jkv import kernels
 from jkv.arrays.narrow import narrow
-from jkv.core import loop, sharding
+from jkv.core import loop
 from jkv.core.compiled import ANY, Run, call, compiled, flow
-from jkv.generation.room import with_room
+from jkv.generation.room import check_beside, check_there, with_room
 from jkv.memory.cache import Cache
 from jkv.models import Params
 
@@ -64,26 +64,6 @@ def forks(cache: Cache, logits: Array, n: int = 1, run: Run = call) -> tuple[Cac
     states = tuple(run(loop.picked, x, index) for x in cache.states)
     counts, logits = run(loop.picked, (cache.counts, logits), index)
     return replace(cache, layers=layers, states=states, counts=counts), logits
-
-
-def check_there(cache: Cache) -> None:
-    """Raise ValueError for a cache whose memory a step has taken."""
-    if any(not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(cache)):
-        raise ValueError(
-            "this cache was given to jkv.step, which uses its memory for the next one: go on with the cache that step "
-            "returned, or call jkv.branch where the given one is still needed"
-        )
-
-
-def check_beside(params: Params, cache: Cache) -> None:
-    """Raise ValueError for a cache that lies on other devices than the model, or that these cannot share."""
-    if (over := sharding.over(params)) is not None:
-        over.divide(cache)
-    elif len(cache.counts.seen.sharding.device_set) > 1:
-        raise ValueError(
-            "this cache lies on a mesh of devices, and the model on one: load the model with that mesh, or move the "
-            "cache by jax.device_put(cache, jax.devices()[0])"
-        )
 
 
 def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache, Array]:

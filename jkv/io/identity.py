@@ -48,6 +48,12 @@ def fingerprint(params: Params, dtype: Any = None) -> str:
     return digest.hexdigest()[:32]
 
 
+def weights(plan: Any) -> str:
+    """Hex digest of what a config has learned; empty where it is nothing."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(plan)]
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:32] if arrays else ""
+
+
 def sampled(config: ModelConfig, tensors: Tensors) -> str:
     """Hex digest of a model that is not in memory: its config, and the first row of every tensor, in float32."""
     digest = hashlib.sha256(repr(_said(config)).encode())

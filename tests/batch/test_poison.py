@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 import jkv
 from jkv import methods
-from jkv.batch import MOST_NEW, fit, work
+from jkv.batch import fit, work
 from jkv.batch import job as jobs
 from jkv.batch.job import Job
-from jkv.batch.requests import Refused, Request, Settings, limits, read
+from jkv.batch.requests import MOST_NEW, Refused, Request, Settings, limits, read
 from jkv.batch.running import Running
 from jkv.batch.signals import FAILED, STOPPED
 from jkv.batch.slots import Answer

@@ -29,9 +29,9 @@ from jkv.cli.app import app
 from jkv.core import loop, sampling, sharding
 from jkv.core.compiled import forget
 from jkv.generation import chunks, sizes
-from jkv.generation.cache_file import weights
 from jkv.io import learned as trained
 from jkv.io import load as loading
+from jkv.io.identity import weights
 from jkv.io.remote import names
 from jkv.memory.cache import tree_bytes
 from jkv.methods.scores import learned

@@ -120,14 +120,14 @@ def test_the_salient_prompt_tokens_are_in_four_bits_and_within_half_a_step():
     layer, plan = cache.layers[0], cache.plan[0]
     _, k, v, p = (np.asarray(t) for t in rig.dense_prompt(jnp.asarray(PROMPT))[1][0])
     for row, n in enumerate(LENGTHS):
-        shift, stored = PROMPT.shape[1] - n, n // 20 * 20
+        shift, stored = PROMPT.shape[1] - n, (n - 1) // 20 * 20  # the first token is in no tier
         last = -(-n // 20)  # ceil(0.05 n)
         drawn = np.argsort(np.asarray(hashed(jnp.arange(n - last), 0)) >> 1, kind="stable")[: n // 20]
         probes = np.sort(np.r_[drawn, np.arange(n - last, n)])
         mass = p[row][:, :, shift + probes, shift:].sum((1, 2))
         score = mass / (probes[:, None] >= np.arange(n)).sum(0)
         for head in range(H):
-            order = np.argsort(-score[head, :stored], kind="stable")
+            order = 1 + np.argsort(-score[head, 1 : 1 + stored], kind="stable")
             high = int(np.ceil(stored // 20 * 0.6)) * 20
             for tier, config, expected in zip(layer.tiers, plan.tiers, (order[:high], order[high:]), strict=True):
                 pos = np.asarray(tier.pos)[row, head]

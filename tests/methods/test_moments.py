@@ -176,7 +176,7 @@ def test_a_model_that_gives_nan_is_refused_before_anything_is_written():
     ("text", "why"),
     [
         ("matryoshkakv(keys=2, moments={m!r})", "at most 1"),
-        ("matryoshkakv(keys=0.3, bits=4, moments={m!r})", "stretches of 1 "),
+        ("matryoshkakv(keys=0.3, bits=4, moments={m!r})", "the 2 channels of 4 bits"),
         ("turboquant(bits=5)", "1, 2, 3 or 4"),
         ("rotatekv(clip=0.0)", "above 0"),
         ("ksort(block=5, moments={m!r})", "block=5"),
